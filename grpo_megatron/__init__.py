@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from grpo_megatron.extensions import examine_engine_before_megatron
+from grpo_megatron.importing import examine_transformer_engine_before_megatron
 
 if TYPE_CHECKING:
     from grpo_megatron import convert
@@ -36,7 +36,7 @@ try:
 except PackageNotFoundError:  # run from a clone, which is not installed
     __version__ = "0.1.0"
 
-examine_engine_before_megatron()
+examine_transformer_engine_before_megatron()
 
 
 def __getattr__(name: str) -> Any:

@@ -17,11 +17,24 @@ import dataclasses
 import difflib
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 F = TypeVar("F")
+
+
+def find_modules(config: Path) -> None:
+    """Look for the user's modules in the current folder, and beside the config, too. What is found today stays what is found.
+
+    `python -m grpo_megatron` looks in the current folder first, the command `grpo-megatron` nowhere of the user's own.
+    Reward workers and environments get the same path from this process.
+    """
+    for folder in (os.getcwd(), str(config.parent.absolute())):
+        if folder not in sys.path and not ("" in sys.path and folder == os.getcwd()):
+            sys.path.append(folder)
 
 
 def import_function(path: str) -> object:
@@ -46,24 +59,11 @@ def import_function(path: str) -> object:
 
 @contextlib.contextmanager
 def no_exit(what: str) -> Iterator[None]:
-    """A user's code in the block cannot end this process: it would end as if the run had succeeded.
-
-    Raises ValueError instead of SystemExit, and where `os._exit` is called. A child process that the block forks may exit.
-    """
-    process, leave = os.getpid(), os._exit
-
-    def refuse(code: int) -> None:
-        if os.getpid() != process:
-            leave(code)
-        raise SystemExit(code)
-
-    os._exit = refuse  # type: ignore[assignment]
+    """Raises ValueError if a user's code in the block calls `sys.exit`: the run would end as if it had succeeded."""
     try:
         yield
     except SystemExit as error:
         raise ValueError(f"{what} ends the process (exit code {error.code}); take that call out of it") from error
-    finally:
-        os._exit = leave
 
 
 class Registry(Generic[T]):

@@ -7,17 +7,19 @@ its group. Then raise the probability of the better ones by a clipped policy gra
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 import torch
 
 from grpo_megatron.algo.needs import reasons_for_old_pass
 from grpo_megatron.algo.plan import make_plan
-from grpo_megatron.algo.shaping import with_overlong_penalty
+from grpo_megatron.algo.token_weights import with_overlong_penalty
+from grpo_megatron.checks.names import resolved_components
 from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
-from grpo_megatron.device import Device
+from grpo_megatron.device import Device, keep_freed_memory
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.layers.spec import choose_kernels
 from grpo_megatron.models.policy import TooManySkippedSteps
@@ -27,31 +29,27 @@ from grpo_megatron.observability.progress import awaited
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
-from grpo_megatron.parallel.mesh import destroy_mesh
-from grpo_megatron.sampling.build import build_collector
+from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh
 from grpo_megatron.sampling.collector import numbered_samples
-from grpo_megatron.storage.step_folders import on_disk, steps_of
-from grpo_megatron.training.beside.build import build_critic, build_references, build_reward_model
-from grpo_megatron.training.build import (
-    build_colocation,
+from grpo_megatron.sampling.generator import Generator, build_generator
+from grpo_megatron.sampling.wrappers import build_collector
+from grpo_megatron.storage.run_files import on_disk, steps_of
+from grpo_megatron.training.beside.build import (
+    build_critic,
     build_export,
-    build_generator,
-    build_loss,
     build_policy,
-    build_profiler,
-    build_report,
-    build_validation_loss,
-    build_validator,
-    join_world,
+    build_references,
+    build_reward_model,
 )
-from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, run_state
-from grpo_megatron.training.config_record import record_config
-from grpo_megatron.training.correction_step import CorrectionStep
+from grpo_megatron.training.colocation import Colocation, build_colocation
+from grpo_megatron.training.correction_step import CorrectionStep, build_loss
 from grpo_megatron.training.guards import Guards, GuardStop
-from grpo_megatron.training.output_folder import OutputFolder
-from grpo_megatron.training.stopping import Stopping
-from grpo_megatron.training.update_metrics import record_update
+from grpo_megatron.training.output_folder import OutputFolder, record_config
+from grpo_megatron.training.profiler import Profiler
+from grpo_megatron.training.report import build_report, record_update
+from grpo_megatron.training.stopping import Cadence, Stopping
+from grpo_megatron.training.validation import Validator, build_validation_loss
 from grpo_megatron.training.warm_up import warm_up
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 
@@ -67,7 +65,9 @@ class Trainer:
         self.tokenizer_path = config.model.tokenizer_path or config.model.path
         with contextlib.ExitStack() as opened:
             self._build(config, checked, opened)
-            self.profiler = build_profiler(profiled, config, self.metrics, self.colocation, self.policy, self.sinks)
+            self.profiler = Profiler(
+                profiled, self.metrics, self.mesh, output_dir=config.trainer.output_dir, note=self.sinks.note
+            )
             self.opened = opened.pop_all()  # reward workers and sinks, which `run` closes
 
     # -- construction --------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Trainer:
             self.policy = build_policy(config, checked, self.mesh, self.device)
         self._save_hf = build_export(config, checked, self.policy)
         self.colocation = build_colocation(config, checked, self.policy)
-        generator = build_generator(config, checked, self.colocation, opened)
+        generator = self._build_generator(config, checked, opened)
 
         # The models in their state before the first step: warmed up, or restored.
         raw = config.model_dump(mode="json")
@@ -132,7 +132,7 @@ class Trainer:
             mesh=self.mesh,
             sync_initial=self._sync_initial_model,
         )
-        self.validator = build_validator(config, checked, generator, self.mesh)
+        self.validator = Validator(generator, checked.val_prompts, self.data, rollout, self.mesh, trainer)
         self.validation_loss = build_validation_loss(config, checked, self.policy, self.references, self.cadence)
         self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data)
         self.loss = self.correction_step.corrected(build_loss(self.actor))
@@ -144,6 +144,24 @@ class Trainer:
         self.stopping = Stopping(trainer, self.mesh)
         if checkpoint is not None:
             self._restore_run(checkpoint)
+
+    def _build_generator(self, config: Config, checked: Checked, opened: contextlib.ExitStack) -> Generator | None:
+        """The generator of samples and rewards; None in a run that draws nothing. `opened` will close its worker processes."""
+        colocation, environment = self.colocation, checked.environment
+        if not isinstance(colocation, Colocation):
+            return None
+        return build_generator(
+            colocation.engine,
+            lambda: colocation.weights_digest,
+            self.mesh,
+            checked.tokenizer,
+            (config.rollout, config.reward, config.data),
+            opened,
+            renderer=None if environment is None else environment.renderer,
+            gives_rewards=environment is not None and environment.gives_rewards,
+            prompts=(checked.train_prompts, checked.val_prompts),
+            components=resolved_components(config),
+        )
 
     def _restore_run(self, checkpoint: Path) -> None:
         """Restore what a checkpoint holds besides models and optimizers."""
@@ -298,3 +316,23 @@ class Trainer:
     def _sync_initial_model(self, step: int, metrics: Metrics) -> None:
         """The engine draws from the model that the run, or its outer iteration, started from. Collective."""
         self.colocation.sync_weights_from(self.references.weight_source(), step, metrics)
+
+
+def join_world(config: Config, device: Device) -> Mesh:
+    """The mesh of the configured layout. Collective. Seeds this rank's generators."""
+    megatron = config.actor.megatron
+    with awaited("waiting for all ranks", os.environ.get("RANK", "0") == "0"):
+        mesh = build_mesh(
+            device,
+            tp=megatron.tensor_model_parallel_size,
+            pp=megatron.pipeline_model_parallel_size,
+            ep=megatron.expert_model_parallel_size,
+            cp=megatron.context_parallel_size,
+            rollout_tp=config.rollout.tensor_model_parallel_size,
+            seed=config.trainer.seed,
+            timeout_s=config.trainer.timeout_s,
+        )
+    device.seed(config.trainer.seed, mesh.rank)
+    if not device.is_cuda:
+        keep_freed_memory()
+    return mesh

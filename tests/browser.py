@@ -12,7 +12,6 @@ resolves no host name: a page that asks for the network is found out and gets no
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -238,17 +237,6 @@ class Page:
     def text(self, selector: str = "body") -> str:
         """What a reader sees of the first element of the selector."""
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
-
-    def screenshot(self, path: Path, whole: bool = True) -> None:
-        """A PNG of the page; not `whole`: of what is on the screen."""
-        picture = self._call(
-            "Page.captureScreenshot", captureBeyondViewport=whole, **({"clip": self._clip()} if whole else {})
-        )
-        path.write_bytes(base64.b64decode(picture["data"]))
-
-    def _clip(self) -> dict[str, Any]:
-        size = self._call("Page.getLayoutMetrics")["cssContentSize"]
-        return {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
 
     # -- what is wrong -------------------------------------------------------------------------------------------------
 

@@ -20,9 +20,7 @@ def colocate(
     from grpo_megatron.models.layers.transformer_config import DTYPES
     from grpo_megatron.models.weights.resharding import Resharding
     from grpo_megatron.models.weights.sync_parameters import engine_tensors
-    from grpo_megatron.training.colocation import Colocation
-    from grpo_megatron.training.probe import Probe
-    from grpo_megatron.training.provenance import Provenance
+    from grpo_megatron.training.colocation import Colocation, Probe, Provenance
 
     mesh = policy.mesh
     resharding = Resharding(

@@ -40,7 +40,7 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "models/test_policy.py",
     "models/test_reward_model.py",
     "models/test_scored_policy.py",
-    "rewards/workers/test_pool.py",
+    "rewards/test_pool.py",
     "rollout/",
     "slurm/test_checkpoints.py",
     "slurm/test_jobs.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,11 @@ def make_run(folder: Path) -> Path:
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     return folder
+
+
+def texts(problems: Iterable[object]) -> list[str]:
+    """The problems of a check, as a user reads them."""
+    return [str(problem) for problem in problems]
 
 
 STAND_INS = """

@@ -96,15 +96,16 @@ def random_model(folder: Path, gigabytes: float) -> int:
     layers = max(1, round((gigabytes * 1e9 - 4 * 32000 * 4096) / 354e6))
     config = {**LAYER, "num_hidden_layers": layers}
     shapes = hf_shapes(architecture_of(config))
+    dtypes = dict.fromkeys(shapes, torch.bfloat16)
     noise = os.urandom(1 << 24)
     weight_map: dict[str, str] = {}
     with output_folder(folder, int(gigabytes * 1e9)) as partial:
         (partial / "config.json").write_text(json.dumps(config))
-        for name, file_shapes in plan_shards(shapes, torch.bfloat16, 1 << 30).items():
+        for name, file_shapes in plan_shards(shapes, dtypes, 1 << 30).items():
             size = sum(torch.Size(shape).numel() for shape in file_shapes.values()) * 2
             weight_map |= dict.fromkeys(file_shapes, name)
             with (partial / name).open("wb") as file:
-                file.write(safetensors_header(file_shapes, torch.bfloat16))
+                file.write(safetensors_header(file_shapes, dtypes))
                 for written in range(0, size, len(noise)):
                     file.write(noise[: size - written])
         if len(set(weight_map.values())) > 1:

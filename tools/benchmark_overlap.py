@@ -139,7 +139,7 @@ def step(alone: Any, both: Any, pool: Any, args: argparse.Namespace) -> dict[str
 
 def validation(alone: Any, both: Any, folder: Path, args: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of drawing alone; of a validation graded afterwards and meanwhile; and of all in it but its draw."""
-    from grpo_megatron.config import DataConfig, RolloutConfig
+    from grpo_megatron.config import DataConfig, RolloutConfig, TrainerConfig
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.training.validation import Validator
 
@@ -163,7 +163,9 @@ def validation(alone: Any, both: Any, folder: Path, args: argparse.Namespace) ->
             return samples
 
     validators = {
-        name: Validator(generator, slow, data, rollout, both.mesh, folder, num_logged_samples=8)
+        name: Validator(
+            generator, slow, data, rollout, both.mesh, TrainerConfig(output_dir=folder, num_logged_samples=8)
+        )
         for name, generator in (("draw", alone), ("afterwards", both), ("meanwhile", Timed()))
     }
     for _ in range(args.repeats + 1):

@@ -127,7 +127,7 @@ def _training(folder: Path, workload: Workload, mesh: Any) -> tuple[Any, Any, An
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
-    from grpo_megatron.training.build import build_loss
+    from grpo_megatron.training.correction_step import build_loss
 
     actor = ActorConfig.model_validate({"use_kl_loss": False, "optim": {"lr": 1e-6}})
     policy = Policy(ModelConfig(path=folder, dtype="float32"), actor, read_architecture(folder), mesh, Device("cpu"))

@@ -63,8 +63,8 @@ def measure(root: Path, mesh: Any, args: argparse.Namespace) -> str:
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
-    from grpo_megatron.training.build import build_loss
     from grpo_megatron.training.checkpoint import Checkpoints
+    from grpo_megatron.training.correction_step import build_loss
 
     benchmark_passes.write_model(root, SHAPE)
     actor = ActorConfig.model_validate({"use_kl_loss": False, "optim": {"lr": 1e-6}})

@@ -127,8 +127,8 @@ class SimulatedStep:
     def select(self) -> Any:
         """A round of dynamic sampling, after its table is gathered."""
         from grpo_megatron.observability.metrics import Metrics
-        from grpo_megatron.sampling import dynamic
         from grpo_megatron.sampling.collector import Group, informative_prompts
+        from tests.sampling.test_collectors import dynamic
 
         drawn = [Group(0, []) for _ in range(self.num_samples // GROUP)]
         chosen = [drawn[index] for index in informative_prompts(self.table)]

@@ -35,15 +35,13 @@ OWN: dict[str, list[str]] = {  # ways to run this project; the first of a worklo
     "0.4M": ["rollout.engine=transformers", "rollout.engine=vllm"],
     "26M": ["rollout.engine=vllm", "rollout.engine=transformers"],
 }
-SHARED = ["actor.share_prompts=true", "trainer.cpu_matmul=onednn"]
+SHARED = ["actor.share_prompts=true"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="default: both")
-    parser.add_argument(
-        "--plain", action="store_true", help="this project without trainer.cpu_matmul and share_prompts"
-    )
+    parser.add_argument("--plain", action="store_true", help="this project without actor.share_prompts")
     parser.add_argument("--trl-vllm", action="store_true", help="TRL's vLLM mode, too")
 
 

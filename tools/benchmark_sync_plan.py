@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.checks.weight_sync import planned_sync
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_architecture
 from grpo_megatron.parallel.mesh import Grid
+from grpo_megatron.planning.traffic import planned_sync
 from grpo_megatron.sync.plan import NETWORK
 from grpo_megatron.sync.rounds import RankPlan
 from grpo_megatron.sync.tensors import floor_of

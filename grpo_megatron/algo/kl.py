@@ -27,13 +27,37 @@ a KL of k nats:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from grpo_megatron.algo.ratio import clamp_log_ratio
 from grpo_megatron.config import KlCtrl
 from grpo_megatron.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# -- Ratios of probabilities -------------------------------------------------------------------------------------------
+# Ratios of probabilities from differences of log-probabilities, and the one bound on their exponent.
+#
+#     ratio = exp(clamp(log-ratio, -20, 20))
+#
+# e^20 = 4.9e8 is far outside anything that still trains, and no product of it with an advantage overflows float32.
+
+LOG_RATIO_CLAMP = 20.0
+
+
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    """`log_ratio` within +-LOG_RATIO_CLAMP, elementwise."""
+    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp of the clamped log-ratio, elementwise."""
+    return clamp_log_ratio(log_ratio).exp()
+
 
 VALUE_CLAMP = 10.0
 
@@ -111,7 +135,7 @@ class KlController:
             self.kl_coef *= 1.0 + error * num_samples / self._config.horizon
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint needs."""
+        """Returns what a checkpoint stores of the controller."""
         return {"kl_coef": self.kl_coef, "start": self._config.kl_coef}
 
     def load_state(self, state: dict[str, float]) -> None:

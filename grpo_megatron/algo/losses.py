@@ -11,7 +11,7 @@ With rho = exp(clamp(logprobs - old_logprobs, -20, 20)), A the advantage and sg 
 
     total     sum over tokens of  w * (c * policy loss + kl_loss_coef * KL - entropy_coeff * entropy)
 
-`sequence_losses.py` has the losses of whole responses, `score_losses.py` those of a scalar head. c is the correction of
+The losses of whole responses, of a scalar head and of the critic follow below. c is the correction of
 `correction.py` (1 without one). w are the weights of `token_weights.py`, which are normalised over the optimizer step. The
 total is therefore a **plain sum**: add it, and its gradient, over micro-batches and ranks; never average.
 
@@ -34,17 +34,17 @@ from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
-from grpo_megatron.algo.kl import KlPenalty
-from grpo_megatron.algo.ratio import LOG_RATIO_CLAMP, ratio_of
+from grpo_megatron.algo.kl import LOG_RATIO_CLAMP, KlPenalty, ratio_of
 from grpo_megatron.config import ActorConfig
 from grpo_megatron.registry import FactRegistry
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may read: one micro-batch of B whole responses, all `[B, R]`, column t = response token t.
+    """The inputs of a loss: one micro-batch of B whole responses, all `[B, R]`, column t = response token t.
 
     The constructor replaces masked entries of every tensor by 0. This must happen before any exp: a -inf or NaN that is
     multiplied by a zero mask afterwards is NaN, in the value or in the gradient.
@@ -52,8 +52,8 @@ class LossInputs:
 
     logprobs: Tensor  # current policy; carries the gradient
     entropy: Tensor  # current policy, nats
-    old_logprobs: Tensor  # training engine, start of the update
-    rollout_logprobs: Tensor  # inference engine
+    old_logprobs: Tensor  # the policy at the start of the update
+    rollout_logprobs: Tensor  # of the rollout engine
     ref_logprobs: Tensor | None  # None: no reference model
     advantages: Tensor
     mask: Tensor  # bool, the loss mask: true at a token of the loss
@@ -95,7 +95,7 @@ PolicyLoss = Callable[[LossInputs, ActorConfig], tuple[Tensor, LossMetrics]]  # 
 
 @dataclass(frozen=True)
 class LossFacts:
-    """What the rest of the program must know about a policy loss."""
+    """Facts about a policy loss that validation and the trainer read."""
 
     is_likelihood: bool = False  # no ratio to old_logprobs: samples from any source, and no mismatch to correct
     paired: bool = False  # rows 2i (chosen) and 2i + 1 (rejected) of a micro-batch belong together
@@ -110,9 +110,7 @@ class LossFacts:
             raise TypeError(f"aggregation={self.aggregation!r} is not a tuple; write ({self.aggregation!r},)")
 
 
-policy_losses: FactRegistry[PolicyLoss, LossFacts] = FactRegistry(
-    "policy loss", LossFacts(), ("grpo_megatron.algo.sequence_losses", "grpo_megatron.algo.score_losses")
-)
+policy_losses: FactRegistry[PolicyLoss, LossFacts] = FactRegistry("policy loss", LossFacts())
 
 
 def ratio_metrics(log_ratio: Tensor, clipped: Tensor, lower: Tensor | None = None) -> LossMetrics:
@@ -175,7 +173,7 @@ def policy_gradient(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, Lo
 
 @policy_losses.register("sft", is_proportional=True, is_likelihood=True)
 def log_likelihood(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
-    """The same formula on samples from any source. Where the advantage is 1, it is supervised learning."""
+    """The formula of `gpg` on samples from any source. Where the advantage is 1, it is supervised learning."""
     return policy_gradient(inputs, config)
 
 
@@ -223,3 +221,207 @@ def _correction(mask: Tensor, correction: Tensor, policy_loss: PolicyLoss) -> Te
         return correction
     logs = torch.where(mask, correction, 1.0).log()  # one weight of 0 makes the sequence's mean 0
     return (logs.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)).exp()
+
+
+# -- Losses of whole responses -----------------------------------------------------------------------------------------
+# Policy losses of whole responses: ratios of sequences, and pairs of sequences.
+#
+# With d_t = logprobs - old_logprobs at token t, over the n loss tokens of a response, A its advantage:
+#
+#     gspo        clip form of vanilla (no dual clip) with s = exp(mean of d_t)             arXiv 2507.18071
+#     gspo_token  the same with s_t = sg(s) exp(logprobs - sg(logprobs)): same value, and the same gradient where A is one
+#                 number for the sequence; A may differ from token to token
+#     gmpo        -A exp(mean of g_t), g_t = the smaller of d_t and clamp(d_t, -clip_ratio_low, clip_ratio_high) where
+#                 A > 0, the larger elsewhere; "geo_mean" in verl                           arXiv 2507.20673
+#     dpo         -log sigmoid(dpo_beta * margin), margin = sum of (logprobs - ref_logprobs) of the chosen response minus
+#                 the same of the rejected one                                              arXiv 2305.18290
+#
+# Every loss token of a sequence (of a pair) has the value of the sequence (of the pair). Under seq-mean-token-mean, with
+# weights 1 / (N n), the tokens of a sequence add up to 1/N of its value. The total is the mean over the N sequences **of
+# the optimizer step**, whatever the micro-batches and ranks. (Others average GMPO over a micro-batch.) For dpo, two
+# sequences of weight 1/N each make 2/N = 1 over the number of pairs. Each loss declares this aggregation as a fact.
+#
+# Compared with vanilla, useful clip ratios are far smaller for gspo (3e-4 and 4e-4 in the paper). They are larger for gmpo
+# (0.4), whose bounds are in log space.
+
+SEQUENCE_MEAN = ("seq-mean-token-mean",)
+
+
+def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over each row's loss tokens, [B, R] -> [B, 1]; 0 for a row without any. Masked entries must be 0."""
+    return values.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _clip_form(inputs: LossInputs, config: ActorConfig, ratio: Tensor, log_ratio: Tensor) -> tuple[Tensor, LossMetrics]:
+    unclipped = -inputs.advantages * ratio
+    clipped = -inputs.advantages * ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high)
+    return torch.maximum(unclipped, clipped), ratio_metrics(log_ratio, clipped > unclipped)
+
+
+@policy_losses.register("gspo", is_proportional=True, aggregation=SEQUENCE_MEAN)
+def gspo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    """One ratio per sequence, which is clipped as a whole."""
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    ratio = ratio_of(sequence_mean(log_ratio, inputs.mask)).expand_as(log_ratio)
+    return _clip_form(inputs, config, ratio, log_ratio)
+
+
+@policy_losses.register("gspo_token", is_proportional=True, aggregation=SEQUENCE_MEAN)
+def gspo_token(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    """The sequence's ratio with each token's own gradient."""
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    ratio = ratio_of(sequence_mean(log_ratio.detach(), inputs.mask))
+    return _clip_form(inputs, config, ratio * (inputs.logprobs - inputs.logprobs.detach()).exp(), log_ratio)
+
+
+@policy_losses.register("gmpo", "geo_mean", is_proportional=True, aggregation=SEQUENCE_MEAN, geometric_correction=True)
+def gmpo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    """Geometric mean of token ratios that are clipped in log space. The advantage is the mean over the tokens.
+
+    `actor/pg_clipfrac` and `_lower` are the shares of tokens outside the bounds where A > 0 and where A < 0 (as verl).
+    """
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    advantage = sequence_mean(inputs.advantages, inputs.mask)
+    bounded = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
+    pessimistic = torch.where(advantage > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
+    ratio = ratio_of(sequence_mean(pessimistic, inputs.mask))
+    outside = bounded != log_ratio
+    metrics = ratio_metrics(log_ratio, outside & (advantage > 0), outside & (advantage < 0))
+    return (-advantage * ratio).expand_as(log_ratio), metrics
+
+
+@policy_losses.register("dpo", is_likelihood=True, paired=True, needs_reference=True, aggregation=SEQUENCE_MEAN)
+def dpo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    """Rows 2i (chosen, advantage 1) and 2i + 1 (rejected, advantage -1) are a pair.
+
+    Reports `actor/dpo_accuracy` (margin above 0) and `actor/dpo_margin` (nats, without beta), means over pairs.
+    """
+    assert inputs.ref_logprobs is not None, "the dpo loss needs ref_logprobs"
+    assert len(inputs.mask) % 2 == 0, f"{len(inputs.mask)} rows are no pairs"
+    side = torch.ones_like(inputs.advantages)
+    side[1::2] = -1.0
+    assert bool(((inputs.advantages == side) | ~inputs.mask).all()), (
+        "rows are not chosen (+1) and rejected (-1) in turn"
+    )
+    log_ratio = (inputs.logprobs - inputs.ref_logprobs).sum(-1)  # [B]
+    margin = log_ratio[0::2] - log_ratio[1::2]  # [B / 2]
+    loss = _per_token(-functional.logsigmoid(config.dpo_beta * margin), inputs.mask)
+
+    def pair_mean(value: Tensor) -> MetricSum:
+        return MetricSum((inputs.token_weights * _per_token(value.detach(), inputs.mask)).sum(), None)
+
+    return loss, {"actor/dpo_accuracy": pair_mean((margin > 0).to(margin.dtype)), "actor/dpo_margin": pair_mean(margin)}
+
+
+def _per_token(pair_values: Tensor, mask: Tensor) -> Tensor:
+    """Each pair's value at every token of both its rows: [B / 2] -> [B, R]."""
+    return pair_values.repeat_interleave(2)[:, None].expand_as(mask)
+
+
+# -- Losses of a scalar head -------------------------------------------------------------------------------------------
+# Losses of a scalar head: the model that is trained scores responses, or steps of responses.
+#
+# The "log-probability" of such a model at a token is its score there, and the loss mask is 1 at the scored tokens only:
+#
+#     bradley_terry  -log sigmoid(s_chosen - s_rejected - margin)           arXiv:2203.02155, equation 1; margin: 2307.09288
+#     step_labels    -log sigmoid(s) of a right step, -log sigmoid(-s) of a wrong one: binary cross entropy with the probability
+#                    sigmoid(s) that the step is right                                            Math-Shepherd, arXiv:2312.08935
+#
+# The estimators `preference` and `step_labels` (advantages.py) put the labels into the advantages: 1 + margin for the chosen and
+# -(1 + margin) for the rejected response of a pair, 1 at the last token of a right step and -1 at that of a wrong one.
+#
+# bradley_terry is a mean over the pairs of the optimizer step (seq-mean-token-mean; each response has one scored token). The
+# mean of step_labels is over all its steps (token-mean), or over the mean of each response (seq-mean-token-mean).
+
+
+@policy_losses.register("bradley_terry", is_likelihood=True, paired=True, scores="response", aggregation=SEQUENCE_MEAN)
+def bradley_terry(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    """Rows 2i (chosen, advantage 1 + margin) and 2i + 1 (rejected) are a pair.
+
+    Reports `actor/pair_accuracy` (s_chosen > s_rejected; a tie counts half) and `actor/score_margin` (their difference), means
+    over pairs.
+    """
+    assert len(inputs.mask) % 2 == 0, f"{len(inputs.mask)} rows are no pairs"
+    scores, labels = (sequence_mean(x, inputs.mask).squeeze(-1) for x in (inputs.logprobs, inputs.advantages))  # [B]
+    is_pair = (labels[0::2] == -labels[1::2]) & (labels[0::2] >= 1)
+    assert bool((is_pair | ~inputs.mask.any(-1)[0::2]).all()), "rows are not chosen (1 or more) and rejected in turn"
+    difference, margin = scores[0::2] - scores[1::2], labels[0::2] - 1.0  # [B / 2]
+    per_pair = functional.softplus(margin - difference)
+
+    def pair_mean(value: Tensor) -> MetricSum:
+        return MetricSum((inputs.token_weights * _at_both(value.detach(), inputs.mask)).sum(), None)
+
+    correct = (difference > 0).to(difference.dtype) + 0.5 * (difference == 0).to(difference.dtype)
+    return _at_both(per_pair, inputs.mask), {
+        "actor/pair_accuracy": pair_mean(correct),
+        "actor/score_margin": pair_mean(difference),
+    }
+
+
+@policy_losses.register(
+    "step_labels", is_likelihood=True, scores="step", aggregation=("token-mean", "seq-mean-token-mean")
+)
+def step_labels(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    """The advantage of a scored token is 1 (right) or -1 (wrong).
+
+    Reports `actor/step_accuracy` (the sign of the score; 0 counts half) and `actor/step_right` (share of right steps), means over
+    steps.
+    """
+    signed = inputs.logprobs * inputs.advantages
+    correct = (signed > 0).to(signed.dtype) + 0.5 * (signed == 0).to(signed.dtype)
+    return functional.softplus(-signed), {"actor/step_accuracy": correct, "actor/step_right": inputs.advantages > 0}
+
+
+def _at_both(pair_values: Tensor, mask: Tensor) -> Tensor:
+    """Each pair's value at the scored token of both its rows: [B / 2] -> [B, R]."""
+    return torch.where(mask, pair_values.repeat_interleave(2)[:, None], 0.0)
+
+
+# -- The loss of the critic --------------------------------------------------------------------------------------------
+# The critic's loss: squared error with a bounded move per step, as in PPO's reference implementation and verl.
+#
+#     v' = clamp(v, v_old - c, v_old + c)
+#     loss per token = 1/2 max((v - R)^2, (v' - R)^2)
+#
+# v_old are the values before the step's first update, R their targets (`returns.py`), c is `critic.cliprange_value`. The maximum
+# takes the gradient from a value that has moved more than c and is still nearer to R than v'. Without c it is the squared
+# error. The total is a plain sum over tokens of weight x loss (`token_weights.py`), like the policy's.
+
+
+@dataclass(frozen=True)
+class ValueInputs:
+    """One micro-batch of B whole responses, all `[B, R]`. The constructor replaces masked entries by 0, as `LossInputs`."""
+
+    values: Tensor  # of the current critic; carries the gradient
+    old_values: Tensor
+    returns: Tensor
+    mask: Tensor  # bool, the loss mask
+    token_weights: Tensor
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            assert value.shape == self.mask.shape, f"{field.name} is {value.shape}, mask is {self.mask.shape}"
+            if field.name != "mask":
+                object.__setattr__(self, field.name, value.masked_fill(~self.mask, 0.0))
+
+
+def value_loss(inputs: ValueInputs, cliprange: float | None) -> tuple[Tensor, dict[str, MetricSum]]:
+    """One micro-batch's share of the mini-batch's loss, a scalar with gradient, and of its metrics.
+
+    `critic/vf_loss` aggregates like the loss. `critic/vf_clipfrac` (share of tokens whose loss is the clipped one) and
+    `critic/vpred_mean` are means over the loss tokens.
+    """
+    values, old, returns = inputs.values, inputs.old_values, inputs.returns
+    error = (values - returns).square()
+    clipped_error = error
+    if cliprange is not None:
+        clipped_error = (torch.minimum(torch.maximum(values, old - cliprange), old + cliprange) - returns).square()
+    loss = (inputs.token_weights * 0.5 * torch.maximum(error, clipped_error)).sum()
+    count = inputs.mask.sum()
+    is_clipped = (clipped_error > error).detach().to(values.dtype).sum()
+    return loss, {
+        "critic/vf_loss": MetricSum(loss.detach(), None),
+        "critic/vf_clipfrac": MetricSum(is_clipped, count),
+        "critic/vpred_mean": MetricSum(values.detach().sum(), count),
+    }

@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards
 from grpo_megatron.algo.needs import forward_only_at_zero_advantage, loss_facts
@@ -32,14 +33,14 @@ from grpo_megatron.algo.packing import (
     SequenceCost,
     Unit,
     add_mini_batch,
+    add_packed,
     assign,
     imbalance,
     merge_prompts,
     shared_tokens,
 )
-from grpo_megatron.algo.shaping import dupo_copies
-from grpo_megatron.algo.token_weights import token_weights
-from grpo_megatron.config import ActorConfig, AlgorithmConfig
+from grpo_megatron.algo.token_weights import dupo_copies, token_weights
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.types import GroupTable, MiniBatches, Plan, rows_of_mini_batch
 
 
@@ -117,7 +118,7 @@ def _assign(
 def revise_plan(
     plan: Plan, table: GroupTable, algorithm: AlgorithmConfig, actor: ActorConfig, *, max_response_length: int
 ) -> Plan:
-    """The same rows on the same ranks, after `table` got columns that need the training engine's log-probabilities.
+    """Plans the same rows on the same ranks again, after `table` got columns that need the policy's log-probabilities.
 
     These are `token_penalties` (a KL penalty in the reward) and `num_kept_tokens` (without the tokens that a correction
     has rejected). Advantages and weights are computed anew. A mini-batch without a kept token is dropped.
@@ -287,3 +288,36 @@ def _balance_metrics(mini_batches: list[MiniBatches], lengths: list[int]) -> dic
         "global_seqlen/mean": sum(balanced) / dp,
         "perf/dp_imbalance_tokens": imbalance(mini_batches, lengths),
     }
+
+
+# -- The plan of the critic --------------------------------------------------------------------------------------------
+# The critic's part of a plan: mini-batches and token weights of its own, on the rows that the policy's plan gives each rank.
+
+
+def critic_plan(
+    plan: Plan,
+    table: GroupTable,
+    algorithm: AlgorithmConfig,
+    actor: ActorConfig,
+    critic: CriticConfig,
+    *,
+    train_batch_size: int,
+    max_response_length: int,
+) -> Plan:
+    """`plan` with the critic's own mini-batches and token weights. Every row stays on its rank."""
+    copies = dupo_copies(table) if algorithm.dupo else [1] * len(table)
+    mini_batches = plan.mini_batches
+    if critic.ppo_mini_batch_size is not None:
+        owner, lengths, counts = (
+            plan.owner(),
+            table.sequence_lengths(),
+            table.num_kept_tokens or table.num_loss_tokens(),
+        )
+        mini_batches = [[] for _ in plan.mini_batches]
+        for groups in groups_of_mini_batches(table, copies, critic.mini_batch_size(actor, train_batch_size)):
+            rows = [row for group in groups for row in group if row in owner and counts[row]]
+            of_ranks = [[[row] for row in rows if owner[row] == rank] for rank in range(len(mini_batches))]
+            add_packed(mini_batches, of_ranks, lengths, actor)
+    weighting = actor.model_copy(update={"loss_agg_mode": critic.loss_agg_mode})
+    weights = row_weights(mini_batches, table, copies, weighting, max_response_length)
+    return replace(plan, token_weights=weights, mini_batches=mini_batches, num_forward_only=[])

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, ConfigError, MultiTurnConfig
+from grpo_megatron.config.problems import Findings, check, keys_of
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.environments.environment import ChatMessage
 from grpo_megatron.environments.pool import find_environment, first_messages, make_environment
@@ -27,49 +27,51 @@ class CheckedEnvironment:
     gives_rewards: bool  # no reward function is called
 
 
-def environment_problems(config: Config) -> Problems:
+@check
+def environment_problems(config: Config) -> Findings:
     """Settings that contradict each other, and names that cannot be found."""
+    k = keys_of(config)
     multi_turn, data = config.rollout.multi_turn, config.data
     if multi_turn.environment is None:
         if multi_turn != MultiTurnConfig():
             changed = sorted(multi_turn.model_fields_set)
             yield (
-                f"rollout.multi_turn.{changed[0]} has no effect without an environment; set"
+                f"{k.rollout.multi_turn:key}.{changed[0]} has no effect without an environment; set"
                 " rollout.multi_turn.environment, or leave it out"
             )
         return
-    key = f"rollout.multi_turn.environment={multi_turn.environment!r}"
+    key = f"{k.rollout.multi_turn.environment!r}"
     of_tools = {"tools", "format", "max_parallel_calls"} & multi_turn.model_fields_set
     if multi_turn.environment != "tools" and of_tools:
         yield (
-            f"rollout.multi_turn.{min(of_tools)} is for environment=tools, and {key} does not read it; set the class's own"
-            " arguments in rollout.multi_turn.kwargs"
+            f"{k.rollout.multi_turn:key}.{min(of_tools)} is for environment=tools, and {key} does not read it;"
+            " set the class's own arguments in rollout.multi_turn.kwargs"
         )
     if not data.apply_chat_template:
-        yield f"{key}: turns are rendered by the chat template; set data.apply_chat_template=true"
+        yield (f"{key}: turns are rendered by the chat template; set {k.data.apply_chat_template:key}=true")
     if data.val_tasks:
         yield (
-            f"{key}: data.val_tasks={data.val_tasks} have rows of their own, which the environment does not know; name"
-            " the files in data.val_files"
+            f"{key}: {k.data.val_tasks} have rows of their own, which the environment does not know; name the"
+            " files in data.val_files"
         )
     if multi_turn.max_tool_response_length >= data.max_response_length:
         yield (
-            f"rollout.multi_turn.max_tool_response_length={multi_turn.max_tool_response_length} tokens of one observation"
-            f" leave no turn in data.max_response_length={data.max_response_length}, which counts observations, too; set"
-            f" it to {max(1, data.max_response_length // 4)} or less"
+            f"{k.rollout.multi_turn.max_tool_response_length} tokens of one observation leave no turn in"
+            f" {k.data.max_response_length}, which counts observations, too; set it to"
+            f" {max(1, data.max_response_length // 4)} or less"
         )
     try:
         gives_rewards = find_environment(multi_turn.environment).gives_rewards
     except ConfigError as error:
-        yield str(error)
+        yield from (problem.about("rollout.multi_turn.environment") for problem in error.problems)
         return
     if gives_rewards and (config.reward.function is not None or config.reward.components):
-        unused = "reward.components" if config.reward.components else f"reward.function={config.reward.function!r}"
+        unused = f"{k.reward.components:key}" if config.reward.components else f"{k.reward.function!r}"
         yield f"{key} gives the rewards itself, and {unused} would not be called; leave it out"
     if gives_rewards and config.reward_paths and config.reward_model.combine == "replace":
         yield (
-            f"{key} gives the rewards itself, and reward_model.combine=replace would discard them; set combine=add, or"
-            " leave reward_model.path out"
+            f"{key} gives the rewards itself, and {k.reward_model.combine} would discard them; set combine=add,"
+            " or leave reward_model.path out"
         )
 
 

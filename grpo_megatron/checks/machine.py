@@ -6,8 +6,8 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from grpo_megatron.checks.problems import Problems
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.problems import Findings, check, keys_of
 from grpo_megatron.device import Device, count_cuda_devices
 from grpo_megatron.observability.loggers import check_loggers
 from grpo_megatron.rollout.build import engine_packages
@@ -16,28 +16,33 @@ from grpo_megatron.storage.lock import in_use_by, lock_holder
 NO_DEVICE = "torch sees no CUDA device on this machine"
 
 
-def output_problems(config: Config) -> Problems:
+@check
+def output_problems(config: Config) -> Findings:
     """The output folder can be made and written, and the loggers' packages are installed."""
+    k = keys_of(config)
     folder = config.trainer.output_dir
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
-        yield f"trainer.output_dir={str(folder)!r}: {str(existing)!r} is a file, not a folder; choose another"
+        yield (f"{k.trainer.output_dir}: {str(existing)!r} is a file, not a folder; choose another")
     elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"trainer.output_dir={str(folder)!r}: {str(existing)!r} is not writable; choose another"
+        yield (f"{k.trainer.output_dir}: {str(existing)!r} is not writable; choose another")
     try:
         check_loggers(config.trainer.logger)
     except ConfigError as error:
-        yield str(error)
+        yield from (problem.about("trainer.logger") for problem in error.problems)
 
 
-def in_use_problems(config: Config) -> Problems:
+@check
+def in_use_problems(config: Config) -> Findings:
     """No other run writes into the output folder. Nothing is locked: the run itself will do that."""
+    k = keys_of(config)
     holder = lock_holder(config.trainer.output_dir)
     if holder is not None:
-        yield f"trainer.output_dir={str(config.trainer.output_dir)!r}: {in_use_by(holder)}"
+        yield (f"{k.trainer.output_dir}: {in_use_by(holder)}")
 
 
-def package_problems(config: Config) -> Problems:
+@check
+def package_problems(config: Config) -> Findings:
     """Megatron-Core and the engine's packages are installed. They are looked up, not imported: an import takes seconds."""
     of_engine = engine_packages(config.rollout) if config.draws else {}
     for name, package in {"megatron": "megatron-core", **of_engine}.items():
@@ -45,27 +50,24 @@ def package_problems(config: Config) -> Problems:
             yield f"the package {name!r} is not installed; pip install {package}, as requirements/ pins it"
 
 
-def _cpu_only_problems(config: Config) -> Problems:
-    if config.trainer.cpu_matmul != "torch":
-        yield f"trainer.cpu_matmul={config.trainer.cpu_matmul} on GPUs: it replaces products on the CPU only; leave it out"
-    if config.rollout.engine == "transformers":
-        yield "rollout.engine=transformers on GPUs: this engine has no GPU path; set rollout.engine=vllm"
-
-
-def device_problems(config: Config, world_size: int) -> Problems:
+@check
+def device_problems(config: Config, world_size: int) -> Findings:
     """This machine has the CUDA devices that `trainer.device` asks for, one for each of its ranks."""
+    k = keys_of(config)
     device, count = config.trainer.device, count_cuda_devices()
     if device == "cpu" or (device == "auto" and count == 0):
         return
-    yield from _cpu_only_problems(config)
+    if config.rollout.engine == "transformers":
+        yield (f"{k.rollout.engine} on GPUs: this engine has no GPU path; set rollout.engine=vllm")
     if count == 0:
-        yield f"trainer.device={device}, but {NO_DEVICE}; set trainer.device=cpu or auto"
+        yield (f"{k.trainer.device}, but {NO_DEVICE}; set trainer.device=cpu or auto")
         return
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size if config.trainer.nnodes == 1 else 0))
     if ranks > count:
         yield (
             f"{ranks} ranks on this machine need {ranks} CUDA devices, and torch sees {count}; set"
-            f" trainer.n_gpus_per_node={count}, or let every rank see all devices of its machine (CUDA_VISIBLE_DEVICES)"
+            f" {k.trainer.n_gpus_per_node:key}={count}, or let every rank see all devices of its machine"
+            " (CUDA_VISIBLE_DEVICES)"
         )
 
 

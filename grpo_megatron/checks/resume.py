@@ -1,6 +1,6 @@
 """What a resumed run changes: the differences between its config and the checkpoint's, and whether each may be made.
 
-The classes of the keys are in resume_classes.py. Keys that the checkpoint's config lacks are of a newer program version, and
+The class of a key is part of its type in config/. Keys that the checkpoint's config lacks are of a newer program version, and
 are not compared.
 """
 
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.checks.problems import Problems
-from grpo_megatron.checks.resume_classes import FIXED, RESUME_CLASSES, SCHEDULE, ResumeClass
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.storage.step_folders import on_disk, saved_config, steps_of
+from grpo_megatron.config.keys import config_keys
+from grpo_megatron.config.problems import Findings, check, keys_of, marked
+from grpo_megatron.config.section import ResumeClass
+from grpo_megatron.storage.run_files import on_disk, saved_config, steps_of
 
+RESUME_CLASSES = {key.name: key.resume for key in config_keys(Config)}
 LONGEST_VALUE = 80  # characters of a value in a message
 REMEDY = (
     "put the old value back; or start a new run from these weights: `grpo-megatron convert to-hf` makes a model folder"
@@ -43,6 +45,10 @@ class Difference:
     def __str__(self) -> str:
         return f"{self.key} {_shown(self.old)} -> {_shown(self.new)}"
 
+    def __format__(self, form: str) -> str:
+        """With the key marked, for a message."""
+        return f"{marked(self.key)} {_shown(self.old)} -> {_shown(self.new)}" if form == "marked" else str(self)
+
 
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
@@ -67,7 +73,8 @@ def _value_differences(key: str, old: Any, new: Any) -> Iterator[Difference]:
         yield Difference(key, old, new)
 
 
-def resume_problems(config: Config) -> Problems:
+@check
+def resume_problems(config: Config) -> Findings:
     """Before ranks start: what the newest checkpoint on disk refuses. A damaged one is left to training/checkpoint.py."""
     found = on_disk(config.trainer.output_dir) if config.trainer.resume_mode == "auto" else []
     if found:
@@ -82,34 +89,35 @@ def check_resume(checkpoint: Path, config: Config) -> list[Difference]:
     """The differences from the checkpoint's config. Raises ConfigError if one of them cannot be made."""
     saved = saved_config(checkpoint)
     if problems := list(refusals(checkpoint, saved, config)):
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(*problems)
     return list(differences(saved, config.model_dump(mode="json")))
 
 
-def refusals(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> Problems:
+@check
+def refusals(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> Findings:
     """Why the run cannot continue from `checkpoint`, which was written with the config `saved`."""
     done, total = steps_of(checkpoint), config.trainer.total_training_steps
     if total < done:
         yield (
-            f"trainer.total_training_steps={total} is less than the {done} steps that {checkpoint} has done; set it to"
+            f"{keys_of(config).trainer.total_training_steps} is less than the {done} steps that {checkpoint} has done; set it to"
             f" {done} or more, or another trainer.output_dir"
         )
     estimators = [saved.get("algorithm", {}).get("adv_estimator"), config.algorithm.adv_estimator]
     had_critic, has_critic = (advantage_estimators.facts(str(name)).needs_values for name in estimators)
     if has_critic and not had_critic:
         yield (
-            f"algorithm.adv_estimator {estimators[0]} -> {estimators[1]}: {checkpoint} has no critic; put the old value"
-            " back, or start a new run"
+            f"{marked('algorithm.adv_estimator')} {estimators[0]} -> {estimators[1]}: {checkpoint} has no critic; put the"
+            " old value back, or start a new run"
         )
-    fixed = [d for d in differences(saved, config.model_dump(mode="json")) if d.resume_class == FIXED]
+    fixed = [d for d in differences(saved, config.model_dump(mode="json")) if d.resume_class == "fixed"]
     for difference in fixed:
         remedy = f"; {REMEDY}" if difference is fixed[-1] else ""
-        yield f"{difference}: cannot change when a run resumes, here from {checkpoint}{remedy}"
+        yield f"{difference:marked}: cannot change when a run resumes, here from {checkpoint}{remedy}"
 
 
 def announcement(changed: list[Difference], updates_done: int, total_updates: int) -> str:
     """Lines for the console: each applied difference, and where the policy is in a rebuilt schedule."""
     lines = ["changed since the checkpoint:", *(f"  {difference}" for difference in changed)]
-    if any(d.resume_class == SCHEDULE and not d.key.startswith(("reward_model.", "critic.")) for d in changed):
+    if any(d.resume_class == "schedule" and not d.key.startswith(("reward_model.", "critic.")) for d in changed):
         lines.append(f"  the policy's learning-rate schedule continues after update {updates_done} of {total_updates}")
     return "\n".join(lines)

@@ -10,16 +10,18 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_megatron.checks.components import resolved_components
+from grpo_megatron.checks.names import resolved_components
 from grpo_megatron.config import Config, ConfigError, Gate
-from grpo_megatron.data.item_table import one_of_each
-from grpo_megatron.data.reward_item import reward_item
+from grpo_megatron.config.problems import Findings, check, marked
+from grpo_megatron.data.items import one_of_each
+from grpo_megatron.data.prompts import reward_item
 from grpo_megatron.data.tasks import get_task
-from grpo_megatron.reading.bounds import cut, shown
+from grpo_megatron.reading import cut, shown
+from grpo_megatron.rewards import check_reward
 from grpo_megatron.rewards.answers import AnswerForm, answer_form
 from grpo_megatron.rewards.composite import COMPOSITE
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rewards.reward import RewardResult, read_signature, rewards
+from grpo_megatron.rewards.reward import Kwargs, RewardResult, read_signature, rewards
 from grpo_megatron.types import BY_MODEL, Prompt
 
 logger = logging.getLogger(__name__)
@@ -205,3 +207,34 @@ def _problem(trial: RewardTrial) -> str:
         f" completion with the answer and on one without: {cut('; '.join(failures), 1000)}; correct it"
         " (reward.max_failed_ratio=1 starts all the same)"
     )
+
+
+# -- Columns of the rows that the reward functions name ----------------------------------------------------------------
+
+
+@check
+def column_problems(config: Config, prompts: Sequence[Prompt]) -> Findings:
+    """Parameters of reward functions that nothing gives, told by the first prompt of each reward."""
+    first: dict[str, Prompt] = {}
+    for prompt in prompts:
+        if prompt.reward not in ("", BY_MODEL):
+            first.setdefault(prompt.reward, prompt)
+    for prompt in first.values():
+        for key, name, kwargs in _functions(config, prompt.reward):
+            try:
+                check_reward(name, kwargs)
+            except ValueError:
+                continue  # names.py and components.py report it
+            try:
+                check_reward(name, kwargs, prompt.columns)
+            except ValueError as error:
+                yield f"{key}: {error} (row {prompt.uid})"
+
+
+def _functions(config: Config, name: str) -> Iterator[tuple[str, str, Kwargs]]:
+    """(key, name, kwargs) of each function that a reward calls."""
+    if name != COMPOSITE:
+        yield marked("reward.function"), name, config.reward.kwargs
+        return
+    for number, part in enumerate(resolved_components(config)):
+        yield f"{marked('reward.components')}[{number}] ({part['name']})", part["function"], part["kwargs"]

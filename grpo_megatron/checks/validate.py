@@ -7,47 +7,146 @@ to the trainer in `Checked`, so that no file is read twice.
 
 from __future__ import annotations
 
+import difflib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_megatron.checks import inputs
-from grpo_megatron.checks.bounds import batch_problems, length_problems, sampling_problems, stop_problems
-from grpo_megatron.checks.critic import critic_problems
-from grpo_megatron.checks.curation import curation_problems
 from grpo_megatron.checks.environment import CheckedEnvironment, check_environment, environment_problems, rehearse
-from grpo_megatron.checks.epochs import epoch_problems, profile_problems, with_total_steps
-from grpo_megatron.checks.experts import engine_expert_problems, expert_problems
-from grpo_megatron.checks.families import family_problems
-from grpo_megatron.checks.layout import layout_problems
-from grpo_megatron.checks.learning_rate import schedule_problems
+from grpo_megatron.checks.inputs import read_train_prompts, read_val_prompts
+from grpo_megatron.checks.layout import (
+    batch_problems,
+    engine_expert_problems,
+    family_problems,
+    length_problems,
+    sampling_problems,
+    stop_problems,
+    world_problems,
+)
 from grpo_megatron.checks.machine import device_problems, in_use_problems, output_problems, package_problems
-from grpo_megatron.checks.methods import method_problems
-from grpo_megatron.checks.model_folders import ModelFolders
-from grpo_megatron.checks.names import name_problems, reward_name_problems, task_problem
-from grpo_megatron.checks.passes import sharing_problems
-from grpo_megatron.checks.passthrough import transformer_problems
-from grpo_megatron.checks.problems import ProblemList, Problems
+from grpo_megatron.checks.methods import (
+    curation_problems,
+    epoch_problems,
+    method_problems,
+    profile_problems,
+    schedule_problems,
+    sharing_problems,
+    with_total_steps,
+)
+from grpo_megatron.checks.model_folders import MAIN, OTHERS, ModelFolders, critic_arch, has_weights
+from grpo_megatron.checks.names import (
+    name_problems,
+    reward_name_problems,
+    source_problems,
+    task_problem,
+    with_recognised_tasks,
+)
 from grpo_megatron.checks.resume import resume_problems
-from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, report_trials
-from grpo_megatron.checks.reward_columns import column_problems
-from grpo_megatron.checks.reward_model import MAIN, OTHERS, reward_model_problems
-from grpo_megatron.checks.run_rows import RunRows
-from grpo_megatron.checks.run_start import RunStart
-from grpo_megatron.checks.score_head import score_head_problems
-from grpo_megatron.checks.shortage import SHORTAGE_KEYS, phase_shortages
-from grpo_megatron.checks.sources import source_problems, with_recognised_tasks
+from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, column_problems, examples_of, report_trials
+from grpo_megatron.checks.scoring import critic_problems, reward_model_problems, score_head_problems
 from grpo_megatron.config import Config, ConfigError, DataConfig
-from grpo_megatron.data.end_tokens import EndTokens, read_end_tokens
-from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample
+from grpo_megatron.config.passthrough import transformer_problems
+from grpo_megatron.config.problems import Problem, ProblemList, Problems
+from grpo_megatron.data.benchmarks import read_task_prompts
+from grpo_megatron.data.items import one_of_each
+from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
+from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.environments.environment import ChatMessage
+from grpo_megatron.memory.parameters import RunModels
+from grpo_megatron.memory.phases import phase_shortages
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.folder import RewardFolder
 from grpo_megatron.models.layers.precision import hardware_problems, precision_problems
 from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.types import Prompt
+
+# -- The rows that a run reads -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """Empty: the config does not ask for them, or they cannot be read."""
+
+    train_prompts: Sequence[Prompt] = ()
+    offline_groups: Sequence[OfflineGroup] = ()
+    val_prompts: list[Prompt] = field(default_factory=list)
+    task_prompts: list[Prompt] = field(default_factory=list)  # data.val_tasks
+    supervised: Sequence[SupervisedExample] = ()
+    val_loss_groups: Sequence[OfflineGroup] = ()
+
+    @classmethod
+    def read(
+        cls,
+        config: Config,
+        problems: ProblemList,
+        tokenizer: Any | None,
+        environment: CheckedEnvironment | None,
+        end_token_ids: Sequence[int],
+        *,
+        is_plan: bool,
+    ) -> RunRows:
+        """Without a tokenizer the files are checked, and there are no prompts."""
+        attempt, renderer = problems.attempt, environment.renderer if environment else None
+        written = (config, tokenizer, renderer, end_token_ids)
+        train = attempt("data.train_files", read_train_prompts, config, tokenizer, environment, is_plan=is_plan)
+        offline = attempt("data.train_files", inputs.read_offline_groups, *written)
+        val = attempt("data.val_files", read_val_prompts, config, tokenizer, environment)
+        of_tasks = None
+        if config.data.val_tasks:
+            of_tasks = attempt("data.val_tasks", read_task_prompts, config.data, config.reward.kwargs, tokenizer)
+        supervised = attempt("sft.train_files", inputs.read_supervised, *written)
+        val_loss = attempt("data.val_loss_files", inputs.read_val_loss_groups, *written)
+        return cls(train or [], offline or [], val or [], of_tasks or [], supervised or [], val_loss or [])
+
+    @property
+    def num_trained(self) -> int:
+        """Rows of the training."""
+        return len(self.train_prompts or self.offline_groups)
+
+    @property
+    def examples(self) -> list[Prompt]:
+        """The prompts that rewards are tried on."""
+        return [*examples_of(self.train_prompts), *self.val_prompts, *self.task_prompts]
+
+    @property
+    def first_of_each(self) -> list[Prompt]:
+        """The prompts that the environment may be tried on."""
+        return [*one_of_each(self.train_prompts), *self.val_prompts]
+
+
+# -- The start of a run, and what is checked ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """`problems`: those that the caller has found. `profiled`: the steps of --profile. `device`: bytes of --gpu.
+
+    `wrong_keys`: keys of the file that cannot be read; the config has their defaults.
+    """
+
+    problems: Sequence[str] = ()
+    profiled: range | None = None
+    device: float | None = None
+    wrong_keys: Collection[str] = ()
+
+    def knows(self, *keys: str) -> bool:
+        """Whether all values of these keys or sections could be read, also if a wrong key is a misspelt one of them."""
+        return not any(_concerns(wrong, key) for wrong in self.wrong_keys for key in keys)
+
+
+def _concerns(wrong: str, key: str) -> bool:
+    is_part = f"{wrong}.".startswith(f"{key}.") or f"{key}.".startswith(f"{wrong}.")
+    return is_part or bool(difflib.get_close_matches(wrong, [key], cutoff=0.8))
+
+
+SHORTAGE_KEYS = (  # keys and sections that the arithmetic of memory reads
+    *("model", "actor", "ref", "critic", "reward_model", "reward_models", "rollout", "algorithm"),
+    *("data.max_prompt_length", "data.max_response_length", "data.train_files", "data.val_files"),
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device"),
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +184,12 @@ class Checked:
         """The one of reward_model.path first."""
         return [*filter(None, [self.reward_folder]), *self.reward_folders.values()]
 
+    def models(self, config: Config) -> RunModels:
+        """The models of the run."""
+        rewards = tuple(folder.arch for folder in self.all_reward_folders)
+        critic = critic_arch(config, self.arch, self.critic_folder)
+        return RunModels(self.arch, rewards, critic, has_head=self.scored_folder is None)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -114,29 +219,30 @@ def validate(
     models = ModelFolders.read(config, problems)
     has_layout = problems.add(_layout_problems(config, world_size, models.arch)) and models.are_complete(config)
     others = (problem for arch in models.other_archs for problem in _layout_problems(config, world_size, arch))
-    has_layout &= all(problem.startswith("rollout.") for problem in others)  # only the policy is in the engine
+    has_layout &= all(problem.is_of("rollout") for problem in others)  # only the policy is in the engine
     problems.add(_setting_problems(config, models.arch))
     problems.add(reward_model_problems(config, world_size, models.arch, models.rewards))
     problems.add(critic_problems(config, world_size, models.arch, models.critic))
     has_rewards = problems.add(reward_name_problems(config))
     if not dry_run:
         problems.add(_machine_problems(config, world_size))
-    has_weights = inputs.has_weights(config.model.path)
-    models.check_weights(config, problems, policy=has_weights or not dry_run)
+    is_complete = has_weights(config.model.path)
+    models.check_weights(config, problems, policy=is_complete or not dry_run)
 
     tokenizer = _read_tokenizer(config, models.arch, problems, elsewhere)
     end_tokens = None
     if tokenizer is not None:
         vocab_size = models.arch.vocab_size if models.arch else None
-        end_tokens = problems.attempt(read_end_tokens, tokenizer, config.model.path, vocab_size)
+        end_tokens = problems.attempt("model.path", read_end_tokens, tokenizer, config.model.path, vocab_size)
     ends = end_tokens.ids if end_tokens else []
     environment = None
     if tokenizer is not None and config.rollout.multi_turn.environment is not None:
-        environment = problems.attempt(check_environment, config, tokenizer, ends)
+        environment = problems.attempt("rollout.multi_turn", check_environment, config, tokenizer, ends)
     rows = RunRows()
     if task_problem(config) is None and start.knows("data.task", "data.sources"):  # the task reads the rows
         config = inputs.only_present(config) if elsewhere else config
-        rows = RunRows.read(config, problems, tokenizer, environment, ends, is_plan=dry_run)
+        is_launcher = world_size > 1 and "RANK" not in os.environ  # its ranks measure all prompts
+        rows = RunRows.read(config, problems, tokenizer, environment, ends, is_plan=dry_run or is_launcher)
 
     has_rewards &= problems.add(column_problems(config, rows.examples))
     problems.add(epoch_problems(config, rows.num_trained))
@@ -145,23 +251,24 @@ def validate(
     if rows.num_trained or config.trainer.total_epochs is None:  # else nobody knows the number of steps
         problems.add(schedule_problems(config))
         problems.add(resume_problems(config) if not elsewhere else [])
-        problems.add(profile_problems(start.profiled, config.trainer.total_training_steps))
+        problems.add(profile_problems(config, start.profiled))
     calls = messages = None
     if rehearsed:
         problems.add(in_use_problems(config) if not dry_run else [])
         if has_rewards and start.knows("data.task", "data.sources", "reward"):
-            calls = problems.attempt(call_rewards, config, rows.examples)
+            calls = problems.attempt("reward.function", call_rewards, config, rows.examples)
         if environment is not None and start.knows("rollout.multi_turn"):
-            messages = problems.attempt(rehearse, config, rows.first_of_each)
-    if has_layout and start.knows(*SHORTAGE_KEYS) and (problems.messages or not dry_run):  # else the plan's verdict
-        problems.add(phase_shortages(config, world_size, models, start.device, elsewhere=elsewhere))
+            messages = problems.attempt("rollout.multi_turn", rehearse, config, rows.first_of_each)
+    if has_layout and start.knows(*SHORTAGE_KEYS) and (problems.problems or not dry_run):  # else the plan's verdict
+        known = models.models(config)
+        problems.add(phase_shortages(config, world_size, known, start.device, elsewhere=elsewhere), "actor.megatron")
     problems.raise_if_any()
     assert models.arch is not None
     if not dry_run:
         report_trials(config, calls or [])
     return Checked(
         models.arch,
-        has_weights,
+        is_complete,
         tokenizer,
         rows.train_prompts,
         [*rows.val_prompts, *rows.task_prompts],
@@ -182,12 +289,12 @@ def validate(
 
 def _layout_problems(config: Config, world_size: int, arch: Architecture | None) -> Problems:
     """What must hold of a model before its memory can be counted."""
-    megatron = config.actor.megatron
-    yield from layout_problems(config, world_size, arch)
-    on_cpu = config.trainer.device == "cpu"
-    yield from expert_problems(megatron, world_size, arch, on_cpu=on_cpu)
-    yield from engine_expert_problems(config.rollout, arch, on_cpu=on_cpu)
-    yield from transformer_problems(megatron.override_transformer_config)
+    yield from world_problems(config, world_size, arch)
+    yield from engine_expert_problems(config, arch)
+    yield from _about(
+        "actor.megatron.override_transformer_config",
+        transformer_problems(config.actor.megatron.override_transformer_config),
+    )
 
 
 def _setting_problems(config: Config, arch: Architecture | None) -> Problems:
@@ -195,7 +302,7 @@ def _setting_problems(config: Config, arch: Architecture | None) -> Problems:
     yield from family_problems(config, arch)
     yield from batch_problems(config)
     yield from sampling_problems(config)
-    yield from stop_problems(config.rollout, arch)
+    yield from stop_problems(config, arch)
     yield from name_problems(config)
     yield from source_problems(config) if task_problem(config) is None else ()
     yield from score_head_problems(config)
@@ -203,18 +310,23 @@ def _setting_problems(config: Config, arch: Architecture | None) -> Problems:
     yield from sharing_problems(config, arch)
     yield from environment_problems(config)
     yield from output_problems(config)
-    yield from precision_problems(config, arch)
+    yield from _about("actor.megatron.fp8", precision_problems(config, arch))
     if config.draws:
-        yield from engine_problems(config.rollout)
+        yield from _about("rollout.engine", engine_problems(config.rollout))
     yield from length_problems(config, arch)
     yield from inputs.missing_keys(config)
+
+
+def _about(key: str, texts: Iterable[str]) -> Problems:
+    """Problems of rooms that know no keys."""
+    return (Problem(text, (key,)) for text in texts)
 
 
 def _machine_problems(config: Config, world_size: int) -> Problems:
     """What a run needs here, and a plan does not."""
     yield from package_problems(config)
     yield from device_problems(config, world_size)
-    yield from hardware_problems(config)
+    yield from _about("actor.megatron", hardware_problems(config))
 
 
 def _read_tokenizer(config: Config, arch: Architecture | None, problems: ProblemList, elsewhere: bool) -> Any:
@@ -222,7 +334,7 @@ def _read_tokenizer(config: Config, arch: Architecture | None, problems: Problem
     is_reported = arch is None and config.model.tokenizer_path is None  # the folder is missing
     if is_reported or (elsewhere and not inputs.has_tokenizer(config)):
         return None
-    return problems.attempt(inputs.read_tokenizer, config, arch)
+    return problems.attempt("model.tokenizer_path", inputs.read_tokenizer, config, arch)
 
 
 def check_alone(config: Config) -> Checked:

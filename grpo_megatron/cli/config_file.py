@@ -1,10 +1,13 @@
-"""Reads the config file: YAML plus `section.key=value` overrides -> Config. An error has one line per wrong key."""
+"""Reads the config file: YAML plus `section.key=value` overrides -> Config, and gathers all mistakes of a file.
+
+A wrong key is taken out of the file, so that the checks can look at the others. The problems stand in the order of their keys
+in the file. A check's problem about a key that could not be read is left out: the check has seen its default.
+"""
 
 from __future__ import annotations
 
 import copy
 import difflib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -13,18 +16,86 @@ from pydantic import ValidationError
 
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.keys import config_keys
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import cut, shown
-from grpo_megatron.reading.regular import read_text
-from grpo_megatron.reading.yaml_text import MAX_LEVELS, MAX_YAML, parse_yaml
+from grpo_megatron.config.problems import Problem
+from grpo_megatron.reading import MAX_LEVELS, MAX_YAML, ReadError, cut, parse_yaml, read_text, shown
 
-# -- A Config of the right keys of a file: wrong ones are taken out, so that the others can be checked too -------------
-
+Defaults = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]  # the file's content -> section -> key -> value
+MAX_EXPLAINED = 50  # wrong keys that are shown
 MAX_READINGS = 5  # a key that is right alone may be wrong without another one
 NO_PATH = "(missing)"  # of model.path, the one key without a default
 
 
-def read_without_wrong_keys(raw: dict[str, Any]) -> tuple[Config | None, list[Any]]:
+class WrongKeys(ConfigError):
+    """Keys that cannot be read: `keys`. `config` is the file with their defaults instead; None if there is none."""
+
+    def __init__(self, problems: Sequence[Problem], config: Config | None, keys: set[str]) -> None:
+        super().__init__(*problems)
+        self.config, self.keys = config, keys
+
+
+def load_config(path: Path | str, overrides: Sequence[str] | None = None, defaults: Defaults | None = None) -> Config:
+    """Read the YAML at `path`, apply `section.key=value` overrides, check types and names. Raises ConfigError.
+
+    `defaults` makes the values of keys that are set nowhere, from the file's content with the overrides.
+    """
+    raw, wrong = read_raw(path, overrides)
+    for section, values in (defaults(raw) if defaults else {}).items():
+        given = raw.setdefault(section, {})
+        if isinstance(given, dict):
+            raw[section] = {**values, **given}
+    config, mistakes = _read_right_keys(raw)
+    problems = wrong + [Problem(_explain(mistake), _named_by(mistake)) for mistake in mistakes[:MAX_EXPLAINED]]
+    if len(mistakes) > MAX_EXPLAINED:
+        problems.append(Problem(f"and {len(mistakes) - MAX_EXPLAINED:,} more keys are wrong"))
+    if problems or config is None:
+        keys = {key for problem in wrong for key in problem.keys} | {key for one in mistakes for key in _named_by(one)}
+        raise WrongKeys(problems, config, keys)
+    return config
+
+
+def read_raw(path: Path | str, overrides: Sequence[str] | None = None) -> tuple[dict[str, Any], list[Problem]]:
+    """(the file's content with the overrides, wrong overrides). Raises ConfigError: unreadable file."""
+    try:
+        text = read_text(path, MAX_YAML)
+    except OSError as error:
+        raise ConfigError(f"cannot read config {shown(str(path))}: {error.strerror}") from error
+    except ReadError as error:
+        raise ConfigError(f"config {shown(str(path))} {error}") from error
+    try:
+        raw = parse_yaml(text)
+    except ReadError as error:
+        raise ConfigError(f"config {shown(str(path))} is not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"config {shown(str(path))} must be a mapping of sections, not {type(raw).__name__}")
+    problems = []
+    for override in overrides or ():
+        try:
+            _apply_override(raw, override)
+        except ConfigError as error:
+            problems.append(Problem(str(error), (override.partition("=")[0],)))
+    return raw, problems
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {shown(override)} is not of the form section.key=value")
+    try:
+        parsed = parse_yaml(value)
+    except ReadError as error:
+        raise ConfigError(f"override {shown(override)}: the value is not valid YAML: {error}") from error
+    *sections, leaf = key.split(".")
+    if len(sections) > MAX_LEVELS:
+        raise ConfigError(f"override {shown(override)}: the key has {len(sections):,} sections within each other")
+    node = raw
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {shown(override)}: {shown(section)} is a value, not a section")
+    node[leaf] = parsed
+
+
+def _read_right_keys(raw: dict[str, Any]) -> tuple[Config | None, list[Any]]:
     """(the config, pydantic's errors). With errors, the config has the defaults of the wrong keys; None: there is none."""
     mistakes: list[Any] = []
     for number in range(MAX_READINGS):
@@ -40,11 +111,6 @@ def read_without_wrong_keys(raw: dict[str, Any]) -> tuple[Config | None, list[An
         if isinstance(model, dict):
             model.setdefault("path", NO_PATH)
     return None, mistakes
-
-
-def without_places(parts: Sequence[str]) -> str:
-    """A key from its parts: those that are places in a list are left out."""
-    return ".".join(part for part in parts if not part.isdigit())
 
 
 def _take_out(raw: Any, location: Sequence[Any], *, is_missing: bool) -> None:
@@ -68,92 +134,16 @@ def _has(node: Any, part: Any) -> bool:
     return isinstance(node, dict) and part in node
 
 
-Defaults = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]  # the file's content -> section -> key -> value
-MAX_EXPLAINED = 50  # wrong keys that are shown
+def _named_by(error: Any) -> tuple[str, ...]:
+    """The keys whose value is not known because of one pydantic error: its own, and the one that was probably meant.
 
-
-class WrongKeys(ConfigError):
-    """Keys that cannot be read: `keys`. `config` is the file with their defaults instead; None if there is none.
-
-    The checks that follow can still look at the other keys (mistakes.py). A problem that names one of `keys` may be caused by
-    the default.
+    Places in a list are left out of them.
     """
-
-    def __init__(self, lines: list[str], config: Config | None, keys: set[str]) -> None:
-        super().__init__("\n".join(lines))
-        self.config, self.keys = config, keys
-
-
-def load_config(path: Path | str, overrides: list[str] | None = None, defaults: Defaults | None = None) -> Config:
-    """Read the YAML at `path`, apply `section.key=value` overrides, check types and names. Raises ConfigError.
-
-    `defaults` makes the values of keys that are set nowhere, from the file's content with the overrides.
-    """
-    raw, wrong = read_raw(path, overrides)
-    for section, values in (defaults(raw) if defaults else {}).items():
-        given = raw.setdefault(section, {})
-        if isinstance(given, dict):
-            raw[section] = {**values, **given}
-    config, mistakes = read_without_wrong_keys(raw)
-    lines = [*wrong.values(), *(_explain(mistake) for mistake in mistakes[:MAX_EXPLAINED])]
-    if len(mistakes) > MAX_EXPLAINED:
-        lines.append(f"and {len(mistakes) - MAX_EXPLAINED:,} more keys are wrong")
-    if lines or config is None:
-        keys = {override.partition("=")[0] for override in wrong}
-        keys |= {key for mistake in mistakes for key in _named_by(mistake)}
-        raise WrongKeys(lines, config, keys)
-    return config
-
-
-def read_raw(path: Path | str, overrides: list[str] | None = None) -> tuple[dict[str, Any], dict[str, str]]:
-    """(the file's content with the overrides, override -> what is wrong with it). Raises ConfigError: unreadable file."""
-    try:
-        text = read_text(path, MAX_YAML)
-    except OSError as error:
-        raise ConfigError(f"cannot read config {shown(str(path))}: {error.strerror}") from error
-    except ReadError as error:
-        raise ConfigError(f"config {shown(str(path))} {error}") from error
-    try:
-        raw = parse_yaml(text)
-    except ReadError as error:
-        raise ConfigError(f"config {shown(str(path))} is not valid YAML: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"config {shown(str(path))} must be a mapping of sections, not {type(raw).__name__}")
-    problems = {}
-    for override in overrides or []:
-        try:
-            _apply_override(raw, override)
-        except ConfigError as error:
-            problems[override] = str(error)
-    return raw, problems
-
-
-def _apply_override(raw: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {shown(override)} is not of the form section.key=value")
-    try:
-        parsed = parse_yaml(value)
-    except ReadError as error:
-        raise ConfigError(f"override {shown(override)}: the value is not valid YAML: {error}") from error
-    *sections, leaf = key.split(".")
-    if len(sections) > MAX_LEVELS:
-        raise ConfigError(f"override {shown(override)}: the key has {len(sections):,} sections within each other")
-    node = raw
-    for section in sections:
-        node = node.setdefault(section, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"override {shown(override)}: {shown(section)} is a value, not a section")
-    node[leaf] = parsed
-
-
-def _named_by(error: Any) -> set[str]:
-    """The keys whose value is not known because of one pydantic error: its own, and the one that was probably meant."""
     *section, leaf = [str(part) for part in error["loc"]] or [""]
     close = []
     if error["type"] == "extra_forbidden":
         close = difflib.get_close_matches(leaf[:100], _fields_at(error["loc"][:-1]), n=1)
-    return {without_places([*section, name]) for name in [leaf, *close]}
+    return tuple(".".join(part for part in (*section, name) if not part.isdigit()) for name in (leaf, *close))
 
 
 def _explain(error: Any) -> str:
@@ -185,46 +175,36 @@ def _fields_at(location: tuple[Any, ...]) -> list[str]:
     return list(model.model_fields)
 
 
-# -- All mistakes of a config in one error: keys that cannot be read, and what the checks find in the others -----------
-# The problems stand in the order of their keys in the file. A problem that names a key which could not be read is left out:
-# the checks have seen its default.
-
-NAMED_KEY = re.compile(r"(?<!\w)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")  # linear time: a match begins where a word does
-LOOKED_AT = 2000  # characters of a problem
+# -- all mistakes of a file --------------------------------------------------------------------------------------------
 
 
-def with_other_mistakes(wrong: WrongKeys, check: Callable[[Config], object]) -> list[str]:
+def with_other_mistakes(wrong: WrongKeys, check: Callable[[Config], object]) -> list[Problem]:
     """The problems of the wrong keys, and those that `check` raises for the others."""
-    problems = problems_in(str(wrong))
     if wrong.config is None:
-        return problems
+        return wrong.problems
     try:
         check(wrong.config)
     except ConfigError as error:
-        problems += [text for text in problems_in(str(error)) if not _names_one(text, wrong.keys)]
+        return wrong.problems + [one for one in error.problems if not _is_of(one, wrong.keys)]
     except Exception:  # noqa: BLE001 - a check that stumbles over a default must not hide the mistakes
-        return problems
-    return problems
+        return wrong.problems
+    return wrong.problems
 
 
-def in_file_order(problems: list[str], path: Path, overrides: list[str]) -> list[str]:
-    """Each problem once, in the order of the keys that they name first. Others keep their place among equals."""
+def in_file_order(problems: Sequence[Problem], path: Path, overrides: Sequence[str]) -> list[Problem]:
+    """Each problem once, in the order of the keys to change. Others keep their place among equals."""
+    unique = list({problem.text: problem for problem in problems}.values())
     try:
         raw, _ = read_raw(path, overrides)
     except ConfigError:
-        return problems
+        return unique
     order = {key: place for place, key in enumerate(_keys_of(raw))}
     known = {key.name: place for place, key in enumerate(config_keys(Config))}
-    return sorted(dict.fromkeys(problems), key=lambda text: _place(text, order, known))
+    return sorted(unique, key=lambda problem: _place(problem.keys, order, known))
 
 
-def problems_in(message: str) -> list[str]:
-    """The problems of an error. A line that begins with white space belongs to the one before it."""
-    return re.split(r"\n(?!\s)", message)
-
-
-def _names_one(text: str, keys: set[str]) -> bool:
-    return any(re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text) for key in keys if key)
+def _is_of(problem: Problem, wrong: set[str]) -> bool:
+    return any(f"{key}.".startswith(f"{one}.") for key in problem.keys for one in wrong if one)
 
 
 def _keys_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -235,25 +215,22 @@ def _keys_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _keys_of(value, f"{prefix}{name}.")
 
 
-def _place(text: str, order: Mapping[str, int], known: Mapping[str, int]) -> tuple[int, int]:
-    """Where the file has the first key of the text; for a key that it lacks, the end of the nearest section that it has."""
-    for key in NAMED_KEY.findall(text[:LOOKED_AT]):
+def _place(keys: Sequence[str], order: Mapping[str, int], known: Mapping[str, int]) -> tuple[int, int]:
+    """Where the file has the first of the keys; for a key that it lacks, the end of the nearest section that it has."""
+    for key in keys:
         if key in order:
             return order[key], 0
+        behind, section = 1 + known.get(key, len(known)), key
+        while "." in section:
+            section = section.rpartition(".")[0]
+            if section in order:
+                return max(place for name, place in order.items() if f"{name}.".startswith(f"{section}.")), behind
         if key in known:
-            section = key
-            while "." in section:
-                section = section.rpartition(".")[0]
-                if section in order:
-                    last = max(
-                        place for name, place in order.items() if name == section or name.startswith(f"{section}.")
-                    )
-                    return last, 1 + known[key]
-            return len(order), 1 + known[key]
+            return len(order), behind
     return len(order), len(known) + 1
 
 
-# -- What `train-reward` sets where a config does not: the loss of a reward model, its rows, and no engine -------------
+# -- what `train-reward` sets where a config does not: the loss of a reward model, its rows, and no engine -------------
 # The same run by `train` needs these keys in the file.
 
 OUTCOME = {"adv_estimator": "preference", "loss_mode": "bradley_terry", "loss_agg_mode": "seq-mean-token-mean"}

@@ -1,4 +1,4 @@
-"""How a failed run reports its reason: once, and with a traceback if the error was not expected (EXPECTED).
+"""How a failed run reports its reason: once, and with a traceback unless the class of the error has `tells_what_to_do`.
 
 A rank that fails writes a report into torchrun's error file. Who prints it depends on who started the ranks:
 
@@ -15,28 +15,23 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import signal
 import sys
 import time
 import traceback
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.reading.bounds import cut
+from grpo_megatron.reading import cut
 
-EXPECTED = {  # module -> exception whose message tells what to do: it is shown without a traceback
-    "grpo_megatron.config.section": "ConfigError",
-    "grpo_megatron.parallel.mesh": "RankError",
-    "grpo_megatron.storage": "StorageError",
-    "grpo_megatron.models.architecture": "UnsupportedModel",
-    "grpo_megatron.models.policy": "TooManySkippedSteps",
-    "grpo_megatron.models.weights.load": "WeightsError",
-}
+LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"  # in the environment of ranks: the process that ends them, and prints
 PF_EXITING = 0x4  # include/linux/sched.h: the kernel sets this flag before it closes the sockets of a dying process
-ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)  # by default, and where training/stop_signals.py listens
+ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)  # by default, and where training/stopping.py listens
 END_FILE = "end"  # in the launcher's folder: written before it ends all ranks
 AGENT_S = 60.0  # the agent needs about 0.1 s to find a dead rank; the limit is for an agent that never does
 MAX_LINE, MAX_LINES = 2000, 200  # of an expected error: a value from a file may have megabytes
@@ -78,7 +73,7 @@ def mark_finished() -> None:
         (folder / "pid").unlink(missing_ok=True)
 
 
-def report_failure(error: Exception, *, launcher_prints: bool) -> int:
+def report_failure(error: Exception) -> int:
     """Report `error` once over all ranks of this machine; returns the exit code."""
     folder = _torchrun_folder()
     report = _describe(error, folder)
@@ -93,7 +88,7 @@ def report_failure(error: Exception, *, launcher_prints: bool) -> int:
     else:
         if report.is_symptom:
             time.sleep(AGENT_S)
-        if not (launcher_prints and is_written):
+        if not (LAUNCHER_PID in os.environ and is_written):
             _print_once(report.text, folder.parent / "reported")
     return report.code
 
@@ -124,9 +119,7 @@ def _torchrun_folder() -> Path | None:
 
 
 def _describe(error: Exception, folder: Path | None) -> FailureReport:
-    # A class of a module that was never imported was not raised.
-    expected = tuple(getattr(sys.modules[name], EXPECTED[name]) for name in EXPECTED if name in sys.modules)
-    is_expected = isinstance(error, expected)
+    is_expected = getattr(error, "tells_what_to_do", False)
     message = str(error) if is_expected else f"{type(error).__name__}: {error}"
     text = ""
     if is_debugging() or not is_expected:
@@ -202,6 +195,15 @@ def _print(text: str) -> None:
     sys.stderr.flush()
 
 
+def quieten(is_rank: bool, starts_ranks: bool) -> None:
+    """Show warnings in one process only: rank 0, or the only process."""
+    shows_warnings = not starts_ranks and (not is_rank or os.environ["RANK"] == "0")
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING if shows_warnings else logging.ERROR)
+    if not is_debugging():
+        warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # the user cannot act on them
+        warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor")  # Megatron-Core's checkpoints use it
+
+
 # -- in the launcher ---------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +213,7 @@ def explain_failure(error: Any, folder: Path) -> int:
     `error` is torch's ChildFailedError and `folder` its log folder. The earliest report that is no symptom is the
     reason; without one, it is a rank that has died without a report.
     """
-    from grpo_megatron.training.stop_signals import EXIT_INTERRUPTED, EXIT_STOPPED
+    from grpo_megatron.training.stopping import EXIT_INTERRUPTED, EXIT_STOPPED
 
     failures = error.failures
     for code in (EXIT_STOPPED, EXIT_INTERRUPTED):

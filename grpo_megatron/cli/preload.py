@@ -1,5 +1,4 @@
-"""What a fork server imports once for all CPU ranks of its machine (ranks.py); `preload_vllm.py` and
-`preload_transformers.py` add the engine.
+"""What a fork server imports once for all CPU ranks of its machine (ranks.py): the trainer, and the engine of the run.
 
 On two cores, one step on four ranks takes 25 s in this way and 45 s under torchrun (measured), and the imported modules
 are in memory once. Ranks with GPUs are new programs: nothing has shown yet that vLLM's imports survive a fork there.
@@ -8,7 +7,8 @@ are in memory once. Ranks with GPUs are new programs: nothing has shown yet that
 import contextlib
 import os
 
-from grpo_megatron.cli.ranks import LAUNCHER_PID, die_with_launcher
+from grpo_megatron.cli.failures import LAUNCHER_PID
+from grpo_megatron.cli.ranks import PRELOADED_ENGINE, die_with_launcher
 from grpo_megatron.importing import silent_imports
 
 
@@ -18,9 +18,24 @@ def import_trainer() -> None:
         import grpo_megatron.trainer  # noqa: F401
 
 
+def import_engine(name: str) -> None:
+    """Import the modules of a `rollout.engine`. An engine of the user's own is imported by the ranks."""
+    with silent_imports():
+        if name == "vllm":
+            from grpo_megatron.rollout.vllm_process import preload
+
+            preload()
+        elif name == "transformers":
+            from grpo_megatron.rollout.transformers_model import import_transformers
+
+            import_transformers()
+
+
 if LAUNCHER_PID in os.environ:  # this process is the fork server that ranks.start_fork_server has started
     die_with_launcher()
     os.environ[LAUNCHER_PID] = str(os.getpid())  # the parent of the ranks
     # A rank repeats an import that fails here, and reports the reason.
     with contextlib.suppress(Exception):
         import_trainer()
+    with contextlib.suppress(Exception):
+        import_engine(os.environ.pop(PRELOADED_ENGINE, ""))

@@ -16,20 +16,16 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.cli.failures import END_FILE, explain_failure, has_started
+from grpo_megatron.cli.failures import END_FILE, LAUNCHER_PID, explain_failure, has_started
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.processes.family import die_with_parent
 from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.storage.leftovers import folder_until_exit, private_folder
-from grpo_megatron.storage.start_times import begin_start
+from grpo_megatron.storage.lock import folder_until_exit, private_folder
+from grpo_megatron.storage.run_files import begin_start
 
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
 SHUTDOWN_S = 10  # seconds from SIGTERM to SIGKILL for a rank that cannot end itself
-LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"  # in the environment of ranks: the process that ends them
-PRELOADS = {  # rollout.engine -> what the fork server imports for it. An engine of the user's own is imported by the ranks
-    "vllm": "grpo_megatron.cli.preload_vllm",
-    "transformers": "grpo_megatron.cli.preload_transformers",
-}
+PRELOADED_ENGINE = "GRPO_MEGATRON_PRELOADED_ENGINE"  # in the environment of the fork server: the engine that it imports
 
 
 def is_on_cpu(device: str) -> bool:
@@ -42,19 +38,18 @@ def start_fork_server(engine: str | None = "vllm") -> None:
 
     `engine`: the ranks' `rollout.engine`, or None if they have none. vLLM's modules take half of the time.
     """
-    os.environ[LAUNCHER_PID] = str(os.getpid())
+    for_server = {LAUNCHER_PID: str(os.getpid()), PRELOADED_ENGINE: engine or ""}
+    os.environ |= for_server
     try:
         # multiprocessing's own folder (pymp-*), with the server's socket, would stay for ever if this process is killed.
         settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         if "tempdir" not in settings:
             settings["tempdir"] = str(folder_until_exit())
-        preloaded = ["grpo_megatron.cli.preload"]
-        if engine in PRELOADS:
-            preloaded.append(PRELOADS[engine])
-        multiprocessing.set_forkserver_preload(preloaded)
+        multiprocessing.set_forkserver_preload(["grpo_megatron.cli.preload"])
         forkserver.ensure_running()
     finally:
-        del os.environ[LAUNCHER_PID]
+        for name in for_server:
+            del os.environ[name]
 
 
 def start_ranks(
@@ -131,7 +126,7 @@ def _handle_requests(folder: Path) -> dict[int, Any]:
     """Handle the signals that ask the run to stop, in the launcher; returns the handlers from before."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    from grpo_megatron.training.stop_signals import ANNOUNCEMENT, REQUESTS
+    from grpo_megatron.training.stopping import ANNOUNCEMENT, REQUESTS
 
     received: list[str] = []
 
@@ -151,7 +146,7 @@ def _handle_requests(folder: Path) -> dict[int, Any]:
 def join_launcher() -> None:
     """Called by every rank: it dies with its launcher, and finds the launcher's files."""
     from grpo_megatron.parallel.control import STORE_FILE
-    from grpo_megatron.training.stop_signals import STOP_FILE
+    from grpo_megatron.training.stopping import STOP_FILE
 
     die_with_launcher()
     if (folder := launcher_folder()) is not None:

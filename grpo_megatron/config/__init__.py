@@ -12,20 +12,29 @@ from pathlib import Path
 from grpo_megatron.config.algorithm import (
     AlgorithmConfig,
     FilterGroups,
+    Gate,
     KlCtrl,
+    OverlongBuffer,
     ReplayConfig,
+    RewardComponent,
+    RewardConfig,
+    RewardModelConfig,
     RolloutCorrection,
+    ScoringModel,
 )
-from grpo_megatron.config.critic import CriticConfig
 from grpo_megatron.config.data import DataConfig, DataSource, SamplingConfig, SftConfig
-from grpo_megatron.config.model import ActorConfig, Fp8Config, MegatronConfig, ModelConfig, OptimConfig, RefConfig
-from grpo_megatron.config.reward import Gate, OverlongBuffer, RewardComponent, RewardConfig
-from grpo_megatron.config.reward_model import RewardModelConfig, ScoringModel
-from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, PartialConfig, RolloutConfig, ValKwargs
-from grpo_megatron.config.section import (
-    ConfigError,
-    Section,
+from grpo_megatron.config.model import (
+    ActorConfig,
+    CriticConfig,
+    Fp8Config,
+    MegatronConfig,
+    ModelConfig,
+    OptimConfig,
+    RefConfig,
 )
+from grpo_megatron.config.problems import ConfigError, Problem, ProblemList, Problems, check, keys_of
+from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, PartialConfig, RolloutConfig, ValKwargs
+from grpo_megatron.config.section import Section
 from grpo_megatron.config.trainer import Band, GuardsConfig, TrainerConfig
 
 __all__ = [
@@ -49,6 +58,9 @@ __all__ = [
     "OptimConfig",
     "OverlongBuffer",
     "PartialConfig",
+    "Problem",
+    "ProblemList",
+    "Problems",
     "RefConfig",
     "ReplayConfig",
     "RewardComponent",
@@ -62,10 +74,14 @@ __all__ = [
     "SftConfig",
     "TrainerConfig",
     "ValKwargs",
+    "check",
+    "keys_of",
 ]
 
 
 class Config(Section):
+    """The whole config of a run: one section per topic."""
+
     model: ModelConfig
     data: DataConfig = DataConfig()
     sft: SftConfig = SftConfig()

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from grpo_megatron.config.model import OptimConfig
-from grpo_megatron.config.section import Count, Files, Frequency, Section, Seed
+from grpo_megatron.config.section import Count, Files, Fixed, Frequency, Schedule, Section, Seed
 
 
 class SamplingConfig(Section):
@@ -27,42 +27,43 @@ class SamplingConfig(Section):
 
 
 class DataSource(Section):
-    """One of several data sets of a run. Draws follow the weights exactly: data/mixture.py."""
+    """One of several data sets of a run. Draws follow the weights exactly: data/sampler.py."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")  # in metrics and uids
     files: Files  # to train on, as data.train_files
     val_files: Files = []  # as data.val_files
-    weight: float | None = Field(
-        None, gt=0, le=1e9
-    )  # its share of the prompts, relative to the others; null: its number of rows
+    # its share of the prompts, relative to the others; null: its number of rows
+    weight: float | None = Field(None, gt=0, le=1e9)
     task: str | None = None  # null: data.task
     reward: str | None = None  # null: reward.function or reward.components; else the task's
     system_prompt: str | None = None  # null: data.system_prompt
 
 
 class DataConfig(Section):
+    """The files, and how their rows become prompts."""
+
     # How rows become prompts: a built-in task, a task file, or module:function (data/tasks.py). Where it is not set, rows in
     # verl's and TRL's form are recognised.
-    task: str = "gsm8k"
+    task: Fixed[str] = "gsm8k"
     # .jsonl, .json, .csv, .parquet, .arrow or a folder of Hugging Face `datasets`, in this order: a path, a pattern or a list
-    train_files: Files = []
-    sources: list[DataSource] = []  # several data sets, with weights; instead of train_files
+    train_files: Fixed[Files] = []
+    sources: Fixed[list[DataSource]] = []  # several data sets, with weights; instead of train_files
     val_files: Files = []
-    train_batch_size: Count = 512
+    train_batch_size: Schedule[Count] = 512
     gen_batch_size: Count | None = None  # prompts per round of dynamic sampling; null: train_batch_size
     val_tasks: list[str] = []  # tasks to validate on (gsm8k, math500, ...), with or without val_files
     val_data: Path | None = None  # folder with the files of val_tasks
     val_loss_files: Files = []  # responses, or pairs for a loss of pairs: their loss is part of each validation
     val_max_samples: int | None = Field(None, ge=1)  # use the first N rows of val_files, and of each task; null: all
-    max_prompt_length: int = Field(1024, ge=1)
+    max_prompt_length: Fixed[int] = Field(1024, ge=1)
     max_response_length: int = Field(2048, ge=1)
-    filter_overlong_prompts: bool = True  # drop prompts above max_prompt_length; false: they are an error
-    shuffle: bool = True  # the training prompts, in a new order in each epoch
-    seed: Seed = 42  # of the shuffling
-    sampling: SamplingConfig = SamplingConfig()
-    apply_chat_template: bool = True  # false: the task's plain text prompt
-    chat_template: Path | None = None  # Jinja file; null: the tokenizer's template
-    system_prompt: str | None = None  # null: the task's system prompt
+    filter_overlong_prompts: Fixed[bool] = True  # drop prompts above max_prompt_length; false: they are an error
+    shuffle: Fixed[bool] = True  # the training prompts, in a new order in each epoch
+    seed: Fixed[Seed] = 42  # of the shuffling
+    sampling: Fixed[SamplingConfig] = SamplingConfig()
+    apply_chat_template: Fixed[bool] = True  # false: the task's plain text prompt
+    chat_template: Fixed[Path | None] = None  # Jinja file; null: the tokenizer's template
+    system_prompt: Fixed[str | None] = None  # null: the task's system prompt
 
     @property
     def has_prompts_to_validate(self) -> bool:
@@ -72,8 +73,8 @@ class DataConfig(Section):
 class SftConfig(Section):
     """The supervised warmup before GRPO. steps = 0: there is none."""
 
-    steps: int = Field(0, ge=0)  # optimizer steps
-    train_files: Files = []  # rows {"prompt": ..., "response": ...}
-    train_batch_size: Count = 32  # rows per optimizer step
+    steps: Fixed[int] = Field(0, ge=0)  # optimizer steps
+    train_files: Fixed[Files] = []  # rows {"prompt": ..., "response": ...}
+    train_batch_size: Fixed[Count] = 32  # rows per optimizer step
     save_freq: Frequency = 100  # steps between its checkpoints; -1, or trainer.save_freq=-1: none
-    optim: OptimConfig = OptimConfig()
+    optim: Fixed[OptimConfig] = OptimConfig()

@@ -1,4 +1,4 @@
-"""All keys of the config, and what is written beside them in the sources of this room."""
+"""All keys of the config, with what is written beside them in the sources of this room."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from grpo_megatron.config.section import Section
+from grpo_megatron.config.section import Resume, ResumeClass, Section
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,26 @@ class ConfigKey:
     default: Any  # None if it has none, see `is_required`
     is_required: bool
     comment: str
+    resume: ResumeClass = "applies"  # what a change means for a run that resumes
 
     @property
     def section(self) -> str:
         return self.name.rpartition(".")[0]
 
 
-def config_keys(config: type[Section], prefix: str = "") -> Iterator[ConfigKey]:
-    """The keys of a section and of the sections in it, in the order of the sources."""
+def config_keys(config: type[Section], prefix: str = "", resume: ResumeClass | None = None) -> Iterator[ConfigKey]:
+    """The keys of a section and of the sections in it, in the order of the sources. `resume`: the class of them all."""
     kinds, comments = _written(config)
     for name, field in config.model_fields.items():
         inner = field.annotation
+        own = resume or next((mark.kind for mark in field.metadata if isinstance(mark, Resume)), None)
         if isinstance(inner, type) and issubclass(inner, Section):
-            yield from config_keys(inner, f"{prefix}{name}.")
+            yield from config_keys(inner, f"{prefix}{name}.", own)
             continue
         is_required = field.default is PydanticUndefined
         default = None if is_required else field.default
-        yield ConfigKey(prefix + name, kinds.get(name, ""), default, is_required, comments.get(name, ""))
+        written = kinds.get(name, ""), default, is_required, comments.get(name, "")
+        yield ConfigKey(prefix + name, *written, resume=own or "applies")
 
 
 @functools.cache
@@ -55,7 +58,7 @@ def _written(section: type[Section]) -> tuple[dict[str, str], dict[str, str]]:
         if not isinstance(node, ast.AnnAssign):
             continue
         name = ast.unparse(node.target)
-        kinds[name] = ast.unparse(node.annotation)
+        kinds[name] = re.sub(r"^(?:Fixed|Schedule)\[(.*)\]$", r"\1", ast.unparse(node.annotation))
         above = list(itertools.takewhile(lambda line: line.strip().startswith("#"), reversed(lines[: node.lineno - 1])))
         comments[name] = " ".join(
             filter(None, map(_comment, [*reversed(above), *lines[node.lineno - 1 : node.end_lineno]]))

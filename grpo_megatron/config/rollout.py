@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_megatron.config.section import Count, Section, Seed
+from grpo_megatron.config.section import Count, Fixed, Section, Seed
 
 # The temperatures that vLLM accepts besides 0 (greedy). It silently raises a lower one, and refuses a higher one.
 ENGINE_TEMPERATURES = (0.01, 2.0)
@@ -26,7 +26,7 @@ class MultiTurnConfig(Section):
     environment: str | None = None  # a registered environment, or module:Class (environments/environment.py)
     kwargs: dict[str, Any] = {}  # keyword arguments of the environment's class
     tools: list[str] = []  # environment=tools: registered tools, or module:function
-    format: str = "hermes"  # how the model writes a tool call (environments/calls.py)
+    format: str = "hermes"  # how the model writes a tool call (environments/tool_environment.py)
     max_assistant_turns: int = Field(8, ge=1)  # a trajectory ends after so many
     max_parallel_calls: int = Field(4, ge=1)  # tool calls of one turn that are answered; the others get an error
     max_tool_response_length: int = Field(256, ge=1)  # tokens of one message of an observation; longer ones are cut
@@ -41,7 +41,7 @@ class MultiTurnConfig(Section):
 class PartialConfig(Section):
     """Responses may take several steps (sampling/partial.py). over_sample = 1: every step waits for all its responses."""
 
-    over_sample: float = Field(1.0, ge=1, le=2)  # prompts in progress, relative to those of a batch
+    over_sample: Fixed[float] = Field(1.0, ge=1, le=2)  # prompts in progress, relative to those of a batch
     max_staleness: int = Field(2, ge=1)  # a group is trained on at most so many steps after its first token
     chunk_tokens: int = Field(512, ge=1)  # responses stop for a later step at multiples of it
 
@@ -51,6 +51,8 @@ class PartialConfig(Section):
 
 
 class RolloutConfig(Section):
+    """The engine, and how it samples."""
+
     engine: str = "vllm"  # a registered engine, or module:Class (rollout/engine.py)
     engine_options: dict[str, Any] = {}  # the engine's own section, validated by its class (rollout/vllm_arguments.py)
     n: int = Field(8, ge=1, le=65536)  # samples per prompt
@@ -71,7 +73,8 @@ class RolloutConfig(Section):
     sync: Literal["full", "delta"] = "full"  # delta: after a full sync, only elements whose bits have changed are sent
     delta_full_every: int = Field(50, ge=1)  # every so many syncs is full all the same
     delta_max_density: float = Field(0.1, gt=0, le=1)  # a sync is full if a larger share of the elements has changed
-    probe_tolerance: float | None = Field(None, gt=0)  # mean |logprob difference| after a sync; null: training/probe.py
+    # mean |logprob difference| after a sync; null: training/colocation.py
+    probe_tolerance: float | None = Field(None, gt=0)
     engine_kwargs: dict[str, Any] = {}  # further arguments of vllm.LLM; wrong names are errors
     val_kwargs: ValKwargs = ValKwargs()
     stop: list[str] = []  # texts that end a response (or a turn); the token that completes one stays in it

@@ -1,24 +1,42 @@
-"""Section: the base of all sections, ConfigError, and the types of values with their bounds."""
+"""Section: the base of all sections, and the types of values with their bounds."""
 
 from __future__ import annotations
 
 import glob
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from grpo_megatron.reading.bounds import integer_problem, path_problem, text_problem
+from grpo_megatron.reading import integer_problem, path_problem, text_problem
+
+T = TypeVar("T")
+ResumeClass = Literal["applies", "schedule", "fixed"]
 
 
-class ConfigError(ValueError):
-    """A mistake in the user's input. The message names key, value, arithmetic and remedy; the CLI exits with code 2."""
+@dataclass(frozen=True)
+class Resume:
+    """What a change of a key means for a run that resumes. It is part of the key's type.
+
+    applies    the new value holds from the next step on; every key without a mark
+    schedule   as applies, and the learning-rate schedule is rebuilt: the run continues at its place in the new schedule
+    fixed      what the checkpoint holds would have another meaning, or the new value would have no effect: refused
+    """
+
+    kind: ResumeClass
+
+
+Schedule = Annotated[T, Resume("schedule")]
+Fixed = Annotated[T, Resume("fixed")]  # of a section: all of its keys
 
 
 class Section(BaseModel):
+    """The base of all sections: frozen, without unknown keys, and without values that nothing can use."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
 
     @field_validator("*", mode="before")

@@ -8,7 +8,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from grpo_megatron.config.section import Frequency, Processes, Seconds, Section, Seed
+from grpo_megatron.config.section import Fixed, Frequency, Processes, Schedule, Seconds, Section, Seed
+
+DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 class Band(Section):
@@ -44,19 +46,20 @@ class GuardsConfig(Section):
     kl: Band = Band()  # as actor/kl_loss; needs actor.use_kl_loss
     response_length: Band = Band()  # tokens, the mean of the training step
     rollout_gap: Band = Band()  # mean |old - rollout log-probability|, as training/rollout_logp_diff_mean
-    max_dumps: int = Field(
-        3, ge=0
-    )  # batches written to output_dir/dumps, with the weights, each time the run is started
+    # batches written to output_dir/dumps, with the weights, each time the run is started
+    max_dumps: int = Field(3, ge=0)
 
 
 class TrainerConfig(Section):
-    total_training_steps: int = Field(100, ge=0, le=1_000_000_000)
+    """The run itself: steps, ranks, files, saving, stopping, logging."""
+
+    total_training_steps: Schedule[int] = Field(100, ge=0, le=1_000_000_000)
     # Instead of total_training_steps: total_epochs x floor(rows of data.train_files / data.train_batch_size) steps
-    total_epochs: int | None = Field(None, ge=1, le=1_000_000)
+    total_epochs: Schedule[int | None] = Field(None, ge=1, le=1_000_000)
     output_dir: Path = Path("outputs/run")
     save_freq: Frequency = 20  # steps between checkpoints; the last step is saved, too; -1: no checkpoint at all
     test_freq: Frequency = 5  # steps between validations; -1: only val_before_train's
-    critic_warmup: int = Field(0, ge=0)  # the first steps train the critic alone
+    critic_warmup: Schedule[int] = Field(0, ge=0)  # the first steps train the critic alone
     val_before_train: bool = True  # validate before the first step, and after the last
     # auto: from the newest checkpoint in output_dir; disable: from the start, an earlier run's files move to earlier_001/
     resume_mode: Literal["auto", "disable"] = "auto"
@@ -70,18 +73,15 @@ class TrainerConfig(Section):
     # metrics.jsonl and report.html are written in any case
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb", "swanlab", "mlflow"]] = ["console", "jsonl"]
     project_name: str = Field("grpo_megatron", min_length=1, max_length=128)  # of wandb, swanlab and mlflow
-    experiment_name: str | None = Field(
-        None, min_length=1, max_length=128
-    )  # the run's name there; null: output_dir's name
+    # the run's name there; null: output_dir's name
+    experiment_name: str | None = Field(None, min_length=1, max_length=128)
     tags: list[str] = []  # of wandb, swanlab and mlflow
     num_logged_samples: int = Field(4, ge=0)  # completions written as text per validation
     rollout_data_dir: Path | None = None  # every training sample, one .jsonl file per step; null: they are not written
     nnodes: int = Field(1, ge=1, le=65536)
     n_gpus_per_node: Processes = 8  # ranks per node, on CPU too
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if torch sees one
-    # CPU: what multiplies matrices. onednn is up to twice as fast, mostly on AMD; results differ by rounding (onednn.py)
-    cpu_matmul: Literal["torch", "onednn"] = "torch"
-    seed: Seed = 42  # of everything in training that is neither data.seed's nor rollout.seed's
+    device: DeviceName = "auto"  # auto: cuda if torch sees one
+    seed: Fixed[Seed] = 42  # of everything in training that is neither data.seed's nor rollout.seed's
     timeout_s: Seconds = 1800.0  # seconds after which a collective fails
     stall_timeout_s: Seconds | None = 35.0  # then a rank that is silent or idle ends the run; null: never
     peak_tflops: float | None = Field(None, gt=0)  # TFLOP/s of one device, for MFU; null: by device name, if known

@@ -11,17 +11,15 @@ import torch
 from grpo_megatron.convert import ConvertError, listing_error
 from grpo_megatron.convert.hf import HFFolder, write_shards
 from grpo_megatron.convert.layout import RELEASE, tracked_folder, write_tracker
-from grpo_megatron.convert.megatron import FORMAT_FILE, TRAINER_FILE, MegatronFolder, write_chunks
+from grpo_megatron.convert.megatron import FORMAT_FILE, MegatronFolder, write_checkpoint
 from grpo_megatron.convert.output import Progress, check_target, output_folder
 from grpo_megatron.convert.source import Source
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.folder import WHAT
-from grpo_megatron.reading.bounds import path_problem, shown
-from grpo_megatron.reading.json_text import read_json
-from grpo_megatron.reading.regular import special_file_in
+from grpo_megatron.reading import path_problem, read_json, shown, special_file_in
 from grpo_megatron.storage.atomic import is_partial
 from grpo_megatron.storage.manifest import MANIFEST_FILE, write_manifest
-from grpo_megatron.storage.step_folders import CRITIC_FOLDER, REWARD_MODEL_FOLDER
+from grpo_megatron.storage.run_files import CRITIC_FOLDER, REWARD_MODEL_FOLDER, STEP_FILE
 
 # -- The files that are copied with the weights (tokenizer, chat template, generation config, licence); a tokenizer chec
 
@@ -43,6 +41,7 @@ def companions(folder: Path) -> list[Path]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
+    """Copy the `companions` of one folder to another."""
     for path in companions(source):
         copy = target / path.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
@@ -113,7 +112,7 @@ def _model_in(folder: Path) -> Path | None:
         return folder / EXPORT_FOLDER
     for pattern in ("checkpoints/step_*", "**/step_*"):
         steps = sorted(step.parent.parent for step in folder.glob(f"{pattern}/state/{FORMAT_FILE}"))
-        if steps := [step for step in steps if (step / TRAINER_FILE).exists()]:
+        if steps := [step for step in steps if (step / STEP_FILE).exists()]:
             return steps[-1]
     return None
 
@@ -149,14 +148,14 @@ def open_source(
 def _part_hint(path: Path) -> str:
     """For the folder of a critic or a reward model that a checkpoint does not have."""
     step = path.parent
-    if path.name not in PART_FOLDERS or not (step / TRAINER_FILE).exists():
+    if path.name not in PART_FOLDERS or not (step / STEP_FILE).exists():
         return ""
     found = [step, *(step / name for name in PART_FOLDERS if (step / name).is_dir())]
     return f": its run saved no {path.name}; name {' or '.join(repr(str(folder)) for folder in found)}"
 
 
 def model_layout_problems(arch: Architecture, tp: int = 1, pp: int = 1, ep: int = 1) -> list[str]:
-    """Why the model cannot be divided over such a layout; empty when it can."""
+    """Returns the reasons why the model cannot be divided over such a layout."""
     wanted = (
         ("tp", tp, "num_attention_heads", arch.num_attention_heads),
         ("tp", tp, "the MLP's intermediate size", arch.ffn_hidden_size),
@@ -175,6 +174,7 @@ def model_layout_problems(arch: Architecture, tp: int = 1, pp: int = 1, ep: int 
 
 
 def check_model_layout(arch: Architecture, tp: int, pp: int, ep: int) -> None:
+    """Raise ConvertError, with the sizes that are possible, unless the model can be divided over this layout."""
     problems = model_layout_problems(arch, tp, pp, ep)
     if problems:
         sizes = [n for n in range(1, 65) if not model_layout_problems(arch, tp=n)]
@@ -216,7 +216,7 @@ def to_megatron(
         with model.checked(check_hashes):
             with Progress("to-megatron", total, quiet) as progress:
                 (folder / RELEASE).mkdir()
-                hashes = write_chunks(model, folder / RELEASE, wanted, progress)
+                hashes = write_checkpoint(model, folder / RELEASE, wanted, progress)
             write_tracker(folder)
             _copy_config(model, folder / "hf", wanted)
         write_manifest(folder, "megatron", {f"{RELEASE}/{name}": sha256 for name, sha256 in hashes.items()})

@@ -1,10 +1,14 @@
-"""A Hugging Face folder as a source. Headers and index must agree with each other and with the weight table."""
+"""A Hugging Face folder: read as a source, and written shard by shard.
+
+Headers and index must agree with each other and with the weight table before anything is read.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from grpo_megatron.convert import ConvertError, listing_error
-from grpo_megatron.convert.output import Output, Progress
+from grpo_megatron.convert.output import HashedFiles, Progress
 from grpo_megatron.convert.source import (
     FLOATS,
-    Resident,
     Source,
-    Span,
     dtype_name,
     head_of_folder,
     head_rows,
@@ -27,7 +29,7 @@ from grpo_megatron.convert.source import (
 )
 from grpo_megatron.models.families import architecture_of, read_config
 from grpo_megatron.models.heads.folder import HEAD_BIAS
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 IGNORED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old exporters wrote
@@ -36,6 +38,18 @@ TORCH_DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+Shapes = dict[str, tuple[int, ...]]
+Dtypes = dict[str, torch.dtype]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor is: in a safetensors file, or in memory (mapped by torch) after unpickling."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    where: Path | Tensor
 
 
 class HFFolder(Source):
@@ -59,29 +73,37 @@ class HFFolder(Source):
             raise ConvertError(
                 f"{folder}: quantization_config ({method}) is not supported; convert the unquantized model"
             )
-        self.tensors: dict[str, Span | Resident] = self._pickled(allow_pickle) or self._safetensors()
+        self.tensors = self._pickled(allow_pickle) or self._safetensors()
         if start is not None:  # transformers writes token classes without a bias, too
             self.head_rows = head_rows(start.num_labels, has_bias=start.has_bias and HEAD_BIAS in self.tensors)
         self._check()
         self.dtypes = {name: self.tensors[name].dtype for name in self.shapes()}
         self.layout = f"{self.num_files} file{'s' if self.num_files > 1 else ''}"
 
-    def fill(self, name: str, first: int, last: int, out: Tensor) -> None:
-        self.tensors[name].read_into(first, last, out)
+    def read(self, name: str) -> Tensor:
+        where = self.tensors[name].where
+        if isinstance(where, Tensor):
+            return where
+        try:  # opened for one tensor: pages of a file that stays mapped would count as memory of the process
+            with safe_open(where, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+        except (SafetensorError, OSError) as error:
+            raise ConvertError(f"{where}: cannot read {name} ({error})") from error
 
     def check_content(self) -> bool:
         return False  # safetensors has no checksums
 
     # -- reading headers -----------------------------------------------------------------------------------------------
 
-    def _safetensors(self) -> dict[str, Span | Resident]:
+    def _safetensors(self) -> dict[str, _Stored]:
         index = self._index()
         found = sorted(p.name for p in self.folder.glob("*.safetensors"))
         files = found if index is None else sorted(set(index.values()))
         if not files:
             raise ConvertError(f"{self.folder}: no *.safetensors file")
         self.num_files = len(files)
-        tensors: dict[str, Span | Resident] = {}
+        tensors: dict[str, _Stored] = {}
         problems: list[str] = []
         for name in files:
             try:
@@ -118,7 +140,7 @@ class HFFolder(Source):
             raise ConvertError(f"{path}: not a readable index ({type(error).__name__}: {error})") from error
         return dict(weight_map)
 
-    def _pickled(self, allowed: bool) -> dict[str, Span | Resident] | None:
+    def _pickled(self, allowed: bool) -> dict[str, _Stored] | None:
         if (self.folder / INDEX_FILE).exists() or any(self.folder.glob("*.safetensors")):
             return None
         files = sorted([*self.folder.glob("pytorch_model*.bin"), *self.folder.glob("pytorch_model*.pt")])
@@ -129,11 +151,11 @@ class HFFolder(Source):
                 f"{self.folder} has only pickled weights ({', '.join(p.name for p in files)}), and unpickling can run code"
                 " of their author: get the safetensors, or pass --allow-pickle if you trust the author"
             )
-        tensors: dict[str, Span | Resident] = {}
+        tensors: dict[str, _Stored] = {}
         for file in files:
             try:  # with torch's restricted unpickler, which accepts tensors and containers only
                 held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-                tensors.update({name: Resident(tensor) for name, tensor in held.items()})
+                tensors.update({name: _Stored(t.dtype, tuple(t.shape), t) for name, t in held.items()})
             except (RuntimeError, pickle.UnpicklingError, AttributeError, OSError, EOFError) as error:
                 raise ConvertError(f"{file}: not a readable table of tensors ({str(error).splitlines()[0]})") from error
         self.num_files = len(files)
@@ -159,41 +181,28 @@ class HFFolder(Source):
             self._check_tied_head()
 
     def _check_tied_head(self) -> None:
-        head, embedding = self.tensors["lm_head.weight"], self.tensors["model.embed_tokens.weight"]
-        same = head.shape == embedding.shape
-        same = same and all(torch.equal(head.rows(*block), embedding.rows(*block)) for block in row_blocks(head.shape))
-        if not same:
+        if not torch.equal(self.read("lm_head.weight"), self.read("model.embed_tokens.weight")):
             raise ConvertError(
                 f"{self.folder}: config.json ties the embeddings, but lm_head.weight differs from"
                 " model.embed_tokens.weight; set tie_word_embeddings=false, or remove lm_head.weight"
             )
 
 
-def _header(path: Path) -> dict[str, Span | Resident]:
+def _header(path: Path) -> dict[str, _Stored]:
     """Every tensor of a safetensors file. Raises ConvertError."""
     try:
-        with safe_open(path, framework="pt"):
-            pass  # the library checks that the header is sound and describes the whole file
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(length))
-    except (SafetensorError, OSError, ValueError) as error:
+        with safe_open(path, framework="pt") as file:  # checks that the header is sound and describes the whole file
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
+            found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    except (SafetensorError, OSError) as error:
         raise ConvertError(f"{path.name}: not a readable safetensors file ({error})") from error
-    header.pop("__metadata__", None)
-    unknown = [f"{name} ({entry['dtype']})" for name, entry in header.items() if entry["dtype"] not in TORCH_DTYPES]
+    unknown = [f"{name} ({dtype})" for name, (dtype, _) in found.items() if dtype not in TORCH_DTYPES]
     if unknown:
         raise ConvertError(f"{path.name}: unsupported dtype of {', '.join(unknown)}")
-    return {
-        name: Span(path, 8 + length + entry["data_offsets"][0], TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"]))
-        for name, entry in header.items()
-    }
+    return {name: _Stored(TORCH_DTYPES[dtype], shape, path) for name, (dtype, shape) in found.items()}
 
 
-# -- Writes Hugging Face safetensors shards tensor by tensor. A shard's header is computed before its first byte is writ
-
-SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-Shapes = dict[str, tuple[int, ...]]
-Dtypes = dict[str, torch.dtype]
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def plan_shards(shapes: Shapes, dtypes: Dtypes, shard_bytes: int) -> dict[str, Shapes]:
@@ -228,20 +237,26 @@ def safetensors_header(shapes: Shapes, dtypes: Dtypes) -> bytes:
 def write_shards(
     source: Source, folder: Path, dtype: torch.dtype, shard_bytes: int, progress: Progress
 ) -> dict[str, str]:
-    """Write all tensors of `source` as shards into `folder`, with an index if there are several. Returns file -> sha256."""
+    """Write all tensors of `source` as shards into `folder`, with an index if there are several. Returns file -> sha256.
+
+    The library's own writer needs all tensors of a shard in memory. Here a shard's header is computed before its first
+    byte is written.
+    """
     dtypes = source.result_dtypes(dtype)
-    files = plan_shards(source.shapes(), dtypes, shard_bytes)
-    with Output(folder, progress) as output:
-        for file_name, held in files.items():
-            with output.file(file_name):
-                output.write(safetensors_header(held, dtypes))
-                for name, shape in held.items():
-                    for first, last in row_blocks(shape):
-                        with output.block((last - first, *shape[1:]), dtypes[name]) as block:
-                            source.read(name, first, last, block)
-    if len(files) > 1:
+    shards = plan_shards(source.shapes(), dtypes, shard_bytes)
+    with HashedFiles(folder) as files:
+        for file_name, held in shards.items():
+            files.begin(file_name)
+            files.write(safetensors_header(held, dtypes))
+            for name, shape in held.items():
+                tensor = source.read(name)
+                for first, last in row_blocks(shape):
+                    block = tensor[first:last].to(dtypes[name]).contiguous().view(-1).view(torch.uint8)
+                    files.write(memoryview(block.numpy()))  # type: ignore[arg-type]
+                    progress.add(block.nbytes)
+    if len(shards) > 1:
         total = source.num_bytes(dtype)
-        weight_map = {name: file_name for file_name, held in files.items() for name in held}
+        weight_map = {name: file_name for file_name, held in shards.items() for name in held}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-    return output.hashes
+    return files.hashes

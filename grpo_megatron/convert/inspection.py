@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo_megatron.convert.conversion import companions, model_layout_problems
 from grpo_megatron.convert.layout import further_options, tracked_folder, unsupported_there
 from grpo_megatron.convert.output import Progress, format_bytes
-from grpo_megatron.convert.source import FLOATS, Source, dtype_name
+from grpo_megatron.convert.source import FLOATS, Source, dtype_name, row_blocks
 from grpo_megatron.models.heads.folder import WHAT
 from grpo_megatron.storage.manifest import MANIFEST_FILE, Verification, read_manifest
 
@@ -154,9 +154,10 @@ def compare_models(
                 continue
             kinds = (rounded[0][name], rounded[1][name])
             out.append(TensorComparison(name, left[name], kinds, tolerance=tolerance))
-            for block_a, block_b in zip(a.blocks(name, left[name]), b.blocks(name, left[name]), strict=True):
-                out[-1].add(block_a.to(kinds[0]), block_b.to(kinds[1]))
-                progress.add(block_a.nbytes + block_b.nbytes)
+            tensors = (a.read(name), b.read(name))
+            for first, last in row_blocks(left[name]):
+                out[-1].add(tensors[0][first:last].to(kinds[0]), tensors[1][first:last].to(kinds[1]))
+            progress.add(tensors[0].nbytes + tensors[1].nbytes)
     return out, structure
 
 

@@ -1,39 +1,36 @@
-"""A Megatron-Core distributed checkpoint as a source: converted, or written by training in any layout.
+"""A Megatron-Core distributed checkpoint: read as a source (converted, or written by training in any layout), and written.
 
-The tensors are read from the files chunk by chunk, without Megatron and without a model. contents.py reads the table of
-contents and unpickles only torch's own records.
+torch.distributed.checkpoint reads the stored chunks that overlap a tensor, without Megatron and without a model. Its table of
+contents is a pickle, of which only plain data is accepted (models/weights/plain_data.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import itertools
 import json
-import math
 import os
 import pickle
 import zipfile
-import zlib
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.utils.serialization import config
 
 from grpo_megatron.convert import ConvertError, listing_error
 from grpo_megatron.convert.hf import HFFolder
@@ -41,21 +38,16 @@ from grpo_megatron.convert.layout import (
     Place,
     common_state,
     extra_state_keys,
-    hf_runs,
-    megatron_runs,
     places,
     tracked_folder,
     whole_shape,
     written_places,
 )
-from grpo_megatron.convert.output import Output, Progress
+from grpo_megatron.convert.output import HashedFiles, Progress
 from grpo_megatron.convert.source import (
     FLOATS,
     HeadRow,
-    ReusedMemory,
     Source,
-    Span,
-    as_bytes,
     dtype_name,
     exported_text,
     head_rows,
@@ -66,131 +58,19 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_config
 from grpo_megatron.models.heads.folder import HEAD, HEAD_BIAS, HeadKind
 from grpo_megatron.models.weights import plain_data
-from grpo_megatron.models.weights.table import QKV, Vocabulary, WeightRow
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.models.weights.table import Vocabulary, WeightRow
+from grpo_megatron.reading import read_json
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.step_folders import CRITIC_FILE, PAIRS_FILE, STEP_FILE
+from grpo_megatron.storage.run_files import CRITIC_FILE, PAIRS_FILE, STEP_FILE
 
-# -- A torch archive (a zip file that holds one tensor) at some offset of a file: where the elements of the tensor are -
-
-FRAMED_BYTES = 32 << 20  # larger tensors are not compared with `archive_frame`, which makes the whole archive in memory
-
-
-class _View(io.RawIOBase):
-    """A file object that shows only the bytes of one archive within a file."""
-
-    def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError("before the beginning of the archive")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)
-        self._file.seek(self._start + self._at)
-        count = int(self._file.readinto(view[: max(0, min(len(view), self._length - self._at))]))
-        self._at += count
-        return count
-
-
-def _data_entry(view: _View) -> zipfile.ZipInfo:
-    with zipfile.ZipFile(view) as archive:
-        found = [info for info in archive.infolist() if "/data/" in info.filename]
-    if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"an archive of {len(found)} storages")
-    return found[0]
-
-
-def _data_start(view: _View, info: zipfile.ZipInfo) -> int:
-    view.seek(info.header_offset + 26)  # lengths of name and extra field, then both, then the data
-    name_length, extra_length = (int.from_bytes(view.read(2), "little") for _ in range(2))
-    return info.header_offset + 30 + name_length + extra_length
-
-
-@functools.lru_cache(maxsize=64)
-def archive_frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """The bytes that torch.save writes before and after the elements of a tensor of this shape and dtype.
-
-    Without checksums they do not depend on the elements, so that elements can be copied from file to file without torch.save.
-    """
-    checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # the manifest's sha256 is stronger
-    try:
-        whole = io.BytesIO()
-        torch.save(torch.zeros(shape, dtype=dtype), whole)
-    finally:
-        torch.serialization.set_crc32_options(checksums)
-    view = _View(whole, 0, len(whole.getbuffer()))
-    start, count = _data_start(view, _data_entry(view)), math.prod(shape) * dtype.itemsize
-    return bytes(whole.getbuffer()[:start]), bytes(whole.getbuffer()[start + count :])
-
-
-def _is_framed(file: Any, start: int, length: int, frame: tuple[bytes, bytes]) -> bool:
-    before, after = frame
-    file.seek(start)
-    if file.read(len(before)) != before:
-        return False
-    file.seek(start + length - len(after))
-    return bool(file.read(len(after)) == after)
-
-
-def locate_tensor(path: Path, start: int, length: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Span:
-    """The elements of the archive. Only its structure is read. Raises ConvertError when it is damaged."""
-    nbytes = math.prod(sizes) * dtype.itemsize
-    try:
-        with path.open("rb") as file:
-            if nbytes <= FRAMED_BYTES:  # the common and fast case: the archive has exactly torch's bytes
-                expected = archive_frame(sizes, dtype)
-                if length == nbytes + sum(map(len, expected)) and _is_framed(file, start, length, expected):
-                    return Span(path, start + len(expected[0]), dtype, sizes)
-            view = _View(file, start, length)
-            info = _data_entry(view)
-            view.seek(0)
-            tensor = torch.load(view, map_location="meta", weights_only=True)  # type: ignore[arg-type]
-            if not isinstance(tensor, Tensor) or tensor.storage_offset() or tensor.nbytes != info.file_size:
-                raise ValueError("the archive does not hold exactly one whole tensor")
-            if tuple(tensor.shape) != sizes or not tensor.is_contiguous():
-                raise ValueError(f"the archive holds a tensor of shape {list(tensor.shape)} instead of {list(sizes)}")
-            offset = start + _data_start(view, info)
-    except (OSError, ValueError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        raise ConvertError(f"{path}: damaged at byte {start} ({str(error).splitlines()[0]})") from error
-    return Span(path, offset, tensor.dtype, sizes)
-
-
-def has_valid_checksum(path: Path, start: int, length: int, span: Span) -> bool:
-    """Whether the archive's checksum agrees with its data. True as well when the writer left the checksum out."""
-    with path.open("rb") as file:
-        expected = _data_entry(_View(file, start, length)).CRC
-    flat = replace(span, dtype=torch.uint8, shape=(span.nbytes,))
-    crc = 0
-    for first, last in row_blocks(flat.shape):
-        crc = zlib.crc32(as_bytes(flat.rows(first, last)), crc)
-    return not expected or crc == expected
-
-
-# -- The table of contents of a distributed checkpoint, read without running code from it (models/weights/plain_data.py) -------
-
-
-def read_contents(path: Path) -> Any:
-    """As `plain_data.read_table`; raises ConvertError."""
-    try:
-        return plain_data.read_table(path)
-    except StorageError as error:
-        raise ConvertError(str(error)) from error
-
+FORMAT_FILE = "metadata.json"
+TORCH_DIST = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+FILE_BYTES = 4 << 30
 
 # -- Origin: the training step that a checkpoint belongs to, and which of its models the checkpoint holds --------------
 # step_000020/state                 policy          beside trainer.json
@@ -272,7 +152,7 @@ def _without_end(folder: Path, end: Path) -> Path | None:
 
 
 def read_origin(data_folder: Path) -> Origin:
-    """Of a checkpoint whose files are in `data_folder`."""
+    """Find the origin of a checkpoint whose files are in `data_folder`."""
     folder = data_folder.parent if data_folder.name == "state" else data_folder
     part = next((part for part, mark in MARK_FILES.items() if (folder / mark).exists()), None)
     step = folder.parent if part in ("critic", "reward_model") else folder
@@ -283,19 +163,12 @@ def read_origin(data_folder: Path) -> Origin:
     return Origin(folder, part, config if isinstance(config, dict) else {})
 
 
-FORMAT_FILE, TRAINER_FILE = "metadata.json", "trainer.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
-    """A stored part of a tensor. `offsets` and `sizes` include the stacked axes; `start` and `length` are bytes in the file."""
-
-    key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    path: Path
-    start: int
-    length: int
+def read_contents(path: Path) -> Any:
+    """The table of contents of a distributed checkpoint: `plain_data.read_table`. Raises ConvertError."""
+    try:
+        return plain_data.read_table(path)
+    except StorageError as error:
+        raise ConvertError(str(error)) from error
 
 
 class MegatronFolder(Source):
@@ -321,8 +194,11 @@ class MegatronFolder(Source):
         except ValueError as error:
             raise ConvertError(f"{error}; name the Hugging Face folder with --hf") from error
         self._check_format()
-        metadata = read_contents(self.data_folder / ".metadata")
-        self._sizes = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        contents = read_contents(self.data_folder / ".metadata")
+        self._sizes = {k: v for k, v in contents.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        self._stored = {k: v for k, v in contents.storage_data.items() if k.fqn in self._sizes}
+        self._reader = FileSystemReader(self.data_folder)
+        self._reader.set_up_storage_reader(contents, is_coordinator=True)
         self.head = origin.head(set(self._sizes))
         if self.head is None:
             self.arch = architecture_of(self.config, family or origin.family())
@@ -331,24 +207,18 @@ class MegatronFolder(Source):
             self.arch = self._start.arch
             self.head_rows = head_rows(2 if self.head == "process" else 1, has_bias=self._start.has_bias)
             self.tokenizer_folder = hf or self._find_tokenizer(origin)
-        self._chunks: dict[str, list[_Chunk]] = {}
-        for where, info in metadata.storage_data.items():
-            if where.fqn in self._sizes:
-                chunk = self._chunk_of(where, info)
-                self._chunks.setdefault(where.fqn, []).append(chunk)
         self._where: dict[str, Place] = {}
-        self._spans: dict[_Chunk, Span] = {}
-        self._columns = ReusedMemory()
-        self._owners = {name: (row, part) for row in self.rows for part, name in enumerate(row.hf)}
         self._check()
-        self._layer_chunks = self._chunks_by_layer()
+        self._owners = {name: row for row in self.rows for name in row.hf}
+        self._chunks = self._chunks_by_layer()
+        self._last: dict[str, Tensor] = {}  # the Hugging Face tensors of the row that was read last
 
     def _find_hf(self, origin: Origin) -> Path:
         if (self.folder / "hf" / "config.json").exists():
             return self.folder / "hf"
         if (start := origin.start()) is None:
             raise ConvertError(
-                f"{self.folder} has neither hf/config.json nor a {TRAINER_FILE} that names its model; give --hf FOLDER"
+                f"{self.folder} has neither hf/config.json nor a {STEP_FILE} that names its model; give --hf FOLDER"
             )
         return start
 
@@ -374,16 +244,6 @@ class MegatronFolder(Source):
                 f"{self.data_folder}: format {backend} {version} is not supported (supported: torch_dist 1)"
             )
 
-    def _chunk_of(self, where: Any, info: Any) -> _Chunk:
-        stored = self._sizes[where.fqn].chunks
-        sizes = next(tuple(c.sizes) for c in stored if where.offset is None or c.offsets == where.offset)
-        offsets = tuple(where.offset) if where.offset is not None else (0,) * len(sizes)
-        if Path(info.relative_path).name != info.relative_path:
-            raise ConvertError(
-                f"{self.data_folder}: {where.fqn} is in {info.relative_path!r} according to .metadata, outside the folder"
-            )
-        return _Chunk(where.fqn, offsets, sizes, self.data_folder / info.relative_path, info.offset, info.length)
-
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
@@ -399,17 +259,20 @@ class MegatronFolder(Source):
             problems += self._wrong_shape(row, place)
         of_model = {key for key in self._sizes if key.startswith(("decoder.", "embedding.", "output_layer.", "score."))}
         problems += [f"unexpected {key}" for key in sorted(of_model - used)]
-        for path, end in self._ends().items():
-            size = path.stat().st_size if path.exists() else -1
+        ends = self._ends()
+        for name, end in ends.items():
+            if Path(name).name != name:
+                problems.append(f"{name!r} is outside the folder according to .metadata")
+                continue
+            size = (self.data_folder / name).stat().st_size if (self.data_folder / name).exists() else -1
             if size < end:
-                problems.append(
-                    f"missing file {path.name}" if size < 0 else f"{path.name} is truncated: {size} of {end} bytes"
-                )
+                problems.append(f"missing file {name}" if size < 0 else f"{name} is truncated: {size} of {end} bytes")
         if problems:
             raise listing_error(
-                f"{self.folder} does not hold the model of {self.hf_folder / 'config.json'}:", _unique(problems)
+                f"{self.folder} does not hold the model of {self.hf_folder / 'config.json'}:",
+                list(dict.fromkeys(problems)),
             )
-        self.num_files = len(self._ends())
+        self.num_files = len(ends)
         self.dtypes = {}
         for row in self.rows:
             dtype = self._sizes[self._where[row.megatron].key].properties.dtype
@@ -428,31 +291,32 @@ class MegatronFolder(Source):
             compared = (wanted[0], *size[1:])  # without the padding of the layout that wrote it
         if compared != wanted:
             return [f"{place.key} has shape {list(size)}, expected {list(wanted)}"]
-        volume = sum(torch.Size(chunk.sizes).numel() for chunk in self._chunks.get(place.key, []))
+        volume = sum(chunk.sizes.numel() for chunk in self._sizes[place.key].chunks)
         if volume != torch.Size(size).numel():
             return [f"{place.key} has chunks of {volume} elements in total, expected {torch.Size(size).numel()}"]
         return []
 
-    def _chunks_by_layer(self) -> dict[tuple[str, tuple[int, ...]], list[_Chunk]]:
-        """(key, index along the stacked axes) -> the chunks that overlap it."""
-        found: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = {}
+    def _chunks_by_layer(self) -> dict[Place, list[ChunkStorageMetadata]]:
+        """Key and index along the stacked axes -> the chunks that overlap it. A search among all would be quadratic."""
+        found: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]] = {}
         for key, depth in {place.key: len(place.stack) for place in self._where.values()}.items():
-            for chunk in self._chunks[key]:
+            for chunk in self._sizes[key].chunks:
                 ranges = (range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True))
                 for index in itertools.product(*ranges):
                     found.setdefault((key, index), []).append(chunk)
-        return found
+        return {place: found.get((place.key, place.index), []) for place in self._where.values()}
 
-    def _ends(self) -> dict[Path, int]:
+    def _ends(self) -> dict[str, int]:
         """File -> the byte after its last chunk: the least size that it can have."""
-        ends: dict[Path, int] = {}
-        for place in self._where.values():
-            for chunk in self._chunks.get(place.key, []):
-                ends[chunk.path] = max(ends.get(chunk.path, 0), chunk.start + chunk.length)
+        used = {place.key for place in self._where.values()}
+        ends: dict[str, int] = {}
+        for where, info in self._stored.items():
+            if where.fqn in used:
+                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         return ends
 
     def _layout(self) -> str:
-        cut = Counter(len(self._chunks[p.key]) // max(1, torch.Size(p.stack).numel()) for p in self._where.values())
+        cut = (len(self._sizes[p.key].chunks) // max(1, torch.Size(p.stack).numel()) for p in self._where.values())
         objects = "with optimizer" if any(key.startswith("optimizer") for key in self._sizes) else "weights only"
         return f"{self.num_files} files, {objects}, up to {max(cut)} chunks per tensor; loads in any layout"
 
@@ -461,59 +325,29 @@ class MegatronFolder(Source):
     def config_text(self, dtype: torch.dtype) -> bytes:
         return super().config_text(dtype) if self.head is None else exported_text(self._start)
 
-    def fill(self, name: str, first: int, last: int, out: Tensor) -> None:
-        row, part = self._owners[name]
-        if isinstance(row, HeadRow):
-            out.zero_()
-            if last == row.num_labels:
-                self._fill(self._where[row.megatron], 0, 1, out[-1:])
-            return
-        done = 0
-        for low, high in megatron_runs(row, self.arch, part, first, last):
-            self._fill(self._where[row.megatron], low, high, out[done : done + high - low])
-            done += high - low
+    def read(self, name: str) -> Tensor:
+        row = self._owners[name]
+        if name not in self._last:
+            self._last = {}  # frees its memory first
+            self._last = dict(zip(row.hf, _hf_tensors(row, self._whole(row), self.arch), strict=True))
+        return self._last[name]
 
-    def _fill(self, place: Place, first: int, last: int, out: Tensor) -> None:
-        """Read rows of a Megatron tensor of all ranks from the chunks that overlap them."""
-        depth = len(place.stack)
-        filled = 0
-        for chunk in self._layer_chunks.get((place.key, place.index), []):
-            low, high = chunk.offsets[depth], chunk.offsets[depth] + chunk.sizes[depth]
-            a, b = max(first, low), min(last, high)
-            if a >= b:
-                continue
-            inner = tuple(
-                slice(o, o + s) for o, s in zip(chunk.offsets[depth + 1 :], chunk.sizes[depth + 1 :], strict=True)
-            )
-            target = out[(slice(a - first, b - first), *inner)]
-            span, start = self._rows_of(chunk, place.index)
-            if target.is_contiguous():
-                span.read_into(start + a - low, start + b - low, target)
-            else:  # columns of a tensor-parallel rank
-                columns = self._columns.tensor(tuple(target.shape), span.dtype)
-                span.read_into(start + a - low, start + b - low, columns)
-                target.copy_(columns)
-            filled += target.numel()
-        if filled != out.numel():
-            raise ConvertError(
-                f"{self.folder}: the chunks of {place.key} leave gaps or overlap at rows {first} to {last}"
-            )
-
-    def _rows_of(self, chunk: _Chunk, index: tuple[int, ...]) -> tuple[Span, int]:
-        """A chunk, which may span several layers (and experts), as rows; and the row at which this layer begins."""
-        span = self._span(chunk)
-        flat = 0
-        for i, offset, size in zip(index, chunk.offsets, chunk.sizes, strict=False):
-            flat = flat * size + i - offset
-        tail = chunk.sizes[len(index) + 1 :]
-        rows = math.prod(chunk.sizes[: len(index) + 1])
-        return dataclasses.replace(span, shape=(rows, *tail)), flat * chunk.sizes[len(index)]
-
-    def _span(self, chunk: _Chunk) -> Span:
-        if chunk not in self._spans:
-            dtype = self._sizes[chunk.key].properties.dtype
-            self._spans[chunk] = locate_tensor(chunk.path, chunk.start, chunk.length, chunk.sizes, dtype)
-        return self._spans[chunk]
+    def _whole(self, row: WeightRow) -> Tensor:
+        """A row's Megatron tensor of all ranks, without the padding of a vocabulary."""
+        place, shape = self._where[row.megatron], whole_shape(row, self.arch)
+        stored = self._sizes[place.key]
+        out = torch.empty((*(1 for _ in place.index), *shape), dtype=stored.properties.dtype)
+        wanted = ChunkStorageMetadata(torch.Size((*place.index, *(0 for _ in shape))), out.size())
+        known = dataclasses.replace(stored, chunks=self._chunks[place])
+        items = create_read_items_for_chunk_list(place.key, known, [wanted])
+        if sum(item.lengths.numel() for item in items) != out.numel():
+            raise ConvertError(f"{self.folder}: the chunks of {place.key} leave gaps or overlap")
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(out))
+        except (OSError, ValueError, KeyError, RuntimeError, EOFError, AssertionError, pickle.UnpicklingError) as error:
+            what = (str(error).splitlines() or [""])[0]
+            raise ConvertError(f"{self.folder}: damaged at {row.megatron} ({what})") from error
+        return out.view(shape)
 
     def check_content(self) -> bool:
         """Compare every chunk's checksum, which finds flipped bits without a manifest."""
@@ -521,134 +355,118 @@ class MegatronFolder(Source):
             raise ConvertError(
                 f"{self.folder} has no manifest.json any more, and no other checksums; --no-hashes reads it unchecked"
             )
+        used = {place.key for place in self._where.values()}
         problems = [
-            f"{chunk.path.name}: the checksum of {key} at byte {chunk.start} differs"
-            for key in {place.key: None for place in self._where.values()}
-            for chunk in self._chunks[key]
-            if not has_valid_checksum(chunk.path, chunk.start, chunk.length, self._span(chunk))
+            f"{info.relative_path}: the checksum of {where.fqn} at byte {info.offset} differs"
+            for where, info in self._stored.items()
+            if where.fqn in used and not _has_valid_checksums(self.data_folder, info)
         ]
         if problems:
             raise listing_error(f"{self.folder} is damaged:", problems)
         return True
 
 
-def _unique(problems: list[str]) -> list[str]:
-    return list(dict.fromkeys(problems))
+class _Into(DefaultLoadPlanner):
+    """Puts what is read into one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        spans = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._target[tuple(slice(start, start + length) for start, length in spans)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
 
 
-# -- Writes a distributed checkpoint in Megatron-Core's torch_dist format. torch plans it and writes the table of conten
-# A tensor is stored as chunks of rows. Each chunk is a torch archive whose elements are copied from the source in blocks,
-# so that memory is a few blocks for a model of any size. Every tensor-, pipeline- and expert-parallel layout can read the
-# chunks: a rank reads those that overlap its part.
-
-FILE_BYTES = 4 << 30
-CHUNK_ELEMENTS = 1 << 22  # a reader must read a whole chunk to get any part of it
-CHECKPOINT_FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
+def _hf_tensors(row: WeightRow, whole: Tensor, arch: Architecture) -> list[Tensor]:
+    """`row.merge` of one rank's tensor, without a copy where a Hugging Face tensor is a run of its rows."""
+    if isinstance(row, HeadRow):
+        return row.merge([whole], arch)
+    owners, counts = zip(*row.segments(arch), strict=True)
+    runs = whole.split(list(counts))
+    of_part = [[run for run, owner in zip(runs, owners, strict=True) if owner == part] for part in range(len(row.hf))]
+    return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in of_part]
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive rows, from row `first`, of the Megatron tensor of a weight table row. `shape` is the chunk's."""
-
-    row: WeightRow
-    first: int
-    shape: tuple[int, ...]
-
-
-def cut_into_chunks(row: WeightRow, arch: Architecture) -> Iterator[Chunk]:
-    """Cut a Megatron tensor into chunks. A chunk lies within one Hugging Face tensor, or holds whole query groups."""
-    if isinstance(row, QKV):  # equal parts, as tensor parallelism of size `count` would cut it
-        shape, groups = row.local_shape(arch, 1), arch.num_query_groups
-        wanted = -(-math.prod(shape) // CHUNK_ELEMENTS)
-        count = next(n for n in range(1, groups + 1) if groups % n == 0 and (n >= wanted or n == groups))
-        size = shape[0] // count
-        yield from (Chunk(row, part * size, (size, *shape[1:])) for part in range(count))
-        return
-    start = 0
-    for shape in row.hf_shapes(arch):
-        for first, last in row_blocks(shape, CHUNK_ELEMENTS):
-            yield Chunk(row, start + first, (last - first, *shape[1:]))
-        start += shape[0]
+def _has_valid_checksums(folder: Path, info: _StorageInfo) -> bool:
+    """Whether the checksums in a torch archive agree with its data. A writer may leave them out: they are 0 then."""
+    with (folder / info.relative_path).open("rb") as file:
+        file.seek(info.offset)
+        archive = io.BytesIO(file.read(info.length))
+    try:
+        with zipfile.ZipFile(archive) as entries:
+            for entry in entries.infolist():
+                if entry.CRC:
+                    entries.read(entry)
+    except (zipfile.BadZipFile, EOFError, NotImplementedError):
+        return False
+    return True
 
 
-class _WritePlan:
-    """The items of every file: chunks of tensors with their sources, and extra states, which are empty objects."""
+# -- writing -----------------------------------------------------------------------------------------------------------
 
-    def __init__(self, source: HFFolder, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.chunks: dict[MetadataIndex, Chunk] = {}
-        self._items: list[tuple[WriteItem, int]] = []
+
+def write_checkpoint(source: HFFolder, folder: Path, dtype: torch.dtype, progress: Progress) -> dict[str, str]:
+    """Write the whole model as a distributed checkpoint into the existing `folder`. Returns file -> sha256.
+
+    A tensor is stored as chunks of rows, of which a rank of any tensor-, pipeline- and expert-parallel layout reads those
+    that overlap its part. torch makes the table of contents. Its own writer of files keeps a chunk of every tensor in
+    memory; here it is one.
+    """
+    with HashedFiles(folder) as files:
+        writer = _ChunkWriter(files)
         for key in extra_state_keys(source.rows, source.arch):
-            self._items.append((WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), 2048))
+            writer.add(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), [None])
         for row in source.rows:
-            dtype = row.dtype(self.dtype)
+            shape = whole_shape(row, source.arch)
+            whole = row.shard(source.read, source.arch, 0, 1)[: shape[0]]
             for place in written_places(row, source.arch):
-                size = torch.Size((*place.stack, *whole_shape(row, source.arch)))
-                for chunk in cut_into_chunks(row, source.arch):
-                    self._add(place.key, place.index, size, chunk, dtype)
-
-    def _add(self, key: str, index: tuple[int, ...], size: torch.Size, chunk: Chunk, dtype: torch.dtype) -> None:
-        shape = torch.Size((1,) * len(index) + chunk.shape)
-        where = MetadataIndex(key, torch.Size((*index, chunk.first) + (0,) * (len(chunk.shape) - 1)))
-        assert where.offset is not None
-        data = TensorWriteData(ChunkStorageMetadata(where.offset, shape), TensorProperties(dtype=dtype), size)
-        self.chunks[where] = chunk
-        item = WriteItem(where, WriteItemType.SHARD, tensor_data=data)
-        self._items.append((item, shape.numel() * dtype.itemsize))
-
-    def files(self) -> list[SavePlan]:
-        plans: list[list[WriteItem]] = [[]]
-        filled = 0
-        for item, nbytes in self._items:
-            if plans[-1] and filled + nbytes > FILE_BYTES:
-                plans.append([])
-                filled = 0
-            plans[-1].append(item)
-            filled += nbytes
-        return [SavePlan(plan) for plan in plans]
-
-
-def write_chunks(source: HFFolder, folder: Path, dtype: torch.dtype, progress: Progress) -> dict[str, str]:
-    """Write the whole model as a distributed checkpoint into the existing `folder`. Returns file -> sha256."""
-    plan = _WritePlan(source, dtype)
-    files, metadata = create_default_global_save_plan(plan.files())
-    results: list[list[WriteResult]] = []
-    with Output(folder, progress) as output:
-        for i, file in enumerate(files):
-            name = f"__0_{i}.distcp"
-            with output.file(name):
-                results.append([])
-                for item in file.items:
-                    start = output.tell()
-                    _write_item(item, plan, source, output)
-                    length = output.tell() - start
-                    results[-1].append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
-    FileSystemWriter(folder, sync_files=False).finish(metadata, results)  # fsync comes before the folder's rename
+                for first, last in row_blocks(shape):
+                    block = whole[first:last].to(row.dtype(dtype), copy=True)  # torch.save writes all memory of a view
+                    writer.add(*_chunk(place, shape, first, block))
+                    progress.add(block.nbytes)
+    _, contents = create_default_global_save_plan([SavePlan(items) for items in writer.items])
+    FileSystemWriter(folder, sync_files=False).finish(
+        contents, writer.results
+    )  # fsync comes before the folder's rename
     torch.save(common_state(source.arch), folder / "common.pt")
-    (folder / "metadata.json").write_text(json.dumps(CHECKPOINT_FORMAT))
-    return output.hashes
+    (folder / FORMAT_FILE).write_text(json.dumps(TORCH_DIST))
+    return files.hashes
 
 
-def _write_item(item: WriteItem, plan: _WritePlan, source: HFFolder, output: Output) -> None:
-    if item.tensor_data is None:
-        empty = io.BytesIO()
-        torch.save([None], empty)
-        output.write(empty.getvalue())
-        return
-    chunk = plan.chunks[MetadataIndex(item.index.fqn, item.index.offset)]
-    dtype = chunk.row.dtype(plan.dtype)
-    before, after = archive_frame(tuple(item.tensor_data.chunk.sizes), dtype)
-    output.write(before)
-    for first, last in row_blocks(chunk.shape):
-        with output.block((last - first, *chunk.shape[1:]), dtype) as block:
-            filled = 0
-            for part, low, high in hf_runs(chunk.row, source.arch, chunk.first + first, chunk.first + last):
-                source.read(chunk.row.hf[part], low, high, block[filled : filled + high - low])
-                filled += high - low
-            assert filled == len(block), f"{chunk}: {filled} of {len(block)} rows"
-    output.write(after)
+def _chunk(place: Place, shape: tuple[int, ...], first: int, block: Tensor) -> tuple[WriteItem, Tensor]:
+    """Rows from `first` on of the tensor of a place, as an item of torch's plan, and its data."""
+    offsets = torch.Size((*place.index, first, *(0 for _ in shape[1:])))
+    data = block.view(*(1 for _ in place.index), *block.shape)
+    info = TensorWriteData(
+        ChunkStorageMetadata(offsets, data.size()),
+        TensorProperties(dtype=block.dtype),
+        torch.Size((*place.stack, *shape)),
+    )
+    return WriteItem(MetadataIndex(place.key, offsets), WriteItemType.SHARD, tensor_data=info), data
+
+
+class _ChunkWriter:
+    """Writes items into numbered files. `items` and `results` have one list per file."""
+
+    def __init__(self, files: HashedFiles) -> None:
+        self._files = files
+        self.items: list[list[WriteItem]] = []
+        self.results: list[list[WriteResult]] = []
+
+    def add(self, item: WriteItem, value: Any) -> None:
+        if not self.items or self._files.tell() >= FILE_BYTES:
+            self._files.begin(f"__0_{len(self.items)}.distcp")
+            self.items.append([])
+            self.results.append([])
+        archive, start = io.BytesIO(), self._files.tell()
+        with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined] # the manifest's sha256 is stronger
+            torch.save(value, archive)
+        self._files.write(archive.getbuffer())
+        length = self._files.tell() - start
+        name = f"__0_{len(self.items) - 1}.distcp"
+        self.items[-1].append(item)
+        self.results[-1].append(WriteResult(item.index, length, _StorageInfo(name, start, length)))

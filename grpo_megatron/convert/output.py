@@ -1,10 +1,4 @@
-"""The files of a conversion, hashed by a thread while they are written. Every block of a few MiB goes through a cycle:
-
-    take a free block -> read into it -> write it -> sha256 in the thread -> free again
-
-Memory is neither copied nor allocated again. While the thread hashes one block, the next is read and written: hashlib,
-read and write all release Python's global interpreter lock.
-"""
+"""The output folder of a conversion, its files, which are hashed while they are written, and the progress that is printed."""
 
 from __future__ import annotations
 
@@ -12,26 +6,21 @@ import contextlib
 import errno
 import hashlib
 import os
-import queue
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from grpo_megatron.convert import ConvertError
-from grpo_megatron.convert.source import ReusedMemory, as_bytes
 from grpo_megatron.storage.atomic import new_folder
 from grpo_megatron.storage.manifest import MANIFEST_FILE
 
-# -- The output folder of a conversion: what may be replaced, how much space it needs, and one error for a failed write
+SECONDS_BETWEEN_LINES = 15.0
 
 
 def check_target(target: Path, source: Path, force: bool) -> None:
@@ -96,22 +85,69 @@ def _parents_of(target: Path, existing: Path) -> Iterator[None]:
         raise
 
 
-def format_bytes(count: float) -> str:
-    """A number of bytes in the largest unit that leaves at least 1: 2.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+class HashedFiles:
+    """Writes the files of a folder one after the other. `hashes` (name -> sha256) is complete when the `with` ends.
 
+    A thread hashes what was written last while the next data is read: hashing, reading and writing release Python's lock.
+    Data must not change after it has been written.
+    """
 
-# -- Bytes done and bytes per second: a bar on a terminal, one line per 15 seconds in a log ----------------------------
+    def __init__(self, folder: Path) -> None:
+        self.hashes: dict[str, str] = {}
+        self._folder, self._name, self._size = folder, "", 0
+        self._file: Any = None
+        self._sha = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
 
-SECONDS_BETWEEN_LINES = 15.0
+    def __enter__(self) -> HashedFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._file is not None and kind is None:
+                self._end()
+        finally:
+            self._thread.shutdown()
+            if self._file is not None:
+                self._file.close()
+
+    def begin(self, name: str) -> None:
+        """End the current file. What is written from now on goes to a new file `name`."""
+        if self._file is not None:
+            self._end()
+        self._name, self._size, self._sha = name, 0, hashlib.sha256()
+        self._file = (self._folder / name).open("xb", buffering=0)
+
+    def tell(self) -> int:
+        """Bytes of the current file."""
+        return self._size
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append to the current file. Raises OSError."""
+        self._wait()
+        self._pending = self._thread.submit(self._sha.update, data)
+        view = memoryview(data)
+        while view:
+            count = self._file.write(view)
+            self._size, view = self._size + count, view[count:]
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def _end(self) -> None:
+        self._wait()
+        self._file.close()
+        self.hashes[self._name] = self._sha.hexdigest()
 
 
 class Progress:
-    """`with Progress("to-megatron", total) as progress: progress.add(n)`. Writes to standard error."""
+    """`with Progress("to-megatron", total) as progress: progress.add(n)`: bytes done and bytes per second.
+
+    Shows a bar on a terminal, otherwise one line per 15 seconds. Writes to standard error.
+    """
 
     def __init__(self, label: str, total: int, quiet: bool = False) -> None:
         self.label, self.total, self.quiet, self.done = label, total, quiet, 0
@@ -121,6 +157,7 @@ class Progress:
             self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
 
     def add(self, count: int) -> None:
+        """Count `count` more bytes."""
         self.done += count
         if self._bar is not None:
             self._bar.update(count)
@@ -130,9 +167,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
         if kind is None:
@@ -147,83 +182,10 @@ class Progress:
             print(f"{self.label}: {done} of {total} ({percent:.0f}%), {speed}/s", file=sys.stderr, flush=True)
 
 
-NUM_BLOCKS = 4  # in the cycle
-# Larger single writes take up to six times the processor time: the kernel looks for larger pages.
-WRITE_BYTES = 256 << 10
-FLUSH_BYTES = 64 << 20  # after so many bytes the kernel is told to start writing them to the disk
-
-
-class Output:
-    """Writes the files of one folder, one after the other. `hashes` (name -> sha256) is complete when the `with` ends."""
-
-    def __init__(self, folder: Path, progress: Progress) -> None:
-        self.hashes: dict[str, str] = {}
-        self._folder, self._progress = folder, progress
-        self._free: queue.SimpleQueue[ReusedMemory] = queue.SimpleQueue()
-        for _ in range(NUM_BLOCKS):
-            self._free.put(ReusedMemory())
-        self._written: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._hash, daemon=True)
-        self._file: Any = None
-        self._sha: Any = None
-        self._size = self._flushed = 0
-
-    def __enter__(self) -> Output:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._written.put(None)
-        self._thread.join()
-
-    @contextlib.contextmanager
-    def file(self, name: str) -> Iterator[None]:
-        """Within, everything is written to this new file."""
-        with (self._folder / name).open("xb", buffering=0) as self._file:
-            self._sha, self._size, self._flushed = hashlib.sha256(), 0, 0
-            yield
-            self._flush()
-            self._written.put((self._sha, name, None))
-
-    def tell(self) -> int:
-        return self._size
-
-    def write(self, data: bytes) -> None:
-        """Write a header, or other small data."""
-        self._write(memoryview(data))
-        self._written.put((self._sha, data, None))
-
-    @contextlib.contextmanager
-    def block(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
-        """An uninitialised tensor to fill within the block. Then it is written, and its memory is reused."""
-        memory = self._free.get()
-        tensor = memory.tensor(shape, dtype)
-        yield tensor
-        data = as_bytes(tensor)
-        self._write(data)
-        self._written.put((self._sha, data, memory))
-        self._progress.add(len(data))
-
-    def _write(self, data: memoryview) -> None:
-        done = 0
-        while done < len(data):
-            done += self._file.write(data[done : done + WRITE_BYTES])
-        self._size += done
-        if self._size - self._flushed >= FLUSH_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Let the disk start writing. Otherwise it is idle until the final fsync, which waits for all of it."""
-        count = self._size - self._flushed
-        os.posix_fadvise(self._file.fileno(), self._flushed, count, os.POSIX_FADV_DONTNEED)
-        self._flushed = self._size
-
-    def _hash(self) -> None:
-        while (item := self._written.get()) is not None:
-            sha, data, memory = item
-            if isinstance(data, str):  # the end of the file of that name
-                self.hashes[data] = sha.hexdigest()
-                continue
-            sha.update(data)
-            if memory is not None:
-                self._free.put(memory)
+def format_bytes(count: float) -> str:
+    """A number of bytes in the largest unit that leaves at least 1: 2.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

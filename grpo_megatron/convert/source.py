@@ -1,11 +1,13 @@
-"""Source: a checked model in either format, as Hugging Face tensors of which any rows can be read."""
+"""Source: a checked model in either format, as whole Hugging Face tensors; and the weight rows of a scalar head.
+
+A model of any size needs the memory of a few tensors: they are read one after the other, in the order of the weight table.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,119 +35,15 @@ from grpo_megatron.models.weights.load import model_rows
 from grpo_megatron.models.weights.table import Replicated, WeightRow
 from grpo_megatron.storage.manifest import Verification
 
-# -- A contiguous tensor at some offset of a file, of which rows are read on request -----------------------------------
-# It uses plain reads into reused memory, not a memory map. The pages of a map count as memory of the process: a 70B model
-# has 140 GB of them. Allocating memory for every block would take longer than reading the block.
-
-BLOCK_ELEMENTS = 1 << 21  # 4 MiB of bfloat16: a few blocks fit into the processor's cache
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BLOCK_ELEMENTS = 1 << 22  # what is cast, compared or written at a time
 
 
-def row_blocks(shape: tuple[int, ...], elements: int = 0) -> Iterator[tuple[int, int]]:
+def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """(first row, last row + 1) of each block of a tensor of this shape. A block has at least one row."""
-    step = max(1, (elements or BLOCK_ELEMENTS) // max(1, math.prod(shape[1:])))
+    step = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
     for first in range(0, shape[0], step):
         yield first, min(first + step, shape[0])
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-class ReusedMemory:
-    """Memory for one tensor at a time, allocated once and reused."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous, uninitialised tensor. It overwrites the previous one."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        if len(self._memory) < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
-        return self._memory[:nbytes].view(dtype).view(shape)
-
-
-@dataclass(frozen=True)
-class Span:
-    """A contiguous tensor at `offset` of a file."""
-
-    path: Path
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def read_into(self, first: int, last: int, out: Tensor) -> None:
-        """Read rows first to last-1 into a contiguous tensor of this dtype. Raises ConvertError when the file is too short."""
-        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        view, done = as_bytes(out), 0
-        assert len(view) == (last - first) * row_bytes and out.dtype == self.dtype
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                start = file.seek(self.offset + first * row_bytes)
-                # most often the next read is of the next bytes: let the disk read them ahead
-                os.posix_fadvise(file.fileno(), start + len(view), len(view), os.POSIX_FADV_WILLNEED)
-                while done < len(view) and (count := file.readinto(view[done:])):
-                    done += count
-        except OSError as error:
-            raise ConvertError(f"{self.path}: cannot read ({error.strerror})") from error
-        if done < len(view):
-            raise ConvertError(f"{self.path}: truncated, {len(view) - done} bytes short at byte {self.offset}")
-
-    def rows(self, first: int, last: int) -> Tensor:
-        """Rows first to last-1, in new memory."""
-        out = torch.empty((last - first, *self.shape[1:]), dtype=self.dtype)
-        self.read_into(first, last, out)
-        return out
-
-    # The methods of a safetensors slice that a weight table row uses.
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        if isinstance(index, slice) and index.step is None:
-            first, last, _ = index.indices(self.shape[0])
-            return self.rows(first, max(first, last))
-        return self.rows(0, self.shape[0])[index]
-
-
-@dataclass(frozen=True)
-class Resident:
-    """A tensor of an unpickled file, memory-mapped by torch, with the interface of a Span."""
-
-    tensor: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
-
-    def read_into(self, first: int, last: int, out: Tensor) -> None:
-        out.copy_(self.tensor[first:last])
-
-    def rows(self, first: int, last: int) -> Tensor:
-        return self.tensor[first:last].contiguous()
-
-    def get_shape(self) -> list[int]:
-        return list(self.tensor.shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.tensor[index]
-
-
-FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Source(ABC):
@@ -172,32 +70,16 @@ class Source(ABC):
         """The weight table rows of the whole model, in stream order."""
         return [*model_rows(self.arch).values(), *self.head_rows]
 
-    def __init__(self) -> None:
-        self._stored, self._block = ReusedMemory(), ReusedMemory()
-
     @abstractmethod
-    def fill(self, name: str, first: int, last: int, out: Tensor) -> None:
-        """Read rows first to last-1 of a Hugging Face tensor into contiguous memory of the stored dtype."""
+    def read(self, name: str) -> Tensor:
+        """A Hugging Face tensor in its stored dtype, on the CPU. Its memory is not written to; it may be a file's.
 
-    def read(self, name: str, first: int, last: int, out: Tensor) -> None:
-        """`fill`, with a cast if `out` has another dtype."""
-        if out.dtype == self.dtypes[name]:
-            self.fill(name, first, last, out)
-            return
-        stored = self._stored.tensor(tuple(out.shape), self.dtypes[name])
-        self.fill(name, first, last, stored)
-        out.copy_(stored)
+        Cheap only in the order of `shapes`. Raises ConvertError for a damaged file.
+        """
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every Hugging Face tensor, in stream order."""
         return {name: shape for row in self.rows for name, shape in zip(row.hf, row.hf_shapes(self.arch), strict=True)}
-
-    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-        """The whole tensor, block by block (`row_blocks`). All blocks share memory: each overwrites the previous one."""
-        for first, last in row_blocks(shape):
-            out = self._block.tensor((last - first, *shape[1:]), self.dtypes[name])
-            self.fill(name, first, last, out)
-            yield out
 
     def config_text(self, dtype: torch.dtype) -> bytes:
         """The config.json of a result in `dtype`: byte by byte as it is, unless its dtype has changed."""
@@ -210,10 +92,6 @@ class Source(ABC):
     def check_content(self) -> bool:
         """Look for damage without a manifest; False where the format has no checksums. Raises ConvertError."""
 
-    def constants(self) -> set[str]:
-        """The Hugging Face tensors that are float32 in a model of any dtype."""
-        return {name for row in self.rows if row.is_constant for name in row.hf}
-
     def dtype(self, wanted: str | None = None) -> torch.dtype:
         """The dtype of the result: `wanted`, or that of the tensors. Raises ConvertError when these have several.
 
@@ -221,7 +99,7 @@ class Source(ABC):
         """
         if wanted is not None:
             return FLOATS[wanted]
-        constants = self.constants()
+        constants = {name for row in self.rows if row.is_constant for name in row.hf}
         dtypes = {name: dtype for name, dtype in self.dtypes.items() if name not in constants}
         counts = Counter(dtypes.values()).most_common()
         if len(counts) > 1:
@@ -234,7 +112,7 @@ class Source(ABC):
         return counts[0][0]
 
     def result_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Of every Hugging Face tensor of a result in `dtype`."""
+        """The dtype of every Hugging Face tensor of a result in `dtype`."""
         return {name: row.dtype(dtype) for row in self.rows for name in row.hf}
 
     def num_bytes(self, dtype: torch.dtype) -> int:
@@ -262,6 +140,7 @@ class Source(ABC):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in config.json: bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -281,6 +160,11 @@ class HeadRow(Replicated):
 
     def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
         return (1,) if self.hf[0] == HEAD_BIAS else (1, arch.hidden_size)
+
+    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        out = shards[0].new_zeros(self.hf_shapes(arch)[0])
+        out[-1:] = shards[0]
+        return [out]
 
 
 def head_rows(num_labels: int, *, has_bias: bool) -> list[WeightRow]:

@@ -10,16 +10,49 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.curation.responses import ResponsePlace, ResponseReader
-from grpo_megatron.curation.selection import RateBand
-from grpo_megatron.curation.tally import ProblemTally, Tally
-from grpo_megatron.data.questions import problem_digest, question_text
-from grpo_megatron.data.rows import raw_rows, type_name
+from grpo_megatron.curation.tally import ProblemTally, ResponsePlace, ResponseReader, Tally
+from grpo_megatron.data.fields import problem_digest, question_text, type_name
+from grpo_megatron.data.rows import open_rows
 from grpo_megatron.data.task import Task
+
+# -- Which problems to keep, by their measured pass rates --------------------------------------------------------------
+# DUPO (WebSailor, arXiv 2507.02592) leaves out, before training, what all of 8 responses solve: `drop_all_right`.
+
+
+@dataclass(frozen=True)
+class RateBand:
+    """Bounds of the pass rate, both inclusive, and of the number of responses that it was measured with."""
+
+    min_rate: float = 0.0
+    max_rate: float = 1.0
+    drop_all_right: bool = False
+    drop_all_wrong: bool = False
+    min_samples: int = 1
+
+    def reason(self, problem: ProblemTally) -> str | None:
+        """Why the problem is left out; None: it is kept."""
+        if problem.n < self.min_samples:
+            return f"fewer than {self.min_samples} responses"
+        if self.drop_all_right and problem.passes == problem.n:
+            return "all right"
+        if self.drop_all_wrong and problem.passes == 0:
+            return "all wrong"
+        if problem.rate < self.min_rate:
+            return f"pass rate below {self.min_rate:g}"
+        if problem.rate > self.max_rate:
+            return f"pass rate above {self.max_rate:g}"
+        return None
+
+
+def kept_problems(tally: Tally, band: RateBand) -> list[ProblemTally]:
+    """The problems that the filters keep, in order."""
+    return [problem for problem in tally.problems.values() if band.reason(problem) is None]
+
 
 TABLE_COLUMNS = ("rate", "low", "high", "n", "passes", "truncated", "mean_score", "mean_tokens", "question", "answer")
 
@@ -44,6 +77,7 @@ def pass_rate_rows(tally: Tally, reader: ResponseReader) -> Iterator[dict[str, A
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """One line of JSON per row."""
     return (json.dumps(row) + "\n" for row in rows)
 
 
@@ -98,13 +132,20 @@ class FilteredRows:
 
     def lines(self) -> Iterator[str]:
         """Raises ConfigError for an unreadable file or row, and if no row is left."""
-        for place, line, row in raw_rows(self.path):
-            problem = self._problem(place, row)
+        rows = open_rows(self.path)
+        for number, row in enumerate(rows.rows(0, len(rows))):
+            try:
+                if not isinstance(row, dict):
+                    raise row if isinstance(row, ValueError) else ValueError(f"is {type_name(row)}, not an object")
+                problem = self.tally.problems.get(problem_digest(*self.task.read_row(row)))
+            except ValueError as error:
+                raise ConfigError(f"data file {str(self.path)!r} {rows.place(number)}: {error}") from error
             self.measured += problem is not None
             if reason := self._reason(problem):
                 self.left_out[reason] += 1
                 continue
             self.kept += 1
+            line = rows.line(number)  # of JSON lines, so that the row is written as it was
             yield (json.dumps(row) if line is None else line.decode()) + "\n"
         if not self.measured:
             raise ConfigError(
@@ -123,17 +164,48 @@ class FilteredRows:
     def _reasons(self) -> str:
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
 
-    def _problem(self, place: str, row: Any) -> ProblemTally | None:
-        try:
-            if isinstance(row, ValueError):
-                raise row
-            if not isinstance(row, dict):
-                raise ValueError(f"is {type_name(row)}, not an object")
-            return self.tally.problems.get(problem_digest(*self.task.read_row(row)))
-        except ValueError as error:
-            raise ConfigError(f"data file {str(self.path)!r} {place}: {error}") from error
-
     def _reason(self, problem: ProblemTally | None) -> str | None:
         if problem is not None:
             return self.band.reason(problem)
         return None if self.keep_unmeasured else "not measured"
+
+
+# -- The summary that `curate` prints: how many problems have which pass rate, and how many of them are kept -----------
+
+_BINS = 5  # between 0 and 1, which have lines of their own
+_BAR = 40  # characters of the longest bar
+
+
+def describe_tally(tally: Tally, band: RateBand) -> str:
+    """The printed summary: counts, and the problems by pass rate."""
+    problems = list(tally.problems.values())
+    truncated = sum(problem.truncated for problem in problems)
+    mean = sum(problem.rate for problem in problems) / len(problems)
+    kept = len(kept_problems(tally, band))
+    lines = [
+        f"{len(problems)} problems, {tally.num_responses} responses ({truncated} truncated);"
+        f" not counted: {tally.left_out} replayed or left out by the options, {tally.unscorable} without a score",
+        f"mean pass rate {mean:.4f}; the filters keep {kept} problems",
+        "",
+        f"{'pass rate':>12} {'problems':>9}",
+    ]
+    counts = [0] * (_BINS + 2)
+    for problem in problems:
+        counts[_bin(problem.passes, problem.n)] += 1
+    for number, count in enumerate(counts):
+        bar = "#" * round(_BAR * count / max(counts))
+        lines.append(f"{_label(number):>12} {count:>9} {bar}".rstrip())
+    return "\n".join(lines)
+
+
+def _bin(passes: int, n: int) -> int:
+    if passes in (0, n):
+        return 0 if passes == 0 else _BINS + 1
+    return 1 + passes * _BINS // n
+
+
+def _label(number: int) -> str:
+    if number in (0, _BINS + 1):
+        return f"{'0' if number == 0 else '1'}"
+    low, high = (number - 1) / _BINS, number / _BINS
+    return f"{'>' if number == 1 else ''}{low:g} - <{high:g}"

@@ -3,12 +3,175 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from grpo_megatron.curation.responses import Response, ResponsePlace
-from grpo_megatron.data.questions import problem_digest
-from grpo_megatron.data.wilson import wilson
+from grpo_megatron.config import ConfigError
+from grpo_megatron.data.fields import Question, missing_field, problem_digest, read_question, text_field, type_name
+from grpo_megatron.data.pass_rates import wilson
+from grpo_megatron.data.rows import LineFile
+from grpo_megatron.reading import ReadError, cut, shown
+from grpo_megatron.storage.run_files import rollout_files
+
+# -- Responses with their scores, read one by one from rollout files and from the samples of an evaluation -------------
+# rollouts      trainer.rollout_data_dir, or its files: one response per line (training/samples.py)
+# evaluation    the output folder of tools/evaluate.py, or files of its samples/: one problem per line, with its responses
+#
+# A response remembers its place, so that its text can be read again later and need not be kept.
+
+MAX_SAMPLES_LINE = 1 << 28  # bytes: a problem of an evaluation has all its responses in one line
+
+
+class ResponsePlace(NamedTuple):
+    """A line of a file, and the number of the response in it."""
+
+    file: int
+    line: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """`text` is None for a trajectory of several turns. `score` is None if it could not be graded."""
+
+    question: Question
+    answer: str
+    text: str | None
+    score: float | None
+    num_tokens: int
+    is_truncated: bool
+    step: int | None  # of the training run; None in an evaluation
+    is_replayed: bool = False  # an earlier step of the run had it, too
+
+
+def source_files(sources: Sequence[Path]) -> list[Path]:
+    """The files of the given files and folders, in order. Raises ConfigError."""
+    files: list[Path] = []
+    for source in sources:
+        if not source.is_dir():
+            files.append(source)
+            continue
+        found = [path for _, path in rollout_files(source)] or sorted((source / "samples").glob("*.jsonl"))
+        if not found:
+            raise ConfigError(
+                f"{shown(str(source))} has no rollouts (step_000000.jsonl, of trainer.rollout_data_dir) and no"
+                " samples/*.jsonl (of tools/evaluate.py, which writes them at its end)"
+            )
+        files += found
+    if twice := {path.resolve() for path in files if files.count(path) > 1}:
+        raise ConfigError(f"{shown(str(min(twice)))} is given twice; name it once")
+    return files
+
+
+class ResponseReader:
+    """The responses of files: all of them, or one again. Keeps the last line. Raises ConfigError: a file cannot be read."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files: list[LineFile] = []
+        for path in files:
+            try:
+                self.files.append(LineFile(path, MAX_SAMPLES_LINE))
+            except OSError as error:
+                raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from error
+            except ReadError as error:
+                raise ConfigError(f"{shown(str(path))} {error}") from error
+        self._last: tuple[tuple[int, int], list[Response]] | None = None
+
+    def all(self) -> Iterator[tuple[ResponsePlace, Response]]:
+        """Every response, in order. Raises ConfigError, which names file and line."""
+        for file, lines in enumerate(self.files):
+            for line, row in enumerate(lines.rows(0, len(lines))):
+                for number, response in enumerate(self._responses(file, line, row)):
+                    yield ResponsePlace(file, line, number), response
+
+    def read(self, place: ResponsePlace) -> Response:
+        """One response again. Raises ConfigError if the file has changed meanwhile."""
+        at = place.file, place.line
+        if self._last is None or self._last[0] != at:
+            row = next(self.files[place.file].rows(place.line, place.line + 1))
+            self._last = at, self._responses(*at, row)
+        return self._last[1][place.number]
+
+    def _responses(self, file: int, line: int, row: Any) -> list[Response]:
+        try:
+            if isinstance(row, ReadError):
+                raise row
+            return responses_of(row)
+        except ValueError as error:
+            lines = self.files[file]
+            raise ConfigError(f"{shown(str(lines.path))} {lines.place(line)}: {cut(str(error), 500)}") from error
+
+
+def responses_of(row: Any) -> list[Response]:
+    """The responses of one line. Raises ValueError."""
+    if not isinstance(row, dict):
+        raise ValueError(f"is {type_name(row)}, not an object")
+    return _of_evaluation(row) if "samples" in row else [_of_rollout(row)]
+
+
+def _of_rollout(row: dict[str, Any]) -> Response:
+    metrics = _field(row, "metrics", dict)
+    scored = {**row, "acc": metrics["acc"]} if "acc" in metrics else row
+    return Response(
+        question=read_question(row),
+        answer=text_field(row, "answer", empty=True),
+        text=None if "turns" in row else text_field(row, "response", empty=True),
+        score=_score(scored, "acc" if "acc" in metrics else "score"),
+        num_tokens=_field(row, "response_tokens", int),
+        is_truncated=_field(row, "finish_reason", str) == "length",
+        step=_field(row, "step", int),
+        is_replayed=_field(row, "replayed", bool),
+    )
+
+
+def _of_evaluation(row: dict[str, Any]) -> list[Response]:
+    """The drawn samples; the greedy one only where no other was drawn. The first grader decides."""
+    question, answer = text_field(row, "question"), text_field(row, "answer", empty=True)
+    samples = _field(row, "samples", list)
+    if not all(isinstance(sample, dict) for sample in samples):
+        raise ValueError("field 'samples' must be a list of objects")
+    drawn = [sample for sample in samples if sample.get("index") != "greedy"] or samples
+    return [
+        Response(
+            question=question,
+            answer=answer,
+            text=None if "turns" in sample else text_field(sample, "completion", empty=True),
+            score=_first_grade(sample),
+            num_tokens=_field(sample, "tokens", int),
+            is_truncated=_field(sample, "finish_reason", str) == "length",
+            step=None,
+        )
+        for sample in drawn
+    ]
+
+
+def _first_grade(sample: dict[str, Any]) -> float:
+    grades = _field(sample, "grades", dict)
+    first = next(iter(grades.values()), None)
+    if not isinstance(first, dict) or not isinstance(first.get("correct"), bool):
+        raise ValueError('field \'grades\' must have the verdict of a grader: {"accuracy": {"correct": true, ...}}')
+    return float(first["correct"])
+
+
+def _score(row: dict[str, Any], field: str) -> float | None:
+    if row.get(field, 0) is None:
+        return None
+    score = float(_field(row, field, int, float))
+    if not math.isfinite(score):
+        raise ValueError(f"field {field!r} is {score}, not a finite number")
+    return score
+
+
+def _field(row: Mapping[str, Any], field: str, *kinds: type) -> Any:
+    if field not in row:
+        raise missing_field([field], dict(row))
+    value = row[field]
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ValueError(f"field {field!r} is {type_name(value)}, not {' or '.join(kind.__name__ for kind in kinds)}")
+    return value
 
 
 @dataclass
@@ -99,6 +262,7 @@ class Tally:
 
 
 def tally_responses(responses: Iterable[tuple[ResponsePlace, Response]], rules: CountingRules) -> Tally:
+    """Counts all responses by problem."""
     tally = Tally(rules)
     for place, response in responses:
         tally.add(place, response)

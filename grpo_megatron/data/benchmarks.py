@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data.fields import Question, question_text
 from grpo_megatron.data.prompts import chat_of, render_prompt, source_of_row
-from grpo_megatron.data.questions import question_text
 from grpo_megatron.data.rendering import encode_prompts
-from grpo_megatron.data.rows import Question, read_rows
+from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task
 from grpo_megatron.data.tasks import get_tasks
 from grpo_megatron.processes.process import time_limit
-from grpo_megatron.reading.bounds import shown
+from grpo_megatron.reading import shown
 from grpo_megatron.rewards import check_reward
 from grpo_megatron.storage.manifest import sha256_of
 from grpo_megatron.types import Prompt
@@ -26,7 +26,7 @@ REMOVE_S = 2.0  # processor seconds for a task's regular expression on one row
 
 
 @dataclass(frozen=True)
-class Problem:
+class BenchmarkProblem:
     """`uid` is "task/row number". It seeds the samples, and pairs the problems of two results."""
 
     uid: str
@@ -52,7 +52,7 @@ class Dataset:
     task: Task
     path: Path
     sha256: str
-    problems: list[Problem]
+    problems: list[BenchmarkProblem]
     pool: list[Example]
     pool_sha256: str | None
     num_in_file: int
@@ -92,7 +92,7 @@ def _read_dataset(task: Task, places: DataPlaces, num_fewshot: int, limit: int |
     remedy = f"set {places.file_option.format(task=task.name)}"
     path = places.files.get(task.name) or _find_file(task, "data file", task.files, places, remedy)
     rows = read_rows(path, lambda row: (*task.read_row(row), *task.labels(row), row))
-    problems = [Problem(f"{task.name}/{number}", *row) for number, row in enumerate(rows)][:limit]
+    problems = [BenchmarkProblem(f"{task.name}/{number}", *row) for number, row in enumerate(rows)][:limit]
     pool: list[Example] = []
     pool_sha256 = None
     if num_fewshot:
@@ -154,7 +154,7 @@ def _read_example(task: Task, fewshot: Fewshot, row: dict[str, Any]) -> Example:
     return Example(question, solution)
 
 
-# -- Validation in training: tasks by name as prompts for the live engine (`data.val_tasks`) ---------------------------
+# -- validation in training: tasks by name as prompts for the live engine (`data.val_tasks`) ---------------------------
 # The prompts are rendered as those of training: chat or plain text, with `data.system_prompt` if it is set. The samples
 # are drawn as `rollout.val_kwargs` says, within `data.max_response_length`, and reported as
 # `val-core/<task>/acc/mean@n`. Few-shot examples and stop texts belong to the scripted evaluation.

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, SamplingConfig
-from grpo_megatron.data.questions import problem_digest
-from grpo_megatron.data.row_prompt import RowPrompt
-from grpo_megatron.data.rows import missing_field, read_question, read_rows, text_field, type_name
+from grpo_megatron.data.fields import missing_field, problem_digest, read_question, text_field, type_name
+from grpo_megatron.data.prompts import RowPrompt
+from grpo_megatron.data.rows import read_rows
 from grpo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -122,3 +122,17 @@ def _weight(measured: Measured, name: str) -> float:
     if measured.weight is not None and name == "file":
         return measured.weight
     return PROMPT_WEIGHTS[name](measured.rate)
+
+
+# -- Wilson's interval of a share (1927, JASA 22:209), at 95 % ---------------------------------------------------------
+# The shares p from which the observed one is z of their own standard errors sqrt(p (1 - p) / n) away. It has a width at 0 and
+# at 100 %, too.
+
+Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """(low, high) of a share of n > 0 trials."""
+    center, root = share + Z * Z / (2 * n), Z * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+    scale = 1 + Z * Z / n
+    return max(0.0, (center - root) / scale), min(1.0, (center + root) / scale)

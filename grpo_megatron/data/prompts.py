@@ -1,17 +1,19 @@
 """Prompts: rows of a task's files -> prompts, through the tokenizer's chat template or as plain text.
 
-All rows are checked, and all prompts are tokenised, before the run (survey.py). Their lengths are held in memory and their
-ids are kept on disk (token_cache.py). A prompt itself is made when it is read (item_table.py). Rows with responses are
-rendered in the same way (written_groups.py), so the supervised warmup sees the same prompts.
+All rows are checked before the run, and the numbers of those whose prompts fit are held. A prompt is made when it is read.
+Every rank knows all prompts of a step by uid, reward and answer. Only the ranks that draw the responses render and tokenise
+them (150 us, measured with GSM8K). Rows with responses are rendered in the same way (written.py), so the supervised warmup sees
+the same prompts.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +21,20 @@ import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.item_table import ITEM_BITS, ItemTable, kept_items
-from grpo_megatron.data.rendering import encode_prompts, render_chat
-from grpo_megatron.data.row_prompt import RowPrompt
-from grpo_megatron.data.row_set import RowSet
-from grpo_megatron.data.rows import Messages, Question
-from grpo_megatron.data.survey import Numbers, Survey
-from grpo_megatron.data.survey_key import survey_key
+from grpo_megatron.data.fields import Messages, Question
+from grpo_megatron.data.items import ItemTable, first_of_each, kept_items
+from grpo_megatron.data.rendering import LengthBound, encode_prompts, render_chat
+from grpo_megatron.data.rows import RowSet
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_task
-from grpo_megatron.data.token_cache import TokenCache
+from grpo_megatron.rewards.answers import opened_thought
+from grpo_megatron.rewards.reward import RewardItem
 from grpo_megatron.types import BY_MODEL, Prompt
 
 logger = logging.getLogger(__name__)
 
 SAMPLED_FROM = 200_000  # rows from which on a plan measures a sample
-SAMPLED_PER_CHUNK = 8  # prompts of each chunk of the survey
-UNMEASURED = -1
+SAMPLED_PER_CHUNK = 8  # prompts of each chunk of rows
 
 ParsedRow = tuple[Question, str, str, dict[str, Any]]  # question, answer, reward, row
 
@@ -59,26 +58,29 @@ def load_prompts(
 
     `renderer`: the prompts are for an environment. Their template shows its tools, and `extra["row"]` has the data row, with
     the task's chat as "messages". `reward_override=""`: no reward function scores them. BY_MODEL: nor have they an answer.
-    `source`: the name in data.sources, instead of the task's. `is_plan`: nothing is drawn, so of SAMPLED_FROM rows and more
-    only a sample of the lengths is measured, and no prompt is dropped.
+    `source`: the name in data.sources, instead of the task's. `is_plan`: this process draws nothing, so of SAMPLED_FROM rows
+    and more only a sample of the lengths is measured, and no prompt is dropped.
     """
     task = get_task(data.task)
     if reward_override is None and task.reward is None and not task.rewards:
         raise ConfigError(f"data.task={data.task!r} has no reward of its own; set reward.function")
     rows = RowSet(files, source or task.name)
     used = min(len(rows), max_samples or len(rows))
-    per_chunk = SAMPLED_PER_CHUNK if is_plan and len(rows) >= SAMPLED_FROM else None
-    kind = ["prompts", reward_override, used, per_chunk]
-    key = survey_key(kind, rows.paths, task, data, tokenizer, renderer)
-    tokens = TokenCache.of(key, len(rows)) if per_chunk is None else None
-    reader = PromptReader(data, task, rows, tokenizer, reward_override, renderer, source, used, per_chunk, tokens)
-    lengths, kinds = Survey(rows, reader.parse, reader.measure, key).run()[:used].T
-    measured = int((lengths != UNMEASURED).sum())
+    reader = PromptReader(data, task, rows, tokenizer, reward_override, renderer, source)
+    is_sampled = is_plan and len(rows) >= SAMPLED_FROM
+    numbers = {name: number for number, name in enumerate(task.reward_names)}
+    kinds, fits, measured = np.zeros(used, np.int8), np.ones(used, np.bool_), 0
+    for chunk in rows.parsed(reader.parse):
+        own = [(number, parsed) for number, parsed in chunk if number < used]
+        kinds[[number for number, _ in own]] = [numbers.get(reward, 0) for _, (_, _, reward, _) in own]
+        own = own[:SAMPLED_PER_CHUNK] if is_sampled else own
+        fits[[number for number, _ in own]] = reader.fit([(number, parsed[0]) for number, parsed in own])
+        measured += len(own)
     what = f"prompts are longer than {data.max_prompt_length} tokens"
-    kept = kept_items(data, lengths <= data.max_prompt_length, what, rows.uid, measured)
-    if kept is None or per_chunk is not None:
-        return ItemTable(rows, reader.make, None, used, first_of_each(kinds))
-    return ItemTable(rows, reader.make, kept << ITEM_BITS, len(kept), first_of_each(kinds[kept]))
+    kept = kept_items(data, fits, what, rows.uid, measured)
+    if kept is None or is_sampled:
+        return ItemTable(reader.make, range(used), first_of_each(kinds))
+    return ItemTable(reader.make, kept, first_of_each(kinds[kept]))
 
 
 @dataclass(frozen=True)
@@ -92,34 +94,25 @@ class PromptReader:
     reward: str | None
     renderer: TurnRenderer | None
     source: str | None
-    used: int  # rows of which prompts are made; all are checked
-    per_chunk: int | None  # prompts of a chunk that are measured; None: all
-    tokens: TokenCache | None  # keeps the ids of those that are measured; None: they are made again for a draw
 
     def parse(self, row: dict[str, Any]) -> ParsedRow:
         """Raises ValueError for a row that the task cannot read, or that no reward can grade."""
         return parsed_row(self.task, self.reward, row)
 
-    def measure(self, parsed: list[tuple[int, ParsedRow]]) -> Numbers:
-        """[rows, 2]: the prompt's length in tokens, or UNMEASURED; the number of its reward."""
-        numbers = np.full((len(parsed), 2), UNMEASURED, np.int32)
-        kinds = {name: kind for kind, name in enumerate(self.task.reward_names)}
-        numbers[:, 1] = [kinds.get(reward, 0) for _, (_, _, reward, _) in parsed]
-        measured = [(number, row[0]) for number, row in parsed[: self.per_chunk] if number < self.used]
-        texts = [self.text(number, question) for number, question in measured]
-        if measured and measured[0][0] == 0:
-            check_round_trip(texts[0], self.tokenizer)
-        encoded = encode_prompts(texts, self.tokenizer, is_chat=self.data.apply_chat_template)
-        numbers[: len(encoded), 0] = [len(ids) for ids in encoded]
-        if self.tokens and measured:
-            self.tokens.store(measured[0][0], encoded)
-        return numbers
+    def fit(self, questions: list[tuple[int, Question]]) -> list[bool]:
+        """Whether the prompt of each (row number, question) has at most data.max_prompt_length tokens."""
+        if questions and questions[0][0] == 0:
+            check_round_trip(self.text(*questions[0]), self.tokenizer)
+        unsure = [one for one in questions if not self._bound.fits(one[1])]
+        encoded = self._encode([self.text(*one) for one in unsure])
+        lengths = {number: len(ids) for (number, _), ids in zip(unsure, encoded, strict=True)}
+        return [lengths.get(number, 0) <= self.data.max_prompt_length for number, _ in questions]
 
-    def make(self, number: int, row: dict[str, Any], item: int) -> Prompt:
-        question, answer, reward, row = self.parse(row)
+    def make(self, number: int) -> Prompt:
+        """The prompt of a row. Raises ConfigError when the row cannot be read any more."""
+        question, answer, reward, row = self.parse(self.rows.row(int(number)))
         named = source_of_row(row) if self.task.rewards else ""
         return RowPrompt.of(
-            partial(self.find, number),
             partial(self.text, number, question),
             self.encode,
             uid=self.rows.uid(number),
@@ -134,25 +127,26 @@ class PromptReader:
         )
 
     def text(self, number: int, question: Question) -> str:
+        """The rendered prompt of a row. Raises ConfigError."""
         tools = self.renderer.tools if self.renderer else ()
         return render_prompt(self.data, self.task, question, self.tokenizer, self.rows.uid(number), tools)
 
-    def find(self, number: int) -> tuple[int, ...] | None:
-        return self.tokens.find(number) if self.tokens else None
-
     def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(encode_prompts([text], self.tokenizer, is_chat=self.data.apply_chat_template)[0])
+        """The token ids of a rendered prompt."""
+        return tuple(self._encode([text])[0])
+
+    @cached_property
+    def _bound(self) -> LengthBound:
+        return LengthBound(self.data.max_prompt_length, lambda question: self.text(0, question), self._encode)
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return encode_prompts(texts, self.tokenizer, is_chat=self.data.apply_chat_template)
 
 
 def parsed_row(task: Task, reward: str | None, row: dict[str, Any]) -> ParsedRow:
-    """`reward` replaces that of the task. Raises ValueError."""
+    """What a row says, by its task. `reward` replaces that of the task. Raises ValueError."""
     question, answer = task.read_unanswered(row) if reward == BY_MODEL else task.read_row(row)
     return question, answer, task.reward_of(row, answer) if reward is None else reward, row
-
-
-def first_of_each(kinds: Numbers) -> list[int]:
-    """The place of the first of each number from 0 on, in order. Without a copy: there may be millions."""
-    return sorted(int(np.argmax(kinds == kind)) for kind in range(int(kinds.max()) + 1) if (kinds == kind).any())
 
 
 def chat_of(data: DataConfig, task: Task, question: Question) -> Messages | None:
@@ -209,3 +203,52 @@ def check_round_trip(text: str, tokenizer: Any) -> None:
     back = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
     if "".join(unicodedata.normalize("NFKC", back).split()) != "".join(unicodedata.normalize("NFKC", text).split()):
         logger.warning("the tokenizer (%s) turns %r into %r", type(tokenizer).__name__, text[:120], back[:120])
+
+
+class RowPrompt(Prompt):
+    """A Prompt whose text and tokens are made when they are first read: `render()` and `encode(text)`. Made by `of`."""
+
+    _render: Callable[[], str]
+    _encode: Callable[[str], tuple[int, ...]]
+
+    @classmethod
+    def of(cls, render: Callable[[], str], encode: Callable[[str], tuple[int, ...]], **fields: Any) -> RowPrompt:
+        """`fields` are those of Prompt, but `text` and `prompt_ids`."""
+        prompt = cls.__new__(cls)
+        prompt.__dict__.update({"_render": render, "_encode": encode, **fields})
+        return prompt
+
+    @cached_property
+    def text(self) -> str:  # type: ignore[override]
+        return self._render()
+
+    @cached_property
+    def prompt_ids(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self._encode(self.text)
+
+    def with_rate(self, rate: float, weight: float) -> RowPrompt:
+        """A copy with `pass_rate` and `weight`, without making text and tokens."""
+        prompt = copy.copy(self)
+        prompt.__dict__.update(pass_rate=rate, weight=weight)
+        return prompt
+
+
+def reward_item(prompt: Prompt, response: str, response_ids: Sequence[int] = (), step: int = 0) -> RewardItem:
+    """What a reward function may read of a prompt and one response.
+
+    The function reads the whole turn: a `<think>` with which the prompt opens it comes first. TRL calls a row conversational
+    whose prompt is a list of messages. A row without a text "prompt" is one here too, if the chat template is applied: with
+    TRL it would have such a list.
+    """
+    return RewardItem(
+        prompt.reward,
+        opened_thought(prompt.text) + response,
+        prompt.answer,
+        prompt=prompt.text,
+        messages=prompt.messages,
+        columns=prompt.columns,
+        data_source=prompt.data_source,
+        completion_ids=response_ids,
+        step=step,
+        is_chat=prompt.messages is not None and not isinstance(prompt.columns.get("prompt"), str),
+    )

@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+import math
+import resource
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.template_limits import MAX_RENDERED, TEMPLATE_BYTES, template_limits
-from grpo_megatron.reading.bounds import cut
+from grpo_megatron.data.fields import Question
+from grpo_megatron.processes.process import time_limit
+from grpo_megatron.reading import cut
+
+# -- Limits on a chat template: it is a program that comes with a model, and it may loop or build a text of gigabytes --
+
+TEMPLATE_S = 2.0  # processor seconds for one chat; a usual one takes a millisecond, and the first some 0.1 s to compile
+TEMPLATE_BYTES = 2 << 30  # that one chat may add to the memory
+MAX_RENDERED = 1 << 24  # characters of one chat
+STAND_IN_CONTENT = " \"b\\c\" <d> & 'e'\n\t{f} \u00e9" * 3  # what JSON and HTML would escape
+BOUNDARY = 32  # tokens
+NORMAL_FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
+
+
+@contextlib.contextmanager
+def template_limits() -> Iterator[None]:
+    """Raises TimeoutError or MemoryError. The time limit works on the main thread only (`time_limit`)."""
+    with time_limit(TEMPLATE_S, "it"), _memory_limit(TEMPLATE_BYTES):
+        yield
+
+
+@contextlib.contextmanager
+def _memory_limit(size: int) -> Iterator[None]:
+    """The process may map `size` bytes more than it has mapped. No limit where /proc does not tell that."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        with open("/proc/self/statm") as file:
+            limit = int(file.read().split()[0]) * resource.getpagesize() + size
+    except OSError:
+        yield
+        return
+    bounds = [bound for bound in (limit, *before) if bound != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(bounds), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def render_chat(
@@ -55,3 +94,53 @@ def encode_prompts(texts: Sequence[str], tokenizer: Any, *, is_chat: bool) -> li
         if not ids:
             raise ConfigError(f"the tokenizer makes no token of the prompt {text[:80]!r}")
     return encoded
+
+
+class LengthBound:
+    """Whether a prompt certainly has at most `limit` tokens, known without rendering or tokenising it.
+
+    A token stands for one byte of the normalised text at least. So a prompt has at most as many tokens as its contents have
+    bytes, plus those that the template adds. These are counted once for each sequence of roles, with a stand-in for the
+    contents, and BOUNDARY tokens are added for words that the template's text and the contents form together. A template that
+    changes or repeats contents gives no bound.
+    """
+
+    def __init__(
+        self, limit: int, render: Callable[[Question], str], encode: Callable[[Sequence[str]], list[list[int]]]
+    ) -> None:
+        self._limit, self._render, self._encode = limit, render, encode
+        self._added: dict[tuple[str, ...], float] = {}  # roles -> tokens; () is a question that is a text
+
+    def fits(self, question: Question) -> bool:
+        """False where it is not certain."""
+        if isinstance(question, str):
+            roles, size = (), most_tokens(question)
+        elif all(message.keys() == {"role", "content"} for message in question):
+            roles = tuple(message["role"] for message in question)
+            size = sum(most_tokens(message["content"]) for message in question)
+        else:  # names, tool calls
+            return False
+        if roles not in self._added:
+            self._added[roles] = self._measured(roles)
+        return size + self._added[roles] <= self._limit
+
+    def _measured(self, roles: tuple[str, ...]) -> float:
+        def rendered(content: str) -> str:
+            return self._render([{"role": role, "content": content} for role in roles] if roles else content)
+
+        try:
+            short, long = rendered("1"), rendered(f"1{STAND_IN_CONTENT}")
+        except ConfigError:  # reported with the row
+            return math.inf
+        grown = (len(roles) or 1) * len(STAND_IN_CONTENT.encode())
+        if len(long.encode()) > len(short.encode()) + grown:
+            return math.inf
+        return len(self._encode([short])[0]) + BOUNDARY
+
+
+def most_tokens(text: str) -> int:
+    """The most tokens that a text can have: its bytes, also after a tokenizer's normalisation."""
+    if text.isascii():
+        return len(text)
+    forms = [text, *(unicodedata.normalize(form, text) for form in NORMAL_FORMS)]
+    return max(len(form.encode()) for form in forms)

@@ -1,196 +1,524 @@
-"""Rows of a data file: .jsonl (one object per line), .json (a list of objects), .csv (a header, then texts), .parquet, .arrow.
+"""Rows of data files, by number. No format is held in memory as a whole, but those that have no other way.
 
-One error names all mistakes of a file. `read_rows` holds all rows of a file; row_file.py reads them by number.
+    .jsonl         the offset of each row is held, 8 bytes per row
+    .arrow         memory-mapped
+    .parquet       row groups are decoded when their rows are read, and the latest KEPT_BYTES are kept
+    .json, .csv    held in memory, up to MAX_WHOLE bytes; the values of a .csv file are texts
+    a folder       the files of one split of a Hugging Face data set (`files_of_split`)
+
+A row that cannot be parsed is a ValueError in its place, so that a check can report all of them. A RowSet numbers the rows of
+several files. A uid is "source/label/row number". The label of a file is its name without extension. Files of equal names
+get as many of their parent folders as tell them apart: a/train.jsonl and b/train.jsonl are "a.train" and "b.train".
 """
 
 from __future__ import annotations
 
-import contextlib
+import base64
+import bisect
 import csv
+import datetime
 import glob
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import logging
+import os
+import re
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tqdm import tqdm
+
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.arrow_rows import open_arrow
-from grpo_megatron.data.dataset_folder import files_of_split
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import cut, shown, surrogate_problem
-from grpo_megatron.reading.json_lines import parsed_line
-from grpo_megatron.reading.json_text import parse_json
-from grpo_megatron.reading.regular import check_regular, lines_of, read_regular
+from grpo_megatron.data.fields import MAX_ROW, type_name
+from grpo_megatron.importing import collection_paused
+from grpo_megatron.reading import (
+    ReadError,
+    check_regular,
+    cut,
+    lines_of,
+    parse_json_line,
+    path_problem,
+    read_json,
+    shown,
+)
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
-SHOWN_PROBLEMS = 5
+
+FORMATS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+MAX_WHOLE = 1 << 29  # bytes of a file that is read as a whole
+KEPT_BYTES = 1 << 32  # bytes of decoded Parquet row groups that a process keeps
+LARGE_GROUP = 1 << 26  # bytes of a row group whose decoding for a single row takes a noticeable time
+ROWS_PER_BATCH = 1024  # rows of an Arrow file that become Python objects at once
+ROWS_PER_CHUNK = 8192  # rows that are checked at once
+SHOWN_FROM = 8  # chunks from which on a progress bar is shown
+SHOWN_PROBLEMS = 5  # wrong rows of a file that a message shows
 BOM = b"\xef\xbb\xbf"
-MAX_ROW = 1 << 22  # bytes of a line, and characters of a field: a text of a million tokens
-MAX_FILE = 1 << 31  # bytes of a .json file, which is read as a whole
-
-Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
-Question = str | Messages
 
 
-def read_rows(path: Path | str, parse: Callable[[dict[str, Any]], T]) -> list[T]:
-    """`parse(row)` of every row of the file, in order. Blank lines are skipped.
+# -- files -------------------------------------------------------------------------------------------------------------
 
-    `parse` raises ValueError for a row that is wrong. Raises ConfigError (a ValueError) for an unreadable or empty file,
-    and for wrong rows: the message has the first few with their lines, and the number of the others.
+
+class RowFile:
+    """The rows of one file."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def rows(self, start: int, stop: int) -> Iterator[Any]:
+        """The values of rows [start, stop) in order; a ValueError for a row that cannot be parsed. Raises ConfigError."""
+        raise NotImplementedError
+
+    def place(self, number: int) -> str:
+        """Where a row stands, for messages: "line 17"."""
+        return f"row {number}"
+
+    def line(self, number: int) -> bytes | None:
+        """The bytes of a row of JSON lines; None for another format."""
+        return None
+
+
+class LineFile(RowFile):
+    """One JSON value per line, of at most `max_row` bytes. Blank lines are no rows. Raises ReadError, OSError.
+
+    A file that changes while it is in use raises ConfigError: the offsets would point into other rows.
     """
-    path = Path(path)
-    parsed: list[T] = []
-    problems: list[str] = []
-    for place, _, row in raw_rows(path):
-        try:
-            if isinstance(row, ValueError):
-                raise row
-            if not isinstance(row, dict):
-                raise ValueError(f"is {type_name(row)}, not an object")
-            parsed.append(parse(row))
-        except ValueError as error:
-            problems.append(f"  {place}: {cut(str(error), 500)}")
-    if problems:
-        more = f"\n  and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
-        total = len(problems) + len(parsed)
-        shown = "\n".join(problems[:SHOWN_PROBLEMS])
-        raise ConfigError(f"data file {str(path)!r}: {len(problems)} of {total} rows are wrong:\n{shown}{more}")
-    if not parsed:
-        raise ConfigError(f"data file {str(path)!r} has no rows")
-    return parsed
+
+    def __init__(self, path: Path, max_row: int = MAX_ROW) -> None:
+        check_regular(path)
+        self.path, self._max_row, self._identity = path, max_row, _identity(os.stat(path))
+        self._starts = array("q")
+        with path.open("rb") as file:
+            offset, begins = file.seek(3 if file.read(3) == BOM else 0), True
+            while line := file.readline(max_row):
+                if begins and (len(line) == max_row or not line.isspace()):
+                    self._starts.append(offset)
+                begins = line.endswith(b"\n")
+                offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def rows(self, start: int, stop: int) -> Iterator[Any]:
+        return (line if isinstance(line, ReadError) else parse_json_line(line) for line in self._lines(start, stop))
+
+    def place(self, number: int) -> str:
+        with self.path.open("rb") as file:
+            count, left = 1, self._starts[number]
+            while block := file.read(min(1 << 20, left)):
+                count, left = count + block.count(b"\n"), left - len(block)
+        return f"line {count}"
+
+    def line(self, number: int) -> bytes | None:
+        found = next(self._lines(number, number + 1))
+        return None if isinstance(found, ReadError) else found
+
+    def _lines(self, start: int, stop: int) -> Iterator[bytes | ReadError]:
+        if start >= stop:
+            return
+        with self.path.open("rb") as file:
+            left = stop - start
+            if _identity(os.fstat(file.fileno())) == self._identity:
+                file.seek(self._starts[start])
+                for line in lines_of(file, self._max_row):
+                    if isinstance(line, ReadError) or (line and not line.isspace()):
+                        left -= 1
+                        yield line
+                        if not left:
+                            return
+        raise ConfigError(f"data file {str(self.path)!r} was changed while it was in use; start again")
 
 
-def text_field(row: dict[str, Any], field: str, empty: bool = False) -> str:
-    """The string `row[field]`. Raises ValueError when it is missing, of another type, or blank (unless `empty`)."""
-    value = row.get(field)
-    if is_plain_text(value):
-        return str(value)  # most fields, without the time of the rest
-    if field not in row:
-        raise missing_field([field], row)
-    if not isinstance(value, str):
-        raise ValueError(f"field {field!r} is {type_name(value)}, not a string")
-    if len(value) > MAX_ROW:
-        raise ValueError(f"field {field!r} has {len(value):,} characters; at most {MAX_ROW:,} are read")
-    if problem := surrogate_problem(value):
-        raise ValueError(f"field {field!r}: {problem}")
-    if not empty and not value.strip():
-        raise ValueError(f"field {field!r} is empty")
-    return value
+class ListFile(RowFile):
+    """Rows in memory; `places` where they are not numbered by "row"."""
+
+    def __init__(self, rows: Sequence[Any], places: Sequence[str] | None = None) -> None:
+        self._rows, self._places = rows, places
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, start: int, stop: int) -> Iterator[Any]:
+        return iter(self._rows[start:stop])
+
+    def place(self, number: int) -> str:
+        return self._places[number] if self._places else super().place(number)
 
 
-def is_plain_text(value: Any) -> bool:
-    """Whether `text_field` certainly accepts a value: quick, and false for some texts that it accepts too."""
-    return type(value) is str and value.isascii() and 0 < len(value) <= MAX_ROW and not value.isspace()
+class ArrowFile(RowFile):
+    """Tables or record batches of pyarrow: `part(index)` has `sizes[index]` rows.
 
-
-def missing_field(fields: Sequence[str], row: dict[str, Any]) -> ValueError:
-    """The error for a row that has none of `fields`."""
-    shown = ", ".join(map(repr, dict.fromkeys(fields)))
-    what = f"field {shown} is missing" if len(fields) == 1 else f"none of the fields {shown} is there"
-    return ValueError(f"{what} (fields: {', '.join(map(repr, row)) or 'none'})"[:300])
-
-
-def read_question(row: dict[str, Any], field: str = "prompt") -> Question:
-    """`row[field]`: text, or chat messages that do not end with the assistant's turn. Raises ValueError."""
-    if not isinstance(row.get(field), list):
-        return text_field(row, field)
-    messages: list[Any] = row[field]
-    if not messages:
-        raise ValueError(f"field {field!r} is empty")
-    for message in messages:
-        if not isinstance(message, dict):
-            raise ValueError(f"field {field!r}: a message must be an object with role and content")
-        text_field(message, "role")
-        text_field(message, "content")
-    if messages[-1]["role"] == "assistant":
-        raise ValueError(f"field {field!r} ends with the assistant's turn; the policy writes the response")
-    return messages
-
-
-def raw_rows(path: Path) -> Iterator[tuple[str, bytes | None, Any]]:
-    """(place, line, row or ValueError) of every row of a file or of a folder (dataset_folder.py), in order.
-
-    `line` is None except in .jsonl files. Raises ConfigError.
+    Values become what JSON has: dates are ISO texts, decimals are texts, bytes are base64 texts.
     """
-    with named_failures(path):
-        for file in files_of_split(path):
-            yield from reader_of(file)(file)
+
+    def __init__(self, sizes: Iterable[int], schema: Any, part: Callable[[int], Any]) -> None:
+        self._ends, self._part = list(itertools.accumulate(sizes)), part
+        self._is_plain = all(_gives_plain(field.type) for field in schema)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def rows(self, start: int, stop: int) -> Iterator[Any]:
+        for index in range(bisect.bisect_right(self._ends, start), len(self._ends)):
+            first = self._ends[index - 1] if index else 0
+            if first >= stop:
+                return
+            part, high = self._part(index), min(stop, self._ends[index]) - first
+            for begin in range(max(start - first, 0), high, ROWS_PER_BATCH):
+                values = part.slice(begin, min(ROWS_PER_BATCH, high - begin)).to_pylist()
+                yield from values if self._is_plain else map(_plain, values)
 
 
-def reader_of(path: Path) -> Callable[[Path], Iterator[tuple[str, bytes | None, Any]]]:
-    """What reads a file of this name. Raises ConfigError: no format has this name, or it is a pattern without a match."""
-    if path.suffix not in READERS:
-        raise ConfigError(f"data file {str(path)!r}: the name must end with {' or '.join(READERS)}")
-    if glob.has_magic(str(path)) and not path.exists():
-        raise ConfigError(f"data file {shown(str(path))}: no file matches this pattern")
-    return READERS[path.suffix]
+class JoinedRows(RowFile):
+    """Several files as one."""
+
+    def __init__(self, files: Sequence[RowFile]) -> None:
+        self.files = files
+        self._ends = list(itertools.accumulate(map(len, files)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def rows(self, start: int, stop: int) -> Iterator[Any]:
+        for file, end in zip(self.files, self._ends, strict=True):
+            first = end - len(file)
+            if first < stop and start < end:
+                yield from file.rows(max(start - first, 0), min(stop - first, len(file)))
+
+    def place(self, number: int) -> str:
+        shard, row = self.locate(number)
+        return f"shard {shard}, {self.files[shard].place(row)}"
+
+    def line(self, number: int) -> bytes | None:
+        shard, row = self.locate(number)
+        return self.files[shard].line(row)
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """(file, row in the file) of a row."""
+        file = bisect.bisect_right(self._ends, number)
+        return file, number - (self._ends[file] - len(self.files[file]))
 
 
-@contextlib.contextmanager
-def named_failures(path: Path) -> Iterator[None]:
-    """An unreadable file is a ConfigError that names it."""
+def open_rows(path: Path) -> RowFile:
+    """The rows of a file, or of a folder with one split. Raises ConfigError: not there, unreadable, without rows."""
     try:
-        yield
+        opened = [_open(file) for file in files_of_split(path)]
     except OSError as error:
         raise ConfigError(f"cannot read data file {shown(str(path))}: {error.strerror}") from error
     except ReadError as error:
         raise ConfigError(f"data file {shown(str(path))} {error}") from error
+    rows = opened[0] if len(opened) == 1 else JoinedRows(opened)
+    if not len(rows):
+        raise ConfigError(f"data file {str(path)!r} has no rows")
+    return rows
 
 
-def _rows_of_arrow(path: Path) -> Iterator[tuple[str, None, Any]]:
-    rows = open_arrow(path)
-    yield from ((f"row {number}", None, row) for number, row in enumerate(rows.rows(0, len(rows))))
+def _open(path: Path) -> RowFile:
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"data file {str(path)!r}: the name must end with {' or '.join(FORMATS)}")
+    if glob.has_magic(str(path)) and not path.exists():
+        raise ConfigError(f"data file {shown(str(path))}: no file matches this pattern")
+    check_regular(path)
+    if path.suffix == ".jsonl":
+        return LineFile(path)
+    if path.suffix in (".parquet", ".arrow"):
+        return _open_arrow(path)
+    if (size := path.stat().st_size) > MAX_WHOLE:
+        raise ReadError(
+            f"has {size:,} bytes; a {path.suffix} file is held in memory, so at most {MAX_WHOLE:,} are read: write it as"
+            " .jsonl or .parquet, whose rows are read when they are drawn"
+        )
+    return _open_list(path) if path.suffix == ".json" else _open_table(path)
 
 
-def _rows_of_list(path: Path) -> Iterator[tuple[str, None, Any]]:
-    rows = parse_json(read_regular(path, MAX_FILE).removeprefix(BOM))
+def _open_list(path: Path) -> ListFile:
+    rows = parse_json_line(path.read_bytes().removeprefix(BOM))
+    if isinstance(rows, ReadError):
+        raise rows
     if not isinstance(rows, list):
         raise ReadError(f"must be a list of objects, not {type_name(rows)}")
-    yield from ((f"row {number}", None, row) for number, row in enumerate(rows))
+    return ListFile(rows)
 
 
-def _rows_of_lines(path: Path) -> Iterator[tuple[str, bytes, Any]]:
-    for number, line in enumerate(lines_of(path, MAX_ROW), start=1):
-        if isinstance(line, ReadError):
-            yield f"line {number}", b"", line
-            continue
-        line = line.removeprefix(BOM) if number == 1 else line
-        if line.strip():
-            yield f"line {number}", line, parsed_line(line)
-
-
-def _rows_of_table(path: Path) -> Iterator[tuple[str, None, Any]]:
-    """The rows of a .csv file (RFC 4180), whose values are all texts."""
-    check_regular(path)
+def _open_table(path: Path) -> ListFile:
+    """A table with a header (RFC 4180)."""
     csv.field_size_limit(MAX_ROW)
+    rows: list[Any] = []
+    places = []
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file, strict=True)
         try:
             header = next(reader, [])
             if len(set(header)) < len(header):
                 raise ReadError(f"has a column twice in its header: {', '.join(map(repr, header))}")
-            for cells in reader:
-                place = f"line {reader.line_num}"
-                if len(cells) == len(header):
-                    yield place, None, dict(zip(header, cells, strict=True))
-                elif cells:
-                    yield place, None, ReadError(f"has {len(cells)} cells, and the header has {len(header)}")
+            for cells in filter(None, reader):
+                is_whole = len(cells) == len(header)
+                problem = f"has {len(cells)} cells, and the header has {len(header)}"
+                rows.append(dict(zip(header, cells, strict=True)) if is_whole else ReadError(problem))
+                places.append(f"line {reader.line_num}")
         except csv.Error as error:
             raise ReadError(f"is no CSV ({error} at line {reader.line_num})") from None
         except UnicodeDecodeError:
             raise ReadError("is not UTF-8") from None
+    return ListFile(rows, places)
 
 
-READERS: dict[str, Callable[[Path], Iterator[tuple[str, bytes | None, Any]]]] = {
-    ".jsonl": _rows_of_lines,
-    ".json": _rows_of_list,
-    ".csv": _rows_of_table,
-    ".parquet": _rows_of_arrow,
-    ".arrow": _rows_of_arrow,
-}
+def _open_arrow(path: Path) -> ArrowFile:
+    import pyarrow as pa
+
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            file = pq.ParquetFile(path, memory_map=True)
+            groups = range(file.metadata.num_row_groups)
+            sizes = (file.metadata.row_group(group).num_rows for group in groups)
+            return ArrowFile(sizes, file.schema_arrow, lambda group: _row_groups.read(file, group))
+        source = pa.memory_map(str(path))
+        try:
+            reader = pa.ipc.open_file(source)
+        except pa.ArrowInvalid:  # `datasets` writes the stream format
+            source.seek(0)
+            reader = pa.ipc.open_stream(source)
+        batches = reader.read_all().to_batches()
+        return ArrowFile((batch.num_rows for batch in batches), reader.schema, batches.__getitem__)
+    except pa.ArrowInvalid as error:
+        raise ReadError(f"is no {path.suffix[1:]} file that can be read ({str(error).partition(chr(10))[0]})") from None
 
 
-def type_name(value: Any) -> str:
-    """The type of a JSON value, for messages."""
-    return {dict: "an object", list: "a list", str: "a string", type(None): "null"}.get(
-        type(value), type(value).__name__
-    )
+class _RowGroups:
+    """The decoded row groups of all Parquet files that were read last."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, int], Any] = {}  # (open file, group); the one that was read last is the last one
+        self._bytes, self._has_warned = 0, False
+
+    def read(self, file: Any, group: int) -> Any:
+        key = (file, group)
+        table = self._kept.pop(key, None)
+        if table is None:
+            table = file.read_row_group(group)
+            self._bytes += table.nbytes
+        self._kept[key] = table
+        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+            self._bytes -= self._kept.pop(next(iter(self._kept))).nbytes
+            if table.nbytes > LARGE_GROUP and not self._has_warned:
+                self._has_warned = True
+                text = (
+                    "a drawn row decodes its Parquet row group of %d MiB, because all together exceed %d MiB; write the"
+                )
+                text += " files with small row groups (pyarrow: write_table(table, path, row_group_size=1000)), or as .jsonl"
+                logger.warning(text, table.nbytes >> 20, KEPT_BYTES >> 20)
+        return table
+
+
+_row_groups = _RowGroups()
+
+
+def _gives_plain(kind: Any) -> bool:
+    """Whether pyarrow's values of this type are those of JSON already, so that no value needs a look."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return all(_gives_plain(field.type) for field in kind)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _gives_plain(kind.value_type)
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    is_number = types.is_integer(kind) or types.is_float32(kind) or types.is_float64(kind)
+    return is_text or is_number or types.is_boolean(kind) or types.is_null(kind)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):  # a tuple is an entry of a map
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
+
+
+# -- folders of Hugging Face data sets ---------------------------------------------------------------------------------
+
+SHARD = re.compile(r"(?P<split>[A-Za-z0-9_.]+?)(-\d{5}-of-\d{5}(-[0-9a-f]+)?)?\.(parquet|arrow|jsonl|json|csv)")
+STATE, SPLITS = "state.json", "dataset_dict.json"
+OTHER_FILES = ("dataset_info", "dataset_infos", "state", "dataset_dict")  # .json files that hold no rows
+
+
+def files_of_split(path: Path) -> list[Path]:
+    """The files with the rows of `path`: itself, or those of a folder's only split, or of the split that it names.
+
+        FOLDER of `Dataset.save_to_disk`        state.json names its .arrow files; it is one split
+        FOLDER of `DatasetDict.save_to_disk`    one such folder per split: FOLDER/train
+        FOLDER as on the Hub                    train-00000-of-00002.parquet, ..., there or in FOLDER/data: FOLDER/train
+
+    Raises ConfigError: no such file or folder, or a folder with several splits. Raises ReadError, OSError.
+    """
+    if path_problem(path) or path.suffix in FORMATS or path.is_file() or not (path.is_dir() or path.parent.is_dir()):
+        return [path]
+    if not path.exists():
+        found = _splits_of(path.parent)
+        if path.name in found:
+            return found[path.name]
+        if not found:
+            return [path]  # reported where it is opened
+        raise ConfigError(
+            f"data folder {shown(str(path.parent))} has no split {path.name!r}; it has {', '.join(sorted(found))}"
+        )
+    splits = _splits_of(path)
+    if not splits:
+        raise ConfigError(
+            f"data folder {shown(str(path))} holds no data set: neither {STATE} or {SPLITS} of `datasets`, nor files such as"
+            " train-00000-of-00001.parquet; name a file, or a pattern"
+        )
+    if len(splits) > 1:
+        names = ", ".join(str(path / name) for name in sorted(splits))
+        raise ConfigError(f"data folder {shown(str(path))} has several splits; name one of {names}")
+    return next(iter(splits.values()))
+
+
+def is_there(path: Path) -> bool:
+    """Whether the file, folder or split exists."""
+    if path_problem(path):
+        return False
+    return path.exists() or (path.parent.is_dir() and path.name in _splits_of(path.parent))
+
+
+def _splits_of(folder: Path) -> dict[str, list[Path]]:
+    """Split -> its files, in order."""
+    if (folder / STATE).is_file():
+        state = read_json(folder / STATE)
+        names = [entry.get("filename") for entry in state.get("_data_files") or []] if isinstance(state, dict) else []
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ReadError(f"holds a {STATE} without _data_files, so it is no data set that was saved whole")
+        return {folder.name: [folder / name for name in names]}
+    if (folder / SPLITS).is_file():
+        names = read_json(folder / SPLITS).get("splits", [])
+        present = {name: _splits_of(folder / name) for name in names if (folder / name).is_dir()}
+        return {name: splits[name] for name, splits in present.items() if name in splits}
+    found: dict[str, list[Path]] = {}
+    for place in (folder / "data", folder):
+        for file in sorted(place.glob(f"*{glob.escape('.')}*")) if place.is_dir() else []:
+            match = SHARD.fullmatch(file.name)
+            if match and match["split"] not in OTHER_FILES and file.is_file():
+                found.setdefault(match["split"], []).append(file)
+        if found:
+            break
+    return found
+
+
+# -- several files under one numbering ---------------------------------------------------------------------------------
+
+
+class RowSet(JoinedRows):
+    """Raises ConfigError with every file that cannot be read, without files, or for a file that is named twice."""
+
+    def __init__(self, paths: Sequence[Path], source: str = "") -> None:
+        if not paths:
+            raise ConfigError("no data files; set data.train_files (data.val_files, sft.train_files)")
+        self.paths, self.source = list(map(Path, paths)), source
+        self.labels = distinct_labels(self.paths)
+        files: list[RowFile] = []
+        problems = []
+        for path in self.paths:
+            try:
+                files.append(open_rows(path))
+            except ConfigError as error:
+                problems.append(str(error))
+        if problems:
+            raise ConfigError(*problems)
+        super().__init__(files)
+
+    def uid(self, number: int) -> str:
+        """Identifies a row over all runs that read a file of this name."""
+        file, row = self.locate(number)
+        return f"{self.source}/{self.labels[file]}/{row}"
+
+    def row(self, number: int) -> dict[str, Any]:
+        """A row that is known to be right."""
+        row: dict[str, Any] = next(self.rows(number, number + 1))
+        if isinstance(row, ValueError):
+            raise ConfigError(f"row {self.uid(number)}: {row}") from row
+        return row
+
+    def parsed(self, parse: Callable[[dict[str, Any]], T]) -> Iterator[list[tuple[int, T]]]:
+        """(row number, `parse(row)`) of all rows, in chunks of ROWS_PER_CHUNK. `parse` raises ValueError for a wrong row.
+
+        All rows are checked. Behind a wrong one no chunk is given any more, and the end raises ConfigError with all wrong
+        rows. If the whole first chunk is wrong, most likely by a wrong task, the others are not read.
+        """
+        problems: list[tuple[int, str]] = []
+        for chunk in self._counted():
+            start, stop = chunk * ROWS_PER_CHUNK, min((chunk + 1) * ROWS_PER_CHUNK, len(self))
+            found = []
+            with collection_paused():  # collections took 40 % of the time of a check (measured)
+                for number, row in enumerate(self.rows(start, stop), start):
+                    try:
+                        if not isinstance(row, dict):
+                            raise (
+                                row
+                                if isinstance(row, ValueError)
+                                else ValueError(f"is {type_name(row)}, not an object")
+                            )
+                        found.append((number, parse(row)))
+                    except ValueError as error:
+                        problems.append((number, str(error)))
+            if chunk == 0 and not found and stop < len(self):
+                raise self._wrong_rows(problems, stop)
+            if not problems:
+                yield found
+        if problems:
+            raise self._wrong_rows(problems, len(self))
+
+    def _counted(self) -> Iterable[int]:
+        """The chunks, with a progress bar on a terminal where there are many.
+
+        A bar that is only disabled would leave a semaphore, of which Python complains when a rank ends at once.
+        """
+        chunks = range(-(-len(self) // ROWS_PER_CHUNK))
+        if len(chunks) < SHOWN_FROM or not sys.stderr.isatty():
+            return chunks
+        return tqdm(chunks, "rows", unit=f" x {ROWS_PER_CHUNK} rows", leave=False)
+
+    def _wrong_rows(self, problems: Sequence[tuple[int, str]], checked: int) -> ConfigError:
+        """`problems`: (row number, message), in order, among the first `checked` rows."""
+        texts = []
+        for path, file, end in zip(self.paths, self.files, self._ends, strict=True):
+            first = end - len(file)
+            own = [(number - first, message) for number, message in problems if first <= number < end]
+            if own:
+                lines = [f"  {file.place(number)}: {cut(message, 500)}" for number, message in own[:SHOWN_PROBLEMS]]
+                more = [f"  and {len(own) - SHOWN_PROBLEMS} more"] if len(own) > SHOWN_PROBLEMS else []
+                total = min(len(file), checked - first)
+                of = f"the first {total}" if total < len(file) else f"{total}"
+                texts.append("\n".join([f"data file {str(path)!r}: {len(own)} of {of} rows are wrong:", *lines, *more]))
+        return ConfigError(*texts)
+
+
+def distinct_labels(paths: Sequence[Path]) -> list[str]:
+    """The labels of files: see the header. Raises ConfigError for a file that is named twice."""
+    whole = [path.absolute() for path in paths]
+    if twice := next((path for number, path in enumerate(whole) if path in whole[:number]), None):
+        raise ConfigError(f"data file {str(twice)!r} is named twice; name it once")
+    for length in range(1, max(len(path.parts) for path in whole) + 1):
+        labels = [".".join([*path.parts[-length:-1], path.stem]).replace("/", "") for path in whole]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [".".join([*path.parts[1:-1], path.name]) for path in whole]  # a.jsonl beside a.csv
+
+
+def read_rows(path: Path | str, parse: Callable[[dict[str, Any]], T]) -> list[T]:
+    """`parse(row)` of every row of a file or folder, in order. `parse` raises ValueError for a row that is wrong.
+
+    Raises ConfigError (a ValueError) for an unreadable or empty file, and for wrong rows: the message has the first few with
+    their lines, and the number of the others.
+    """
+    return [value for chunk in RowSet([Path(path)]).parsed(parse) for _, value in chunk]

@@ -7,11 +7,19 @@ exactly once per epoch; a batch holds an item twice only where two epochs meet i
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+
+from grpo_megatron.data.items import LazySequence, one_of_each
+from grpo_megatron.types import Prompt
 
 T = TypeVar("T")
 
@@ -57,3 +65,134 @@ class Sampler(Generic[T]):
         keys = random.Random(f"{self.seed}/{epoch}")
         drawn = np.fromiter((keys.random() for _ in range(len(self.items))), np.float64, len(self.items))
         return np.argsort(drawn, kind="stable").astype(np.uint32)  # 40 MB for 10 million items
+
+
+# -- WeightedSampler: items in proportion to their weights. As Sampler, a pure function of (seed, step) ----------------
+# Kimi k1.5 (arXiv 2501.12599, "Sampling Strategies") samples problems "proportional to 1 - s_i", s_i being the success rate: with
+# replacement. So an epoch of N items is N draws, in which an item comes N * w_i / sum(w) times on average, several times
+# or not at all. Departure: the N draws are not independent. They are a systematic sample (Madow 1949), which has the same
+# averages and less noise: the number of times is that average, rounded up or down. With equal weights every item comes
+# exactly once.
+#
+# Systematic sampling lays the items, in a random order, along a line, each as long as N times its weight. Points at
+# distance W = sum(w), the first at a random place below W, each draw the item on which they lie. Weights are integers here,
+# so that all of it is exact. Epoch e is drawn from (seed, e), then shuffled.
+
+RESOLUTION = 1 << 24  # of the largest weight: smaller ones are rounded to a multiple of 1 / RESOLUTION of it
+
+
+class WeightedSampler(Sampler[T]):
+    """`weights`: one finite number >= 0 per item, not all 0. Raises ValueError for other weights."""
+
+    def __init__(self, items: Sequence[T], weights: Sequence[float], batch_size: int, seed: int = 0) -> None:
+        super().__init__(items, batch_size, shuffle=True, seed=seed)
+        self.weights = integer_weights(weights)
+        assert len(self.weights) == len(items)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        return _draw_epoch(self.weights, self.seed, epoch)
+
+
+def integer_weights(weights: Sequence[float]) -> list[int]:
+    """Proportional integers, the largest RESOLUTION. A weight above 0 stays above 0. Raises ValueError."""
+    largest = max(weights, default=0.0)
+    if not 0 < largest < float("inf") or not all(weight >= 0 for weight in weights):  # NaN fails both
+        raise ValueError("weights must be finite numbers of 0 or more, and one of them above 0")
+    return [max(1, round(weight / largest * RESOLUTION)) if weight else 0 for weight in weights]
+
+
+def systematic_counts(weights: Sequence[int], start: int) -> list[int]:
+    """How often each of N items is drawn by the N points start, start + W, ... with W = sum(weights) > start >= 0.
+
+    Over all W values of `start`, the counts of item i sum to exactly N * weights[i]. So with a random `start` its count
+    is N * weights[i] / W on average.
+    """
+    size, total = len(weights), sum(weights)
+    counts, end, points = [], 0, 0
+    for weight in weights:
+        end += size * weight
+        points_before, points = points, -((start - end) // total)  # points k * total + start below `end`
+        counts.append(points - points_before)
+    return counts
+
+
+def _draw_epoch(weights: Sequence[int], seed: int | str, epoch: int) -> list[int]:
+    # Of Python's random numbers, only the sequence of random() after seed(str) is promised to stay over versions
+    keys = random.Random(f"{seed}/{epoch}/weighted")
+    line = [index for _, index in sorted((keys.random(), index) for index in range(len(weights)))]
+    total = sum(weights)
+    counts = systematic_counts([weights[index] for index in line], min(int(keys.random() * total), total - 1))
+    drawn = [index for index, count in zip(line, counts, strict=True) for _ in range(count)]
+    return [index for _, _, index in sorted((keys.random(), place, index) for place, index in enumerate(drawn))]
+
+
+# -- Mixture: the prompts of several sources in one run, drawn by weights that hold for every stretch of the run -------
+# Source k gets the share w_k / sum(w) of the prompts. The draws at cursors 0, 1, 2, ... are dealt out in whole numbers: of the
+# first c draws, source 1 has floor(c w_1 / W); of the c' = c - floor(c w_1 / W) others, source 2 has floor(c' w_2 / (W - w_1));
+# and so on. So each source is spread evenly over every batch, and is never a whole draw per source away from its share. The
+# source of a draw and its place among the source's own draws follow from the cursor alone: no state, and the same in every
+# layout. Each source has its own epochs, shuffled by data.seed and its name.
+
+
+@dataclass(frozen=True)
+class SourcePrompts:
+    """The prompts of one source. `weight`: relative to those of the others."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    weight: float
+
+
+class Mixture(LazySequence[Prompt]):
+    """The prompts of all sources, one source after the other."""
+
+    def __init__(self, sources: Sequence[SourcePrompts]) -> None:
+        self.sources = list(sources)
+        self._ends = list(itertools.accumulate(len(source.prompts) for source in sources))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def item(self, index: int) -> Prompt:
+        source = bisect.bisect_right(self._ends, index)
+        prompts = self.sources[source].prompts
+        return prompts[index - (self._ends[source] - len(prompts))]
+
+    def first(self, source: int) -> int:
+        """The index of the first prompt of a source."""
+        return self._ends[source] - len(self.sources[source].prompts)
+
+    def one_of_each(self) -> list[Prompt]:
+        """As of each source's table."""
+        return [prompt for source in self.sources for prompt in one_of_each(source.prompts)]
+
+
+class MixedSampler(Sampler[Prompt]):
+    """Draws from a Mixture: see the header."""
+
+    def __init__(self, mixture: Mixture, batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
+        super().__init__(mixture, batch_size, shuffle, seed)
+        self.mixture = mixture
+        self.weights = whole_weights([source.weight for source in mixture.sources])
+        self.samplers = [Sampler(s.prompts, batch_size, shuffle, f"{seed}/{s.name}") for s in mixture.sources]
+
+    def index_at(self, cursor: int) -> int:
+        source, place = self.source_at(cursor)
+        return self.mixture.first(source) + self.samplers[source].index_at(place)
+
+    def source_at(self, cursor: int) -> tuple[int, int]:
+        """(source, place among its own draws) of a draw."""
+        left = sum(self.weights)
+        for source, weight in enumerate(self.weights):
+            before = cursor * weight // left
+            if (cursor + 1) * weight // left > before:
+                return source, before
+            cursor, left = cursor - before, left - weight
+        raise AssertionError("the last source takes every draw that is left")
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """Integers in exactly the same proportion as the decimals that were written: 0.1 is 1/10."""
+    exact = [Fraction(repr(weight)) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    return [int(weight * scale) for weight in exact]

@@ -8,13 +8,24 @@ the assistant's own tokens are in the loss.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.rows import Messages, Question, missing_field, read_question, text_field, type_name
-from grpo_megatron.types import Turn
+from grpo_megatron.data.fields import Messages, Question, missing_field, read_question, text_field, type_name
+from grpo_megatron.data.items import ItemTable, MappedTable, kept_items
+from grpo_megatron.data.prompts import check_round_trip, render_prompt
+from grpo_megatron.data.rendering import LengthBound, encode_prompts, most_tokens
+from grpo_megatron.data.rows import RowSet
+from grpo_megatron.data.task import Task
+from grpo_megatron.data.tasks import get_task
+from grpo_megatron.types import Prompt, Turn
 
 Written = str | Messages  # a response in a data file
 
@@ -125,3 +136,182 @@ def _check_turns(messages: list[dict[str, Any]], name: str) -> list[dict[str, An
     if any(first == second == "assistant" for first, second in itertools.pairwise(roles)):
         raise ValueError(f"field {name!r} has two turns of the assistant without a message between them")
     return messages
+
+
+# -- Written groups: rows with responses as token ids, for supervised training, pairs and scalar heads -----------------
+# As prompts (prompts.py), all rows are checked and measured before the run, and a group is made when it is read.
+
+SupervisedExample = tuple[list[int], WrittenResponse]  # prompt ids, response
+WrittenGroup = tuple[Question, list[Written], Sequence[Any]]  # a question, its responses, a reward (or labels) of each
+OfflineGroup = tuple[Prompt, list[WrittenResponse], list[float]]  # a prompt, its responses, their rewards
+Label = Callable[[WrittenResponse, Any], WrittenResponse]
+
+
+def load_supervised(
+    data: DataConfig,
+    files: Sequence[Path],
+    tokenizer: Any,
+    renderer: TurnRenderer | None = None,
+    end_token_ids: Sequence[int] = (),
+) -> Sequence[SupervisedExample]:
+    """(prompt ids, response) of rows {"prompt", "response"} or {"messages"}, in order.
+
+    Rows over data.max_prompt_length or data.max_response_length tokens are dropped or refused as in `load_prompts`.
+    `renderer` is that of the rollouts, if they have several turns; `end_token_ids` those of `EndTokens`. Raises ConfigError.
+    """
+    groups = load_offline_groups(data, files, tokenizer, {"response": 1.0}, renderer, end_token_ids)
+    return MappedTable(groups, lambda _, group: (list(group[0].prompt_ids), group[1][0]))
+
+
+def load_offline_groups(
+    data: DataConfig,
+    files: Sequence[Path],
+    tokenizer: Any,
+    fields: Mapping[str, float],
+    renderer: TurnRenderer | None = None,
+    end_token_ids: Sequence[int] = (),
+) -> ItemTable[OfflineGroup]:
+    """Prompts with responses from the file. A row has "prompt" and one response in each of `fields` (name -> reward).
+
+    `fields` is {"response": 1.0} for supervised training, {"chosen": 1.0, "rejected": 0.0} for preferences. Otherwise as
+    `load_supervised`.
+    """
+    rewards = list(fields.values())
+    return load_written_groups(
+        data,
+        files,
+        tokenizer,
+        lambda row: [(*read_written(row, list(fields)), rewards)],
+        None,
+        renderer,
+        end_token_ids,
+    )
+
+
+def load_written_groups(
+    data: DataConfig,
+    files: Sequence[Path],
+    tokenizer: Any,
+    read: Callable[[dict[str, Any]], list[WrittenGroup]],
+    label: Label | None,
+    renderer: TurnRenderer | None = None,
+    end_token_ids: Sequence[int] = (),
+) -> ItemTable[OfflineGroup]:
+    """As `load_offline_groups`. `read` makes any number of groups of a row; `label(response, reward)` completes a response.
+
+    `label` may raise ValueError. With `label` the reward in the file may be anything; that of the group is then the mean label.
+    """
+    rows = RowSet(files, get_task(data.task).name)
+    ends = tuple(sorted({tokenizer.eos_token_id, *end_token_ids}))
+    reader = GroupReader(data, get_task(data.task), rows, tokenizer, read, label, renderer, ends)
+    places: list[tuple[int, int]] = []
+    fits: list[bool] = []
+    for chunk in rows.parsed(read):
+        written = [(number, group) for number, groups in chunk for group in groups]
+        places += [(number, item) for number, groups in chunk for item in range(len(groups))]
+        fits += reader.fit(written)
+    what = f"rows exceed {data.max_prompt_length} prompt or {data.max_response_length} response tokens"
+    kept = kept_items(data, np.array(fits, np.bool_), what, lambda number: f"row {number}", len(fits))
+    found = np.array(places, np.int64)
+    return ItemTable(reader.make, found if kept is None else found[kept], [0])
+
+
+@dataclass(frozen=True)
+class GroupReader:
+    """Makes the groups of a RowSet: the arguments of `load_written_groups`."""
+
+    data: DataConfig
+    task: Task
+    rows: RowSet
+    tokenizer: Any
+    read: Callable[[dict[str, Any]], list[WrittenGroup]]
+    label: Label | None
+    renderer: TurnRenderer | None
+    ends: Sequence[int]  # the tokens that end a response
+
+    def fit(self, written: list[tuple[int, WrittenGroup]]) -> list[bool]:
+        """Whether the prompt and all responses of each (row number, group) have at most the configured lengths, in tokens."""
+        if written and written[0][0] == 0:
+            check_round_trip(self._text(*written[0]), self.tokenizer)
+        unsure = [place for place, (_, group) in enumerate(written) if not self._certainly_fits(group)]
+        groups = self.groups([written[place] for place in unsure])
+        fits = [True] * len(written)
+        for place, (prompt, responses, _) in zip(unsure, groups, strict=True):
+            longest = max(map(len, responses), default=0)
+            fits[place] = (
+                len(prompt.prompt_ids) <= self.data.max_prompt_length and longest <= self.data.max_response_length
+            )
+        return fits
+
+    def make(self, place: tuple[int, int]) -> OfflineGroup:
+        """The group at (row number, number of the group in the row)."""
+        number, item = map(int, place)
+        return self.groups([(number, self.read(self.rows.row(number))[item])])[0]
+
+    def _certainly_fits(self, group: WrittenGroup) -> bool:
+        """By the bytes of its texts. Labels are checked by their tokens, and turns by their rendering."""
+        question, responses, _ = group
+        longest = self.data.max_response_length - 1  # the end-of-sequence token
+        are_short = all(isinstance(one, str) and most_tokens(one) <= longest for one in responses)
+        return self.label is None and are_short and self._bound.fits(question)
+
+    @cached_property
+    def _bound(self) -> LengthBound:
+        def render(question: Question) -> str:
+            return self._text(0, (question, [], []))
+
+        return LengthBound(self.data.max_prompt_length, render, self._encode)
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return encode_prompts(texts, self.tokenizer, is_chat=self.data.apply_chat_template)
+
+    def _text(self, number: int, group: WrittenGroup) -> str:
+        tools = self.renderer.tools if self.renderer else ()
+        where = f"row {self.rows.uid(number)}"
+        return render_prompt(self.data, self.task, group[0], self.tokenizer, where, tools)
+
+    def groups(self, written: list[tuple[int, WrittenGroup]]) -> list[OfflineGroup]:
+        """The groups of (row number, group as written), in order. Raises ConfigError."""
+        uids = [self.rows.uid(number) for number, _ in written]
+        texts = [self._text(number, group) for number, group in written]
+        encoded = self._encode(texts)
+        responses = iter(self._render_responses([one for _, (_, ones, _) in written for one in ones]))
+        groups: list[OfflineGroup] = []
+        for uid, (_, (_, ones, rewards)), text, ids in zip(uids, written, texts, encoded, strict=True):
+            own = [next(responses) for _ in ones]
+            if self.label is not None:
+                try:
+                    own = [self.label(one, reward) for one, reward in zip(own, rewards, strict=True)]
+                except ValueError as error:
+                    raise ConfigError(f"row {uid}: {error}") from error
+                rewards = [sum(value for _, value in one.labels) / len(one.labels) for one in own]
+            groups.append((Prompt(uid, tuple(ids), text, "", self.task.name, ""), own, list(rewards)))
+        return groups
+
+    def _render_responses(self, written: list[Written]) -> list[WrittenResponse]:
+        """The responses in order. Turns end with the template's end of turn.
+
+        A text gets the tokenizer's end-of-sequence token, unless an end token is its last one already.
+        """
+        tokenizer, renderer = self.tokenizer, self.renderer
+        texts = [one for one in written if isinstance(one, str)]
+        encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+        if len(texts) < len(written):
+            if not self.data.apply_chat_template:
+                raise ConfigError(
+                    "responses of several turns are rendered by a chat template; set data.apply_chat_template=true"
+                )
+            renderer = renderer or TurnRenderer(tokenizer, where="rows with messages", end_token_ids=self.ends)
+            roles = {message["role"] for one in written if not isinstance(one, str) for message in one}
+            for role in sorted(roles - {"assistant"}):
+                renderer.check(role)
+        responses = []
+        for one in written:
+            if isinstance(one, str):
+                ids = next(encoded)
+                is_ended = bool(ids) and ids[-1] in self.ends
+                responses.append(WrittenResponse(ids if is_ended else [*ids, tokenizer.eos_token_id]))
+            else:
+                assert renderer is not None
+                responses.append(render_written(one, renderer))
+        return responses

@@ -7,13 +7,19 @@ trajectory is continued elsewhere by its seed and the completions so far, which 
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+import inspect
 import json
 import math
+import random
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from grpo_megatron.processes.process import FloodedError, MemoryLimit
+from grpo_megatron.registry import Registry
 
 ChatMessage = dict[str, Any]  # {"role": ..., "content": ...} as chat templates read it
 
@@ -59,16 +65,26 @@ class Environment(ABC):
         """The answer to what the model wrote in its turn, special tokens included, as text."""
 
 
-# -- What an environment returned -> plain JSON, after checks. It crosses a pipe, and then a chat template reads it ----
+environments: Registry[type[Environment]] = Registry("environment", ["grpo_megatron.environments.tool_environment"])
+
+
+def environment_class(name: str) -> type[Environment]:
+    """The class called `name`: a registered one, or `module:Class` of the user's own.
+
+    Raises ValueError for a name that is no Environment, and whatever the user's module raises.
+    """
+    found = environments.get(name)
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise ValueError(f"{name!r} is no subclass of grpo_megatron.environments.environment.Environment; name one")
+    return found
+
+
+# -- what an environment returned -> plain JSON, after checks: it crosses a pipe, and then a chat template reads it ----
 
 MAX_STEP_METRICS = 64  # a metric is one curve per name
 
 
-class FloodedError(Exception):
-    """An answer that is too large."""
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Outcome:
     """The answer to one `start` or `step`. `step` is None unless `status` is "ok"; `message` then says why.
 
@@ -119,12 +135,14 @@ def plain_step(step: object, max_characters: int) -> dict[str, Any]:
 
 
 def read_outcome(answer: Mapping[str, Any], max_characters: int) -> Outcome:
-    """The Outcome that a process reported. Checked again: the user's code runs in that process and may change anything."""
-    seconds = answer["seconds"]
-    if answer["status"] != "ok":
-        return Outcome(None, answer["status"], str(answer.get("message", "")), seconds)
+    """The Outcome in an answer of a process. Checked again: the user's code runs there and may change anything."""
+    status, seconds = answer["status"], answer["seconds"]
+    if status != "ok":
+        prefix = "its process " if status == "died" else ""
+        limit = " (rollout.multi_turn.timeout_s)" if status == "timeout" else ""
+        return Outcome(None, status, f"{prefix}{answer['message']}{limit}{answer['output']}", seconds)
     try:
-        step = Step(**answer["step"])
+        step = Step(**answer["value"])
         return Outcome(Step(**plain_step(step, max_characters)), seconds=seconds)
     except (KeyError, TypeError, ValueError, RecursionError, FloodedError) as error:
         return Outcome(None, "died", f"its process has sent a wrong answer: {error}", seconds)
@@ -149,3 +167,61 @@ def _valid_text(value: Any) -> Any:
     if isinstance(value, dict):
         return {_valid_text(key): _valid_text(item) for key, item in value.items()}
     return value
+
+
+# -- in a process ------------------------------------------------------------------------------------------------------
+
+
+def open_environments(settings: dict[str, Any]) -> Callable[[], Callable[[dict[str, Any]], Any]]:
+    """The program of the hosts (processes/host.py): one process per trajectory. Imports and preloads the class.
+
+    request {"start": ROW, "seed": 7, "completions": [...]} or {"step": COMPLETION}; value: the fields of a Step. Raises
+    ValueError for a name that is no Environment, and whatever the user's module or its `preload` raises.
+    """
+    found = environment_class(settings["name"])
+    found.preload(**settings["kwargs"])
+
+    def open_session() -> Callable[[dict[str, Any]], Any]:
+        MemoryLimit(settings["memory_bytes"]).set()
+        return _Session(lambda: found(**settings["kwargs"]), settings["max_characters"]).serve
+
+    return open_session
+
+
+class _Session:
+    """One trajectory's environment and its answers."""
+
+    def __init__(self, make: Callable[[], Environment], max_characters: int) -> None:
+        self._make = make
+        self._max_characters = max_characters
+        self._environment: Environment | None = None
+        self._runner: asyncio.Runner | None = None
+
+    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one step; or to the last call of a start, which resets and repeats the steps so far."""
+        if "step" in request:
+            return self._step(request["step"])
+        random.seed(request["seed"])  # two runs of one trajectory draw the same numbers
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(request["seed"] % (1 << 32))
+        self._environment = self._make()
+        messages = self._call(self._environment.reset(request["start"], request["seed"]))
+        step = {"messages": plain_messages(messages, self._max_characters)}
+        for completion in request["completions"]:
+            step = self._step(completion)
+        return step
+
+    def _step(self, completion: str) -> dict[str, Any]:
+        assert self._environment is not None
+        return plain_step(self._call(self._environment.step(completion)), self._max_characters)
+
+    def _call(self, returned: Any) -> Any:
+        """What a method returned, after it has run if it is a coroutine. All run in one event loop."""
+        if not inspect.isawaitable(returned):
+            return returned
+        self._runner = self._runner or asyncio.Runner()
+
+        async def run() -> Any:
+            return await returned
+
+        return self._runner.run(run())

@@ -22,7 +22,7 @@ import jsonschema
 
 from grpo_megatron.registry import FactRegistry
 
-# -- A Python function with type hints and a Google-style docstring -> the JSON schema that chat templates show to the m
+# -- a function with type hints and a Google-style docstring -> the JSON schema that chat templates show ---------------
 # The same as `transformers.utils.get_json_schema`, without the import of transformers and torch into every worker, and with
 # one difference: keyword-only parameters are options of the config, which the model does not see. What a function returns is
 # not described.
@@ -113,7 +113,9 @@ class ToolFacts:
     preload: Callable[..., None] | None = None  # called with the options once per worker, to load what calls share
 
 
-tools: FactRegistry[ToolFunction, ToolFacts] = FactRegistry("tool", ToolFacts())
+tools: FactRegistry[ToolFunction, ToolFacts] = FactRegistry(
+    "tool", ToolFacts(), [f"grpo_megatron.environments.tools.{name}" for name in ("calculator", "python", "search")]
+)
 
 
 @dataclass(frozen=True)

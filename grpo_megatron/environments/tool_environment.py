@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grpo_megatron.environments.tools  # noqa: F401 - registers the built-in tools
-from grpo_megatron.environments.environment import ChatMessage, Environment, Step
+from grpo_megatron.environments.environment import ChatMessage, Environment, Step, environments
 from grpo_megatron.environments.tool import Tool, ToolError, get_tool
 from grpo_megatron.processes.process import describe
 from grpo_megatron.registry import Registry
 
-# -- Tool calls in what the model wrote. Each format is a function: text -> the calls in their order, well formed or not
+# -- tool calls in what the model wrote --------------------------------------------------------------------------------
+# Each format is a function from a text to its calls, in their order, well formed or not:
 # hermes        <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number of them, anywhere (Qwen, Hermes)
 # llama3_json   the text is {"name": "f", "parameters": {...}}, or several with ";" between; <|python_tag|> may precede
 # python_tag    <|python_tag|>f.call(x=1) or f(x=1), else the text is the `code` of the tool "python" (Llama 3.1)
@@ -60,6 +60,7 @@ def parse_calls(call_format: str, completion: str) -> list[Call | CallError]:
 
 @call_formats.register("hermes")
 def hermes(text: str) -> list[Call | CallError]:
+    """Calls as Qwen and Hermes write them."""
     calls: list[Call | CallError] = []
     for part in text.split("<tool_call>")[1:]:
         body, closing, _ = part.partition("</tool_call>")
@@ -75,6 +76,7 @@ def hermes(text: str) -> list[Call | CallError]:
 
 @call_formats.register("llama3_json")
 def llama3_json(text: str) -> list[Call | CallError]:
+    """Calls as Llama 3 writes them in JSON."""
     tagged = text.lstrip().startswith(PYTHON_TAG)
     text = text.lstrip().removeprefix(PYTHON_TAG).lstrip()
     if not tagged and not (text.startswith("{") and '"name"' in text):
@@ -92,6 +94,7 @@ def llama3_json(text: str) -> list[Call | CallError]:
 
 @call_formats.register("python_tag")
 def python_tag(text: str) -> list[Call | CallError]:
+    """A call or a program behind Llama 3.1's tag."""
     _, tag, code = text.partition(PYTHON_TAG)
     if not tag:
         return []
@@ -140,8 +143,9 @@ MAX_ANSWERS = 100_000  # characters of all results of a turn; the tokens of an o
 MAX_ERROR = 500  # characters of what is wrong with a call
 
 
+@environments.register("tools")
 class ToolEnvironment(Environment):
-    """`tools`: names, or module:function. `format`: see calls.py. `options`: those of each tool, by its name."""
+    """`tools`: names, or module:function. `format`: a name in `call_formats`. `options`: those of each tool, by its name."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 The tasks are those of training (`data/tasks/`), rendered in the same way.
 
-cli.py arguments.py call.py   the command line, and evaluation from Python
+cli.py options.py             the command line, and evaluation from Python
 settings.py run.py            one evaluation: what decides its scores, and drawing the samples on the rollout engine
 prompting.py                  problems (`data/benchmarks.py`) -> prompts with few-shot examples, or trajectories
 engine.py                     a model folder or checkpoint -> the engine with its weights

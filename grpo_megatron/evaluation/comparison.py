@@ -116,7 +116,7 @@ def _paired(name: str, measure: str, left: list[float], right: list[float]) -> d
 
 
 def paired_table(rows: list[dict[str, Any]]) -> str:
-    """The rows of `compare_results` as a table, in percent."""
+    """Format the rows of `compare_results` as a table, in percent."""
     head = ("", "problems", "A", "B", "B - A", "95 % interval", "only A", "only B", "McNemar p")
     lines = [head]
     for row in rows:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.device import Device
+from grpo_megatron.evaluation.options import EngineOptions
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.heads.folder import WHAT
 from grpo_megatron.models.weights.sync_parameters import engine_tensors
@@ -24,7 +24,7 @@ from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.types import WeightBucket
 
-# -- Weights for an engine without a training model: whole tensors of a folder, in bounded buckets, as in a weight sync
+# -- weights of a folder: whole tensors, in bounded buckets, as in a weight sync ---------------------------------------
 # The folder is whatever the converter reads: a Hugging Face folder, a converted Megatron-Core checkpoint, a training step.
 # Nothing is written. Every rank reads every tensor; with the page cache, a machine reads its disk only once.
 
@@ -32,7 +32,7 @@ EDGE_BYTES = 1 << 20  # read at the beginning and at the end of each file by `we
 
 
 def open_model(path: Path, hf: Path | None, family: str | None = None) -> Source:
-    """The model in `path`; names and shapes of its tensors are checked. Raises ConfigError."""
+    """Open the model in `path`; names and shapes of its tensors are checked. Raises ConfigError."""
     try:
         source = open_source(path, hf=hf, family=family)
     except (ConvertError, UnsupportedModel) as error:
@@ -48,26 +48,22 @@ def open_model(path: Path, hf: Path | None, family: str | None = None) -> Source
 
 
 def engine_dtype(source: Source, requested: str | None) -> str:
-    """The dtype of the engine's computation. Default: "float32" for a float32 model, "bfloat16" for all others."""
+    """The dtype of the engine's computation; by default "float32" for a float32 model, "bfloat16" for all others."""
     if requested is not None:
         return requested
     return "float32" if set(source.dtypes.values()) == {torch.float32} else "bfloat16"
 
 
 def stream_weights(source: Source, dtype: str, device: torch.device, bucket_bytes: int) -> Iterator[WeightBucket]:
-    """Every tensor once, in `dtype` on `device` (constants in float32), in buckets of about `bucket_bytes`.
+    """Yield every tensor once, in `dtype` on `device` (constants in float32), in buckets of about `bucket_bytes`.
 
     Raises ConvertError at a tensor with non-finite values: no attestation follows, as it does in training.
     """
     dtypes = source.result_dtypes(getattr(torch, dtype))
     bucket: WeightBucket = []
     size = 0
-    for name, shape in source.shapes().items():
-        whole = torch.empty(shape, dtype=dtypes[name], device=device)
-        filled = 0
-        for block in source.blocks(name, shape):
-            whole[filled : filled + len(block)] = block.to(dtypes[name])
-            filled += len(block)
+    for name in source.shapes():
+        whole = source.read(name).to(device, dtypes[name])
         if not torch.stack(torch.aminmax(whole)).isfinite().all():  # aminmax passes NaN on
             raise ConvertError(f"{name} has non-finite values")
         bucket.append((name, whole))
@@ -80,7 +76,7 @@ def stream_weights(source: Source, dtype: str, device: torch.device, bucket_byte
 
 
 def weights_sha256(source: Source) -> str:
-    """sha256 of config.json, the dtypes, and every weight file's name, size, beginning and end."""
+    """Hash config.json, the dtypes, and every weight file's name, size, beginning and end."""
     digest = hashlib.sha256((source.hf_folder / "config.json").read_bytes())
     digest.update(repr(sorted((name, dtype_name(dtype)) for name, dtype in source.dtypes.items())).encode())
     files = [p for p in source.data_folder.iterdir() if p.suffix in (".safetensors", ".distcp")]
@@ -103,18 +99,6 @@ OPTION_OF_KEY = {
 }
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """Layout and memory of the engine. They are not part of the identity of a run."""
-
-    tp: int = 1
-    device: str = "auto"
-    batch_size: int = 2048  # requests between two writes of the ledger
-    max_num_seqs: int = 256
-    kv_cache_gib: int = 1
-    gpu_memory_utilization: float = 0.9
-
-
 def load_engine(
     source: Source,
     mesh: Mesh,
@@ -124,19 +108,17 @@ def load_engine(
     dtype: str,
     max_model_len: int,
     eos_token_ids: Sequence[int],
-    seed: int,
-    engine_kwargs: Mapping[str, Any],
 ) -> RolloutEngine:
-    """The engine with the model's weights. Collective. Raises RankError when the weights cannot be read."""
+    """Build the engine with the model's weights. Collective. Raises RankError when the weights cannot be read."""
     rollout = RolloutConfig(
-        seed=seed % 2**31,
+        seed=options.seed % 2**31,
         tensor_model_parallel_size=options.tp,
         gpu_memory_utilization=options.gpu_memory_utilization,
         engine_options={"kv_cache_gib": options.kv_cache_gib},
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=max(8192, options.max_num_seqs),
         free_cache_engine=False,  # no training model needs the memory
-        engine_kwargs=dict(engine_kwargs),
+        engine_kwargs=dict(options.engine_kwargs),
     )
     engine = build_engine(
         rollout,
@@ -156,7 +138,7 @@ def load_engine(
 
 
 def model_tokenizer(source: Source, folder: Path | None, chat_template: Path | None) -> Any:
-    """The tokenizer in `folder`, or else the model's own. Raises ConfigError, which names the command line's options."""
+    """Load the tokenizer in `folder`, or else the model's own. Raises ConfigError, which names the command line's options."""
     folder = folder or source.hf_folder
     try:
         tokenizer = load_tokenizer(folder, DataConfig(chat_template=chat_template))

@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from grpo_megatron.data.wilson import Z, wilson
+from grpo_megatron.data.pass_rates import Z, wilson
 
 RESAMPLES = 2000
 RIGHT = 0  # the vote for the right answer, in `majority`
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
+    """Estimate pass@k from c right answers of n. Raises ValueError unless 0 <= c <= n and 1 <= k <= n."""
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@{k} of {c} right of {n} is not defined")
     wrong = 1.0
@@ -49,7 +49,7 @@ def reported_ks(n: int) -> list[int]:
 
 
 def resampled_means(values: Sequence[float], seed: int = 0) -> Any:
-    """[RESAMPLES]: the mean of each resampling of `values` with replacement."""
+    """The mean of each resampling of `values` with replacement, [RESAMPLES]."""
     generator = np.random.default_rng(seed)
     array, size = np.asarray(values, dtype=np.float64), len(values)
     rows = max(1, 1_000_000 // size)  # resamplings that are in memory together
@@ -93,10 +93,10 @@ def estimate(values: Sequence[float]) -> dict[str, float]:
     return {"value": round(mean, 6), "low": round(low, 6), "high": round(high, 6), "problems": len(values)}
 
 
-# -- Voting: which samples of a problem have the same prediction. The grader is called only where it can matter --------
+# -- votes: which samples of a problem have the same prediction --------------------------------------------------------
 # Right predictions are one class, since each equals the answer. Wrong predictions are classes by their text without white
 # space. Texts that differ can still be equal (1/2 and 0.5), which would split their vote. Where a union of wrong
-# predictions could change the winner, the grader compares them pair by pair, for all problems in one call.
+# predictions could change the winner, and only there, the grader compares them pair by pair, for all problems in one call.
 
 Vote = tuple[bool, str | None]  # whether the sample is right, its prediction
 Equal = Callable[[list[tuple[str, str]]], list[bool]]  # whether the predictions of each pair are equal
@@ -104,7 +104,7 @@ MAX_PAIRS = 200  # per problem; with more pairs, only equal texts share a class
 
 
 def vote_classes(problems: Sequence[Sequence[Vote]], equal: Equal) -> list[list[int | None]]:
-    """Each problem's samples as the votes of `estimates.majority`."""
+    """Turn each problem's samples into the votes of `majority`."""
     pairs: list[tuple[int, str, str]] = []
     for number, samples in enumerate(problems):
         pairs += [(number, one, other) for one, other in _deciding_pairs(samples)]

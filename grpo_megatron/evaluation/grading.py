@@ -19,8 +19,9 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.data.fields import text_field
 from grpo_megatron.data.prompts import source_of_row
-from grpo_megatron.data.rows import read_rows, text_field
+from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.tasks import get_task, task_names
 from grpo_megatron.rewards import check_reward, extractors, rewards
 from grpo_megatron.rewards.pool import KNOWN_REWARDS, RewardPool
@@ -85,7 +86,7 @@ def grade(
     rows: Sequence[Mapping[str, Any]] = (),
     prompts: Sequence[str] = (),
 ) -> list[Grade]:
-    """A grade for every completion, in order. `answers`: the reference answers. `pool`: running workers.
+    """Grade every completion, in order. `answers` are the reference answers, `pool` has running workers.
 
     `rows` and `prompts`, of each completion if given, are for rewards that read them.
 
@@ -145,7 +146,7 @@ def grade_file(
     timeout_s: float = 10.0,
     quiet: bool = False,
 ) -> dict[str, int]:
-    """Rows {"answer", "completion", ...} of a .jsonl file -> the same with "correct" and "prediction", in order.
+    """Grade a .jsonl file of {"answer", "completion", ...}: the same rows with "correct" and "prediction", in order.
 
     The older name "gold" for the reference answer is accepted too, and wins where a row has both. A row whose grader
     failed also gets "status". The output file is complete or absent. Returns the numbers of rows, of correct ones, and

@@ -36,7 +36,7 @@ class LedgerEntry:
     """One completion: its text before the stop, its tokens with the stop, and why it ended ("stop" or "length").
 
     With an environment: the last turn's text, all generated tokens, all turns, how the trajectory ended
-    (trajectories/trajectory.py) and the sum of its rewards.
+    (sampling/trajectory.py) and the sum of its rewards.
     """
 
     uid: str
@@ -60,7 +60,7 @@ class Ledger:
         self.folder = output / "completions" / task
 
     def read(self) -> dict[Key, LedgerEntry]:
-        """Every complete line. A last line without its end is skipped; any other wrong line raises ConfigError."""
+        """Read every complete line. A last line without its end is skipped; any other wrong line raises ConfigError."""
         entries: dict[Key, LedgerEntry] = {}
         for path in sorted(self.folder.glob("block_*.jsonl")):
             content = path.read_bytes()
@@ -103,7 +103,7 @@ def _cut_torn_line(descriptor: int) -> None:
         os.ftruncate(descriptor, end)
 
 
-# -- Output folder of an evaluation: one process at a time, and one run for its whole life -----------------------------
+# -- the output folder: one process at a time, and one run for its whole life ------------------------------------------
 # OUT/run.json holds the identity of the run: everything that decides the scores. A folder with another identity is refused,
 # so the completions in a folder are always of one run. Tasks may be added.
 
@@ -133,7 +133,7 @@ def write_identity(output: Path, identity: dict[str, Any]) -> None:
 
 
 def check_output(output: Path, identity: dict[str, Any]) -> None:
-    """The folder is new, empty, or of a run with this identity. Raises ConfigError."""
+    """Check that the folder is new, empty, or of a run with this identity. Raises ConfigError."""
     if not output.exists():
         return
     if not output.is_dir():

@@ -1,34 +1,72 @@
-"""The arguments of `evaluate`, and the checks that argparse cannot do."""
+"""The options of `evaluate` and its actions. Nothing else is imported here, so that mistakes and --help come at once."""
 
 from __future__ import annotations
 
-import argparse
 import os
+from collections.abc import Iterator, Mapping
+from dataclasses import field
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
 
-from grpo_megatron.config import ENGINE_TEMPERATURES, ConfigError, TrainerConfig
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import shown
-from grpo_megatron.reading.json_text import parse_json
+from grpo_megatron.config import ENGINE_TEMPERATURES
+from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.config.trainer import DeviceName
 
-DEVICES = get_args(TrainerConfig.model_fields["device"].annotation)
 
-MAX_DIGITS_OF_OPTION = 18
-LARGEST_OPTIONS = {
-    "samples": 65_536,
-    "num_fewshot": 10_000,
-    "max_tokens": 100_000_000,
-    "report_samples": 1_000_000,
-    "tp": 1024,
-    "dp": 65_536,
-    "workers": 1024,
-    "kv_cache_gib": 4096,
-    "max_num_seqs": 1_000_000,
-    "batch_size": 1_000_000,
-}
+def _tasks(text: str) -> tuple[str, ...]:
+    return tuple(task for task in text.split(",") if task)
 
-EXAMPLES = """
+
+PROMPTS, SAMPLING, EXECUTION = "model and prompts", "sampling", "execution"
+prompting, sampling, execution = (partial(Option, group=group) for group in (PROMPTS, SAMPLING, EXECUTION))
+
+HfFolder = Annotated[Path | None, prompting("config.json and tokenizer, for a checkpoint without them", "DIR")]
+Family = Annotated[str | None, prompting("your own model family (as model.family)", "MODULE:FAMILY")]
+Tokenizer = Annotated[Path | None, prompting("default: the model's folder", "DIR")]
+TopP = partial(sampling, metavar="P", above=0, high=1)
+MaxTokens = partial(sampling, metavar="N", low=1, high=100_000_000)
+Workers = partial(Option, "processes that grade (default: one per core)", "N", low=1, high=1024)
+CORES = os.cpu_count() or 1
+
+
+class EngineOptions(Options):
+    """Layout, numbers and memory of an engine without a training model: options of `evaluate` and of `generate`."""
+
+    groups = (PROMPTS, SAMPLING, EXECUTION)
+    seed: Annotated[int, sampling("of the samples (default 0)", "N", low=0, place=1)] = 0
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, sampling("default: float32 for a float32 model, else bfloat16", place=1)
+    ] = None
+    engine_kwargs: Annotated[Mapping[str, Any], sampling("passed to vllm.LLM", "JSON", place=1)] = field(
+        default_factory=dict
+    )
+    tp: Annotated[int, execution("ranks per copy of the model (tensor parallel)", "N", low=1, high=1024)] = 1
+    device: Annotated[DeviceName, execution("auto: GPUs if there are any")] = "auto"
+    max_num_seqs: Annotated[
+        int, execution("samples generated at a time, per copy of the model", "N", low=1, high=1_000_000)
+    ] = 256
+    kv_cache_gib: Annotated[int, execution("cache of the engine on a CPU (default 1)", "N", low=1, high=4096)] = 1
+    gpu_memory_utilization: Annotated[
+        float, execution("the engine's share of a GPU (default 0.9)", "X", above=0, high=1)
+    ] = 0.9
+
+    def problems(self) -> Iterator[str]:
+        """A temperature that the engine would refuse, and arguments that are no table."""
+        low, high = ENGINE_TEMPERATURES
+        temperature = getattr(self, "temperature", None)
+        if temperature and not low <= temperature <= high:
+            yield f"--temperature {temperature:g} is outside {low:g} to {high:g}; set one inside, or 0 (greedy)"
+        if not isinstance(self.engine_kwargs, Mapping):
+            yield "--engine-kwargs must be a JSON object"
+
+
+class EvaluateOptions(EngineOptions):
+    """The options of `evaluate`, on the command line and in Python."""
+
+    program = "evaluate"
+    description = "Scores of a model on mathematics benchmarks."
+    epilog = """
 one greedy sample per problem:
   grpo-megatron evaluate --model HF_DIR --tasks gsm8k,math500 --data DATA
 and 16 drawn samples, for avg, pass@k and maj@16:
@@ -44,163 +82,97 @@ rows {"answer": ..., "completion": ...}; two results; the tasks and files:
 
 DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
 """
+    model: Annotated[Path, prompting("Hugging Face folder, converted checkpoint, or training step", "DIR")]
+    tasks: Annotated[
+        tuple[str, ...], prompting("names, paths of task files (.yaml), or module:function", "A,B", read=_tasks)
+    ]
+    data: Annotated[Path | None, prompting("folder with the benchmarks' files", "DIR")] = None
+    file: Annotated[tuple[str, ...], prompting("the data file of a task", "TASK=PATH", repeated=True)] = ()
+    limit: Annotated[
+        int | None, prompting("only the first N problems; scores are then not those of the benchmark", "N", low=1)
+    ] = None
+    num_fewshot: Annotated[
+        int | None,
+        prompting("worked examples from the training file (default: the task's, mostly 0)", "K", low=0, high=10_000),
+    ] = None
+    fewshot_seed: Annotated[int, prompting("of the choice of examples", "N", low=0)] = 1234
+    format: Annotated[Literal["auto", "chat", "text"], prompting("auto: chat, or text with worked examples")] = "auto"
+    chat_template: Annotated[Path | None, prompting("a Jinja file instead of the tokenizer's own", "FILE")] = None
+    system_prompt: Annotated[
+        str | None, prompting('instead of the task\'s own; "": none (as data.system_prompt)', "TEXT")
+    ] = None
+    tokenizer: Tokenizer = None
+    hf: HfFolder = None
+    family: Family = None
+    samples: Annotated[
+        int,
+        sampling("drawn samples per problem besides the greedy one; 1: only the greedy one", "N", low=1, high=65_536),
+    ] = 1
+    no_greedy: Annotated[bool, sampling("without the greedy sample")] = False
+    temperature: Annotated[float | None, sampling("default: the task's", "T")] = None
+    top_p: Annotated[float | None, TopP("default: the task's")] = None
+    max_tokens: Annotated[int | None, MaxTokens("default: the task's")] = None
+    output: Annotated[
+        Path | None, execution("default: outputs/evaluation/NAME OF THE MODEL FOLDER", "OUT", place=-1)
+    ] = None
+    dp: Annotated[
+        int | None, execution("copies of the model (default 1; under torchrun: ranks / tp)", "N", low=1, high=65_536)
+    ] = None
+    batch_size: Annotated[int, execution("samples between two writes to the disk", "N", low=1, high=1_000_000)] = 2048
+    workers: Annotated[int, Workers(group=EXECUTION)] = CORES
+    report_samples: Annotated[
+        int,
+        execution("problems per task whose texts are in the report (default 400)", "N", low=0, high=1_000_000),
+    ] = 400
+
+    @property
+    def folder(self) -> Path:
+        """The output folder."""
+        return self.output or Path("outputs/evaluation") / self.model.resolve().name
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Task -> its data file, of --file."""
+        return {task: Path(path) for task, _, path in (file.partition("=") for file in self.file)}
+
+    def problems(self) -> Iterator[str]:
+        """Also files of no task, and sampling that draws nothing or the same again."""
+        yield from super().problems()
+        for file in self.file:
+            if not all(file.partition("=")):
+                yield f"--file {file!r} is not of the form TASK=PATH"
+        if self.temperature == 0 and self.samples > 1:
+            yield (
+                f"--samples {self.samples} with --temperature 0: greedy samples are all the same; set a temperature above"
+                " 0 (or leave it to the task), or --samples 1"
+            )
+        if self.no_greedy and self.samples == 1 and not self.temperature:
+            yield "--no-greedy leaves nothing to draw; set --samples 2 or more, or --temperature above 0"
 
 
-def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "grpo-megatron evaluate",
-        description="Scores of a model on mathematics benchmarks.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    prompts = parser.add_argument_group("model and prompts")
-    prompts.add_argument(
-        "--model",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="Hugging Face folder, converted checkpoint, or training step",
-    )
-    prompts.add_argument(
-        "--tasks", required=True, metavar="A,B", help="names, paths of task files (.yaml), or module:function"
-    )
-    prompts.add_argument("--data", type=Path, metavar="DIR", help="folder with the benchmarks' files")
-    prompts.add_argument("--file", action="append", default=[], metavar="TASK=PATH", help="the data file of a task")
-    prompts.add_argument(
-        "--limit",
-        type=positive_integer,
-        metavar="N",
-        help="only the first N problems; scores are then not those of the benchmark",
-    )
-    prompts.add_argument(
-        "--num-fewshot",
-        type=non_negative_integer,
-        metavar="K",
-        help="worked examples from the training file (default: the task's, mostly 0)",
-    )
-    prompts.add_argument(
-        "--fewshot-seed", type=non_negative_integer, default=1234, metavar="N", help="of the choice of examples"
-    )
-    prompts.add_argument(
-        "--format", choices=("auto", "chat", "text"), default="auto", help="auto: chat, or text with worked examples"
-    )
-    prompts.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="a Jinja file instead of the tokenizer's own"
-    )
-    prompts.add_argument(
-        "--system-prompt", metavar="TEXT", help='instead of the task\'s own; "": none (as data.system_prompt)'
-    )
-    prompts.add_argument("--tokenizer", type=Path, metavar="DIR", help="default: the model's folder")
-    prompts.add_argument(
-        "--hf", type=Path, metavar="DIR", help="config.json and tokenizer, for a checkpoint without them"
-    )
-    prompts.add_argument("--family", metavar="MODULE:FAMILY", help="your own model family (as model.family)")
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument(
-        "--samples",
-        type=positive_integer,
-        default=1,
-        metavar="N",
-        help="drawn samples per problem besides the greedy one; 1: only the greedy one",
-    )
-    sampling.add_argument("--no-greedy", action="store_true", help="without the greedy sample")
-    sampling.add_argument("--temperature", type=float, metavar="T", help="default: the task's")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="default: the task's")
-    sampling.add_argument("--max-tokens", type=positive_integer, metavar="N", help="default: the task's")
-    sampling.add_argument(
-        "--seed", type=non_negative_integer, default=0, metavar="N", help="of the samples (default 0)"
-    )
-    sampling.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="default: float32 for a float32 model, else bfloat16"
-    )
-    sampling.add_argument("--engine-kwargs", type=json_value, default={}, metavar="JSON", help="passed to vllm.LLM")
-    execution = parser.add_argument_group("execution")
-    execution.add_argument(
-        "--output", type=Path, metavar="OUT", help="default: outputs/evaluation/NAME OF THE MODEL FOLDER"
-    )
-    execution.add_argument(
-        "--tp", type=positive_integer, default=1, metavar="N", help="ranks per copy of the model (tensor parallel)"
-    )
-    execution.add_argument(
-        "--dp", type=positive_integer, metavar="N", help="copies of the model (default 1; under torchrun: ranks / tp)"
-    )
-    execution.add_argument("--device", choices=DEVICES, default="auto", help="auto: GPUs if there are any")
-    execution.add_argument(
-        "--batch-size", type=positive_integer, default=2048, metavar="N", help="samples between two writes to the disk"
-    )
-    execution.add_argument(
-        "--max-num-seqs",
-        type=positive_integer,
-        default=256,
-        metavar="N",
-        help="samples generated at a time, per copy of the model",
-    )
-    execution.add_argument(
-        "--kv-cache-gib", type=positive_integer, default=1, metavar="N", help="cache of the engine on a CPU (default 1)"
-    )
-    execution.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=0.9,
-        metavar="X",
-        help="the engine's share of a GPU (default 0.9)",
-    )
-    execution.add_argument(
-        "--workers",
-        type=positive_integer,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="processes that grade (default: one per core)",
-    )
-    execution.add_argument(
-        "--report-samples",
-        type=non_negative_integer,
-        default=400,
-        metavar="N",
-        help="problems per task whose texts are in the report (default 400)",
-    )
-    return parser.parse_args(argv)
+class GradeOptions(Options):
+    """The options of `evaluate grade`."""
+
+    program, description = "evaluate grade", "Grade completions of a file."
+    rows: Annotated[Path, Argument('rows {"answer": bare reference answer, "completion": text}', "ROWS.jsonl")]
+    task: Annotated[str, Option("gsm8k or math", "NAME")]
+    output: Annotated[Path, Option("a new file", "OUT.jsonl")]
+    workers: Annotated[int, Workers()] = CORES
 
 
-def positive_integer(text: str) -> int:
-    if not text.isdecimal() or len(text) > MAX_DIGITS_OF_OPTION or not int(text):
-        raise argparse.ArgumentTypeError(f"{shown(text, 40)} is not a positive whole number of 64 bits")
-    return int(text)
+class CompareOptions(Options):
+    """The options of `evaluate compare`."""
+
+    program, description = "evaluate compare", "Is B better than A? Paired, on the same problems."
+    a: Annotated[Path, Argument("results.json of one evaluation", "A.json")]
+    b: Annotated[Path, Argument("and of the other", "B.json")]
+    any_template: Annotated[bool, Option("compare although chat templates rendered the same questions differently")] = (
+        False
+    )
+    json: Annotated[bool, Option("print JSON")] = False
 
 
-def non_negative_integer(text: str) -> int:
-    if not text.isdecimal() or len(text) > MAX_DIGITS_OF_OPTION:
-        raise argparse.ArgumentTypeError(f"{shown(text, 40)} is not a whole number from 0, of 64 bits")
-    return int(text)
+class TasksOptions(Options):
+    """`evaluate tasks` has no options."""
 
-
-def json_value(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except ReadError as error:
-        raise argparse.ArgumentTypeError(f"{shown(text, 40)} {error}") from None
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    """Raises ConfigError with every value that is out of range."""
-    problems = []
-    low, high = ENGINE_TEMPERATURES
-    if args.temperature is not None and args.temperature != 0 and not low <= args.temperature <= high:
-        problems.append(
-            f"--temperature {args.temperature:g} is outside the engine's {low:g} to {high:g} (or 0: greedy)"
-        )
-    if args.top_p is not None and not 0 < args.top_p <= 1:
-        problems.append(f"--top-p {args.top_p:g} is outside 0 to 1; set a value above 0, at most 1")
-    if not 0 < args.gpu_memory_utilization <= 1:
-        problems.append(
-            f"--gpu-memory-utilization {args.gpu_memory_utilization:g} is outside 0 to 1; set 0.9, for instance"
-        )
-    for name, largest in LARGEST_OPTIONS.items():
-        value = getattr(args, name)
-        if value is not None and value > largest:
-            problems.append(f"--{name.replace('_', '-')} {value} is more than {largest:,}; set that or less")
-    if not isinstance(args.engine_kwargs, dict):
-        problems.append("--engine-kwargs must be a JSON object")
-    problems += [f"--file {file!r} is not of the form TASK=PATH" for file in args.file if not all(file.partition("="))]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    program, description = "evaluate tasks", "Print the built-in tasks."

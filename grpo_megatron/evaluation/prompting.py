@@ -1,4 +1,7 @@
-"""Prompts of the scripted evaluation: rendered as in training, with few-shot examples; and where a completion is cut."""
+"""Prompts of the scripted evaluation, rendered as in training, with few-shot examples; and where a completion is cut.
+
+A task with an environment is played instead: its trajectories have the environment, limits and driver of training.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from grpo_megatron.data.task import Example, Task
 from grpo_megatron.environments.pool import find_environment, make_environment
 from grpo_megatron.evaluation.ledger import LedgerEntry, PlayedTurn
 from grpo_megatron.rollout.engine import sample_seed, stable_hash
-from grpo_megatron.trajectories.trajectory import Trajectory, TrajectoryLimits
+from grpo_megatron.sampling.trajectory import Trajectory, TrajectoryLimits
 from grpo_megatron.types import GREEDY, Prompt
 
 Format = Literal["chat", "text"]
@@ -40,7 +43,7 @@ class PromptSet:
 
 
 def choose_format(task: Task, wanted: str, num_fewshot: int, tokenizer: Any) -> Format:
-    """`auto`: a chat, unless there are few-shot examples or the task has plain text only. Raises ConfigError."""
+    """Choose the format; `auto` is text for few-shot examples or a task of plain text, else a chat. Raises ConfigError."""
     if wanted == "text" or (wanted == "auto" and (num_fewshot or task.user_prompt is None)):
         return "text"
     if task.user_prompt is None:
@@ -62,7 +65,7 @@ def build_prompts(
     system_prompt: str | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptSet:
-    """`system_prompt` replaces the task's own. Raises ConfigError: failing template, a prompt without tokens.
+    """Render the prompts; `system_prompt` replaces the task's own. Raises ConfigError: failing template, empty prompt.
 
     `tools` are JSON schemas for the chat template. An environment reads a prompt's `extra["row"]`: the row of the data
     file, with the chat as "messages".
@@ -120,7 +123,7 @@ def _texts_sha256(texts: list[str]) -> str:
 
 
 def cut_at_stop(token_ids: list[int], stop: list[str], tokenizer: Any) -> tuple[str, int, bool]:
-    """(text before the first stop text, tokens up to and with it, whether there was one)."""
+    """Cut at the first stop text: the text before it, the tokens up to and with it, and whether there was one."""
 
     def decoded(length: int) -> str:
         return str(tokenizer.decode(token_ids[:length], skip_special_tokens=True))
@@ -140,17 +143,17 @@ def cut_at_stop(token_ids: list[int], stop: list[str], tokenizer: Any) -> tuple[
     return text[: min(places)], low, True
 
 
-# -- Playing: the trajectories of a task with an environment. The environment, its limits and the driver are those of tr
+# -- trajectories of tasks with an environment -------------------------------------------------------------------------
 # A task file names the environment by the keys of `rollout.multi_turn`:
 #
-# name: my_env
-# version: 1
-# title: My environment
-# question: ["{question}"]
-# answer: [{field: answer}]
-# reward: math                     # left out where the environment gives the rewards itself
-# max_tokens: 2048                 # generated and observed tokens of all turns
-# multi_turn: {environment: tools, tools: [calculator], max_assistant_turns: 4}
+#     name: my_env
+#     version: 1
+#     title: My environment
+#     question: ["{question}"]
+#     answer: [{field: answer}]
+#     reward: math                     # left out where the environment gives the rewards itself
+#     max_tokens: 2048                 # generated and observed tokens of all turns
+#     multi_turn: {environment: tools, tools: [calculator], max_assistant_turns: 4}
 #
 # The reward function grades the last turn of the assistant. Where the environment gives the rewards, a trajectory is right if
 # the sum of its rewards is at least 1.
@@ -174,7 +177,8 @@ def gives_rewards(task: Task) -> bool:
 
 
 def read_arena(task: Task, tokenizer: Any, eos_token_ids: Sequence[int]) -> Arena | None:
-    """None: the task is a single turn. Raises ConfigError: no such environment, a template that cannot render its turns."""
+    """What a task with an environment needs; None for a single turn. Raises ConfigError: no such environment, a template
+    that cannot render its turns."""
     if task.multi_turn.environment is None:
         return None
     try:
@@ -196,7 +200,7 @@ def new_trajectory(
     temperature: float,
     top_p: float,
 ) -> Trajectory:
-    """A trajectory of a problem. Its seeds depend on the run's seed, the problem and the sample only."""
+    """Begin a trajectory of a problem. Its seeds depend on the run's seed, the problem and the sample only."""
     is_greedy = index == GREEDY
     row: Any = prompt.extra["row"]
     return Trajectory(
@@ -212,7 +216,7 @@ def new_trajectory(
 
 
 def played_entry(prompt: Prompt, index: int, trajectory: Trajectory, tokenizer: Any) -> LedgerEntry:
-    """The trajectory as text, turn by turn. Its text is the assistant's last turn, which the graders read."""
+    """Write the trajectory as text, turn by turn. Its text is the assistant's last turn, which the graders read."""
 
     def decoded(start: int, end: int, *, plain: bool) -> str:
         return str(tokenizer.decode(trajectory.response_ids[start:end], skip_special_tokens=plain))

@@ -1,62 +1,52 @@
-"""Report: one HTML file that needs no network: scores, distributions, and problems with their completions.
+"""The page of an evaluation: scores, distributions, and problems with their completions.
 
-Scores and figures are made here. The browser makes the list of problems from data (page_data.py): 20 at a time, and the
-texts of a problem when it is opened.
-
-A model may write anything, and none of it can become markup. Texts are JSON in a script element, with <, > and &
-escaped, and the page adds them as text nodes. Formulas are MathML in a <template> (formulas.py), each once, and the page
-copies them by number. A content security policy forbids every request.
+The template (pages/page/evaluation.html) has the scores. The browser draws the figures and lists the problems, 20 at a
+time, from the data of `task_data`: the grades of every problem, but only some texts. These are the texts of `num_texts`
+problems per task, evenly spread; of each, `SAMPLES_SHOWN` samples of at most `LONGEST` characters; in all, `BUDGET`
+characters per task.
 """
 
 from __future__ import annotations
 
-import re
-from html import escape
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from grpo_megatron.evaluation import figures
-from grpo_megatron.evaluation.formulas import FormulaTable
-from grpo_megatron.evaluation.page_data import script_json, task_data
-from grpo_megatron.evaluation.results import GradedProblem, limited
-from grpo_megatron.pages.run_page import base_style
+from grpo_megatron.evaluation.ledger import LedgerEntry
+from grpo_megatron.evaluation.results import GradedProblem, GradedSample, limited, score_columns, score_label
+from grpo_megatron.pages.kit import html_page
+from grpo_megatron.types import GREEDY
 
-PAGE = Path(__file__).parent / "page"
+SAMPLES_SHOWN, LONGEST, BUDGET = 4, 12_000, 8_000_000
+BINS = 32  # of the histogram of tokens
+FORMAT_ERROR, TRUNCATED, FAILED = 1, 2, 4  # bits of a row's flags, and of a sample's
 
 
 def render_page(result: dict[str, Any], graded: dict[str, list[GradedProblem]], num_texts: int) -> str:
-    """The report of `result`. `graded` has the problems of each task, `num_texts` is per task."""
+    """Make the page of `result`. `graded` has the problems of each task, `num_texts` is per task."""
     tasks = result["tasks"]
-    formulas = FormulaTable()
-    data = script_json({name: task_data(tasks[name], graded[name], num_texts) for name in tasks}, formulas)
-    parts = {
-        "TITLE": escape(f"{result['model']['path']}: {', '.join(tasks)}"),
-        "STYLE": base_style() + (PAGE / "page.css").read_text(),
-        "SCRIPT": (PAGE / "page.js").read_text(),
-        "BODY": _body(result, graded),
-        "FORMULAS": "".join(formulas.markup),
-        "DATA": data,
-    }
-    template = (PAGE / "page.html").read_text()
-    return re.sub("@([A-Z]+)@", lambda match: parts[match[1]], template)  # in one pass: texts may hold such words
+    return html_page(
+        "evaluation",
+        f"{result['model']['path']}: {', '.join(tasks)}",
+        {name: task_data(task, graded[name], num_texts) for name, task in tasks.items()},
+        result=result,
+        columns=score_columns(tasks),
+        scores=[
+            {
+                "label": score_label(name, label),
+                "problems": limited(task) or f"{task['num_problems']:,}",
+                "scores": scores,
+            }
+            for name, task in tasks.items()
+            for label, scores in task["scores"].items()
+        ],
+        tasks=[_task_parts(name, task) for name, task in tasks.items()],
+    )
 
 
-def _body(result: dict[str, Any], graded: dict[str, list[GradedProblem]]) -> str:
-    model = result["model"]
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    parts = [
-        f"<h1>{escape(model['path'])}</h1>",
-        f'<p class="soft small">{escape(model["dtype"])}, sha256 <code>{escape(model["sha256"][:16])}</code>, seed'
-        f" {result['seed']}; {escape(versions)}</p>",
-        "<h2>Scores</h2>",
-        figures.score_rows(result["tasks"]),
-        '<p class="note small">Percent, with 95 % intervals over problems.</p>',
-    ]
-    parts += [_task_section(name, task, graded[name]) for name, task in result["tasks"].items()]
-    return "\n".join(parts)
+# -- for the template --------------------------------------------------------------------------------------------------
 
 
-def _task_section(name: str, task: dict[str, Any], graded: list[GradedProblem]) -> str:
+def _task_parts(name: str, task: dict[str, Any]) -> dict[str, Any]:
     rates, tokens = task["rates"], task["tokens"]
     facts = {
         "format errors": f"{100 * rates['format_error']:.2f} %",
@@ -71,54 +61,130 @@ def _task_section(name: str, task: dict[str, Any], graded: list[GradedProblem]) 
         played = task["trajectories"]
         facts["turns per trajectory"] = f"{played['turns']:.2f}"
         facts |= {f"ended: {status}": f"{100 * share:.2f} %" for status, share in played["statuses"].items()}
-    head = "".join(f"<th>{escape(fact)}</th>" for fact in facts)
-    row = "".join(f"<td>{escape(value)}</td>" for value in facts.values())
-    return (
-        f'<section class="task"><h2>{escape(name)}{_limit_mark(task)}</h2>'
-        f'<p class="soft small">{escape(task["title"])}<br>{_settings(task)}</p>'
-        f'<div class="scroll"><table><tr>{head}</tr><tr>{row}</tr></table></div>'
-        f'<div class="figures">{_task_figures(name, task, graded)}</div></section>'
-    )
-
-
-def _limit_mark(task: dict[str, Any]) -> str:
-    """Says that the scores are not those of the whole benchmark."""
-    text = limited(task)
-    return f' <span class="badge mark">{text} problems: --limit</span>' if text else ""
-
-
-def _task_figures(name: str, task: dict[str, Any], graded: list[GradedProblem]) -> str:
-    samples = [sample for problem in graded for sample in problem.samples]
-    right = [sample.entry.num_tokens for sample in samples if sample.correct]
-    wrong = [sample.entry.num_tokens for sample in samples if not sample.correct]
-    key = '<span class="key right"></span>right<span class="key wrong"></span>wrong'
-    histogram = figures.histogram(right, wrong, f"{name}: tokens per completion")
-    parts = [_figure(f"Tokens per completion {key}", histogram)]
-    if task["samples"] > 1:
-        title = f"Problems by right answers of {task['samples']}"
-        counts = [problem.num_right() for problem in graded]
-        parts.append(_figure(title, figures.right_counts(counts, task["samples"], f"{name}: {title}")))
-    for label, groups in task["by"].items():
-        measure = next(iter(next(iter(groups.values()))))
-        title = f"{measure} by {label}"
-        scores = {group: measures[measure] for group, measures in groups.items()}
-        parts.append(_figure(title, figures.bars(scores, f"{name}: {title}")))
-    return "".join(parts)
-
-
-def _figure(title: str, svg: str) -> str:
-    return f"<figure><figcaption>{title}</figcaption>{svg}</figure>"
-
-
-def _settings(task: dict[str, Any]) -> str:
     sampling = ""
     if task["samples"]:
-        sampling = f"{task['samples']} samples at temperature {task['temperature']:g}, top_p {task['top_p']:g}; "
-    hashes = (
-        f"{what} <code>{task[key][:12]}</code>"
-        for what, key in (("task file", "task_sha256"), ("data", "data_sha256"), ("prompts", "prompts_sha256"))
-    )
-    return (
-        f"version {task['version']}, {task['num_fewshot']}-shot {escape(task['format'])}, up to {task['max_tokens']:,}"
-        f" tokens; {sampling}sha256 of {', '.join(hashes)}"
-    )
+        sampling = f"; {task['samples']} samples at temperature {task['temperature']:g}, top_p {task['top_p']:g}"
+    shots = f"version {task['version']}, {task['num_fewshot']}-shot {task['format']}"
+    return {
+        "name": name,
+        "title": task["title"],
+        "limit": limited(task),
+        "settings": f"{shots}, up to {task['max_tokens']:,} tokens{sampling}",
+        "hashes": {
+            "task file": task["task_sha256"],
+            "data": task["data_sha256"],
+            "prompts": task["prompts_sha256"],
+        },
+        "facts": facts,
+        "by": task["by"],
+    }
+
+
+# -- for the script ----------------------------------------------------------------------------------------------------
+
+
+def task_data(task: dict[str, Any], graded: list[GradedProblem], num_texts: int) -> dict[str, Any]:
+    """Collect the data of one task for the script of the page."""
+    subjects = sorted({item.problem.subject for item in graded if item.problem.subject is not None})
+    levels = sorted({item.problem.level for item in graded if item.problem.level is not None})
+    texts = _problem_texts(graded, num_texts)
+    samples = [sample for problem in graded for sample in problem.samples]
+    rights = [problem.num_right() for problem in graded]
+    rows = []
+    for number, item in enumerate(graded):
+        problem, greedy = item.problem, item.greedy()
+        rows.append(
+            [
+                number,
+                None if problem.subject is None else subjects.index(problem.subject),
+                None if problem.level is None else levels.index(problem.level),
+                None if greedy is None else int(greedy.correct),
+                rights[number],
+                _flags(item.samples),
+                texts.get(number),
+            ]
+        )
+    return {
+        "subjects": subjects,
+        "levels": levels,
+        "samples": task["samples"],
+        "greedy": task["greedy"],
+        "prompt": graded[0].prompt,
+        "histogram": histogram(samples),
+        "counts": [rights.count(n) for n in range(task["samples"] + 1)] if task["samples"] > 1 else None,
+        "rows": rows,
+    }
+
+
+def histogram(samples: Sequence[GradedSample]) -> dict[str, Any]:
+    """Count tokens of the right and the wrong samples in at most BINS bins of `size` tokens, from 0."""
+    most = max((sample.entry.num_tokens for sample in samples), default=0)
+    size = max(1, -(-(most + 1) // BINS))
+    bins = {name: [0] * (most // size + 1) for name in ("right", "wrong")}
+    for sample in samples:
+        bins["right" if sample.correct else "wrong"][sample.entry.num_tokens // size] += 1
+    return {"size": size, **bins}
+
+
+def _problem_texts(graded: list[GradedProblem], num_texts: int) -> dict[int, dict[str, Any]]:
+    """Number of a problem -> its texts, for evenly spread problems within the budget."""
+    count = min(num_texts, len(graded))
+    while count:
+        numbers = [place * len(graded) // count for place in range(count)]
+        size = sum(_text_size(graded[number]) for number in numbers)
+        if size <= BUDGET:
+            return {number: _texts(graded[number]) for number in numbers}
+        count = min(count - 1, int(0.95 * count * BUDGET / size))
+    return {}
+
+
+def _text_size(item: GradedProblem) -> int:
+    """Characters of the texts that the page would show of a problem."""
+    entries = [sample.entry for sample in item.samples[:SAMPLES_SHOWN]]
+    lengths = [sum(len(turn.text) for turn in entry.turns) or len(entry.text) for entry in entries]
+    return sum(min(length, LONGEST) for length in (len(item.problem.question_text), *lengths))
+
+
+def _texts(item: GradedProblem) -> dict[str, Any]:
+    return {
+        "question": item.problem.question_text[:LONGEST],
+        "answer": item.problem.answer[:LONGEST],
+        "numSamples": len(item.samples),
+        "samples": [_sample(sample) for sample in item.samples[:SAMPLES_SHOWN]],
+    }
+
+
+def _sample(sample: GradedSample) -> dict[str, Any]:
+    entry, verdict = sample.entry, sample.grades[0]
+    return {
+        "index": -1 if entry.index == GREEDY else entry.index,
+        "right": int(verdict.correct),
+        "prediction": None if verdict.prediction is None else verdict.prediction[:500],
+        "tokens": entry.num_tokens,
+        "flags": _flags([sample]),
+        "status": entry.status,
+        **_completion(entry),
+    }
+
+
+def _completion(entry: LedgerEntry) -> dict[str, Any]:
+    """`text` of a single turn, or `turns`: pairs of a kind and a text. `cut`: characters that are not shown."""
+    if not entry.turns:
+        return {"text": entry.text[:LONGEST], "cut": max(0, len(entry.text) - LONGEST)}
+    turns, left = [], LONGEST
+    for turn in entry.turns:
+        turns.append([turn.kind, turn.text[:left]])
+        left = max(0, left - len(turn.text))
+    return {"turns": turns, "cut": max(0, sum(len(turn.text) for turn in entry.turns) - LONGEST)}
+
+
+def _flags(samples: Sequence[GradedSample]) -> int:
+    flags = 0
+    for sample in samples:
+        if not sample.grades[0].format_ok:
+            flags |= FORMAT_ERROR
+        if sample.entry.finish_reason == "length":
+            flags |= TRUNCATED
+        if sample.grades[0].status != "ok":
+            flags |= FAILED
+    return flags

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.benchmarks import Problem
+from grpo_megatron.data.benchmarks import BenchmarkProblem
 from grpo_megatron.evaluation.estimates import estimate, majority, pass_at_k, reported_ks, vote_classes
 from grpo_megatron.evaluation.grading import Grade, grade, same_answers
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.prompting import ENVIRONMENT
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
 from grpo_megatron.rewards.answers import opened_thought
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.storage.atomic import write_file
@@ -46,7 +46,7 @@ class GradedSample:
 class GradedProblem:
     """A problem with its samples: the greedy one first if there is one, then the others by index."""
 
-    problem: Problem
+    problem: BenchmarkProblem
     prompt: str
     samples: list[GradedSample]
 
@@ -63,8 +63,8 @@ class GradedProblem:
 
 
 def grade_task(settings: EvaluationSettings, selected: Selected, pool: RewardPool) -> list[GradedProblem]:
-    """Every sample of the ledger, graded. Raises ConfigError when some are missing."""
-    found = Ledger(settings.options.output, selected.name).read()
+    """Grade every sample of the ledger. Raises ConfigError when some are missing."""
+    found = Ledger(settings.options.folder, selected.name).read()
     keys = selected.keys()
     missing = [key for key in keys if key not in found]
     if missing:
@@ -100,7 +100,7 @@ def _grades(
 
 
 def task_result(selected: Selected, graded: list[GradedProblem], pool: RewardPool) -> dict[str, Any]:
-    """The entry of one task in results.json."""
+    """Make the entry of one task in results.json."""
     spec = selected.dataset.task
     samples = [sample for problem in graded for sample in problem.samples]
     greedy = [sample for sample in (problem.greedy() for problem in graded) if sample is not None]
@@ -189,7 +189,9 @@ def _trajectory_statistics(samples: Sequence[GradedSample]) -> dict[str, Any]:
     return {"turns": round(sum(turns) / len(turns), 2), "statuses": statuses}
 
 
-def _scores_by(graded: list[GradedProblem], label: Callable[[Problem], str | None]) -> dict[str, dict[str, Any]]:
+def _scores_by(
+    graded: list[GradedProblem], label: Callable[[BenchmarkProblem], str | None]
+) -> dict[str, dict[str, Any]]:
     """Scores per group of problems with one label; {} when there are fewer than two groups."""
     groups: dict[str, list[GradedProblem]] = {}
     for item in graded:
@@ -210,13 +212,13 @@ def _scores_by(graded: list[GradedProblem], label: Callable[[Problem], str | Non
 
 
 def whole_result(settings: EvaluationSettings, tasks: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The content of results.json; `tasks` holds the `task_result` of each."""
+    """Make the content of results.json; `tasks` holds the `task_result` of each."""
     identity = settings.identity()
     return {
         "format": RESULT_FORMAT,
         "model": {"path": str(settings.options.model), **identity["model"]},
         "seed": settings.options.seed,
-        "engine_kwargs": settings.options.engine_kwargs,
+        "engine_kwargs": dict(settings.options.engine_kwargs),
         "versions": {"python": platform.python_version(), **_versions()},
         "tasks": tasks,
     }
@@ -233,7 +235,7 @@ def _versions() -> dict[str, str]:
 
 
 def sample_rows(selected: Selected, graded: list[GradedProblem]) -> Iterator[dict[str, Any]]:
-    """One row per problem: its prompt as the model reads it, the answer, and every sample with its grades."""
+    """Yield one row per problem: its prompt as the model reads it, the answer, and every sample with its grades."""
     graders = list(selected.graders)
     for item in graded:
         problem = item.problem
@@ -273,16 +275,18 @@ def _sample_row(sample: GradedSample, graders: Sequence[str]) -> dict[str, Any]:
 
 
 def write_samples(path: Path, selected: Selected, graded: list[GradedProblem]) -> None:
+    """Write one JSON line per problem."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, (json.dumps(row) + "\n" for row in sample_rows(selected, graded)))
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write results.json."""
     write_file(path, json.dumps(result, indent=1) + "\n")
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A results.json. Raises ConfigError."""
+    """Read a results.json. Raises ConfigError."""
     try:
         result: Any = read_json(path)
     except (OSError, ValueError) as error:
@@ -298,16 +302,17 @@ def read_result(path: Path) -> dict[str, Any]:
     return result
 
 
-# -- Tables for the terminal: scores in percent with their 95 % intervals, and the settings that they depend on --------
+# -- tables for the terminal -------------------------------------------------------------------------------------------
+# Scores in percent with their 95 % intervals, and the settings that they depend on.
 
 
 def percent(score: dict[str, float]) -> str:
-    """`71.3 [68.9, 73.7]`."""
+    """Format a score as `71.3 [68.9, 73.7]`."""
     return f"{100 * score['value']:.1f} [{100 * score['low']:.1f}, {100 * score['high']:.1f}]"
 
 
 def grid(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right; a line below the head."""
+    """Align columns: the first to the left, the others to the right, with a line below the head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for first, *others in rows:
@@ -319,7 +324,7 @@ def grid(rows: Sequence[Sequence[str]]) -> str:
 
 
 def result_tables(result: dict[str, Any]) -> str:
-    """The scores, and all that is needed to judge and to repeat them."""
+    """Format the scores, and all that is needed to judge and to repeat them."""
     tasks = result["tasks"]
     parts = [_score_table(tasks), _rate_table(tasks)]
     for name, task in tasks.items():

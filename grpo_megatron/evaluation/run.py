@@ -12,15 +12,14 @@ import time
 
 from grpo_megatron.device import Device
 from grpo_megatron.environments.pool import build_pool
-from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, EngineOptions, load_engine
+from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, load_engine
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.prompting import Arena, cut_at_stop, new_trajectory, played_entry
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, sample_seed
-from grpo_megatron.trajectories.answers import EnvironmentAnswers
-from grpo_megatron.trajectories.driver import play
-from grpo_megatron.trajectories.trajectory import TrajectoryLimits
+from grpo_megatron.sampling.answers import EnvironmentAnswers
+from grpo_megatron.sampling.trajectory import TrajectoryLimits, play
 from grpo_megatron.types import GREEDY, Prompt
 
 TIMEOUT_S = 7 * 24 * 3600.0  # of a collective: blocks wait for the slowest one at the end of a task
@@ -29,55 +28,49 @@ REPORT_EVERY_S = 10.0
 
 def is_complete(settings: EvaluationSettings) -> bool:
     """Whether the ledger holds every sample: then no engine is needed."""
-    output = settings.options.output
+    output = settings.options.folder
     return all(set(task.keys()) <= Ledger(output, task.name).read().keys() for task in settings.selected)
 
 
-def draw_samples(settings: EvaluationSettings, engine_options: EngineOptions) -> None:
+def draw_samples(settings: EvaluationSettings) -> None:
     """Draw what the ledger does not hold. Collective over the world that the environment describes.
 
     Raises RankError on every rank when one fails before drawing. There is no clean-up after a failure: the other ranks
     may not reach it, so engine and process groups end with the process.
     """
-    device = Device(engine_options.device)  # type: ignore[arg-type]
-    tp, seed = engine_options.tp, settings.options.seed
+    device = Device(settings.options.device)
+    tp, seed = settings.options.tp, settings.options.seed
     mesh = build_mesh(device, tp=1, pp=1, rollout_tp=tp, seed=seed, timeout_s=TIMEOUT_S)
-    engine = _build_engine(settings, engine_options, mesh, device)
+    engine = _build_engine(settings, mesh, device)
     for selected in settings.selected:
-        draw_task(settings, selected, engine_options, engine, mesh)
+        draw_task(settings, selected, engine, mesh)
     engine.shutdown()
     destroy_mesh()
 
 
-def _build_engine(
-    settings: EvaluationSettings, engine_options: EngineOptions, mesh: Mesh, device: Device
-) -> RolloutEngine:
+def _build_engine(settings: EvaluationSettings, mesh: Mesh, device: Device) -> RolloutEngine:
     """The engine with the model's weights. Collective. Raises RankError when the weights cannot be read."""
     return load_engine(
         settings.source,
         mesh,
         device,
-        engine_options,
+        settings.options,
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         eos_token_ids=settings.eos_token_ids,
-        seed=settings.options.seed,
-        engine_kwargs=settings.options.engine_kwargs,
     )
 
 
-def draw_task(
-    settings: EvaluationSettings, selected: Selected, engine_options: EngineOptions, engine: RolloutEngine, mesh: Mesh
-) -> None:
+def draw_task(settings: EvaluationSettings, selected: Selected, engine: RolloutEngine, mesh: Mesh) -> None:
     """Draw what the ledger does not hold of one task. Collective."""
-    ledger = Ledger(settings.options.output, selected.name)
+    ledger = Ledger(settings.options.folder, selected.name)
     # rank 0 reads for all: a network file system may show other ranks an older ledger
     done = mesh.broadcast(set(ledger.read()) if mesh.rank == 0 else set())
     stop = StopTexts(settings.tokenizer, selected.prompts.stop) if selected.prompts.stop else None
     progress = _Progress(selected, len(done & set(selected.keys())), mesh)
     with contextlib.ExitStack() as opened:
         answers = _open_environments(selected.arena, mesh, opened)
-        for batch in _block_batches(selected, engine_options.batch_size, mesh):
+        for batch in _block_batches(selected, settings.options.batch_size, mesh):
             if all((prompt.uid, index) in done for prompt, index in batch):
                 continue
             if answers is not None:

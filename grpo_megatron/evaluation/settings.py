@@ -6,20 +6,19 @@ them: every sample has a seed made of (seed, task, problem, sample).
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.convert.source import Source
 from grpo_megatron.data.benchmarks import DataPlaces, Dataset, read_datasets
-from grpo_megatron.data.end_tokens import read_end_tokens
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
+from grpo_megatron.data.tokenizer import read_end_tokens
 from grpo_megatron.evaluation.engine import engine_dtype, model_tokenizer, open_model, weights_sha256
 from grpo_megatron.evaluation.grading import grader_of
 from grpo_megatron.evaluation.ledger import Key, check_output
+from grpo_megatron.evaluation.options import EvaluateOptions
 from grpo_megatron.evaluation.prompting import (
     ENVIRONMENT,
     Arena,
@@ -31,34 +30,6 @@ from grpo_megatron.evaluation.prompting import (
 )
 from grpo_megatron.models.architecture import engine_split_problems, fitting_sizes
 from grpo_megatron.types import GREEDY, Prompt
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line's options that decide scores, and the output folder."""
-
-    model: Path
-    tasks: list[str]
-    output: Path
-    data: Path | None = None
-    files: dict[str, Path] = dataclasses.field(default_factory=dict)
-    samples: int = 1
-    greedy: bool = True
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
-    num_fewshot: int | None = None
-    fewshot_seed: int = 1234
-    format: str = "auto"
-    chat_template: Path | None = None
-    system_prompt: str | None = None
-    tokenizer: Path | None = None
-    hf: Path | None = None
-    family: str | None = None
-    limit: int | None = None
-    seed: int = 0
-    dtype: str | None = None
-    engine_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,7 +93,7 @@ class Selected:
 class EvaluationSettings:
     """Everything that was read for a run. `max_model_len`: tokens of the longest prompt plus completion."""
 
-    options: Options
+    options: EvaluateOptions
     source: Source
     tokenizer: Any
     selected: list[Selected]
@@ -137,15 +108,15 @@ class EvaluationSettings:
             "run_format": 1,
             "model": {"sha256": self.fingerprint, "dtype": self.dtype, "eos_token_ids": self.eos_token_ids},
             "seed": self.options.seed,
-            "engine_kwargs": self.options.engine_kwargs,
+            "engine_kwargs": dict(self.options.engine_kwargs),
             "tasks": {selected.name: selected.identity() for selected in self.selected},
         }
 
 
-def prepare(options: Options, tp: int = 1) -> EvaluationSettings:
-    """Read and check everything, for an engine over `tp` ranks. Raises ConfigError; nothing was written or started."""
-    _check_sampling(options)
-    tasks = get_tasks(options.tasks)
+def prepare(options: EvaluateOptions) -> EvaluationSettings:
+    """Read and check everything. Raises ConfigError; nothing was written or started."""
+    tp = options.tp
+    tasks = get_tasks(list(options.tasks))
     _check_graders(tasks)
     places = DataPlaces(options.data, options.files)
     problems: list[str] = []
@@ -180,18 +151,8 @@ def prepare(options: Options, tp: int = 1) -> EvaluationSettings:
         weights_sha256(source),
     )
     _check_lengths(settings)
-    check_output(options.output, settings.identity())
+    check_output(options.folder, settings.identity())
     return settings
-
-
-def _check_sampling(options: Options) -> None:
-    if options.temperature == 0 and options.samples > 1:
-        raise ConfigError(
-            f"--samples {options.samples} with --temperature 0: greedy samples are all the same; set a temperature above"
-            " 0 (or leave it to the task), or --samples 1"
-        )
-    if not options.greedy and options.samples == 1 and not options.temperature:
-        raise ConfigError("--no-greedy leaves nothing to draw; set --samples 2 or more, or --temperature above 0")
 
 
 def _check_graders(tasks: list[Task]) -> None:
@@ -211,12 +172,12 @@ def _check_graders(tasks: list[Task]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _num_fewshot(options: Options, task: Task) -> int:
+def _num_fewshot(options: EvaluateOptions, task: Task) -> int:
     default = task.fewshot.default if task.fewshot else 0
     return default if options.num_fewshot is None else options.num_fewshot
 
 
-def _select(options: Options, dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) -> Selected:
+def _select(options: EvaluateOptions, dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) -> Selected:
     task, num_fewshot = dataset.task, _num_fewshot(options, dataset.task)
     format = choose_format(task, options.format, num_fewshot, tokenizer)
     if format == "text" and options.system_prompt is not None:
@@ -232,7 +193,7 @@ def _select(options: Options, dataset: Dataset, tokenizer: Any, eos_token_ids: l
         dataset,
         build_prompts(dataset, format, num_fewshot, options.fewshot_seed, tokenizer, options.system_prompt, tools),
         drawn=0 if greedy_only else options.samples,
-        greedy=options.greedy,
+        greedy=not options.no_greedy,
         temperature=options.temperature or task.sampling.temperature,
         top_p=task.sampling.top_p if options.top_p is None else options.top_p,
         max_tokens=options.max_tokens or task.max_tokens,

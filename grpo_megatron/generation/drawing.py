@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron.device import Device
-from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, EngineOptions, load_engine
+from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, load_engine
 from grpo_megatron.generation.settings import GenerationSettings
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rollout.engine import Request, RolloutEngine, StopTexts, sample_seed
@@ -85,19 +84,12 @@ class WatchedStop(StopTexts):
 class Answerer:
     """The engine of this process, or this rank's part of it."""
 
-    def __init__(self, settings: GenerationSettings, args: argparse.Namespace) -> None:
+    def __init__(self, settings: GenerationSettings) -> None:
         """Collective over the ranks. Raises RankError."""
-        device = Device(args.device)
+        self.settings, options = settings, settings.options
+        device = Device(options.device)
         self.mesh: Mesh = build_mesh(
-            device, tp=1, pp=1, rollout_tp=args.tp, seed=args.seed, timeout_s=COLLECTIVE_TIMEOUT_S
-        )
-        self.settings, self.args = settings, args
-        options = EngineOptions(
-            tp=args.tp,
-            device=args.device,
-            max_num_seqs=args.max_num_seqs,
-            kv_cache_gib=args.kv_cache_gib,
-            gpu_memory_utilization=args.gpu_memory_utilization,
+            device, tp=1, pp=1, rollout_tp=options.tp, seed=options.seed, timeout_s=COLLECTIVE_TIMEOUT_S
         )
         self.engine: RolloutEngine = load_engine(
             settings.source,
@@ -107,16 +99,14 @@ class Answerer:
             dtype=settings.dtype,
             max_model_len=settings.max_model_len,
             eos_token_ids=settings.end_tokens.ids,
-            seed=args.seed,
-            engine_kwargs=args.engine_kwargs,
         )
         stop = settings.style.stop
         self._stop = StopTexts(settings.tokenizer, stop) if stop else None
 
     def all_answers(self) -> Iterator[list[ModelAnswer]]:
         """Of each prompt of the settings, in order; `--max-num-seqs` of them are drawn at a time."""
-        prompts, count = self.settings.prompts, self.args.samples
-        size = max(1, self.args.max_num_seqs // count)
+        prompts, count = self.settings.prompts, self.settings.options.samples
+        size = max(1, self.settings.options.max_num_seqs // count)
         for start in range(0, len(prompts), size):
             batch = prompts[start : start + size]
             drawn = self.answers([(one.prompt_ids, one.uid) for one in batch], self.settings.max_tokens)
@@ -124,7 +114,7 @@ class Answerer:
 
     def answers(self, prompts: Sequence[tuple[Sequence[int], str]], max_tokens: int) -> list[ModelAnswer]:
         """`--samples` answers of each (token ids, uid), prompt by prompt. The uid decides the draws."""
-        keys = [(ids, uid, sample) for ids, uid in prompts for sample in range(self.args.samples)]
+        keys = [(ids, uid, sample) for ids, uid in prompts for sample in range(self.settings.options.samples)]
         requests = [self._request(ids, uid, sample, max_tokens, self._stop) for ids, uid, sample in keys]
         completions = self.engine.generate(requests, WEIGHTS_VERSION)
         return [
@@ -146,14 +136,14 @@ class Answerer:
         return ModelAnswer(0, text.finish(), text.num_tokens, "user")
 
     def _request(self, ids: Sequence[int], uid: str, sample: int, max_tokens: int, stop: StopTexts | None) -> Request:
-        args = self.args
+        options = self.settings.options
         return Request(
             prompt_ids=tuple(ids),
-            seed=sample_seed(args.seed, 0, uid, sample),
+            seed=sample_seed(options.seed, 0, uid, sample),
             max_tokens=max_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p if args.temperature else 1.0,
-            top_k=(args.top_k or -1) if args.temperature else -1,
+            temperature=options.temperature,
+            top_p=options.top_p if options.temperature else 1.0,
+            top_k=(options.top_k or -1) if options.temperature else -1,
             stop_token_ids=tuple(self.settings.style.stop_token_ids),
             stop=stop,
         )

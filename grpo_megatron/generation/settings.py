@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,19 +10,18 @@ from typing import Any
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.convert.conversion import EXPORT_FOLDER
 from grpo_megatron.convert.source import Source
-from grpo_megatron.data.end_tokens import EndTokens, read_end_tokens
+from grpo_megatron.data.fields import Question, read_question
 from grpo_megatron.data.prompts import render_prompt
 from grpo_megatron.data.rendering import encode_prompts
-from grpo_megatron.data.rows import Question, read_question, read_rows
+from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_tasks
+from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
 from grpo_megatron.evaluation.engine import engine_dtype, model_tokenizer, open_model
+from grpo_megatron.generation.options import GenerateOptions
 from grpo_megatron.models.architecture import engine_split_problems, fitting_sizes
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.json_text import read_json
-from grpo_megatron.reading.regular import read_text
-from grpo_megatron.reading.yaml_text import MAX_YAML, parse_yaml
-from grpo_megatron.storage.step_folders import STEP_FILE
+from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_json, read_text
+from grpo_megatron.storage.run_files import STEP_FILE
 from grpo_megatron.types import Prompt
 
 # -- PromptStyle: how prompts become token ids. A model of one of our runs is asked as the run has asked it ------------
@@ -54,27 +52,27 @@ class PromptStyle:
         return DataConfig(task=self.task, apply_chat_template=is_chat, system_prompt=self.system_prompt)
 
 
-def read_style(args: argparse.Namespace) -> PromptStyle:
-    """The style of the run that `args.model` belongs to, with the options laid over it. Raises ConfigError."""
-    found, where = _run_config(args.model)
+def read_style(options: GenerateOptions) -> PromptStyle:
+    """The style of the run that `options.model` belongs to, with the options laid over it. Raises ConfigError."""
+    found, where = _run_config(options.model)
     data, rollout = (_section(found, name) for name in ("data", "rollout"))
     template = _path(data.get("chat_template"))
-    if args.chat_template is None and template is not None and not template.is_file():
+    if options.chat_template is None and template is not None and not template.is_file():
         if where is not None and where.name != RUN_CONFIG:  # an exported folder has the template itself
             raise ConfigError(
-                f"the run of {str(args.model)!r} rendered its prompts with data.chat_template={str(template)!r}, which is"
+                f"the run of {str(options.model)!r} rendered its prompts with data.chat_template={str(template)!r}, which is"
                 " not there; set --chat-template FILE"
             )
         template = None
     is_chat = data.get("apply_chat_template")
     return PromptStyle(
-        task=args.task or data.get("task") or PLAIN_TASK,
-        system_prompt=data.get("system_prompt") if args.system_prompt is None else args.system_prompt,
-        chat_template=args.chat_template or template,
-        is_chat={"auto": is_chat, "chat": True, "text": False}[args.format],
-        stop=list(args.stop or rollout.get("stop") or []),
+        task=options.task or data.get("task") or PLAIN_TASK,
+        system_prompt=data.get("system_prompt") if options.system_prompt is None else options.system_prompt,
+        chat_template=options.chat_template or template,
+        is_chat={"auto": is_chat, "chat": True, "text": False}[options.format],
+        stop=list(options.stop or rollout.get("stop") or []),
         stop_token_ids=list(rollout.get("stop_token_ids") or []),
-        max_tokens=args.max_tokens or data.get("max_response_length") or DEFAULT_MAX_TOKENS,
+        max_tokens=options.max_tokens or data.get("max_response_length") or DEFAULT_MAX_TOKENS,
         run=where,
     )
 
@@ -151,6 +149,7 @@ OPTION_OF_DATA_KEY = {
 class GenerationSettings:
     """`prompts` is empty for a chat. `max_model_len`: tokens of a prompt and its answer."""
 
+    options: GenerateOptions
     source: Source
     tokenizer: Any
     style: PromptStyle
@@ -162,31 +161,31 @@ class GenerationSettings:
     dtype: str
 
 
-def prepare_generation(args: argparse.Namespace) -> GenerationSettings:
+def prepare_generation(options: GenerateOptions) -> GenerationSettings:
     """Read and check everything. Raises ConfigError; nothing was started."""
-    source = open_model(args.model, args.hf, args.family)
-    if split_problems := engine_split_problems(source.arch, args.tp):
+    source = open_model(options.model, options.hf, options.family)
+    if split_problems := engine_split_problems(source.arch, options.tp):
         raise ConfigError(
-            f"--tp {args.tp} cannot split the model {str(args.model)!r}: {', '.join(split_problems)}; set one of"
+            f"--tp {options.tp} cannot split the model {str(options.model)!r}: {', '.join(split_problems)}; set one of"
             f" {fitting_sizes(source.arch, engine_split_problems)}"
         )
-    style = read_style(args)
-    tokenizer = model_tokenizer(source, args.tokenizer, style.chat_template)
+    style = read_style(options)
+    tokenizer = model_tokenizer(source, options.tokenizer, style.chat_template)
     try:
         [task] = get_tasks([style.task])
     except ConfigError as error:
         raise ConfigError(f"{error}; set --task (--task jsonl: prompts as they are)") from error
-    prompts = [] if args.chat else _render(args, style, task, tokenizer)
-    max_tokens, max_model_len = _lengths(args, style, prompts, source.arch.max_position_embeddings)
+    prompts = [] if options.chat else _render(options, style, task, tokenizer)
+    max_tokens, max_model_len = _lengths(options, style, prompts, source.arch.max_position_embeddings)
     ends = read_end_tokens(tokenizer, source.hf_folder, source.arch.vocab_size)
-    dtype = engine_dtype(source, args.dtype)
-    return GenerationSettings(source, tokenizer, style, task, ends, prompts, max_tokens, max_model_len, dtype)
+    dtype = engine_dtype(source, options.dtype)
+    return GenerationSettings(options, source, tokenizer, style, task, ends, prompts, max_tokens, max_model_len, dtype)
 
 
-def _render(args: argparse.Namespace, style: PromptStyle, task: Task, tokenizer: Any) -> list[Prompt]:
+def _render(options: GenerateOptions, style: PromptStyle, task: Task, tokenizer: Any) -> list[Prompt]:
     """The prompts, rendered by the function that renders those of training. Raises ConfigError."""
     data = style.data(tokenizer)
-    questions = read_queries(args.prompt, args.file, task)
+    questions = read_queries(options.prompt, options.file, task)
     try:
         texts = [render_prompt(data, task, one, tokenizer, f"prompt {n}") for n, one in enumerate(questions)]
     except ConfigError as error:
@@ -201,16 +200,16 @@ def _render(args: argparse.Namespace, style: PromptStyle, task: Task, tokenizer:
     ]
 
 
-def _lengths(args: argparse.Namespace, style: PromptStyle, prompts: list[Prompt], limit: int) -> tuple[int, int]:
+def _lengths(options: GenerateOptions, style: PromptStyle, prompts: list[Prompt], limit: int) -> tuple[int, int]:
     """(tokens of an answer, of prompt and answer). Raises ConfigError: the model has no positions for them."""
-    if args.chat:
-        length = min(args.max_length, limit)
+    if options.chat:
+        length = min(options.max_length, limit)
         return min(style.max_tokens, length - 1), length
     longest = max(range(len(prompts)), key=lambda number: len(prompts[number].prompt_ids))
     length = len(prompts[longest].prompt_ids)
     room = limit - length
-    if room < 1 or (args.max_tokens or 0) > room:
-        asked = f" + --max-tokens {args.max_tokens} = {length + args.max_tokens}" if args.max_tokens else ""
+    if room < 1 or (options.max_tokens or 0) > room:
+        asked = f" + --max-tokens {options.max_tokens} = {length + options.max_tokens}" if options.max_tokens else ""
         remedy = f"set --max-tokens {room} or less" if room > 0 else "shorten the prompt"
         raise ConfigError(
             f"prompt {longest} of {length} tokens{asked} exceeds the model's max_position_embeddings {limit}; {remedy}"

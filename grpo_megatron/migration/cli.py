@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.keys import config_keys
+from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.migration.translation import as_yaml, flat, read_settings, translate
 from grpo_megatron.migration.trl import TRL
 from grpo_megatron.migration.verl import ACTOR, VERL
@@ -17,38 +17,38 @@ from grpo_megatron.storage.atomic import write_file
 OTHER_TRAINERS = {trainer.name: trainer for trainer in (VERL, TRL)}
 
 
-def main(argv: list[str]) -> int:
-    """Prints the config, or writes it to --output. Raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        "grpo-megatron import",
-        description="Write a config of this program from one of verl or TRL; what has no equal becomes a comment.",
-        epilog="grpo-megatron import verl run_qwen2_7b.sh --output grpo.yaml",
-    )
-    parser.add_argument("trainer", choices=sorted(OTHER_TRAINERS), help="whose config FILE is")
-    parser.add_argument("file", type=Path, metavar="FILE", help="YAML, JSON, a shell script, or a Python script (TRL)")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that were given on its command line"
-    )
-    parser.add_argument("--output", type=Path, metavar="YAML", help="write it there instead of printing it")
-    args = parser.parse_args(argv)
-    result = translate(read_settings(args.file, args.overrides), OTHER_TRAINERS[args.trainer])
-    text = as_yaml(result, f"{args.file.name}, of {args.trainer}")
-    if args.output is None:
+class ImportOptions(Options):
+    """The options of `import`."""
+
+    program = "import"
+    description = "Write a config of this program from one of verl or TRL; what has no equal becomes a comment."
+    epilog = "grpo-megatron import verl run_qwen2_7b.sh --output grpo.yaml"
+    trainer: Annotated[Literal["trl", "verl"], Argument("whose config FILE is")]
+    file: Annotated[Path, Argument("YAML, JSON, a shell script, or a Python script (TRL)", "FILE")]
+    overrides: Annotated[tuple[str, ...], Argument("settings that were given on its command line", "key=value")] = ()
+    output: Annotated[Path | None, Option("write it there instead of printing it", "YAML")] = None
+
+
+def import_config(options: ImportOptions) -> int:
+    """Print the config, or write it to --output; returns the exit code. Raises ConfigError."""
+    file, output = options.file, options.output
+    result = translate(read_settings(file, list(options.overrides)), OTHER_TRAINERS[options.trainer])
+    text = as_yaml(result, f"{file.name}, of {options.trainer}")
+    if output is None:
         print(text, end="")
         return 0
-    if args.output.exists():
-        raise ConfigError(f"--output {args.output} exists; name another file, or remove it")
+    if output.exists():
+        raise ConfigError(f"--output {output} exists; name another file, or remove it")
     try:
-        write_file(args.output, text)
+        write_file(output, text)
     except OSError as error:
-        raise ConfigError(f"cannot write --output {args.output}: {error.strerror}") from error
-    print(f"{args.output}: {len(result.values)} keys; {len(result.notes)} have no equal here", file=sys.stderr)
+        raise ConfigError(f"cannot write --output {output}: {error.strerror}") from error
+    print(f"{output}: {len(result.values)} keys; {len(result.notes)} have no equal here", file=sys.stderr)
     return 0
 
 
-# -- Where a key of verl or TRL is here: for the message about an unknown key ------------------------------------------
+# -- where a key of verl or TRL is here: for the message about an unknown key ------------------------------------------
 
-TRAINERS = (VERL, TRL)
 MAX_HINTS = 5
 VERL_PREFIX = "actor_rollout_ref."
 SECTIONS = ("data", "algorithm", "critic", "trainer", "reward_model")  # of both programs
@@ -70,7 +70,7 @@ def known_elsewhere(key: str) -> str | None:
         return "`grpo-megatron import verl FILE` writes a config of verl in this program's terms"
     names = [name.name for name in config_keys(Config)]
     own = key.removeprefix(VERL_PREFIX)
-    for trainer in TRAINERS:
+    for trainer in OTHER_TRAINERS.values():
         if trainer is TRL and own != key and own in names:  # verl's section, without a rule of its own
             break
         for name in dict.fromkeys([key, f"{ACTOR}{key.removeprefix('actor.')}", key.rpartition(".")[2]]):

@@ -14,10 +14,7 @@ from typing import Any
 
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.keys import ConfigKey, config_keys
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import shown
-from grpo_megatron.reading.regular import read_text
-from grpo_megatron.reading.yaml_text import parse_yaml
+from grpo_megatron.reading import ReadError, parse_yaml, read_text, shown
 
 # -- Rule: what becomes of one key of another trainer. A trainer is a table of rules (verl.py, trl.py) -----------------
 

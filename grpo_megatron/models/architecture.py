@@ -7,20 +7,48 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_megatron.reading.bounds import shown
+from grpo_megatron.reading import shown
 
-# -- Latent: the sizes of multi-head latent attention (MLA), arXiv 2405.04434, section 2.1. Plain numbers --------------
-# c_q = norm(W_qa x)                  [q_rank]       without q_rank, queries are W_q x
-# q = W_qb c_q                        [H, nope_dim + rope_dim]
-# c_kv, k_rope = W_kva x              [kv_rank], [rope_dim]: one rotated key for all heads
-# k_nope, v = W_kvb norm(c_kv)        [H, nope_dim], [H, value_dim]
-#
-# Only c_kv and k_rope would be cached. The rotated parts are interleaved: dimension 2 i turns with dimension 2 i + 1.
+
+class UnsupportedModel(ValueError):
+    """A config.json with a feature that Megatron-Core or this project cannot express. The message names it."""
+
+    tells_what_to_do = True  # the command line prints it without a traceback
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN, arXiv 2309.00071: RoPE for `factor` times the length that the model was trained for first.
+
+    Dimensions that turn more than `beta_fast` times in `original_length` tokens keep their frequency, those that turn
+    less than `beta_slow` times are divided by `factor`, a ramp lies between. `truncate`: its ends are whole dimensions.
+    `attention_factor` multiplies cosine and sine, hence the logits by its square.
+    """
+
+    factor: float
+    original_length: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def log_scale(self) -> float:
+        """The m with attention_factor = 0.1 m ln(factor) + 1. In the paper, m = 1."""
+        return (self.attention_factor - 1.0) / (0.1 * math.log(self.factor))
 
 
 @dataclass(frozen=True)
 class Latent:
-    """`logit_scale`: the m that YaRN multiplies the logits with, as (0.1 m ln(factor) + 1) ** 2. 0: it does not."""
+    """The sizes of multi-head latent attention (MLA), arXiv 2405.04434, section 2.1.
+
+        c_q = norm(W_qa x)                  [q_rank]       without q_rank, queries are W_q x
+        q = W_qb c_q                        [H, nope_dim + rope_dim]
+        c_kv, k_rope = W_kva x              [kv_rank], [rope_dim]: one rotated key for all heads
+        k_nope, v = W_kvb norm(c_kv)        [H, nope_dim], [H, value_dim]
+
+    Only c_kv and k_rope would be cached. The rotated parts are interleaved: dimension 2 i turns with dimension 2 i + 1.
+    `logit_scale`: the m that YaRN multiplies the logits with, as (0.1 m ln(factor) + 1) ** 2. 0: it does not.
+    """
 
     kv_rank: int
     rope_dim: int
@@ -45,7 +73,7 @@ class Latent:
         return self.nope_dim + self.value_dim
 
     def num_parameters(self, hidden_size: int, heads: int) -> int:
-        """Of one layer's attention, norms of the latents included."""
+        """The parameters of one layer's attention, norms of the latents included."""
         queries = heads * self.key_dim
         query = queries * hidden_size
         if self.q_rank is not None:
@@ -54,29 +82,24 @@ class Latent:
         return query + key_value + heads * self.value_dim * hidden_size
 
 
-class UnsupportedModel(ValueError):
-    """A config.json with a feature that Megatron-Core or this project cannot express. The message names it."""
-
-
 @dataclass(frozen=True)
-class Yarn:
-    """YaRN, arXiv 2309.00071: RoPE for `factor` times the length that the model was trained for first.
+class Routing:
+    """The selection and the weights of experts in DeepSeek's routers.
 
-    Dimensions that turn more than `beta_fast` times in `original_length` tokens keep their frequency, those that turn
-    less than `beta_slow` times are divided by `factor`, a ramp lies between. `truncate`: its ends are whole dimensions.
-    `attention_factor` multiplies cosine and sine, hence the logits by its square.
+        V2, arXiv 2405.04434: softmax scores; a group's score is that of its best expert; the weights are not renormalised
+        V3, arXiv 2412.19437: sigmoid scores; experts are chosen by score + bias, a group by its two best; the weights are
+                              the scores without the bias, scaled to sum to 1
+
+    The weights are multiplied by `scale`. V3's bias balances the load during pre-training. It is kept as it was loaded: a
+    policy whose bias moved between rollout and update would route the same tokens to other experts.
+    `groups` 1: no groups. Of `groups`, a token reaches `groups_per_token`. `best_of_group`: experts in a group's score.
     """
 
-    factor: float
-    original_length: int
-    attention_factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-
-    def log_scale(self) -> float:
-        """The m with attention_factor = 0.1 m ln(factor) + 1. In the paper, m = 1."""
-        return (self.attention_factor - 1.0) / (0.1 * math.log(self.factor))
+    is_sigmoid: bool
+    scale: float
+    groups: int
+    groups_per_token: int
+    best_of_group: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +149,7 @@ class Architecture:
         return self.num_query_groups * self.head_dim
 
     def is_extra(self, tensor_name: str) -> bool:
-        """Whether a Hugging Face tensor belongs to a layer after the last."""
+        """Returns whether a Hugging Face tensor belongs to a layer after the last."""
         names = [f"model.layers.{self.num_layers + index}." for index in range(self.num_extra_layers)]
         return tensor_name.startswith(tuple(names))
 
@@ -150,6 +173,8 @@ class Architecture:
         mlps += (self.num_layers - self.num_dense_layers) * mlp
         return self.num_layers * (attention + 2 * h) + mlps + h + self.vocab_size * h * (1 if self.tied else 2)
 
+
+# -- config.json ---------------------------------------------------------------------------------------------------------
 
 # Some hundred times the largest model that exists. A number beyond them would fill the memory, or the weights with NaN.
 LARGEST_SIZES = {
@@ -333,13 +358,13 @@ def expert_settings(config: dict[str, Any], *, width: str, renormalise: bool) ->
     }
 
 
-# -- Tensor-parallel sizes that a model allows: plain arithmetic on its architecture, for the policy and for the engine
+# -- tensor-parallel sizes that a model allows, for the policy and for the engine ----------------------------------------
 
 ENGINE_VOCABULARY_MULTIPLE = 64  # vLLM pads the embedding to it, for every tp (Megatron-Core: to 8 x tp)
 
 
 def split_problems(arch: Architecture, tp: int, *, has_whole_experts: bool = False) -> list[str]:
-    """Why `tp` ranks cannot share a model; empty when they can. `has_whole_experts`: they do not cut experts."""
+    """Returns why `tp` ranks cannot share a model: nothing if they can. `has_whole_experts`: they do not cut experts."""
     mlp = ("rows of an expert's MLP" if arch.num_experts else "rows of the MLP", arch.ffn_hidden_size)
     sizes = (
         ("attention heads", arch.num_attention_heads),
@@ -372,14 +397,3 @@ def engine_split_problems(arch: Architecture, tp: int, *, has_whole_experts: boo
 def fitting_sizes(arch: Architecture, problems: Callable[[Architecture, int], list[str]]) -> str:
     """The sizes up to 64 without problems, for an error message."""
     return ", ".join(str(tp) for tp in range(1, 65) if not problems(arch, tp))
-
-
-@dataclass(frozen=True)
-class Routing:
-    """`groups` 1: no groups. Of `groups`, a token reaches `groups_per_token`. `best_of_group`: experts in a group's score."""
-
-    is_sigmoid: bool
-    scale: float
-    groups: int
-    groups_per_token: int
-    best_of_group: int

@@ -19,7 +19,7 @@ from grpo_megatron.config import MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture, Routing
 from grpo_megatron.models.layers.modules import TreeParams
-from grpo_megatron.models.layers.spec import GroupLimitedChoice, block_spec, choose_kernels, engine_gradients
+from grpo_megatron.models.layers.spec import GroupLimitedChoice, block_spec, choose_kernels, fused_without_apex
 from grpo_megatron.models.layers.transformer_config import transformer_config
 from grpo_megatron.models.logprobs import vocab_parallel_logprobs
 from grpo_megatron.models.packing import Targets
@@ -29,7 +29,7 @@ from grpo_megatron.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """What the last stage returns: log-probabilities [N] and entropies [N]. It can be unpacked like a tuple.
+    """The output of the last stage: log-probabilities [N] and entropies [N]. It can be unpacked like a tuple.
 
     A reward model returns its scores as `values`, and has no entropy. MoE layers read `output.device`.
     """
@@ -54,7 +54,7 @@ class LogprobModel(GPTModel):
     real_vocab_size: int
 
     def _preprocess(self, *, position_ids: Tensor, packed_seq_params: Any, **inputs: Any) -> Any:
-        """In a pack of trees, a token's angle is that of its position id. Megatron-Core takes one angle per token too."""
+        """Takes a token's angle from its position id in a pack of trees, where Megatron-Core would take it from its place."""
         outputs = super()._preprocess(position_ids=position_ids, packed_seq_params=packed_seq_params, **inputs)
         if not isinstance(packed_seq_params, TreeParams):
             return outputs
@@ -139,7 +139,7 @@ def build_model(
     assert ep == megatron.expert_model_parallel_size, f"the mesh was built with ep={ep}"
     cp = parallel_state.get_context_parallel_world_size()
     assert cp == megatron.context_parallel_size, f"the mesh was built with cp={cp}"
-    with device.megatron(), engine_gradients(kernels):
+    with device.megatron(), fused_without_apex(kernels):
         model = model_class(
             config=config,
             transformer_layer_spec=block_spec(config, kernels, arch),

@@ -1,4 +1,23 @@
-"""The shape of a model for counting its FLOP, and what one sequence costs."""
+"""FLOP of a pass and model FLOP utilisation (MFU), for decoders with grouped-query attention and gated MLPs or experts.
+
+    training pass = 6 N T + 6 d H L sum(s^2),  T = sum(s) over sequences of s tokens
+    N = L (3 h f k + h E + A) + 2 V h,  A = h (2 H d + 2 K d)
+
+N counts the parameters that one token passes through ("active"). h hidden size, L layers, H query heads, K key/value
+heads, d head size, V vocabulary, f width of the MLP or of one expert. A dense model has k = 1 and E = 0. A mixture of
+experts sends each token through k of E experts, through the router, h E, and through an MLP that all tokens share. In
+DeepSeek's models the first layers have an MLP instead, A is the number of weights of latent attention, and d the mean of a
+key's and a value's size.
+
+A multiply-add counts 2 and the backward pass twice the forward pass, so the forward pass alone is one third. Causal
+attention counts half the square. Recomputation never counts. Embedding and head both count, tied or not (as in verl).
+Lengths are without padding, so that padding lowers MFU. Sliding-window attention counts as full causal attention.
+
+    MFU = FLOP / (seconds x devices x peak)
+
+FP8: other frameworks divide by the bf16 peak. Here the ideal time is the sum of FLOP_p / peak_p over precisions.
+The linear products of attention, MLP and experts are in FP8; attention core, router, embedding and head are not.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +30,10 @@ from grpo_megatron.algo.packing import SequenceCost
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
 
-# -- FLOP of a pass and model FLOP utilisation (MFU), for decoders with grouped-query attention and gated MLPs or expert
-# training pass = 6 N T + 6 d H L sum(s^2),  T = sum(s) over sequences of s tokens
-# N = L (3 h f k + h E + A) + 2 V h,  A = h (2 H d + 2 K d)
-#
-# N counts the parameters that one token passes through ("active"). h hidden size, L layers, H query heads, K key/value
-# heads, d head size, V vocabulary, f width of the MLP or of one expert. A dense model has k = 1 and E = 0. A mixture of
-# experts sends each token through k of E experts, through the router, h E, and through an MLP that all tokens share. In
-# DeepSeek's models the first layers have an MLP instead, A is the number of weights of latent attention, and d the mean of a
-# key's and a value's size.
-#
-# A multiply-add counts 2 and the backward pass twice the forward pass, so the forward pass alone is one third. Causal
-# attention counts half the square. Recomputation never counts. Embedding and head both count, tied or not (as in verl).
-# Lengths are without padding, so that padding lowers MFU. Sliding-window attention counts as full causal attention.
-#
-# MFU = FLOP / (seconds x devices x peak)
-#
-# FP8: other frameworks divide by the bf16 peak. Here the ideal time is the sum of FLOP_p / peak_p over precisions.
-# The linear products of attention, MLP and experts are in FP8; attention core, router, embedding and head are not.
-
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of a decoder that its FLOP depend on. `models/flops.py` makes one from an Architecture."""
+    """The numbers of a decoder that its FLOP depend on."""
 
     hidden_size: int
     num_layers: int
@@ -65,6 +65,41 @@ class ModelShape:
         """N of the header: without biases and norms, with embedding and head both."""
         routers = (self.num_layers - self.num_dense_layers) * self.hidden_size * self.num_experts
         return self.linear_parameters + routers + 2 * self.vocab_size * self.hidden_size
+
+
+def model_shape(arch: Architecture) -> ModelShape:
+    """The shape of an architecture. Norms of the latents are not counted."""
+    latent, attention = arch.latent, None
+    if latent is not None:
+        attention = (
+            latent.num_parameters(arch.hidden_size, arch.num_attention_heads) - latent.kv_rank - (latent.q_rank or 0)
+        )
+    return ModelShape(
+        hidden_size=arch.hidden_size,
+        num_layers=arch.num_layers,
+        num_heads=arch.num_attention_heads,
+        num_kv_heads=arch.num_query_groups,
+        head_dim=arch.head_dim if latent is None else (latent.key_dim + latent.value_dim) / 2,
+        ffn_size=arch.ffn_hidden_size,
+        vocab_size=arch.vocab_size,
+        num_experts=arch.num_experts,
+        experts_per_token=arch.experts_per_token,
+        shared_ffn_size=arch.shared_ffn_hidden_size,
+        num_dense_layers=arch.num_dense_layers,
+        dense_ffn_size=arch.dense_ffn_hidden_size,
+        attention_parameters=attention,
+    )
+
+
+def sequence_cost(arch: Architecture) -> SequenceCost:
+    """The multiply-adds by which rows are balanced over data-parallel ranks."""
+    shape = model_shape(arch)
+    head = shape.vocab_size * shape.hidden_size
+    return SequenceCost(
+        per_token=shape.active_parameters - 2 * head,  # without embedding and head
+        per_response_token=head,
+        per_square=round(shape.head_dim * shape.num_heads * shape.num_layers),
+    )
 
 
 def flops_per_pass(shape: ModelShape, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
@@ -199,37 +234,3 @@ def throughput(reduced: Mapping[str, float], total_num_tokens: int, num_devices:
         if seconds > 0:
             result[name] = total_num_tokens / (seconds * num_devices)
     return result
-
-
-def model_shape(arch: Architecture) -> ModelShape:
-    latent, attention = arch.latent, None
-    if latent is not None:
-        attention = (
-            latent.num_parameters(arch.hidden_size, arch.num_attention_heads) - latent.kv_rank - (latent.q_rank or 0)
-        )
-    return ModelShape(
-        hidden_size=arch.hidden_size,
-        num_layers=arch.num_layers,
-        num_heads=arch.num_attention_heads,
-        num_kv_heads=arch.num_query_groups,
-        head_dim=arch.head_dim if latent is None else (latent.key_dim + latent.value_dim) / 2,
-        ffn_size=arch.ffn_hidden_size,
-        vocab_size=arch.vocab_size,
-        num_experts=arch.num_experts,
-        experts_per_token=arch.experts_per_token,
-        shared_ffn_size=arch.shared_ffn_hidden_size,
-        num_dense_layers=arch.num_dense_layers,
-        dense_ffn_size=arch.dense_ffn_hidden_size,
-        attention_parameters=attention,
-    )
-
-
-def sequence_cost(arch: Architecture) -> SequenceCost:
-    """The multiply-adds by which rows are balanced over data-parallel ranks."""
-    shape = model_shape(arch)
-    head = shape.vocab_size * shape.hidden_size
-    return SequenceCost(
-        per_token=shape.active_parameters - 2 * head,  # without embedding and head
-        per_response_token=head,
-        per_square=round(shape.head_dim * shape.num_heads * shape.num_layers),
-    )

@@ -1,8 +1,8 @@
-"""Packing and the pipeline: whole sequences in, one number per response token out. Callers never see padding.
+"""Forward and backward passes of one rank's shard of a model: Megatron's pipeline schedule over packs (packing.py).
 
-A micro-batch is packed end to end ("thd"): T tokens, no padding between sequences. T is rounded up once, at the end of the
-last sequence. Attention is causal, so the padding cannot change a real token. Under context parallelism every sequence is
-rounded up to a multiple of 2 cp in the same way, and a rank holds T / cp of the tokens (see context.py).
+`forward_backward` runs the schedule. `LossPass` makes gradients and metric sums of a mini-batch, from the model's numbers.
+`ShardedModel` is what every model has: passes over a batch, and the stream of its weights. `LanguageModel` reads
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -82,21 +82,22 @@ def forward_backward(
     return list(results)
 
 
-# -- LossPass: forward and backward of one mini-batch. From the model's log-probabilities to gradients and metric sums -
-
 MetricSums = dict[str, MetricSum]
-LossFunction = Callable[[LossInputs], tuple[Tensor, MetricSums]]
+LossFunction = Callable[[Any], tuple[Tensor, MetricSums]]  # of what `Policy.loss_inputs` returns
 
 
 class LossPass:
-    """What the passes over the packs of one mini-batch leave behind, besides gradients in the model's buffers.
+    """Forward and backward of one mini-batch. Gradients go to the model's buffers, the rest is here.
 
+    `inputs` makes of a pack's rows, log-probabilities and entropies what `loss` reads.
     `sums`: the metric sums of this rank. `logprobs`: for each pack, its rows and their log-probabilities [rows, R of the
     pack], on the device. Both are empty on other pipeline stages than the last.
     """
 
-    def __init__(self, batch: Batch, loss: LossFunction) -> None:
-        self.batch, self.loss = batch, loss
+    def __init__(
+        self, batch: Batch, loss: LossFunction, inputs: Callable[[Batch, list[int], Tensor, Tensor], Any]
+    ) -> None:
+        self.batch, self.loss, self.inputs = batch, loss, inputs
         self.sums: MetricSums = {}
         self.logprobs: list[tuple[list[int], Tensor]] = []
 
@@ -123,19 +124,14 @@ class LossPass:
         width = max(current.lengths)
         logprobs, entropy = (unpack(flat, current.lengths, width) for flat in (flat_logprobs, flat_entropy))
         self.logprobs.append((current.rows, logprobs.detach()))
-        value, metrics = self.loss(loss_inputs(self.batch, current.rows, logprobs, entropy))
-        add_sums(self.sums, metrics)
+        value, metrics = self.loss(self.inputs(self.batch, current.rows, logprobs, entropy))
+        for name, part in metrics.items():
+            self.sums[name] = self.sums[name].plus(part) if name in self.sums else part
         return value, None
 
 
-def add_sums(total: MetricSums, metrics: MetricSums) -> None:
-    """Add the metric sums of one micro-batch to those of the mini-batch."""
-    for name, part in metrics.items():
-        total[name] = total[name].plus(part) if name in total else part
-
-
 def loss_inputs(batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor) -> LossInputs:
-    """What a loss reads of `rows`. `logprobs` and `entropy` [len(rows), R] are the model's.
+    """Returns what a loss reads of `rows`. `logprobs` and `entropy` [len(rows), R] are the model's.
 
     Where the batch has no old log-probabilities, they are the model's own.
     """
@@ -154,9 +150,6 @@ def loss_inputs(batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor
         token_weights=of_rows(batch.token_weights),
         correction=None if batch.correction is None else of_rows(batch.correction),
     )
-
-
-# -- ShardedModel: one rank's shard of a model. Forward passes over a batch, and the stream of its weights -------------
 
 
 class ShardedModel:
@@ -232,10 +225,9 @@ class ShardedModel:
         return resharding.expected_digests(self.model)
 
 
-# -- LanguageModel: a sharded model that computes log-probabilities of a batch: the policy or the reference ------------
-
-
 class LanguageModel(ShardedModel):
+    """A sharded model that computes log-probabilities of a batch: the policy or the reference."""
+
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
         """Log-probability of every response token [B, R], float32 on the host, 0 after the end. Collective."""
         width = batch.response_mask.shape[1]

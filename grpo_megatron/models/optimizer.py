@@ -1,4 +1,4 @@
-"""Megatron-Core's DDP, optimizer and learning-rate schedule.
+"""Megatron-Core's DDP, optimizer and learning-rate schedule, and tensors that may be offloaded to the host.
 
 Also four corrections that saving and loading an optimizer need without Transformer Engine and Apex: `prepare_for_load`,
 `finish_load`, `steps_of_empty_parts` and `_install_step_correction`.
@@ -46,6 +46,7 @@ def wrap_ddp(model: torch.nn.Module, megatron: MegatronConfig, device: Device) -
 def build_optimizer(
     ddp: DistributedDataParallel, optim: OptimConfig, megatron: MegatronConfig, device: Device
 ) -> MegatronOptimizer:
+    """Adam as Megatron-Core builds it, with its state. Collective over the ranks of the model's groups."""
     config = ddp.config
     with device.megatron():
         optimizer = get_megatron_optimizer(
@@ -166,7 +167,7 @@ def prepare_for_load(optimizer: MegatronOptimizer) -> None:
 
 @contextlib.contextmanager
 def steps_of_empty_parts(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """In the block, a part without parameters has the step count of the others.
+    """Gives a part without parameters the step count of the others inside the block.
 
     A pipeline stage whose layers have no experts has such a part. Megatron-Core reads a step count from the state of torch's
     Adam, and asserts that there is one; rank 0's is stored for all ranks.
@@ -224,17 +225,18 @@ def _install_step_correction() -> None:
 _install_step_correction()
 
 
-# -- OffloadedTensors: tensors moved to the host and back. Same objects, same views, same bits -------------------------
-# `offload` copies a tensor's storage to the host and resizes it to zero bytes. References to the tensor and to its views
-# stay valid. `onload` resizes the storage again and copies the bytes back. Only tensors with a storage of their own
-# are moved. A view of a larger buffer stays: for example the "main" parameters of a float32 model, which are the model's own
-# parameters. Host copies are kept for the next offload, and pinned if the device is a GPU.
-#
-# Tested on the CPU, where the same calls run. Not run on a GPU yet.
+# -- offloading ----------------------------------------------------------------------------------------------------------
 
 
 class OffloadedTensors:
-    """The tensors of one owner, on the device or offloaded. A second `offload` or `onload` in a row does nothing."""
+    """Tensors of one owner, moved to the host and back. Same objects, same views, same bits.
+
+    `offload` copies a tensor's storage to the host and resizes it to zero bytes. References to the tensor and to its views
+    stay valid. `onload` resizes the storage again and copies the bytes back. A second call in a row does nothing.
+    Only tensors with a storage of their own are moved. A view of a larger buffer stays: for example the "main" parameters
+    of a float32 model, which are the model's own parameters. Host copies are kept for the next offload, and pinned if the
+    device is a GPU. Tested on the CPU, where the same calls run; not run on a GPU yet.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -272,6 +274,7 @@ class OffloadedTensors:
 
     @torch.no_grad()
     def onload(self) -> None:
+        """The inverse of `offload`."""
         if not self.is_offloaded:
             return
         for tensor, copy in self._copies.values():

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from grpo_megatron.config import ActorConfig, ModelConfig, OptimConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import load_model
-from grpo_megatron.models.forward import LanguageModel, LossFunction, LossPass, MetricSums
+from grpo_megatron.models.forward import LanguageModel, LossFunction, LossPass, MetricSums, loss_inputs
 from grpo_megatron.models.optimizer import (
     OffloadedTensors,
     build_lr_scheduler,
@@ -39,10 +40,14 @@ from grpo_megatron.types import Batch, WeightBucket
 class TooManySkippedSteps(RuntimeError):
     """More than `actor.max_skipped_steps` updates in a row were skipped."""
 
+    tells_what_to_do = True  # the command line prints it without a traceback
+
 
 class Guard(Protocol):
+    """Decides over an optimizer step (training/guards.py)."""
+
     def __call__(self, batch: Batch, micro_batches: list[list[int]], sums: MetricSums, norm: float) -> bool:
-        """Whether the optimizer step on this mini-batch is made. Collective: the same on every rank.
+        """Returns whether the optimizer step on this mini-batch is made. Collective: the same on every rank.
 
         `sums` and `norm` are this rank's metric sums, and its gradient's norm before clipping.
         """
@@ -51,6 +56,8 @@ class Guard(Protocol):
 
 class Policy(LanguageModel):
     """Built on every rank at the same point, with the weights of `model.path`. Call `set_optimizer` before `update`."""
+
+    section = "actor"  # of the metrics' names
 
     def __init__(
         self,
@@ -74,7 +81,7 @@ class Policy(LanguageModel):
     def _load(
         self, model: ModelConfig, arch: Architecture, actor: ActorConfig, mesh: Mesh, device: Device
     ) -> torch.nn.Module:
-        """This rank's part of the model, with its weights. `RewardModel` loads another kind of model here."""
+        """This rank's part of the model, with its weights. `ScalarPolicy` loads another kind of model here."""
         return load_model(Path(model.path), arch, actor.megatron, model.dtype, mesh, device)
 
     # -- optimizer -----------------------------------------------------------------------------------------------------
@@ -125,7 +132,7 @@ class Policy(LanguageModel):
 
     @contextlib.contextmanager
     def without_gradients(self) -> Iterator[None]:
-        """Inside, the gradient buffers have no memory. Every update sets them to zero before it adds to them."""
+        """Frees the gradient buffers inside the block. Every update sets them to zero before it adds to them."""
         if self._offloaded.is_offloaded:
             yield
             return
@@ -198,17 +205,17 @@ class Policy(LanguageModel):
                     batch.old_logprobs = self.from_last_stage(loss_pass.host_logprobs())
                     complete(batch)
                 norms.append(self._step(functools.partial(guard, batch, micro_batches, sums[-1]) if guard else None))
-        return sums, self._update_metrics("actor", norms)
+        return sums, self._update_metrics(norms)
 
-    def _update_metrics(self, section: str, norms: list[float]) -> dict[str, float]:
+    def _update_metrics(self, norms: list[float]) -> dict[str, float]:
         """The learning rate, how many optimizer steps were skipped, and the mean gradient norm of the others."""
         finite = [norm for norm in norms if math.isfinite(norm)]
         metrics = {
-            f"{section}/lr": self._learning_rate(),
-            f"{section}/skipped_updates": float(len(norms) - len(finite)),
+            f"{self.section}/lr": self._learning_rate(),
+            f"{self.section}/skipped_updates": float(len(norms) - len(finite)),
         }
         if finite:
-            metrics[f"{section}/grad_norm"] = sum(finite) / len(finite)
+            metrics[f"{self.section}/grad_norm"] = sum(finite) / len(finite)
         return metrics
 
     def _learning_rate(self) -> float:
@@ -230,10 +237,14 @@ class Policy(LanguageModel):
         """
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss_pass = LossPass(batch, loss)
+        loss_pass = LossPass(batch, loss, self.loss_inputs)
         loss_pass.run(self.model, self.packs(batch, micro_batches), self.device, num_forward_only)
         sums.append(loss_pass.sums)
         return loss_pass
+
+    def loss_inputs(self, batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor) -> Any:
+        """Returns what the loss reads of `rows`, from the model's `logprobs` and `entropy` [len(rows), R]."""
+        return loss_inputs(batch, rows, logprobs, entropy)
 
     @torch.no_grad()
     def _step(self, allows: Callable[[float], bool] | None = None) -> float:
@@ -262,11 +273,11 @@ class Policy(LanguageModel):
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
-        """Whether all weights of this rank are finite."""
+        """Returns whether all weights of this rank are finite."""
         return bool(torch.stack([torch.isfinite(parameter).all() for parameter in self.ddp.parameters()]).all())
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs besides the sharded tensors."""
+        """The plain values that a checkpoint needs besides the sharded tensors."""
         schedule = {"num_steps": self.lr_scheduler.num_steps, "period": self._period}
         return {"schedule": schedule, "num_skipped_in_a_row": self.num_skipped_in_a_row}
 

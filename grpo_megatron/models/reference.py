@@ -1,9 +1,9 @@
-"""Reference: the frozen model of the KL term, in the policy's layout; or none."""
+"""Frozen models in the policy's layout: the reference of the KL term, and the base of frozen reward models."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -13,8 +13,9 @@ from grpo_megatron.config import ActorConfig, ModelConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import load_model
-from grpo_megatron.models.forward import LanguageModel
+from grpo_megatron.models.forward import LanguageModel, ShardedModel
 from grpo_megatron.models.optimizer import OffloadedTensors
+from grpo_megatron.models.packing import Pack
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.load import unwrapped
 from grpo_megatron.models.weights.resharding import Resharding
@@ -23,17 +24,56 @@ from grpo_megatron.sync.digest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
 
+class FrozenModel(ShardedModel):
+    """A model that is never trained. `actor.megatron.offload_reference` keeps its weights on the host between passes."""
+
+    def __init__(
+        self,
+        inner: torch.nn.Module,
+        arch: Architecture,
+        actor: ActorConfig,
+        mesh: Mesh,
+        device: Device,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(inner.requires_grad_(False), arch, actor, mesh, device, temperature)
+        self._offloaded = OffloadedTensors(device)
+        self._offload()
+
+    def _offload(self, *, unchanged: bool = False) -> None:
+        if self.actor.megatron.offload_reference:
+            self._offloaded.offload(self.model.parameters(), unchanged=unchanged)
+
+    @contextlib.contextmanager
+    def _on_device(self, *, unchanged: bool = True) -> Iterator[None]:
+        """Keeps the weights on the device inside the block."""
+        was_offloaded = self._offloaded.is_offloaded
+        self._offloaded.onload()
+        try:
+            yield
+        finally:
+            if was_offloaded:
+                self._offload(unchanged=unchanged)
+
+    def forward_batch(
+        self, batch: Batch, out: Tensor, read: Callable[[Pack, Tensor], Tensor], temperature: float | None = None
+    ) -> Tensor:
+        """See ShardedModel."""
+        with self._on_device():
+            return super().forward_batch(batch, out, read, temperature)
+
+
 class NoReference:
     """Used if the configuration needs no reference."""
 
     def logprobs(self, batch: Batch) -> None:
-        return None
+        """Always None."""
 
     def copy_from(self, policy: Policy) -> None:
-        return None
+        """Does nothing."""
 
 
-class Reference(LanguageModel):
+class Reference(FrozenModel, LanguageModel):
     """Its weights come from `path`. `copy_from` replaces them with the policy's current weights."""
 
     def __init__(
@@ -48,41 +88,20 @@ class Reference(LanguageModel):
         temperature: float = 1.0,
     ) -> None:
         inner = load_model(path, arch, actor.megatron, model.dtype, mesh, device, has_gradients=False)
-        inner.requires_grad_(False)
         super().__init__(inner, arch, actor, mesh, device, temperature)
-        self._offloaded = OffloadedTensors(device)
-        self._offload()
-
-    def _offload(self, *, unchanged: bool = False) -> None:
-        if self.actor.megatron.offload_reference:
-            self._offloaded.offload(self.model.parameters(), unchanged=unchanged)
-
-    @contextlib.contextmanager
-    def _on_device(self, *, unchanged: bool = True) -> Iterator[None]:
-        """Inside, the weights are on the device. Outside, `actor.megatron.offload_reference` keeps them on the host."""
-        was_offloaded = self._offloaded.is_offloaded
-        self._offloaded.onload()
-        try:
-            yield
-        finally:
-            if was_offloaded:
-                self._offload(unchanged=unchanged)
-
-    def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        with self._on_device():
-            return super().logprobs(batch, temperature)
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """Collective stream of every Hugging Face tensor, as for the policy."""
+        """See ShardedModel."""
         with self._on_device():
             yield from super().hf_weights(bucket_megabytes)
 
     def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
-        """As for the policy. (RFT draws from the reference.)"""
+        """See ShardedModel. (RFT draws from the reference.)"""
         with self._on_device():
             yield from super().engine_weights(resharding, version)
 
     def expected_digests(self, resharding: Resharding) -> Expected:
+        """See ShardedModel."""
         with self._on_device():
             return super().expected_digests(resharding)
 

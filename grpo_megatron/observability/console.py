@@ -1,4 +1,4 @@
-"""The console: one aligned line per step, and the phase and the time that is left within a step."""
+"""The console: one aligned line per step. On a terminal a bar under the lines shows the phase and the time that is left."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tqdm import tqdm
 from grpo_megatron.observability.progress import FIRST_LINE_S, StepProgress
 from grpo_megatron.observability.sinks import Sink
 
-# -- The columns of the table: those of a run that draws samples, and those of a supervised one -------------------------
+# -- columns of runs that draw samples, and of supervised ones ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the console's table. `decimals` None: scientific notation."""
+    """One column of the console's table. With `decimals` None, numbers are in scientific notation."""
 
     title: str
     metric: str
@@ -79,7 +79,7 @@ SCORE_ACCURACY = {  # actor.loss_mode -> the metric that takes the place of the 
 
 
 def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
-    """Those for a run with this config, as plain JSON."""
+    """The columns for a run with this config, as plain JSON."""
     source = (run_config or {}).get("algorithm", {}).get("source")
     if source != "file":
         return CONSOLE_COLUMNS
@@ -87,7 +87,7 @@ def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
     return tuple(accuracy if accuracy and column is _ENTROPY else column for column in SUPERVISED_COLUMNS)
 
 
-# -- One aligned line per step; on a terminal a bar under the lines shows the phase and the time left -------------------
+# -- the sink ----------------------------------------------------------------------------------------------------------
 
 VALIDATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/mean@\d+")
 COLUMN_WIDTH = 11  # 6 + 9 * 11 = 105 characters per line

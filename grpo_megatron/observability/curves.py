@@ -1,9 +1,8 @@
 """Curves: one PNG of a run from its metrics.jsonl. `python -m grpo_megatron.observability.curves metrics.jsonl out.png`
 
-Up to nine panels: learning (reward, validation accuracy, response length), health (entropy, gradient norm, difference of
-log-probabilities between policy and engine, KL to the reference), cost (throughput, seconds per phase). A panel is left out
-if the run has none of its metrics, or if they are 0 in every step: KL without a reference, for example. Red lines mark steps
-where a metric of the panel was NaN or infinite. report.html shows more.
+The main panels of the run's page (`pages/panels.py`), and the seconds per phase. A panel is left out if the run has none of
+its metrics, or if they are 0 in every step: KL without a reference, for example; a reward that stays at 0 is drawn. Red
+lines mark steps where a metric of the panel was NaN or infinite. report.html shows more.
 """
 
 from __future__ import annotations
@@ -11,63 +10,24 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from grpo_megatron.observability.console import VALIDATION_ACCURACY
+from grpo_megatron.pages.panels import PHASE, PagePanel, page_panels
 from grpo_megatron.pages.run_folder import StepMetrics, read_metrics
 
 NOT_RECORDED, COLUMNS = "not recorded", 3
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it would list every font that it did not find
 
 
-@dataclass(frozen=True)
-class Panel:
-    """`series`: (metric, label) of each curve. The label is None if the panel has one curve."""
-
-    title: str
-    unit: str
-    series: tuple[tuple[str, str | None], ...]
-    log: bool = False
-
-
-REWARD = Panel("Training reward, before penalties", "mean of the samples", (("critic/score/mean", None),))
-LENGTH = Panel(
-    "Response length",
-    "tokens",
-    (("response_length/mean", "mean"), ("response_length/max", "max"), ("response_length/min", "min")),
-)
-ENTROPY = Panel("Policy entropy", "nats per token", (("actor/entropy", None),))
-GRAD_NORM = Panel("Gradient norm (before clipping)", "L2 norm", (("actor/grad_norm", None),))
-GAP = Panel(
-    "Log-probabilities: policy - engine",
-    "|difference|, nats per token",
-    (
-        ("training/rollout_logp_diff_mean", "mean"),
-        ("training/rollout_logp_diff_p99", "99th percentile"),
-        ("training/rollout_logp_diff_max", "max"),
-    ),
-    log=True,
-)
-KL = Panel(
-    "KL divergence",
-    "nats per token",
-    (
-        ("actor/kl_loss", "to the reference"),
-        ("actor/ppo_kl", "to the policy before the update"),
-    ),
-)
-THROUGHPUT = Panel(
-    "Throughput",
-    "tokens per second and device",
-    (("perf/throughput", "whole step"), ("perf/throughput_train", "without validation and saving")),
+MAIN_PANELS = (  # their titles, in the order of the picture
+    *("Training reward", "Validation accuracy", "Response length", "Entropy of the policy", "Gradient norm"),
+    *("Engine against policy", "KL divergence", "Throughput"),
 )
 
 
@@ -78,8 +38,9 @@ def plot(metrics_jsonl: Path, png: Path) -> None:
         raise ValueError(
             f"{str(metrics_jsonl)!r} has no steps to plot; is it the metrics.jsonl of a run with trainer.logger jsonl?"
         )
-    panels = [REWARD, _validation_panel(rows), LENGTH, ENTROPY, GRAD_NORM, GAP, KL, THROUGHPUT]
-    drawn = [panel for panel in panels if _is_drawn(rows, panel)]
+    panels = [panel for panel in page_panels(_names(rows), {}) if panel.title in MAIN_PANELS]
+    panels.sort(key=lambda panel: MAIN_PANELS.index(panel.title))
+    drawn = [panel for panel in panels if panel.title == MAIN_PANELS[0] or _is_drawn(rows, panel)]
     num_rows = -(-(len(drawn) + 1) // COLUMNS)
     figure = Figure(figsize=(16, 3.8 * num_rows + 0.1), layout="constrained")
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
@@ -95,10 +56,13 @@ def plot(metrics_jsonl: Path, png: Path) -> None:
     figure.savefig(png, dpi=110)
 
 
-def _is_drawn(rows: Sequence[StepMetrics], panel: Panel) -> bool:
-    """Whether a metric of the panel is recorded and not always 0. A reward may be: that is worth seeing."""
-    values = [row[metric] for row in rows for metric, _ in panel.series if metric in row]
-    return any(value != 0 for value in values) or (panel is REWARD and bool(values))
+def _names(rows: Sequence[StepMetrics]) -> list[str]:
+    return sorted({name for row in rows for name in row})
+
+
+def _is_drawn(rows: Sequence[StepMetrics], panel: PagePanel) -> bool:
+    """Whether a metric of the panel is not always 0."""
+    return any(row.get(metric, 0) != 0 for row in rows for metric, _ in panel.curves)
 
 
 def _finite_points(rows: Sequence[StepMetrics], metric: str) -> tuple[list[int], list[float]]:
@@ -114,14 +78,9 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return [statistics.median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def _validation_panel(rows: Sequence[StepMetrics]) -> Panel:
-    names = sorted({name for row in rows for name in row if VALIDATION_ACCURACY.fullmatch(name)})
-    return Panel("Validation accuracy", "share solved", tuple((name, name.removeprefix("val-core/")) for name in names))
-
-
-def _draw_panel(ax: Axes, rows: Sequence[StepMetrics], panel: Panel) -> None:
+def _draw_panel(ax: Axes, rows: Sequence[StepMetrics], panel: PagePanel) -> None:
     drawn, empty = 0, NOT_RECORDED
-    for metric, label in panel.series:
+    for metric, label in panel.curves:
         steps, values = _finite_points(rows, metric)
         if panel.log and values:
             empty = "0 in every step"
@@ -139,14 +98,14 @@ def _draw_panel(ax: Axes, rows: Sequence[StepMetrics], panel: Panel) -> None:
     if panel.log and drawn:
         ax.set_yscale("log")
     for row in rows:
-        if any(metric in row and row[metric] is None for metric, _ in panel.series):
+        if any(metric in row and row[metric] is None for metric, _ in panel.curves):
             ax.axvline(row["step"], color="red", alpha=0.5, linewidth=0.8)
     _finish_axes(ax, rows, panel.title, panel.unit, None if drawn else empty)
 
 
 def _draw_phases(ax: Axes, rows: Sequence[StepMetrics]) -> None:
     """Seconds per phase, stacked. "other" is the time that no phase covers. Each step is a bar of width 1."""
-    names = {name for row in rows for name in row if re.fullmatch(r"timing_s/.+", name) and name != "timing_s/step"}
+    names = [name for name in _names(rows) if PHASE.fullmatch(name)]
     seconds = {name: [float(row.get(name) or 0.0) for row in rows] for name in names}
     order = sorted(names, key=lambda name: -sum(seconds[name]))
     whole = [float(row.get("timing_s/step") or 0.0) for row in rows]
@@ -201,6 +160,7 @@ def _finish_axes(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw the picture that the command line asks for."""
     parser = argparse.ArgumentParser(
         prog="python -m grpo_megatron.observability.curves", description="Draw a run's learning curves."
     )

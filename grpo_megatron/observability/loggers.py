@@ -1,8 +1,9 @@
-"""Trackers of experiments: Weights & Biases, SwanLab, MLflow. Each is one class over the package's own calls.
+"""Loggers: the sinks that `trainer.logger` names. Weights & Biases, SwanLab, MLflow and TensorBoard are one class each.
 
-A run has the project trainer.project_name, the name trainer.experiment_name and the tags trainer.tags. Its id is in a file
-of the output folder: a resumed run goes on in the tracker's run, and a run from step 0 is a new one there. Credentials, hosts and
-offline modes are the packages' own settings (WANDB_MODE=offline, SWANLAB_MODE=offline, MLFLOW_TRACKING_URI).
+The run of a tracker has the project trainer.project_name, the name trainer.experiment_name and the tags trainer.tags. Its
+id is in a file of the output folder: a resumed run goes on in the tracker's run, and a run from step 0 is a new one there.
+Credentials, hosts and offline modes are the packages' own settings (WANDB_MODE=offline, SWANLAB_MODE=offline,
+MLFLOW_TRACKING_URI).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from grpo_megatron.observability.sinks import JsonlSink, ReportSink, ShownGroups
 from grpo_megatron.pages.kit import visible
 from grpo_megatron.pages.panels import OTHER, page_panels
 from grpo_megatron.pages.run_folder import METRICS_FILE, flat_config
-from grpo_megatron.storage.events import add_event
+from grpo_megatron.storage.run_files import add_event
 
 TRACKERS = ("wandb", "swanlab", "mlflow")  # names in trainer.logger, and of the packages
 MAX_PARAMETERS = 100  # that MLflow accepts in one call
@@ -31,7 +32,7 @@ LONGEST_PARAMETER = 500  # characters that every MLflow server accepts
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker shows of a run. `first_step` 0: a new run of the tracker."""
+    """What a tracker shows of a run. With `first_step` 0 it is a new run of the tracker."""
 
     output_dir: Path
     project: str
@@ -58,7 +59,7 @@ class TrackedRun(NamedTuple):
 
 
 class WandbSink(Sink):
-    """WANDB_PROJECT, where it is set, is the project."""
+    """Weights & Biases. Its project is WANDB_PROJECT where that is set."""
 
     def __init__(self, run: TrackedRun) -> None:
         wandb = importlib.import_module("wandb")
@@ -80,6 +81,8 @@ class WandbSink(Sink):
 
 
 class SwanLabSink(Sink):
+    """SwanLab."""
+
     def __init__(self, run: TrackedRun) -> None:
         self._swanlab = importlib.import_module("swanlab")
         self._swanlab.init(
@@ -100,7 +103,7 @@ class SwanLabSink(Sink):
 
 
 class MlflowSink(Sink):
-    """The project is MLflow's experiment. Without MLFLOW_TRACKING_URI the run is in the database OUTPUT_DIR/mlflow.db."""
+    """MLflow. The project is its experiment. Without MLFLOW_TRACKING_URI the run is in the database OUTPUT_DIR/mlflow.db."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._mlflow = importlib.import_module("mlflow")
@@ -144,7 +147,8 @@ TRACKER_SINKS: dict[str, type[WandbSink] | type[SwanLabSink] | type[MlflowSink]]
 }
 
 
-# -- TensorBoard: scalars, an overview of the main ones, samples as text, and the config with the results --------------
+# -- TensorBoard -------------------------------------------------------------------------------------------------------
+# Scalars, an overview of the main ones, samples as text, and the config with the results.
 # `tensorboard --logdir OUTPUT_DIR/tensorboard`. The run has the name of trainer.experiment_name. The overview is on the tab
 # "Custom scalars".
 
@@ -154,6 +158,8 @@ VALUE_TYPES = (bool, int, float, str)
 
 
 class TensorBoardSink(Sink):
+    """TensorBoard's files: scalars at every step, samples at about MAX_TEXTS steps."""
+
     def __init__(
         self,
         folder: Path,
@@ -195,7 +201,7 @@ class TensorBoardSink(Sink):
 
 
 def overview(names: Sequence[str]) -> dict[str, Any]:
-    """The panels of the report as charts. A metric that appears in later steps only, such as a validation's, is in none."""
+    """Lay out the report's panels as charts. A metric that appears only in later steps, such as a validation's, is in none."""
     layout: dict[str, dict[str, Any]] = {}
     for panel in page_panels(names, {}):
         if panel.group != OTHER:
@@ -205,7 +211,7 @@ def overview(names: Sequence[str]) -> dict[str, Any]:
 
 
 def group_text(group: Mapping[str, Any]) -> str:
-    """A prompt and its samples as Markdown, in which each text is a block of code."""
+    """Format a prompt and its samples as Markdown, in which each text is a block of code."""
     parts = [_block(group["prompt"]), f"reference answer\n{_block(group['answer'])}"]
     for sample in group["samples"]:
         numbers = [f"{name} {sample[name]:g}" for name in ("reward", "advantage") if _is_finite(sample[name])]
@@ -224,7 +230,7 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-# -- The sinks of a run --
+# -- the sinks of a run ------------------------------------------------------------------------------------------------
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -247,7 +253,7 @@ def build_sinks(
     run_config: Mapping[str, Any] | None = None,
     stream: TextIO | None = None,
 ) -> Sinks:
-    """The sinks of `trainer.logger`, and metrics.jsonl with the report, under `trainer.output_dir`; none on ranks other than 0.
+    """Build the sinks of `trainer.logger`, metrics.jsonl and the report, in `trainer.output_dir`; on rank 0 only.
 
     `first_step`: the step that this run starts with. Later steps of an earlier run are dropped. `run_config` is recorded
     by TensorBoard and the trackers. `stream`: the console, standard output by default. Raises ConfigError on every rank if a

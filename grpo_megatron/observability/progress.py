@@ -18,7 +18,7 @@ FIRST_LINE_S = 60.0  # of a long step, in a log; the next ones after twice the t
 
 
 class StepProgress:
-    """`enter` is called in the main thread, `text` in another one."""
+    """Where a step is, and how long it will take. `enter` is called in the main thread, `text` in another one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,12 +32,12 @@ class StepProgress:
         self._state = (step, tuple(phases), began if before else now, now)
 
     def finished(self, seconds: float | None) -> None:
-        """A step took so long."""
+        """Record the seconds of a step that ended."""
         if seconds is not None:
             self._seconds.append(seconds)
 
     def step_seconds(self) -> float:
-        """Since the step began; 0 between two steps."""
+        """Seconds since the step began; 0 between two steps."""
         _, phases, began, _ = self._state
         return self._clock() - began if phases else 0.0
 
@@ -56,7 +56,7 @@ class StepProgress:
         return text + (self._left(now - began, steps_left) if not where else "")
 
     def line(self) -> str:
-        """The same for a log."""
+        """The text in a line for a log."""
         return f"step {self._state[0]}: {self.text()}; {duration(self.step_seconds())} of it are over"
 
     def _left(self, passed: float, steps_left: int | None) -> str:
@@ -74,7 +74,7 @@ class StepProgress:
 
 
 def duration(seconds: float) -> str:
-    """ "34 s", "2 min 5 s", "3 h 12 min"."""
+    """Format seconds as "34 s", "2 min 5 s" or "3 h 12 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -86,7 +86,7 @@ def duration(seconds: float) -> str:
 def awaited(
     what: str, is_shown: bool, first_s: float = 20.0, is_over: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
-    """Shows that `what` is being done, until the block ends or `is_over()`. On a terminal a line counts the seconds.
+    """Show that `what` is being done, until the block ends or `is_over()`. On a terminal a line counts the seconds.
 
     Elsewhere a line is printed once it takes longer than `first_s`, and then after twice the time, each.
     """

@@ -21,14 +21,13 @@ from grpo_megatron.pages.run_folder import KeptSamples, RunFolder, read_metrics
 from grpo_megatron.pages.run_page import appended_step, render_report
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.storage.events import add_event, read_events
-from grpo_megatron.storage.start_times import finish_start
+from grpo_megatron.storage.run_files import add_event, finish_start, read_events
 
-ShownGroups = list[dict[str, Any]]  # samples of a step, as report/samples.py describes them
+ShownGroups = list[dict[str, Any]]  # samples of a step, as pages/run_folder.py describes them
 
 
 class Sink:
-    """By default it ignores everything but metrics."""
+    """One destination of a run's metrics. By default it ignores everything but metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         raise NotImplementedError
@@ -119,7 +118,11 @@ class JsonlSink(Sink):
             self._file.close()
 
 
-# -- report.html --
+# -- report.html -------------------------------------------------------------------------------------------------------
+# The whole page is written (to a hidden file that is then renamed) at the start, at the end, and after a step when writing
+# has taken at most SHARE of the run's time. In the other steps one line is appended, in a fraction of a millisecond however
+# long the run is: the step's metrics in a script element, which the page adds to its curves. A line that a kill has cut off
+# is ignored.
 
 REPORT_FILE = "report.html"
 SHARE = 0.01  # of the time between two writings of the whole page

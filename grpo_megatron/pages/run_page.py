@@ -1,8 +1,4 @@
-"""The report of one run, or of two beside each other: one HTML file that needs no network.
-
-The browser makes everything from data, which is JSON in a script element with <, > and & escaped. Texts of a model enter the
-page as text nodes, with control characters made visible: none can become markup. A content security policy forbids requests.
-"""
+"""The report of one run, or of two beside each other. The browser makes everything from data (page/run.js)."""
 
 from __future__ import annotations
 
@@ -10,20 +6,18 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from html import escape
-from pathlib import Path
 from typing import Any
 
+from grpo_megatron.pages.kit import embedded_json, html_page
 from grpo_megatron.pages.panels import PHASE, PagePanel, page_panels
 from grpo_megatron.pages.run_folder import RunFolder, rounded
 
-PAGE_PARTS = Path(__file__).parent / "page"
 MAX_EVENTS = 200
 LONGEST_SETTING = 400  # characters of a config's value
 
 
 def render_report(runs: Sequence[RunFolder], *, is_live: bool = False) -> str:
-    """The page of what `update` has read of one or two runs. `is_live`: its run will write it again, or append to it."""
+    """Make the page of one or two runs as `update` has read them. `is_live`: the run will write or append to it again."""
     panels, constants = drawn_panels(runs)
     drawn = {name for panel in panels for name, _ in panel.curves}
     data = {
@@ -32,39 +26,18 @@ def render_report(runs: Sequence[RunFolder], *, is_live: bool = False) -> str:
         "constants": constants,
         "live": is_live,
     }
-    parts = {
-        "TITLE": escape(" and ".join(run.name for run in runs)),
-        "STYLE": base_style() + (PAGE_PARTS / "report.css").read_text(encoding="utf-8"),
-        "SCRIPT": (PAGE_PARTS / "curves.js").read_text(encoding="utf-8")
-        + (PAGE_PARTS / "report.js").read_text(encoding="utf-8"),
-        "DATA": embedded_json(data),
-    }
-    template = (PAGE_PARTS / "report.html").read_text(encoding="utf-8")
-    return re.sub("@([A-Z]+)@", lambda match: parts[match[1]], template)  # in one pass: texts may hold such words
+    return html_page("run", " and ".join(run.name for run in runs), data)
 
 
 def appended_step(step: int, metrics: Mapping[str, float]) -> str:
-    """What the page of one run gets at its end for a further step. It is about one kilobyte per thirty metrics."""
+    """Make what is appended to the page of one run for a further step: about one kilobyte per thirty metrics."""
     values = {name: rounded(value) for name, value in metrics.items()}
     row = embedded_json({"step": step, "time": round(time.time(), 1), "metrics": values})
     return f'<script type="application/json" class="step">{row}</script>\n'
 
 
-def base_style() -> str:
-    """What all pages of a run share: colours for light and dark, text, tables, forms."""
-    return (PAGE_PARTS / "base.css").read_text(encoding="utf-8")
-
-
-def embedded_json(value: Any) -> str:
-    """JSON that can stand in a script element, whatever strings it has. Halves of surrogate pairs become question marks."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace").decode("utf-8")
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
 def drawn_panels(runs: Sequence[RunFolder]) -> tuple[list[PagePanel], dict[str, list[float | None]]]:
-    """The panels with something to see, and the metrics that never change: name -> value in each run."""
+    """Choose the panels with something to see, and the metrics that never change: name -> value in each run."""
     names = sorted({name for run in runs for name in run.curves.names()})
     constants = {name: values for name in names if (values := _constants(runs, name)) is not None}
     guards: dict[str, dict[str, Any]] = {}

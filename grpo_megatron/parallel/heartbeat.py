@@ -45,13 +45,13 @@ from grpo_megatron.parallel.stalls import (
     start_ticks,
     table,
 )
-from grpo_megatron.storage.events import add_event
+from grpo_megatron.storage.run_files import add_event
 
 FOLDER, REPORTS = "heartbeats", "stalls"
 MAX_WATCHERS, MAX_READS = 8, 4096
 MIN_PERIOD_S, MAX_PERIOD_S = 1.0, 5.0  # of the beats: a new phase is written after the shorter one
 STACKS_S = 2.0  # time to write stacks, for a process that can
-SIGNAL = signal.SIGRTMIN + 5  # SIGUSR2 writes the stacks to standard error (training/stop_signals.py)
+SIGNAL = signal.SIGRTMIN + 5  # SIGUSR2 writes the stacks to standard error (training/stopping.py)
 
 
 def _print(error: StalledRank) -> int:
@@ -74,7 +74,7 @@ def is_watcher(rank: int, world_size: int) -> bool:
 
 
 class Heartbeat:
-    """Of one rank. A context manager; entering it is collective. `timeout_s` None: nothing is watched."""
+    """The heartbeat of one rank. A context manager; entering it is collective. `timeout_s` None: nothing is watched."""
 
     def __init__(self, output_dir: Path, mesh: Mesh, timeout_s: float | None) -> None:
         self.output_dir, self.mesh, self.timeout_s = output_dir, mesh, timeout_s

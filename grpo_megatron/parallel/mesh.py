@@ -89,6 +89,8 @@ N = TypeVar("N", int, float)
 class RankError(RuntimeError):
     """Something failed on at least one rank. Raised on every rank with the messages of all ranks."""
 
+    tells_what_to_do = True  # the command line prints it without a traceback
+
 
 class LostRank(RankError):
     """A rank has died, or its connection is lost. No collective can succeed any more."""

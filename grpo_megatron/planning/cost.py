@@ -5,18 +5,266 @@ Not counted: rewards, environments, validation, checkpoints, the exchange of tok
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
+from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.algo.needs import needs_old_logprobs, reads_reference, reasons_for_old_pass
+from grpo_megatron.config import Config
+from grpo_megatron.memory.engine import kv_token_bytes
+from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.flops import flops_per_pass, model_shape
 from grpo_megatron.planning import speeds
-from grpo_megatron.planning.generation_cost import generation_seconds
+from grpo_megatron.planning.gpus import Gpu
 from grpo_megatron.planning.layout import Layout
-from grpo_megatron.planning.machine import PlannedMachine
-from grpo_megatron.planning.training_cost import scoring_seconds, update_seconds
-from grpo_megatron.planning.workload import Workload
+
+# -- The machine -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlannedMachine:
+    """GPUs on nodes, and the seconds that bytes need between them."""
+
+    gpu: Gpu
+    world_size: int
+    per_node: int = 8
+
+    def link(self, neighbours: int) -> float:
+        """Bytes per second and GPU within a group of `neighbours` consecutive ranks."""
+        if neighbours <= self.per_node:
+            return self.gpu.nvlink_bytes_per_s * speeds.LINK
+        return self.gpu.network_bytes_per_s * speeds.NETWORK
+
+    def read_seconds(self, size: float) -> float:
+        """Of reading `size` bytes from the GPU's memory."""
+        return size / (self.gpu.memory_bytes_per_s * speeds.MEMORY)
+
+    def host_seconds(self, size: float) -> float:
+        """Of copying `size` bytes to the host or back."""
+        return size / (self.gpu.host_bytes_per_s * speeds.HOST)
+
+
+# -- The workload of a step --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`scoring_passes`: forward passes over all samples before the update, in passes of the policy's size."""
+
+    arch: Architecture
+    samples: int
+    samples_per_prompt: int
+    prompt_tokens: float
+    response_tokens: float
+    longest_response: int
+    scoring_passes: float = 0.0
+    epochs: int = 1
+    updates: int = 1  # optimizer steps, of all epochs together
+    critic_share: float = 0.0  # parameters of the critic / the policy's
+    draws: bool = True
+    itemsize: int = 2
+    max_num_seqs: int = 256
+    is_fp8: bool = False
+    overlaps_gradients: bool = False
+
+    @property
+    def sample_tokens(self) -> float:
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def tokens(self) -> float:
+        """Of all samples of a step: each counts its prompt."""
+        return self.samples * self.sample_tokens
+
+    @classmethod
+    def of(cls, config: Config, models: RunModels, response_tokens: float | None = None) -> Workload:
+        """Of a step of `config`. Unknown lengths: the prompt is half of its maximum, and the response too by default."""
+        actor, algorithm, data = config.actor, config.algorithm, config.data
+        n = config.rollout.n
+        if algorithm.source == "file":
+            n = 2 if policy_losses.facts(actor.loss_mode).paired else 1
+        size = models.arch.num_parameters()
+        passes = float(needs_old_logprobs(algorithm, actor) and bool(_old_pass(config)))
+        passes += reads_reference(algorithm, actor)
+        passes += sum(arch.num_parameters() for arch in models.reward_archs) / size
+        return cls(
+            arch=models.arch,
+            samples=data.train_batch_size * n,
+            samples_per_prompt=n,
+            prompt_tokens=data.max_prompt_length / 2,
+            response_tokens=data.max_response_length / 2 if response_tokens is None else response_tokens,
+            longest_response=data.max_response_length,
+            scoring_passes=passes,
+            epochs=actor.ppo_epochs,
+            updates=actor.num_updates(1, data.train_batch_size),
+            critic_share=models.critic.num_parameters() / size if models.critic is not None else 0.0,
+            draws=config.draws and algorithm.source != "file",
+            itemsize=DTYPE_BYTES[config.model.dtype],
+            max_num_seqs=config.rollout.max_num_seqs,
+            is_fp8=actor.megatron.fp8.recipe is not None,
+            overlaps_gradients=actor.megatron.overlap_grad_reduce,
+        )
+
+
+def _old_pass(config: Config) -> list[str]:
+    return reasons_for_old_pass(config.algorithm, config.actor, config.data.train_batch_size)
+
+
+# -- Generation --------------------------------------------------------------------------------------------------------
+# An engine decodes b sequences at a time: as many as its samples, its cache and max_num_seqs allow. One decoding step:
+#
+# memory    the weights that b tokens visit, and the cache of b sequences, read once, over the engine's ranks
+# compute   2 N b FLOP, N the active parameters; the slower of memory and compute counts
+# reduce    two all-reduces per layer between the engine's ranks
+# host      ENGINE_STEP_S + SAMPLE_S b
+#
+# While samples wait, b stays; then the last b sequences run out, until the longest response has its last token. There are
+# r (S / b - 1) steps of the first kind, for S samples of r tokens, and as many of the second kind as the longest response has.
+
+
+def generation_seconds(work: Workload, layout: Layout, machine: PlannedMachine, cache_tokens: float) -> float:
+    """`cache_tokens`: what the cache of an engine holds."""
+    engines = machine.world_size // layout.rollout_tp
+    samples = max(1, math.ceil(work.samples / engines))
+    in_flight = work.prompt_tokens + work.response_tokens / 2
+    at_once = max(1.0, min(samples, work.max_num_seqs, cache_tokens / in_flight))
+    waiting = max(0.0, samples / at_once - 1) * work.response_tokens
+    running_out = max(1.0, at_once * work.response_tokens / work.longest_response)
+    seconds = waiting * _step_seconds(work, layout, machine, at_once)
+    seconds += work.longest_response * _step_seconds(work, layout, machine, running_out)
+    return seconds + _prompt_seconds(work, layout, machine, samples)
+
+
+def _step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, sequences: float) -> float:
+    """One decoding step of an engine with so many sequences."""
+    arch, tp = work.arch, layout.rollout_tp
+    in_flight = work.prompt_tokens + work.response_tokens / 2
+    cache = sequences * in_flight * kv_token_bytes(arch, tp, work.itemsize)
+    memory = machine.read_seconds(_visited_weights(arch, sequences) * work.itemsize / tp + cache)
+    active = model_shape(arch).active_parameters
+    compute = 2 * active * sequences / (tp * machine.gpu.tflops * 1e12 * speeds.MATMUL)
+    reduce = 0.0
+    if tp > 1:
+        latency = speeds.REDUCE_S if tp <= machine.per_node else speeds.NETWORK_REDUCE_S
+        size = 2 * sequences * arch.hidden_size * work.itemsize * (tp - 1) / tp
+        reduce = 2 * arch.num_layers * (latency + size / machine.link(tp))
+    return max(memory, compute) + reduce + speeds.ENGINE_STEP_S + speeds.SAMPLE_S * sequences
+
+
+def _visited_weights(arch: Architecture, tokens: float) -> float:
+    """Parameters that a batch of `tokens` tokens reads: of the experts those that at least one token visits."""
+    if not arch.num_experts:
+        return arch.num_parameters()
+    layers = arch.num_layers - arch.num_dense_layers
+    experts = layers * arch.num_experts * 3 * arch.hidden_size * arch.ffn_hidden_size
+    visited = 1 - (1 - arch.experts_per_token / arch.num_experts) ** tokens
+    return arch.num_parameters() - experts * (1 - visited)
+
+
+def _prompt_seconds(work: Workload, layout: Layout, machine: PlannedMachine, samples: int) -> float:
+    """Computing each prompt once per engine: its samples are neighbours, and share the prefix."""
+    prompts = math.ceil(samples / work.samples_per_prompt)
+    flops = 2 * model_shape(work.arch).active_parameters * prompts * work.prompt_tokens
+    return flops / (layout.rollout_tp * machine.gpu.tflops * 1e12 * speeds.MATMUL)
+
+
+# -- Training ----------------------------------------------------------------------------------------------------------
+# compute      FLOP of models/flops.py / (GPUs x peak x fraction); recomputation adds a third to an update
+# fraction     MATMUL (or EXPERTS) x t / (t + HALF_TOKENS), for a micro-batch of t tokens
+# tp           4 h bytes x (tp - 1) / tp per token, layer and forward pass over the links; twice as much backward
+# ep           2 copies of the hidden state of each of a token's experts, per layer and forward pass; twice as much backward
+# pipeline     (compute + tp + ep) x (m + pp - 1) / m, for m micro-batches per optimizer step; with unequal stages
+# also x the largest / the mean
+# gradients    4 + 2 bytes per parameter and optimizer step, in a ring over the data-parallel ranks. With
+# overlap_grad_reduce only the part that takes longer than the backward pass
+#
+# Context-parallel ranks count as data-parallel ones; what they exchange is not counted.
+
+GRADIENT_SYNC_BYTES = 4 + 2  # float32 gradients are reduced, bfloat16 weights are gathered
+
+
+@functools.cache
+def _flops_per_sample(arch: Architecture, tokens: int) -> float:
+    """FLOP of a forward and backward pass over one sequence."""
+    return flops_per_pass(model_shape(arch), [tokens])
+
+
+def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, backward: bool) -> float:
+    """One pass over all samples: forward and backward, or forward alone; without gradient sync."""
+    replicas = layout.replicas(machine.world_size)
+    per_update = work.tokens * work.epochs / work.updates / replicas
+    micro_batch = min(layout.tokens, max(per_update, 1.0))
+    count = max(1, math.ceil(per_update / micro_batch))
+    flops = work.samples * _flops_per_sample(work.arch, round(work.sample_tokens)) / (1 if backward else 3)
+    recompute = 4 / 3 if backward and layout.recompute else 1.0
+    fraction = speeds.EXPERTS if work.arch.num_experts else speeds.MATMUL
+    fraction *= micro_batch / (micro_batch + speeds.HALF_TOKENS) * (speeds.FP8_SPEEDUP if work.is_fp8 else 1.0)
+    compute = flops * recompute / (machine.world_size * machine.gpu.tflops * 1e12 * fraction)
+    exchange = _exchange_seconds(work, layout, machine) * (3 * recompute if backward else 1)
+    return (compute + exchange) * layout.largest_stage(work.arch.num_layers) * (count + layout.pp - 1) / count
+
+
+def _exchange_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
+    """Tensor- and expert-parallel communication of a forward pass over one rank's tokens."""
+    arch = work.arch
+    replicas = layout.replicas(machine.world_size)
+    token_layers = work.tokens / replicas * arch.num_layers / layout.pp
+    hidden = arch.hidden_size * work.itemsize
+    seconds = token_layers * 4 * hidden * (layout.tp - 1) / layout.tp / machine.link(layout.tp)
+    if layout.ep > 1:
+        copies = 2 * arch.experts_per_token * hidden / layout.tp * (layout.ep - 1) / layout.ep
+        seconds += token_layers * copies / machine.link(layout.tp * layout.ep)
+    return seconds
+
+
+def gradient_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
+    """Reducing gradients and gathering weights once over the data-parallel ranks."""
+    replicas = layout.replicas(machine.world_size)
+    experts = _expert_parameters(work.arch)
+    dense = (work.arch.num_parameters() - experts) / (layout.tp * layout.pp)
+    seconds = 0.0
+    for size, ranks in ((dense, replicas), (experts / (layout.tp * layout.pp * layout.ep), replicas // layout.ep)):
+        if ranks > 1:
+            link = machine.link(layout.tp * replicas)
+            seconds += size * GRADIENT_SYNC_BYTES * (ranks - 1) / ranks / link
+    return seconds
+
+
+def _expert_parameters(arch: Architecture) -> int:
+    layers = arch.num_layers - arch.num_dense_layers
+    return layers * arch.num_experts * 3 * arch.hidden_size * arch.ffn_hidden_size
+
+
+def update_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
+    """All optimizer steps of a training step, the critic's too, and the optimizer's way to the host and back."""
+    one = pass_seconds(work, layout, machine, backward=True)
+    gradients = gradient_seconds(work, layout, machine) * work.updates
+    if work.overlaps_gradients:
+        gradients = max(0.0, gradients - work.epochs * one * 2 / 3)
+    own = work.arch.num_parameters() / (layout.tp * layout.pp)
+    replicas = layout.replicas(machine.world_size)
+    state = 12 * own / (replicas if layout.distributed_optimizer else 1)
+    adam = machine.read_seconds(2 * state + 8 * own) * work.updates
+    offload = machine.host_seconds(2 * state) if layout.offload_optimizer and work.draws else 0.0
+    return (work.epochs * one + gradients + adam + offload) * (1 + work.critic_share)
+
+
+def scoring_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
+    """Log-probabilities of policy and reference, scores of reward models, values; and the reference's way to the GPU."""
+    passes = work.scoring_passes + work.critic_share
+    if not passes:
+        return 0.0
+    weights = work.arch.num_parameters() * work.itemsize / (layout.tp * layout.pp)
+    offload = machine.host_seconds(weights) if layout.offload_reference else 0.0
+    return passes * pass_seconds(work, layout, machine, backward=False) + offload
 
 
 @dataclass(frozen=True)
 class StepSeconds:
+    """The estimated seconds of the parts of a training step."""
+
     generate: float
     score: float
     update: float

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_megatron.checks.phases import GIB
+from grpo_megatron.checks.model_folders import read_models
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.planning.fit import PROPOSED
+from grpo_megatron.memory.phases import GIB
+from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
-from grpo_megatron.planning.machine import PlannedMachine
-from grpo_megatron.planning.models import PlannedModels
-from grpo_megatron.planning.nearest import PlannedLayout
-from grpo_megatron.planning.search import SearchResult, search
-from grpo_megatron.planning.workload import Workload
+from grpo_megatron.planning.search import PROPOSED, PlannedLayout, SearchResult, search
 
 _TOP = 10
 _COLUMNS = ("tp", "pp", "dp", "ep", "engine", "tokens", "recompute", "offload", "share", "at once", "fullest, GiB")
@@ -35,7 +32,7 @@ def search_page(
         )
     world = world_size or config.trainer.nnodes * config.trainer.n_gpus_per_node
     machine = PlannedMachine(gpu or GPUS[REFERENCE], world, min(config.trainer.n_gpus_per_node, world))
-    models = PlannedModels.read(config)
+    models = read_models(config)
     work = Workload.of(config, models, mean_response)
     result = search(config, models, work, machine)
     return "\n".join([*_head(config, work, machine, result), "", *_table(config, work, machine, result, top or _TOP)])

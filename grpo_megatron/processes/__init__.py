@@ -1,6 +1,8 @@
-"""Processes that run code of the user and can be killed: what reward workers and environment workers have in common.
+"""Processes that run the user's code and can be killed: rewards, judges, environments and tools are clients.
 
-process.py     a worker: its parent's side (pipes, messages, log, kill) and its own (pipes, messages of exceptions)
-family.py      all processes that a worker has started; ends with the parent
+pool.py        ProcessPool: requests to processes named by keys; hosts that are lost are replaced
+host.py        the program that forks one process per key, and ends those that break a limit
+process.py     messages as JSON lines, texts about failures, limits that a process sets on itself
+family.py      all processes that a process has started; processes that end with their parent
 endpoint.py    POST to an HTTP endpoint, with retries and a deadline
 """

@@ -37,6 +37,8 @@ class EndpointTimeout(EndpointError):
 
 @dataclass(frozen=True)
 class HttpResponse:
+    """A response of status 200, after so many attempts."""
+
     data: bytes
     headers: Message
     attempts: int

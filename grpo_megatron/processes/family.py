@@ -147,7 +147,7 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-# -- Child processes that end when their parent ends. Standard library only: reward workers start with it --------------
+# -- children that end when their parent ends --------------------------------------------------------------------------
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 

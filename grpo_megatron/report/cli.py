@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import select
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Annotated, TextIO
 
+from grpo_megatron.config import ConfigError
+from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.pages.run_folder import METRICS_FILE, RunFolder
 from grpo_megatron.pages.run_page import render_report
 from grpo_megatron.report.watch import watch_lines
@@ -19,38 +20,45 @@ PLAIN_WIDTH = 100  # characters of a line where there is no terminal
 CLEAR, HIDE, SHOW = "\x1b[H\x1b[J", "\x1b[?25l", "\x1b[?25h"  # the screen; the cursor
 
 
-def report_main(argv: Sequence[str]) -> int:
-    """`grpo-megatron report RUN [RUN2] --output FILE`."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-megatron report", description="Write the page of a run, or of two runs beside each other."
-    )
-    parser.add_argument("run", type=Path, nargs="+", help="a run's output folder; at most two")
-    parser.add_argument("--output", type=Path, required=True, help="the HTML file to write")
-    options = parser.parse_args(argv)
-    if len(options.run) > 2:
-        parser.error(f"a page shows one run or two, not {len(options.run)}")
-    runs = [_opened(parser, folder) for folder in options.run]
+class ReportOptions(Options):
+    """The options of `report`."""
+
+    program, description = "report", "Write the page of a run, or of two runs beside each other."
+    run: Annotated[tuple[Path, ...], Argument("a run's output folder; at most two")]
+    output: Annotated[Path, Option("the HTML file to write")]
+
+    def problems(self) -> Iterator[str]:
+        """More runs than a page shows."""
+        if len(self.run) > 2:
+            yield f"a page shows one run or two, not {len(self.run)}"
+
+
+class WatchOptions(Options):
+    """The options of `watch`."""
+
+    program = "watch"
+    description = "Show a run in the terminal, from its files. Ctrl-C, or q and Enter, end it."
+    run: Annotated[Path, Argument("the run's output folder")]
+    once: Annotated[bool, Option("print once; the default where there is no terminal")] = False
+    every: Annotated[float, Option("between two looks (default: 2)", "SECONDS")] = 2.0
+
+
+def report(options: ReportOptions) -> int:
+    """Write the page of the runs; returns the exit code. Raises ConfigError."""
+    runs = [_opened(folder) for folder in options.run]
     try:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         write_file(options.output, render_report(runs))
     except OSError as error:
-        parser.error(f"cannot write --output {options.output}: {error}")
+        raise ConfigError(f"cannot write --output {options.output}: {error}") from error
     print(f"wrote {options.output}")
     return 0
 
 
-def watch_main(argv: Sequence[str], stdin: TextIO | None = None, stdout: TextIO | None = None) -> int:
-    """`grpo-megatron watch RUN`. Ends with the run, or on q and Enter."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-megatron watch",
-        description="Show a run in the terminal, from its files. Ctrl-C, or q and Enter, end it.",
-    )
-    parser.add_argument("run", type=Path, help="the run's output folder")
-    parser.add_argument("--once", action="store_true", help="print once; the default where there is no terminal")
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="between two looks (default: 2)")
-    options = parser.parse_args(argv)
+def watch(options: WatchOptions, stdin: TextIO | None = None, stdout: TextIO | None = None) -> int:
+    """Show the run until it ends, or until q and Enter; returns the exit code. Raises ConfigError."""
     stdin, stdout = stdin or sys.stdin, stdout or sys.stdout
-    run = _opened(parser, options.run)
+    run = _opened(options.run)
     if options.once or not stdout.isatty():
         print("\n".join(watch_lines(run, PLAIN_WIDTH)), file=stdout)
         return 0
@@ -79,13 +87,13 @@ def _follow_run(run: RunFolder, every_s: float, stdin: TextIO, stdout: TextIO) -
         stdout.flush()
 
 
-def _opened(parser: argparse.ArgumentParser, folder: Path) -> RunFolder:
+def _opened(folder: Path) -> RunFolder:
     if not folder.is_dir():
-        parser.error(f"there is no folder {folder}; name the trainer.output_dir of a run")
+        raise ConfigError(f"there is no folder {folder}; name the trainer.output_dir of a run")
     run = RunFolder(folder)
     run.update()
     if not run.curves.num_rows and not run.settings and not run.events:
-        parser.error(
+        raise ConfigError(
             f"{folder} has neither {METRICS_FILE} nor config.yaml: it is not the output folder of a run; name the"
             " trainer.output_dir itself, not a folder above or below it"
         )

@@ -27,7 +27,7 @@ NARROWEST = 40
 
 
 def watch_lines(run: RunFolder, width: int) -> list[str]:
-    """What there is to see, in lines of at most `width` characters. `run` is up to date."""
+    """Draw the run in lines of at most `width` characters. `run` is up to date."""
     width = max(width, NARROWEST)
     parts = [_head(run), list(_now(run)), list(_curve_lines(run, width)), list(_sample(run, width)), list(_events(run))]
     lines = [line for part in parts if part for line in (*part, "")]
@@ -35,7 +35,7 @@ def watch_lines(run: RunFolder, width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """One character per value, from the lowest to the highest; a blank for None. More values than `width` are averaged."""
+    """Draw one character per value, from the lowest to the highest; a blank for None. More values than `width` are averaged."""
     known = [value for value in values if value is not None]
     if not known or width < 1:
         return ""
@@ -138,7 +138,7 @@ def _events(run: RunFolder) -> Iterator[str]:
 
 
 def time_text(seconds: float) -> str:
-    """ "34 s", "2 min", "3 h 12 min"."""
+    """Format seconds as "34 s", "2 min" or "3 h 12 min"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,6 @@
-r"""The last `\boxed{...}` of a text, which holds the final answer by the convention of MATH (arXiv 2103.03874).
+r"""How a response writes its answer: the last box, marked numbers, the layout; the rewards gsm8k, format and tag_count.
+
+A box, `\boxed{...}`, holds the final answer by the convention of MATH (arXiv 2103.03874).
 
 The last box decides. When its brace is not closed (a truncated response), there is no prediction, even if the text has
 an earlier box. `\boxed 7$` ends at the dollar sign or at the end of the line. `\fbox` counts. `\{` and `\}` are characters
@@ -63,11 +65,12 @@ def _read_box(text: str, start: int) -> tuple[str | None, int]:
     return None, start
 
 
-# -- Exact numeric answers: the one extractor of GSM8K training and evaluation, and the reward on top of it ------------
-# The last mark decides: `#### 18`, `<answer>18</answer>` or `\boxed{18}`, whichever comes last in the text. The number
-# must follow the mark at once. Currency signs, markdown, LaTeX commands, thousands commas and a percent sign are dropped;
-# units may follow. Values are compared as exact fractions, so 12.50 = 25/2. What is not one plain number (`9 * 2`,
-# `10-20`, `5e3`, `1,23`, a digit outside ASCII) is no prediction. GSM8K: arXiv 2110.14168.
+# -- numbers: the reward gsm8k -----------------------------------------------------------------------------------------
+# The one extractor of GSM8K training and evaluation. The last mark decides: `#### 18`, `<answer>18</answer>` or
+# `\boxed{18}`, whichever comes last in the text. The number must follow the mark at once. Currency signs, markdown,
+# LaTeX commands, thousands commas and a percent sign are dropped; units may follow. Values are compared as exact
+# fractions, so 12.50 = 25/2. What is not one plain number (`9 * 2`, `10-20`, `5e3`, `1,23`, a digit outside ASCII) is
+# no prediction. GSM8K: arXiv 2110.14168.
 #
 # Departures from verl's `gsm8k` reward: verl reads only the last 300 characters, needs one space after `####`, accepts no
 # `$`, compares strings, and knows only `####`. Its "flexible" mode takes the last number of the text, marked or not.
@@ -199,7 +202,7 @@ def gsm8k_reward(completion: str, answer: str) -> dict[str, float]:
     return {"score": correct, "acc": correct, "extracted": float(prediction is not None)}
 
 
-# -- Rewards for the layout of a response: `format` (all or nothing) and `tag_count` (a quarter per tag) ---------------
+# -- layout: the rewards `format` (all or nothing) and `tag_count` (a quarter per tag) ---------------------------------
 # The layout is that of DeepSeek-R1 (arXiv 2501.12948, table 1): `<think> ... </think><answer> ... </answer>`. Some chat
 # templates write the first `<think>` themselves, at the end of the prompt. `opened_thought` finds it; the caller puts it
 # before the response, so that both rewards see the whole turn.
@@ -255,7 +258,7 @@ def tag_count_reward(completion: str, answer: str) -> float:
     return sum(completion.count(tag) == 1 for tag in TAGS) / len(TAGS)
 
 
-# -- AnswerForm: how a response writes its answer, so that a right one can be made of a reference answer ---------------
+# -- how an instruction asks for the answer ----------------------------------------------------------------------------
 
 HASHES, BOXED, TAGGED, SENTENCE = "hashes", "boxed", "tagged", "sentence"
 IN_PROMPT = (("<answer>", TAGGED), ("\\boxed", BOXED), ("####", HASHES))  # what an instruction shows of its form

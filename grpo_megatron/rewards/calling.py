@@ -28,7 +28,7 @@ class WrongNumber(ValueError):
 
 
 class BoundReward:
-    """`signature.py` says what the function gets. A sample is a dict with some of the fields of a RewardItem."""
+    """`reward.py` says what the function gets. A sample is a dict with some of the fields of a RewardItem."""
 
     def __init__(self, name: str, kwargs: Kwargs) -> None:
         """Raises what the import of the function raises, and ValueError: it reads no completion."""

@@ -1,4 +1,6 @@
-"""GSM8K as lm-evaluation-harness grades it (tasks `gsm8k` and `gsm8k_cot`, version 3.0), for numbers that match its tables.
+"""More rewards that compare answers: lm-evaluation-harness' graders, graded rewards, the reward of the quickstart.
+
+GSM8K as lm-evaluation-harness grades it (tasks `gsm8k` and `gsm8k_cot`, version 3.0), for numbers that match its tables.
 
     score of the harness              here                what is read
     exact_match, strict-match         gsm8k_strict        the FIRST `#### N`, one space, N of [-0-9.,]
@@ -83,7 +85,7 @@ extractors.register("gsm8k_cot_strict")(Extractor(cot_strict_match, str.strip, n
 extractors.register("gsm8k_flexible")(Extractor(flexible_extract, str.strip, normalized))
 
 
-# -- Graded rewards: 1 for the right answer, less for an answer that is nearly there. References are numbers or any othe
+# -- graded rewards: 1 for the right answer, less for one that is nearly there -----------------------------------------
 # graded          1: what the last mark (####, answer tags, box) holds is right   0.5: the answer stands somewhere   0.01: else
 # graded_answer   1: what the answer tags hold is right   0.5: they hold the answer and more   0.01: another answer
 # 0: no answer tags
@@ -173,7 +175,7 @@ extractors.register("graded")(Extractor(_marked_prediction, reference))
 extractors.register("graded_answer")(Extractor(_tagged_prediction, reference))
 
 
-# -- The quickstart's reward: is the integer in `<answer>N</answer>`, at the very end of the response, exact? ----------
+# -- the reward of the quickstart --------------------------------------------------------------------------------------
 
 MAX_TAIL = 256  # characters from the last <answer> on; bounds the regular expression and the integer
 _TAGGED_INTEGER = re.compile(r"<answer>\s*(-?[0-9]+)\s*</answer>\s*")

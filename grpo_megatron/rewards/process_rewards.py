@@ -2,7 +2,7 @@
 
 A step is a line of the response. `</think>` also ends a step, and so does the comma between two equations of the
 quickstart's `8+3=11,1+7+1=9`. A step earns 1 when every equation in it holds and 0 when one does not
-(`rewards/equation.py`). A step without an equation carries no reward. The last step earns the outcome reward.
+(`equations`). A step without an equation carries no reward. The last step earns the outcome reward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_megatron.rewards.reward import MAX_STEPS, parse_reward, rewards
 
-# -- Written arithmetic, checked exactly: finds the equations of a text and says which hold. A small parser, no `eval` -
+# -- equations, checked exactly by a small parser ----------------------------------------------------------------------
 # An equation is a chain `48/2=24` or `2*3 = 6 = 12/2` of sides without variables; at least one side has an operator.
 # GSM8K's calculator annotations `<<48/2=24>>` are equations, and so is the text around them. Numbers may have `$`, `%` (a
 # hundredth) and thousands commas. Operators are + - * / x ^ and LaTeX's \times \cdot \div \frac. Values are exact

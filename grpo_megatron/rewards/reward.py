@@ -1,18 +1,18 @@
 """What a reward function is: the registry, the check that a name can be used, and the check of what it returned.
 
-A reward function gets what it names (signature.py): `f(completion: str, answer: str, difficulty: int) -> float | dict`, and
+A reward function gets what it names (see below): `f(completion: str, answer: str, difficulty: int) -> float | dict`, and
 the keys of `reward.kwargs`. It may be `async`. A dict holds "score", which is the reward, and further numbers that become
 metrics ({"score": 1.0, "acc": 1.0, "format": 0.0}). Entries that are not numbers are kept as text, beside the logged samples.
 A reward has no unit; larger is better. Its absolute value is at most MAX_REWARD: sums of squares stay far from overflow, in
 float32 too.
 
-Where the prompt's template has opened the thought, `completion` begins with that `<think>` (format.py), so that a reward
+Where the prompt's template has opened the thought, `completion` begins with that `<think>` (answers.py), so that a reward
 reads the whole turn.
 
 A batched reward, declared with `batch=True`, gets lists and returns a list. Its batches are made of the samples that are
 ready, so a sample's reward must not depend on the others of its batch; `compares=True` is for one whose rewards do.
 
-A step reward (a process reward model, or `rewards/steps.py`) also returns "steps": [(end, value), ...]. `end` is the
+A step reward (a process reward model, or process_rewards.py) also returns "steps": [(end, value), ...]. `end` is the
 number of characters of the completion up to the end of the step. Ends increase; they are between 1 and its length.
 """
 
@@ -29,14 +29,14 @@ from typing import Any, Literal, NamedTuple
 
 from grpo_megatron.registry import FactRegistry, Registry
 
-# -- RewardItem: one completion that a reward function is to grade, with all that the function may ask for -------------
+# -- what is known of a completion -------------------------------------------------------------------------------------
 
 
 class RewardItem(NamedTuple):
-    """`name` is the reward function's. Only what the function reads travels to its worker (signature.py)."""
+    """`name` is the reward function's. Only what the function reads travels to its worker."""
 
     name: str
-    completion: str  # with the `<think>` that the prompt has opened, if it has (format.py)
+    completion: str  # with the `<think>` that the prompt has opened, if it has (answers.py)
     answer: str  # the reference answer, as the task reads it from the row
     prompt: str = ""  # as the model reads it
     messages: Sequence[Mapping[str, Any]] | None = None  # the chat that was rendered; None: a plain text prompt
@@ -56,7 +56,7 @@ def as_item(item: RewardItem | tuple[Any, ...]) -> RewardItem:
     return item if isinstance(item, RewardItem) else RewardItem(*item)
 
 
-# -- How a reward function is called, read from its signature: it gets what it names -----------------------------------
+# -- how a reward function is called: it gets what it names ------------------------------------------------------------
 # form       recognised by            called as
 # ours       (anything else)          f(completion=..., answer=..., COLUMN=..., step=...), each only if it is named
 # position   neither of ours' names   f(completion, answer, ...): the first two parameters, whatever they are called

@@ -1,18 +1,15 @@
-"""The program of one reward worker: reads one JSON line per item from stdin, writes one JSON line per result to stdout.
+"""What a reward worker does: it imports the reward, calls it, and makes a reply of each result.
 
-`RewardPool` starts it as `python -m grpo_megatron.rewards.worker PARENT_PID`; it is not meant to be run by hand.
-A user's reward may print, read stdin, raise, exit or crash: it has no access to the two pipes of the protocol.
+A host (processes/host.py) runs it. A user's reward may print, read stdin, raise, exit or crash.
 
-    <- {"sys_path": [...]}                                                  -> {"ready": true}
-    <- {"ids": [7], "name": "gsm8k", "samples": [{"completion": "...", "answer": "72"}], "kwargs": {}, "timeout_s": 10.0}
-            -> {"loaded": "gsm8k"} once per name, then for each id, in order,
-               {"id": 7, "reward": 1.0, "metrics": {"acc": 1.0}, "steps": [], "texts": {"prediction": "72"}}
-                                                    or {"id": 7, "none": true}
-                                                    or {"id": 7, "error": "ValueError: ..."}
-                                                    or {"id": 7, "error": "...", "status": "timeout"}
+    {"load": {"name": "gsm8k", "kwargs": {}}}
+        -> null; a problem is the reply to each sample
+    {"name": "gsm8k", "samples": [{"completion": "...", "answer": "72"}], "kwargs": {}, "timeout_s": 10.0}
+        -> for each sample {"reward": 1.0, "metrics": {"acc": 1.0}, "steps": [], "texts": {}, "seconds": 0.1}
+           or {"none": true, ...} or {"error": "ValueError: ...", ...} or {"error": "...", "status": "timeout", ...}
 
-Several ids are one call of a batched reward, or an async reward's samples that wait at the same time. A batched reward that
-raises is called again for one sample at a time, so that only the samples fail that it cannot grade.
+Several samples are one call of a batched reward, or an async reward's samples that wait at the same time. A batched reward
+that raises is called again for one sample at a time, so that only the samples fail that it cannot grade.
 
 A reward of this package may map MEMORY_LIMIT bytes more than were mapped before it; a user's own has no such limit.
 Status "timeout": the reward has raised TimeoutError, because it limits its own time.
@@ -20,18 +17,13 @@ Status "timeout": the reward has raised TimeoutError, because it limits its own 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import json
-import os
-import resource
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_megatron.processes.process import be_killed_first, begin, describe, reply
+from grpo_megatron.processes.process import MemoryLimit, describe
 from grpo_megatron.rewards import rewards
 from grpo_megatron.rewards.calling import BoundReward, WrongNumber
 from grpo_megatron.rewards.composite import functions_of
@@ -40,37 +32,40 @@ from grpo_megatron.rewards.reward import ItemFields, RewardResult, preloads
 if TYPE_CHECKING:
     import asyncio
 
-
 MEMORY_LIMIT = 2 << 30
 Reply = dict[str, Any]
 
 
-def main() -> None:
-    """Serve until stdin ends."""
-    requests, replies = begin()
-    be_killed_first()
-    sys.path[:] = json.loads(requests.readline())["sys_path"]  # of the parent, so that a user's module is found
-    reply(replies, {"ready": True})
-    memory = AddressSpaceLimit()
-    problems: dict[str, str | None] = {}  # name -> why it cannot be loaded; None: it can
-    for line in requests:
-        request = json.loads(line)
-        name, kwargs = request["name"], request["kwargs"]
-        if name not in problems:
-            problems[name] = _load(name, kwargs)
-            reply(replies, {"loaded": name})  # the time of the items starts here: imports do not count
-        problem = problems[name]
-        memory.enable(not any(":" in part for part in functions_of(name, kwargs)))
+def open_graders(settings: dict[str, Any]) -> Callable[[], Callable[[dict[str, Any]], list[Reply] | None]]:
+    """The program of the hosts: one process per worker of a RewardPool."""
+    return lambda: _Grader().serve
+
+
+class _Grader:
+    def __init__(self) -> None:
+        self._memory = MemoryLimit(MEMORY_LIMIT)
+        self._problems: dict[str, str | None] = {}  # name -> why it cannot be loaded; None: it can
+
+    def serve(self, request: dict[str, Any]) -> list[Reply] | None:
+        """The replies to the samples of one call; None after an import."""
+        call = request.get("load", request)
+        name, kwargs = call["name"], call["kwargs"]
+        if name not in self._problems:
+            self._problems[name] = _load(name, kwargs)
+        if "load" in request:
+            return None
+        samples, problem = request["samples"], self._problems[name]
+        self._memory.set(not any(":" in part for part in functions_of(name, kwargs)))
         start = time.perf_counter()
-        count = len(request["ids"])
-        results: Iterator[Reply] = iter([{"error": problem}] * count)
+        results: Iterator[Reply] = iter([{"error": problem}] * len(samples))
         if problem is None:
-            results = _graded(BoundReward(name, kwargs), request["samples"], request["timeout_s"])
-        for number, result in zip(request["ids"], results, strict=True):
+            results = _graded(BoundReward(name, kwargs), samples, request["timeout_s"])
+        replies: list[Reply] = []
+        for result in results:
             end = time.perf_counter()
-            reply(replies, {"id": number, "seconds": end - start, **result})
+            replies.append({**result, "seconds": end - start})
             start = end
-    os._exit(0)  # does not wait for threads of a user's reward
+        return replies
 
 
 def _load(name: str, kwargs: dict[str, Any]) -> str | None:
@@ -88,7 +83,11 @@ def _load(name: str, kwargs: dict[str, Any]) -> str | None:
 def _graded(call: BoundReward, samples: Sequence[ItemFields], timeout_s: float) -> Iterator[Reply]:
     """One reply per sample."""
     if len(samples) > 1 and not call.signature.takes_lists:
-        yield from _event_loop().run_until_complete(_graded_together(call, samples, timeout_s))
+        if inspect.iscoroutinefunction(call.function):
+            yield from _event_loop().run_until_complete(_graded_together(call, samples, timeout_s))
+        else:
+            for sample in samples:
+                yield from _graded(call, [sample], timeout_s)
         return
     try:
         returned = call.start(samples)
@@ -147,27 +146,3 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     return loop
-
-
-class AddressSpaceLimit:
-    """A soft limit on this process's address space; it can be removed again for a user's reward."""
-
-    def __init__(self) -> None:
-        self._enabled = False
-
-    def enable(self, enabled: bool) -> None:
-        """Set the limit to MEMORY_LIMIT above what is mapped now, or remove it."""
-        if enabled == self._enabled:
-            return
-        self._enabled = enabled
-        with contextlib.suppress(OSError, ValueError):  # not every platform has such a limit
-            _, hard = resource.getrlimit(resource.RLIMIT_AS)
-            with open("/proc/self/statm") as file:
-                limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_LIMIT
-            if hard != resource.RLIM_INFINITY:
-                limit = min(limit, hard)
-            resource.setrlimit(resource.RLIMIT_AS, (limit if enabled else hard, hard))
-
-
-if __name__ == "__main__":
-    main()

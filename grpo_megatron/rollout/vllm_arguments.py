@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from grpo_megatron.config import ConfigError, RolloutConfig, Section
-from grpo_megatron.passthrough import PassThrough
+from grpo_megatron.config.passthrough import PassThrough
 
 
 class VllmOptions(Section):

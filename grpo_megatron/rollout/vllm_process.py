@@ -29,13 +29,12 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 
 from grpo_megatron.config import ConfigError, RolloutConfig
 from grpo_megatron.device import Device
-from grpo_megatron.importing import large_imports, without
+from grpo_megatron.importing import large_imports, replaced, without
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment, vllm_arguments
 from grpo_megatron.types import WeightBucket
@@ -429,10 +428,10 @@ def inside(device: Device) -> Iterator[None]:
 def ending(device: Device) -> contextlib.AbstractContextManager[Any]:
     """Around the shutdown of an engine.
 
-    vLLM calls `gc.unfreeze` and then collects garbage three times, which takes seconds. On CPU nothing else
-    needs the memory, so frozen objects stay frozen there.
+    vLLM calls `gc.unfreeze` and then collects garbage three times, which takes seconds. On CPU nothing else needs the
+    memory, so frozen objects stay frozen there.
     """
-    return contextlib.nullcontext() if device.is_cuda else mock.patch.object(gc, "unfreeze", lambda: None)
+    return contextlib.nullcontext() if device.is_cuda else replaced(gc, unfreeze=lambda: None)
 
 
 def _remove_own_leftovers(mesh: Mesh) -> None:

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from grpo_megatron.data.reward_item import reward_item
-from grpo_megatron.data.steps import tokens_at
-from grpo_megatron.processes.process import KeptProblem
+from grpo_megatron.data.prompts import reward_item
+from grpo_megatron.data.scored import tokens_at
+from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.processes.pool import KeptProblem
 from grpo_megatron.rewards.answers import opened_thought
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardResult, rewards
-from grpo_megatron.types import BY_MODEL, Sample
+from grpo_megatron.types import BY_MODEL, Sample, Turn
 
 WORTH_OVERLAP_S = 0.05
 FAILED = ("error", "timeout")  # of RewardResult.status; "none" is no failure
@@ -110,3 +112,82 @@ class Grading:
         for token, (_, reward) in zip(ends, steps, strict=True):
             rewards.setdefault(token, []).append(reward)
         return [(token, sum(values) / len(values)) for token, values in rewards.items()]
+
+
+# -- Rewards of trajectories -------------------------------------------------------------------------------------------
+# TurnGrading: the rewards of trajectories.
+#
+# An environment with `gives_rewards` grades by itself: the reward is the sum over the turns. Otherwise the reward function
+# reads the text of the assistant's last turn, and what single turns have earned is added. `Sample.steps` are the function's
+# steps if it gives some, else what the turns have earned, with the function's reward at the end of the last turn. A
+# trajectory without a turn, because its environment did not start, cannot be scored (NaN).
+
+
+class TurnGrading(Grading):
+    """Grades trajectories. `pool` is also None where the environment gives the rewards."""
+
+    def __init__(self, pool: RewardPool | None, tokenizer: Any, *, gives_rewards: bool) -> None:
+        super().__init__(pool, tokenizer)
+        self.gives_rewards = gives_rewards
+        self._last_turns: list[tuple[Sample, Turn, Sample]] = []  # trajectory, its last turn, that turn as a sample
+
+    def begin(self, rewards: Iterable[str], num_samples: int) -> None:
+        """Forget the trajectories of the last draw, then begin as `Grading` does."""
+        self._last_turns = []
+        super().begin(rewards, num_samples)
+
+    def add(self, sample: Sample) -> None:
+        """Queue the last turn of a complete trajectory, or take the rewards of its environment. Returns at once."""
+        turn = next((turn for turn in reversed(sample.turns) if turn.kind == "assistant"), None)
+        if turn is None:
+            return
+        if self.gives_rewards:
+            sample.reward = math.fsum(reward for _, reward in sample.turn_rewards)
+            sample.steps = list(sample.turn_rewards)
+            return
+        ids = sample.response_ids[turn.start : turn.end]
+        alone = replace(sample, response_ids=ids, loss_mask=[], turns=[], turn_rewards=[])
+        self._last_turns.append((sample, turn, alone))
+        super().add(alone)
+
+    def finish(self) -> str | None:
+        """Wait as `Grading` does, then add the rewards of last turns to those of the other turns."""
+        problem = super().finish()
+        for sample, turn, alone in self._last_turns:
+            sample.reward = math.fsum([alone.reward, *(reward for _, reward in sample.turn_rewards)])
+            sample.reward_metrics = alone.reward_metrics
+            sample.reward_texts, sample.reward_failure = alone.reward_texts, alone.reward_failure
+            sample.steps = [(turn.start + token, reward) for token, reward in alone.steps]
+            if not sample.steps and sample.turn_rewards:
+                parts = dict(sample.turn_rewards)
+                parts[turn.end - 1] = parts.get(turn.end - 1, 0.0) + alone.reward
+                sample.steps = sorted(parts.items())
+        return problem
+
+
+# -- Failed rewards ----------------------------------------------------------------------------------------------------
+# Failed rewards: a run whose reward function fails on most samples must stop, because it would train on nothing.
+
+
+def check_failures(what: str, samples: Sequence[Sample], max_failed_ratio: float, mesh: Mesh) -> None:
+    """Compare the share of samples without a reward, over all ranks, with `reward.max_failed_ratio`. Collective.
+
+    `samples`: those whose rewards this rank knows. Those that only a reward model scores do not count, and a reward that does
+    not apply to a sample has not failed on it. `what` they are begins the message. Raises RankError on every rank.
+    """
+    samples = [sample for sample in samples if sample.prompt.reward != BY_MODEL]
+    failed = [sample for sample in samples if math.isnan(sample.reward) and not is_declined(sample)]
+    reports = mesh.all_gather((len(samples), len(failed), failed[0].reward_failure if failed else ""))
+    total, num_failed = sum(report[0] for report in reports), sum(report[1] for report in reports)
+    if num_failed > max_failed_ratio * total:
+        first = next(report[2] for report in reports if report[1])
+        raise RankError(  # on every rank: all have the same reports
+            f"{what}: {num_failed:,} of {total:,} samples ({100 * num_failed / total:.0f} %) have no reward, more than"
+            f" reward.max_failed_ratio={max_failed_ratio:g} allows; the first failure: {first or 'no reason is known'};"
+            " correct the reward function, or raise reward.max_failed_ratio"
+        )
+
+
+def is_declined(sample: Sample) -> bool:
+    """Whether the reward function has declined to score the sample (TRL's None). That is no failure."""
+    return math.isnan(sample.reward) and sample.reward_metrics.get("ok") == 1.0

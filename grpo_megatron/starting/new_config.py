@@ -5,31 +5,56 @@ The comments say why a value is what it is. What is written was checked as `trai
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.config import Config, ConfigError, DataConfig
+from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.data.tasks import get_task, task_names
 from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
+from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, find_gpu
 from grpo_megatron.planning.layout import FULL_RECOMPUTATION
-from grpo_megatron.planning.machine import PlannedMachine
-from grpo_megatron.planning.models import PlannedModels
-from grpo_megatron.planning.nearest import PlannedLayout
-from grpo_megatron.planning.search import search
-from grpo_megatron.planning.workload import Workload
-from grpo_megatron.reading.yaml_text import parse_yaml
+from grpo_megatron.planning.search import PlannedLayout, search
+from grpo_megatron.reading import parse_yaml
+from grpo_megatron.registry import find_modules
 from grpo_megatron.storage.atomic import write_file
 
-# -- The layout of a new config: the fastest that fits, by the plan's memory arithmetic and cost model (planning/) -----
+PER_NODE = 8
+CPU_RANKS = 2
+
+
+class InitOptions(Options):
+    """The options of `init`."""
+
+    program, description = "init", "Write a commented config for a model, a task and a machine."
+    model: Annotated[Path, Argument("a local Hugging Face folder", "MODEL")]
+    task: Annotated[str, Option(f"a task file, or one of {', '.join(task_names())} (default gsm8k)")] = "gsm8k"
+    train: Annotated[tuple[str, ...], Option("training rows", "FILE")]
+    val: Annotated[tuple[str, ...], Option("held-out rows", "FILE")] = ()
+    reward: Annotated[str | None, Option("your own reward, instead of the task's", "MODULE:FUNCTION")] = None
+    cpu: Annotated[bool, Option(f"train on this machine's CPU, on {CPU_RANKS} ranks")] = False
+    gpus: Annotated[int, Option(f"GPUs of all nodes (default {PER_NODE})", "N", low=1, high=999_999)] = PER_NODE
+    gpus_per_node: Annotated[int, Option(f"GPUs per node (default {PER_NODE})", "N", low=1, high=999_999)] = PER_NODE
+    gpu: Annotated[
+        str,
+        Option(
+            f"{', '.join(GPUS)} (a100 is a100-80), or GiB of memory (default {REFERENCE})",
+            "NAME|GIB",
+            flags=("--gpu", "--gpu-memory"),
+        ),
+    ] = REFERENCE
+    output: Annotated[Path, Option("the file to write (default grpo.yaml)", "YAML")] = Path("grpo.yaml")
+
+
+# -- the layout: the fastest that fits, by the plan's memory arithmetic and cost model (planning/) ---------------------
 
 
 @dataclass(frozen=True)
@@ -48,7 +73,7 @@ class Machine:
 def suggest(config: Config, arch: Architecture, machine: Machine) -> PlannedLayout:
     """For GPUs. Raises ConfigError if no layout fits."""
     assert machine.gpu is not None
-    models = PlannedModels(arch)
+    models = RunModels(arch)
     planned = PlannedMachine(machine.gpu, machine.ranks, machine.per_node)
     found = search(config, models, Workload.of(config, models), planned).found
     if not found:
@@ -69,18 +94,18 @@ CPU_TOKENS, GPU_TOKENS = 4096, 16384  # of a micro-batch
 
 @dataclass(frozen=True)
 class NewRun:
-    """What the user has asked for, and what was read of the model and the task. `reward` None: the task's own."""
+    """What the user has asked for, and what was read of the model. Lengths in tokens."""
 
-    model: Path
+    options: InitOptions
     arch: Architecture
     has_template: bool
-    task: str
-    train: list[str]
-    val: list[str]
-    reward: str | None
     max_prompt: int
     max_response: int
-    output_dir: Path
+
+    @property
+    def output_dir(self) -> Path:
+        """The output folder of the run, named as the config."""
+        return Path("outputs") / self.options.output.stem
 
 
 def config_text(run: NewRun, machine: Machine, planned: PlannedLayout | None = None) -> str:
@@ -107,7 +132,7 @@ def _header(run: NewRun, machine: Machine) -> Iterator[str]:
     where = f"{machine.ranks} ranks on a CPU"
     if machine.gpu is not None:
         where = f"{machine.nodes} x {machine.per_node} GPUs, {machine.gpu.name}"
-    yield f"# GRPO on the task {run.task}."
+    yield f"# GRPO on the task {run.options.task}."
     yield f"# Model: {arch.family}, {_count(arch.num_parameters())} parameters, {arch.num_layers} layers. Machine: {where}."
     if machine.gpu is not None and machine.gpu.remark:
         yield f"# --gpu {machine.gpu.remark}."
@@ -116,7 +141,7 @@ def _header(run: NewRun, machine: Machine) -> Iterator[str]:
 
 def _model(run: NewRun, machine: Machine) -> Iterator[str]:
     yield "model:"
-    yield f"  path: {_text(run.model)}"
+    yield f"  path: {_text(run.options.model)}"
     if machine.gpu is None:
         yield _line("  dtype: float32", "on a CPU; engine and policy then agree to six digits")
     else:
@@ -126,10 +151,10 @@ def _model(run: NewRun, machine: Machine) -> Iterator[str]:
 def _data(run: NewRun, machine: Machine) -> Iterator[str]:
     batch, group = (CPU_BATCH, CPU_GROUP) if machine.gpu is None else (GPU_BATCH, GPU_GROUP)
     yield "data:"
-    yield f"  task: {_text(run.task)}"
-    yield f"  train_files: {_texts(run.train)}"
-    if run.val:
-        yield f"  val_files: {_texts(run.val)}"
+    yield f"  task: {_text(run.options.task)}"
+    yield f"  train_files: {_texts(run.options.train)}"
+    if run.options.val:
+        yield f"  val_files: {_texts(run.options.val)}"
     yield _line(f"  train_batch_size: {batch}", f"prompts per step; x rollout.n {group} = {batch * group} samples")
     yield _line(f"  max_prompt_length: {run.max_prompt}", "tokens; longer prompts are left out")
     yield _line(
@@ -140,9 +165,9 @@ def _data(run: NewRun, machine: Machine) -> Iterator[str]:
 
 
 def _reward(run: NewRun) -> Iterator[str]:
-    if run.reward is not None:
+    if run.options.reward is not None:
         yield "reward:"
-        yield _line(f"  function: {run.reward}", "looked for in the current folder and beside this file")
+        yield _line(f"  function: {run.options.reward}", "looked for in the current folder and beside this file")
 
 
 def _actor(run: NewRun, machine: Machine, planned: PlannedLayout | None) -> Iterator[str]:
@@ -200,7 +225,7 @@ def _rollout(machine: Machine, planned: PlannedLayout | None) -> Iterator[str]:
 def _trainer(run: NewRun, machine: Machine) -> Iterator[str]:
     yield "trainer:"
     yield _line("  total_training_steps: 100", "or total_epochs")
-    if run.val:
+    if run.options.val:
         yield _line("  test_freq: 10", "steps between validations; the first is before step 0")
     else:
         yield _line("  val_before_train: false", "there are no data.val_files")
@@ -225,62 +250,30 @@ def _text(value: object) -> str:
     return text if is_plain and all(char.isalnum() or char in "/._-" for char in text) else json.dumps(text)
 
 
-def _texts(values: list[str]) -> str:
+def _texts(values: Sequence[str]) -> str:
     return f"[{', '.join(map(_text, values))}]"
 
 
-PER_NODE = 8
-CPU_RANKS = 2
-
-
-def write_config(args: argparse.Namespace) -> int:
-    """`args`: those of `parse_init`. Returns the exit code. Raises ConfigError, and then nothing was written."""
-    if args.output.exists():
-        raise ConfigError(f"{args.output} exists; name another file with --output, or remove it")
-    arch = _architecture(args.model)
-    machine = _machine(args)
-    run = _new_run(args, arch, machine)
+def write_config(options: InitOptions) -> int:
+    """Write the config; returns the exit code. Raises ConfigError, and then nothing was written."""
+    output = options.output
+    if output.exists():
+        raise ConfigError(f"{output} exists; name another file with --output, or remove it")
+    find_modules(output)  # the user's reward is called
+    arch = _architecture(options.model)
+    machine = _machine(options)
+    run = _new_run(options, arch, machine)
 
     text = config_text(run, machine)
     if machine.gpu is not None:
         text = config_text(run, machine, suggest(_config(text), arch, machine))
     validate(_config(text), machine.ranks, dry_run=True, rehearsed=True)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    write_file(args.output, text)
-    print(f"wrote {args.output}. Read its comments, then:")
-    print(f"  grpo-megatron train {args.output} --dry-run{_gpu_option(machine)}")
-    print(f"  grpo-megatron train {args.output}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_file(output, text)
+    print(f"wrote {output}. Read its comments, then:")
+    print(f"  grpo-megatron train {output} --dry-run{_gpu_option(machine)}")
+    print(f"  grpo-megatron train {output}")
     return 0
-
-
-def parse_init(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "grpo-megatron init", description="Write a commented config for a model, a task and a machine."
-    )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a local Hugging Face folder")
-    parser.add_argument(
-        "--task", default="gsm8k", help=f"a task file, or one of {', '.join(task_names())} (default gsm8k)"
-    )
-    parser.add_argument("--train", nargs="+", required=True, metavar="FILE", help="training rows")
-    parser.add_argument("--val", nargs="+", default=[], metavar="FILE", help="held-out rows")
-    parser.add_argument("--reward", metavar="MODULE:FUNCTION", help="your own reward, instead of the task's")
-    parser.add_argument("--cpu", action="store_true", help=f"train on this machine's CPU, on {CPU_RANKS} ranks")
-    parser.add_argument(
-        "--gpus", type=_positive, default=PER_NODE, metavar="N", help=f"GPUs of all nodes (default {PER_NODE})"
-    )
-    parser.add_argument(
-        "--gpus-per-node", type=_positive, default=PER_NODE, metavar="N", help=f"GPUs per node (default {PER_NODE})"
-    )
-    parser.add_argument(
-        *("--gpu", "--gpu-memory"),
-        default=REFERENCE,
-        metavar="NAME|GIB",
-        help=f"{', '.join(GPUS)} (a100 is a100-80), or GiB of memory (default {REFERENCE})",
-    )
-    parser.add_argument(
-        "--output", type=Path, default=Path("grpo.yaml"), metavar="YAML", help="the file to write (default grpo.yaml)"
-    )
-    return parser.parse_args(argv)
 
 
 def _gpu_option(machine: Machine) -> str:
@@ -290,12 +283,6 @@ def _gpu_option(machine: Machine) -> str:
     return f" --gpu {machine.gpu.name if machine.gpu.name in GPUS else f'{machine.gpu.usable_gib:g}'}"
 
 
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9][0-9]{0,5}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 999999")
-    return int(text)
-
-
 def _architecture(folder: Path) -> Architecture:
     try:
         return read_architecture(folder)
@@ -303,37 +290,28 @@ def _architecture(folder: Path) -> Architecture:
         raise ConfigError(f"MODEL {str(folder)!r}: {error}; name a Hugging Face folder of a supported model") from error
 
 
-def _machine(args: argparse.Namespace) -> Machine:
-    if args.cpu:
+def _machine(options: InitOptions) -> Machine:
+    if options.cpu:
         return Machine(1, CPU_RANKS, None)
-    per_node = min(args.gpus, args.gpus_per_node)
-    if args.gpus % per_node:
-        raise ConfigError(f"--gpus {args.gpus} is no multiple of --gpus-per-node {per_node}")
+    per_node = min(options.gpus, options.gpus_per_node)
+    if options.gpus % per_node:
+        raise ConfigError(f"--gpus {options.gpus} is no multiple of --gpus-per-node {per_node}")
     try:
-        gpu = find_gpu(args.gpu)
+        gpu = find_gpu(options.gpu)
     except ValueError as error:
         raise ConfigError(f"--gpu {error}") from error
-    return Machine(args.gpus // per_node, per_node, gpu)
+    return Machine(options.gpus // per_node, per_node, gpu)
 
 
-def _new_run(args: argparse.Namespace, arch: Architecture, machine: Machine) -> NewRun:
-    task = get_task(args.task)
-    if args.reward is None and not task.graders:
-        raise ConfigError(f"task {args.task} does not grade answers; name your function with --reward my_module:reward")
+def _new_run(options: InitOptions, arch: Architecture, machine: Machine) -> NewRun:
+    if options.reward is None and not get_task(options.task).graders:
+        raise ConfigError(
+            f"task {options.task} does not grade answers; name your function with --reward my_module:reward"
+        )
     on_cpu, room = machine.gpu is None, arch.max_position_embeddings
     max_response = min(256 if on_cpu else 2048, room // 2)
-    return NewRun(
-        args.model,
-        arch,
-        _has_template(args.model),
-        args.task,
-        args.train,
-        args.val,
-        args.reward,
-        max_prompt=min(512 if on_cpu else 1024, room - max_response),
-        max_response=max_response,
-        output_dir=Path("outputs") / args.output.stem,
-    )
+    max_prompt = min(512 if on_cpu else 1024, room - max_response)
+    return NewRun(options, arch, _has_template(options.model), max_prompt, max_response)
 
 
 def _has_template(model: Path) -> bool:

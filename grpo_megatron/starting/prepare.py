@@ -5,25 +5,139 @@ OUT is complete or absent (storage/atomic.py). --force replaces an existing one.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import difflib
 import hashlib
 import json
 import shutil
-import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data import arithmetic, feedback, products, two_hops
+from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.data import arithmetic, products, two_hops
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder
 
-# -- A Hugging Face folder with random weights, drawn from a seed: what the examples train where no real model is at han
+
+class PrepareOptions(Options):
+    """The command `prepare`, whose actions have the options. `marker`: a file that a folder of the action always has."""
+
+    program = "prepare"
+    description = "Make the inputs of a run: an example's data, or a model with random weights."
+    epilog = """
+  grpo-megatron prepare arithmetic OUT    for examples/quickstart.yaml
+  grpo-megatron prepare feedback OUT      for examples/reward_models/
+  grpo-megatron prepare products OUT      for examples/agents/calculator.yaml
+  grpo-megatron prepare two_hops OUT      for examples/agents/search.yaml
+  grpo-megatron prepare model OUT --preset quickstart --tokenizer DATA/tokenizer
+  grpo-megatron prepare model CONFIG_JSON OUT --tokenizer DIR \\
+      --set num_hidden_layers=2 --set hidden_size=64
+"""
+    action_metavar = "WHAT"
+    marker: ClassVar[str] = "sft.jsonl"
+    out: Annotated[Path, Argument("a new folder", "OUT")]
+    seed: Annotated[int, Option("of what is drawn (default 0)", "N", place=1)] = 0
+    force: Annotated[bool, Option("replace OUT if it exists", place=1)] = False
+
+    def write(self, folder: Path) -> None:
+        """Write the files into an existing folder. Raises ConfigError."""
+        raise NotImplementedError
+
+
+class DataOptions(PrepareOptions):
+    """The options of `prepare` for an example's data."""
+
+    write_files: ClassVar[Callable[[Path, int, int, int], None]]
+    num_train: Annotated[int, Option("rows (default 4096)", "N")] = 4096
+    num_val: Annotated[int, Option("held-out rows (default 256)", "N")] = 256
+
+    def write(self, folder: Path) -> None:
+        """Write the rows and the tokenizer."""
+        type(self).write_files(folder, self.seed, self.num_train, self.num_val)
+
+
+class ArithmeticOptions(DataOptions):
+    """`prepare arithmetic`."""
+
+    summary, write_files = "the quickstart's jsonl files and tokenizer/", arithmetic.write_task
+
+
+class FeedbackOptions(DataOptions):
+    """`prepare feedback`."""
+
+    marker = "pairs.jsonl"
+    summary, write_files = "the reward model examples' jsonl files and tokenizer/", arithmetic.write_feedback
+
+
+class ProductsOptions(DataOptions):
+    """`prepare products`."""
+
+    summary, write_files = "the calculator example's jsonl files and tokenizer/", products.write_products
+
+
+class TwoHopsOptions(DataOptions):
+    """`prepare two_hops`."""
+
+    summary, write_files = "the search example's jsonl files and tokenizer/", two_hops.write_two_hops
+
+
+class ModelOptions(PrepareOptions):
+    """The options of `prepare model`."""
+
+    summary = "a Hugging Face folder with random weights"
+    marker = "config.json"
+    config: Annotated[Path | None, Argument("a config.json; or use --preset", "CONFIG_JSON", place=-1)] = None
+    preset: Annotated[str, Option("a built-in config instead of a file", choices=("quickstart",))] = ""
+    tokenizer: Annotated[Path, Option("folder whose tokenizer files are copied", "DIR")]
+    eos_token: Annotated[str | None, Option("for a tokenizer folder that names none, e.g. '<|im_end|>'", "TOKEN")] = (
+        None
+    )
+    pad_token: Annotated[str | None, Option("the same for padding", "TOKEN")] = None
+    std: Annotated[float, Option("standard deviation of every matrix (default 0.05)", "X")] = 0.05
+    set: Annotated[tuple[str, ...], Option("change a key of the config", "KEY=VALUE", repeated=True)] = ()
+
+    def problems(self) -> Iterator[str]:
+        """Two models, or none."""
+        if (self.config is None) == (not self.preset):
+            yield "give either CONFIG_JSON or --preset (model [CONFIG_JSON] OUT [--preset NAME] --tokenizer DIR)"
+
+    def write(self, folder: Path) -> None:
+        """Write the model and the tokenizer."""
+        write_model(folder, self)
+
+
+PrepareOptions.actions = {
+    "arithmetic": ArithmeticOptions,
+    "feedback": FeedbackOptions,
+    "products": ProductsOptions,
+    "two_hops": TwoHopsOptions,
+    "model": ModelOptions,
+}
+
+
+def prepare_inputs(options: PrepareOptions) -> int:
+    """Write the folder; returns the exit code. Raises ConfigError."""
+    out = options.out.absolute()
+    if out.exists() and not options.force:
+        raise ConfigError(f"{str(out)!r} exists; give another folder, or --force to replace it")
+    if out.exists() and not (out / options.marker).is_file():
+        raise ConfigError(
+            f"{str(out)!r} has no {options.marker}: it was not made by this command, and --force would delete it"
+        )
+    try:
+        with new_folder(out) as folder:
+            options.write(folder)
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
+    print(f"wrote {options.out}")
+    return 0
+
+
+# -- a model with random weights, drawn from a seed ---------------------------------------------------------------------
 
 PRESETS: dict[str, dict[str, Any]] = {
     "quickstart": {  # 405 k parameters: learns data/arithmetic.py in about two minutes on two cores
@@ -59,41 +173,27 @@ COPIED_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Tokens to name in tokenizer_config.json; None: as the tokenizer's folder has them."""
-
-    eos: str | None = None
-    pad: str | None = None
-
-
-def write_model(
-    raw: dict[str, Any],
-    out: Path,
-    tokenizer_dir: Path,
-    seed: int,
-    std: float,
-    overrides: list[str],
-    special: SpecialTokens | None = None,
-) -> None:
+def write_model(out: Path, options: ModelOptions) -> None:
     """Write config.json, model.safetensors and the tokenizer's files into the existing folder `out`.
 
     Every tensor of two or more dimensions is normal(0, std) in float32, drawn from (seed, its name). The others keep
-    their initial values (biases 0, norms 1; Gemma's norms 0, which means 1). config.json is `raw` with the overrides, dtype
-    float32 and the special ids of the tokenizer. Raises ConfigError.
+    their initial values (biases 0, norms 1; Gemma's norms 0, which means 1). config.json is the preset, or the given file, with
+    the overrides, dtype float32 and the special ids of the tokenizer. Raises ConfigError.
     """
     import torch
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
+    raw = PRESETS[options.preset] if options.config is None else _read_config(options.config)
+    tokenizer_dir = options.tokenizer
     quiet: Any = logging.disable_progress_bar
     build: Any = AutoModelForCausalLM.from_config
     quiet()
     for file in COPIED_FILES:
         if (tokenizer_dir / file).exists():
             shutil.copyfile(tokenizer_dir / file, out / file)
-    named = _name_tokens(out, special or SpecialTokens())
+    named = _name_tokens(out, options)
     tokenizer = load_tokenizer(out if named else tokenizer_dir, DataConfig())
     if "model_type" not in raw:
         raise ConfigError("the model config has no model_type; is it a Hugging Face config.json?")
@@ -104,7 +204,7 @@ def write_model(
     for role in ("bos", "eos", "pad"):
         if getattr(tokenizer, f"{role}_token_id") is not None:
             raw[f"{role}_token_id"] = getattr(tokenizer, f"{role}_token_id")
-    _apply_overrides(raw, overrides)
+    _apply_overrides(raw, options.set)
     needed = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)  # ids may have gaps
     if raw.get("vocab_size", needed) < needed:
         raise ConfigError(
@@ -118,18 +218,18 @@ def write_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # a tied tensor comes once, under its first name
             if parameter.dim() >= 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=_generator(seed, name)) * std)
+                parameter.copy_(torch.randn(parameter.shape, generator=_generator(options.seed, name)) * options.std)
     model.save_pretrained(out, max_shard_size="1000GB")
     (out / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
     shutil.copymode(out / "config.json", out / "model.safetensors")  # transformers makes it 0600
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {model.config.vocab_size}")
 
 
-def _name_tokens(folder: Path, special: SpecialTokens) -> bool:
+def _name_tokens(folder: Path, options: ModelOptions) -> bool:
     """Name special tokens in the folder's tokenizer_config.json. Returns whether there are any to name."""
     from tokenizers import Tokenizer
 
-    given = {f"{role}_token": token for role, token in (("eos", special.eos), ("pad", special.pad)) if token}
+    given = {name: token for name in ("eos_token", "pad_token") if (token := getattr(options, name))}
     if not given:
         return False
     if not (folder / "tokenizer.json").exists():
@@ -154,7 +254,7 @@ def _generator(seed: int, name: str) -> Any:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def _apply_overrides(raw: dict[str, Any], overrides: list[str]) -> None:
+def _apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> None:
     """`key=value` or `table.key=value`, the value in JSON or else a string. Raises ConfigError for an unknown key."""
     from transformers import AutoConfig
 
@@ -184,32 +284,6 @@ def _apply_overrides(raw: dict[str, Any], overrides: list[str]) -> None:
         node[path[-1]] = value
 
 
-TASKS = {
-    "arithmetic": arithmetic.write_task,
-    "feedback": feedback.write_feedback,
-    "products": products.write_products,
-    "two_hops": two_hops.write_two_hops,
-}
-_EXAMPLES = """
-  grpo-megatron prepare arithmetic OUT    for examples/quickstart.yaml
-  grpo-megatron prepare feedback OUT      for examples/reward_models/
-  grpo-megatron prepare products OUT      for examples/agents/calculator.yaml
-  grpo-megatron prepare two_hops OUT      for examples/agents/search.yaml
-  grpo-megatron prepare model OUT --preset quickstart --tokenizer DATA/tokenizer
-  grpo-megatron prepare model CONFIG_JSON OUT --tokenizer DIR \\
-      --set num_hidden_layers=2 --set hidden_size=64
-"""
-MARKERS = {"model": "config.json", "feedback": "pairs.jsonl"}  # what a folder of the command always has
-
-
-def _check_out(out: Path, force: bool, marker: str) -> None:
-    """Refuse an `out` that exists, unless `force` is given and it has the file `marker`: no other folder is deleted."""
-    if out.exists() and not force:
-        raise ConfigError(f"{str(out)!r} exists; give another folder, or --force to replace it")
-    if out.exists() and not (out / marker).is_file():
-        raise ConfigError(f"{str(out)!r} has no {marker}: it was not made by this command, and --force would delete it")
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text())
@@ -218,72 +292,3 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"the model config {str(path)!r} is not a JSON object")
     return raw
-
-
-def _parse_args(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "grpo-megatron prepare",
-        description="Make the inputs of a run: an example's data, or a model with random weights.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="WHAT")
-    helps = {
-        "arithmetic": "the quickstart's",
-        "feedback": "the reward model examples'",
-        "products": "the calculator example's",
-        "two_hops": "the search example's",
-    }
-    tasks = []
-    for name in TASKS:
-        text = f"{helps[name]} jsonl files and tokenizer/"
-        tasks.append(task := commands.add_parser(name, help=text, description=f"Write {text}."))
-        task.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-        task.add_argument("--num-train", type=int, default=4096, metavar="N", help="rows (default 4096)")
-        task.add_argument("--num-val", type=int, default=256, metavar="N", help="held-out rows (default 256)")
-    text = "a Hugging Face folder with random weights"
-    model = commands.add_parser("model", help=text, description=f"Write {text}.")
-    model.add_argument("config", type=Path, nargs="?", metavar="CONFIG_JSON", help="a config.json; or use --preset")
-    model.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    model.add_argument("--preset", choices=sorted(PRESETS), help="a built-in config instead of a file")
-    model.add_argument(
-        "--tokenizer", type=Path, required=True, metavar="DIR", help="folder whose tokenizer files are copied"
-    )
-    model.add_argument("--eos-token", metavar="TOKEN", help="for a tokenizer folder that names none, e.g. '<|im_end|>'")
-    model.add_argument("--pad-token", metavar="TOKEN", help="the same for padding")
-    model.add_argument(
-        "--std", type=float, default=0.05, metavar="X", help="standard deviation of every matrix (default 0.05)"
-    )
-    model.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config")
-    for command in (*tasks, model):
-        command.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default 0)")
-        command.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    options = parser.parse_args(arguments)
-    if options.command == "model" and (options.config is None) == (options.preset is None):
-        parser.error("give either CONFIG_JSON or --preset (model [CONFIG_JSON] OUT [--preset NAME] --tokenizer DIR)")
-    return options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns 0, or 2 after a user error."""
-    options = _parse_args(arguments)
-    try:
-        marker = MARKERS.get(options.command, "sft.jsonl")
-        out = options.out.absolute()
-        _check_out(out, options.force, marker)
-        with new_folder(out) as folder:
-            if options.command in TASKS:
-                TASKS[options.command](folder, options.seed, options.num_train, options.num_val)
-            else:
-                raw = PRESETS[options.preset] if options.preset else _read_config(options.config)
-                special = SpecialTokens(options.eos_token, options.pad_token)
-                write_model(raw, folder, options.tokenizer, options.seed, options.std, options.set, special)
-    except (ConfigError, StorageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {options.out}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

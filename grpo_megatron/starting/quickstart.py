@@ -1,43 +1,45 @@
-"""`grpo-megatron quickstart [--seed N] [section.key=value ...]`: makes data and a model, and returns the run that trains it.
+"""`quickstart` makes data and a model, and returns the run that trains it. `examples` copies the shipped files.
 
-It writes into outputs/quickstart of the current folder: data/, model/, the config quickstart.yaml, and run/, the run. Data and
-model are made again only for another seed.
+The quickstart writes into outputs/quickstart of the current folder: data/, model/, the config quickstart.yaml, and run/, the
+run. Data and model are made again only for another seed.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 from pathlib import Path
+from typing import Annotated
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.starting import prepare
+from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.starting.prepare import ArithmeticOptions, ModelOptions, prepare_inputs
 from grpo_megatron.storage.atomic import new_folder
 
-# -- The examples and Slurm scripts that come with the package, and `grpo-megatron examples [DIR]`, which copies them --
+# -- the examples and Slurm scripts that come with the package ---------------------------------------------------------
 # In a checkout, grpo_megatron/shipped/ has links to the folders of the root. A wheel has copies of the files.
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 FOLDERS = ("examples", "slurm")
 
 
 def shipped_folder(name: str) -> Path:
     """One of FOLDERS. A copy of the sources that has lost its links has the folder beside the package."""
-    own = PACKAGE / "shipped" / name
-    return own if own.is_dir() else PACKAGE.parent / name
+    own = PACKAGE_FOLDER / "shipped" / name
+    return own if own.is_dir() else PACKAGE_FOLDER.parent / name
 
 
-def copy_examples(argv: list[str]) -> int:
-    """Copies the folders. Raises ConfigError if one of them exists."""
-    parser = argparse.ArgumentParser(
-        "grpo-megatron examples",
-        description="Copy examples/ and slurm/ into DIR. Their paths begin there: start runs and jobs from DIR.",
-    )
-    parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path(), metavar="DIR", help="default: the current folder"
-    )
-    folder = parser.parse_args(argv).folder
+class ExamplesOptions(Options):
+    """The options of `examples`."""
+
+    program = "examples"
+    description = "Copy examples/ and slurm/ into DIR. Their paths begin there: start runs and jobs from DIR."
+    folder: Annotated[Path, Argument("default: the current folder", "DIR")] = Path()
+
+
+def copy_examples(options: ExamplesOptions) -> int:
+    """Copy the folders; returns the exit code. Raises ConfigError if one of them exists."""
+    folder = options.folder
     existing = [str(folder / name) for name in FOLDERS if (folder / name).exists()]
     if existing:
         raise ConfigError(f"{' and '.join(existing)} would be overwritten; name another folder")
@@ -48,24 +50,30 @@ def copy_examples(argv: list[str]) -> int:
     return 0
 
 
+# -- quickstart --------------------------------------------------------------------------------------------------------
+
 QUICKSTART = Path("outputs/quickstart")
 OWN_FILES = ("config.yaml", "metrics.jsonl")  # of an earlier run, which may be removed
 
 
-def quickstart_arguments(argv: list[str]) -> list[str]:
-    """Prepare the inputs. Returns the arguments of the command line that trains with them. Raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        "grpo-megatron quickstart",
-        description="Train a tiny model from random weights on this CPU: two ranks, one to two minutes, in outputs/quickstart.",
+class QuickstartOptions(Options):
+    """The options of `quickstart`."""
+
+    program = "quickstart"
+    description = (
+        "Train a tiny model from random weights on this CPU: two ranks, one to two minutes, in outputs/quickstart."
     )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="another draw of everything (default 0)")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replace a value of the config")
-    args = parser.parse_args(argv)
-    _make_inputs(args.seed)
+    overrides: Annotated[tuple[str, ...], Argument("replace a value of the config", "section.key=value")] = ()
+    seed: Annotated[int, Option("another draw of everything (default 0)", "N", low=0, high=999_999_999)] = 0
+
+
+def prepare_quickstart(options: QuickstartOptions) -> list[str]:
+    """Prepare the inputs. Returns the arguments of the command line that trains with them. Raises ConfigError."""
+    _make_inputs(options.seed)
     _remove_run(QUICKSTART / "run")
     config = QUICKSTART / "quickstart.yaml"
-    config.write_text(_with_seeds((shipped_folder("examples") / "quickstart.yaml").read_text(), args.seed))
-    return ["train", str(config), *args.overrides]
+    config.write_text(_with_seeds((shipped_folder("examples") / "quickstart.yaml").read_text(), options.seed))
+    return ["train", str(config), *options.overrides]
 
 
 def _with_seeds(example: str, seed: int) -> str:
@@ -76,24 +84,15 @@ def _with_seeds(example: str, seed: int) -> str:
     return example
 
 
-def _seed(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at most nine digits")
-    return int(text)
-
-
 def _make_inputs(seed: int) -> None:
     made = QUICKSTART / f"seed-{seed}"
     if made.exists():
         return
     for path in QUICKSTART.glob("seed-*"):
         path.unlink()
-    data, model = str(QUICKSTART / "data"), str(QUICKSTART / "model")
-    common = ["--seed", str(seed), "--force"]
-    tokenizer = ["--tokenizer", f"{data}/tokenizer", "--std", "0.05"]
-    for arguments in (["arithmetic", data, *common], ["model", "--preset", "quickstart", model, *tokenizer, *common]):
-        if prepare.main(arguments):
-            raise ConfigError(f"the quickstart could not write {arguments[-len(common) - 1]}; the reason is above")
+    data, model = QUICKSTART / "data", QUICKSTART / "model"
+    prepare_inputs(ArithmeticOptions(out=data, seed=seed, force=True))
+    prepare_inputs(ModelOptions(out=model, preset="quickstart", tokenizer=data / "tokenizer", seed=seed, force=True))
     made.touch()
 
 

@@ -18,6 +18,7 @@ READ_BYTES = 1 << 20
 
 
 def sha256_of(path: Path) -> str:
+    """The digest of a file's content in hexadecimal digits. Raises OSError."""
     sha = hashlib.sha256()
     buffer = memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:

@@ -8,7 +8,7 @@
         manifest.json   size and sha256 of every file above; written last
 
 All ranks write into a hidden folder, which rank 0 renames when every rank is done (storage/atomic.py). With
-`trainer.async_save` the state is copied to the host, and threads write it while the run goes on (pending_save.py). At most one
+`trainer.async_save` the state is copied to the host, and threads write it while the run goes on (PendingSave). At most one
 save is under way: the next one, a request to stop and the end of the run wait for it.
 
 Before a run resumes, it looks for lost, truncated and changed files. A damaged checkpoint is renamed to
@@ -26,27 +26,76 @@ import json
 import logging
 import math
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.memory.parameters import DTYPE_BYTES, SAVED_OPTIMIZER_BYTES
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.sharded_state import Writes, load_sharded, save_sharded
 from grpo_megatron.parallel.mesh import Mesh, RankError, on_every_rank, on_first_rank
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import clear_leftovers, partial_of, publish_folder, remove_folder, write_file
+from grpo_megatron.storage.atomic import (
+    check_space,
+    clear_leftovers,
+    partial_of,
+    publish_folder,
+    remove_folder,
+    write_file,
+)
 from grpo_megatron.storage.manifest import MANIFEST_FILE, check_sizes, read_manifest, sha256_of, write_manifest
-from grpo_megatron.storage.space import check_space
-from grpo_megatron.storage.step_folders import STEP_FILE, on_disk, steps_of
-from grpo_megatron.training.pending_save import PendingSave
+from grpo_megatron.storage.run_files import STEP_FILE, on_disk, steps_of
+
+# -- Saving in the background ------------------------------------------------------------------------------------------
+# PendingSave: a checkpoint whose files a thread writes while the run goes on (trainer.async_save).
+#
+# The thread of each rank writes that rank's files from copies, and does not communicate. Between steps the ranks compare whether
+# all threads are done; the main thread then finishes the checkpoint. Until then its name is hidden, and the one before it stays.
+
+
+class PendingSave:
+    """Starts its thread at once. `complete` is called once, by the main thread of every rank, when all files are written."""
+
+    def __init__(self, step: int, writes: Writes, mesh: Mesh, task: str, complete: Callable[[], None]) -> None:
+        self.step, self.mesh, self.task, self.complete = step, mesh, task, complete
+        self._writes, self._error = writes, ""
+        self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._writes.write()
+        except Exception as error:  # it must reach all ranks: a thread's error is only printed
+            self._error = f"{self.task}: {type(error).__name__}: {error}"
+
+    def poll(self) -> bool:
+        """Collective: True once the checkpoint is complete. Raises RankError on every rank when any rank could not write."""
+        is_done = not self._thread.is_alive()
+        try:
+            self.mesh.agree(self._problem())
+        except RankError:
+            self._thread.join()  # nothing is written after the error
+            raise
+        if not all(self.mesh.all_gather(is_done)):
+            return False
+        self.complete()
+        return True
+
+    def wait(self) -> None:
+        """Collective: as `poll`, and returns when the checkpoint is complete."""
+        self._thread.join()
+        self.poll()
+
+    def _problem(self) -> str | None:
+        return self._error or self._writes.problem()
+
 
 DAMAGED = ".damaged"
-OPTIMIZER_BYTES = 12  # per parameter, in float32: the weight and Adam's two moments
-WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 log = logging.getLogger(__name__)
 
 
@@ -234,7 +283,7 @@ class Checkpoints:
 
 def checkpoint_bytes(arch: Architecture, dtype: str) -> int:
     """The size of a policy's checkpoint with optimizer: 14 bytes per parameter in bfloat16. A reward model or critic is extra."""
-    return sum(map(math.prod, hf_shapes(arch).values())) * (WEIGHT_BYTES[dtype] + OPTIMIZER_BYTES)
+    return sum(map(math.prod, hf_shapes(arch).values())) * (DTYPE_BYTES[dtype] + SAVED_OPTIMIZER_BYTES)
 
 
 def run_state(path: Path) -> dict[str, Any]:

@@ -17,21 +17,185 @@ a GPU yet.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from grpo_megatron.checks.validate import Checked
+from grpo_megatron.config import Config
+from grpo_megatron.device import Device, DeviceMemory
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.layers.transformer_config import DTYPES
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.resharding import Resharding
+from grpo_megatron.models.weights.sync_parameters import engine_tensors
 from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.observability.progress import awaited
 from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
+from grpo_megatron.sync.delta_sync import DeltaLimits
 from grpo_megatron.sync.digest import Expected, compare
-from grpo_megatron.training.probe import Probe, logprobs_problem, weights_problem
-from grpo_megatron.training.provenance import Provenance
-from grpo_megatron.types import Batch, WeightBucket
+from grpo_megatron.sync.tensors import EngineTensors
+from grpo_megatron.types import Batch, Sample, WeightBucket
+
+# -- Probe -------------------------------------------------------------------------------------------------------------
+# Probe: engine and policy must compute the same log-probabilities of fixed tokens after a sync.
+#
+# The measure is the mean |difference| over about 500 tokens. Two correct engines differ by rounding: 1e-6 in float32; 0.002
+# to 0.012 in bfloat16 for models of 4 to 12 layers (measured on CPU). It depends on model and layout, so the bound is relative:
+#
+#     bound = factor * max(FLOOR, the largest of the last healthy probes of this run and model)
+#
+# The factor is larger where an attestation has proven the weights: only an engine that computes something else is left to find,
+# and a false alarm would end a healthy run.
+#
+# Measured in bfloat16, 4 to 12 layers: healthy probes of neighbouring steps vary by a factor of 1.3, with experts by 2. One
+# wrong norm or value bias gives 2.9 to 35 times the healthy value, one wrong expert of 8 gives 2.7 to 6 times.
+# Below rounding, and left to the attestation (sync/digest.py): one wrong query or key bias, one expert of 64.
+
+NUM_SEQUENCES, LENGTH = 8, 64
+NUM_HEALTHY = 8  # probes that are remembered
+FACTOR, FACTOR_ATTESTED = 2.5, 5.0
+FLOOR = {"float32": 1e-5, "bfloat16": 0.002}
+FIRST = {"float32": 1e-4, "bfloat16": 0.03}  # bound of a first probe
+FIRST_ATTESTED = {"float32": 1e-4, "bfloat16": 0.1}  # the same where the weights are known to be equal
+
+
+class Probe:
+    """`tolerance`: a fixed bound instead of the relative one, or None. `dtype`: of the models."""
+
+    def __init__(self, vocab_size: int, max_length: int, *, dtype: str, tolerance: float | None) -> None:
+        self.batch = fixed_tokens(vocab_size, min(LENGTH, max_length - 1))
+        self.dtype, self.tolerance = dtype, tolerance
+        self._healthy: dict[str, deque[float]] = {}  # model -> means of its last healthy probes
+
+    def bound(self, model: str, *, is_attested: bool) -> float:
+        """The largest mean |difference| that the next probe of a model may have."""
+        if self.tolerance is not None:
+            return self.tolerance
+        if model not in self._healthy:
+            return (FIRST_ATTESTED if is_attested else FIRST)[self.dtype]
+        return _factor(is_attested) * max(FLOOR[self.dtype], *self._healthy[model])
+
+    def problem(self, model: str, difference: Tensor, *, is_attested: bool) -> str | None:
+        """Says why the differences of the batch's log-probabilities are too large, if they are. Remembers a healthy probe."""
+        mean, bound = difference.abs().mean().item(), self.bound(model, is_attested=is_attested)
+        if mean <= bound:  # false for NaN
+            self._healthy.setdefault(model, deque(maxlen=NUM_HEALTHY)).append(mean)
+            return None
+        origin = "" if self.tolerance is None else "rollout.probe_tolerance="
+        if self.tolerance is None and model in self._healthy:
+            origin = f"{_factor(is_attested):g} times that of healthy probes of this run: "
+        return (
+            "after the weight sync the engine's log-probabilities of fixed tokens differ from those of the model that was"
+            f" sent by {mean:.3g} on average (at most {difference.abs().max().item():.3g}), more than {origin}{bound:.3g}: "
+            "the engine does not hold that model's weights"
+        )
+
+
+def weights_problem(model: str, step: int, non_finite: Sequence[str], *, is_first: bool) -> str | None:
+    """Why the weights of a model cannot be sent: they are wrong themselves. `is_first`: no update was made before."""
+    if not non_finite:
+        return None
+    others = f" (and {len(non_finite) - 1} more)" if len(non_finite) > 1 else ""
+    origin = "they were loaded so; check the model's folder or the checkpoint"
+    if not is_first:
+        origin = (
+            f"the update of step {step - 1} was too large; resume from the last checkpoint with a lower actor.optim.lr or"
+            " actor.optim.clip_grad"
+        )
+    return f"step {step}: the {model}'s own weights are not finite: {non_finite[0]}{others}. No sync was made: {origin}"
+
+
+def logprobs_problem(model: str, logprobs: Tensor) -> str | None:
+    """Why log-probabilities of the trained model, whose weights are finite, cannot be compared with those of the engine."""
+    wrong = int((~logprobs.isfinite()).sum())
+    if not wrong:
+        return None
+    return (
+        f"the {model}'s own log-probabilities are not finite for {wrong} of {logprobs.numel()} fixed tokens, although its"
+        " weights are: they are too large to be computed with, or config.json describes another model; lower"
+        " actor.optim.lr, or check config.json (the engine has not been asked yet)"
+    )
+
+
+def _factor(is_attested: bool) -> float:
+    return FACTOR_ATTESTED if is_attested else FACTOR
+
+
+def fixed_tokens(vocab_size: int, length: int) -> Batch:
+    """Random but fixed tokens: the first of each sequence is the prompt, the others get log-probabilities."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocab_size, (NUM_SEQUENCES, length), generator=generator)
+    shape = (NUM_SEQUENCES, length - 1)
+    zeros = torch.zeros(shape)
+    return Batch(
+        tokens=list(tokens),
+        prompt_lengths=[1] * NUM_SEQUENCES,
+        response_mask=torch.ones(shape, dtype=torch.bool),
+        loss_mask=torch.ones(shape, dtype=torch.bool),
+        rollout_logprobs=zeros,
+        advantages=zeros,
+        token_weights=zeros,
+        mini_batches=[[list(range(NUM_SEQUENCES))]],
+    )
+
+
+# -- Provenance --------------------------------------------------------------------------------------------------------
+# Provenance: which weights drew a sample. No step trains on samples of other weights than those it believes.
+
+
+class Provenance:
+    """The digest of the weights of each step's last sync, for as many steps as a sample may be old.
+
+    `is_drawn` False: the samples are read from a file.
+    """
+
+    def __init__(self, mesh: Mesh, *, max_staleness: int, is_drawn: bool) -> None:
+        self.mesh, self.max_staleness, self.is_drawn = mesh, max_staleness, is_drawn
+        self._digests: dict[int, str] = {}
+
+    def record(self, version: int, digest: str) -> None:
+        """The engine holds weights with this digest as `version`."""
+        self._digests[version] = digest
+        for old in [v for v in self._digests if v < version - self.max_staleness]:
+            del self._digests[old]
+
+    def digest(self, version: int) -> str:
+        """Empty if it is not known: the checkpoint that the run resumed from had none."""
+        return self._digests.get(version, "")
+
+    def check(self, step: int, samples: Sequence[Sample]) -> None:
+        """Each sample was drawn by the weights that were synced for its version. Collective. Raises RankError."""
+        wrong = [(sample, draw) for sample in samples if (draw := self._wrong_draw(sample)) is not None]
+        problem = None
+        if wrong and self.is_drawn:
+            first, (version, digest) = wrong[0]
+            problem = (
+                f"step {step} cannot train on {len(wrong)} of {len(samples)} samples: prompt {first.prompt.uid!r}, sample "
+                f"{first.index} was drawn by weights with digest {digest or 'unknown'}, but the sync of step "
+                f"{version} sent weights with digest {self.digest(version) or 'unknown'}; resume from the last checkpoint"
+            )
+        self.mesh.agree(problem)
+
+    def _wrong_draw(self, sample: Sample) -> tuple[int, str] | None:
+        """Version and digest of the first weights of the sample that the syncs did not send."""
+        draws = [(draw.version, draw.weights_digest) for draw in sample.draws]
+        for version, digest in draws or [(sample.version, sample.weights_digest)]:
+            if digest != self.digest(version):
+                return version, digest
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON, whose keys are text."""
+        return {str(version): digest for version, digest in self._digests.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._digests = {int(version): digest for version, digest in state.items()}
 
 
 class WeightSource(Protocol):
@@ -54,11 +218,11 @@ class PolicyAlone:
 
     @contextlib.contextmanager
     def rollout(self, version: int, metrics: Metrics) -> Iterator[None]:
-        """As for a Colocation. Nothing may be drawn inside."""
+        """Does nothing; `Colocation` wakes its engine. Nothing may be drawn inside."""
         yield
 
     def sync_weights_from(self, source: WeightSource, version: int, metrics: Metrics) -> None:
-        """As for a Colocation."""
+        """Must not be called: there is no engine."""
         raise AssertionError("this run draws nothing, so it has no engine that could hold weights")
 
     def close(self) -> None:
@@ -66,6 +230,8 @@ class PolicyAlone:
 
 
 class Colocation(PolicyAlone):
+    """Shares the device between `policy` and `engine`, which sleeps from its construction to the first rollout."""
+
     engine: RolloutEngine
 
     def __init__(
@@ -114,7 +280,7 @@ class Colocation(PolicyAlone):
         self._probe("reference", source, metrics)
 
     def close(self) -> None:
-        """See PolicyAlone."""
+        """Release the engine. Collective."""
         self.engine.shutdown()
 
     def _sync(self, name: str, source: WeightSource, version: int, metrics: Metrics) -> None:
@@ -135,7 +301,7 @@ class Colocation(PolicyAlone):
         self.provenance.record(version, expected.weights_digest)
 
     def _attest(self, expected: Expected) -> str | None:
-        """What this rank's engine holds wrongly."""
+        """Says what this rank's engine holds wrongly, if anything."""
         try:
             held = self.engine.digests()
         except Exception as error:  # of any engine: the other ranks wait for this rank
@@ -155,3 +321,94 @@ class Colocation(PolicyAlone):
             metrics.max("rollout/probe_logp_diff_mean", difference.mean().item())
             metrics.max("rollout/probe_logp_diff_max", difference.max().item())
             self.mesh.agree(self.probe.problem(name, difference, is_attested=self._is_attested))
+
+
+# -- Construction ------------------------------------------------------------------------------------------------------
+
+
+def build_colocation(config: Config, checked: Checked, policy: Policy) -> PolicyAlone:
+    """The policy, with a sleeping engine beside it if the run draws. Collective. Raises RankError if too little memory is free.
+
+    The engine is built while nothing but the policy's weights is on the device. (Without `offload_optimizer` the gradient
+    buffers are, too; they are then beside the engine in every rollout, so that freeing them here would help no run.)
+    """
+    max_length = config.data.max_prompt_length + config.data.max_response_length
+    algorithm = config.algorithm
+    provenance = Provenance(
+        policy.mesh,
+        max_staleness=config.max_staleness,
+        is_drawn=algorithm.source != "file",
+    )
+    if not config.draws:
+        return PolicyAlone(provenance)
+    policy.offload()
+    policy.device.empty_cache()
+    with awaited("building the engine of the rollouts (importing it, loading weights)", policy.mesh.rank == 0):
+        engine = build_rollout_engine(config, checked, policy.mesh, policy.device)
+    colocation = Colocation(
+        policy,
+        engine,
+        policy.mesh,
+        build_resharding(config, policy),
+        probe=Probe(
+            policy.arch.vocab_size, max_length, dtype=config.model.dtype, tolerance=config.rollout.probe_tolerance
+        ),
+        provenance=provenance,
+    )
+    policy.device.empty_cache()
+    policy.onload()
+    return colocation
+
+
+def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
+    """The engine, awake and without usable weights. Collective. Raises RankError if too little memory is free."""
+    assert checked.end_tokens is not None, "only a dry run has no tokenizer"
+    mesh.agree(memory_problem(config, device.memory()))
+    return build_engine(
+        config.rollout,
+        config.model.path,
+        mesh,
+        device,
+        dtype=config.model.dtype,
+        max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+        eos_token_ids=checked.end_tokens.ids,
+        tensors=_engine_tensors(config, checked.arch),
+    )
+
+
+def memory_problem(config: Config, memory: DeviceMemory | None) -> str | None:
+    """Why the engine cannot be built now: vLLM requires gpu_memory_utilization x the device to be free. None: it can."""
+    utilization = config.rollout.gpu_memory_utilization
+    if memory is None or memory.free >= utilization * memory.total:
+        return None
+    free, total, reserved = (size / 2**30 for size in memory)
+    is_offloaded = config.actor.megatron.offload_optimizer
+    remedy = "" if is_offloaded else "actor.megatron.offload_optimizer=true, which frees the gradient buffers, or "
+    return (
+        f"rollout.gpu_memory_utilization={utilization:g} x {total:.2f} GiB = {utilization * total:.2f} GiB must be free"
+        f" when the engine is built, and {free:.2f} GiB are: this process's tensors have {reserved:.2f} GiB, and"
+        f" {total - free - reserved:.2f} GiB are of CUDA, NCCL and other processes; set {remedy}a lower"
+        " gpu_memory_utilization (train --dry-run --gpu-memory GIB shows every phase)"
+    )
+
+
+def build_resharding(config: Config, policy: Policy) -> Resharding:
+    """The plan from the policy's layout to the engine's. Collective."""
+    is_delta = config.rollout.sync == "delta"
+    return Resharding(
+        policy.arch,
+        policy.mesh,
+        policy.stage_of,
+        _engine_tensors(config, policy.arch),
+        dtype=DTYPES[config.model.dtype],
+        device=policy.device.torch_device,
+        bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
+        delta=DeltaLimits(config.rollout.delta_full_every, config.rollout.delta_max_density) if is_delta else None,
+    )
+
+
+def _engine_tensors(config: Config, arch: Architecture) -> EngineTensors:
+    rollout = config.rollout
+    reads_shards = find_engine(rollout.engine).reads_shards
+    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    return engine_tensors(arch, tp, reads_shards=reads_shards, rollout_ep=ep)

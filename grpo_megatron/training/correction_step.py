@@ -23,8 +23,8 @@ from torch import Tensor
 
 from grpo_megatron.algo.correction import MetricRecords, correction_weights, importance_weights, rejection_mask
 from grpo_megatron.algo.kl import KlController, kl_penalties, reward_penalty, sequence_kl
-from grpo_megatron.algo.losses import LossInputs
-from grpo_megatron.algo.needs import folds_old_logprobs, has_kl_in_reward, is_corrected
+from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
+from grpo_megatron.algo.needs import folds_old_logprobs, has_kl_in_reward, has_kl_loss, is_corrected
 from grpo_megatron.algo.plan import revise_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
 from grpo_megatron.models.forward import LossFunction, MetricSums
@@ -35,6 +35,8 @@ from grpo_megatron.types import Batch, GroupTable, Plan
 
 
 class CorrectionStep:
+    """Corrects every batch for the rollout mismatch and for the KL in the reward. `kl` is the coefficient of the latter."""
+
     def __init__(self, algorithm: AlgorithmConfig, actor: ActorConfig, mesh: Mesh, data: DataConfig) -> None:
         self.algorithm, self.actor, self.mesh = algorithm, actor, mesh
         self.max_response_length = data.max_response_length
@@ -82,7 +84,7 @@ class CorrectionStep:
         return with_weights
 
     def complete(self, metrics: Metrics) -> Callable[[Batch], None] | None:
-        """What `Policy.update` calls once the batch has old log-probabilities. None: the batch has them before."""
+        """Returns what `Policy.update` calls once the batch has old log-probabilities. None: the batch has them before."""
         if not self.is_folded:
             return None
 
@@ -148,3 +150,14 @@ def _add_records(metrics: Metrics, records: MetricRecords) -> None:
 def _mean_in_row_order(values: dict[int, float]) -> float:
     """The mean of the values, added in row order, so that no layout changes a bit; 0 without any."""
     return sum(values[row] for row in sorted(values)) / len(values) if values else 0.0
+
+
+def build_loss(actor: ActorConfig) -> LossFunction:
+    """The total loss of one micro-batch as a function of its inputs, with the configured policy loss and KL penalty."""
+    policy_loss = policy_losses.get(actor.loss_mode)
+    penalty = kl_penalties.get(actor.kl_loss_type) if has_kl_loss(actor) else None
+
+    def loss(inputs: LossInputs) -> tuple[Tensor, MetricSums]:
+        return total_loss(inputs, actor, policy_loss, penalty)
+
+    return loss

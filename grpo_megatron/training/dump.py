@@ -17,19 +17,23 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_megatron.algo.losses import MetricSum
-from grpo_megatron.config import ActorConfig, Config, ConfigError
-from grpo_megatron.parallel.mesh import Mesh, on_every_rank, on_first_rank
+from grpo_megatron.config import ActorConfig, Config, ConfigError, MegatronConfig
+from grpo_megatron.device import Device
+from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.policy import Policy
+from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh, on_every_rank, on_first_rank
 from grpo_megatron.storage.atomic import clear_leftovers, partial_of, publish_folder, write_file
+from grpo_megatron.training.correction_step import build_loss
 from grpo_megatron.types import Batch, rows_of_mini_batch
 
-FORMAT = 1
+DUMP_FORMAT = 1
 DUMP_FILE, WEIGHTS = "dump.json", "weights"
 COLUMNS = ("response_mask", "loss_mask", "rollout_logprobs", "advantages", "token_weights")  # [B, R]
 OPTIONAL_COLUMNS = ("old_logprobs", "ref_logprobs", "correction")
@@ -82,7 +86,7 @@ def write_dump(
     on_every_rank(mesh, task, lambda: save_file(_tensors(batch, micro_batches), path) if is_writer else None)
     save_weights(partial / WEIGHTS)
     content = {
-        "format": FORMAT,
+        "format": DUMP_FORMAT,
         "step": incident.step,
         "update": incident.update,
         "guard": incident.guard,
@@ -152,8 +156,8 @@ def read_dump(folder: Path) -> Dump:
     """Raises ConfigError when the folder is no dump, or a newer one."""
     try:
         content = json.loads((folder / DUMP_FILE).read_text())
-        if content["format"] != FORMAT:
-            raise ConfigError(f"{folder} has the dump format {content['format']}, and this version reads {FORMAT}")
+        if content["format"] != DUMP_FORMAT:
+            raise ConfigError(f"{folder} has the dump format {content['format']}, and this version reads {DUMP_FORMAT}")
         parts = [load_file(file) for file in sorted(folder.glob("batch_*.safetensors"))]
         return Dump(
             folder,
@@ -192,3 +196,74 @@ def _batch(parts: list[dict[str, Tensor]]) -> Batch:
         rows=torch.cat([part["table_rows"] for part in parts]).tolist(),
         **columns,
     )
+
+
+# -- Recomputation: the loss and the gradient's norm of a dumped mini-batch, computed again by one process on the CPU --
+# The model is the policy of the run, with the weights before the update, in the run's dtype and without any parallelism. In
+# float32 the loss differs from the run's by rounding, about 1e-7. Where both have NaN, the data or the weights are
+# the cause; where only the run had it, look for the cause in the machine, its kernels or the layout.
+
+TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}  # of the loss
+
+
+class Comparison(NamedTuple):
+    """One number of the run, and the same computed again."""
+
+    name: str
+    recorded: float
+    recomputed: float
+
+    def is_equal(self, tolerance: float) -> bool:
+        """Within `tolerance`, relative above 1; NaN equals NaN, and infinities equal themselves."""
+        if not math.isfinite(self.recorded) or not math.isfinite(self.recomputed):
+            return str(self.recorded) == str(self.recomputed)
+        return abs(self.recomputed - self.recorded) <= tolerance * max(1.0, abs(self.recorded))
+
+
+def recompute(dump: Dump) -> list[Comparison]:
+    """The loss first, then the gradient's norm and the other metrics. Needs a process without process groups."""
+    device = Device("cpu")
+    mesh = build_mesh(device, tp=1, pp=1, rollout_tp=1, seed=dump.config.trainer.seed)
+    try:
+        values, norm = _compute(
+            dump,
+            Policy(
+                dump.config.model.model_copy(update={"path": dump.folder / WEIGHTS}),
+                _without_layout(dump.config.actor),
+                read_architecture(dump.folder / WEIGHTS, dump.config.model.family),
+                mesh,
+                device,
+                temperature=dump.config.rollout.temperature,
+            ),
+        )
+    finally:
+        destroy_mesh()
+    rest = [Comparison(name, dump.metrics[name], values.get(name, math.nan)) for name in dump.metrics if name != "loss"]
+    return [
+        Comparison("loss", dump.metrics["loss"], values["loss"]),
+        Comparison("grad_norm", dump.incident.norm, norm),
+        *rest,
+    ]
+
+
+def _without_layout(actor: ActorConfig) -> ActorConfig:
+    """The config of the same loss on one CPU rank: no parallelism, no FP8, nothing offloaded, one skipped update allowed."""
+    overrides = actor.megatron.override_transformer_config
+    megatron = MegatronConfig(transformer_impl="local", override_transformer_config=overrides)
+    return actor.model_copy(update={"megatron": megatron, "max_skipped_steps": 1})
+
+
+def _compute(dump: Dump, policy: Policy) -> tuple[dict[str, float], float]:
+    norms: list[float] = []
+
+    def measure(batch: Batch, micro_batches: list[list[int]], sums: Mapping[str, MetricSum], norm: float) -> bool:
+        norms.append(norm)
+        return False
+
+    policy.set_optimizer(dump.config.actor.optim, 1)
+    (sums,), _ = policy.update(dump.batch, build_loss(policy.actor), guard=measure)
+    totals = {
+        name: (float(part.total), None if part.num_tokens is None else float(part.num_tokens))
+        for name, part in sums.items()
+    }
+    return metric_values([totals], policy.actor), norms[0]

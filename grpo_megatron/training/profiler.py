@@ -1,63 +1,38 @@
-"""Profiler: records some training steps on every rank, and rank 0 writes what they did into OUTPUT_DIR/profile.
+"""Profiler: records some training steps with torch.profiler on every rank, and writes them into OUTPUT_DIR/profile.
 
-    trace.json    the events of all ranks, for ui.perfetto.dev or chrome://tracing (observability/trace.py)
-    index.html    where the time went, in words and tables (observability/profile_report.py)
+    trace_rank0.json.gz    torch.profiler's trace, for ui.perfetto.dev or chrome://tracing; one file of each of the first 8 ranks
+    table.txt              seconds per rank and phase (observability/profile.py)
 
-While it records, `Metrics.within` and the engine's `poll` are replaced, and the operations of torch.distributed
-(parallel/collectives.py). Before and after, the run is what it is without a profile.
+The phases of a step are named ranges in the trace. While a profile is recorded, `Metrics.within` is wrapped; nothing else
+of the run is touched.
 """
 
 from __future__ import annotations
 
 import contextlib
-import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from grpo_megatron.observability.clocks import ClockRound, clock_offset
+import torch
+
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.observability.profile_report import build_profile_report
-from grpo_megatron.observability.recorder import COLLECTIVE, ENGINE, PHASE, STEP, Event, Recorder, max_events
-from grpo_megatron.observability.step_time import measure
-from grpo_megatron.observability.trace import trace_lines
-from grpo_megatron.parallel.collectives import recorded
+from grpo_megatron.observability.profile import AFTER, PhaseClock, divide, phase_seconds, profile_tables
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.storage.atomic import new_folder
 
 PROFILE_FOLDER = "profile"
-CLOCK_ROUNDS = 32  # collectives that compare the clocks
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # processes with the same one read the same clock
-
-
-class _Record(NamedTuple):
-    """What one rank sends to rank 0."""
-
-    node: str
-    boot_id: str
-    rounds: list[ClockRound]
-    events: list[Event]
-    num_dropped: int
+MAX_TRACES = 8  # a trace of a real step may have a gigabyte before compression
 
 
 class Profiler:
-    """`steps` None: nothing is recorded. `settings`: the run's config, "section.key" -> value. `note` shows text."""
+    """Records `steps`; None records nothing. `note` shows text on the console."""
 
     def __init__(
-        self,
-        steps: range | None,
-        metrics: Metrics,
-        engine: RolloutEngine | None,
-        mesh: Mesh,
-        synchronize: Callable[[], None],
-        *,
-        output_dir: Path,
-        settings: Mapping[str, Any],
-        note: Callable[[str], None],
+        self, steps: range | None, metrics: Metrics, mesh: Mesh, *, output_dir: Path, note: Callable[[str], None]
     ) -> None:
-        self.steps, self.metrics, self.engine, self.mesh, self.synchronize = steps, metrics, engine, mesh, synchronize
-        self.folder, self.settings, self.note = output_dir / PROFILE_FOLDER, settings, note
+        self.steps, self.metrics, self.mesh, self.note = steps, metrics, mesh, note
+        self.folder = output_dir / PROFILE_FOLDER
 
     def over(self, steps: range) -> Iterator[int]:
         """The steps of the run, in order; those of the profile are recorded until the next one is asked for. Collective."""
@@ -67,92 +42,54 @@ class Profiler:
         yield from range(steps.start, min(wanted.start, steps.stop)) if wanted else steps
         if not wanted:
             return
-        recorder, rounds = Recorder(max_events(self.mesh.world_size)), self._compare_clocks()
-        with self._recording(recorder):
+        clock, recording = PhaseClock(), torch.profiler.profile(activities=torch.profiler.supported_activities())
+        with recording, self._phases_of(clock):
             for step in wanted:
-                with recorder.span(STEP, f"training step {step}", step):
+                with torch.profiler.record_function(f"training step {step}"), clock.within(AFTER):
                     yield step
         with self.metrics.within("profile"):
-            self._write(recorder, rounds)
+            self._write(wanted, clock, recording)
         yield from range(wanted.stop, steps.stop)
 
-    def _compare_clocks(self) -> list[ClockRound]:
-        clock, rounds = Recorder(0).clock, []
-        for _ in range(CLOCK_ROUNDS):
-            entered = clock()
-            self.mesh.barrier()
-            rounds.append((entered, clock()))
-        return rounds
-
     @contextlib.contextmanager
-    def _recording(self, recorder: Recorder) -> Iterator[None]:
-        within, engine = self.metrics.within, self.engine
+    def _phases_of(self, clock: PhaseClock) -> Iterator[None]:
+        within = self.metrics.within
 
         @contextlib.contextmanager
         def phase(name: str) -> Iterator[None]:
-            with within(name), recorder.span(PHASE, name):
+            with within(name), torch.profiler.record_function(name), clock.within(name):
                 yield
 
-        with recorded(recorder.span, recorder.clock, self.synchronize):
-            self.metrics.within = phase
-            if engine is not None:
-                poll = engine.poll
-
-                def recorded_poll() -> Any:
-                    with recorder.span(ENGINE, "engine step", engine.num_unfinished):
-                        return poll()
-
-                engine.poll = recorded_poll  # type: ignore[method-assign]
-            try:
-                yield
-            finally:
-                self.metrics.within = within
-                if engine is not None:
-                    del engine.poll
-
-    def _write(self, recorder: Recorder, rounds: list[ClockRound]) -> None:
-        """Collective. A full disk ends the profile and not the run."""
-        boot_id = BOOT_ID.read_text() if BOOT_ID.exists() else str(self.mesh.rank)
-        records = self.mesh.gather(
-            _Record(socket.gethostname(), boot_id, rounds, recorder.events, recorder.num_dropped)
-        )
-        if not records:
-            return
-        first, offsets, accuracy = records[0], [], 0.0
-        for record in records:
-            is_same = record.boot_id == first.boot_id
-            offset, error = (0.0, 0.0) if is_same else clock_offset(first.rounds, record.rounds)
-            offsets.append(round(offset))
-            accuracy = max(accuracy, error / 1e9)
-        time = measure([[_shifted(e, o) for e in r.events] for r, o in zip(records, offsets, strict=True)])
-        num_dropped = sum(record.num_dropped for record in records)
-        report = build_profile_report(
-            time, self.settings, accuracy_s=accuracy, num_dropped=num_dropped, limit=recorder.limit
-        )
-        names = [f"rank {rank} ({record.node})" for rank, record in enumerate(records)]
-        about = {"clocks_agree_within_s": accuracy, "dropped_events": num_dropped}
+        self.metrics.within = phase
         try:
-            with new_folder(self.folder) as folder:
-                with (folder / "trace.json").open("w", encoding="utf-8") as file:
-                    file.writelines(trace_lines(time, names, about))
-                (folder / "index.html").write_text(report.page(), encoding="utf-8")
+            yield
+        finally:
+            self.metrics.within = within
+
+    def _write(self, steps: range, clock: PhaseClock, recording: torch.profiler.profile) -> None:
+        """Collective. A full disk ends the profile and not the run."""
+        assert recording.profiler is not None and recording.profiler.kineto_results is not None
+        events = recording.profiler.kineto_results.events()
+        ranks = self.mesh.gather(phase_seconds(clock.cuts, events, len(steps)))
+        if ranks:
+            means, table = profile_tables(steps, divide(ranks))
+            self._or_note(self._write_table, table)
+            self.note(f"profile: {self.folder}/table.txt and traces of ranks\n{means}")
+        self.mesh.barrier()
+        if self.mesh.rank < MAX_TRACES:
+            self._or_note(self._write_trace, recording)
+
+    def _write_table(self, table: str) -> None:
+        with new_folder(self.folder) as folder:
+            (folder / "table.txt").write_text(f"{table}\n", encoding="utf-8")
+
+    def _write_trace(self, recording: torch.profiler.profile) -> None:
+        path = self.folder / f"trace_rank{self.mesh.rank}.json.gz"
+        recording.export_chrome_trace(str(path.with_name(f".{path.name}")))
+        path.with_name(f".{path.name}").rename(path)
+
+    def _or_note(self, write: Callable[[Any], None], content: Any) -> None:
+        try:
+            write(content)
         except OSError as error:
             self.note(f"cannot write the profile to {self.folder}: {error}")
-        else:
-            self.note(f"profile: {self.folder}/index.html and trace.json\n{report.text()}")
-
-
-def _shifted(event: Event, offset: int) -> Event:
-    """The event on rank 0's clock."""
-    started = event.number - offset if event.kind == COLLECTIVE else event.number
-    return event._replace(begin=event.begin - offset, end=event.end - offset, number=started)
-
-
-def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"section": {"key": value}} -> {"section.key": value}."""
-    result: dict[str, Any] = {}
-    for key, value in settings.items():
-        result |= (
-            flat_settings(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-        )
-    return result

@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_megatron.config import ActorConfig, DataConfig
+from grpo_megatron.checks.validate import Checked
+from grpo_megatron.config import ActorConfig, Config, DataConfig
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.device import Device
-from grpo_megatron.models.flops import ModelShape, mfu_metrics, throughput
+from grpo_megatron.models.flops import ModelShape, mfu_metrics, model_shape, peaks, throughput
+from grpo_megatron.models.forward import MetricSums
 from grpo_megatron.models.packing import num_padding_tokens, packed_lengths
+from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.metrics import Metrics, group_table_metrics
 from grpo_megatron.observability.sinks import Sinks
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sampling.generator import record_reward_metrics, record_source_metrics
-from grpo_megatron.sampling.trajectory_metrics import record_trajectory_metrics
+from grpo_megatron.sampling.trajectory import ENDINGS
 from grpo_megatron.training.guards import Guards
-from grpo_megatron.training.rollout_files import RolloutWriter
-from grpo_megatron.training.shown_samples import ShownSamples
-from grpo_megatron.types import Batch, GroupTable, Plan, Sample
+from grpo_megatron.training.samples import RolloutWriter, ShownSamples, build_rollout_files
+from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, Sample
+
+# -- Metrics of trajectories -------------------------------------------------------------------------------------------
+# Metrics of trajectories: means over the step's samples of all ranks, without greedy ones and single turns.
+#
+# trajectory/turns                turns of the assistant: mean and max
+# trajectory/generated_tokens     tokens that the policy wrote (in the loss, unless the trajectory is masked)
+# trajectory/observation_tokens   tokens that environments wrote
+# trajectory/observation_share    of all response tokens
+# trajectory/status/<status>      share of the trajectories that ended so
+# trajectory/<name>/mean          what the environment reports, summed over a trajectory (tool_calls, tool_errors, ...)
+
+
+def record_trajectory_metrics(metrics: Metrics, samples: Sequence[Sample]) -> None:
+    """Records the metrics above. Samples of a single turn add nothing."""
+    for sample in samples:
+        if sample.index == GREEDY or not (sample.turns or sample.status != "ok"):
+            continue
+        lengths = {
+            kind: sum(t.end - t.start for t in sample.turns if t.kind == kind) for kind in ("assistant", "observation")
+        }
+        turns = sum(turn.kind == "assistant" for turn in sample.turns)
+        metrics.mean("trajectory/turns/mean", turns, 1)
+        metrics.max("trajectory/turns/max", turns)
+        metrics.mean("trajectory/generated_tokens/mean", lengths["assistant"], 1)
+        metrics.mean("trajectory/observation_tokens/mean", lengths["observation"], 1)
+        metrics.mean("trajectory/observation_share", lengths["observation"], len(sample.response_ids))
+        for status in ENDINGS:
+            metrics.mean(f"trajectory/status/{status}", float(sample.status == status), 1)
+        for name, value in sample.trajectory_metrics.items():
+            metrics.mean(f"trajectory/{name}/mean", value, 1)
 
 
 class StepReport:
@@ -104,3 +136,68 @@ class StepReport:
             forward_only_lengths=[lengths[row] for row in plan.rows_without_backward()],
             **self.peaks,
         )
+
+
+def record_reward_metrics(metrics: Metrics, samples: Sequence[Sample]) -> None:
+    """Means of what the reward functions reported besides the reward, and the shares of samples that they failed on."""
+    for sample in samples:
+        if sample.index == GREEDY:
+            continue
+        for name, value in sample.reward_metrics.items():
+            if name == "ok":
+                metrics.mean("reward/failed_ratio", 1.0 - value, 1)
+            elif name == "timeout":
+                metrics.mean("reward/timeout_ratio", value, 1)
+            else:
+                metrics.mean(f"reward/{name}/mean", value, 1)
+
+
+def record_source_metrics(metrics: Metrics, samples: Sequence[Sample]) -> None:
+    """For each source: the mean reward, the number of samples, the mean length of responses in tokens."""
+    for sample in samples:
+        if sample.index == GREEDY:
+            continue
+        source = sample.prompt.source
+        metrics.sum(f"data/source/{source}/samples", 1)
+        metrics.mean(f"response_length/source/{source}/mean", len(sample.response_ids), 1)
+        if not math.isnan(sample.reward):
+            metrics.mean(f"reward/source/{source}/mean", sample.reward, 1)
+
+
+# -- Metrics of an update ----------------------------------------------------------------------------------------------
+# What an update reports, as metrics of the step: the policy's, the critic's, the warm-up's.
+
+
+def record_update(metrics: Metrics, sums: Sequence[MetricSums], constants: dict[str, float], contributes: bool) -> None:
+    """Record what `Policy.update` returned: token means, and sums averaged over the optimizer steps.
+
+    `sums` has one dict per optimizer step. `contributes` is true on one rank per replica.
+    """
+    local = metrics.when(contributes)
+    for step_sums in sums:
+        for name, part in step_sums.items():
+            if part.num_tokens is None:
+                local.sum(name, part.total / len(sums))
+            else:
+                local.mean(name, part.total, part.num_tokens)
+    for name, value in constants.items():
+        metrics.constant(name, value)
+
+
+def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks, guards: Guards) -> StepReport:
+    """The report of a run, or of its warm-up, which has a config of its own."""
+    shape = model_shape(checked.arch)
+    return StepReport(
+        config.data,
+        config.actor,
+        policy.mesh,
+        policy.device,
+        sinks,
+        guards,
+        policy.has_finite_weights,
+        build_rollout_files(config.trainer, policy.mesh, checked.tokenizer),
+        ShownSamples(policy.mesh, checked.tokenizer, config.draws),
+        shape=shape,
+        peaks=peaks(config, policy.device.name, shape.num_layers),
+        multiple=policy.multiple,
+    )

@@ -2,7 +2,7 @@
 
 After a step the run saves and ends, with exit code 75 or, after Ctrl-C, 130, when
     trainer.stop_file exists              created by a batch script on its scheduler's signal, or by hand
-    SIGUSR1, SIGTERM or SIGINT has come   to the launcher or to a rank (stop_signals.py); the second one ends the run at once
+    SIGUSR1, SIGTERM or SIGINT has come   to the launcher or to a rank; the second one ends the run at once
     trainer.stop_at is near               a step as long as the longest so far would end after it
 
 Rank 0 checks the file and the clock. One number per step is reduced over the world, so that all ranks stop at the same
@@ -16,7 +16,13 @@ step.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
+import os
+import select
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,12 +30,98 @@ from typing import TYPE_CHECKING
 
 from grpo_megatron.config import TrainerConfig
 from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.storage.events import add_event
-from grpo_megatron.storage.step_folders import on_disk, steps_of
-from grpo_megatron.training.stop_signals import EXIT_INTERRUPTED, EXIT_STOPPED, requested
+from grpo_megatron.storage.run_files import add_event, on_disk, steps_of
 
 if TYPE_CHECKING:
     from grpo_megatron.parallel.mesh import Mesh
+
+
+# -- Signals -----------------------------------------------------------------------------------------------------------
+# Signals that ask a rank to stop: the first SIGINT, SIGTERM or SIGUSR1 is a request, the second ends the process at once.
+#
+# Python runs a signal's handler in the main thread, and not before the C code there returns: a rank that waits in a
+# collective for a dead one would never end. So the number of every signal is written to a pipe (signal.set_wakeup_fd), and a
+# thread reads it. A request is remembered until the step is over (stopping.py).
+#
+# torchrun's agent sends SIGTERM to the ranks of a machine when one of them has died, and they cannot finish the step any
+# more: `must_end` recognises that. Under srun a rank cannot know it, and Slurm sends SIGKILL after its KillWait (30 s), also to
+# the batch script. So there a rank that has received SIGTERM ends itself after TERM_SECONDS (slurm/ranks.sh) if the step is not
+# over, and the script can still record how the attempt ended. SIGUSR2 shows where a run hangs: it writes the stack of every
+# thread to standard error, and the run continues.
+
+REQUESTS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+STOP_FILE = "GRPO_MEGATRON_STOP_FILE"  # set for the ranks of our launcher, which writes the name of its signal there
+TERM_SECONDS = "GRPO_MEGATRON_TERM_SECONDS"  # set by slurm/ranks.sh
+EXIT_STOPPED, EXIT_INTERRUPTED = 75, 128 + signal.SIGINT  # 75: EX_TEMPFAIL of sysexits.h, it can be started again
+ANNOUNCEMENT = "{}: the run stops after this step and saves; a second signal ends it at once\n"
+
+
+class _Listener:
+    """Keeps the signals of this process. The lock is held while signals are read, by the thread or by `requested`."""
+
+    def __init__(self, must_end: Callable[[], bool], announces: bool) -> None:
+        self.must_end, self.announces = must_end, announces
+        self.request = ""
+        self._lock = threading.Lock()
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+
+    def start(self) -> None:
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in REQUESTS:
+            signal.signal(number, lambda *_: None)
+            signal.siginterrupt(number, False)  # no EINTR inside a collective
+        threading.Thread(target=self._listen, name="stop signals", daemon=True).start()
+
+    def read(self) -> None:
+        with self._lock, contextlib.suppress(BlockingIOError):
+            for number in os.read(self._reader, 1 << 12):
+                if number in REQUESTS:
+                    self._receive(signal.Signals(number))
+
+    def _listen(self) -> None:
+        while True:
+            select.select([self._reader], [], [])
+            self.read()
+
+    def _receive(self, number: signal.Signals) -> None:
+        if self.request or self.must_end():
+            sys.stdout.flush()
+            os._exit(128 + number)
+        self.request = number.name
+        if number == signal.SIGTERM and TERM_SECONDS in os.environ:
+            timer = threading.Timer(float(os.environ[TERM_SECONDS]), os._exit, [128 + number])
+            timer.daemon = True
+            timer.start()
+        if self.announces:
+            os.write(2, ANNOUNCEMENT.format(number.name).encode())
+
+
+_listener: _Listener | None = None
+
+
+def listen(must_end: Callable[[], bool] = lambda: False, announces: bool = False) -> None:
+    """Makes signals requests, from now on. Call this in the main thread, before anything slow: by default they end a process.
+
+    `must_end` says that the run is lost, so that a signal ends the process at once. `announces`: print the first request.
+    """
+    global _listener
+    _listener = _Listener(must_end, announces)
+    _listener.start()
+    faulthandler.register(signal.SIGUSR2)
+
+
+def requested() -> str:
+    """The name of the signal that has reached this process, or our launcher; "" if there was none."""
+    if _listener is not None:
+        _listener.read()
+        if _listener.request:
+            return _listener.request
+    with contextlib.suppress(OSError, KeyError):
+        return Path(os.environ[STOP_FILE]).read_text()
+    return ""
+
 
 HEARTBEAT, OUTCOME = "heartbeat", "outcome.json"
 REASONS = ("", "SIGUSR1", "SIGTERM", "SIGINT", "the stop file", "the time limit")
@@ -99,7 +191,7 @@ class Stopping:
             add_event(self.config.output_dir, "done", steps_done)
 
     def _reason(self) -> int:
-        """This rank's reason to stop, as an index into REASONS; 0 means none."""
+        """Returns this rank's reason to stop, as an index into REASONS; 0 means none."""
         config = self.config
         if self.mesh.rank == 0:
             if config.stop_at is not None and time.time() + self._longest > config.stop_at:
@@ -119,3 +211,47 @@ def record(output_dir: Path, state: str, steps_done: int, checkpoint: Path | Non
     }
     with contextlib.suppress(OSError):  # a full disk must not make a finished run fail
         write_file(output_dir / OUTCOME, json.dumps(content) + "\n")
+
+
+# -- Cadence -----------------------------------------------------------------------------------------------------------
+# Cadence: what happens at which step. Pure functions of the step number, so that all ranks decide the same.
+#
+# Steps count from 0. "Before step s" means with the weights after s steps. `steps_done` counts completed steps, from 1: after
+# step s it is s + 1. An outer iteration of iterative GRPO (arXiv:2402.03300, algorithm 1) is `iteration_steps` steps:
+#
+#     step                     0   1   2 | 3   4   5 | 6 ...          iteration_steps = 3
+#     renew the reference                  *           *              before the first step of each iteration but the first
+#     reward model learns              *           *                  after the last step of each iteration
+
+
+class Cadence:
+    """`iteration_steps` None: the run has no outer iterations."""
+
+    def __init__(self, trainer: TrainerConfig, iteration_steps: int | None) -> None:
+        self.trainer, self.iteration_steps = trainer, iteration_steps
+
+    def validates_before(self, step: int) -> bool:
+        """Every `test_freq` steps, and before step 0 if `val_before_train`."""
+        if step == 0:
+            return self.trainer.val_before_train
+        return self.trainer.test_freq > 0 and step % self.trainer.test_freq == 0
+
+    def validates_at_end(self) -> bool:
+        """Whether the final weights are validated: in every run that validates at all."""
+        return self.trainer.test_freq > 0 or self.trainer.val_before_train
+
+    def saves_after(self, steps_done: int) -> bool:
+        """Every `save_freq` steps and after the last one; never if `save_freq` is -1."""
+        if self.trainer.save_freq == -1:
+            return False
+        return steps_done % self.trainer.save_freq == 0 or steps_done == self.trainer.total_training_steps
+
+    def renews_reference_before(self, step: int) -> bool:
+        return self.iteration_steps is not None and step > 0 and step % self.iteration_steps == 0
+
+    def reward_model_learns_after(self, step: int) -> bool:
+        return self.iteration_steps is not None and (step + 1) % self.iteration_steps == 0
+
+    def iteration_start(self, step: int) -> int:
+        """The first step of the outer iteration that holds `step`; 0 without outer iterations."""
+        return 0 if self.iteration_steps is None else step - step % self.iteration_steps

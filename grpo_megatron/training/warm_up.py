@@ -14,24 +14,22 @@ from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.checks.resume import check_resume
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import AlgorithmConfig, Config, GuardsConfig
-from grpo_megatron.data.item_table import MappedTable
+from grpo_megatron.data.items import MappedTable
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.data.written_groups import OfflineGroup, SupervisedExample
+from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
-from grpo_megatron.storage.events import add_event
-from grpo_megatron.storage.step_folders import steps_of
+from grpo_megatron.storage.run_files import add_event, steps_of
 from grpo_megatron.training.beside.references import WARMUP_FOLDER
-from grpo_megatron.training.build import build_loss, build_report
-from grpo_megatron.training.cadence import Cadence
 from grpo_megatron.training.checkpoint import Checkpoints, run_state
+from grpo_megatron.training.correction_step import build_loss
 from grpo_megatron.training.guards import Guards
-from grpo_megatron.training.stopping import Stopping
-from grpo_megatron.training.update_metrics import record_update
+from grpo_megatron.training.report import build_report, record_update
+from grpo_megatron.training.stopping import Cadence, Stopping
 from grpo_megatron.types import Prompt
 
 NUM_NOTES = 10  # lines of progress per warm-up

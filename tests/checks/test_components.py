@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.components import component_problems, resolved_components, reward_name
-from grpo_megatron.checks.names import reward_name_problems
-from grpo_megatron.checks.reward_call import call_rewards, reward_lines
-from grpo_megatron.checks.reward_columns import column_problems
+from grpo_megatron.checks.names import component_problems, resolved_components, reward_name, reward_name_problems
+from grpo_megatron.checks.reward_call import call_rewards, column_problems, reward_lines
 from grpo_megatron.config import Config
-from grpo_megatron.reading.yaml_text import parse_yaml
+from grpo_megatron.reading import parse_yaml
 from grpo_megatron.types import Prompt
+from tests.runs import texts
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"
 ACCURACY = {"name": "accuracy"}
@@ -28,7 +27,7 @@ def config(*components: dict[str, Any], task: str = "gsm8k", **reward: Any) -> C
 def test_the_example_of_the_docs_is_accepted() -> None:
     example = DOCS.read_text().partition("## Sums of several")[2].split("```")[1]
     made = Config.model_validate({"model": {"path": "m"}, **parse_yaml(example)})
-    assert list(reward_name_problems(made)) == []
+    assert texts(reward_name_problems(made)) == []
     assert [part["function"] for part in resolved_components(made)] == [
         "graded_answer",
         "format",
@@ -46,7 +45,7 @@ def test_names_stand_for_functions() -> None:
     assert [part["function"] for part in resolved_components(made)] == ["gsm8k", "format", "json:loads"]
     assert resolved_components(made)[2]["gate"] == {"component": "format", "min": 1.0, "max": None}
     assert reward_name(made.reward) == "composite"
-    assert list(component_problems(config(ACCURACY, {"name": "length", "kwargs": {"max_length": 9}}))) == []
+    assert texts(component_problems(config(ACCURACY, {"name": "length", "kwargs": {"max_length": 9}}))) == []
     assert (reward_name(config().reward), resolved_components(config())) == (None, [])
 
 
@@ -93,7 +92,7 @@ def test_names_stand_for_functions() -> None:
     ],
 )
 def test_what_is_refused(components: list[dict[str, Any]], more: dict[str, Any], problem: str) -> None:
-    problems = list(reward_name_problems(config(*components, **more)))
+    problems = texts(reward_name_problems(config(*components, **more)))
     assert len(problems) == 1, problems
     assert problem in problems[0]
 
@@ -114,13 +113,13 @@ def gated(name: str, on: str) -> dict[str, Any]:
 )
 def test_circles_of_gates(gates: dict[str, str], circles: list[str]) -> None:
     made = config({"name": "free", "function": "format"}, *(gated(name, on) for name, on in gates.items()))
-    assert list(component_problems(made)) == [
+    assert texts(component_problems(made)) == [
         f"reward.components: the gates {circle} wait for each other; remove one of them" for circle in circles
     ]
 
 
 def test_a_composite_has_no_other_name() -> None:
-    (problem,) = reward_name_problems(config(function="composite"))
+    (problem,) = texts(reward_name_problems(config(function="composite")))
     assert (
         problem
         == "reward.function='composite' is the sum of reward.components; set those, and leave reward.function out"
@@ -151,12 +150,12 @@ def test_columns_that_the_rows_lack_are_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(tmp_path)
     made = config({"name": "a", "function": "column_reward:by_level"}, {"name": "b", "function": "column_reward:any"})
     row = Prompt("gsm8k/train/0", (1,), "6 * 7 =", "42", "gsm8k", "composite", columns={"lvel": 3})
-    (problem,) = column_problems(made, [row])
+    (problem,) = texts(column_problems(made, [row]))
     assert problem.startswith(
         "reward.components[0] (a): reward 'column_reward:by_level' cannot be called: nothing gives its"
     )
     assert problem.endswith("the row's columns lvel; did you mean 'lvel'? (row gsm8k/train/0)")
-    assert not list(column_problems(made, [replace(row, columns={"level": 3})]))
+    assert not texts(column_problems(made, [replace(row, columns={"level": 3})]))
     single = config(function="column_reward:by_level")
-    (problem,) = column_problems(single, [replace(row, reward="column_reward:by_level")])
+    (problem,) = texts(column_problems(single, [replace(row, reward="column_reward:by_level")]))
     assert problem.startswith("reward.function: reward 'column_reward:by_level'")

@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.bounds import batch_problems
-from grpo_megatron.checks.critic import critic_problems, read_critic
-from grpo_megatron.checks.dry_run import count_models, describe_run
-from grpo_megatron.checks.learning_rate import schedule_problems
-from grpo_megatron.checks.memory import memory_of_stages
-from grpo_megatron.checks.methods import method_problems
+from grpo_megatron.checks.layout import batch_problems
+from grpo_megatron.checks.methods import method_problems, schedule_problems
+from grpo_megatron.checks.model_folders import check_reward_folder, read_critic
 from grpo_megatron.checks.names import name_problems, reward_name_problems
-from grpo_megatron.checks.problems import ProblemList
 from grpo_megatron.checks.resume import refusals
-from grpo_megatron.checks.reward_model import check_reward_folder
+from grpo_megatron.checks.scoring import critic_problems
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
+from grpo_megatron.config.problems import ProblemList
+from grpo_megatron.memory.parameters import memory_of_stages
 from grpo_megatron.models.families import read_architecture
+from grpo_megatron.planning.run_page import describe_run
 from tests import runs
 from tests.checks.test_reward_model import changed
 
@@ -35,7 +34,9 @@ def config_of(**sections: Any) -> Config:
 def problems(**sections: Any) -> list[str]:
     config = config_of(**sections)
     checks = (method_problems, name_problems, reward_name_problems, schedule_problems, batch_problems)
-    return [*critic_problems(config, 2, None, None), *(problem for check in checks for problem in check(config))]
+    return runs.texts(
+        [*critic_problems(config, 2, None, None), *(problem for check in checks for problem in check(config))]
+    )
 
 
 def test_ppo_needs_no_key_of_its_own_and_no_group() -> None:
@@ -113,7 +114,7 @@ def test_refused_with_the_reason(name: str) -> None:
 def test_a_checkpoint_without_a_critic_cannot_go_on_with_one() -> None:
     new = config_of(algorithm=GAE)
     saved = config_of().model_dump(mode="json")
-    found = list(refusals(Path("run/step_000002"), saved, new))
+    found = runs.texts(refusals(Path("run/step_000002"), saved, new))
     assert any("grpo -> gae: run/step_000002 has no critic" in problem for problem in found), found
     assert not list(refusals(Path("run/step_000002"), new.model_dump(mode="json"), config_of()))
 
@@ -130,11 +131,11 @@ def found_in(run: Path, folder: Path) -> list[str]:
     """What `validate` finds about the critic in `folder`."""
     config = load_config(run / "run.yaml", ["algorithm.adv_estimator=gae", f"critic.path={folder}"])
     found = ProblemList()
-    critic = found.attempt(read_critic, folder)
+    critic = found.attempt("critic.path", read_critic, folder)
     found.add(critic_problems(config, 2, read_architecture(config.model.path), critic))
     if critic is not None:
-        found.attempt(check_reward_folder, critic, "critic")
-    return found.messages
+        found.attempt("critic.path", check_reward_folder, critic, "critic")
+    return runs.texts(found.problems)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_the_plan_counts_the_critic(run: Path) -> None:
         " alone before step 1"
     )
     assert row in " ".join(plan.split())  # it is wrapped
-    policy, _, critic = count_models(config, checked, 2)
+    policy, _, critic = checked.models(config).counted_stages(config, 2)
     assert critic is not None and critic[0].total == policy[0].total - checked.arch.padded_vocab_size(1) * 64
     (memory,) = memory_of_stages(config, 2, policy, [], critic)
     assert memory.critic_weights == 4 * critic[0].total and memory.critic == (4 + 4 + 8 / 2) * critic[0].total

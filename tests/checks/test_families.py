@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks import families
-from grpo_megatron.checks.families import family_problems
+from grpo_megatron.checks import layout as families
+from grpo_megatron.checks.layout import family_problems
 from grpo_megatron.config import Config
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.rollout import vllm_process
 from tests import tiny
 from tests.models.test_moe import MODELS
+from tests.runs import texts
 
 V3, OLMO = {**tiny.COMMON, **MODELS["deepseek_v3"]}, {**tiny.COMMON, **tiny.FAMILIES["olmo2"]}
 FP8 = {"actor": {"megatron": {"fp8": {"recipe": "blockwise"}}}}
@@ -46,7 +47,7 @@ def test_what_a_part_of_the_run_cannot_compute(
 def _problems(model: dict[str, Any], changes: dict[str, Any]) -> list[str]:
     raw: dict[str, Any] = {"model": {"path": "m"}, "trainer": {"device": "cpu", "output_dir": "o"}}
     raw |= {section: {**raw.get(section, {}), **values} for section, values in changes.items()}
-    return list(family_problems(Config.model_validate(raw), architecture_of(model)))
+    return texts(family_problems(Config.model_validate(raw), architecture_of(model)))
 
 
 def test_an_older_vllm_has_no_latent_attention_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

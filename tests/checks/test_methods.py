@@ -14,23 +14,23 @@ from torch import Tensor
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators
 from grpo_megatron.algo.losses import LossInputs, LossMetrics, policy_losses
 from grpo_megatron.algo.needs import is_corrected, needs_old_logprobs, reads_reference
-from grpo_megatron.checks.methods import method_problems
-from grpo_megatron.checks.passes import sharing_problems
+from grpo_megatron.checks.methods import method_problems, sharing_problems
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config
 from grpo_megatron.types import GroupTable
+from tests.runs import texts
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "methods"
 
 
 def problems(**sections: dict[str, Any]) -> list[str]:
     raw: dict[str, Any] = {"model": {"path": "m"}, "data": {"task": "arithmetic"}, **sections}
-    return list(method_problems(Config.model_validate(raw)))
+    return texts(method_problems(Config.model_validate(raw)))
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_examples_are_short_and_sound(path: Path) -> None:
-    assert list(method_problems(load_config(path))) == []
+    assert texts(method_problems(load_config(path))) == []
     assert len(path.read_text().splitlines()) <= 30
 
 
@@ -290,10 +290,10 @@ def test_the_trainer_reads_the_same_facts() -> None:
 )
 def test_what_cannot_share_prompts(sections: dict[str, Any], message: str | None) -> None:
     raw = {"model": {"path": "m"}, **sections, "actor": {**sections.get("actor", {}), "share_prompts": True}}
-    found = list(sharing_problems(Config.model_validate(raw), None))
+    found = texts(sharing_problems(Config.model_validate(raw), None))
     assert len(found) == (message is not None) and all(message in problem for problem in found)
     raw["actor"]["share_prompts"] = False
-    assert list(sharing_problems(Config.model_validate(raw), None)) == []
+    assert texts(sharing_problems(Config.model_validate(raw), None)) == []
 
 
 def test_a_kl_of_coefficient_zero_cannot_be_guarded() -> None:

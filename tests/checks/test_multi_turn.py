@@ -13,6 +13,7 @@ from grpo_megatron.checks.methods import method_problems
 from grpo_megatron.checks.names import reward_name_problems
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.environments.environment import ChatMessage, Environment, Step
+from tests.runs import texts
 
 HERE = "tests.checks.test_multi_turn"
 
@@ -74,28 +75,28 @@ CASES: dict[str, tuple[Config, str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_cannot_work_is_refused(case: str) -> None:
     wrong, expected = CASES[case]
-    (problem,) = environment_problems(wrong)
+    (problem,) = texts(environment_problems(wrong))
     assert expected in problem
 
 
 @pytest.mark.parametrize("multi_turn", [{}, TALK, GAME, {"environment": "tools", "tools": ["calculator"]}])
 def test_what_works_is_accepted(multi_turn: dict[str, Any]) -> None:
-    assert list(environment_problems(config(multi_turn, data={"task": "gsm8k"}))) == []
+    assert texts(environment_problems(config(multi_turn, data={"task": "gsm8k"}))) == []
 
 
 def test_an_environment_that_grades_needs_no_reward_function(tmp_path: Path) -> None:
     task = tmp_path / "quiz.yaml"
     task.write_text("name: quiz\nversion: 1\ntitle: Quiz\nquestion: ['{q}']\nanswer: [{field: a}]\n")
     data = {"task": str(task)}
-    assert list(reward_name_problems(config(GAME, data=data))) == []
-    (problem,) = reward_name_problems(config(TALK, data=data))
+    assert texts(reward_name_problems(config(GAME, data=data))) == []
+    (problem,) = texts(reward_name_problems(config(TALK, data=data)))
     assert "has no reward of its own" in problem
 
 
 def test_single_turns_may_have_rewards() -> None:
     steps = {"adv_estimator": "grpo_process"}
-    assert list(method_problems(config(GAME, algorithm=steps))) == []
-    assert len(list(method_problems(config({}, algorithm=steps)))) == 1
+    assert texts(method_problems(config(GAME, algorithm=steps))) == []
+    assert len(texts(method_problems(config({}, algorithm=steps)))) == 1
 
 
 def test_an_environment_is_made_once_before_the_run() -> None:

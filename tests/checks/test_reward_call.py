@@ -11,7 +11,7 @@ import pytest
 from grpo_megatron.checks.reward_call import call_rewards, report_trials, reward_lines, trial_lines
 from grpo_megatron.cli import main
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.data.reward_item import reward_item
+from grpo_megatron.data.prompts import reward_item
 from grpo_megatron.rewards import extractors, rewards
 from grpo_megatron.rewards.answers import answer_form
 from grpo_megatron.rewards.pool import KNOWN_REWARDS
@@ -63,7 +63,7 @@ def problems_of(*names: str, **section: Any) -> list[str]:
         ("raises", "KeyError: '42'"),
         ("words", "ValueError: the reward is str, not a number"),
         ("hangs", "no result after 1 s (reward.timeout_s); killed"),
-        ("leaves", "the reward's process died: exit code 0"),
+        ("leaves", "the reward's process has ended: exit code 0"),
         ("streams", "ValueError: the reward is async_generator, not a number"),
     ],
 )

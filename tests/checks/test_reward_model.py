@@ -11,17 +11,13 @@ import pytest
 import yaml
 
 from grpo_megatron.checks import inputs
-from grpo_megatron.checks.problems import ProblemList
-from grpo_megatron.checks.prompt_inputs import read_train_prompts
-from grpo_megatron.checks.reward_model import (
-    check_reward_folder,
-    read_reward_model,
-    reward_model_problems,
-    scoring_models,
-)
+from grpo_megatron.checks.inputs import read_train_prompts
+from grpo_megatron.checks.model_folders import check_reward_folder, read_reward_model, scoring_models
+from grpo_megatron.checks.scoring import reward_model_problems
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
+from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.types import BY_MODEL
 from tests import runs
@@ -39,12 +35,12 @@ def problems(run: Path, reward: Path, overrides: list[str], world: int = 2) -> l
     """What `validate` finds about the reward model, in its order."""
     config = load_config(run / "run.yaml", [override.replace("REWARD", str(reward)) for override in overrides])
     found = ProblemList()
-    read = {key: found.attempt(read_reward_model, model, key) for key, model in scoring_models(config).items()}
+    read = {key: found.attempt(key, read_reward_model, model, key) for key, model in scoring_models(config).items()}
     folders = {key: folder for key, folder in read.items() if folder is not None}
     found.add(reward_model_problems(config, world, read_architecture(config.model.path), folders))
     for key, folder in folders.items():
-        found.attempt(check_reward_folder, folder, key)
-    return found.messages
+        found.attempt(key, check_reward_folder, folder, key)
+    return runs.texts(found.problems)
 
 
 def changed(run: Path, target: Path, **config: Any) -> Path:

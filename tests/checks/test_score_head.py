@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.score_head import score_head_problems
-from grpo_megatron.checks.scored_rows import trains_scores
+from grpo_megatron.checks.model_folders import trains_scores
+from grpo_megatron.checks.scoring import score_head_problems
 from grpo_megatron.checks.validate import Checked, validate
 from grpo_megatron.cli.config_file import load_config, reward_defaults
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.data.feedback import STEP_SEPARATOR
+from grpo_megatron.data.arithmetic import STEP_SEPARATOR
 from tests import runs
+from tests.runs import texts
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples/reward_models"
 
@@ -69,7 +70,7 @@ def test_the_defaults_of_train_reward_are_a_valid_run(run: Path, rows: str, kind
     ],
 )
 def test_keys_against_keys(run: Path, overrides: list[str], expected: str) -> None:
-    found = list(score_head_problems(config_of(run, *overrides)))
+    found = texts(score_head_problems(config_of(run, *overrides)))
     assert any(expected in line for line in found), found
 
 
@@ -93,7 +94,7 @@ def test_wrong_rows_are_named(run: Path, tmp_path: Path, row: dict[str, Any], ex
 def test_the_examples_have_no_problem(name: str) -> None:
     defaults = None if name == "grpo" else reward_defaults
     config = load_config(EXAMPLES / f"{name}.yaml", defaults=defaults)
-    assert list(score_head_problems(config)) == []
+    assert texts(score_head_problems(config)) == []
     assert config.draws == (name == "grpo") and not (name == "grpo" and config.has_rule)
     assert trains_scores(config) == (name != "grpo")
     if name == "process":

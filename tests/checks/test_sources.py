@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.data_plan import data_lines
+from grpo_megatron.checks.names import with_recognised_tasks
 from grpo_megatron.checks.resume import differences
-from grpo_megatron.checks.sources import with_recognised_tasks
 from grpo_megatron.checks.validate import Checked, validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.mixture import Mixture
-from grpo_megatron.sampling.build import prompt_sampler
+from grpo_megatron.data.sampler import Mixture
+from grpo_megatron.planning.run_page import data_lines
+from grpo_megatron.sampling.wrappers import prompt_sampler
 from tests.runs import make_run, write_rows
 
 VERL = {

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import yaml
 
-from grpo_megatron.checks import shortage
-from grpo_megatron.checks.run_start import RunStart
+from grpo_megatron.checks.validate import RunStart
 from grpo_megatron.cli import main
+from grpo_megatron.memory import phases
 from grpo_megatron.storage.lock import LOCK_FILE, FolderLock, lock_holder
 from tests.runs import make_run
 
@@ -87,7 +87,7 @@ def problems_of(capsys: pytest.CaptureFixture[str], *command: str) -> list[str]:
 def test_nine_mistakes_of_nine_kinds_in_one_error(run: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(run, here / "run.yaml", **SECTIONS)
     (here / "out").mkdir()
-    with FolderLock(here / "out"), mock.patch.object(shortage, "device_bytes", return_value=1 << 20):
+    with FolderLock(here / "out"), mock.patch.object(phases, "device_bytes", return_value=1 << 20):
         before = sorted(here.rglob("*"))
         found = problems_of(capsys, "train", config, "--profile", "3-9")
         assert sorted(here.rglob("*")) == before
@@ -123,7 +123,7 @@ def test_a_check_of_wrong_inputs_is_left_out(
     run: Path, here: Path, capsys: pytest.CaptureFixture[str], wrong: str, number: int
 ) -> None:
     command = ["train", str(run / "run.yaml"), "reward.function=user_code_of_mistakes:reward", "trainer.device=auto"]
-    with mock.patch.object(shortage, "device_bytes", return_value=1 << 20):
+    with mock.patch.object(phases, "device_bytes", return_value=1 << 20):
         found = problems_of(capsys, *command, "trainer.projct_name=x", wrong)
     found = [text for text in found if "projct" not in text and "phase" not in text]
     assert len(found) == number, found

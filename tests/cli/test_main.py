@@ -46,7 +46,7 @@ RUN = """
         os.read(pipe, 1)
         raise RuntimeError("connection closed by peer")
     if kind != "good":
-        from grpo_megatron.training.stop_signals import requested
+        from grpo_megatron.training.stopping import requested
         from grpo_megatron.training.stopping import Stopped
         with open(f"{rank}.tmp", "w") as file:
             file.write(str(os.getpid()))

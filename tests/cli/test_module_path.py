@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.cli.commands import list_keys
-from grpo_megatron.cli.module_path import find_modules
+from grpo_megatron.cli.inspecting import list_keys
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.keys import config_keys
-from grpo_megatron.registry import import_function
+from grpo_megatron.registry import find_modules, import_function
 
 
 def test_modules_beside_the_config_are_found_and_shadow_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import subprocess
 import sys
 from multiprocessing import forkserver
@@ -14,7 +15,6 @@ import torch
 
 from grpo_megatron.cli import ranks
 from grpo_megatron.importing import without
-from grpo_megatron.rollout.build import engines
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of torch's compiler, what Megatron-Core would import for functions that no CPU run calls; and what other engines need.
@@ -28,15 +28,13 @@ NOT_IMPORTED = (
 )
 
 
-def test_the_server_imports_the_engine_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    preloaded: list[list[str]] = []
-    monkeypatch.setattr(multiprocessing, "set_forkserver_preload", preloaded.append)
-    monkeypatch.setattr(forkserver, "ensure_running", lambda: None)
-    for engine in ("vllm", "transformers", "my.module:Engine", None):
+def test_the_server_is_told_the_engine_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(multiprocessing, "set_forkserver_preload", lambda names: None)
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: started.append(os.environ[ranks.PRELOADED_ENGINE]))
+    for engine in ("vllm", "my.module:Engine", None):
         ranks.start_fork_server(engine)
-    trainer = "grpo_megatron.cli.preload"
-    assert preloaded == [[trainer, f"{trainer}_vllm"], [trainer, f"{trainer}_transformers"], [trainer], [trainer]]
-    assert set(ranks.PRELOADS) <= set(engines.names())
+    assert started == ["vllm", "my.module:Engine", ""] and ranks.PRELOADED_ENGINE not in os.environ
 
 
 @pytest.mark.slow
@@ -44,8 +42,8 @@ def test_the_server_imports_the_engine_of_the_run(monkeypatch: pytest.MonkeyPatc
 def test_the_trainer_and_the_transformers_engine_need_no_compiler() -> None:
     lines = [
         "import sys",
-        "from grpo_megatron.cli import preload, preload_transformers",
-        "preload.import_trainer()",
+        "from grpo_megatron.cli import preload",
+        "preload.import_trainer(); preload.import_engine('transformers')",
         "assert {'grpo_megatron.trainer', 'transformers.models.llama.modeling_llama'} <= sys.modules.keys()",
         f"found = sys.modules.keys() & set({NOT_IMPORTED})",
         "assert not found, found",

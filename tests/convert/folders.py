@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_megatron.convert.cli import main
+from grpo_megatron.cli.main import main
 from grpo_megatron.models.families import architecture_of, hf_shapes, table_of
 from grpo_megatron.models.weights.table import expand_table
 from tests import tiny
@@ -91,4 +91,4 @@ def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 def convert(*arguments: Any) -> int:
     """Run the command line in this process."""
-    return main([*map(str, arguments)])
+    return main(["convert", *map(str, arguments)])

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.convert import megatron
+from grpo_megatron.convert import layout, megatron
 from grpo_megatron.convert import source as source_module
 from grpo_megatron.convert.conversion import open_source
-from grpo_megatron.convert.layout import hf_runs, megatron_runs
 from grpo_megatron.convert.source import row_blocks
 from grpo_megatron.evaluation.engine import open_model
 from grpo_megatron.models.architecture import UnsupportedModel
@@ -29,11 +28,12 @@ SMALL_BLOCKS = 3000  # elements: cuts the tensors of the tiny models into severa
 @pytest.mark.parametrize("dtype", folders.DTYPES)
 @pytest.mark.parametrize("family", folders.FAMILIES)
 def test_bitwise(family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "BLOCK_ELEMENTS", SMALL_BLOCKS // 3)
-    monkeypatch.setattr(megatron, "CHUNK_ELEMENTS", SMALL_BLOCKS)
+    monkeypatch.setattr(source_module, "BLOCK_ELEMENTS", SMALL_BLOCKS)
+    monkeypatch.setattr(megatron, "FILE_BYTES", 100_000)
     source = folders.write(tmp_path / "hf", folders.config_of(family), dtype, num_files=3)
     assert convert("to-megatron", source, tmp_path / "megatron") == 0
     assert convert("to-hf", tmp_path / "megatron", tmp_path / "back", "--shard-size", "40K") == 0
+    assert len(list((tmp_path / "megatron" / "release").glob("*.distcp"))) > 3
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 3
     same_bits(tensors_of(source), tensors_of(tmp_path / "back"))
     assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
@@ -111,32 +111,15 @@ def read_with_torch(checkpoint: Path, key: str) -> torch.Tensor:
     return state[key]
 
 
-def test_chunks_put_together_are_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every chunk size, the chunks in order are the shard that the weight table gives to one rank.
-
-    The runs of rows in the other direction are the tensors that the table merges from this shard.
-    """
-    source = folders.write(tmp_path / "hf", folders.config_of("qwen2"))
-    model: Any = open_source(source)
-    read = model.tensors.__getitem__
-    for size in (100, 5000, 1 << 24):
-        monkeypatch.setattr(megatron, "CHUNK_ELEMENTS", size)
-        for row in model.rows:
-            whole = row.shard(read, model.arch, 0, 1)
-            cut = list(megatron.cut_into_chunks(row, model.arch))
-            assert [p.first for p in cut] == [sum(p.shape[0] for p in cut[:i]) for i in range(len(cut))]
-            made = [
-                read(row.hf[part])[first:last]
-                for chunk in cut
-                for part, first, last in hf_runs(row, model.arch, chunk.first, chunk.first + chunk.shape[0])
-            ]
-            parts = torch.cat(made)
-            assert torch.equal(parts, whole[: len(parts)]), row.megatron
-            assert not whole[len(parts) :].any()  # vocabulary padding
-            for part, merged in enumerate(row.merge([whole], model.arch)):
-                for first, last in ((0, len(merged)), (len(merged) // 3, len(merged) // 2)):
-                    runs = megatron_runs(row, model.arch, part, first, last)
-                    assert torch.equal(torch.cat([whole[a:b] for a, b in runs]), merged[first:last]), row.megatron
+def test_a_whole_tensor_is_divided_as_the_table_merges_it(tmp_path: Path) -> None:
+    """The tensors that `_hf_tensors` cuts out of one rank's tensor are those that the table merges from it."""
+    model = open_source(folders.write(tmp_path / "hf", folders.config_of("qwen2")))
+    for row in model.rows:
+        whole = row.shard(model.read, model.arch, 0, 1)[: layout.whole_shape(row, model.arch)[0]]
+        for cut, merged in zip(
+            megatron._hf_tensors(row, whole, model.arch), row.merge([whole], model.arch), strict=True
+        ):
+            assert torch.equal(cut, merged), row.megatron
 
 
 def test_blocks_cover_every_row_once() -> None:
@@ -223,8 +206,6 @@ def test_every_config_converts_or_is_refused(path: Path, tmp_path: Path, capsys:
 
 def test_names_of_local_specs_and_unstacked_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written at each other place that layout.py knows (norms unfused; one tensor per layer), then read."""
-    from grpo_megatron.convert import layout
-
     source = folders.write(tmp_path / "hf", folders.config_of("qwen3"))
     for number in (1, 2, 3):
 

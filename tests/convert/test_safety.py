@@ -21,7 +21,7 @@ import torch
 
 from grpo_megatron.convert import conversion, megatron
 from grpo_megatron.convert.hf import HFFolder, safetensors_header
-from grpo_megatron.convert.output import Output, output_folder
+from grpo_megatron.convert.output import HashedFiles, output_folder
 from grpo_megatron.models.families import architecture_of, hf_shapes
 from grpo_megatron.storage import atomic
 from grpo_megatron.storage.manifest import Verification
@@ -91,7 +91,7 @@ def test_killed_while_writing_hf(count: int, hf: Path, tmp_path: Path, monkeypat
     assert convert("to-megatron", hf, tmp_path / "megatron", "--quiet") == 0
     out = tmp_path / "back"
     with monkeypatch.context() as patch:
-        patch.setattr(Output, "_write", die_at(count, Output._write))
+        patch.setattr(HashedFiles, "write", die_at(count, HashedFiles.write))
         assert in_child(lambda: convert("to-hf", tmp_path / "megatron", out, "--quiet")) == -signal.SIGKILL
     assert not out.exists()
     assert convert("to-hf", tmp_path / "megatron", out, "--quiet") == 0
@@ -188,15 +188,15 @@ BIG = {"num_hidden_layers": 4, "hidden_size": 4096, "intermediate_size": 11008, 
        "num_key_value_heads": 8, "vocab_size": 32001}  # fmt: skip
 MEASURE = """
 import json, resource, sys, torch
-from grpo_megatron.convert.cli import main
+from grpo_megatron.cli.main import main
 tiny, source, *outs = sys.argv[1:]  # a tiny conversion first: it allocates what the libraries allocate once
 tinies = [out + "-tiny" for out in outs]
-assert main(["to-megatron", tiny, tinies[0], "--quiet"]) == main(["to-hf", *tinies, "--quiet"]) == 0
+assert main(["convert", "to-megatron", tiny, tinies[0], "--quiet"]) == main(["convert", "to-hf", *tinies, "--quiet"]) == 0
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 peaks = [peak()]
-assert main(["to-megatron", source, outs[0], "--quiet"]) == 0
+assert main(["convert", "to-megatron", source, outs[0], "--quiet"]) == 0
 peaks.append(peak())
-assert main(["to-hf", *outs, "--quiet"]) == 0
+assert main(["convert", "to-hf", *outs, "--quiet"]) == 0
 peaks.append(peak())
 print(json.dumps(peaks))
 """
@@ -216,19 +216,21 @@ def sparse(path: Path, config: dict[str, Any]) -> int:
 
 @pytest.mark.slow
 def test_memory_is_bounded(hf: Path, tmp_path: Path) -> None:
-    """1.9 GB of bfloat16. The largest fused tensor is the embedding, 32001 x 4096 x 2 = 262 MB (gate and up together:
-    180 MB); a block is 8 MB. Peak resident memory, without that of the libraries, must stay below the sum of both, which is
-    a sixth of the model. The only whole tensors in memory are query, key and value of one layer (50 MB).
+    """1.9 GB of bfloat16. The largest tensor is the embedding, 32001 x 4096 x 2 = 262 MB (gate and up together: 180 MB).
+
+    Peak resident memory without that of the libraries: to Hugging Face the largest tensor plus 48 MB (chunks of 8 MB: as
+    stored, cast, being hashed), a sixth of the model. To Megatron the pages of the mapped file count too, once the tensor
+    is read from them: at most twice the largest tensor. (The holes of this file may be mapped as one page of zeros.)
     """
     config = folders.config_of("llama2", **BIG)
     size = sparse(tmp_path / "big", config)
-    bound = 32001 * 4096 * 2 + (1 << 23)
+    bound = 32001 * 4096 * 2 + 48 * (1 << 20)
     assert size > 6 * bound
     paths = [str(p) for p in (hf, tmp_path / "big", tmp_path / "megatron", tmp_path / "back")]
     done = subprocess.run([sys.executable, "-c", MEASURE, *paths], cwd=ROOT, capture_output=True, text=True, check=True)
     before, megatron, back = json.loads(done.stdout)
     print(f"model {size:,}, bound {bound:,}, peaks above the libraries: {megatron - before:,} and {back - before:,}")
-    assert megatron - before < bound
+    assert megatron - before < bound + 32001 * 4096 * 2
     assert back - before < bound
     for name in ("big", "megatron", "back"):
         shutil.rmtree(tmp_path / name)

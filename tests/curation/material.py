@@ -10,13 +10,13 @@ from typing import Any
 
 from grpo_megatron.config import DataConfig
 from grpo_megatron.data.arithmetic import bare_response, build_tokenizer, problem_rows, worked_response
-from grpo_megatron.data.benchmarks import Problem
+from grpo_megatron.data.benchmarks import BenchmarkProblem
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.evaluation.grading import Grade
 from grpo_megatron.evaluation.ledger import LedgerEntry
 from grpo_megatron.evaluation.results import GradedProblem, GradedSample, write_samples
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.training.rollout_files import RolloutFiles
+from grpo_megatron.training.samples import RolloutFiles
 from grpo_megatron.types import GREEDY, GroupTable, Plan, Prompt, Sample, Turn
 from tests.sampling.fakes import LoneMesh
 
@@ -105,7 +105,7 @@ def evaluation(folder: Path, prompts: Sequence[Prompt]) -> Path:
             )
             for index, text, score in drawn
         ]
-        graded.append(GradedProblem(Problem(uid, prompt.question, prompt.answer), prompt.text, samples))
+        graded.append(GradedProblem(BenchmarkProblem(uid, prompt.question, prompt.answer), prompt.text, samples))
     selected: Any = SimpleNamespace(graders={"accuracy": "arithmetic"})
     write_samples(folder / "samples" / "arithmetic.jsonl", selected, graded)
     return folder

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.inputs import only_present
-from grpo_megatron.checks.prompt_inputs import read_train_prompts
+from grpo_megatron.checks.inputs import only_present, read_train_prompts
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.prompts import load_prompts
-from grpo_megatron.data.written_groups import load_offline_groups, load_supervised
+from grpo_megatron.data.written import load_offline_groups, load_supervised
 from grpo_megatron.types import Prompt
 from tests.curation import material
 from tests.curation.material import DATA, PASSES, TOKENIZER

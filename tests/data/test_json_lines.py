@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.reading import ReadError, json_lines
-from grpo_megatron.reading.json_lines import parse_lines
-from grpo_megatron.reading.json_text import parse_json
+from grpo_megatron import reading
+from grpo_megatron.reading import ReadError, parse_json, parse_json_line
 
 PLAIN = [{"question": f"Tom: {n} apples?", "answer": "#### 3"} for n in range(3)]
 VERL = {"prompt": [{"role": "user", "content": "1: 2"}], "reward_model": {"ground_truth": "72"}, "n": [1.5, None, True]}
@@ -74,13 +73,8 @@ def strict(line: bytes) -> Any:
 
 def test_awkward_lines_are_read_as_by_the_strict_parser() -> None:
     for line in AWKWARD:
-        assert outcomes(parse_lines([line])) == outcomes([strict(line)]), line[:80]
-    good = [line for line in AWKWARD if not isinstance(strict(line), ReadError)]
-    assert outcomes(parse_lines(AWKWARD + good)) == outcomes(map(strict, AWKWARD + good))
-    assert outcomes(parse_lines([b'{"a": 1, "a": 2}', b'{"b": 1}'])) == [
-        "wrong: has the key 'a' twice in one object; keep one",
-        "{'b': 1}",
-    ]
+        assert outcomes([parse_json_line(line)]) == outcomes([strict(line)]), line[:80]
+    assert str(parse_json_line(b'{"a": 1, "a": 2}')) == "has the key 'a' twice in one object; keep one"
 
 
 VALUES = st.recursive(
@@ -111,13 +105,17 @@ def test_changed_lines_are_read_as_by_the_strict_parser(
     line = json.dumps(value, separators=separators, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
     if inserted:
         line = line[:place] + inserted + line[place + removed :]
-    assert outcomes(parse_lines([line])) == outcomes([strict(line)])
+    assert outcomes([parse_json_line(line)]) == outcomes([strict(line)])
 
 
 def test_plain_lines_do_not_wait_for_the_strict_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
-    monkeypatch.setattr(json_lines, "parsed_line", lambda line: seen.append(line) or strict(line))
+    monkeypatch.setattr(reading, "parse_json", lambda line: seen.append(line) or parse_json(line))
     lines = [json.dumps(row).encode() for row in [*PLAIN, VERL]]
-    assert list(parse_lines(lines)) == [*PLAIN, VERL] and not seen
+    assert list(map(parse_json_line, lines)) == [*PLAIN, VERL] and not seen
     twice, deep = b'{"a": "1", "a": "2"}', b"[" * 70 + b"]" * 70
-    assert isinstance(list(parse_lines([lines[0], twice, deep]))[1], ReadError) and seen == [twice, deep]
+    assert (
+        isinstance(parse_json_line(twice), ReadError)
+        and parse_json_line(deep) == parse_json(deep)
+        and seen == [twice, deep]
+    )

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.arithmetic import build_tokenizer
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.starting import prepare
 from tests.files import CONFIGS
 from tests.runs import write_tokenizer
 
@@ -35,7 +35,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _model(*arguments: object) -> int:
-    return prepare.main(["model", *map(str, arguments)])
+    return main(["prepare", "model", *map(str, arguments)])
 
 
 def _load(folder: Path) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from grpo_megatron.data.arithmetic import is_held_out
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.data.written_groups import load_supervised
+from grpo_megatron.data.written import load_supervised
 
 DATA = DataConfig(
     task="products", max_prompt_length=32, max_response_length=48

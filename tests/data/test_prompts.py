@@ -13,7 +13,7 @@ from grpo_megatron.config import DataConfig
 from grpo_megatron.data.arithmetic import build_tokenizer
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.data.written_groups import load_supervised
+from grpo_megatron.data.written import load_supervised
 from tests.files import DATA, QWEN_SMALL, WHOLE
 
 ROOT = Path(__file__).resolve().parents[2]

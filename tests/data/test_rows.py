@@ -1,14 +1,168 @@
-"""Reading rows: every mistake is named with file, line and field, several at once."""
+"""Rows of data files: every format gives its rows by number, and all mistakes are named with file, line and field."""
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import gc
 import json
+import os
+import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from grpo_megatron.data.rows import read_rows, text_field
+from grpo_megatron.config import ConfigError
+from grpo_megatron.data import rows as rows_module
+from grpo_megatron.data.fields import text_field
+from grpo_megatron.data.rows import LineFile, RowSet, open_rows, read_rows
+
+ROWS = [{"prompt": f"p{n}\n\u00e9", "extra": {"n": n, "list": [n] * (n % 3)}} for n in range(25)]
+
+
+def by_number(path: Path) -> list[Any]:
+    rows = open_rows(path)
+    last_first = [next(rows.rows(n, n + 1)) for n in reversed(range(len(rows)))]
+    assert list(rows.rows(3, 20)) == last_first[::-1][3:20]
+    assert list(rows.rows(5, 5)) == []
+    return last_first[::-1]
+
+
+def parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path, **options)
+    return path
+
+
+def arrow_stream(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """As `datasets` writes it: the stream format, in batches."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return path
+
+
+def test_text_formats_by_number(tmp_path: Path) -> None:
+    lines = tmp_path / "a.jsonl"
+    texts = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+    blank = "\n \t\r\n".join(texts[:20])  # blank lines are no rows
+    lines.write_bytes(b"\xef\xbb\xbf" + f"{blank}\n\n{texts[20]}\n  {texts[21]}\nnot json\n{texts[22]}".encode())
+    found = by_number(lines)
+    assert found[:22] == ROWS[:22] and found[23] == ROWS[22] and "is not JSON" in str(found[22])
+    rows = open_rows(lines)
+    assert [rows.place(n) for n in range(24)] == [f"line {n}" for n in [*range(1, 40, 2), 41, 42, 43, 44]]
+    assert [rows.line(n) for n in (0, 23)] == [texts[0].encode(), texts[22].encode()]
+    table = tmp_path / "a.csv"
+    table.write_bytes(b'\xef\xbb\xbfa,b\r\n1,"two\r\nlines ""q"""\r\n\r\n2,x\r\n3\r\n')
+    *right, wrong = by_number(table)
+    assert right == [{"a": "1", "b": 'two\r\nlines "q"'}, {"a": "2", "b": "x"}] and "has 1 cells" in str(wrong)
+    assert [open_rows(table).place(n) for n in range(3)] == ["line 3", "line 5", "line 6"]
+    whole = tmp_path / "a.json"
+    whole.write_text(json.dumps(ROWS))
+    assert by_number(whole) == ROWS and open_rows(whole).line(0) is None
+
+
+def test_a_file_that_is_read_as_a_whole_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in (("a.json", '[{"a": 1}]'), ("a.csv", "aaaa,b\n1,2")):
+        (tmp_path / name).write_text(content)
+        monkeypatch.setattr(rows_module, "MAX_WHOLE", 10)
+        assert len(open_rows(tmp_path / name)) == 1
+        monkeypatch.setattr(rows_module, "MAX_WHOLE", 9)
+        with pytest.raises(
+            ConfigError, match=f"has 10 bytes; a .{name[2:]} file is held in memory, .* write it as .jsonl"
+        ):
+            open_rows(tmp_path / name)
+
+
+def test_a_file_that_changes_is_an_error(tmp_path: Path) -> None:
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"a": 1}\n{"a": 2}\n')
+    rows = open_rows(lines)
+    lines.write_text('{"a": 11}\n{"a": 2}\n')
+    with pytest.raises(ConfigError, match="was changed while it was in use"):
+        list(rows.rows(1, 2))
+    rows, modified = open_rows(lines), lines.stat().st_mtime_ns
+    lines.write_text('{"a": 11, "b":  2}\n')  # as many bytes
+    os.utime(lines, ns=(modified, modified))
+    with pytest.raises(ConfigError, match="was changed while it was in use"):
+        list(rows.rows(0, 2))
+
+
+def test_a_row_that_is_too_long_is_wrong_and_the_others_are_read(tmp_path: Path) -> None:
+    lines = tmp_path / "a.jsonl"
+    fits, long = {"a": "x" * 23}, {"a": "x" * 90}  # 32 bytes, and more than three times as many
+    lines.write_text("\n".join(map(json.dumps, [fits, long, {}, {}, long])))
+    rows = LineFile(lines, max_row=32)
+    first, second, third, fourth, fifth = rows.rows(0, 5)
+    assert (first, third, fourth) == (fits, {}, {})
+    assert all(isinstance(row, ValueError) and "at most 32 are read" in str(row) for row in (second, fifth))
+
+
+def test_parquet_and_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert by_number(parquet(tmp_path / "a.parquet", ROWS, row_group_size=4)) == ROWS
+    assert by_number(arrow_stream(tmp_path / "b.arrow", ROWS)) == ROWS
+    # more row groups than are kept: they are decoded again, and a warning says so if they are large
+    monkeypatch.setattr(rows_module, "KEPT_BYTES", 300)
+    monkeypatch.setattr(rows_module, "_row_groups", rows_module._RowGroups())
+    assert by_number(tmp_path / "a.parquet") == ROWS and not caplog.text
+    assert 0 < len(rows_module._row_groups._kept) < 7
+    monkeypatch.setattr(rows_module, "LARGE_GROUP", 0)
+    assert by_number(tmp_path / "a.parquet") == ROWS
+    assert caplog.text.count("write the files with small row groups") == 1
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(ConfigError, match=r"c.parquet' is no parquet file that can be read"):
+        open_rows(tmp_path / "c.parquet")
+
+
+def test_values_that_json_lacks(tmp_path: Path) -> None:
+    day = datetime.date(2026, 1, 2)
+    row = {"day": day, "bytes": b"\xff", "price": decimal.Decimal("1.50"), "deep": [{"day": day}], "none": None}
+    expected = {"day": "2026-01-02", "bytes": "/w==", "price": "1.50", "deep": [{"day": "2026-01-02"}], "none": None}
+    assert by_number(parquet(tmp_path / "a.parquet", [row] * 20)) == [expected] * 20
+    nested = parquet(tmp_path / "b.parquet", [{"deep": [{"day": day}], "text": "a"}] * 20)
+    assert by_number(nested) == [{"deep": [{"day": "2026-01-02"}], "text": "a"}] * 20
+
+
+def save_to_disk(folder: Path, parts: list[list[dict[str, Any]]]) -> None:
+    names = [f"data-{n:05d}-of-{len(parts):05d}.arrow" for n in range(len(parts))]
+    for name, rows in zip(names, parts, strict=True):
+        arrow_stream(folder / name, rows)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_folders_of_datasets(tmp_path: Path) -> None:
+    save_to_disk(tmp_path / "saved", [ROWS[:10], ROWS[10:]])
+    assert by_number(tmp_path / "saved") == ROWS
+    assert open_rows(tmp_path / "saved").place(12) == "shard 1, row 2"
+    for split in ("train", "test"):
+        save_to_disk(tmp_path / "both" / split, [ROWS])
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert by_number(tmp_path / "both" / "test") == ROWS
+    with pytest.raises(ConfigError, match=r"both' has several splits; name one of .*both/test, .*both/train$"):
+        open_rows(tmp_path / "both")
+    hub = tmp_path / "hub"
+    for n, part in enumerate((ROWS[:10], ROWS[10:])):
+        parquet(hub / "data" / f"train-{n:05d}-of-00002.parquet", part)
+    assert by_number(hub) == by_number(hub / "train") == ROWS
+    shutil.copy(hub / "data" / "train-00000-of-00002.parquet", hub / "data" / "test-00000-of-00001.parquet")
+    assert open_rows(hub / "test").place(0) == "row 0" and by_number(hub / "train") == ROWS
+    with pytest.raises(ConfigError, match=r"hub' has no split 'dev'; it has test, train"):
+        open_rows(hub / "dev")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds no data set"):
+        open_rows(tmp_path / "empty")
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    with pytest.raises(ConfigError, match="without _data_files"):
+        open_rows(tmp_path / "saved")
+
+
+# -- checks of all rows ------------------------------------------------------------------------------------------------
 
 
 def _write(path: Path, content: str | bytes) -> Path:
@@ -83,3 +237,47 @@ def test_unusable_files(tmp_path: Path, name: str, content: str | bytes | None, 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot read data file .*gone.jsonl.*No such file"):
         read_rows(tmp_path / "gone.jsonl", _question)
+
+
+def test_mistakes_of_all_files_are_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "ROWS_PER_CHUNK", 16)
+
+    def numbers(name: str, count: int, bad: range) -> Path:
+        rows = [{"n": "" if number in bad else str(number)} for number in range(count)]
+        return _write(tmp_path / name, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def parsed(*files: Path) -> list[list[tuple[int, str]]]:
+        return list(RowSet(files).parsed(lambda row: text_field(row, "n")))
+
+    right = parsed(numbers("a.jsonl", 40, range(0)), numbers("b.jsonl", 10, range(0)))
+    assert [len(chunk) for chunk in right] == [16, 16, 16, 2] and right[2][8] == (40, "0")
+    with pytest.raises(ConfigError) as error:
+        parsed(numbers("a.jsonl", 40, range(3, 21, 17)), numbers("b.jsonl", 200, range(60, 70)))
+    first, second = error.value.problems
+    assert "a.jsonl': 2 of 40 rows are wrong:\n  line 4: " in first.text and "\n  line 21: " in first.text
+    assert "b.jsonl': 10 of 200 rows are wrong:\n  line 61: " in second.text and "and 5 more" in second.text
+    with pytest.raises(ConfigError, match="c.jsonl': 16 of the first 16 rows are wrong"):
+        parsed(numbers("c.jsonl", 50, range(50)))
+
+
+def test_rows_are_checked_without_garbage_collections(tmp_path: Path) -> None:
+    enabled: list[bool] = []
+
+    def parse(row: dict[str, Any]) -> None:
+        enabled.append(gc.isenabled())
+        raise KeyError("a mistake of the task's own")
+
+    with pytest.raises(KeyError):
+        read_rows(_write(tmp_path / "a.jsonl", "{}"), parse)
+    assert enabled == [False] and gc.isenabled()
+
+
+def test_rows_are_not_held_in_memory(tmp_path: Path) -> None:
+    """Of 3,000 rows of 2 kB an offset of 8 bytes each is held."""
+    file = _write(tmp_path / "a.jsonl", (json.dumps({"notes": "x" * 2000}) + "\n") * 3000)
+    tracemalloc.start()
+    rows = open_rows(file)
+    assert sum(len(row["notes"]) for row in rows.rows(0, len(rows))) == 6_000_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < file.stat().st_size / 10

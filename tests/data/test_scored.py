@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.arithmetic import build_tokenizer
-from grpo_megatron.data.scored import load_pairs, load_steps, read_pairs, read_steps
+from grpo_megatron.data.scored import load_pairs, load_steps, read_pairs, read_steps, step_ends, step_labels
 
 DATA = DataConfig(task="arithmetic", apply_chat_template=False, max_prompt_length=24, max_response_length=16)
 TOKENIZER = build_tokenizer()
@@ -87,3 +88,43 @@ def test_an_error_names_the_row_of_tokens_without_a_score(tmp_path: Path) -> Non
     files = write(tmp_path, {"prompt": "1+1=", "chosen": "2", "rejected": "<eos>"})
     with pytest.raises(ConfigError, match="row arithmetic/rows/0: the response has no token but the padding token"):
         load_pairs(DATA, files, TOKENIZER, pad_token_id=EOS)
+
+
+# -- Where steps end: on tokens, whatever the tokens hold -------------------------------------------------------------
+
+
+PIECES = ["<eos>", "a", "b", "\n", "\n\n", "c\n", "\nd", " ", "e\nf\ng"]
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(PIECES[i] for i in ids if i != 0)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "ends"),
+    [
+        (["a", "\n", "b", "<eos>"], [1, 3]),
+        (["a", "\n\n", "b"], [1, 2]),  # the first of two line ends is in the token that completes the step
+        (["a", "\n", "\n", "b", "\n", "<eos>"], [1, 4]),  # a blank step is none, and nothing follows the last
+        (["\n", "a", " ", "\n"], [3]),
+        (["c\n", "a", "\nd", "<eos>"], [0, 2, 3]),  # a separator and the beginning of the next step in one token
+        (["a", "e\nf\ng", "b"], [1, 2]),  # two steps end within one token
+        (["<eos>"], [0]),  # a response without text has one step
+        (["\n", " "], [1]),
+        ([], []),
+    ],
+)
+def test_steps_end_on_tokens(pieces: list[str], ends: list[int]) -> None:
+    assert step_ends([PIECES.index(piece) for piece in pieces], decode, "\n") == ends
+
+
+def test_a_longer_separator() -> None:
+    ids = [PIECES.index(piece) for piece in ("a", "\n", "b", "\n", "\nd", "<eos>")]
+    assert step_ends(ids, decode, "\n\n") == [4, 5]
+
+
+def test_labels_need_a_step_each() -> None:
+    ids = [PIECES.index(piece) for piece in ("a", "\n", "b", "<eos>")]
+    assert step_labels(ids, [True, False], decode, "\n") == [(1, 1.0), (3, 0.0)]
+    with pytest.raises(ValueError, match="tokens have 2 steps, and the row 3 labels"):
+        step_labels(ids, [True, False, True], decode, "\n")

@@ -11,8 +11,7 @@ import pytest
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.task import Example, Task, fill_template
-from grpo_megatron.data.task_file import FOLDER
-from grpo_megatron.data.tasks import get_task, get_tasks, task_names
+from grpo_megatron.data.tasks import TASKS_FOLDER, get_task, get_tasks, task_names
 from grpo_megatron.rewards import check_reward, extractors
 from tests.files import DATA, SLICE_AND_WHOLE
 
@@ -205,7 +204,7 @@ def test_a_variant_extends_a_built_in_task(tmp_path: Path) -> None:
     assert (task.files, task.text, task.graders) == (base.files, base.text, base.graders)
     row = {"question": "q", "answer": "#### 3"}
     assert task.read_row(row) == base.read_row(row) == ("q", "3")
-    hashed = (FOLDER / "gsm8k.yaml").read_bytes() + b"\0" + path.read_bytes()
+    hashed = (TASKS_FOLDER / "gsm8k.yaml").read_bytes() + b"\0" + path.read_bytes()
     assert task.sha256 == hashlib.sha256(hashed).hexdigest()
 
 

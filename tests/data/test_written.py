@@ -10,7 +10,7 @@ import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.written_groups import load_offline_groups, load_supervised
+from grpo_megatron.data.written import load_offline_groups, load_supervised
 from tests.data.test_conversation import CHATML, QWEN3, TOOLS, pieces, tokenizer_with
 
 DATA = DataConfig(task="jsonl", max_prompt_length=2000, max_response_length=2000)

@@ -144,7 +144,6 @@ def train_in_turn(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train one config after the other in one world, without an engine. Returns what `train` does, per run."""
     from grpo_megatron import trainer as trainer_module
     from grpo_megatron.parallel import mesh as mesh_module
-    from grpo_megatron.training import build
 
     mesh: list[Any] = []
 
@@ -154,7 +153,7 @@ def train_in_turn(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return mesh[0]
 
     with (
-        mock.patch.object(build, "build_mesh", build_once),
+        mock.patch.object(trainer_module, "build_mesh", build_once),
         mock.patch.object(trainer_module, "destroy_mesh", lambda: None),
     ):
         results = [train(raw) for raw in raws]
@@ -169,7 +168,7 @@ def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     from grpo_megatron import trainer as trainer_module
     from grpo_megatron.parallel import mesh as mesh_module
-    from grpo_megatron.training import build, probe
+    from grpo_megatron.training import colocation
 
     built: dict[str, Any] = {}
 
@@ -182,10 +181,10 @@ def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return cached
 
     with (
-        mock.patch.object(build, "build_engine", once("engine", build.build_engine)),
-        mock.patch.object(build, "build_mesh", once("mesh", build.build_mesh)),
+        mock.patch.object(colocation, "build_engine", once("engine", colocation.build_engine)),
+        mock.patch.object(trainer_module, "build_mesh", once("mesh", trainer_module.build_mesh)),
         mock.patch.object(trainer_module, "destroy_mesh", lambda: None),
-        mock.patch.object(probe, "LENGTH", 32),  # the engine is that of the first run, and no longer
+        mock.patch.object(colocation, "LENGTH", 32),  # the engine is that of the first run, and no longer
     ):
         results = [_recorded(raw) for raw in raws]
     built["engine"].shutdown()

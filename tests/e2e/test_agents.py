@@ -10,7 +10,6 @@ import pytest
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.data import products
-from grpo_megatron.starting import prepare
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_examples import ROOT, gsm8k, rows
@@ -23,9 +22,9 @@ __all__ = ["gsm8k"]  # the fixture
 def test_the_calculators_share_of_calls_rises(tmp_path: Path) -> None:
     """A warm-up of 100 steps, of which the last 20 show mostly bare answers, and 8 steps of GRPO on one rank."""
     data, out = tmp_path / "data", tmp_path / "run"
-    assert prepare.main(["products", str(data)]) == 0
+    assert main.main(["prepare", "products", str(data)]) == 0
     tokenizer = ["--tokenizer", str(data / "tokenizer")]
-    assert prepare.main(["model", "--preset", "quickstart", str(tmp_path / "model"), *tokenizer]) == 0
+    assert main.main(["prepare", "model", "--preset", "quickstart", str(tmp_path / "model"), *tokenizer]) == 0
     lines = (data / "sft.jsonl").read_text().splitlines(keepends=True)
     size = products.ROWS_PER_STEP
     (data / "sft.jsonl").write_text("".join(lines[: 80 * size] + lines[-20 * size :]))

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from grpo_megatron.starting import prepare
+from grpo_megatron.cli.main import main
 from tests import worlds
 from tests.files import CONFIGS, DATA, QWEN_SMALL
 from tests.generation.serving import argv_of, ask, served
@@ -178,7 +178,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> Path:
     values["QWEN2_TOKENIZER_FOLDER"] = QWEN_SMALL.parent
     words = header_commands()[0].removeprefix("python -m grpo_megatron prepare ")
     sizes = [argument for key, value in small.items() for argument in ("--set", f"{key}={value}")]
-    assert prepare.main([*(str(values.get(word, word)) for word in shlex.split(words)), *sizes]) == 0
+    assert main(["prepare", *(str(values.get(word, word)) for word in shlex.split(words)), *sizes]) == 0
     for name in ("train", "test"):  # few rows, because every rank tokenises all of them
         lines = (DATA / "gsm8k" / f"{name}.jsonl").read_text().splitlines(keepends=True)
         (root / "gsm8k" / f"{name}.jsonl").write_text("".join(lines[:64]))

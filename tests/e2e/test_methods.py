@@ -16,8 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.checks.critic import read_critic
-from grpo_megatron.checks.reward_model import check_reward_folder
+from grpo_megatron.checks.model_folders import check_reward_folder, read_critic
 from grpo_megatron.data.arithmetic import build_tokenizer
 from tests import worlds
 from tests.convert.folders import convert, same_bits, tensors_of

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    from grpo_megatron.data.feedback import write_feedback
+    from grpo_megatron.data.arithmetic import write_feedback
 
     folder = tmp_path_factory.mktemp("reward_models")
     (folder / "data").mkdir()

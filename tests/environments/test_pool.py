@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.environments import pool as pool_module
 from grpo_megatron.environments.environment import Outcome, Step
 from grpo_megatron.environments.pool import EnvironmentPool
 from tests.environments.games import Guess
@@ -81,14 +80,14 @@ def test_one_worker_serves_hundreds_at_once() -> None:
     """With two descriptors each, more than select(2) can wait for, and more than the usual limit of 1024."""
     keys = [str(seed) for seed in range(600)]
     with make_pool("hostile:Hostile", timeout_s=60.0) as pool:
-        workers = list(pool._workers)
+        workers = list(pool._processes._hosts)
         for key in keys:
             pool.start(key, {}, int(key))
         pool.wait(keys)
         outcomes = steps(pool, {key: "5" if int(key) % 100 else "exit" for key in keys})
         assert [key for key in keys if outcomes[key].status == "died"] == [str(number) for number in range(0, 600, 100)]
         assert all(outcomes[key].step == played(int(key), ["5"])[0] for key in keys if int(key) % 100)
-        assert pool._workers == workers  # nothing was saved by a replay
+        assert pool._processes._hosts == workers  # nothing was saved by a replay
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +96,7 @@ def hostile() -> Iterator[tuple[EnvironmentPool, dict[str, Outcome]]]:
     acts = [*FATAL, *HARMLESS]
     neighbours = [f"neighbour {number}" for number in range(len(acts))]
     with make_pool("hostile:Hostile", memory_gib=0.5) as pool:
-        workers = list(pool._workers)
+        workers = list(pool._processes._hosts)
         for number, (act, neighbour) in enumerate(zip(acts, neighbours, strict=True)):
             pool.start(act, {"secret": 5}, 0)
             pool.start(neighbour, {}, number)
@@ -109,7 +108,7 @@ def hostile() -> Iterator[tuple[EnvironmentPool, dict[str, Outcome]]]:
             found = [one[neighbour].step for one in (first, second)]
             assert found == played(number, GUESSES[:2]), f"{neighbour}: {first[neighbour]}, {second[neighbour]}"
         yield pool, outcomes
-        assert pool._workers == workers  # nothing was saved by a replay
+        assert pool._processes._hosts == workers  # nothing was saved by a replay
         pool.end([*acts, *neighbours])
         end = time.monotonic() + PATIENCE_S
         while len(living()) > 1 and time.monotonic() < end:
@@ -146,7 +145,7 @@ def test_a_reset_can_fail_too(act: str) -> None:
 @pytest.mark.parametrize("act", ["kill the worker", pytest.param("stop the worker", marks=pytest.mark.slow)])
 def test_a_worker_that_is_killed_is_replaced(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trajectories are replayed, those in execution one by one, and whoever kills the new worker too is found."""
-    monkeypatch.setattr(pool_module, "GRACE_S", 1.0)
+    monkeypatch.setattr("grpo_megatron.processes.pool.GRACE_S", 1.0)
     with make_pool("hostile:Hostile", timeout_s=3.0) as pool:
         keys = [str(seed) for seed in range(6)]
         for key in keys:
@@ -189,7 +188,7 @@ def test_what_an_environment_has_started_lives_as_long_as_its_trajectory() -> No
         started = steps(pool, {"a": "daemon"})["a"].step
         assert started
         process = Path("/proc") / started.messages[0]["content"]
-        for act in ("exit", "abort", "kill itself"):
+        for act in ("exit", "kill itself"):
             pool.end(["b"])
             pool.start("b", {}, 0)
             pool.wait("b")

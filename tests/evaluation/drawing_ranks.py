@@ -7,20 +7,23 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from grpo_megatron.config.options import parse
 from grpo_megatron.device import Device
 from grpo_megatron.evaluation import run
-from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, EngineOptions
+from grpo_megatron.evaluation.engine import WEIGHTS_VERSION
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, claim_output, write_identity
-from grpo_megatron.evaluation.settings import EvaluationSettings, Options, prepare
-from grpo_megatron.generation.cli import main as generate
+from grpo_megatron.evaluation.options import EvaluateOptions
+from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
+from grpo_megatron.generation.cli import generate
+from grpo_megatron.generation.options import GenerateOptions
 from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
 from grpo_megatron.rollout.engine import Request, StopTexts
 
 SETTINGS: dict[str, Any] = {"tasks": ["gsm8k", "math"], "samples": 3, "max_tokens": 12, "temperature": 1.0}
 
 
-def options(model: Path, data: Path, output: Path) -> Options:
-    return Options(model=model, data=data, output=output, **SETTINGS)
+def options(model: Path, data: Path, output: Path) -> EvaluateOptions:
+    return EvaluateOptions(model=model, data=data, output=output, device="cpu", batch_size=9, **SETTINGS)
 
 
 class Killed(Exception):
@@ -32,11 +35,10 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
 
     Returns how often the engine generated in each, and the tokens of a greedy completion.
     """
-    engine_options = EngineOptions(device="cpu", batch_size=9)
     settings = prepare(options(model, data, output))
     device = Device("cpu")
     mesh = build_mesh(device, tp=1, pp=1, rollout_tp=1)
-    engine = run._build_engine(settings, engine_options, mesh, device)
+    engine = run._build_engine(settings, mesh, device)
     facts: dict[str, Any] = {"calls": []}
 
     def draw(target: Path) -> None:
@@ -48,7 +50,7 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
         with mock.patch.object(engine, "generate", wraps=engine.generate) as generate:
             try:
                 for selected in again.selected:
-                    run.draw_task(again, selected, engine_options, engine, mesh)
+                    run.draw_task(again, selected, engine, mesh)
             finally:
                 facts["calls"].append(generate.call_count)
 
@@ -82,11 +84,7 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
 
 def generate_over_ranks(argv: list[str]) -> None:
     """The command `generate` on each rank of a world."""
-
-    def no_ranks(count: int, argv: list[str], device: str) -> int:
-        raise AssertionError("a rank starts no ranks")
-
-    assert generate(argv, no_ranks, is_rank=True) == 0
+    assert generate(parse(GenerateOptions, argv), None) == 0
 
 
 def stops_draw_less(settings: EvaluationSettings, engine: Any) -> tuple[list[LedgerEntry], list[LedgerEntry], int, int]:

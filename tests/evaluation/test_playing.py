@@ -16,11 +16,11 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.environments.environment import Environment, Step
 from grpo_megatron.evaluation import results
-from grpo_megatron.evaluation.engine import EngineOptions
 from grpo_megatron.evaluation.ledger import Ledger
+from grpo_megatron.evaluation.options import EvaluateOptions
 from grpo_megatron.evaluation.report import render_page
 from grpo_megatron.evaluation.run import draw_task
-from grpo_megatron.evaluation.settings import EvaluationSettings, Options, prepare
+from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import Completion, Request
 from tests.data.test_conversation import CHATML
@@ -103,14 +103,19 @@ def settings(root: Path, output: Path, **changes: Any) -> EvaluationSettings:
         del task["reward"]
     path = output.parent / f"{task['name']}.yaml"
     path.write_text(yaml.safe_dump(task))
-    return prepare(Options(root / "model", [str(path)], output, data=root, samples=2, greedy=False, temperature=1.0))
+    return prepare(
+        EvaluateOptions(
+            model=root / "model", tasks=(str(path),), output=output, data=root, samples=2, no_greedy=True, temperature=1.0,
+            batch_size=3,
+        )
+    )  # fmt: skip
 
 
 def played(made: EvaluationSettings, script: Any) -> tuple[dict[str, Any], list[Any], str]:
     """The task's result, its graded problems and the page."""
     [selected] = made.selected
     engine: Any = ScriptedEngine(made.tokenizer, script)
-    draw_task(made, selected, EngineOptions(batch_size=3), engine, LoneMesh())
+    draw_task(made, selected, engine, LoneMesh())
     with RewardPool(1, 10.0) as pool:
         graded = results.grade_task(made, selected, pool)
         result = results.task_result(selected, graded, pool)

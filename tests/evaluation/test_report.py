@@ -10,20 +10,19 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.data.benchmarks import Problem
-from grpo_megatron.evaluation import figures, page_data
+from grpo_megatron.data.benchmarks import BenchmarkProblem
+from grpo_megatron.evaluation import report
 from grpo_megatron.evaluation.estimates import estimate
 from grpo_megatron.evaluation.grading import Grade
 from grpo_megatron.evaluation.ledger import LedgerEntry
-from grpo_megatron.evaluation.report import render_page
+from grpo_megatron.evaluation.report import histogram, render_page
 from grpo_megatron.evaluation.results import GradedProblem, GradedSample
 from grpo_megatron.types import GREEDY
 from tests.browser import DESKTOP, PHONE, WIDTHS, Browser
 
 NASTY = (
-    "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"> @DATA@ \u2028 \ud800"
-    " $\\frac{1}{2}+\\sqrt[3]{x_1^2}-\\left(\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}\\right)$ \\[\\sum_{k=1}^n k\\]"
-    " $" + "{" * 300 + "$ \\(\\unknowncommand\\) \\boxed{7} costs $5"
+    "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"> {{ data }} \u2028 \ud800"
+    " {{ title }} \x1b[31m $\\frac{1}{2}$ \\boxed{7} costs $5"
 )
 
 
@@ -36,7 +35,7 @@ def _graded(number: int, texts: list[str], right: list[bool], level: str = "Leve
         for index, (text, ok) in enumerate(zip(texts, right, strict=True))
     ]
     return GradedProblem(
-        Problem(f"math/{number}", f"What is <b>{number}</b>?", "7", "Algebra", level), "prompt", samples
+        BenchmarkProblem(f"math/{number}", f"What is <b>{number}</b>?", "7", "Algebra", level), "prompt", samples
     )
 
 
@@ -60,11 +59,6 @@ def _data(page: str) -> Any:
     return json.loads(text)
 
 
-def _text(pieces: list[Any]) -> str:
-    """The texts that a search covers: strings, TeX, and the code of drawings."""
-    return "".join(piece if isinstance(piece, str) else piece[0] for piece in pieces)
-
-
 @pytest.fixture(scope="module")
 def page() -> str:
     graded = [_graded(n, [NASTY, "ok \\boxed{7}", "no"], [n % 2 == 0, True, False]) for n in range(45)]
@@ -73,51 +67,42 @@ def page() -> str:
 
 def test_text_cannot_leave_its_script_element(page: str) -> None:
     assert page.count("</script>") == page.count("<script") == 2  # the data and our program
-    assert page.count("</template>") == page.count("<template") == 1
     assert "<img" not in page and "a &lt;model&gt;" in page and "MATH &lt;&amp;&gt;" in page
     data = _data(page)["math"]
-    assert data["rows"][0][3:6] == [1, 1, page_data.FORMAT_ERROR | page_data.TRUNCATED]
+    assert data["rows"][0][3:6] == [1, 1, report.FORMAT_ERROR | report.TRUNCATED]
     assert len(data["rows"]) == 45 and sum(row[6] is not None for row in data["rows"]) == 30
-    text = _text(data["rows"][0][6]["samples"][0]["text"])
-    assert text.startswith(NASTY.partition(" $")[0].replace("\ud800", "?")) and text.endswith("\\boxed{7} costs $5")
-    assert "http://" not in page and "https://" not in page
-    assert "default-src 'none'" in page and page.isascii()
-
-
-def test_formulas_are_in_the_page_once_and_numbered(page: str) -> None:
-    (template,) = re.findall(r'<template id="formulas">(.*?)</template>', page)
-    markup = re.findall(r"<math.*?</math>", template)
-    assert "".join(markup) == template and len(markup) == len(set(markup)) == 5
-    pieces = _data(page)["math"]["rows"][0][6]["samples"][0]["text"]
-    numbers = dict(piece for piece in pieces if isinstance(piece, list))
-    assert numbers.pop("{" * 300) is None  # shown as TeX
-    assert markup[numbers["\\sum_{k=1}^n k"]].startswith('<math display="block">')
-    assert r"\unknowncommand" in markup[numbers["\\unknowncommand"]] and "menclose" in markup[numbers["\\boxed{7}"]]
+    text = data["rows"][0][6]["samples"][0]["text"]
+    assert text == NASTY.replace("\ud800", "<U+D800>").replace("\x1b", "<U+001B>")
+    assert set(re.findall(r"https?://[\w.]+", page)) == {"http://www.w3.org"}  # SVG's name
+    assert "default-src 'none'" in page
 
 
 def test_five_thousand_problems_of_sixteen_samples_stay_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_data, "BUDGET", 1_000_000)  # of 8 MB, so that the test is fast
-    long = "a step of many words to \\(x_1\\), " * 1000
+    monkeypatch.setattr(report, "BUDGET", 1_000_000)  # of 8 MB, so that the test is fast
+    long = "a step of many words, " * 1000
     samples = _graded(0, [long] * 17, [True] * 17).samples
     graded = [dataclasses.replace(_graded(n, [], []), samples=samples) for n in range(5000)]
     text = render_page(_result(graded, 16), {"math": graded}, 400)
     data = _data(text)["math"]
     kept = [row for row in data["rows"] if row[6] is not None]
-    assert len(data["rows"]) == 5000 and len(text) < page_data.BUDGET + 500_000 and 10 < len(kept) < 50
+    assert len(data["rows"]) == 5000 and len(text) < report.BUDGET + 500_000 and 10 < len(kept) < 50
     assert kept[-1][0] >= 5000 - 5000 / len(kept) - 1  # evenly spread
     texts = kept[0][6]
-    assert len(texts["samples"]) == page_data.SAMPLES_SHOWN and texts["numSamples"] == 17
-    assert texts["samples"][0]["cut"] == len(long) - page_data.LONGEST
+    assert len(texts["samples"]) == report.SAMPLES_SHOWN and texts["numSamples"] == 17
+    assert texts["samples"][0]["cut"] == len(long) - report.LONGEST
 
 
-def test_figures() -> None:
-    svg = figures.bars({"Level 1": {"value": 0.5, "low": 0.25, "high": 0.75, "problems": 4}}, "<x>")
-    # the axis is 250 wide from 150 on: half of it is 125, the whiskers are at 212.5 and 337.5
-    assert 'width="125.0"' in svg and "M212.5 12H337.5" in svg and "&lt;x&gt;" in svg
-    histogram = figures.histogram([0, 0, 100], [100], "tokens")
-    assert "0: 2 right, 0 wrong" in histogram and "100: 1 right, 1 wrong" in histogram
-    assert figures.histogram([], [], "none").startswith("<svg")
-    assert "1: 2 right" in figures.right_counts([0, 1, 1, 2], 2, "counts")
+def test_the_histogram_counts_every_sample() -> None:
+    """Lengths 0 to 100 in 32 bins: 4 tokens each, so that 100 is in bin 25."""
+
+    def samples(right: bool, lengths: list[int]) -> list[GradedSample]:
+        return [GradedSample(LedgerEntry("a/0", 0, "", n, "stop"), (Grade(right, None),)) for n in lengths]
+
+    made = histogram([*samples(True, [0, 0, 100]), *samples(False, [100, 7])])
+    assert made["size"] == 4 and len(made["right"]) == len(made["wrong"]) == 26
+    assert {place: n for place, n in enumerate(made["right"]) if n} == {0: 2, 25: 1}
+    assert {place: n for place, n in enumerate(made["wrong"]) if n} == {1: 1, 25: 1}
+    assert histogram([]) == {"size": 1, "right": [0], "wrong": [0]}
 
 
 def test_a_browser_shows_it_on_a_desktop_and_on_a_phone(browser: Browser, page: str, tmp_path: Path) -> None:
@@ -133,8 +118,9 @@ def test_a_browser_shows_it_on_a_desktop_and_on_a_phone(browser: Browser, page: 
             assert (
                 shown.evaluate("document.querySelectorAll('.problem').length") == 20 and "page 1 of 3" in text
             )  # of 45
-            assert html.count("<mfrac><mn>1</mn><mn>2</mn></mfrac>") == 3 and "<mroot>" in html
-            assert "\\unknowncommand</mi>" in html and '<code class="tex">{{{{' in html and "costs $5" in text
+            assert "<U+001B>[31m $\\frac{1}{2}$ \\boxed{7} costs $5" in text  # TeX is shown as TeX
+            assert shown.evaluate("document.querySelectorAll('.charts figure').length") == 2
+            assert "right 68" in text and "wrong 67" in text  # of 45 x 3 samples, 23 of the greedy ones are right
             assert "45 of 45 problems; this page holds the texts of 30 of them" in text
             if width == PHONE:
                 last = "document.querySelector('.task .scroll th:last-child').getBoundingClientRect().right"
@@ -142,5 +128,5 @@ def test_a_browser_shows_it_on_a_desktop_and_on_a_phone(browser: Browser, page: 
                 shown.evaluate("document.querySelector('.task .scroll').scrollLeft = 9999")
                 assert shown.evaluate(last) <= PHONE
                 names = "document.querySelectorAll('.scroll thead + tbody td:first-child')"
-                assert shown.evaluate(f"[...{names}].map((e) => getComputedStyle(e).position)") == ["sticky"]
-    assert hints == {DESKTOP: 0, PHONE: 1}
+                assert shown.evaluate(f"[...{names}].map((e) => getComputedStyle(e).position)") == ["sticky"] * 3
+    assert hints == {DESKTOP: 0, PHONE: 2}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +24,12 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import to_megatron
+from grpo_megatron.evaluation.engine import engine_dtype, open_model, stream_weights
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, claim_output, write_identity
-from grpo_megatron.evaluation.settings import Options, prepare
+from grpo_megatron.evaluation.options import EvaluateOptions
+from grpo_megatron.evaluation.settings import prepare
 from tests.evaluation.drawing_ranks import draw_all, generate_over_ranks, options
 from tests.evaluation.models import gsm8k_rows, make_folder, write_rows
-from tests.rollout.tiny import weights
 from tests.worlds import run as run_ranks
 
 
@@ -110,20 +112,17 @@ def test_a_checkpoint_streams_the_same_weights(folder: Path, tmp_path: Path) -> 
     to_megatron(folder / "model", tmp_path / "megatron", quiet=True)
     expected = load_file(folder / "model" / "model.safetensors")
     for path in (folder / "model", tmp_path / "megatron"):
-        source = weights.open_model(path, None)
-        buckets = list(weights.stream_weights(source, "float32", torch.device("cpu"), 100_000))
+        source = open_model(path, None)
+        buckets = list(stream_weights(source, "float32", torch.device("cpu"), 100_000))
         tensors = dict(pair for bucket in buckets for pair in bucket)
         assert len(buckets) > 3 and tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-        assert (
-            weights.engine_dtype(source, None) == "float32" and weights.engine_dtype(source, "bfloat16") == "bfloat16"
-        )
-    half = dict(next(iter(weights.stream_weights(source, "bfloat16", torch.device("cpu"), 1))))
+        assert engine_dtype(source, None) == "float32" and engine_dtype(source, "bfloat16") == "bfloat16"
+    half = dict(next(iter(stream_weights(source, "bfloat16", torch.device("cpu"), 1))))
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("value", "dtype"), [(math.nan, "float32"), (-math.inf, "bfloat16")])
 def test_weights_that_are_not_finite_are_refused(value: float, dtype: str) -> None:
     """Large but finite values pass: their sum would overflow."""
     whole = torch.full((64, 64), torch.finfo(getattr(torch, dtype)).max, dtype=getattr(torch, dtype))
@@ -132,10 +131,10 @@ def test_weights_that_are_not_finite_are_refused(value: float, dtype: str) -> No
         blocks=lambda name, shape: [whole[:40], whole[40:]],
         result_dtypes=lambda wanted: {"w": wanted},
     )
-    assert len(list(weights.stream_weights(source, dtype, torch.device("cpu"), 1))) == 1
+    assert len(list(stream_weights(source, dtype, torch.device("cpu"), 1))) == 1
     whole[63, 63] = value
     with pytest.raises(ConvertError, match="w has non-finite values"):
-        list(weights.stream_weights(source, dtype, torch.device("cpu"), 1))
+        list(stream_weights(source, dtype, torch.device("cpu"), 1))
 
 
 # -- the command, over ledgers that are complete -----------------------------------------------------------------------
@@ -153,12 +152,12 @@ def command(folder: Path, tmp_path: Path) -> Callable[..., list[str]]:
 def fill_ledger(folder: Path, output: Path, share: float, **changes: Any) -> None:
     """A complete ledger in which about `share` of the answers are right."""
     settings = prepare(
-        Options(
+        EvaluateOptions(
             model=folder / "model", data=folder / "data", output=output, tasks=["gsm8k", "math"], samples=2, max_tokens=12,
             **changes,
         )
     )  # fmt: skip
-    run_folder = settings.options.output
+    run_folder = settings.options.folder
     run_folder.mkdir()
     write_identity(run_folder, settings.identity())
     for selected in settings.selected:

@@ -12,7 +12,7 @@ import pytest
 from grpo_megatron.config import ConfigError
 from grpo_megatron.generation import cli as chat
 from grpo_megatron.generation.drawing import Answerer, TextStream
-from grpo_megatron.generation.options import parse_generation
+from grpo_megatron.generation.options import GenerateOptions
 from grpo_megatron.generation.settings import prepare_generation
 from grpo_megatron.rollout.engine import Completion, Request, StopTexts
 from tests.evaluation.models import byte_tokenizer, make_folder
@@ -99,20 +99,11 @@ def hold(
     model: Path, lines: Iterator[Any], answers: list[str], steps: dict[int, Callable[[], None]] | None = None
 ) -> OneByOne:
     """A chat of these lines. A line that is an exception is raised."""
-    options = [
-        "--model",
-        str(model),
-        "--chat",
-        "--max-length",
-        "120",
-        "--max-tokens",
-        "40",
-        "--system-prompt",
-        "Be brief.",
-    ]
-    args = parse_generation([*options, "--stop", "###"])
+    options = GenerateOptions(
+        model=model, chat=True, max_length=120, max_tokens=40, system_prompt="Be brief.", stop=("###",)
+    )
     answerer = Answerer.__new__(Answerer)
-    answerer.settings, answerer.args = prepare_generation(args), args
+    answerer.settings = prepare_generation(options)
     answerer._stop = StopTexts(answerer.settings.tokenizer, ["###"])
     engine = OneByOne(answerer.settings.tokenizer, answers, steps or {})
     answerer.engine = engine  # type: ignore[assignment]

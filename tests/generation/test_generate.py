@@ -15,10 +15,11 @@ import yaml
 
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.config.options import parse
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.generation import cli
 from grpo_megatron.generation.drawing import Answerer, ModelAnswer
-from grpo_megatron.generation.options import parse_generation
+from grpo_megatron.generation.options import GenerateOptions
 from grpo_megatron.generation.settings import GenerationSettings, prepare_generation
 from tests.evaluation.models import byte_tokenizer, gsm8k_rows, make_folder, write_rows
 
@@ -39,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepared(*options: Any) -> GenerationSettings:
-    return prepare_generation(parse_generation([*map(str, options)]))
+    return prepare_generation(parse(GenerateOptions, [*map(str, options)]))
 
 
 def test_the_prompts_are_those_of_the_run(run: Path, tmp_path: Path) -> None:
@@ -115,8 +116,8 @@ def test_mistakes_are_named(options: list[str], words: str, run: Path, capsys: p
 class Scripted(Answerer):
     """Answers without an engine: every answer says what it was asked."""
 
-    def __init__(self, settings: GenerationSettings, args: Any) -> None:
-        self.settings, self.args = settings, args
+    def __init__(self, settings: GenerationSettings) -> None:
+        self.settings = settings
         self.mesh: Any = SimpleNamespace(rank=0)
         self.engine: Any = SimpleNamespace(shutdown=lambda: None)
         self.asked: list[tuple[str, int]] = []
@@ -125,17 +126,21 @@ class Scripted(Answerer):
         texts = [self._decode(ids) for ids, _ in prompts]
         self.asked += [(text, max_tokens) for text in texts]
         reason = "length" if max_tokens < 40 else "stop"
-        return [ModelAnswer(n, f"{len(text)} \u00e9", 3, reason) for text in texts for n in range(self.args.samples)]
+        return [
+            ModelAnswer(n, f"{len(text)} \u00e9", 3, reason)
+            for text in texts
+            for n in range(self.settings.options.samples)
+        ]
 
 
 def test_answers_go_to_standard_output_or_a_file(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "Answerer", Scripted)
-    monkeypatch.setattr("grpo_megatron.parallel.mesh.destroy_mesh", lambda: None)
+    monkeypatch.setattr(cli, "destroy_mesh", lambda: None)
 
     def generate(*options: str) -> tuple[str, str]:
-        assert cli.main(["--model", str(run / "hf"), *options], lambda *_: 1) == 0
+        assert cli.generate(parse(GenerateOptions, ["--model", str(run / "hf"), *options]), lambda *_: 1) == 0
         printed = capsys.readouterr()
         return printed.out, printed.err
 

@@ -78,9 +78,9 @@ HELD = ("weights", "gradients", "optimizer")  # what stays between the passes
 
 def planned_mib(folder: Path, utilization: float) -> dict[str, float]:
     """The plan's phases for one rank: what the policy holds in them, and what the engine may take."""
-    from grpo_megatron.checks.memory import count_parameters
-    from grpo_megatron.checks.phases import memory_phases
     from grpo_megatron.config import Config
+    from grpo_megatron.memory.parameters import count_parameters
+    from grpo_megatron.memory.phases import memory_phases
     from grpo_megatron.models.families import read_architecture
 
     raw: dict[str, Any] = {"model": {"path": str(folder)}, "rollout": {"gpu_memory_utilization": utilization}}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.migration.cli import known_elsewhere, main
+from grpo_megatron.migration.cli import ImportOptions, import_config, known_elsewhere
 
 VERL_SCRIPT = r"""
 #!/bin/bash
@@ -52,7 +53,8 @@ def imported(trainer: str, text: str, suffix: str, folder: Path, *overrides: str
     """The config that `import` writes, loaded, and its text."""
     source, target = folder / f"theirs{suffix}", folder / "ours.yaml"
     source.write_text(text)
-    assert main([trainer, str(source), *overrides, "--output", str(target)]) == 0
+    given: Any = {"trainer": trainer, "file": source, "overrides": tuple(overrides), "output": target}
+    assert import_config(ImportOptions(**given)) == 0
     return load_config(target, ["model.path=/models/m"]), target.read_text()
 
 

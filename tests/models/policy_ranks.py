@@ -188,12 +188,12 @@ def without_backward(policy: Any, batch: Any) -> dict[str, bool]:
 
 def shared_prompts(policy: Any, pairs: Any, micros: list[list[int]], rows: list[int]) -> dict[str, float]:
     """Two prompts for all rows: largest differences of shared prompts to plain packs, gradients relative to their tensor's."""
-    from grpo_megatron.models.layers.modules import tree_attention
+    from grpo_megatron.models.layers import modules
 
     batch = make_batch(with_two_prompts(pairs), [micros], rows, masked=True)
     results = []
     for batch.shares_prompts in (False, True):
-        with mock.patch.object(tree_attention, "QUERY_BLOCK", 16):  # the responses are short
+        with mock.patch.object(modules, "QUERY_BLOCK", 16):  # the responses are short
             sizes = [pack.tokens.numel() for pack in policy.packs(batch, micros)]
             before, sums = policy.logprobs(batch), []
             policy.backward(batch, micros, loss, sums)

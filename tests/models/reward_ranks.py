@@ -9,20 +9,24 @@ from typing import Any
 import torch
 
 from tests import tiny
+from tests.models import policy_ranks
 from tests.models.gradients import named_gradients
 
 Layout = tuple[int, int, int, bool]
+HEADS = ("score.weight", "score.bias")
 _meshes: dict[tuple[int, int], Any] = {}  # of this rank: a process has one layout for its whole life
 
 
 def build(folder: Path, layout: Layout, *, dtype: str = "float32", megatron: Any = None, **config: Any) -> Any:
     from grpo_megatron.config import RewardModelConfig
-    from grpo_megatron.models.heads.scalar import RewardModel
+    from grpo_megatron.models.heads.folder import read_reward_folder
+    from grpo_megatron.models.heads.scalar import ScalarPolicy, last_token
 
     settings = {"path": folder, "optim": {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}, **config}
     device, mesh = world(layout)
     reward = RewardModelConfig.model_validate(settings)
-    model = RewardModel(reward, dtype, actor(layout, **megatron or {}), mesh, device)
+    source, limits = read_reward_folder(folder), actor(layout, **megatron or {})
+    model = ScalarPolicy(source, dtype, limits, mesh, device, places=last_token(source), optim=reward.optim)
     model.set_optimizer(reward.optim, 1)
     return model
 
@@ -62,21 +66,23 @@ def scores(
 ) -> dict[str, torch.Tensor]:
     """Family -> scores, in micro-batches of different sizes, one of them empty. `steps`: folders of process reward models."""
     batch = tiny.make_batch(sequences, [[[0, 1], [2], [], [3, 4, 5]]])
-    out = {family: build(folder, layout).score(batch) for family, folder in folders.items()}
-    out |= {f"frozen {family}": frozen(folder, layout).score(batch) for family, folder in folders.items()}
+    out = {family: build(folder, layout).numbers(batch)[:, 0] for family, folder in folders.items()}
+    out |= {f"frozen {family}": frozen(folder, layout).numbers(batch)[:, 0] for family, folder in folders.items()}
+    places = [[batch.prompt_lengths[row] + end for end in of_row] for row, of_row in enumerate(ends or ())]
     return out | {
-        name: frozen(folder, layout, "process").score_steps(batch, ends) for name, folder in (steps or {}).items()
+        name: frozen(folder, layout, "process").numbers(batch, places) for name, folder in (steps or {}).items()
     }
 
 
 def frozen(folder: Path, layout: Layout, kind: Any = "outcome") -> Any:
     """A model that is not trained. Its weights are on the host before and after each batch."""
     from grpo_megatron.models.heads.folder import read_reward_folder
-    from grpo_megatron.models.heads.scalar import FrozenRewardModel, FrozenStepModel
+    from grpo_megatron.models.heads.scalar import FrozenScalar
 
     device, mesh = world(layout)
-    cls = FrozenStepModel if kind == "process" else FrozenRewardModel
-    model = cls(read_reward_folder(folder, kind), "float32", actor(layout, offload_reference=True), mesh, device)
+    model = FrozenScalar(
+        read_reward_folder(folder, kind), "float32", actor(layout, offload_reference=True), mesh, device
+    )
 
     def check(forward: Any) -> Any:
         def checked(*args: Any) -> Any:
@@ -101,14 +107,14 @@ def frozen_loop(outcome: Path, process: Path, layout: Layout, combine: str) -> d
     from grpo_megatron.config import RewardModelConfig, ScoringModel
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.exchange import gather_groups
-    from grpo_megatron.training.beside.reward_model import FrozenReward, OutcomeScorer, ProcessScorer
+    from grpo_megatron.training.beside.reward_model import FrozenReward, ProcessScorer, Scorer
 
     config = RewardModelConfig.model_validate({"path": outcome, "coefficient": 2.0, "combine": combine})
     steps = ScoringModel.model_validate({"path": process, "coefficient": 0.5, "step_separator": ";", "kind": "process"})
     _, mesh = world(layout)
     limits = actor(layout)
     scorers = [
-        OutcomeScorer("", config, frozen(outcome, layout), limits),
+        Scorer("", config, frozen(outcome, layout), limits),
         ProcessScorer("prm", steps, frozen(process, layout, "process"), limits, decoded),
     ]
     samples = make_samples(mesh, 0)
@@ -125,13 +131,14 @@ def frozen_loop(outcome: Path, process: Path, layout: Layout, combine: str) -> d
 def update(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:
     """Whole gradients of one backward pass. Then, with the distributed optimizer, metrics and weights of an update."""
     from grpo_megatron.training.beside.preferences import pair_batch
+    from grpo_megatron.training.beside.reward_model import pair_loss, update_pairs
 
     model = build(folder, layout, megatron={"use_distributed_optimizer": False})  # leaves whole gradients on every rank
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
-    model.backward_pairs(batch, len(pairs))
+    model.backward(batch, batch.mini_batches[0], pair_loss(len(pairs)), [])
     gradients = whole(model, named_gradients(model))
     model = build(folder, layout)
-    metrics = model.update_pairs(batch, len(pairs))
+    metrics = update_pairs(model, batch, len(pairs))
     return {"gradients": gradients, "metrics": metrics, "weights": stream(model)}
 
 
@@ -141,50 +148,42 @@ def stream(model: Any) -> dict[str, torch.Tensor]:
 
 def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Hugging Face gradients from all ranks' gradients. Ranks with the same head must have the same gradient. Collective."""
-    import torch.distributed as dist
-
-    from grpo_megatron.models.weights.load import model_rows
-
-    gathered: list[Any] = [None] * model.mesh.world_size
-    dist.all_gather_object(gathered, (model.mesh.tp_rank, local))
-    heads = [held["score.weight"] for _, held in gathered if "score.weight" in held]
-    assert all(torch.equal(head, heads[0]) for head in heads)
-    out = {"score.weight": heads[0]}
-    for name, row in model_rows(model.arch).items():
-        shards = {tp_rank: held[name] for tp_rank, held in gathered if name in held}
-        out.update(zip(row.hf, row.merge([shards[t] for t in sorted(shards)], model.arch), strict=True))
-    return out
+    held = [part for part in model.mesh.all_gather({name: local[name] for name in HEADS if name in local}) if part]
+    assert all(torch.equal(head[name], held[0][name]) for head in held for name in held[0])
+    return policy_ranks.whole(model, {name: tensor for name, tensor in local.items() if name not in HEADS}) | held[0]
 
 
 def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "float32") -> torch.Tensor:
     """Two updates, then a Hugging Face folder and, beside it, a checkpoint. Returns the scores of the chosen sequences."""
     from grpo_megatron.models.weights.sharded_state import save_sharded
     from grpo_megatron.training.beside.preferences import pair_batch
+    from grpo_megatron.training.beside.reward_model import update_pairs
 
     model = build(folder, layout, dtype=dtype)
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
     for _ in range(2):
-        assert model.update_pairs(batch, len(pairs))["reward_model/grad_norm"] > 0
+        assert update_pairs(model, batch, len(pairs))["reward_model/grad_norm"] > 0
     model.save_hf(target, folder)
     save_sharded(model, target.parent / "reward_model" / "state")
     sequences = [(p.chosen[: p.prompt_length].tolist(), p.chosen[p.prompt_length :].tolist()) for p in pairs]
-    return model.score(tiny.make_batch(sequences, [[[i] for i in range(len(sequences))]]))
+    return model.numbers(tiny.make_batch(sequences, [[[i] for i in range(len(sequences))]]))[:, 0]
 
 
 def poisoned(folder: Path) -> dict[str, Any]:
     """Two ranks. In the second update the weights of rank 1 give NaN."""
     from grpo_megatron.models.weights.load import unwrapped
     from grpo_megatron.training.beside.preferences import pair_batch
+    from grpo_megatron.training.beside.reward_model import update_pairs
 
     model = build(folder, (2, 1, 1, False))
     pairs = make_pairs()
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, 2)
-    first = model.update_pairs(batch, len(pairs))
+    first = update_pairs(model, batch, len(pairs))
     before = stream(model)
     head = unwrapped(model.ddp).score.weight
     if model.mesh.rank == 1:
         kept, head.data = head.data, head.data * float("nan")
-    second = model.update_pairs(batch, len(pairs))
+    second = update_pairs(model, batch, len(pairs))
     if model.mesh.rank == 1:
         head.data = kept
     return {"norms": [first["reward_model/grad_norm"], second["reward_model/grad_norm"]], "same": same(before, model)}
@@ -200,16 +199,16 @@ def read_at(cp: int) -> list[int]:
     from types import SimpleNamespace
 
     from grpo_megatron.device import Device
-    from grpo_megatron.models.heads.scalar import SequenceScorer
+    from grpo_megatron.models.heads.scalar import ScalarReader, last_token
 
     tokens = [list(range(10, 10 + n)) for n in (2, 6, 9)]
     batch = tiny.make_batch([(t[:1], t[1:]) for t in tokens], [])
     found = torch.zeros(3, dtype=torch.int64)
     for cp_rank in range(cp):
-        scorer = SequenceScorer.__new__(SequenceScorer)  # the index arithmetic needs no model
+        scorer = ScalarReader.__new__(ScalarReader)  # the index arithmetic needs no model
         scorer.mesh = SimpleNamespace(cp=cp, cp_rank=cp_rank)  # type: ignore[assignment]
         scorer.device, scorer.multiple, scorer.temperature, scorer.chunk = Device("cpu"), 2 * cp, 1.0, 8
-        scorer.folder = SimpleNamespace(pad_token_id=None)  # type: ignore[assignment]
+        scorer.places = last_token(SimpleNamespace(pad_token_id=None))  # type: ignore[arg-type]
         (pack,) = scorer.packs(batch, [[0, 1, 2]])
         assert pack.share is not None and pack.share.num_targets == 3
         found[pack.share.target_indices] += pack.tokens[0, pack.targets.state_indices]

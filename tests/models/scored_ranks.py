@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.models.gradients import named_gradients
 from tests.models.reward_ranks import Layout, actor, whole, world
 
@@ -16,10 +14,11 @@ Row = tuple[list[int], list[int], list[tuple[int, float]]]  # prompt, response, 
 def build(folder: Path, kind: Any, layout: Layout, **megatron: Any) -> Any:
     from grpo_megatron.config import OptimConfig
     from grpo_megatron.models.heads.folder import read_reward_folder
-    from grpo_megatron.models.heads.scalar import ScoredPolicy
+    from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
 
     device, mesh = world(layout)
-    policy = ScoredPolicy(read_reward_folder(folder, kind), "float32", actor(layout, **megatron), mesh, device)
+    source, limits = read_reward_folder(folder, kind), actor(layout, **megatron)
+    policy = ScalarPolicy(source, "float32", limits, mesh, device, places=response_tokens)
     policy.set_optimizer(OptimConfig.model_validate({"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.0}), 1)
     return policy
 
@@ -71,12 +70,7 @@ def update(folder: Path, rows: list[Row], paired: bool, layout: Layout, target: 
     sums: list[Any] = []
     for micro_batches in batch.mini_batches:
         policy.backward(batch, micro_batches, loss_of(paired), sums)
-    local = named_gradients(policy)
-    out = {"gradients": whole(policy, {name: value for name, value in local.items() if name != "score.bias"})}
-    bias = [held for held in policy.mesh.all_gather(local.get("score.bias")) if held is not None]
-    assert all(torch.equal(held, bias[0]) for held in bias)
-    if bias:
-        out["gradients"]["score.bias"] = bias[0]
+    out: dict[str, Any] = {"gradients": whole(policy, named_gradients(policy))}
     first = policy.mesh.is_first_replica_rank
     out["metrics"] = {name: float(part.total) if first else 0.0 for name, part in (sums[0] if sums else {}).items()}
     if target is not None:

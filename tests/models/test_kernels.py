@@ -22,7 +22,7 @@ from grpo_megatron.models import build
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.layers import spec
-from grpo_megatron.models.layers.spec import Kernels, choose_kernels, engine_gradients
+from grpo_megatron.models.layers.spec import Kernels, choose_kernels, fused_without_apex
 from grpo_megatron.models.layers.transformer_config import transformer_config
 from grpo_megatron.models.weights import sharded_state
 from tests import tiny, worlds
@@ -44,7 +44,9 @@ def gpu() -> Device:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *, engine: bool, apex: bool) -> None:
-    monkeypatch.setattr(spec, "examine_engine", lambda: ((2, 11), None) if engine else (None, "2.20.2 is installed"))
+    monkeypatch.setattr(
+        spec, "examine_transformer_engine", lambda: ((2, 11), None) if engine else (None, "2.20.2 is installed")
+    )
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", apex)
 
 
@@ -99,58 +101,20 @@ def test_a_cpu_rank_refuses_what_it_cannot_build(changes: dict[str, Any], key: s
         choose_kernels(MegatronConfig.model_validate(changes), Device("cpu"))
 
 
+AUTO, BF16, TE = MegatronConfig(), "bfloat16", Kernels(True, True, True)
+
+
 @pytest.mark.parametrize(
     ("megatron", "dtype", "engine", "apex", "has_gradients", "expected", "words"),
     [
-        (
-            MegatronConfig(),
-            "bfloat16",
-            True,
-            False,
-            True,
-            Kernels(True, True, True),
-            "Engine's layers, with fused weight",
-        ),
-        (MegatronConfig(), "bfloat16", True, False, False, Kernels(True, True, False), "Transformer Engine's layers"),
-        (MegatronConfig(), "bfloat16", True, True, False, Kernels(True, True, False), "Transformer Engine's layers"),
-        (
-            MegatronConfig(),
-            "bfloat16",
-            False,
-            True,
-            True,
-            Kernels(False, True, True),
-            "(Apex); no Transformer Engine: 2.20.2",
-        ),
-        (
-            MegatronConfig(),
-            "bfloat16",
-            False,
-            True,
-            False,
-            Kernels(False, True, False),
-            "no Transformer Engine: 2.20.2 is",
-        ),
-        (
-            MegatronConfig(),
-            "bfloat16",
-            False,
-            False,
-            True,
-            Kernels(False, True, False),
-            "no fused weight gradients (they",
-        ),
-        (MegatronConfig(), "float32", True, True, True, Kernels(False, True, True), "model.dtype=float32, which its"),
-        (
-            LOCAL,
-            "bfloat16",
-            True,
-            False,
-            True,
-            Kernels(False, True, False),
-            "no Transformer Engine: transformer_impl=local",
-        ),
-        (ENGINE, "bfloat16", True, False, True, Kernels(True, True, True), "Transformer Engine's layers"),
+        (AUTO, BF16, True, False, True, TE, "Engine's layers, with fused weight"),
+        (AUTO, BF16, True, False, False, Kernels(True, True, False), "Transformer Engine's layers"),
+        (AUTO, BF16, False, True, True, Kernels(False, True, True), "(Apex); no Transformer Engine: 2.20.2"),
+        (AUTO, BF16, False, True, False, Kernels(False, True, False), "no Transformer Engine: 2.20.2 is"),
+        (AUTO, BF16, False, False, True, Kernels(False, True, False), "no fused weight gradients (they"),
+        (AUTO, "float32", True, True, True, Kernels(False, True, True), "model.dtype=float32, which its"),
+        (LOCAL, BF16, True, False, True, Kernels(False, True, False), "no Transformer Engine: transformer_impl=local"),
+        (ENGINE, BF16, True, False, True, TE, "Transformer Engine's layers"),
     ],
 )
 def test_a_gpu_uses_what_is_installed(
@@ -182,6 +146,7 @@ def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> N
     """The policy and a learning reward model have them; the reference and a frozen reward model do not."""
     from grpo_megatron.models import policy, reference
     from grpo_megatron.models.heads import scalar
+    from grpo_megatron.models.heads.folder import RewardFolder
 
     class Stop(Exception):
         pass
@@ -190,16 +155,13 @@ def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> N
     mesh: Any = None
     arch = architecture_of({**tiny.COMMON, **tiny.FAMILIES["qwen3"]})
     model, actor, device = ModelConfig(path=Path("x")), ActorConfig(), Device("cpu")
-    with (
-        mock.patch.object(build, "choose_kernels", asked),
-        mock.patch.object(scalar, "read_reward_folder", mock.Mock(return_value=mock.Mock(path=Path("x")))),
-    ):
-        config: Any = mock.Mock(path=Path("x"), optim=actor.optim)
+    folder = RewardFolder(Path("x"), arch, has_head=False, pad_token_id=None)
+    with mock.patch.object(build, "choose_kernels", asked):
         for make in (
             lambda: policy.Policy(model, actor, arch, mesh, device),
-            lambda: scalar.RewardModel(config, "float32", actor, mesh, device),
+            lambda: scalar.ScalarPolicy(folder, "float32", actor, mesh, device),
             lambda: reference.Reference(Path("x"), model, actor, arch, mesh, device),
-            lambda: scalar.FrozenRewardModel(config, "float32", actor, mesh, device),
+            lambda: scalar.FrozenScalar(folder, "float32", actor, mesh, device),
         ):
             with pytest.raises(Stop):
                 make()
@@ -209,10 +171,10 @@ def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> N
 def test_the_output_head_accepts_the_engines_fusion_without_apex() -> None:
     """Megatron-Core's linear layers read the flag when they are built. Local layers without Apex stay refused."""
     with mock.patch.object(layers, "_grad_accum_fusion_available", False):
-        with engine_gradients(Kernels(transformer_engine=True, fused_gradients=True)):
+        with fused_without_apex(Kernels(transformer_engine=True, fused_gradients=True)):
             assert layers._grad_accum_fusion_available
         for kernels in (Kernels(fused_gradients=True), Kernels(transformer_engine=True)):
-            with engine_gradients(kernels):
+            with fused_without_apex(kernels):
                 assert not layers._grad_accum_fusion_available
 
 

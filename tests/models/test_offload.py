@@ -121,7 +121,7 @@ def started(folder: Path) -> list[dict[str, Any]]:
     """
     from grpo_megatron.config import Config
     from grpo_megatron.models.optimizer import state_tensors
-    from grpo_megatron.training import build
+    from grpo_megatron.training import colocation
 
     out = []
     for beside_engine, offload in ((False, False), (True, False), (True, True)):
@@ -139,8 +139,8 @@ def started(folder: Path) -> list[dict[str, Any]]:
 
         if beside_engine:
             config = Config.model_validate({"model": {"path": folder}, "actor": policy.actor.model_dump()})
-            with mock.patch.object(build, "build_rollout_engine", construct):
-                build.build_colocation(config, SimpleNamespace(), policy)  # type: ignore[arg-type]
+            with mock.patch.object(colocation, "build_rollout_engine", construct):
+                colocation.build_colocation(config, SimpleNamespace(), policy)  # type: ignore[arg-type]
         batch = tiny.make_batch(tiny.make_sequences(6), [[[0, 1, 2]]])
         policy.update(batch, policy_ranks.loss)
         if beside_engine:

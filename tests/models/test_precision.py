@@ -6,8 +6,8 @@ that they mean the same there.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,6 @@ from grpo_megatron.models.layers.precision import (
     QUANTIZATIONS,
     RECIPES,
     dequantized,
-    fp8_settings,
     hardware_problems,
     precision_problems,
     set_parameter,
@@ -64,6 +63,10 @@ def config(**changes: Any) -> Config:
     )
 
 
+def fp8(recipe: str) -> dict[str, Any]:
+    return {"megatron": {"fp8": {"recipe": recipe}}}
+
+
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
@@ -76,40 +79,19 @@ def test_every_field_of_a_recipe_reaches_megatron(arch: Architecture, recipe: st
         arch, MegatronConfig.model_validate({"fp8": {"recipe": recipe, **options}}), "bfloat16", True
     )
     assert built.fp8 == ("e4m3" if recipe in ("blockwise", "mxfp8") else "hybrid")
-    assert built.fp8_recipe == recipe
+    assert built.fp8_recipe == recipe and RECIPES[recipe].alignment == get_fp8_align_size(recipe)
     assert (built.fp8_param, built.fp8_wgrad, built.fp8_margin) == (param_gather, False, 2)
     assert (built.fp8_amax_history_len, built.fp8_amax_compute_algo) == (16, "most_recent")
     assert not built.first_last_layers_bf16 and built.bf16 and built.params_dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
-def test_first_and_last_layers_stay_in_bf16(arch: Architecture, recipe: str) -> None:
-    fp8 = {"recipe": recipe, "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2}
+def test_ends_in_bf16_and_a_chosen_format(arch: Architecture) -> None:
+    fp8 = {"recipe": "tensorwise", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "format": "e4m3"}
     built = transformer_config(arch, MegatronConfig.model_validate({"fp8": fp8}), "bfloat16", True)
     kept = [is_first_last_bf16_layer(built, layer) for layer in range(arch.num_layers)]
-    assert kept == [True, True, False, True]
-
-
-def test_without_a_recipe_nothing_changes(arch: Architecture) -> None:
-    assert fp8_settings(MegatronConfig().fp8) == {}
-    built = transformer_config(arch, MegatronConfig(), "bfloat16", True)
-    assert built.fp8 is None and not built.fp8_param
-
-
-def test_a_format_can_be_chosen(arch: Architecture) -> None:
-    megatron = MegatronConfig.model_validate({"fp8": {"recipe": "tensorwise", "format": "e4m3"}})
-    assert transformer_config(arch, megatron, "bfloat16", True).fp8 == "e4m3"
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_alignment_equals_megatrons(recipe: str) -> None:
-    assert RECIPES[recipe].alignment == get_fp8_align_size(recipe)
-
-
-def test_context_parallelism_reaches_megatron(arch: Architecture) -> None:
-    assert (
-        transformer_config(arch, MegatronConfig(context_parallel_size=4), "bfloat16", True).context_parallel_size == 4
-    )
+    assert kept == [True, True, False, True] and built.fp8 == "e4m3"
+    plain = transformer_config(arch, MegatronConfig(context_parallel_size=4), "bfloat16", True)
+    assert plain.fp8 is None and not plain.fp8_param and plain.context_parallel_size == 4
 
 
 # -- the padding rule --------------------------------------------------------------------------------------------------
@@ -150,13 +132,8 @@ def test_tokens_are_padded_to_the_smallest_multiple_that_fits(recipe: str | None
 
 @pytest.mark.parametrize(
     ("tp", "cp", "recipe", "expected"),
-    [
-        (4, 2, None, 8),  # with lcm(4, 4) = 4 tokens, each of the 2 x 4 ranks would have half a row
-        (8, 1, "mxfp8", 256),
-        (8, 1, "delayed", 128),
-        (1, 1, "blockwise", 16),
-        (8, 1, "blockwise", 1024),
-        (2, 4, "blockwise", 1024),
+    [  # with lcm(4, 4) = 4 tokens, each of the 2 x 4 ranks of the first would have half a row
+        *((4, 2, None, 8), (8, 1, "mxfp8", 256), (1, 1, "blockwise", 16), (2, 4, "blockwise", 1024)),
     ],
 )
 def test_paddings_by_hand(tp: int, cp: int, recipe: str | None, expected: int) -> None:
@@ -190,40 +167,22 @@ def test_hardware_without_the_recipe_is_refused(recipe: str, hardware: Hardware)
     assert all(f"actor.megatron.fp8.recipe={recipe}" in problem and "leave it out" in problem for problem in problems)
 
 
+NO_ENGINE = {"transformer_engine_problem": "2.20.2 is installed"}
+NEEDED = "needs Transformer Engine >=2.9,<2.12, and 2.20.2 is installed"
+
+
 @pytest.mark.parametrize(
     ("changes", "hardware", "words"),
     [
-        (
-            {"megatron": {"fp8": {"recipe": "mxfp8"}}},
-            H100,
-            "capability 10.0, this device has 9.0; set it to tensorwise",
-        ),
-        ({"megatron": {"fp8": {"recipe": "blockwise"}}}, B200, "below 10.0, this device has 10.0; set it to mxfp8"),
-        (
-            {"megatron": {"fp8": {"recipe": "blockwise"}}},
-            dataclasses.replace(H100, cuda_version=(12, 8)),
-            "needs CUDA 12.9, torch was built with 12.8",
-        ),
-        (
-            {"megatron": {"fp8": {"recipe": "blockwise"}}},
-            dataclasses.replace(H100, engine_problem="2.20.2 is installed"),
-            "recipe=blockwise needs Transformer Engine >=2.9,<2.12, and 2.20.2 is installed; pip install"
-            " --no-build-isolation 'grpo-megatron[gpu]', or leave it out",
-        ),
-        (
-            {"megatron": {"fp8": {"recipe": "delayed"}}},
-            dataclasses.replace(H100, engine_problem="it is not installed"),
-            "recipe=delayed needs Transformer Engine >=2.9,<2.12, and it is not installed",
-        ),
-        ({"megatron": {"fp8": {"recipe": "delayed"}}}, CPU, "needs a CUDA device, and this run has none"),
+        (fp8("mxfp8"), H100, "capability 10.0, this device has 9.0; set it to tensorwise"),
+        (fp8("blockwise"), B200, "below 10.0, this device has 10.0; set it to mxfp8"),
+        (fp8("blockwise"), replace(H100, cuda_version=(12, 8)), "needs CUDA 12.9, torch was built with 12.8"),
+        (fp8("blockwise"), replace(H100, **NO_ENGINE), f"recipe=blockwise {NEEDED}; pip install --no-build-isolation"),
+        (fp8("delayed"), CPU, "needs a CUDA device, and this run has none"),
         ({"rollout": {"quantization": "fp8_per_tensor"}}, CPU, "quantization=fp8_per_tensor needs a CUDA device"),
         ({"rollout": {"quantization": "mxfp8"}}, H100, "10.0, this device has 9.0; set it to fp8_per_tensor"),
         ({"megatron": {"context_parallel_size": 2}}, CPU, "context_parallel_size=2 needs a CUDA device"),
-        (
-            {"megatron": {"transformer_impl": "transformer_engine"}},
-            dataclasses.replace(H100, engine_problem="it is not installed"),
-            "transformer_impl=transformer_engine needs Transformer Engine >=2.9,<2.12, and it is not installed",
-        ),
+        ({"megatron": {"transformer_impl": "transformer_engine"}}, replace(H100, **NO_ENGINE), f"_engine {NEEDED}"),
     ],
 )
 def test_what_a_machine_lacks_is_named(changes: dict[str, Any], hardware: Hardware, words: str) -> None:
@@ -232,7 +191,7 @@ def test_what_a_machine_lacks_is_named(changes: dict[str, Any], hardware: Hardwa
 
 
 def test_quantized_rollouts_need_no_transformer_engine() -> None:
-    without_engine = dataclasses.replace(B200, engine_problem="it is not installed")
+    without_engine = replace(B200, transformer_engine_problem="it is not installed")
     for quantization in QUANTIZATIONS:
         assert not list(hardware_problems(config(rollout={"quantization": quantization}), without_engine))
 
@@ -243,28 +202,22 @@ def test_the_hardware_is_read_only_if_needed() -> None:
     assert list(hardware_problems(config(megatron={"fp8": {"recipe": "delayed"}}, trainer={"device": "cpu"})))
 
 
+ENDS = {"recipe": "tensorwise", "first_last_layers_bf16": True}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"fp8": {"recipe": "delayed"}, "transformer_impl": "local"}, "actor.megatron.transformer_impl=local"),
         ({"fp8": {"recipe": "delayed", "first_last_layers_bf16": True}}, "cannot leave some out"),
-        (
-            {"fp8": {"recipe": "delayed", "param_gather": True}, "use_distributed_optimizer": False},
-            "distributed_optimizer",
-        ),
+        ({"fp8": {"recipe": "delayed", "param_gather": True}, "use_distributed_optimizer": False}, "_optimizer=true"),
         ({"fp8": {"recipe": "mxfp8", "param_gather": True}}, "leave param_gather out"),
         ({"fp8": {"margin": 1}}, "fp8.margin=1 has no effect without actor.megatron.fp8.recipe"),
         ({"fp8": {"recipe": "mxfp8"}, "tensor_model_parallel_size": 2}, "MLP width, 112 / tp 2 = 56, is not; lower"),
         ({"fp8": {"recipe": "mxfp8"}}, "needs widths that are multiples of 32; this model's MLP width, 112, is not"),
+        ({"fp8": {**ENDS, "num_layers_at_end_in_bf16": 3}}, "in_bf16 = 4 leave none of 4 layers"),
         (
-            {"fp8": {"recipe": "tensorwise", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3}},
-            "in_bf16 = 4 leave none of 4 layers",
-        ),
-        (
-            {
-                "fp8": {"recipe": "tensorwise", "first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 2},
-                "pipeline_model_parallel_size": 4,
-            },
+            {"fp8": {**ENDS, "num_layers_at_end_in_bf16": 2}, "pipeline_model_parallel_size": 4},
             "at most one pipeline stage's 1 layers",
         ),
     ],
@@ -275,7 +228,7 @@ def test_contradictions_are_refused(arch: Architecture, changes: dict[str, Any],
 
 def test_blockwise_gathers_whole_blocks_of_the_hidden_size(arch: Architecture) -> None:
     """hidden_size 192 = 1.5 blocks of 128. Only what is quantized before a gather must consist of whole blocks."""
-    narrow = dataclasses.replace(arch, hidden_size=192, ffn_hidden_size=256)
+    narrow = replace(arch, hidden_size=192, ffn_hidden_size=256)
     megatron: dict[str, Any] = {"fp8": {"recipe": "blockwise"}, "tensor_model_parallel_size": 2}
     (problem,) = precision_problems(config(megatron=megatron), narrow)
     assert "needs a hidden_size that is a multiple of 128 under sequence parallelism" in problem

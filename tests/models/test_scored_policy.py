@@ -11,7 +11,8 @@ import torch
 
 from tests import tiny, worlds
 from tests.models import policy_ranks, scored_ranks
-from tests.models.test_reward_model import close, make_classifier, make_step_classifier
+from tests.models.test_layouts import close
+from tests.models.test_reward_model import make_classifier, make_step_classifier
 
 SEQUENCES = tiny.make_sequences(8, longest=20)
 MARGINS = [0.0, 0.0, 1.5, 0.3]

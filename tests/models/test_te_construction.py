@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.extensions import examine_engine
+from grpo_megatron.importing import examine_transformer_engine
 from grpo_megatron.models.layers.precision import RECIPES
 from tests import tiny, worlds
 from tests.models import engine_ranks
@@ -30,7 +30,7 @@ RECIPE_OF = {**dict.fromkeys(MODELS), **dict(zip(("qwen2", "qwen3", "llama3", "m
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    _, problem = examine_engine()
+    _, problem = examine_transformer_engine()
     if problem is not None:
         pytest.skip(f"needs Transformer Engine, and {problem}")
     root = tmp_path_factory.mktemp("models")

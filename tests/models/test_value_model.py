@@ -12,7 +12,8 @@ import torch
 from tests import tiny, worlds
 from tests.models import policy_ranks
 from tests.models import value_ranks as value
-from tests.models.test_reward_model import CLASSIFIERS, CLASSIFIERS_MOE, close
+from tests.models.test_layouts import close
+from tests.models.test_reward_model import CLASSIFIERS, CLASSIFIERS_MOE
 
 PAIRS = tiny.make_sequences(6)
 pytestmark = pytest.mark.slow

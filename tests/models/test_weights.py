@@ -1,4 +1,4 @@
-"""Which files of a model folder are read: those that its index names, and none outside the folder."""
+"""Which files of a model folder are read; the parts of their tensors that a rank holds and an engine reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.families import hf_shapes, table_of
 from grpo_megatron.models.weights.load import SafetensorsFolder, WeightsError
+from grpo_megatron.models.weights.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.table import QKV, GateUp, Vocabulary, WeightRow, expand_table
+from tests.sync.architectures import FAMILIES, architecture
 
 INDEX = "model.safetensors.index.json"
 
@@ -39,3 +44,67 @@ def test_an_index_that_names_another_file(tmp_path: Path, name: str) -> None:
 def test_an_index_that_is_none(tmp_path: Path, index: object) -> None:
     with pytest.raises(WeightsError, match="not a readable index"):
         SafetensorsFolder(model(tmp_path / "model", index))
+
+
+def cut_whole(row: WeightRow, whole: list[torch.Tensor], arch: Architecture, tp: int) -> list[torch.Tensor]:
+    """Every rank's parameter, from whole tensors: Megatron's layouts written out with torch."""
+    if isinstance(row, QKV):  # group by group: its queries, its key, its value
+        grouped = [tensor.reshape(arch.num_query_groups, -1, *tensor.shape[1:]) for tensor in whole]
+        return list(torch.cat(grouped, dim=1).flatten(0, 1).chunk(tp))
+    if isinstance(row, GateUp):
+        return [torch.cat(halves) for halves in zip(*(tensor.chunk(tp) for tensor in whole), strict=True)]
+    (tensor,) = whole
+    if isinstance(row, Vocabulary):
+        padding = tensor.new_zeros(arch.padded_vocab_size(tp) - arch.vocab_size, arch.hidden_size)
+        return list(torch.cat([tensor, padding]).chunk(tp))
+    return [tensor] * tp if row.split_dim is None else list(tensor.chunk(tp, dim=row.split_dim))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_have_megatrons_layout_and_give_back_the_whole(family: str, tp: int) -> None:
+    arch = architecture(family)
+    tensors = {name: torch.rand(shape) for name, shape in hf_shapes(arch).items()}
+    for row in expand_table(table_of(arch), arch):
+        whole = [tensors[name] for name in row.hf]
+        shards = [row.shard(tensors.__getitem__, arch, tp_rank, tp) for tp_rank in range(tp)]
+        for shard, expected in zip(shards, cut_whole(row, whole, arch, tp), strict=True):
+            assert torch.equal(shard, expected) and tuple(shard.shape) == row.local_shape(arch, tp), row.megatron
+        merged = row.merge(shards, arch)
+        assert all(torch.equal(part, tensor) for part, tensor in zip(merged, whole, strict=True)), row.megatron
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek-v3"])
+def test_an_engine_rank_has_its_experts_whole(family: str) -> None:
+    """Neighbouring experts, as vLLM places them. All else is read as without expert parallelism."""
+    arch = architecture(family)
+    cut, whole = (engine_tensors(arch, 4, reads_shards=True, rollout_ep=ep) for ep in (1, 4))
+    per_rank = arch.num_experts // 4
+    for name, tensor in whole.tensors.items():
+        if ".experts." not in name:
+            assert whole.spans[name] == cut.spans[name]
+            continue
+        owner = int(name.split(".experts.")[1].split(".")[0]) // per_rank
+        assert whole.spans[name] == tuple((0, tensor.length if rank == owner else 0) for rank in range(4))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_ranks_together_read_every_row(family: str, ranks: int) -> None:
+    arch = architecture(family)
+    engine = engine_tensors(arch, ranks, reads_shards=True)
+    spans = engine.spans
+    assert spans.keys() == engine.tensors.keys() == hf_shapes(arch).keys()
+    whole = engine_tensors(arch, ranks, reads_shards=False)
+    assert whole.tensors == engine.tensors
+    assert all(span == ((0, whole.tensors[name].length),) * ranks for name, span in whole.spans.items())
+    for row in expand_table(table_of(arch), arch):
+        for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True):
+            covered = torch.zeros(shape[row.split_dim or 0])
+            for start, stop in spans[name]:
+                covered[start:stop] += 1
+            assert covered.ge(1).all(), name
+            copies = ranks if row.split_dim is None else 1
+            if name.rsplit(".", 2)[1] in ("k_proj", "v_proj"):
+                copies = max(1, ranks // arch.num_query_groups)
+            assert covered.eq(copies).all(), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests import tiny
 from tests.models import policy_ranks, reward_ranks
 from tests.models.gradients import named_gradients
 
-HEADS = ("score.weight", "score.bias")
+CLIPRANGE = 0.5  # the default of critic.cliprange_value
 
 
 def build(
@@ -25,7 +26,9 @@ def build(
     config = CriticConfig.model_validate({"offload": offload, "optim": optim})
     device, mesh = reward_ranks.world(layout)
     actor = reward_ranks.actor(layout, **megatron)
-    model = ValueModel(config, read_reward_folder(folder, "value"), dtype, actor, mesh, device)
+    model = ValueModel(
+        read_reward_folder(folder, "value"), dtype, actor, mesh, device, optim=config.optim, offload=offload
+    )
     with model.in_use():
         model.set_optimizer(config.optim, 2)
     return model
@@ -44,15 +47,18 @@ def make_batch(pairs: Any, rows: list[int], micro: int = 2) -> Any:
 def values(folders: dict[str, Path], pairs: Any, layout: reward_ranks.Layout) -> dict[str, torch.Tensor]:
     """Family -> values, in micro-batches of different sizes, one of them empty."""
     batch = tiny.make_batch(pairs, [[[0, 1], [2], [], [3, 4, 5]]])
-    return {family: build(folder, layout).values(batch) for family, folder in folders.items()}
+    return {family: build(folder, layout).numbers(batch) for family, folder in folders.items()}
 
 
 def update(folder: Path, pairs: Any, layout: reward_ranks.Layout) -> dict[str, Any]:
     """Gradients of one backward pass; then values, metrics and weights of two updates, with and without offloading."""
     model = build(folder, layout, use_distributed_optimizer=False)  # leaves whole gradients on every rank
     batch = make_batch(pairs, policy_ranks.share(len(pairs), model.mesh.dp_rank, model.mesh.dp))
-    model.backward_values(batch, batch.mini_batches[0])
-    gradients = whole(model, named_gradients(model))
+    from grpo_megatron.algo.losses import value_loss
+
+    loss = functools.partial(value_loss, cliprange=CLIPRANGE)
+    model.backward(batch, batch.mini_batches[0], loss, [])
+    gradients = reward_ranks.whole(model, named_gradients(model))
     return {"gradients": gradients, **trained_offloaded_or_not(folder, batch, layout)}
 
 
@@ -74,25 +80,14 @@ def in_bfloat16(folder: Path, pairs: Any) -> dict[str, Any]:
 
 def trained(model: Any, batch: Any) -> dict[str, Any]:
     for _ in range(2):
-        first = model.values(batch)  # reads weights that the last update may have offloaded
+        first = model.numbers(batch)  # reads weights that the last update may have offloaded
         with model.in_use():
-            sums, metrics = model.update_values(batch, epochs=1)
+            sums, metrics = model.update_values(batch, CLIPRANGE, epochs=1)
     on_device = sum(parameter.untyped_storage().nbytes() for parameter in model.ddp.parameters())
     with model.in_use():
         weights = reward_ranks.stream(model)
     totals = {name: (float(part.total), part.num_tokens) for name, part in sums[0].items()}
     return {"values": first, "metrics": metrics, "sums": totals, "weights": weights, "on_device": on_device}
-
-
-def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Hugging Face gradients from all ranks' gradients. Ranks with the same head must have the same gradient. Collective."""
-    import torch.distributed as dist
-
-    held: list[Any] = [None] * model.mesh.world_size
-    dist.all_gather_object(held, {name: local[name] for name in HEADS if name in local})
-    heads = [gradients for gradients in held if gradients]
-    assert all(torch.equal(head[name], heads[0][name]) for head in heads for name in HEADS)
-    return policy_ranks.whole(model, local) | heads[0]
 
 
 def saved(folder: Path, pairs: Any, layout: reward_ranks.Layout, target: Path) -> torch.Tensor:
@@ -101,4 +96,4 @@ def saved(folder: Path, pairs: Any, layout: reward_ranks.Layout, target: Path) -
     trained(model, make_batch(pairs, policy_ranks.share(len(pairs), model.mesh.dp_rank, model.mesh.dp)))
     with model.in_use():
         model.save_hf(target, folder)
-    return model.values(tiny.make_batch(pairs, [[[row] for row in range(len(pairs))]]))
+    return model.numbers(tiny.make_batch(pairs, [[[row] for row in range(len(pairs))]]))

@@ -22,8 +22,8 @@ from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.progress import StepProgress, awaited, duration
 from grpo_megatron.observability.sinks import JsonlSink, ReportSink
 from grpo_megatron.pages.run_folder import METRICS_FILE
-from grpo_megatron.storage import start_times
-from tests.report.material import group, make_run, sample
+from grpo_megatron.storage import run_files
+from tests.pages.material import group, make_run, sample
 
 
 class Clock:
@@ -133,29 +133,29 @@ def test_the_time_of_a_start_is_told_to_the_next_one(
 ) -> None:
     """The start of a run is over with its first phase. The time is known for the same model and ranks only."""
     monkeypatch.setenv("GRPO_MEGATRON_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv(start_times.BEGAN, raising=False)
+    monkeypatch.delenv(run_files.BEGAN, raising=False)
     clock = Clock()
     clock.now = 1000.0
-    monkeypatch.setattr(start_times.time, "time", clock)
+    monkeypatch.setattr(run_files.time, "time", clock)
     announce_start(2, "vllm", "MODEL")
     run = TrainerConfig.model_validate({"output_dir": tmp_path / "run", "logger": [], "total_training_steps": 1})
     with build_sinks(run) as sinks, build_sinks(run, rank=1) as others:
         clock.now = 1012.3
         others.enter(0, ["step"])
         sinks.enter(None, [])
-        assert not start_times.starts_path().exists()
+        assert not run_files.starts_path().exists()
         sinks.enter(0, ["step"])
         clock.now = 1050.0
         sinks.enter(0, ["step", "gen"])
     for ranks, model in ((2, "MODEL"), (4, "MODEL"), (2, "OTHER")):
         announce_start(ranks, "vllm", model)
-    (name,) = json.loads(start_times.starts_path().read_bytes())
+    (name,) = json.loads(run_files.starts_path().read_bytes())
     damaged = ["[", *(f'{{"{name}": {value}}}' for value in (str(10**400), "NaN", "true", '"12"'))]
     for text in damaged:  # as if there was none
-        start_times.starts_path().write_text(text)
+        run_files.starts_path().write_text(text)
         announce_start(2, "vllm", "MODEL")
-    monkeypatch.setenv(start_times.BEGAN, "yesterday MODEL")
-    start_times.finish_start()
+    monkeypatch.setenv(run_files.BEGAN, "yesterday MODEL")
+    run_files.finish_start()
     known = [
         "; the last start took 12 s, until the first step" in line for line in capsys.readouterr().out.splitlines()
     ]

@@ -21,6 +21,7 @@ from grpo_megatron.observability.console import CONSOLE_COLUMNS, SUPERVISED_COLU
 from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.sinks import JsonlSink
 from grpo_megatron.observability.summary import Summary, format_table, serve_command
+from grpo_megatron.pages.panels import PagePanel
 from grpo_megatron.pages.run_folder import read_metrics
 from grpo_megatron.storage import StorageError
 
@@ -312,13 +313,14 @@ def test_curves_draw_what_was_logged(tmp_path: Path) -> None:
         {"step": 2, "actor/grad_norm": 3.0},
     ]
     ax: Any = Figure().subplots()
-    curves._draw_panel(ax, rows, curves.GRAD_NORM)
+    norm, entropy = (PagePanel("", name, curves=[(f"actor/{name}", name)]) for name in ("grad_norm", "entropy"))
+    curves._draw_panel(ax, rows, norm)
     curve, mark = ax.lines
     assert list(curve.get_xdata()) == [0, 2]
     assert list(curve.get_ydata()) == [1.0, 3.0]
     assert list(mark.get_xdata()) == [1, 1]  # the step that was not finite
     ax = Figure().subplots()
-    curves._draw_panel(ax, rows, curves.ENTROPY)
+    curves._draw_panel(ax, rows, entropy)
     assert [text.get_text() for text in ax.texts] == ["not recorded"]
 
 
@@ -330,7 +332,7 @@ def test_curves_leave_out_what_is_zero_or_missing(tmp_path: Path, monkeypatch: p
     drawn: list[str] = []
     monkeypatch.setattr(curves, "_draw_panel", lambda ax, rows, panel: drawn.append(panel.title))
     curves.plot(path, tmp_path / "out.png")
-    assert drawn == [curves.REWARD.title, curves.ENTROPY.title]
+    assert drawn == ["Training reward", "Entropy of the policy"]
 
 
 def test_curves_stack_of_phases_ends_at_the_step_time(tmp_path: Path) -> None:

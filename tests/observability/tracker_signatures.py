@@ -1,17 +1,15 @@
 """The functions of trackers that our sinks call, with the parameters that the packages define, and calls checked with them.
 
-CI does not install the packages. tests/observability/test_trackers.py compares this table with those that are installed.
+CI does not install the packages. The table is of wandb 0.31.0, swanlab 0.10.3 and mlflow 3.17.2.
 "name=" has a default. "*" precedes parameters that must be given by name.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.machinery
 import inspect
 from typing import Any
 
-VERSIONS = {"wandb": "0.31.0", "swanlab": "0.10.3", "mlflow": "3.17.2"}
 PARAMETERS = {
     "wandb init": "entity= project= dir= id= name= notes= tags= config= config_exclude_keys= config_include_keys="
     " allow_val_change= group= job_type= mode= force= reinit= resume= resume_from= fork_from= save_code= tensorboard="
@@ -45,21 +43,6 @@ def recorded_signature(function: str) -> inspect.Signature:
             default = None if word.endswith("=") else inspect.Parameter.empty
             parameters.append(inspect.Parameter(word.rstrip("="), kind, default=default))
     return inspect.Signature(parameters)
-
-
-def installed_parameters(function: str) -> str:
-    """The row of the table for the installed package. Raises ImportError where there is none."""
-    package, path = function.split()
-    found: Any = importlib.import_module(package)
-    for name in path.split("."):
-        found = getattr(found, name)
-    words = []
-    for parameter in inspect.signature(found).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
-            words.append("*")
-        if parameter.name != "self" and parameter.kind is not parameter.VAR_KEYWORD:
-            words.append(parameter.name + ("" if parameter.default is parameter.empty else "="))
-    return " ".join(words)
 
 
 class Recording:

@@ -17,11 +17,9 @@ from typing import Any
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.planning.cost import StepSeconds, step_seconds
+from grpo_megatron.planning.cost import PlannedMachine, StepSeconds, Workload, step_seconds
 from grpo_megatron.planning.gpus import GPUS, Gpu
 from grpo_megatron.planning.layout import Layout
-from grpo_megatron.planning.machine import PlannedMachine
-from grpo_megatron.planning.workload import Workload
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
@@ -130,7 +128,7 @@ class PublishedStep:
     @property
     def cache_tokens(self) -> float:
         """Of an engine that has `cache_share` of its GPUs' memory."""
-        from grpo_megatron.checks.engine_cache import kv_token_bytes
+        from grpo_megatron.memory.engine import kv_token_bytes
 
         arch, tp = self.workload.arch, self.layout.rollout_tp
         free = self.cache_share * self.gpu.usable_bytes - 2 * arch.num_parameters() / tp

@@ -17,13 +17,17 @@ import pytest
 
 from grpo_megatron.models.flops import model_shape
 from grpo_megatron.planning import speeds
-from grpo_megatron.planning.cost import step_seconds
-from grpo_megatron.planning.generation_cost import generation_seconds
+from grpo_megatron.planning.cost import (
+    PlannedMachine,
+    Workload,
+    generation_seconds,
+    pass_seconds,
+    scoring_seconds,
+    step_seconds,
+    update_seconds,
+)
 from grpo_megatron.planning.gpus import GPUS
 from grpo_megatron.planning.layout import Layout
-from grpo_megatron.planning.machine import PlannedMachine
-from grpo_megatron.planning.training_cost import pass_seconds, scoring_seconds, update_seconds
-from grpo_megatron.planning.workload import Workload
 from tests.planning import published
 
 H100 = PlannedMachine(GPUS["h100-80"], 64)
@@ -101,7 +105,7 @@ def test_a_small_cache_makes_samples_wait() -> None:
 
 def test_experts_are_read_as_far_as_tokens_visit_them() -> None:
     """8 of 128 experts: one token reads a sixteenth of them, and many tokens read nearly all."""
-    from grpo_megatron.planning.generation_cost import _visited_weights
+    from grpo_megatron.planning.cost import _visited_weights
 
     arch = published.architecture("Qwen3-30B-A3B")
     experts = 48 * 128 * 3 * 2048 * 768

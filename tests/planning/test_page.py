@@ -11,16 +11,14 @@ from unittest import mock
 
 import pytest
 
+from grpo_megatron.checks.model_folders import read_models
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
-from grpo_megatron.planning.fit import fit
+from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import find_gpu
-from grpo_megatron.planning.machine import PlannedMachine
-from grpo_megatron.planning.models import PlannedModels
-from grpo_megatron.planning.plan_warnings import plan_warnings
+from grpo_megatron.planning.page import plan_warnings, verdict_lines
 from grpo_megatron.planning.resolved import resolved_path
-from grpo_megatron.planning.verdict import verdict_lines
-from grpo_megatron.planning.workload import Workload
+from grpo_megatron.planning.search import fit
 from tests.runs import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,7 +82,7 @@ def test_70b_that_does_not_fit_gets_remedies_and_layouts(capsys: pytest.CaptureF
     assert f"        {pp}=8" in verdict
     assert "does not fit a GPU of 39.38 GiB, even without the estimated parts (phase scoring, update)" in captured.err
     config = load_config(EXAMPLE, [f"{pp}=8"])
-    assert fit(config, PlannedModels.read(config), 64, find_gpu("a100-40").usable_bytes).fits
+    assert fit(config, read_models(config), 64, find_gpu("a100-40").usable_bytes).fits
 
 
 def test_a_page_for_a_narrow_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +174,7 @@ CASES: list[tuple[list[str], str]] = [
 @pytest.mark.parametrize(("overrides", "expected"), CASES)
 def test_a_warning_has_its_numbers(overrides: list[str], expected: str) -> None:
     config = load_config(EXAMPLE, overrides)
-    models = PlannedModels.read(config)
+    models = read_models(config)
     machine = PlannedMachine(find_gpu("h100-80"), 64)
     found = fit(config, models, 64, machine.gpu.usable_bytes)
     none: Any = SimpleNamespace(train_prompts=[], offline_groups=[], supervised_rows=[])
@@ -186,7 +184,7 @@ def test_a_warning_has_its_numbers(overrides: list[str], expected: str) -> None:
 
 def test_an_engine_without_a_cache_does_not_fit() -> None:
     config = load_config(EXAMPLE, ["rollout.gpu_memory_utilization=0.22"])
-    models, machine = PlannedModels.read(config), PlannedMachine(find_gpu("h100-80"), 64)
+    models, machine = read_models(config), PlannedMachine(find_gpu("h100-80"), 64)
     found = fit(config, models, 64, machine.gpu.usable_bytes)
     lines = list(verdict_lines(config, models, Workload.of(config, models), machine, found))
     assert lines[0] == "too large by the estimated parts (~):"
@@ -219,7 +217,7 @@ def test_the_search_prints_arguments_that_fit(capsys: pytest.CaptureFixture[str]
     arguments = [line.strip().strip("'") for line in text.partition("as arguments:\n")[2].splitlines()]
     assert arguments
     config = load_config(EXAMPLE, arguments)
-    assert fit(config, PlannedModels.read(config), 16, find_gpu("h200").usable_bytes).fits
+    assert fit(config, read_models(config), 16, find_gpu("h200").usable_bytes).fits
 
 
 @pytest.mark.parametrize(
@@ -259,7 +257,7 @@ def test_a_search_counts_critic_and_reward_models(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**llama, **head}))
     keys = [f"reward_model.path={tmp_path}", "algorithm.adv_estimator=gae", "actor.use_kl_loss=false"]
     config = load_config(EXAMPLE, keys)
-    models = PlannedModels.read(config)
+    models = read_models(config)
     policy, rewards, critic = models.stages(config)
     assert len(rewards) == 1 and critic is not None and [stage.layers for stage in rewards[0]] == [2, 2, 2, 2]
     assert critic[-1].total < policy[-1].total  # no output head

@@ -8,28 +8,25 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from grpo_megatron.checks.layout import layout_problems, stage_layers
+from grpo_megatron.checks.layout import layout_problems
+from grpo_megatron.checks.model_folders import read_models
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
-from grpo_megatron.planning.candidates import micro_batches, shapes, variants
-from grpo_megatron.planning.fit import PROPOSED, fit, proposed_fit
+from grpo_megatron.memory.parameters import RunModels, stage_layers
+from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import find_gpu
-from grpo_megatron.planning.layout import FULL_RECOMPUTATION, Layout
-from grpo_megatron.planning.machine import PlannedMachine
-from grpo_megatron.planning.models import PlannedModels
-from grpo_megatron.planning.nearest import _candidates, estimated, nearest_layouts
-from grpo_megatron.planning.search import search
-from grpo_megatron.planning.workload import Workload
+from grpo_megatron.planning.layout import FULL_RECOMPUTATION, Layout, micro_batches, shapes, variants
+from grpo_megatron.planning.search import PROPOSED, _candidates, estimated, fit, nearest_layouts, proposed_fit, search
 from tests.planning import published
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = str(ROOT / "examples" / "llama3_70b.yaml")
 
 
-def config_70b(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[Config, PlannedModels, Workload]:
+def config_70b(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[Config, RunModels, Workload]:
     monkeypatch.chdir(ROOT)
     config = load_config(EXAMPLE, list(overrides))
-    models = PlannedModels.read(config)
+    models = read_models(config)
     return config, models, Workload.of(config, models)
 
 

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.checks.model_folders import read_models
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
+from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.families import architecture_of, read_architecture
-from grpo_megatron.planning.models import PlannedModels
+from grpo_megatron.planning.cost import Workload
 from grpo_megatron.planning.traffic import border_traffic
-from grpo_megatron.planning.workload import Workload
 from tests import tiny, worlds
 from tests.planning import published, traffic_ranks
 
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [20, 32, 24, 28]  # tokens of each sample
 
 
-def sizes(config: Config, models: PlannedModels, world_size: int) -> dict[str, float]:
+def sizes(config: Config, models: RunModels, world_size: int) -> dict[str, float]:
     work = Workload.of(config, models)
     return {item.name: item.size for item in border_traffic(config, models, work, world_size)}
 
@@ -42,7 +43,7 @@ def config_70b(monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 def test_70b_by_hand(config_70b: Config) -> None:
-    models = PlannedModels.read(config_70b)
+    models = read_models(config_70b)
     found = sizes(config_70b, models, 64)
     assert set(found) == {"weight sync", "gradients", "pipeline", "samples"}
     hidden = 2048 * 4096 * 8192 * 2
@@ -55,14 +56,14 @@ def test_70b_by_hand(config_70b: Config) -> None:
 
 
 def test_one_node_has_no_borders(config_70b: Config) -> None:
-    assert sizes(config_70b, PlannedModels.read(config_70b), 8 * 2)  # two nodes
+    assert sizes(config_70b, read_models(config_70b), 8 * 2)  # two nodes
     one = load_config("examples/llama3_70b.yaml", ["trainer.n_gpus_per_node=16"])
-    assert sizes(one, PlannedModels.read(one), 16) == {}
+    assert sizes(one, read_models(one), 16) == {}
 
 
 def test_groups_over_nodes_are_counted() -> None:
     """tp 16 over two nodes: a ring enters both, with 15/16 of a hidden state, 4 times per layer. ep 16: half is elsewhere."""
-    dense = PlannedModels(dataclasses.replace(published.architecture("Llama-3.1-70B"), num_layers=2))
+    dense = RunModels(dataclasses.replace(published.architecture("Llama-3.1-70B"), num_layers=2))
     config = Config.model_validate(
         {"model": {"path": "x"}, "actor": {"megatron": {"tensor_model_parallel_size": 16}, "use_kl_loss": False}}
     )
@@ -74,7 +75,7 @@ def test_groups_over_nodes_are_counted() -> None:
     engine = config.rollout.model_copy(update={"tensor_model_parallel_size": 16})
     wide = border_traffic(config.model_copy(update={"rollout": engine}), dense, work, 16)
     assert next(item.size for item in wide if item.name == "engines") == 4 * 2 * 2 * 15 / 16 * hidden
-    sparse = PlannedModels(dataclasses.replace(published.architecture("Qwen3-30B-A3B"), num_layers=2))
+    sparse = RunModels(dataclasses.replace(published.architecture("Qwen3-30B-A3B"), num_layers=2))
     config = Config.model_validate(
         {"model": {"path": "x"}, "actor": {"megatron": {"expert_model_parallel_size": 16}, "use_kl_loss": False}}
     )
@@ -100,7 +101,7 @@ def test_the_pipelines_bytes_are_what_real_ranks_send(tmp_path: Path) -> None:
     )
     assert sum(LENGTHS) == 4 * 26
     assert ranks == [sum(LENGTHS) * arch.hidden_size * 4] * 2
-    assert sizes(config, PlannedModels(arch), 2)["pipeline"] == sum(ranks)
+    assert sizes(config, RunModels(arch), 2)["pipeline"] == sum(ranks)
 
 
 def test_architectures_of_published_rows_are_the_real_sizes() -> None:

@@ -17,16 +17,6 @@ from grpo_megatron.rewards.reward import MAX_ENTRY, RewardResult, parse_reward
 ROOT = Path(__file__).resolve().parents[2]
 
 
-LEAVING = """
-import os
-child = os.fork()
-if not child:
-    os._exit(0)  # a child may
-os.waitpid(child, 0)
-os._exit(3)
-"""
-
-
 def test_built_in_rewards() -> None:
     assert rewards.names() == [
         *(
@@ -57,7 +47,6 @@ def test_built_in_rewards() -> None:
             "exiting_module:score",
             r"importing module 'exiting_module' ends the process \(exit code 0\); take that call out",
         ),
-        ("leaving_module:score", r"importing module 'leaving_module' ends the process \(exit code 3\)"),
     ],
 )
 def test_a_name_that_cannot_be_used_is_a_clear_error(
@@ -65,7 +54,6 @@ def test_a_name_that_cannot_be_used_is_a_clear_error(
 ) -> None:
     (tmp_path / "raising_module.py").write_text("1 / 0")
     (tmp_path / "exiting_module.py").write_text("import sys; sys.exit(0)")
-    (tmp_path / "leaving_module.py").write_text(LEAVING)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=message):
         check_reward(name)
@@ -105,11 +93,9 @@ def test_further_entries_are_metrics_or_texts() -> None:
     ("returned", "message"),
     [
         (None, "the reward is NoneType, not a number"),
-        ("1.0", "the reward is str, not a number"),
         (float("nan"), "the reward is nan, not a finite number"),
         ({"score": float("inf")}, "entry 'score' is inf"),
         ({"acc": 1.0}, r"a dict without 'score' \(keys: acc\)"),
-        ({"score": "1"}, "entry 'score' is str, not a number"),
         (1e308, r"the reward is 1e\+308; it must be between -1e\+09 and 1e\+09: scale it"),
         ({"score": 1.0, **{str(n): n for n in range(66)}}, "returned 67 entries"),
     ],
@@ -128,17 +114,12 @@ def test_steps_are_ends_and_values() -> None:
     ("steps", "message"),
     [
         (1.0, "entry 'steps' is float, not a list"),
-        ("ab", "entry 'steps' is str, not a list"),
         ([3], "step 0 is int, not"),
-        ([(3, 1.0, 2.0)], "step 0 is tuple, not"),
         ([(0, 1.0)], "step 0 ends at 0; ends are integers above 0 and at most the completion's 10"),
         ([(3, 1.0), (3, 1.0)], "step 1 ends at 3; ends are integers above 3"),
-        ([(5, 1.0), (3, 1.0)], "step 1 ends at 3"),
         ([(2.5, 1.0)], "step 0 ends at 2.5"),
-        ([(11, 1.0)], "step 0 ends at 11"),
         ([(3, float("nan"))], "a step's value is nan, not a finite number"),
         ([(3, -1e10)], "a step's value is -1e\\+10; it must be between"),
-        ([(3, "1")], "a step's value is str, not a number"),
         ([(n + 1, 0.0) for n in range(10_001)], "more than 10000 steps|step 10 ends at 11"),
     ],
 )

@@ -19,7 +19,7 @@ from grpo_megatron.config import ConfigError, RolloutConfig
 from grpo_megatron.rollout.build import engine_problems, engines, find_engine, read_options
 from grpo_megatron.rollout.vllm_arguments import VllmOptions, vllm_arguments
 from tests import worlds
-from tests.runs import make_run
+from tests.runs import make_run, texts
 
 TOY = "tests.rollout.toy_engine:ToyEngine"
 
@@ -101,8 +101,8 @@ def test_an_engine_runs_no_code_that_the_config_names(kwargs: dict[str, Any], na
 
 def test_an_engine_needs_its_own_packages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else object())
-    assert list(package_problems(toy_run(tmp_path))) == []
-    [problem] = package_problems(toy_run(tmp_path / "again", "rollout.engine=vllm"))
+    assert texts(package_problems(toy_run(tmp_path))) == []
+    [problem] = texts(package_problems(toy_run(tmp_path / "again", "rollout.engine=vllm")))
     assert "the package 'vllm' is not installed" in problem
 
 

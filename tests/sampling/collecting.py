@@ -24,8 +24,7 @@ def collect(kind: str, script: list[tuple[float, float]], counts: list[int], res
     from grpo_megatron.device import Device
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import build_mesh
-    from grpo_megatron.sampling.dynamic import DynamicSampling
-    from grpo_megatron.sampling.replay import Replay
+    from grpo_megatron.sampling.wrappers import DynamicSampling, Replay
 
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
 

@@ -13,7 +13,6 @@ from grpo_megatron.config import ConfigError, DataConfig, ReplayConfig, RolloutC
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.data.written import WrittenResponse
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.sampling.build import prompt_sampler
 from grpo_megatron.sampling.collector import (
     FileCollector,
     Group,
@@ -21,10 +20,10 @@ from grpo_megatron.sampling.collector import (
     PolicyCollector,
     groups_by_prompt,
     numbered_samples,
+    pack_groups,
+    unpack_groups,
 )
-from grpo_megatron.sampling.dynamic import DynamicSampling
-from grpo_megatron.sampling.replay import Replay
-from grpo_megatron.sampling.stored import pack_groups, unpack_groups
+from grpo_megatron.sampling.wrappers import DynamicSampling, Replay, prompt_sampler
 from grpo_megatron.types import Sample, Turn
 from tests.sampling.fakes import FakeGenerator, LoneMesh, ScriptedCollector, prompt
 

@@ -12,8 +12,8 @@ from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.rewards.reward import RewardResult
-from grpo_megatron.sampling.failures import check_failures
 from grpo_megatron.sampling.generator import Generator
+from grpo_megatron.sampling.grading import check_failures
 from grpo_megatron.types import Sample
 from tests.sampling.fakes import LoneMesh, SeedEngine, prompt
 from tests.sampling.test_generator import Letters

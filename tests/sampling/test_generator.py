@@ -12,8 +12,9 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.rewards.reward import RewardFacts, RewardItem, RewardResult, rewards
 from grpo_megatron.rollout.engine import sample_seed
-from grpo_megatron.sampling.generator import Generator, record_reward_metrics
+from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.grading import Grading
+from grpo_megatron.training.report import record_reward_metrics
 from grpo_megatron.types import GREEDY, Prompt, Sample
 from tests.sampling.fakes import LoneMesh, SeedEngine, prompt
 

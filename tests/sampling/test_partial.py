@@ -12,10 +12,9 @@ from grpo_megatron.config import DataConfig, RolloutConfig
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rollout.engine import sample_seed
-from grpo_megatron.sampling.collector import numbered_samples
+from grpo_megatron.sampling.collector import numbered_samples, pack_sample, unpack_sample
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.partial import PartialCollector
-from grpo_megatron.sampling.stored import pack_sample, unpack_sample
 from grpo_megatron.types import UNFINISHED, Draw
 from tests import worlds
 from tests.sampling import collecting

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from grpo_megatron.sampling.stored import pack_sample, unpack_sample
+from grpo_megatron.sampling.collector import pack_sample, unpack_sample
 from grpo_megatron.types import Prompt, Sample, Turn
 
 

@@ -11,12 +11,12 @@ import pytest
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rewards.reward import RewardResult
-from grpo_megatron.sampling.trajectory_generator import TrajectoryGenerator
-from grpo_megatron.sampling.trajectory_metrics import record_trajectory_metrics
-from grpo_megatron.trajectories.answers import EnvironmentsLost, Times
+from grpo_megatron.sampling.answers import EnvironmentsLost, Times
+from grpo_megatron.sampling.generator import TrajectoryGenerator
+from grpo_megatron.training.report import record_trajectory_metrics
 from grpo_megatron.types import GREEDY, Prompt, Sample
 from tests.sampling.fakes import LoneMesh
-from tests.trajectories.fakes import FakeAnswers, FakeEngine
+from tests.sampling.trajectory_fakes import FakeAnswers, FakeEngine
 
 
 class Numbers:

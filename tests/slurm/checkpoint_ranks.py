@@ -71,7 +71,7 @@ def checkpoints(model: Path, out: Path) -> dict[str, Any]:
 def _stops(mesh: Any, out: Path) -> dict[str, Any]:
     """Way to request a stop -> (steps done when it stopped, message). Only one rank gets the request."""
     from grpo_megatron.config import TrainerConfig
-    from grpo_megatron.training import stop_signals, stopping
+    from grpo_megatron.training import stopping
 
     def run(config: TrainerConfig, request: Any = lambda: None) -> tuple[int, str]:
         watch = stopping.Stopping(config, mesh)
@@ -85,7 +85,7 @@ def _stops(mesh: Any, out: Path) -> dict[str, Any]:
                 return step, str(stopped)
         return 0, "never"
 
-    stop_signals.listen()
+    stopping.listen()
     base = {"output_dir": out}
     stops = {"nothing": run(TrainerConfig(**base))}
     stops["time"] = run(TrainerConfig(**base, stop_at=time.time() + 3600 * (mesh.rank == 1)))

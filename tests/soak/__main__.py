@@ -21,7 +21,7 @@ from pathlib import Path
 from unittest import mock
 
 from grpo_megatron.observability.summary import format_table
-from grpo_megatron.storage import leftovers
+from grpo_megatron.storage import lock
 from tests.soak.matrix import FIRST, LAST, MATRIX, Fault
 from tests.soak.soak import Soak, rows_of, run_command
 from tests.soak.workspace import make_workspace, soak_settings
@@ -96,8 +96,8 @@ def _growth(folder: Path) -> list[str]:
 
 def _leftovers(temporary: Path) -> list[str]:
     """Temporary files of killed attempts that the clean-up at a start does not remove once they are old enough."""
-    with mock.patch.object(leftovers, "MIN_AGE_S", 0.0), mock.patch.object(leftovers, "PATTERNS", ()):
-        leftovers.remove_leftovers()
+    with mock.patch.object(lock, "MIN_AGE_S", 0.0), mock.patch.object(lock, "PATTERNS", ()):
+        lock.remove_leftovers()
     left = sorted(path.name for path in temporary.iterdir())
     print(f"temporary files after the clean-up: {len(left)}\n")
     return [f"temporary files are left: {left}"] if left else []

@@ -20,7 +20,7 @@ import yaml
 
 from grpo_megatron.observability.summary import format_table
 from grpo_megatron.pages.run_folder import read_metrics
-from grpo_megatron.storage.step_folders import on_disk, steps_of
+from grpo_megatron.storage.run_files import on_disk, steps_of
 from tests.soak.matrix import DAMAGES, SAVE_POINTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.phases import GIB, memory_phases
-from grpo_megatron.cli.commands import COMMANDS
+from grpo_megatron.checks.model_folders import read_models
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.options import parse
+from grpo_megatron.memory.phases import GIB, memory_phases
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.layout import Layout
-from grpo_megatron.planning.models import PlannedModels
-from grpo_megatron.planning.nearest import PlannedLayout
-from grpo_megatron.reading.json_text import read_json
-from grpo_megatron.reading.yaml_text import parse_yaml
-from grpo_megatron.starting.new_config import Machine, NewRun, config_text, parse_init, suggest, write_config
+from grpo_megatron.planning.search import PlannedLayout
+from grpo_megatron.reading import parse_yaml, read_json
+from grpo_megatron.starting.new_config import InitOptions, Machine, NewRun, config_text, suggest, write_config
 from tests.runs import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def init(argv: list[str]) -> int:
-    return write_config(parse_init(argv))
+    return write_config(parse(InitOptions, argv))
 
 
 def arguments(run: Path, output: Path, *more: str) -> list[str]:
@@ -75,7 +74,7 @@ def test_a_reward_in_the_current_folder_or_beside_the_config_is_found(
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     words = ["--task", "jsonl", "--reward", f"{module}:reward", "--cpu", "--train", str(run / "train.jsonl")]
     output = Path(folder) / "grpo.yaml"
-    assert COMMANDS["init"].run([str(run / "model"), *words, "--output", str(output)]) == 0
+    assert init([str(run / "model"), *words, "--output", str(output)]) == 0
     config = load_config(output)
     assert config.reward.function == f"{module}:reward"
     assert not config.trainer.val_before_train  # there are no held-out rows
@@ -100,7 +99,7 @@ def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
 def suggested(machine: Machine) -> tuple[PlannedLayout, Config]:
     """For Llama-70B: the layout, and the config that is written with it."""
     arch = architecture_of(read_json(MODEL / "config.json"))
-    about = NewRun(MODEL, arch, True, "math", ["t.jsonl"], [], None, 1024, 2048, Path("outputs/x"))
+    about = NewRun(InitOptions(model=MODEL, task="math", train=("t.jsonl",)), arch, True, 1024, 2048)
 
     def config_of(planned: PlannedLayout | None) -> Config:
         raw: Any = parse_yaml(config_text(about, machine, planned))
@@ -115,7 +114,7 @@ def test_a_70b_model_gets_a_layout_that_fits() -> None:
     planned, config = suggested(Machine(8, 8, find_gpu("h100-80")))
     assert Layout.of(config) == planned.layout and planned.fit.fits
     assert planned.layout.tp <= 8 <= planned.layout.tp * planned.layout.pp
-    phases = memory_phases(config, PlannedModels.read(config).arch, 64, *PlannedModels.read(config).stages(config))
+    phases = memory_phases(config, read_models(config).arch, 64, *read_models(config).stages(config))
     assert all(phase.fits(79.11 * GIB) for phase in phases)
 
 

@@ -59,18 +59,18 @@ def test_a_wheel_has_every_file_of_the_package_and_the_examples(wheel: set[str])
 
 
 def test_examples_are_copied_and_replace_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert quickstart.copy_examples([str(tmp_path / "mine")]) == 0
+    assert quickstart.copy_examples(quickstart.ExamplesOptions(folder=tmp_path / "mine")) == 0
     assert "mine/slurm" in capsys.readouterr().out
     for name, folder in OUTSIDE.items():
         expected = {path.relative_to(folder) for path in folder.rglob("*") if path.suffix != ".pyc" and path.is_file()}
         copied = {path.relative_to(tmp_path / "mine" / name) for path in (tmp_path / "mine" / name).rglob("*")}
         assert expected <= copied
     with pytest.raises(ConfigError, match="examples and .*slurm would be overwritten"):
-        quickstart.copy_examples([str(tmp_path / "mine")])
+        quickstart.copy_examples(quickstart.ExamplesOptions(folder=tmp_path / "mine"))
 
 
 def test_without_its_links_a_checkout_uses_its_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quickstart, "PACKAGE", tmp_path / "grpo_megatron")
+    monkeypatch.setattr(quickstart, "PACKAGE_FOLDER", tmp_path / "grpo_megatron")
     assert quickstart.shipped_folder("examples") == tmp_path / "examples"
 
 
@@ -78,7 +78,9 @@ def test_the_config_of_the_quickstart_has_its_seeds(tmp_path: Path, monkeypatch:
     """So that `train` on it resumes the run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(quickstart, "_make_inputs", lambda seed: quickstart.QUICKSTART.mkdir(parents=True))
-    command, path, *overrides = quickstart.quickstart_arguments(["--seed", "7", "rollout.n=4"])
+    command, path, *overrides = quickstart.prepare_quickstart(
+        quickstart.QuickstartOptions(seed=7, overrides=("rollout.n=4",))
+    )
     config = load_config(Path(path), [])
     assert (command, overrides) == ("train", ["rollout.n=4"])
     assert (config.data.seed, config.rollout.seed, config.trainer.seed) == (7, 7, 7)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.storage import leftovers
+from grpo_megatron.storage import lock
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys
-from grpo_megatron.storage.leftovers import private_folder
+from grpo_megatron.storage.lock import private_folder
 with private_folder() as folder:
     (folder / "file").touch()
     print(folder, flush=True)
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Temporary files of this test, and of its children, are here; so is the shared memory that is looked at."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(lock, "SHARED_MEMORY", tmp_path)
     yield tmp_path
     tempfile.tempdir = None
 
@@ -58,10 +58,10 @@ def test_the_folder_of_a_killed_launcher(folder: Path) -> None:
         private = Path(launcher.stdout.readline().strip())
         assert private.parent == folder and private.stat().st_mode & 0o077 == 0
         make_old(private)
-        leftovers.remove_leftovers()
+        lock.remove_leftovers()
         assert (private / "file").exists()
         launcher.kill()
-    leftovers.remove_leftovers()
+    lock.remove_leftovers()
     assert not private.exists()
 
 
@@ -77,7 +77,7 @@ def test_fork_server(folder: Path, is_killed: bool) -> None:
             launcher.kill()
     if is_killed:
         make_old(private)
-        leftovers.remove_leftovers()
+        lock.remove_leftovers()
     assert not list(folder.iterdir())
 
 
@@ -86,7 +86,7 @@ def test_a_folder_that_was_just_made_and_those_of_others_stay(folder: Path) -> N
     for path in (young, other):
         path.mkdir()
     make_old(other)
-    leftovers.remove_leftovers()
+    lock.remove_leftovers()
     assert young.exists() and other.exists()
 
 
@@ -94,7 +94,7 @@ def test_semaphores_and_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third one is mapped under another name, as glibc does; the fourth is young, the last has nobody's name."""
     names = ["sem.mp-lost", "29500-tp:0-[0-1]-cpushm_0", "sem.mp-used", "sem.mp-young", "sem.user"]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        monkeypatch.setattr(leftovers, "SHARED_MEMORY", folder := Path(name))
+        monkeypatch.setattr(lock, "SHARED_MEMORY", folder := Path(name))
         paths = [folder / name for name in names]
         for path in paths:
             path.write_bytes(b"x" * 32)
@@ -102,16 +102,16 @@ def test_semaphores_and_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         paths[2].rename(folder / "sem.nv1eHJ")
         with (folder / "sem.nv1eHJ").open("r+b") as file, mmap.mmap(file.fileno(), 32):
             (folder / "sem.nv1eHJ").rename(paths[2])
-            leftovers.remove_leftovers()
+            lock.remove_leftovers()
         assert [path.name for path in paths if path.exists()] == ["sem.mp-used", "sem.mp-young", "sem.user"]
-        leftovers.remove_leftovers()
+        lock.remove_leftovers()
         assert not paths[2].exists()
 
 
 def test_a_semaphore_that_another_process_has_yet_to_open() -> None:
     """A real one, of multiprocessing."""
-    lock = multiprocessing.get_context("spawn").Lock()
-    path = Path("/dev/shm") / f"sem.{lock._semlock.name.removeprefix('/')}"  # type: ignore[attr-defined]
+    held = multiprocessing.get_context("spawn").Lock()
+    path = Path("/dev/shm") / f"sem.{held._semlock.name.removeprefix('/')}"  # type: ignore[attr-defined]
     make_old(path)
-    leftovers.remove_leftovers()
+    lock.remove_leftovers()
     assert path.exists()

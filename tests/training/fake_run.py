@@ -24,9 +24,10 @@ from grpo_megatron.observability import sinks
 from grpo_megatron.observability.sinks import Sink
 from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import build_batch
+from grpo_megatron.sampling import generator
 from grpo_megatron.sync.digest import Expected
-from grpo_megatron.training import build, validation_loss, warm_up
-from grpo_megatron.training.beside import references
+from grpo_megatron.training import colocation, validation, warm_up
+from grpo_megatron.training.beside import build, references
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
 ARCH: dict[str, Any] = {
@@ -341,13 +342,19 @@ def run(
             "Stopping": lambda config, mesh: FakeStopping(events, stop_warm_up_after),
             "exchange": local_exchange,
         },
-        validation_loss: {"exchange": local_exchange},
+        validation: {"exchange": local_exchange},
         build: {
             "save_hf": save_hf,
             "Policy": build_policy,
+        },
+        colocation: {
             "build_rollout_engine": build_rollout_engine,
             "build_resharding": lambda *_: FakeResharding(),
-            "build_reward_pool": lambda config, checked, opened: opened.callback(events.append, "pool closed"),
+        },
+        generator: {
+            "RewardPool": lambda *_: SimpleNamespace(
+                close=lambda: events.append("pool closed"), self_test=lambda names: None
+            ),
             "Generator": WatchedGenerator,
         },
         references: {"Reference": FakeReference},

@@ -32,7 +32,7 @@ class Run:
     """One policy in a layout, and a batch of six rows with one mini-batch."""
 
     def __init__(self, folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> None:
-        from grpo_megatron.training.build import build_loss
+        from grpo_megatron.training.correction_step import build_loss
 
         _, tp, pp, sp = layout
         self.folder, self.out = folder, out
@@ -69,7 +69,7 @@ class Run:
         """One update under guards of these actions. Returns what it did and what a step would log."""
         from grpo_megatron.observability.metrics import Metrics
         from grpo_megatron.training.guards import Guards, GuardStop
-        from grpo_megatron.training.update_metrics import record_update
+        from grpo_megatron.training.report import record_update
         from grpo_megatron.types import GroupTable
 
         guard = Guards(config_of(self.folder, self.out, **guards), self.mesh, self.save_weights, contextlib.nullcontext)
@@ -127,11 +127,11 @@ def faults(folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> dict[
 
 def replayed(dumps: list[Path]) -> list[tuple[int, str]]:
     """Exit code and output of `replay` for each dump."""
-    from grpo_megatron.training.replay import replay
+    from grpo_megatron.cli.inspecting import ReplayOptions, replay_dump
 
     results = []
     for dump in dumps:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            code = replay.main([str(dump)])
+            code = replay_dump(ReplayOptions(dump=dump))
         results.append((code, out.getvalue()))
     return results

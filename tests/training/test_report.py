@@ -16,7 +16,7 @@ from grpo_megatron.models.flops import ModelShape
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.training.guards import Guards, GuardStop
 from grpo_megatron.training.report import StepReport
-from grpo_megatron.training.rollout_files import NoRolloutFiles
+from grpo_megatron.training.samples import NoRolloutFiles
 from grpo_megatron.types import GroupTable, Plan
 from tests import tiny
 from tests.sampling.fakes import LoneMesh

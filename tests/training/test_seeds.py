@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_megatron import trainer
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device
-from grpo_megatron.training import build
 
 
 def draws(seed: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """One number of each generator after rank `rank` has joined the world."""
-    monkeypatch.setattr(build, "build_mesh", lambda *args, **kwargs: SimpleNamespace(rank=rank))
+    monkeypatch.setattr(trainer, "build_mesh", lambda *args, **kwargs: SimpleNamespace(rank=rank))
     config = Config.model_validate({"model": {"path": "m"}, "trainer": {"seed": seed}})
     device = Device("cpu")
     with device.preserve_rng():
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
-        assert build.join_world(config, device).rank == rank
+        assert trainer.join_world(config, device).rank == rank
         return [torch.rand(()).item(), random.random(), np.random.random()]
 
 

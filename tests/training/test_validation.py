@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.config import DataConfig, RolloutConfig
+from grpo_megatron.config import DataConfig, RolloutConfig, TrainerConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.training.validation import ValidationRow, Validator, summarize
 from grpo_megatron.types import Sample, Turn
@@ -54,7 +54,14 @@ def test_sources_are_kept_apart_and_other_metrics_are_means_of_those_that_report
 def validator(folder: Path, generator: Any, **val_kwargs: Any) -> Validator:
     rollout = RolloutConfig.model_validate({"val_kwargs": {"n": 2, "temperature": 0.5, "top_p": 0.9, **val_kwargs}})
     data = DataConfig(max_response_length=9)
-    return Validator(generator, [prompt(i) for i in range(3)], data, rollout, LoneMesh(), folder, num_logged_samples=2)
+    return Validator(
+        generator,
+        [prompt(i) for i in range(3)],
+        data,
+        rollout,
+        LoneMesh(),
+        TrainerConfig(output_dir=folder, num_logged_samples=2),
+    )
 
 
 def test_every_validation_draws_alike_and_is_timed_as_testing(tmp_path: Path) -> None:

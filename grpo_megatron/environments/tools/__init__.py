@@ -1,5 +1,1 @@
-"""The built-in tools. Importing this package registers them."""
-
-from grpo_megatron.environments.tools import calculator, python, search
-
-__all__ = ["calculator", "python", "remote", "search"]
+"""The built-in tools. Looking up a tool's name imports and registers them (tool.py)."""

@@ -1,4 +1,6 @@
-"""The tool `search`: passages of a local corpus, ranked by BM25 (Robertson and Zaragoza 2009, k1 = 1.5, b = 0.75).
+"""Tools that look something up: `search` in a local corpus, `remote` at an HTTP endpoint.
+
+`search`: passages of a local corpus, ranked by BM25 (Robertson and Zaragoza 2009, k1 = 1.5, b = 0.75).
 
 A corpus is a JSONL file of {"title": ..., "text": ...} (the title may be left out). The ranking is by the library bm25s. Equal
 scores keep the order of the file. The index is built once per worker and is shared by all trajectories.
@@ -96,7 +98,7 @@ def _bm25() -> Any:
     return bm25s
 
 
-# -- The tool `remote`: one HTTP endpoint, with retries and a deadline (workers/endpoint.py) ---------------------------
+# -- the tool `remote`: one HTTP endpoint, with retries and a deadline (processes/endpoint.py) -------------------------
 # request    POST url, application/json: {"query": "..."}
 # response   200, text that is shown to the model; of application/json with a text "result", that text
 

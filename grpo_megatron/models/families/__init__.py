@@ -1,37 +1,33 @@
-"""Model families, one file each, with two functions: `architecture_from(config)` and `weight_table(arch)`.
+"""Model families: what a config.json says (`architecture_from`), and the table of weights (`weight_table`).
 
-`config` is the contents of config.json. To add a family, write the file and list it in `FAMILIES`: loader, converter,
-export, sync and tests use that table. A family of the user's own is named by `model.family: my.module:FAMILY`, where FAMILY
-is a `ModelFamily`, or a module with the two functions.
+`decoders.py` has the decoders that differ in a few fields, `deepseek.py` latent attention. To add a family, write a
+`ModelFamily` and list it in `FAMILIES`: loader, converter, export, sync and tests use that table. A family of the user's
+own is named by `model.family: my.module:FAMILY`, where FAMILY is a `ModelFamily`, or a module with the two functions.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, check_bounds
 from grpo_megatron.models.families import deepseek
 from grpo_megatron.models.families.decoders import DECODERS, ModelFamily
 from grpo_megatron.models.weights.table import WeightRow, expand_table
-from grpo_megatron.reading import ReadError
-from grpo_megatron.reading.bounds import cut, shown
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import ReadError, cut, read_json, shown
 from grpo_megatron.registry import import_function
 
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
 MAX_CONFIG = 1 << 24  # bytes of a config.json
 
-FAMILIES: dict[str, ModuleType | ModelFamily] = {  # model_type of config.json -> family
-    "deepseek_v2": deepseek,
-    "deepseek_v3": deepseek,
+FAMILIES: dict[str, ModelFamily] = {  # model_type of config.json -> family
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ModelFamily(deepseek.architecture_from, deepseek.weight_table)),
     **DECODERS,
 }
 
 
-def find_family(name: str) -> ModuleType | ModelFamily:
+def find_family(name: str) -> ModelFamily:
     """A family of this package by its model_type, or `package.module:FAMILY`. Raises UnsupportedModel."""
     if name in FAMILIES or ":" not in name:
         return _family_of(name)
@@ -52,7 +48,7 @@ def find_family(name: str) -> ModuleType | ModelFamily:
     return found  # type: ignore[no-any-return]
 
 
-def _family_of(model_type: object) -> ModuleType | ModelFamily:
+def _family_of(model_type: object) -> ModelFamily:
     """What a config.json names: a family of this package. A file that came with weights must not import a module."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]

@@ -13,7 +13,7 @@ from typing import Any
 from grpo_megatron.models.architecture import Architecture, Latent, Routing, UnsupportedModel, common_settings
 from grpo_megatron.models.weights.decoder_table import latent_table
 from grpo_megatron.models.weights.table import WeightRow
-from grpo_megatron.reading.bounds import shown
+from grpo_megatron.reading import shown
 
 # Values of config.json that the modules of Megatron-Core, transformers and vLLM all have.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -30,6 +30,7 @@ ROUTERS = {  # model_type -> (scoring_func, topk_method): values that vLLM reads
 
 
 def architecture_from(config: dict[str, Any]) -> Architecture:
+    """The architecture of a config.json. Raises UnsupportedModel."""
     family = config["model_type"]
     for key, values in SUPPORTED_VALUES.items():
         if config.get(key) not in values:
@@ -128,4 +129,5 @@ def _routing(config: dict[str, Any]) -> Routing:
 
 
 def weight_table(arch: Architecture) -> list[WeightRow]:
+    """The table of latent attention, dense MLPs and experts."""
     return latent_table(arch)

@@ -57,12 +57,12 @@ class RewardFolder:
 
     @property
     def has_bias(self) -> bool:
-        """Whether the model has a bias. Token classification without one is read as a bias of 0."""
+        """Tells whether the model has a bias. Token classification without one is read as a bias of 0."""
         return self.kind != "outcome"
 
 
 def read_reward_folder(path: Path, kind: HeadKind = "outcome") -> RewardFolder:
-    """From config.json alone. Raises ValueError (or UnsupportedModel) with the reason if it has no such head."""
+    """Reads config.json alone. Raises ValueError (or UnsupportedModel) with the reason if it has no such head."""
     config = read_config(path)
     names = config.get("architectures") or [LANGUAGE_MODEL]
     name = names[0] if isinstance(names, list) and len(names) == 1 else str(names)
@@ -86,7 +86,7 @@ def read_reward_folder(path: Path, kind: HeadKind = "outcome") -> RewardFolder:
 
 
 def _num_labels(config: dict[str, Any]) -> int:
-    """As transformers reads it: two by default."""
+    """The number of labels as transformers reads it: two by default."""
     return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels") or 2)
 
 
@@ -97,6 +97,7 @@ def check_reward_weights(folder: RewardFolder) -> None:
 
 
 def check_files(files: SafetensorsFolder, folder: RewardFolder) -> None:
+    """Raise WeightsError unless the opened files are exactly this model's tensors."""
     head: dict[str, tuple[int, ...]] = {}
     if folder.has_head:
         head[HEAD] = (folder.num_labels, folder.arch.hidden_size)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from grpo_megatron.config import Config, Fp8Config, MegatronConfig
 from grpo_megatron.device import Hardware, read_hardware
-from grpo_megatron.extensions import ENGINE_REQUIREMENT, INSTALL_ENGINE, Version
+from grpo_megatron.importing import TE_INSTALL, TE_REQUIREMENT, Version
 from grpo_megatron.models.architecture import Architecture
 
 FP8 = "actor.megatron.fp8"
@@ -184,7 +184,7 @@ def _size_problems(megatron: MegatronConfig, arch: Architecture) -> Iterator[str
 
 
 def hardware_problems(config: Config, hardware: Hardware | None = None) -> Iterator[str]:
-    """What the config needs and the hardware lacks, one line each. `hardware` None: this machine, read only if needed."""
+    """Yields what the config needs and the hardware lacks, one line each. `hardware` None: this machine, read if needed."""
     megatron, quantization = config.actor.megatron, config.rollout.quantization
     needs_hardware = (megatron.fp8.recipe, quantization, megatron.context_parallel_size > 1)
     if not any(needs_hardware) and megatron.transformer_impl != "transformer_engine":
@@ -204,8 +204,8 @@ def hardware_problems(config: Config, hardware: Hardware | None = None) -> Itera
     ):
         if is_set and not hardware.is_cuda:
             yield _needs_cuda(key)
-        elif is_set and hardware.engine_problem is not None:
-            yield f"{key} needs {ENGINE_REQUIREMENT}, and {hardware.engine_problem}; {INSTALL_ENGINE}, or leave it out"
+        elif is_set and hardware.transformer_engine_problem is not None:
+            yield f"{key} needs {TE_REQUIREMENT}, and {hardware.transformer_engine_problem}; {TE_INSTALL}, or leave it out"
 
 
 def _needs_cuda(key: str) -> str:

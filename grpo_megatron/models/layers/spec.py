@@ -1,6 +1,6 @@
-"""Layer specs: the modules and fused kernels of a layer.
+"""Layer specs: the modules and fused kernels of a layer, and the selection of experts.
 
-There are two specs: Megatron-Core's local modules with this file's norm and attention, or Transformer Engine's modules.
+There are two specs: Megatron-Core's local modules with those of modules.py, or Transformer Engine's modules.
 `Kernels` selects one; no other file does.
 
 The local spec runs anywhere, also on the CPU. The Transformer Engine spec and the fused kernels were not run on a GPU yet.
@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.device import Device
-from grpo_megatron.extensions import examine_engine
+from grpo_megatron.importing import examine_transformer_engine, replaced
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.layers.modules import (
     LATENT_KEYS,
@@ -90,16 +89,16 @@ def choose_kernels(
     elif dtype == "float32":
         reason = "model.dtype=float32, which its attention does not support"
     else:
-        reason = examine_engine()[1]
+        reason = examine_transformer_engine()[1]
     if reason is not None:
         _require_none(megatron, reason)
     if not device.is_cuda:
         return Kernels(reason=reason)
-    has_engine = reason is None
+    has_te = reason is None
     return Kernels(
-        transformer_engine=has_engine,
+        transformer_engine=has_te,
         compiled=True,
-        fused_gradients=has_gradients and (has_engine or layers._grad_accum_fusion_available),
+        fused_gradients=has_gradients and (has_te or layers._grad_accum_fusion_available),
         reason=reason,
     )
 
@@ -117,7 +116,7 @@ def _require_none(megatron: MegatronConfig, reason: str) -> None:
 
 
 @contextlib.contextmanager
-def engine_gradients(kernels: Kernels) -> Iterator[None]:
+def fused_without_apex(kernels: Kernels) -> Iterator[None]:
     """Build a model with Transformer Engine's fused weight gradients where Apex is missing.
 
     Megatron-Core refuses `gradient_accumulation_fusion` without Apex when it builds a linear layer of its own. Beside the
@@ -125,7 +124,7 @@ def engine_gradients(kernels: Kernels) -> Iterator[None]:
     the log-probabilities from its weight.
     """
     has_fusion = layers._grad_accum_fusion_available or (kernels.transformer_engine and kernels.fused_gradients)
-    with mock.patch.object(layers, "_grad_accum_fusion_available", has_fusion):
+    with replaced(layers, _grad_accum_fusion_available=has_fusion):
         yield
 
 
@@ -133,13 +132,13 @@ def block_spec(config: TransformerConfig, kernels: Kernels, arch: Architecture) 
     """The spec of every layer of this stage and of the final norm."""
     if kernels.transformer_engine:
         assert not arch.post_norms, "checks/families.py refuses it"
-        return te_block_spec(config)
-    return _block(config, post_norm_layer if arch.post_norms else local_layer, RMSNorm)
+        return _te_block_spec(config)
+    return _block(config, _post_norm_layer if arch.post_norms else _local_layer, RMSNorm)
 
 
-def post_norm_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _post_norm_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     """The spec of a layer whose norms follow attention and MLP."""
-    layer = local_layer(config, num_experts)
+    layer = _local_layer(config, num_experts)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
     parts.sharded_state_dict_keys_map = {}
@@ -150,7 +149,7 @@ def post_norm_layer(config: TransformerConfig, num_experts: int | None) -> Modul
     return layer
 
 
-def local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     """The spec of one layer, with `num_experts` experts, or None for an MLP."""
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts,
@@ -179,7 +178,7 @@ def local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     return layer
 
 
-def te_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _te_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """The spec with Transformer Engine: fused norms, attention over packed sequences, FP8 linear layers. Not run on a GPU yet."""
     from megatron.core.extensions.transformer_engine import TENorm
 

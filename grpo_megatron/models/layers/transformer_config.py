@@ -13,11 +13,11 @@ from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.models.architecture import Architecture, Latent, Routing, Yarn
 from grpo_megatron.models.layers.precision import fp8_settings
 from grpo_megatron.models.layers.spec import Kernels
-from grpo_megatron.reading.bounds import cut, shown
+from grpo_megatron.reading import cut, shown
 
 
 def yarn_config(yarn: Yarn) -> dict[str, Any]:
-    """What Megatron-Core's YaRN reads from a TransformerConfig. The class has no fields for it."""
+    """The attributes that Megatron-Core's YaRN reads from a TransformerConfig. The class has no fields for them."""
     return {
         "yarn_rotary_scaling_factor": yarn.factor,
         "yarn_original_max_position_embeddings": yarn.original_length,

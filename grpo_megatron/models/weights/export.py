@@ -38,7 +38,7 @@ COMPANIONS = (  # files that are copied with the weights, where the source folde
 
 @dataclass(frozen=True)
 class Serving:
-    """What a server needs besides weights. Empty: the files of the source folders are copied as they are.
+    """The settings that a server needs besides weights. Empty: the files of the source folders are copied as they are.
 
     `chat_template`: `data.chat_template`, instead of the tokenizer's own. `end_token_ids`: every token that ends an answer.
     """

@@ -21,7 +21,7 @@ from grpo_megatron.models.families import hf_shapes, table_of
 from grpo_megatron.models.layers.precision import dequantized, set_parameter
 from grpo_megatron.models.weights.table import WeightRow, expand_table, local_name
 from grpo_megatron.parallel.mesh import Mesh, all_gather_values
-from grpo_megatron.reading.json_text import read_json
+from grpo_megatron.reading import read_json
 from grpo_megatron.types import WeightBucket
 
 CONSTANTS = (".router.expert_bias",)  # buffers with a row in the weight table
@@ -29,6 +29,8 @@ CONSTANTS = (".router.expert_bias",)  # buffers with a row in the weight table
 
 class WeightsError(ValueError):
     """A Hugging Face folder that cannot be read, or whose tensors are not the model's. The message names wrong tensors."""
+
+    tells_what_to_do = True  # the command line prints it without a traceback
 
 
 class SafetensorsFolder:
@@ -65,9 +67,11 @@ class SafetensorsFolder:
         self._stack.close()
 
     def has(self, name: str) -> bool:
+        """Whether the folder has the tensor."""
         return name in self._owner
 
     def slice(self, name: str) -> Any:
+        """The tensor, of which only what is sliced will be read."""
         return self._owner[name].get_slice(name)
 
     def check(

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.distributed.checkpoint import default_planner, filesystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from grpo_megatron.importing import replaced
 from grpo_megatron.storage import StorageError
 
 _RECORDS = {
@@ -111,7 +111,7 @@ def check_plain(folder: Path, part: int = 0, parts: int = 1) -> None:
 
 @contextlib.contextmanager
 def plain_data_only() -> Iterator[None]:
-    """Inside this block torch's readers of distributed checkpoints refuse what `check_plain` refuses.
+    """Makes torch's readers of distributed checkpoints refuse what `check_plain` refuses, inside the block.
 
     So a file that is replaced after the check runs no code either.
     """
@@ -122,8 +122,8 @@ def plain_data_only() -> Iterator[None]:
         load_bytes(planner, item, value)
 
     with (
-        mock.patch.object(filesystem, "pickle", SimpleNamespace(load=_load_contents, dump=pickle.dump)),
-        mock.patch.object(default_planner.DefaultLoadPlanner, "load_bytes", load_checked),
+        replaced(filesystem, pickle=SimpleNamespace(load=_load_contents, dump=pickle.dump)),
+        replaced(default_planner.DefaultLoadPlanner, load_bytes=load_checked),
     ):
         yield
 

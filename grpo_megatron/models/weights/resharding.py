@@ -1,7 +1,8 @@
-"""Constants: the float32 buffers of a model in the weight stream, beside its parameters.
+"""Resharding: the weights of a training layout as the stream that an engine of any rollout layout loads.
 
-DeepSeek-V3 chooses experts by score + bias. A bias that is rounded to bfloat16 chooses others wherever two sums are closer
-than the rounding. The plan of a weight sync has one dtype, so the biases travel apart. They are small.
+The float32 buffers of a model (`Constants`) travel beside its parameters. DeepSeek-V3 chooses experts by score + bias. A
+bias that is rounded to bfloat16 chooses others wherever two sums are closer than the rounding. The plan of a weight sync has
+one dtype, so the biases travel apart. They are small.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from grpo_megatron.types import WeightBucket
 
 
 class Constants:
-    """Every rank of a pipeline stage has the constants of its layers, whole."""
+    """The float32 buffers of the model. Every rank of a pipeline stage has those of its layers, whole."""
 
     def __init__(self, arch: Architecture, mesh: Mesh, stage_of: Mapping[str, int]) -> None:
         self._mesh = mesh
@@ -37,7 +38,7 @@ class Constants:
                 self._of_stage.setdefault(stage_of[row.megatron], []).append((row.megatron, tensor))
 
     def shares(self) -> list[Share]:
-        """What this rank digests for the attestation: the constants of its stage, if it is the stage's first rank."""
+        """The constants that this rank digests for the attestation: those of its stage, if it is the stage's first rank."""
         if (self._mesh.tp_rank, self._mesh.cp_rank, self._mesh.dp_rank) != (0, 0, 0):
             return []
         readers = tuple(range(self._mesh.rollout_tp))
@@ -54,9 +55,6 @@ class Constants:
                 dist.broadcast(flat, self._mesh.stage_rank(stage), group=self._mesh.pp_group)
             parts = flat.split([tensor.numel for _, tensor in held])
             yield [(tensor.name, part) for (_, tensor), part in zip(held, parts, strict=True)]
-
-
-# -- Resharding: the weights of a training layout as the stream that an engine of any rollout layout loads -------------
 
 
 class Resharding:
@@ -112,7 +110,7 @@ class Resharding:
 
     @property
     def bytes_received(self) -> int:
-        """By this rank in the last sync."""
+        """The bytes that this rank received in the last sync."""
         if self._delta is not None:
             return self._delta.bytes_received
         plan = self.plan.plan

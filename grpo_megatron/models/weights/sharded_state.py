@@ -1,6 +1,16 @@
 """Policy and optimizer as Megatron-Core sharded state, and back. A checkpoint can be read in any tp x pp x dp layout.
 
-`sharded_write.py` brings the state to the disk.
+A save is three parts (`ShardedWrite`). `Writes` does them at once, or lets them wait:
+
+    construction   collective: Megatron plans who writes what, and the tensors come to the host
+    write          this rank's files, in any thread, without communication
+    finish         collective: rank 0 writes what is in which file
+
+The steps are those of `dist_checkpointing.save`, with two differences. Megatron forks a process per file, which must not be
+done in a process with threads, and which waits for ever when its parent is killed; here it is a thread per file. And
+Megatron's rank 0 writes common.pt, .metadata and metadata.json between collectives: an error there (a full disk) would stop
+rank 0 only, and the other ranks would wait in the next collective until the timeout. Here such an error is kept until the last
+collective is over, then raised on every rank.
 """
 
 from __future__ import annotations
@@ -35,24 +45,14 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.load import unwrapped
 from grpo_megatron.models.weights.plain_data import check_plain, plain_data_only
 from grpo_megatron.parallel.mesh import Mesh, on_every_rank
+from grpo_megatron.storage.atomic import describe_space
 from grpo_megatron.storage.manifest import sha256_of
-from grpo_megatron.storage.space import describe_space
-
-# -- ShardedWrite: one sharded state on its way to the disk, in three parts. `Writes` does them at once, or lets them wa
-# construction   collective: Megatron plans who writes what, and the tensors come to the host
-# write          this rank's files, in any thread, without communication
-# finish         collective: rank 0 writes what is in which file
-#
-# The steps are those of `dist_checkpointing.save`, with two differences. Megatron forks a process per file, which must not be
-# done in a process with threads, and which waits for ever when its parent is killed; here it is a thread per file. And
-# Megatron's rank 0 writes common.pt, .metadata and metadata.json between collectives: an error there (a full disk) would stop
-# rank 0 only, and the other ranks would wait in the next collective until the timeout. Here such an error is kept until the last
-# collective is over, then raised on every rank.
 
 
 class ShardedWrite:
-    """`keeps_copy`: the files get the state of now, even if the model has changed when they are written.
+    """One sharded state on its way to the disk.
 
+    `keeps_copy`: the files get the state of now, even if the model has changed when they are written.
     All ranks must call `write`, then `finish`. `finish` raises RankError on every rank when any rank could not write.
     """
 
@@ -134,7 +134,7 @@ class ShardedWrite:
         self._results.put(failed[0] if failed else dict(enumerate(outcomes)))
 
     def _write_file(self, number: int, bucket: Any) -> Any:
-        """What Megatron's own function for one file puts into a queue: its results, or the exception that ended it."""
+        """Returns what Megatron's own function for one file puts into a queue: its results, or the exception that ended it."""
         outcomes: queue.Queue[Any] = queue.Queue()
         counts: queue.Queue[int] = queue.Queue()
         counts.put(number)
@@ -165,7 +165,7 @@ class Writes:
             state.finish()
 
     def write(self) -> None:
-        """In the background: write all states, without communication."""
+        """Write all states if they are written in the background. No communication."""
         for state in self.states if self.in_background else []:
             state.write()
 

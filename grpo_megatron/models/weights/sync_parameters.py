@@ -44,7 +44,7 @@ def _sync_parameter(row: WeightRow, arch: Architecture, grid: Grid, stage: int) 
 
 
 def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool, rollout_ep: int = 1) -> EngineTensors:
-    """What an engine of `rollout_tp` ranks gets, and which part of it each of them reads.
+    """The tensors that an engine of `rollout_tp` ranks gets, and the part of each that each rank reads.
 
     `reads_shards`: the parts that vLLM reads. Linear layers are cut evenly. Key-value heads are shared by several ranks if
     there are more ranks than heads. The vocabulary is padded to a multiple of 64 first, so that the last rank has fewer

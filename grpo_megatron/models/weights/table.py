@@ -1,13 +1,14 @@
 """WeightRow: how one Megatron parameter relates to Hugging Face tensors, whole or cut for tensor parallelism.
 
-A weight table is a list of rows. Each kind of row has three functions: `hf_shapes` (for the census), `shard` (one rank's
-part from Hugging Face tensors, reading no more than it needs) and `merge` (all ranks' parts -> whole Hugging Face
-tensors). Loading, export and the engine sync use the same rows, so they cannot disagree.
+A weight table is a list of rows. A kind of row says two things: the shapes of its Hugging Face tensors, and in which order
+their parts are in Megatron's tensor (`segments`, `pieces`). All else follows from these: `shard` (one rank's part from
+Hugging Face tensors, reading no more than it needs), `merge` (all ranks' parts -> whole Hugging Face tensors), the
+converter, and the plan of the engine sync. So they cannot disagree.
 
 A table has one row per kind of parameter, with the placeholders {layer} and {expert} in its names. In an expanded row the
 placeholders are filled in: it is one parameter of the model.
 
-Megatron stores [gate; up] per tensor-parallel rank. How it fuses queries, keys and values is in qkv.py.
+Megatron stores [gate; up] per tensor-parallel rank (GateUp), and fuses queries, keys and values group by group (QKV).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class WeightRow(ABC):
         return self.layers == "all" or (self.layers == "dense") == (layer < arch.num_dense_layers)
 
     def dtype(self, of_model: torch.dtype) -> torch.dtype:
-        """In a model whose weights are `of_model`."""
+        """The dtype of this parameter in a model whose weights are `of_model`."""
         return torch.float32 if self.is_constant else of_model
 
     def expand(self, layer: int, expert: int | None = None) -> Self:
@@ -65,30 +66,33 @@ class WeightRow(ABC):
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
         """Shapes of the Hugging Face tensors, in the order of `hf`."""
 
-    @abstractmethod
-    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
-        """Shape of one tensor-parallel rank's parameter."""
-
-    @abstractmethod
-    def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        """This rank's parameter from Hugging Face tensors."""
-
-    @abstractmethod
-    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        """Whole Hugging Face tensors, in the order of `hf`, from all ranks' parameters. They own their memory."""
-
-    def segments(self, arch: Architecture) -> Iterator[tuple[int, int]]:
-        """The whole Megatron tensor (tp 1, no padding rows) from top to bottom: (index in `hf`, number of rows)."""
-        return ((i, shape[0]) for i, shape in enumerate(self.hf_shapes(arch)))
-
     @property
     def split_dim(self) -> int | None:
         """The dimension that tensor parallelism cuts. None: the parameter is replicated."""
         return 0
 
+    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
+        """Shape of one tensor-parallel rank's parameter: the Hugging Face tensors on top of each other, cut evenly."""
+        shapes = self.hf_shapes(arch)
+        whole = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+        if self.split_dim is not None:
+            whole[self.split_dim] //= tp
+        return tuple(whole)
+
+    def segments(self, arch: Architecture) -> Iterator[tuple[int, int]]:
+        """The whole Megatron tensor (tp 1, no padding rows) from top to bottom: (index in `hf`, number of rows)."""
+        return ((i, shape[0]) for i, shape in enumerate(self.hf_shapes(arch)))
+
     def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
-        """Which parts of the Hugging Face tensors are where in this rank's parameter. Padding rows are in none."""
-        size = self.local_shape(arch, tp)[0]
+        """The parts of the Hugging Face tensors in this rank's parameter, along the dimension that is cut.
+
+        Padding rows are in none.
+        """
+        if self.split_dim is None:
+            return (Piece(0, 0, self.hf_shapes(arch)[0][0], 0),)
+        size = self.local_shape(arch, tp)[self.split_dim]
+        if self.split_dim == 1:
+            return (Piece(0, tp_rank * size, (tp_rank + 1) * size, 0),)
         return tuple(self._pieces_within(arch, tp_rank * size, (tp_rank + 1) * size))
 
     def _pieces_within(self, arch: Architecture, first: int, last: int) -> Iterator[Piece]:
@@ -101,12 +105,28 @@ class WeightRow(ABC):
                 yield Piece(tensor, start, start + high - low, low - first)
             row, done[tensor] = row + length, done[tensor] + length
 
+    def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
+        """This rank's parameter from Hugging Face tensors, of which only its part is read. Padding rows are zeros."""
+        shape, axis = self.local_shape(arch, tp), self.split_dim or 0
+        out = None
+        for piece in self.pieces(arch, tp_rank, tp):
+            cut = (slice(None),) * axis + (slice(piece.start, piece.stop),)
+            part = read(self.hf[piece.tensor])[cut]
+            if tuple(part.shape) == shape:
+                return part  # type: ignore[no-any-return]
+            out = part.new_zeros(shape) if out is None else out
+            out.narrow(axis, piece.local_start, piece.stop - piece.start).copy_(part)
+        return read(self.hf[0])[0:0].new_zeros(shape) if out is None else out  # None: nothing but padding
 
-def read_part(read: Read, name: str, tp_rank: int, tp: int) -> Tensor:
-    """This rank's equal part of the rows of a Hugging Face tensor."""
-    tensor = read(name)
-    size = tensor.get_shape()[0] // tp if hasattr(tensor, "get_shape") else tensor.shape[0] // tp
-    return tensor[tp_rank * size : (tp_rank + 1) * size]
+    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+        """Whole Hugging Face tensors, in the order of `hf`, from all ranks' parameters. They own their memory."""
+        out, axis, tp = [shards[0].new_empty(shape) for shape in self.hf_shapes(arch)], self.split_dim or 0, len(shards)
+        for tp_rank in range(tp) if self.split_dim is not None else (0,):
+            for piece in self.pieces(arch, tp_rank, tp):
+                length = piece.stop - piece.start
+                part = shards[tp_rank].narrow(axis, piece.local_start, length)
+                out[piece.tensor].narrow(axis, piece.start, length).copy_(part)
+        return out
 
 
 @dataclass(frozen=True)
@@ -116,23 +136,22 @@ class Replicated(WeightRow):
     size: str = "hidden_size"
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        """[size]."""
         return ((attrgetter(self.size)(arch),),)
-
-    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
-        return self.hf_shapes(arch)[0]
-
-    def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        return read(self.hf[0])[:]
-
-    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        return [shards[0].clone()]
-
-    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
-        return (Piece(0, 0, self.hf_shapes(arch)[0][0], 0),)
 
     @property
     def split_dim(self) -> int | None:
         return None
+
+
+@dataclass(frozen=True)
+class ReplicatedMatrix(Replicated):
+    """A replicated weight [size, hidden]: a router, whose logits select and weight the experts of a token, and the
+    projections to the latents of attention."""
+
+    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        """[size, hidden]."""
+        return ((attrgetter(self.size)(arch), arch.hidden_size),)
 
 
 @dataclass(frozen=True)
@@ -142,25 +161,8 @@ class HeadsNorm(WeightRow):
     size: str = "attention_size"
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        """[size]."""
         return ((getattr(arch, self.size),),)
-
-    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
-        return (getattr(arch, self.size) // tp,)
-
-    def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        return read_part(read, self.hf[0], tp_rank, tp)
-
-    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        return [torch.cat(list(shards))]
-
-
-@dataclass(frozen=True)
-class ReplicatedMatrix(Replicated):
-    """A replicated weight [size, hidden]: a router, whose logits select and weight the experts of a token, and the
-    projections to the latents of attention."""
-
-    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        return ((attrgetter(self.size)(arch), arch.hidden_size),)
 
 
 @dataclass(frozen=True)
@@ -168,21 +170,12 @@ class Vocabulary(WeightRow):
     """Embedding and output head, cut by rows. Rows are tokens, padded with zeros to `arch.padded_vocab_size(tp)` rows."""
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        """[vocabulary, hidden]."""
         return ((arch.vocab_size, arch.hidden_size),)
 
     def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
+        """[padded vocabulary / tp, hidden]."""
         return (arch.padded_vocab_size(tp) // tp, arch.hidden_size)
-
-    def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        size = arch.padded_vocab_size(tp) // tp
-        first, last = tp_rank * size, min((tp_rank + 1) * size, arch.vocab_size)
-        part = read(self.hf[0])[min(first, arch.vocab_size) : max(last, min(first, arch.vocab_size))]
-        out = part.new_zeros(size, arch.hidden_size)
-        out[: len(part)] = part
-        return out
-
-    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        return [torch.cat(list(shards))[: arch.vocab_size].clone()]
 
 
 @dataclass(frozen=True)
@@ -192,21 +185,8 @@ class InputSplit(WeightRow):
     size: str = "ffn_hidden_size"
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        """[hidden, size]."""
         return ((arch.hidden_size, getattr(arch, self.size)),)
-
-    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
-        return (arch.hidden_size, getattr(arch, self.size) // tp)
-
-    def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        size = getattr(arch, self.size) // tp
-        return read(self.hf[0])[:, tp_rank * size : (tp_rank + 1) * size]
-
-    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        return [torch.cat(list(shards), dim=1)]
-
-    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
-        size = getattr(arch, self.size) // tp
-        return (Piece(0, tp_rank * size, (tp_rank + 1) * size, 0),)
 
     @property
     def split_dim(self) -> int | None:
@@ -221,17 +201,8 @@ class OutputSplit(WeightRow):
     columns: str = "hidden_size"
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        """[heads x rows_per_head, columns]."""
         return ((arch.num_attention_heads * attrgetter(self.rows_per_head)(arch), attrgetter(self.columns)(arch)),)
-
-    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
-        rows, columns = self.hf_shapes(arch)[0]
-        return (rows // tp, columns)
-
-    def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        return read_part(read, self.hf[0], tp_rank, tp)
-
-    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        return [torch.cat(list(shards))]
 
 
 @dataclass(frozen=True)
@@ -241,24 +212,42 @@ class GateUp(WeightRow):
     size: str = "ffn_hidden_size"
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        """[size, hidden], twice."""
         return ((getattr(arch, self.size), arch.hidden_size),) * 2
 
-    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
-        return (2 * getattr(arch, self.size) // tp, arch.hidden_size)
-
-    def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        return torch.cat([read_part(read, name, tp_rank, tp) for name in self.hf])
-
-    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
-
     def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+        """The rank's part of gate, then that of up."""
         size = getattr(arch, self.size) // tp
         return tuple(Piece(i, tp_rank * size, (tp_rank + 1) * size, i * size) for i in (0, 1))
 
 
+@dataclass(frozen=True)
+class QKV(WeightRow):
+    """Fused attention input, group by group: weight [(H+2G)d, h] or bias [(H+2G)d].
+
+    H query heads in G groups (n = H / G heads per group), head size d, hidden size h. For each group: n*d query rows, then
+    d key rows, then d value rows. There may be more ranks than groups.
+    """
+
+    bias: bool = False
+
+    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        """[H d (, h)], then [G d (, h)] twice."""
+        q, kv = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
+        tail = () if self.bias else (arch.hidden_size,)
+        return tuple((rows, *tail) for rows in (q, kv, kv))
+
+    def segments(self, arch: Architecture) -> Iterator[tuple[int, int]]:
+        """Group by group."""
+        d = arch.head_dim
+        for _ in range(arch.num_query_groups):
+            yield 0, arch.num_attention_heads // arch.num_query_groups * d
+            yield 1, d
+            yield 2, d
+
+
 def is_layered(row: WeightRow) -> bool:
+    """Whether a row of a table is one parameter per layer."""
     return "{layer}" in row.megatron
 
 
@@ -294,53 +283,3 @@ def local_name(megatron_name: str) -> str:
         if megatron_name.endswith(fused):
             return megatron_name.removesuffix(fused) + local
     return megatron_name
-
-
-# -- QKV: the row of a fused attention input ---------------------------------------------------------------------------
-# There are H query heads in G groups (n = H / G heads per group), head size d, hidden size h. Megatron fuses attention
-# group by group: for each group n*d query rows, then d key rows, then d value rows.
-
-
-@dataclass(frozen=True)
-class QKV(WeightRow):
-    """Fused attention input, group by group: weight [(H+2G)d, h] or bias [(H+2G)d]. There may be more ranks than groups."""
-
-    bias: bool = False
-
-    def _tail(self, arch: Architecture) -> tuple[int, ...]:
-        return () if self.bias else (arch.hidden_size,)
-
-    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        q, kv = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
-        return tuple((rows, *self._tail(arch)) for rows in (q, kv, kv))
-
-    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
-        rows = (arch.num_attention_heads + 2 * arch.num_query_groups) * arch.head_dim
-        return (rows // tp, *self._tail(arch))
-
-    def segments(self, arch: Architecture) -> Iterator[tuple[int, int]]:
-        d = arch.head_dim
-        for _ in range(arch.num_query_groups):
-            yield 0, arch.num_attention_heads // arch.num_query_groups * d
-            yield 1, d
-            yield 2, d
-
-    def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        if arch.num_query_groups % tp == 0:  # every rank has whole groups: read only this rank's
-            return self._fuse(
-                [read_part(read, name, tp_rank, tp) for name in self.hf], arch, arch.num_query_groups // tp
-            )
-        fused = self._fuse([read(name)[:] for name in self.hf], arch, arch.num_query_groups)
-        return fused.chunk(tp)[tp_rank]
-
-    def _fuse(self, qkv: list[Tensor], arch: Architecture, groups: int) -> Tensor:
-        tail = self._tail(arch)
-        parts = [part.reshape(groups, -1, *tail) for part in qkv]  # [G, n*d, h], [G, d, h], [G, d, h]
-        return torch.cat(parts, dim=1).reshape(-1, *tail)
-
-    def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        d, tail = arch.head_dim, self._tail(arch)
-        n = arch.num_attention_heads // arch.num_query_groups
-        fused = torch.cat(list(shards)).reshape(arch.num_query_groups, (n + 2) * d, *tail)
-        parts = fused.split([n * d, d, d], dim=1)
-        return [part.reshape(-1, *tail).clone() for part in parts]

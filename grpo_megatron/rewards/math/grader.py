@@ -1,10 +1,9 @@
 r"""Answers to competition mathematics: the one extractor and verifier of MATH, MATH-500, OlympiadBench, AIME, AMC, Minerva.
 
-The prediction is the content of the last `\boxed{...}` (`boxed.py`), or of a later `<answer>...</answer>`. It is right
-when its value is the answer's: both are one string after `latex.py`, or one tree (`tree.py`, `same_tree.py`) with equal values
-(`value.py`), where math-verify compares formulas (`formula.py`); or one equation or inequality (`relation.py`). A
-sentence in the box is read for the value that it states (`sentence.py`). Plain numbers, words and identical strings never reach
-sympy. MATH: arXiv 2103.03874.
+The prediction is the content of the last `\boxed{...}` (answers.py), or of a later `<answer>...</answer>`. It is right
+when its value is the answer's: both are one spelling, or one tree (`structure.py`) with equal values (`value.py`),
+where math-verify compares formulas; or one equation or inequality. A sentence in the box is read for the value that it
+states. Plain numbers, words and identical strings never reach sympy. MATH: arXiv 2103.03874.
 
 Departures from math-verify 0.9: a list `3, 5` is neither `3, 5, 5` nor the pair `(3,5)`; `(-\infty,3)` = `x < 3` in both
 directions; `11_2` is not `11_3`, 5 cm is not 5 m, A is not a; anagrams are not equal; of several boxes in a text the last
@@ -39,7 +38,8 @@ from grpo_megatron.rewards.math.value import (
 )
 from grpo_megatron.rewards.reward import Extractor, extractors, preloads, rewards
 
-# -- Whether two relations are one: `y = 2x + 1` and `x = \frac{y-1}{2}`; `x < 3`, `-x > -3` and `(-\infty, 3)` --------
+# -- whether two relations are one -------------------------------------------------------------------------------------
+# `y = 2x + 1` is `x = \frac{y-1}{2}`; `x < 3` is `-x > -3` and `(-\infty, 3)`.
 # An equation is the numerator of (left - right): two equations are equal when their numerators differ by a factor that
 # is a number other than zero. An inequality is `expression > 0` or `>= 0`: the factor must be positive. In one variable,
 # an inequality also equals an interval or a union when its solution set does. Only texts with a relation sign reach this
@@ -159,10 +159,11 @@ def _set(node: Node) -> Any:
     return Interval(low, high, left_open=node.kind[0] == "(", right_open=node.kind[1] == ")")
 
 
-# -- The answer in a sentence that stands in the box: `\text{There are } 12 \text{ ways}`, `The maximum is $\frac34$` --
-# Two forms are read. After a verb at the end: `... is VALUE`, `... x = VALUE`. And two words or more with one number and no
-# other mathematics. A sentence that denies, compares, doubts or offers a choice has no value here: `not 5`, `at least 5`,
-# `5 or 6`. A policy that lists its guesses must not be paid for one of them.
+# -- the answer in a sentence that stands in the box -------------------------------------------------------------------
+# `\text{There are } 12 \text{ ways}`, `The maximum is $\frac34$`. Two forms are read. After a verb at the end: `...
+# is VALUE`, `... x = VALUE`. And two words or more with one number and no other mathematics. A sentence that denies,
+# compares, doubts or offers a choice has no value here: `not 5`, `at least 5`, `5 or 6`. A policy that lists its
+# guesses must not be paid for one of them.
 
 MAX_SENTENCE = 200  # characters
 

@@ -1,8 +1,8 @@
 r"""One spelling for equal LaTeX answers: removes sizes, spacing, fonts and thousands commas, completes short fractions.
 
-`tidy` keeps everything that can change the meaning; `tree.py` and `value.py` read brackets, separators, relations and
+`tidy` keeps everything that can change the meaning; `parse_tree` and `value.py` read brackets, separators, relations and
 units. Text stays as `\text{...}`; a percent sign is `%`; white space stays only where it separates (`\pi r`, `1 000`,
-words). Linear or quadratic time in at most `tree.MAX_ANSWER` characters.
+words). Linear or quadratic time in at most `MAX_ANSWER` characters.
 """
 
 from __future__ import annotations
@@ -151,10 +151,10 @@ def _squeeze(text: str) -> str:
     return "".join(pieces)
 
 
-# -- The structure of an answer: lists, tuples, intervals, sets, unions, matrices, inequalities, and single values -----
+# -- the structure of an answer ----------------------------------------------------------------------------------------
 # `parse_tree(text)` -> Node. Sets and lists are `3, 5`, `x=1 or x=2`, `1 \pm \sqrt2`. `(1,2)` is neither `[1,2]` nor the list
 # `1,2`. An inequality in one variable is its interval. A leading `x =`, `f(x) =` or `x \in` becomes the name of its node.
-# `same_tree.py` compares two trees, `value.py` single values.
+# `same_tree` compares two trees, `value.py` single values.
 
 MAX_ANSWER = 1000  # characters; longer answers are compared as strings
 MAX_PARTS = 64
@@ -386,6 +386,7 @@ def _outer_brackets(text: str) -> tuple[str, str]:
 
 
 def tokens_outside_brackets(text: str) -> list[str]:
+    """The LaTeX tokens of a text that no brackets enclose."""
     found, depth = [], 0
     for token in _LATEX_TOKEN.finditer(text):
         depth += (token[0] in _OPEN) - (token[0] in _CLOSE)
@@ -400,8 +401,9 @@ def is_name(text: str) -> bool:
     return bool(_VARIABLE.fullmatch(text) or (_WORD_NAME.fullmatch(text) and len(text) < 40)) and text not in _CONSTANTS
 
 
-# -- Whether two trees are one answer. Order counts in tuples, intervals and matrices, and not in sets and lists -------
-# A leading name (`x =`, `f(x) =`) counts only where both sides have one. `x = 3, y = 5` is also `(3,5)`.
+# -- whether two trees are one answer ----------------------------------------------------------------------------------
+# Order counts in tuples, intervals and matrices, and not in sets and lists. A leading name (`x =`, `f(x) =`) counts
+# only where both sides have one. `x = 3, y = 5` is also `(3,5)`.
 
 
 def same_tree(answer: Node, prediction: Node, equal: Callable[[str, str], bool]) -> bool:

@@ -6,7 +6,7 @@ The first test that can tell decides, in this order:
 3. numerals with a base (`1101_2`: digits are compared, the base may be left out);
 4. words (letters only, any case: `\text{Evelyn}` = Evelyn, while algebra would call anagrams equal);
 5. ratios `1:2`;
-6. `formula.py`.
+6. math-verify, for formulas.
 Units are dropped (`5\text{ cm}` = 5), but 5 cm is not 5 m. `10\%` is both 10 and 0.1.
 """
 
@@ -21,11 +21,11 @@ from typing import Any
 
 from grpo_megatron.processes.process import time_limit
 
-# -- Whether two formulas are equal, by math-verify (sympy), behind guards: it is slow, and a policy may write any text
+# -- formulas, by math-verify (sympy), behind guards: it is slow, and a policy may write any text ----------------------
 # Refused before math-verify sees it: characters other than printable ASCII, more than MAX_FORMULA of them, deep nesting,
 # towers of powers of numbers such as `9^{9^{9^9}}`, huge factorials and literals. A refused formula equals only the same
 # string. The rest may still run for ever. TIME_LIMIT_S raises TimeoutError from inside. A call that hangs in C is ended
-# from outside: the pool kills its worker (`rewards/workers`), whose memory is bounded. Nothing here evaluates Python:
+# from outside: the pool kills its worker (`rewards/pool.py`), whose memory is bounded. Nothing here evaluates Python:
 # latex2sympy2 is a grammar (ANTLR), and math-verify's own search for expressions, which calls sympy's `parse_expr`, is
 # not used.
 

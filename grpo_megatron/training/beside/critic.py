@@ -1,7 +1,7 @@
 """The critic in the loop of PPO (arXiv 1707.06347): values of the step's responses, GAE, and the value update.
 
 `estimate` comes after the correction step, because r_t needs the KL penalty. Values are computed where the policy trains on
-the rows. They are gathered, so that every rank computes the advantages of the whole step, whitened over all of it (gae.py).
+the rows. They are gathered, so that every rank computes the advantages of the whole step, whitened over all of it (returns.py).
 `update` then trains on the same rows, which are still on their ranks, in mini-batches of the critic's own.
 
 The first `trainer.critic_warmup` or `critic.pretrain_steps` steps, whichever are more, leave the policy as it is. In the
@@ -11,44 +11,41 @@ pretraining (VC-PPO, arXiv 2503.01491) the critic learns returns, lambda 1, of t
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from grpo_megatron.algo.critic_plan import critic_plan
-from grpo_megatron.algo.gae import explained_variance, length_adaptive_lams, value_targets
-from grpo_megatron.algo.plan import revise_plan
+from grpo_megatron.algo.plan import critic_plan, revise_plan
+from grpo_megatron.algo.returns import explained_variance, length_adaptive_lams, value_targets
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.models.heads.scalar import ValueModel
-from grpo_megatron.models.weights.sharded_state import Writes
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import apply_plan, gather_rows
-from grpo_megatron.storage.step_folders import CRITIC_FILE, CRITIC_FOLDER
-from grpo_megatron.training.beside.folder import load_beside, save_beside
-from grpo_megatron.training.update_metrics import record_update
+from grpo_megatron.storage.run_files import CRITIC_FILE, CRITIC_FOLDER
+from grpo_megatron.training.beside.model import NoModel, TrainedModel
+from grpo_megatron.training.report import record_update
 from grpo_megatron.types import Batch, GroupTable, Plan, rows_of_mini_batch
 
 
-class NoCritic:
+class NoCritic(NoModel):
     """Used if the estimator needs no values."""
 
     def estimate(self, step: int, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> Plan:
+        """The plan as it is."""
         return plan
 
-    def update(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> None: ...
+    def update(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> None:
+        """Does nothing."""
 
     def trains_policy(self, step: int) -> bool:
+        """Returns True: every step updates the policy."""
         return True
 
-    def save(self, folder: Path, writes: Writes | None = None) -> None: ...
 
-    def load(self, folder: Path, *, same_world: bool) -> None: ...
-
-    def save_hf(self, target: Path, tokenizer_path: Path) -> None: ...
-
-
-class Critic(NoCritic):
+class Critic(TrainedModel, NoCritic):
     """Its learning-rate schedule covers the whole run of `total_steps`. `critic_only_steps`: see `Config`."""
+
+    model: ValueModel
+    folder_name, file_name = CRITIC_FOLDER, CRITIC_FILE
 
     def __init__(
         self,
@@ -70,7 +67,7 @@ class Critic(NoCritic):
             model.set_optimizer(config.optim, max(1, total_steps * per_step), period=per_step)
 
     def trains_policy(self, step: int) -> bool:
-        """Whether step `step` updates the policy, too."""
+        """Returns whether step `step` updates the policy too."""
         return step >= self.critic_only_steps
 
     def estimate(self, step: int, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> Plan:
@@ -79,7 +76,7 @@ class Critic(NoCritic):
         `table` has the columns of the correction step: penalties and numbers of kept tokens.
         """
         with metrics.phase("values"):
-            batch.values = self.model.values(batch)
+            batch.values = self.model.numbers(batch)
         with metrics.phase("adv"):
             alpha = self.config.lam_alpha
             lams = [] if alpha is None else length_adaptive_lams(table, alpha)
@@ -132,21 +129,7 @@ class Critic(NoCritic):
         )
         apply_plan(own, own_plan, self.mesh.dp_rank)
         with metrics.phase("update_critic"), self.model.in_use():
-            sums, constants = self.model.update_values(own, epochs=self.config.num_epochs(self.actor))
+            sums, constants = self.model.update_values(
+                own, self.config.cliprange_value, epochs=self.config.num_epochs(self.actor)
+            )
         record_update(metrics, sums, constants, self.mesh.is_first_replica_rank)
-
-    def save(self, folder: Path, writes: Writes | None = None) -> None:
-        """Collective: model and optimizer into a new folder inside the existing `folder`. Raises RankError."""
-        target = folder / CRITIC_FOLDER
-        save_beside(self.model, target, CRITIC_FILE, self.model.state(), self.model.in_use(), writes)
-
-    def load(self, folder: Path, *, same_world: bool) -> None:
-        """Collective: the inverse of `save`, in any layout."""
-        target = folder / CRITIC_FOLDER
-        state = load_beside(self.model, target, CRITIC_FILE, self.model.in_use(), same_world=same_world)
-        self.model.load_state(state)
-
-    def save_hf(self, target: Path, tokenizer_path: Path) -> None:
-        """Collective: write a `*ForTokenClassification` folder, which `critic.path` and transformers accept."""
-        with self.model.in_use():
-            self.model.save_hf(target, tokenizer_path)

@@ -52,10 +52,11 @@ class PairHistory:
 
     @property
     def pairs(self) -> list[PreferencePair]:
-        """In the order in which they were added."""
+        """The pairs in the order in which they were added."""
         return [pair for _, pair in self._kept]
 
     def add(self, pairs: Sequence[PreferencePair]) -> None:
+        """Take new pairs, which count on from the earlier ones."""
         candidates = [*self._kept, *enumerate(pairs, self.num_seen)]
         self.num_seen += len(pairs)
         candidates.sort(key=lambda entry: random.Random(f"{self.seed}/{entry[0]}").random())
@@ -67,6 +68,7 @@ class PairHistory:
         return {"num_seen": self.num_seen, "kept": kept}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
         self.num_seen = state["num_seen"]
         self._kept = []
         for number, prompt_length, *sequences in state["kept"]:

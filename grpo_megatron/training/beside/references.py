@@ -21,7 +21,7 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.reference import NoReference, Reference
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage.atomic import remove_folder
-from grpo_megatron.training.cadence import Cadence
+from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Batch
 
 WARMUP_FOLDER = "warmup"  # in the output folder: the model after the warm-up, which GRPO and its reference start from
@@ -70,7 +70,7 @@ class References:
         return self.reference
 
     def is_due(self, step: int) -> bool:
-        """Whether there is a reference and it is renewed before step `step`."""
+        """Returns whether there is a reference and it is renewed before step `step`."""
         return isinstance(self.reference, Reference) and self.cadence.renews_reference_before(step)
 
     def renew(self, step: int, policy: Policy, save_hf: Callable[[Path], None], oldest_checkpoint: int) -> None:

@@ -1,43 +1,58 @@
-"""Scorer: one reward model of a run. What it says of all samples of a step, on every rank, and the metrics of that.
+"""Reward models in the loop: they reward the samples of each step. One may be trained after each outer iteration.
 
-Rows are balanced over the data-parallel ranks by length, as for an update. The main model's metrics are `reward_model/...`, those
-of `reward_models.NAME` are `reward_model/NAME/...`.
+Iterative GRPO (DeepSeekMath, arXiv:2402.03300, algorithm 1). The labels come from the rule-based reward: of two samples
+of one prompt, the one with the higher reward is preferred. Every step adds its pairs. After `iteration_steps` steps the
+model is trained further on the collected pairs, with replay of earlier ones.
+
+The main model's metrics are `reward_model/...`, those of `reward_models.NAME` are `reward_model/NAME/...`.
 """
 
 from __future__ import annotations
 
-import abc
-import contextlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from grpo_megatron.algo.combination import ModelScores, combined, process_scores
+from grpo_megatron.algo.losses import LossInputs, MetricSum
 from grpo_megatron.algo.plan import supervised_plan
-from grpo_megatron.algo.ranking import ranked_pairs, ranking_accuracy
+from grpo_megatron.algo.scores import (
+    ModelScores,
+    combined,
+    pairwise_loss,
+    process_scores,
+    ranked_pairs,
+    ranking_accuracy,
+)
 from grpo_megatron.config import ActorConfig, RewardModelConfig, ScoringModel
-from grpo_megatron.data.steps import Decode, step_ends
-from grpo_megatron.models.heads.scalar import RewardModel, SequenceScorer, StepScorer
-from grpo_megatron.models.weights.sharded_state import Writes
+from grpo_megatron.data.scored import Decode, step_ends
+from grpo_megatron.models.forward import LossFunction, MetricSums
+from grpo_megatron.models.heads.scalar import ScalarPolicy, ScalarReader
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import exchange, gather_rows
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.storage.step_folders import PAIRS_FILE, REWARD_MODEL_FOLDER
-from grpo_megatron.training.beside.folder import load_beside, save_beside
+from grpo_megatron.storage.run_files import PAIRS_FILE, REWARD_MODEL_FOLDER
+from grpo_megatron.training.beside.model import NoModel, TrainedModel
 from grpo_megatron.training.beside.preferences import PairHistory, PreferencePair, mixed_batch, pair_batch
 from grpo_megatron.types import Batch, GroupTable, Sample
 
 
-class Scorer(abc.ABC):
-    """`name` is "" for the main model."""
+class Scorer:
+    """One reward model: its scores of all samples of a step, on every rank, and the metrics of them.
 
-    def __init__(self, name: str, config: ScoringModel, actor: ActorConfig) -> None:
-        self.prefix, self.config, self.actor = f"reward_model/{name}".rstrip("/"), config, actor
+    `name` is "" for the main model. Rows are balanced over the data-parallel ranks by length, as for an update.
+    """
 
-    @abc.abstractmethod
+    def __init__(self, name: str, config: ScoringModel, model: ScalarReader, actor: ActorConfig) -> None:
+        self.prefix, self.config, self.model, self.actor = f"reward_model/{name}".rstrip("/"), config, model, actor
+
     def score(self, samples: Sequence[Sample], table: GroupTable) -> ModelScores:
-        """Collective: the scores of all rows, on every rank."""
+        """Collective: one score per response, on every rank."""
+        batch = self._batch(samples, table)
+        scores = self._gathered(batch, self.model.numbers(batch)[:, 0].tolist(), len(table))
+        return ModelScores(scores, self.config.coefficient)
 
     def record(self, metrics: Metrics, scores: ModelScores, pairs: Sequence[tuple[int, int]]) -> None:
         """Record what every rank computes alike, without communication. `pairs`: (better, worse) rows by the rule's rewards."""
@@ -47,43 +62,39 @@ class Scorer(abc.ABC):
         if pairs:
             metrics.constant(f"{self.prefix}/agreement", ranking_accuracy(scores.values, pairs))
 
+    def _batch(self, samples: Sequence[Sample], table: GroupTable) -> Batch:
+        """This replica's share of the rows. A response without a token is scored too, at its prompt's end."""
+        lengths = [(0, p + r) for p, r in zip(table.prompt_length, table.response_length, strict=True)]
+        mesh = self.model.mesh
+        return exchange(samples, table, supervised_plan(lengths, self.actor, mesh.dp), mesh)
 
-class OutcomeScorer(Scorer):
-    """One score per response."""
-
-    def __init__(self, name: str, config: ScoringModel, model: SequenceScorer, actor: ActorConfig) -> None:
-        super().__init__(name, config, actor)
-        self.model = model
-
-    def score(self, samples: Sequence[Sample], table: GroupTable) -> ModelScores:
-        batch = _batch(samples, table, self.actor, self.model.mesh)
-        scores = gather_rows(dict(zip(batch.rows, self.model.score(batch).tolist(), strict=True)), self.model.mesh)
-        return ModelScores([scores[row] for row in range(len(table))], self.config.coefficient)
+    def _gathered(self, batch: Batch, of_rows: Sequence[Any], num_rows: int) -> list[Any]:
+        gathered = gather_rows(dict(zip(batch.rows, of_rows, strict=True)), self.model.mesh)
+        return [gathered[row] for row in range(num_rows)]
 
 
 class ProcessScorer(Scorer):
-    """One score per step. `decode`: token ids -> text, without special tokens."""
+    """A process reward model: one score per step. `decode`: token ids -> text, without special tokens."""
 
-    def __init__(self, name: str, config: ScoringModel, model: StepScorer, actor: ActorConfig, decode: Decode) -> None:
-        super().__init__(name, config, actor)
-        self.model, self.decode = model, decode
+    def __init__(
+        self, name: str, config: ScoringModel, model: ScalarReader, actor: ActorConfig, decode: Decode
+    ) -> None:
+        super().__init__(name, config, model, actor)
+        self.decode = decode
 
     def score(self, samples: Sequence[Sample], table: GroupTable) -> ModelScores:
-        mesh = self.model.mesh
-        batch = _batch(samples, table, self.actor, mesh)
-        ends = [
-            step_ends(tokens[prompt:].tolist(), self.decode, self.config.step_separator)
-            for tokens, prompt in zip(batch.tokens, batch.prompt_lengths, strict=True)
-        ]
-        scores = self.model.score_steps(batch, ends).tolist()
-        steps = {
-            row: list(zip(row_ends, row_scores, strict=False))
-            for row, row_ends, row_scores in zip(batch.rows, ends, scores, strict=True)
-        }
-        gathered = gather_rows(steps, mesh)
-        return process_scores([gathered[row] for row in range(len(table))], self.config.coefficient)
+        """Collective: the scores of all steps of all rows, on every rank."""
+        batch = self._batch(samples, table)
+        rows = list(zip(batch.tokens, batch.prompt_lengths, strict=True))
+        separator = self.config.step_separator
+        ends = [step_ends(tokens[prompt:].tolist(), self.decode, separator) for tokens, prompt in rows]
+        places = [[prompt + end for end in of_row] for (_, prompt), of_row in zip(rows, ends, strict=True)]
+        scores = self.model.numbers(batch, places).tolist()
+        steps = [list(zip(of_row, values, strict=False)) for of_row, values in zip(ends, scores, strict=True)]
+        return process_scores(self._gathered(batch, steps, len(table)), self.config.coefficient)
 
     def record(self, metrics: Metrics, scores: ModelScores, pairs: Sequence[tuple[int, int]]) -> None:
+        """Also the mean probability of a step, and the mean number of steps."""
         super().record(metrics, scores, pairs)
         assert scores.steps is not None
         steps = [probability for row in scores.steps for _, probability in row]
@@ -92,31 +103,15 @@ class ProcessScorer(Scorer):
             metrics.constant(f"{self.prefix}/steps/mean", len(steps) / len(scores.steps))
 
 
-def _batch(samples: Sequence[Sample], table: GroupTable, actor: ActorConfig, mesh: Mesh) -> Batch:
-    """This replica's share of the rows, whole sequences. A response without a token is scored too, at its prompt's end."""
-    lengths = [(0, p + r) for p, r in zip(table.prompt_length, table.response_length, strict=True)]
-    return exchange(samples, table, supervised_plan(lengths, actor, mesh.dp), mesh)
-
-
-# -- The reward model in the loop: it rewards the samples of each step, and is trained on them after each outer iteratio
-# Iterative GRPO (DeepSeekMath, arXiv:2402.03300, algorithm 1). The labels come from the rule-based reward: of two samples
-# of one prompt, the one with the higher reward is preferred. Every step adds its pairs. After `iteration_steps` steps the
-# model is trained further on the collected pairs, with replay of earlier ones.
-
-
-class NoRewardModel:
+class NoRewardModel(NoModel):
     """Used without a reward model: the rule-based rewards stay as they are."""
 
     def reward(self, step: int, samples: Sequence[Sample], table: GroupTable, metrics: Metrics) -> GroupTable:
+        """The table as it is."""
         return table
 
-    def learn(self, step: int, metrics: Metrics) -> None: ...
-
-    def save(self, folder: Path, writes: Writes | None = None) -> None: ...
-
-    def load(self, folder: Path, *, same_world: bool) -> None: ...
-
-    def save_hf(self, target: Path, tokenizer_path: Path) -> None: ...
+    def learn(self, step: int, metrics: Metrics) -> None:
+        """Does nothing."""
 
 
 class FrozenReward(NoRewardModel):
@@ -138,13 +133,15 @@ class FrozenReward(NoRewardModel):
         return combined(table, scores, adds_rule=self.config.combine == "add")
 
 
-class LearningReward(FrozenReward):
+class LearningReward(TrainedModel, FrozenReward):
     """The reward model of iterative GRPO, beside frozen ones. Its learning-rate schedule covers the run of `total_steps`."""
+
+    folder_name, file_name = REWARD_MODEL_FOLDER, PAIRS_FILE
 
     def __init__(
         self,
         config: RewardModelConfig,
-        model: RewardModel,
+        model: ScalarPolicy,
         actor: ActorConfig,
         others: Sequence[Scorer] = (),
         *,
@@ -152,7 +149,7 @@ class LearningReward(FrozenReward):
         total_steps: int,
         seed: int,
     ) -> None:
-        super().__init__(config, [OutcomeScorer("", config, model, actor), *others])
+        super().__init__(config, [Scorer("", config, model, actor), *others])
         self.model, self.actor, self.mesh = model, actor, model.mesh
         self.iteration_steps, self.seed = iteration_steps, seed
         num_updates = config.num_updates(total_steps, iteration_steps)
@@ -160,13 +157,6 @@ class LearningReward(FrozenReward):
         model.offload()
         self.history = PairHistory(config.history_size, seed)
         self.fresh = self._new_pairs()
-
-    @contextlib.contextmanager
-    def _learning(self) -> Iterator[None]:
-        """Inside, the optimizer's state is on the device, even if `actor.megatron.offload_optimizer` is set."""
-        self.model.onload()
-        yield
-        self.model.offload()
 
     def _new_pairs(self) -> PairHistory:
         """An empty collection for the pairs of one iteration: as many as its updates can use."""
@@ -193,7 +183,7 @@ class LearningReward(FrozenReward):
         config, fresh, history = self.config, self.fresh.pairs, self.history.pairs
         iteration = step // self.iteration_steps
         updates = []
-        with metrics.phase("update_reward_model"), self._learning():
+        with metrics.phase("update_reward_model"), self.model.in_use():
             for update in range(config.steps if fresh else 0):
                 pairs = mixed_batch(
                     fresh,
@@ -205,7 +195,7 @@ class LearningReward(FrozenReward):
                     step=update,
                 )
                 batch = pair_batch(pairs, self.actor, self.mesh.dp_rank, self.mesh.dp)
-                updates.append(self.model.update_pairs(batch, len(pairs)))
+                updates.append(update_pairs(self.model, batch, len(pairs)))
         self.history.add(fresh)
         self.fresh = self._new_pairs()
         for name in updates[0] if updates else ():
@@ -214,23 +204,47 @@ class LearningReward(FrozenReward):
             metrics.constant(f"{name}/first", values[0])
             metrics.constant(f"{name}/last", values[-1])
 
-    def save(self, folder: Path, writes: Writes | None = None) -> None:
-        """Collective: model, optimizer and pairs into a new folder inside the existing `folder`. Raises RankError."""
-        target = folder / REWARD_MODEL_FOLDER
-        content = {"model": self.model.state(), "history": self.history.state(), "fresh": self.fresh.state()}
-        save_beside(self.model, target, PAIRS_FILE, content, self._learning(), writes)
+    def content(self) -> Any:
+        """The schedule of the model, and both collections of pairs."""
+        return {"model": self.model.state(), "history": self.history.state(), "fresh": self.fresh.state()}
 
-    def load(self, folder: Path, *, same_world: bool) -> None:
-        """Collective: the inverse of `save`, in any layout."""
-        target = folder / REWARD_MODEL_FOLDER
-        content = load_beside(self.model, target, PAIRS_FILE, self._learning(), same_world=same_world)
+    def restore(self, content: Any) -> None:
+        """The inverse of `content`."""
         self.model.load_state(content["model"])
         self.history.load_state(content["history"])
         self.fresh.load_state(content["fresh"])
 
-    def save_hf(self, target: Path, tokenizer_path: Path) -> None:
-        """Collective: write the model as a Hugging Face folder, which `reward_model.path` accepts."""
-        self.model.save_hf(target, tokenizer_path)
+
+def update_pairs(model: ScalarPolicy, batch: Batch, num_pairs: int) -> dict[str, float]:
+    """One optimizer step on the batch's one mini-batch (see `pair_loss`). Collective; the same metrics on every rank.
+
+    Like `Policy.update`, skips the step if the gradient on any rank is not finite. Raises TooManySkippedSteps.
+    """
+    sums, constants = model.update(batch, pair_loss(num_pairs))
+    local = [float(part.total) for part in sums[0].values()] or [0.0, 0.0, 0.0]
+    totals = model.mesh.total(local if model.mesh.is_first_replica_rank else [0.0, 0.0, 0.0])
+    metrics = {name: total / num_pairs for name, total in zip(("loss", "accuracy", "margin"), totals, strict=True)}
+    metrics["grad_norm"] = constants.get("actor/grad_norm", math.inf)
+    return {f"reward_model/{name}": value for name, value in metrics.items()}
+
+
+def pair_loss(num_pairs: int) -> LossFunction:
+    """-log sigmoid(chosen - rejected), summed over pairs and divided by `num_pairs`, which counts the pairs of all ranks.
+
+    The divisor is fixed before batching, so the layout cannot change the gradient. Rows 2i (chosen) and 2i + 1 (rejected)
+    are neighbours in one micro-batch. The metrics are sums over pairs: loss, correct pairs, margins.
+    """
+
+    def loss(inputs: LossInputs) -> tuple[Tensor, MetricSums]:
+        scores = inputs.logprobs[:, 0]
+        chosen, rejected = scores[0::2], scores[1::2]
+        losses = pairwise_loss(chosen, rejected)
+        margins = (chosen - rejected).detach().double()
+        correct = (margins > 0).double() + 0.5 * (margins == 0).double()
+        sums = {"loss": losses.detach().double(), "correct": correct, "margin": margins}
+        return losses.sum() / num_pairs, {name: MetricSum(values.sum(), None) for name, values in sums.items()}
+
+    return loss
 
 
 def pairs_of(table: GroupTable, labels: Sequence[float], limit: int | None) -> list[tuple[int, int]]:

@@ -1,0 +1,231 @@
+"""How a run starts and ends: `train`, `train-reward`, and `plan`, which is `train ... --dry-run`.
+
+A process that is started by hand checks the config. It then starts one rank per device of the machine through torchrun's
+own agent (ranks.py). A world of one rank stays in that process, so that a debugger works. Under torchrun or srun, which
+set RANK, the process is a rank itself. `train-reward` is `train` with other defaults (config_file.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING
+
+from grpo_megatron.cli import failures, ranks
+from grpo_megatron.cli.commands import PlanOptions, RunOptions, TrainRewardOptions
+from grpo_megatron.cli.config_file import WrongKeys, in_file_order, load_config, reward_defaults, with_other_mistakes
+from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.importing import large_imports
+from grpo_megatron.observability.progress import awaited
+from grpo_megatron.registry import find_modules
+from grpo_megatron.storage.lock import remove_leftovers
+
+if TYPE_CHECKING:
+    from grpo_megatron.checks.validate import Checked
+
+Main = Callable[[list[str]], int]  # cli/main.py's: every rank of a CPU run calls it with the command line
+
+
+def train(options: RunOptions, argv: list[str], main: Main) -> int:
+    """Check the config; train, start the ranks that train, or print the plan. `argv`: the command line that `main` takes.
+
+    Returns the exit code. Raises ConfigError with all mistakes, in the order of the file.
+    """
+    find_modules(options.config)
+    try:
+        return _train_from(options, argv, main)
+    except ConfigError as error:
+        problems = error.problems
+        if isinstance(error, WrongKeys):
+            problems = with_other_mistakes(error, functools.partial(_validate, options, argv, wrong_keys=error.keys))
+        raise ConfigError(*in_file_order(problems, options.config, options.settings)) from error
+
+
+def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
+    trains_reward = isinstance(options, TrainRewardOptions)
+    config = load_config(options.config, options.settings, reward_defaults if trains_reward else None)
+    if isinstance(options, PlanOptions) and options.search:
+        failures.quieten(is_rank=False, starts_ranks=False)
+        return _print_search(config, options)
+    is_rank, by_epochs = "RANK" in os.environ, config.trainer.total_epochs is not None
+    if not options.dry_run and not by_epochs and _has_nothing_to_do(config, options.profile):
+        return 0
+    world_size = options.world_size or _world_size(config, is_rank)
+    starts_ranks = _starts_ranks(options, world_size)
+    if not options.dry_run and (not is_rank or _is_first_of_machine()):
+        remove_leftovers()
+    if not is_rank and not options.dry_run:
+        ranks.announce_start(world_size, _engine(config), str(config.model.path))
+    if starts_ranks and ranks.is_on_cpu(config.trainer.device):
+        ranks.start_fork_server(_engine(config))
+    if not starts_ranks and not options.dry_run:
+        with awaited("importing libraries", os.environ.get("RANK", "0") == "0"), large_imports():
+            _join_run(is_rank)
+    checked = _validate(options, argv, config)
+    config = checked.resolved(config)
+    if not options.dry_run and by_epochs and _has_nothing_to_do(config, options.profile):
+        return 0
+    if options.dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            _print_plan(config, checked, world_size, options)
+        return 0
+    if starts_ranks:
+        del checked  # the ranks read the files themselves
+        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, engine=_engine(config))
+    return _run(config, checked, options.profile)
+
+
+def _validate(options: RunOptions, argv: list[str], config: Config, *, wrong_keys: Collection[str] = ()) -> Checked:
+    """Raises ConfigError with all problems, those of the command line too."""
+    is_rank = "RANK" in os.environ
+    world_size = options.world_size or _world_size(config, is_rank)
+    failures.quieten(is_rank, _starts_ranks(options, world_size))
+    is_shown = not options.dry_run and os.environ.get("RANK", "0") == "0"
+    with (
+        awaited("importing libraries", is_shown),
+        large_imports(),
+    ):  # torch too: now the file is known to be well-formed
+        from grpo_megatron.checks.validate import RunStart, validate
+    device = None if options.gpu is None else options.gpu.usable_bytes
+    problems = list(_problems_of_the_start(options, argv, config, world_size))
+    return validate(
+        config,
+        world_size,
+        dry_run=options.dry_run,
+        elsewhere=options.world_size is not None,
+        rehearsed=os.environ.get("RANK", "0") == "0" and failures.LAUNCHER_PID not in os.environ,
+        start=RunStart(problems, options.profile, device, wrong_keys),
+    )
+
+
+def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config, world_size: int) -> Iterator[str]:
+    """A command for another kind of config, a file that cannot be written, ranks that this process cannot start."""
+    from grpo_megatron.checks.model_folders import trains_scores
+    from grpo_megatron.planning.resolved import resolved_problem
+
+    if isinstance(options, TrainRewardOptions) and not trains_scores(config):
+        yield (
+            f"train-reward trains a model that scores, and actor.loss_mode={config.actor.loss_mode} trains a language model; set"
+            " loss_mode=bradley_terry (pairs) or step_labels (steps), or use the command train"
+        )
+    if options.resolved_config is not None and (problem := resolved_problem(options.resolved_config)):
+        yield problem
+    if _starts_ranks(options, world_size) and config.trainer.nnodes > 1:
+        yield _many_nodes(config, argv)
+
+
+def _starts_ranks(options: RunOptions, world_size: int) -> bool:
+    """Whether this process is to start the ranks of its machine, and is none itself."""
+    return "RANK" not in os.environ and not options.dry_run and world_size > 1
+
+
+def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
+    """Whether the run is done; then say so. What a resumed run may not change or profile is left to `validate`."""
+    from grpo_megatron.checks.methods import profile_problems
+    from grpo_megatron.checks.resume import resume_problems
+    from grpo_megatron.training.stopping import is_done
+
+    problems = [*resume_problems(config), *profile_problems(config, profiled)]
+    if not is_done(config.trainer) or problems:
+        return False
+    if os.environ.get("RANK", "0") == "0":
+        folder, steps = config.trainer.output_dir, config.trainer.total_training_steps
+        key = "trainer.total_training_steps" if config.trainer.total_epochs is None else "trainer.total_epochs"
+        print(
+            f"already done: {folder} has all {steps} steps; for more, raise {key}; for another run, set another"
+            " trainer.output_dir"
+        )
+    return True
+
+
+def _join_run(is_rank: bool) -> None:
+    """Prepare this process as a rank: before anything slow, since signals may come at any time."""
+    from grpo_megatron.training.stopping import listen
+
+    if is_rank:
+        ranks.join_launcher()
+        failures.mark_started()
+    is_first = os.environ.get("RANK", "0") == "0"
+    listen(failures.is_lost, announces=is_first and failures.LAUNCHER_PID not in os.environ)
+
+
+def _is_first_of_machine() -> bool:
+    """Under torchrun or srun; our launcher cleans up for its ranks."""
+    return os.environ.get("LOCAL_RANK") == "0" and failures.LAUNCHER_PID not in os.environ
+
+
+def _run(config: Config, checked: Checked, profiled: range | None) -> int:
+    """Train as this rank until the run is over; returns the exit code."""
+    from grpo_megatron.parallel.heartbeat import when_stalled
+    from grpo_megatron.training.stopping import Stopped, forget_outcome
+
+    when_stalled(failures.report_failure)
+    if os.environ.get("RANK", "0") == "0":
+        forget_outcome(config.trainer.output_dir)
+    with awaited("importing Megatron-Core", os.environ.get("RANK", "0") == "0"), large_imports():
+        from grpo_megatron.trainer import Trainer
+
+    try:
+        Trainer(config, checked, profiled).run()
+    except Stopped as stopped:
+        return stopped.exit_code
+    except SystemExit as error:  # of a user's loss or estimator: exit code 0 would look like a finished run
+        raise RuntimeError(f"sys.exit({error.code}) was called during the run; raise an exception instead") from error
+    return 0
+
+
+def _engine(config: Config) -> str | None:
+    """`rollout.engine` of a run that draws, else None."""
+    return config.rollout.engine if config.draws else None
+
+
+def _world_size(config: Config, is_rank: bool) -> int:
+    if not is_rank:
+        return config.trainer.nnodes * config.trainer.n_gpus_per_node
+    try:
+        return int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        raise ConfigError("RANK is set but WORLD_SIZE is not a number; start with torchrun, or unset RANK") from None
+
+
+def _many_nodes(config: Config, argv: list[str]) -> str:
+    nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    return (
+        f"trainer.nnodes={nodes}: one process cannot start ranks on other machines; on each of the {nodes} start\n"
+        f"  torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500"
+        f" \\\n      --rdzv-id {secrets.token_hex(16)} -m grpo_megatron {' '.join(argv)}\n"
+        f"  (Slurm: srun --nodes {nodes} --ntasks-per-node 1 in front of it), or set trainer.nnodes=1"
+    )
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def _print_plan(config: Config, checked: Checked, world_size: int, options: RunOptions) -> None:
+    """Raises ConfigError, after the plan, if the run cannot fit the GPU. Then the resolved config is not written."""
+    from grpo_megatron.planning.page import PAGE_WIDTH, plan_page
+    from grpo_megatron.planning.resolved import write_beside_run, write_resolved
+
+    width = min(max(shutil.get_terminal_size((PAGE_WIDTH, 24)).columns, 80), PAGE_WIDTH)
+    page = plan_page(config, checked, world_size, options.gpu, elsewhere=options.world_size is not None, width=width)
+    if page.problem is not None:
+        print(page, flush=True)
+        raise ConfigError(page.problem)
+    if options.resolved_config is None:
+        written = write_beside_run(config)
+    else:
+        write_resolved(config, options.resolved_config)
+        written = str(options.resolved_config)
+    print(page.with_section("Every key with its value, as a config", [written]), flush=True)
+
+
+def _print_search(config: Config, options: PlanOptions) -> int:
+    """Returns the exit code. Raises ConfigError."""
+    with large_imports():
+        from grpo_megatron.planning.search_page import search_page
+
+    print(search_page(config, options.world_size, options.gpu, top=options.top, mean_response=options.mean_response))
+    return 0

@@ -1,0 +1,229 @@
+"""Memory of one rank, before anything is built: what the parameters of all models need, in bytes, per pipeline stage.
+
+    parameters      those of the stage as Megatron-Core builds it on the meta device; where it is not installed, the
+                    sum of the weight table's shards
+    bytes for each  weights 2 (bfloat16) or 4; gradients 4; Adam 8, with bfloat16 4 more for a float32 copy
+
+A model that learns has all three; a frozen one (the reference, a frozen reward model) has weights only. The distributed
+optimizer divides Adam's part by the number of ranks with the same parameters. For a dense parameter these are the
+dp x cp data-parallel ranks. An expert has only dp x cp / ep, because the other ranks hold other experts.
+
+Activations, logits and the engine are in phases.py. Not counted: the h weights of a reward model's score head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_megatron.algo.needs import needs_reference
+from grpo_megatron.config import Config, MegatronConfig
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.families import table_of
+from grpo_megatron.models.weights.table import WeightRow, is_expert, is_layered
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+GRADIENT_BYTES = 4
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+SAVED_OPTIMIZER_BYTES = 12  # per parameter in a checkpoint: the weight in float32 and two moments of Adam
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """What one rank of a pipeline stage holds. `experts`: the part of the parameters that is in experts."""
+
+    layers: int
+    dense: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+Stages = list[StageParameters]  # of a model
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one rank of a pipeline stage; the first three are the policy's.
+
+    `reward_training`: the part of `reward_model` that is gradients and optimizer; 0 if all are frozen. `frozen_rewards`:
+    the weights of each frozen reward model, which are part of `reward_model`, too.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    reference: float
+    reward_model: float
+    reward_training: float
+    frozen_rewards: tuple[float, ...] = ()
+    critic: float = 0.0  # weights, gradients and optimizer
+    critic_weights: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.reference + self.reward_model + self.critic
+
+
+def is_counted_by_megatron() -> bool:
+    """Whether Megatron-Core can be imported here, to count its own modules."""
+    try:
+        import grpo_megatron.models.meta  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def count_parameters(
+    arch: Architecture, config: Config, world_size: int, *, is_reward_model: bool = False
+) -> list[StageParameters]:
+    """Every pipeline stage of a valid layout. A reward model has no output head."""
+    megatron = config.actor.megatron
+    if not is_counted_by_megatron():
+        return parameters_from_table(arch, megatron, has_output_head=not is_reward_model)
+    from grpo_megatron.models.meta import count_stages
+
+    stages = count_stages(arch, megatron, config.model.dtype, world_size, is_reward_model=is_reward_model)
+    total = sum(stage.whole for stage in stages)
+    assert total == arch.num_parameters(), f"the stages hold {total:,} parameters, the model {arch.num_parameters():,}"
+    return [StageParameters(stage.layers, stage.dense, stage.experts) for stage in stages]
+
+
+def parameters_from_table(
+    arch: Architecture, megatron: MegatronConfig, *, has_output_head: bool = True
+) -> list[StageParameters]:
+    """The same from the weight table's shapes. A tied head on another stage than the embedding is a copy of it."""
+    tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
+    layers = stage_layers(arch.num_layers, megatron)
+    assert layers is not None, "the layout was checked"
+    rows = [row for row in table_of(arch) if not row.is_constant]
+    embedding = [row for row in rows if row.megatron.startswith("embedding.")]
+    ends = [row for row in rows if not is_layered(row) and row not in embedding]
+    if arch.tied and len(layers) > 1 and has_output_head:
+        ends += embedding
+    dense, experts, first = [], [], 0
+    for number in layers:
+        own = [
+            row for layer in range(first, first + number) for row in rows if is_layered(row) and row.is_in(layer, arch)
+        ]
+        dense.append(_size([row for row in own if not is_expert(row)], arch, tp))
+        experts.append((arch.num_experts // ep) * _size([row for row in own if is_expert(row)], arch, tp))
+        first += number
+    dense[0] += _size(embedding, arch, tp)
+    dense[-1] += _size(ends, arch, tp)
+    return [StageParameters(*stage) for stage in zip(layers, dense, experts, strict=True)]
+
+
+def _size(rows: Sequence[WeightRow], arch: Architecture, tp: int) -> int:
+    return sum(math.prod(row.local_shape(arch, tp)) for row in rows)
+
+
+@dataclass(frozen=True)
+class RunModels:
+    """The models of a run: the policy, all reward models (that of `reward_model.path` first), and the critic if there is one.
+
+    `has_head`: the policy has an output head; a model that learns to score has none.
+    """
+
+    arch: Architecture
+    reward_archs: tuple[Architecture, ...] = ()
+    critic: Architecture | None = None
+    has_head: bool = True
+    _known: dict[tuple[object, ...], Stages] = field(default_factory=dict, repr=False, compare=False)
+
+    def stages(self, config: Config) -> tuple[Stages, list[Stages], Stages | None]:
+        """Parameters of every stage of the policy, of each reward model, of the critic. The layout must be valid."""
+        critic = None if self.critic is None else self._stages(self.critic, config, has_head=False)
+        rewards = [self._stages(arch, config, has_head=False) for arch in self.reward_archs]
+        return self._stages(self.arch, config, has_head=self.has_head), rewards, critic
+
+    def counted_stages(self, config: Config, world_size: int) -> tuple[Stages, list[Stages], Stages | None]:
+        """The same as Megatron-Core builds them, where it is installed. Slower: one layout takes up to a second."""
+        critic = None
+        if self.critic is not None:
+            critic = count_parameters(self.critic, config, world_size, is_reward_model=True)
+        rewards = [count_parameters(arch, config, world_size, is_reward_model=True) for arch in self.reward_archs]
+        return count_parameters(self.arch, config, world_size, is_reward_model=not self.has_head), rewards, critic
+
+    def _stages(self, arch: Architecture, config: Config, *, has_head: bool) -> Stages:
+        megatron = config.actor.megatron
+        layers = str(sorted(megatron.override_transformer_config.items()))
+        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        key = (id(arch), has_head, layers, tp, pp, megatron.expert_model_parallel_size)
+        if key not in self._known:
+            self._known[key] = parameters_from_table(arch, megatron, has_output_head=has_head)
+        return self._known[key]
+
+
+def memory_of_stages(
+    config: Config,
+    world_size: int,
+    policy: list[StageParameters],
+    reward_models: Sequence[list[StageParameters]],
+    critic: list[StageParameters] | None = None,
+) -> list[StageMemory]:
+    """Bytes per stage of the policy, of its reference if the method needs one, of all reward models, and of the critic.
+
+    With algorithm.iteration_steps the first one, that of `reward_model.path`, learns.
+    """
+    itemsize = DTYPE_BYTES[config.model.dtype]
+    has_reference = needs_reference(config.algorithm, config.actor)
+    has_main = bool(reward_models) and config.reward_model.path is not None
+    learns = has_main and config.algorithm.iteration_steps is not None
+    out = []
+    for number, stage in enumerate(policy):
+        weights = [model[number].total * itemsize for model in reward_models]
+        reward_training = _training(config, world_size, reward_models[0][number]) if learns else 0.0
+        critic_weights = critic_training = 0.0
+        if critic is not None:
+            critic_weights = critic[number].total * itemsize
+            critic_training = _training(config, world_size, critic[number])
+        out.append(
+            StageMemory(
+                weights=stage.total * itemsize,
+                gradients=stage.total * GRADIENT_BYTES,
+                optimizer=_optimizer(config, world_size, stage),
+                reference=stage.total * itemsize if has_reference else 0,
+                reward_model=sum(weights) + reward_training,
+                reward_training=reward_training,
+                frozen_rewards=tuple(weights[1:] if learns else weights),
+                critic=critic_weights + critic_training,
+                critic_weights=critic_weights,
+            )
+        )
+    return out
+
+
+def _training(config: Config, world_size: int, stage: StageParameters) -> float:
+    """Bytes of gradients and Adam's state on one rank."""
+    return stage.total * GRADIENT_BYTES + _optimizer(config, world_size, stage)
+
+
+def _optimizer(config: Config, world_size: int, stage: StageParameters) -> float:
+    """Bytes of Adam's state on one rank."""
+    megatron = config.actor.megatron
+    per_parameter = 8 + (4 if config.model.dtype == "bfloat16" else 0)
+    if not megatron.use_distributed_optimizer:
+        return per_parameter * stage.total
+    replicas = world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
+    expert_replicas = replicas // megatron.expert_model_parallel_size
+    return per_parameter * (stage.dense / replicas + stage.experts / expert_replicas)
+
+
+def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
+    """Layers of each pipeline stage, as Megatron cuts them (evenly or not); None if it cannot."""
+    ends: list[Any] = [megatron.override_transformer_config.get(end) for end in (FIRST, LAST)]
+    given = [n for n in ends if n is not None]
+    if not all(isinstance(n, int) and n > 0 for n in given):
+        return None
+    middle, rest = megatron.pipeline_model_parallel_size - len(given), num_layers - sum(given)
+    if middle == 0:
+        return given if rest == 0 else None
+    if middle < 0 or rest < middle or rest % middle:
+        return None
+    stages = [ends[0], *[rest // middle] * middle, ends[1]]
+    return [n for n in stages if n is not None]

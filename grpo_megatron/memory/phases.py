@@ -1,0 +1,296 @@
+"""What one rank has on its device in each phase of a run, in bytes, and whether it fits a device of a given size.
+
+    load      the policy is built. DDP allocates gradient buffers and, with the distributed optimizer, a buffer that the
+              weights are copied into
+    start     the engine is built, with the policy's gradient buffers offloaded if `offload_optimizer` is on. vLLM requires
+              gpu_memory_utilization x device to be free before it allocates anything: `request_memory` of vLLM's
+              v1/worker/utils.py raises otherwise. What the policy has is not part of that budget
+    sync      the engine's weights are awake and receive the policy's, in buckets
+    rollout   the engine has its whole budget: what weights and activations leave of it becomes the KV cache
+    rewards   frozen reward models score the responses, one after the other
+    scoring   log-probabilities of the policy and the reference; gradient buffers and optimizer are on the device again
+    critic    values and the critic's update
+    update    forward and backward passes, optimizer step
+    learn     the reward model's update (iterative GRPO)
+    save      Megatron gathers each state of the optimizer over the data-parallel ranks, for one bucket of gradients at a
+              time: for all parameters, without `overlap_grad_reduce`. The gradient buffers are freed meanwhile
+
+A run that draws nothing has no engine: start, sync and rollout are absent, and so is scoring where nothing reads
+log-probabilities from before the update.
+
+Parameters and vLLM's budget are exact up to padding. The parts in ESTIMATED are estimates. A phase that does not fit
+without them is an error; one that does not fit with them is only reported by the plan. Not counted: FP8 copies of weights,
+fragmentation. Compared with no GPU yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from grpo_megatron.algo.needs import needs_old_logprobs, reads_reference
+from grpo_megatron.config import Config
+from grpo_megatron.device import device_bytes
+from grpo_megatron.memory.activations import forward_bytes, head_bytes, kept_bytes, recomputes_all, working_bytes
+from grpo_megatron.memory.parameters import (
+    DTYPE_BYTES,
+    GRADIENT_BYTES,
+    RunModels,
+    StageMemory,
+    StageParameters,
+    memory_of_stages,
+)
+from grpo_megatron.models.architecture import Architecture
+
+GIB = 2**30
+RESERVED = 2 * GIB  # an assumption, not measured: CUDA context, NCCL's buffers, the sleeping engine's CUDA graphs
+ESTIMATED = ("activations kept", "layer or logits", "sync buckets", "gathered states", "CUDA, NCCL, graphs")
+PARTS = (  # in the order of the plan's rows
+    *("weights", "gradients", "copy of weights", "optimizer", "reference", "reward model", "critic"),
+    *("engine weights", "KV cache", *ESTIMATED),
+)
+DDP_BUCKET, DDP_BUCKET_PER_RANK = 40_000_000, 1_000_000  # Megatron's smallest bucket of gradients, in parameters
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One rank of the pipeline stage `stage`. `utilization`: the share of the device that the engine takes besides `parts`."""
+
+    name: str
+    stage: int
+    parts: dict[str, float]
+    utilization: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes without the engine's share of the device."""
+        return sum(self.parts.values())
+
+    @property
+    def certain(self) -> float:
+        """Bytes without the engine's share and without estimates."""
+        return sum(size for name, size in self.parts.items() if name not in ESTIMATED)
+
+    @property
+    def smallest_device(self) -> float:
+        """Bytes of the smallest device that fits the phase, estimates included."""
+        return self.total / (1 - self.utilization) if self.utilization < 1 else math.inf
+
+    def fits(self, device: float) -> bool:
+        return self.total + self.utilization * device <= device
+
+    def is_impossible(self, device: float) -> bool:
+        """Whether it does not fit even without the estimated parts."""
+        return self.certain + self.utilization * device > device
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank of a stage: sizes by which the phases are put together."""
+
+    config: Config
+    arch: Architecture
+    world_size: int
+    stage: int
+    parameters: StageParameters
+    memory: StageMemory
+    engine_weights: float
+
+    def phases(self) -> Iterator[Phase]:
+        megatron, memory = self.config.actor.megatron, self.memory
+        gradients = {"gradients": memory.gradients}
+        copy = {"copy of weights": memory.weights} if megatron.use_distributed_optimizer else {}
+        yield self._phase("load", {**gradients, **copy})
+        if self.config.draws:
+            utilization = self.config.rollout.gpu_memory_utilization
+            yield self._phase("start", {} if megatron.offload_optimizer else gradients, utilization)
+            sync = self._beside_engine(needs_reference=self.config.algorithm.source == "initial")
+            buckets = self.config.rollout.update_weights_bucket_megabytes * 2**20
+            yield self._phase("sync", {**sync, "engine weights": self.engine_weights, "sync buckets": buckets})
+            yield self._rollout()
+        trained = self._trained()
+        if memory.frozen_rewards:
+            offloaded = max(memory.frozen_rewards) if megatron.offload_reference else 0.0
+            parts = {**trained, "reward model": trained["reward model"] + offloaded}
+            parts["reference"] = 0.0 if megatron.offload_reference else memory.reference
+            yield self._phase("rewards", {**parts, **self._forward(has_head=False)})
+        if self.config.draws or self._is_scored():
+            yield self._phase("scoring", {**trained, "reference": memory.reference, **self._forward()})
+        trained["reference"] = 0.0 if megatron.offload_reference else memory.reference
+        if memory.critic:
+            yield self._phase("critic", {**trained, "critic": memory.critic, **self._backward(has_head=False)})
+        yield self._phase("update", {**trained, **self._backward()})
+        if memory.reward_training:
+            learning = {**trained, "reward model": trained["reward model"]}
+            if megatron.offload_optimizer:
+                learning["reward model"] += memory.reward_training
+            yield self._phase("learn", {**learning, **self._backward(has_head=False)})
+        if self.config.trainer.save_freq > 0:
+            yield self._phase("save", {**trained, "gradients": 0.0, **self._gathered()})
+
+    def _phase(self, name: str, parts: dict[str, float], utilization: float = 0.0) -> Phase:
+        always = {"weights": self.memory.weights}
+        if self.config.draws and not self.config.rollout.free_cache_engine and name not in ("load", "start", "rollout"):
+            parts.pop("engine weights", None)
+            utilization = self.config.rollout.gpu_memory_utilization  # the engine never sleeps
+        sizes = {**always, **parts, "CUDA, NCCL, graphs": RESERVED}
+        return Phase(name, self.stage, {part: size for part, size in sizes.items() if size}, utilization)
+
+    def _is_scored(self) -> bool:
+        """Whether log-probabilities are computed besides those of the update."""
+        algorithm, actor = self.config.algorithm, self.config.actor
+        reads_logprobs = needs_old_logprobs(algorithm, actor) or reads_reference(algorithm, actor)
+        return reads_logprobs or bool(self.config.data.val_loss_files)
+
+    def _rollout(self) -> Phase:
+        rollout = self.config.rollout
+        parts = self._beside_engine(needs_reference=False)
+        if cache := rollout.engine_kwargs.get("kv_cache_memory_bytes"):  # vLLM then ignores its budget after the start
+            return self._phase("rollout", {**parts, "engine weights": self.engine_weights, "KV cache": float(cache)})
+        return self._phase("rollout", parts, rollout.gpu_memory_utilization)
+
+    def _trained(self) -> dict[str, float]:
+        """What belongs to models that are trained, outside rollouts."""
+        memory = self.memory
+        megatron = self.config.actor.megatron
+        reward = memory.reward_model - (memory.reward_training if megatron.offload_optimizer else 0)
+        reward -= sum(memory.frozen_rewards) if megatron.offload_reference else 0
+        critic = memory.critic_weights if megatron.offload_optimizer else memory.critic
+        critic = 0.0 if self.config.critic.offload else critic
+        parts = {"gradients": memory.gradients, "optimizer": memory.optimizer}
+        return {**parts, "reward model": reward, "critic": critic}
+
+    def _beside_engine(self, *, needs_reference: bool) -> dict[str, float]:
+        """What is on the device besides the policy's weights while the engine is awake."""
+        megatron = self.config.actor.megatron
+        parts = self._trained()
+        if megatron.offload_optimizer:
+            parts["gradients"] = parts["optimizer"] = 0.0
+        if needs_reference or not megatron.offload_reference:
+            parts["reference"] = self.memory.reference
+        return parts
+
+    def _forward(self, *, has_head: bool = True) -> dict[str, float]:
+        actor, itemsize = self.config.actor, DTYPE_BYTES[self.config.model.dtype]
+        head = head_bytes(self.arch, actor, itemsize, backward=False) if has_head and self._has_head() else 0.0
+        return {"layer or logits": max(forward_bytes(self.arch, actor, itemsize), head)}
+
+    def _backward(self, *, has_head: bool = True) -> dict[str, float]:
+        actor, itemsize, layers = self.config.actor, DTYPE_BYTES[self.config.model.dtype], self.parameters.layers
+        head = head_bytes(self.arch, actor, itemsize, backward=True) if has_head and self._has_head() else 0.0
+        return {
+            "activations kept": kept_bytes(self.arch, actor, itemsize, stage=self.stage, layers=layers),
+            "layer or logits": max(working_bytes(self.arch, actor, itemsize, layers=layers), head),
+        }
+
+    def _has_head(self) -> bool:
+        return self.stage == self.config.actor.megatron.pipeline_model_parallel_size - 1
+
+    def _gathered(self) -> dict[str, float]:
+        """One state of one bucket, from all data-parallel ranks, and this rank's share of it."""
+        megatron = self.config.actor.megatron
+        if not megatron.use_distributed_optimizer:
+            return {}
+        replicas = self.world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
+        bucket = max(self.parameters.dense, self.parameters.experts)
+        if megatron.overlap_grad_reduce:  # else all gradients are one bucket
+            tp = megatron.tensor_model_parallel_size  # a bucket has whole parameters; the embedding is the largest
+            embedding = self.arch.padded_vocab_size(tp) // tp * self.arch.hidden_size
+            bucket = min(bucket, max(DDP_BUCKET, DDP_BUCKET_PER_RANK * replicas, embedding))
+        return {"gathered states": GRADIENT_BYTES * bucket * (1 + 1 / replicas)}
+
+
+def memory_phases(
+    config: Config,
+    arch: Architecture,
+    world_size: int,
+    policy: list[StageParameters],
+    reward_models: Sequence[list[StageParameters]],
+    critic: list[StageParameters] | None = None,
+) -> list[Phase]:
+    """Every phase of the run, of the pipeline stage that needs most in it."""
+    memories = memory_of_stages(config, world_size, policy, reward_models, critic)
+    engine = arch.num_parameters() * DTYPE_BYTES[config.model.dtype] / config.rollout.tensor_model_parallel_size
+    stages = [
+        list(_Rank(config, arch, world_size, number, policy[number], memories[number], engine).phases())
+        for number in range(len(policy))
+        # A middle stage that is like the one before needs no more: it keeps activations of fewer micro-batches.
+        if not 0 < number < len(policy) - 1
+        or (policy[number], memories[number]) != (policy[number - 1], memories[number - 1])
+    ]
+    return [max(same, key=lambda phase: phase.total) for same in zip(*stages, strict=True)]
+
+
+def phase_shortages(
+    config: Config, world_size: int, models: RunModels, device: float | None = None, *, elsewhere: bool = False
+) -> Iterator[str]:
+    """The phases of a valid layout that cannot fit a device of `device` bytes. None on the CPU.
+
+    `device` None: this rank's GPU; nothing is known of it if the run is for another machine. Not run on a GPU yet.
+    """
+    if device is None and not elsewhere:
+        device = device_bytes(config.trainer.device)
+    if device is not None and config.trainer.device != "cpu":
+        phases = memory_phases(config, models.arch, world_size, *models.stages(config))
+        yield from phase_problems(config, models.arch, phases, device)
+
+
+def phase_problems(config: Config, arch: Architecture, phases: list[Phase], device: float) -> Iterator[str]:
+    """The phases that cannot fit a device of `device` bytes: the exact parts alone are too large."""
+    for phase in phases:
+        if phase.is_impossible(device):
+            yield shortage(config, phase, device)
+    if not config.draws:
+        return
+    engine = arch.num_parameters() * DTYPE_BYTES[config.model.dtype] / config.rollout.tensor_model_parallel_size
+    budget = config.rollout.gpu_memory_utilization * device
+    if budget <= engine and config.rollout.quantization is None:
+        yield (
+            f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization:g} x {device / GIB:.2f} GiB ="
+            f" {budget / GIB:.2f} GiB leaves no KV cache beside the engine's weights of {engine / GIB:.2f} GiB; raise it,"
+            " or rollout.tensor_model_parallel_size"
+        )
+
+
+def shortage(config: Config, phase: Phase, device: float) -> str:
+    """One line for a phase that does not fit: the sum, and what to change."""
+    terms = [f"{name} {'~' if name in ESTIMATED else ''}{size / GIB:.2f}" for name, size in phase.parts.items()]
+    if phase.utilization:
+        terms.append(f"engine {phase.utilization:g} x {device / GIB:.2f} = {phase.utilization * device / GIB:.2f}")
+    total = phase.total + phase.utilization * device
+    return (
+        f"phase {phase.name} does not fit a device of {device / GIB:.2f} GiB: {' + '.join(terms)} ="
+        f" {total / GIB:.2f}; set {', or '.join(_remedies(config, phase, device))}"
+    )
+
+
+def _remedies(config: Config, phase: Phase, device: float) -> Iterator[str]:
+    megatron, is_awake = config.actor.megatron, phase.name in ("start", "sync", "rollout")
+    if is_awake and "gradients" in phase.parts:
+        yield "actor.megatron.offload_optimizer=true"
+    if not megatron.offload_reference and (
+        ("reference" in phase.parts and phase.name != "scoring") or "reward model" in phase.parts
+    ):
+        yield "actor.megatron.offload_reference=true"
+    if "critic" in phase.parts and not config.critic.offload and phase.name != "critic":
+        yield "critic.offload=true"
+    if phase.utilization and not is_awake:
+        yield "rollout.free_cache_engine=true"
+    largest = math.floor(100 * (1 - phase.total / device)) / 100
+    if phase.utilization and is_awake and largest > 0:
+        yield f"rollout.gpu_memory_utilization={largest:g}"
+    if "optimizer" in phase.parts and not megatron.use_distributed_optimizer:
+        yield "actor.megatron.use_distributed_optimizer=true"
+    if "activations kept" in phase.parts:
+        if not recomputes_all(megatron):
+            yield (
+                "actor.megatron.override_transformer_config="
+                "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
+            )
+        yield "a smaller actor.ppo_max_token_len_per_gpu"
+    if "sync buckets" in phase.parts:
+        yield "a smaller rollout.update_weights_bucket_megabytes"
+    if "gathered states" in phase.parts and not megatron.overlap_grad_reduce:
+        yield "actor.megatron.overlap_grad_reduce=true (smaller buckets)"
+    yield "a larger actor.megatron.tensor_model_parallel_size or pipeline_model_parallel_size"

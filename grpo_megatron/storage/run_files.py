@@ -1,0 +1,180 @@
+"""Files of a run by name: checkpoints, rollouts, events, and the times of starts.
+
+Each checkpoint has a small file that says what it holds.
+
+    output_dir/checkpoints/step_000020/trainer.json
+                                       critic/critic.json            in a run with a critic
+                                       reward_model/pairs.json       in a run whose reward model learns
+
+A launcher reads them before it imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.atomic import sync_path, write_file
+
+STEP_FILE = "trainer.json"
+CRITIC_FOLDER, CRITIC_FILE = "critic", "critic.json"
+REWARD_MODEL_FOLDER, PAIRS_FILE = "reward_model", "pairs.json"
+STEP_FOLDER = re.compile(r"step_\d+")
+
+
+def on_disk(output_dir: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    found = (p for p in (output_dir / "checkpoints").glob("step_*") if STEP_FOLDER.fullmatch(p.name))
+    return sorted(found, key=steps_of)
+
+
+def steps_of(checkpoint: Path) -> int:
+    """The number of steps that a checkpoint has done, from its name."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def saved_config(checkpoint: Path) -> dict[str, Any]:
+    """The config of the run that wrote the checkpoint, as plain JSON. Raises OSError, ValueError and KeyError."""
+    config: dict[str, Any] = json.loads((checkpoint / STEP_FILE).read_text())["config"]
+    return config
+
+
+# -- The folder of rollout files (trainer.rollout_data_dir). It belongs to one run -------------------------------------
+# step_000012.jsonl   the samples of step 12
+# run.json            the path from here to the run's trainer.output_dir, so that another run does not write over its files
+
+ROLLOUT_FILE = re.compile(r"step_(\d{6,})\.jsonl")
+OWNER_FILE = "run.json"
+
+
+def rollout_file(folder: Path, step: int) -> Path:
+    """The file with the samples of a step."""
+    return folder / f"step_{step:06d}.jsonl"
+
+
+def rollout_files(folder: Path) -> list[tuple[int, Path]]:
+    """(step, file), by step. Empty if there is no such folder."""
+    if not folder.is_dir():
+        return []
+    return sorted((int(match[1]), path) for path in folder.iterdir() if (match := ROLLOUT_FILE.fullmatch(path.name)))
+
+
+def owner_problem(folder: Path, output_dir: Path) -> str | None:
+    """Why the run in `output_dir` must not write here: another run has."""
+    if not rollout_files(folder):
+        return None
+    try:
+        owner = json.loads((folder / OWNER_FILE).read_text(encoding="utf-8"))["output_dir"]
+    except (OSError, ValueError, KeyError, TypeError):
+        owner = "an unknown run"
+    if owner == _relative(output_dir, folder):
+        return None
+    return f"it holds the rollouts of another run ({owner}); choose another folder, or remove its files"
+
+
+def claim_rollout_folder(folder: Path, output_dir: Path) -> None:
+    """Record that the run in `output_dir` writes here. Raises OSError, and StorageError if another run does."""
+    if problem := owner_problem(folder, output_dir):
+        raise StorageError(problem)
+    write_file(folder / OWNER_FILE, json.dumps({"output_dir": _relative(output_dir, folder)}) + "\n")
+
+
+def _relative(output_dir: Path, folder: Path) -> str:
+    """The path from `folder`. A run that is moved with its rollouts inside keeps it."""
+    return os.path.relpath(output_dir.resolve(), folder.resolve())
+
+
+def remove_rollouts_from(folder: Path, first_step: int) -> None:
+    """Delete the files of `first_step` and all later steps: a run that resumes will write them again. Raises OSError."""
+    for step, path in rollout_files(folder):
+        if step >= first_step:
+            path.unlink()
+    sync_path(folder)
+
+
+# -- Events of a run, one JSON line each, in output_dir/events.jsonl ---------------------------------------------------
+# A run notes when it was started, resumed or stopped, and when something went wrong:
+# {"time": 1700000000.0, "kind": "resumed", "step": 12, "text": "..."}
+#
+# The file is only appended to, over all attempts. `time` is Unix time in seconds; `step` counts from 0, or is null.
+
+EVENTS_FILE = "events.jsonl"
+EVENT_KINDS = ("started", "resumed", "guard", "stopped", "stalled", "failed", "done")
+LONGEST_TEXT = 2000  # characters
+
+
+def add_event(output_dir: Path, kind: str, step: int | None, text: str = "") -> None:
+    """Append an event. For one rank only. A full disk is not reported here: the next metrics or checkpoint report it."""
+    assert kind in EVENT_KINDS, kind
+    line = json.dumps({"time": round(time.time(), 3), "kind": kind, "step": step, "text": text[:LONGEST_TEXT]}) + "\n"
+    with contextlib.suppress(OSError), (output_dir / EVENTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(line)
+
+
+def read_events(output_dir: Path) -> list[dict[str, Any]]:
+    """The events in file order. Damaged lines are left out; without a file there are none."""
+    try:
+        lines = (output_dir / EVENTS_FILE).read_bytes().splitlines()
+    except OSError:
+        return []
+    events = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            event = json.loads(line)
+            if (
+                isinstance(event, dict)
+                and event.get("kind") in EVENT_KINDS
+                and isinstance(event.get("time"), float | int)
+            ):
+                events.append({"step": None, "text": "", **event})
+    return events
+
+
+# -- How long the last start with the same model took, so that the first line of the next run can say it ---------------
+# The file starts.json, {"2 ranks of MODEL": seconds}, has the last MAX_STARTS. It may be deleted at any time.
+
+STARTS_FILE, MAX_STARTS = "starts.json", 50
+LONGEST_S = 1e6  # of a start; what is longer was not written here
+BEGAN = "GRPO_MEGATRON_START"  # in the environment of ranks: the start's Unix time, a space, its name in the file
+
+
+def starts_path() -> Path:
+    """starts.json in $GRPO_MEGATRON_CACHE, or else in grpo_megatron of $XDG_CACHE_HOME or ~/.cache."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("GRPO_MEGATRON_CACHE") or os.path.join(caches, "grpo_megatron")) / STARTS_FILE
+
+
+def begin_start(name: str) -> float | None:
+    """The start begins now. Seconds of the last one of this name; None: there was none."""
+    os.environ[BEGAN] = f"{time.time()} {name}"
+    return _known().get(name)
+
+
+def finish_start() -> None:
+    """The first step begins: the start, if this process knows of one, is over. A second call does nothing."""
+    began, _, name = os.environ.pop(BEGAN, "").partition(" ")
+    if not name:
+        return
+    known = _known()
+    known.pop(name, None)  # the newest is the last
+    with contextlib.suppress(OSError, ValueError):  # a home that cannot be written; a variable that the user has set
+        known[name] = round(time.time() - float(began), 1)
+        newest = dict(list(known.items())[-MAX_STARTS:])
+        starts_path().parent.mkdir(parents=True, exist_ok=True)
+        write_file(starts_path(), json.dumps(newest, indent=1) + "\n")
+
+
+def _known() -> dict[str, float]:
+    try:
+        known = json.loads(starts_path().read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(known, dict):
+        return {}
+    return {name: s for name, s in known.items() if type(s) in (int, float) and 0 <= s < LONGEST_S}  # not NaN
