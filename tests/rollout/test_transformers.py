@@ -26,7 +26,7 @@ from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.rollout.engine import Request
 from grpo_megatron.rollout.transformers_engine import RunningBatch, draw_tokens
-from grpo_megatron.rollout.transformers_model import RowCache, RowModel
+from grpo_megatron.rollout.transformers_model import FEWEST_ROWS, RowCache, RowModel
 from tests import worlds
 from tests.rollout import checks, faults, tiny
 from tests.rollout.worlds import World, raises, requests
@@ -98,7 +98,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(model: RowModel) -> None:
         prompts = [[(7 * i + 3 * t) % tiny.VOCAB for t in range(n)] for i, n in enumerate((1, 31, 32, 33, 70))]
         together, computed = model.prefill(prompts)
         cache = RowCache()
-        cache.reserve(5, 80, computed)
+        cache.reserve(FEWEST_ROWS, 80, computed)
         cache.insert(0, computed, range(5))
         tokens, lengths = [3, 1, 4, 1, 5], list(map(len, prompts))
         decoded = [model.decode(tokens, [n + t for n in lengths], cache) for t in range(3)]
@@ -106,7 +106,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(model: RowModel) -> None:
             alone, own = model.prefill([prompt])
             assert torch.equal(alone[0], together[row])
             single = RowCache()
-            single.reserve(4, len(prompt) + 3, own)
+            single.reserve(FEWEST_ROWS, len(prompt) + 3, own)
             single.insert(0, own, [0])
             for t in range(3):
                 after = model.decode([tokens[row]], [lengths[row] + t], single)
