@@ -208,14 +208,14 @@ def write_rollouts(out: Path, held: list[Sample], table: Any, plan: Any, mesh: A
     """Write step 0, then step 1 on a full disk, then step 2. Returns the message of step 1's failure."""
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import RankError
-    from grpo_megatron.storage.run_files import rollout_files
+    from grpo_megatron.training import samples as samples_module
 
-    files = rollout_files.RolloutFiles(out, out / "run", mesh, tokenizer=None)
+    files = samples_module.RolloutFiles(out, out / "run", mesh, tokenizer=None)
     refused = ""
-    with mock.patch.object(rollout_files, "TOKENS_PER_PART", 20):
+    with mock.patch.object(samples_module, "TOKENS_PER_PART", 20):
         files.write(0, Metrics(), held, table, plan)
         try:
-            with mock.patch.object(rollout_files, "write_file", full_disk):
+            with mock.patch.object(samples_module, "write_file", full_disk):
                 files.write(1, Metrics(), held, table, plan)
         except RankError as error:
             refused = str(error)
