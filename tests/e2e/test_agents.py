@@ -9,7 +9,7 @@ import pytest
 
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
-from grpo_megatron.data import arithmetic, tool_tasks
+from grpo_megatron.data import arithmetic
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_examples import ROOT, gsm8k, rows
