@@ -22,9 +22,7 @@ from unittest import mock
 
 from grpo_megatron.observability.summary import format_table
 from grpo_megatron.storage import lock
-from tests.soak.matrix import FIRST, LAST, MATRIX, Fault
-from tests.soak.soak import Soak, rows_of, run_command
-from tests.soak.workspace import make_workspace, soak_settings
+from tests.soak.soak import FIRST, LAST, MATRIX, Fault, Soak, make_workspace, rows_of, run_command, soak_settings
 
 RSS_GROWTH = 1.05  # largest ratio of a rank's memory in the last quarter to that in the second quarter
 WEIGHTS = "hf/model.safetensors"
