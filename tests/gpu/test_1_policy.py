@@ -69,18 +69,15 @@ def test_a_resumed_run_is_bitwise_the_same(
         "override_transformer_config": {"deterministic_mode": True},
     }
     (got,) = conftest.run(training_ranks.resumed, folder=medium, checkpoint=tmp_path / "saved", megatron=megatron)
-    record_figure("optimizer", got["optimizer"])
-    record_figure("tensors in its state", got["saved_tensors"])
-    record_figure("later weights differ by", got["difference"])
+    for name in ("optimizer", "saved_tensors", "difference"):
+        record_figure(name, got[name])
     assert got["state"] and got["saved_tensors"] > 0
     assert got["weights"]
 
 
 def test_an_offloaded_optimizer_frees_its_memory(medium: Path, record_figure: Callable[..., None]) -> None:
     (got,) = conftest.run(training_ranks.offloaded, folder=medium)
-    record_figure("freed", got["freed"], "MiB")
-    record_figure("states and gradients", got["held"], "MiB")
-    record_figure("offload", got["offload_s"], "s")
-    record_figure("onload", got["onload_s"], "s")
+    for name, unit in (("freed", "MiB"), ("held", "MiB"), ("offload_s", "s"), ("onload_s", "s")):
+        record_figure(name, got[name], unit)
     assert ON_CPU or got["freed"] >= 0.95 * got["held"]
     assert got["finite"]

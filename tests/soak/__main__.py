@@ -1,4 +1,4 @@
-"""`make soak`: hundreds of steps under every fault of matrix.py, compared with an undisturbed run. Prints the fault matrix.
+"""`make soak`: hundreds of steps under every fault of soak.py, compared with an undisturbed run. Prints the fault matrix.
 
     python -m tests.soak [--steps N] [--seed N] [--faults N] [--folder DIR]
 
