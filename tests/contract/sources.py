@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
 @dataclass(frozen=True)

