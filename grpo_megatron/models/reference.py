@@ -61,16 +61,6 @@ class FrozenModel(ShardedModel):
             return super().forward_batch(batch, out, read, temperature)
 
 
-class NoReference:
-    """Used if the configuration needs no reference."""
-
-    def logprobs(self, batch: Batch) -> None:
-        """Always None."""
-
-    def copy_from(self, policy: Policy) -> None:
-        """Does nothing."""
-
-
 class Reference(FrozenModel, LanguageModel):
     """Its weights come from `path`. `copy_from` replaces them with the policy's current weights."""
 

@@ -67,8 +67,8 @@ def _attention(*, bias: bool = False, norm: bool = False) -> list[WeightRow]:
     rows: list[WeightRow] = [QKV(mcore + "linear_qkv.weight", tuple(f"{hf}{p}_proj.weight" for p in "qkv"))]
     if bias:
         rows.append(QKV(mcore + "linear_qkv.bias", tuple(f"{hf}{p}_proj.bias" for p in "qkv"), bias=True))
-    for p in "qk" if norm else "":
-        rows.append(Replicated(f"{mcore}{p}_layernorm.weight", (f"{hf}{p}_norm.weight",), "head_dim"))
+    if norm:
+        rows += [Replicated(f"{mcore}{p}_layernorm.weight", (f"{hf}{p}_norm.weight",), "head_dim") for p in "qk"]
     return [*rows, InputSplit(mcore + "linear_proj.weight", (hf + "o_proj.weight",), "attention_size")]
 
 
