@@ -39,7 +39,7 @@ def refused(
 
     monkeypatch.setattr(ranks, "start_ranks", nothing_may_start)
     monkeypatch.setattr(ranks, "start_fork_server", lambda engine: None)
-    monkeypatch.setattr(main, "_run", nothing_may_start)
+    monkeypatch.setattr("grpo_megatron.cli.run._run", nothing_may_start)
     monkeypatch.chdir(tmp_path)
     output_dir = tmp_path / "not" / "there"
 
