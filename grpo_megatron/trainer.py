@@ -146,7 +146,7 @@ class Trainer:
             self._restore_run(checkpoint)
 
     def _build_generator(self, config: Config, checked: Checked, opened: contextlib.ExitStack) -> Generator | None:
-        """What draws and rewards samples; None in a run that draws nothing. `opened` will close its worker processes."""
+        """The generator of samples and rewards; None in a run that draws nothing. `opened` will close its worker processes."""
         colocation, environment = self.colocation, checked.environment
         if not isinstance(colocation, Colocation):
             return None

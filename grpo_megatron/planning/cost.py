@@ -20,11 +20,13 @@ from grpo_megatron.planning import speeds
 from grpo_megatron.planning.gpus import Gpu
 from grpo_megatron.planning.layout import Layout
 
-# -- PlannedMachine: GPUs on nodes, and the seconds that bytes need between them ---------------------------------------
+# -- The machine -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlannedMachine:
+    """GPUs on nodes, and the seconds that bytes need between them."""
+
     gpu: Gpu
     world_size: int
     per_node: int = 8
@@ -44,7 +46,7 @@ class PlannedMachine:
         return size / (self.gpu.host_bytes_per_s * speeds.HOST)
 
 
-# -- Workload: what one training step computes, whatever the layout. Lengths are means; only the longest response is a m
+# -- The workload of a step --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def _old_pass(config: Config) -> list[str]:
     return reasons_for_old_pass(config.algorithm, config.actor, config.data.train_batch_size)
 
 
-# -- Seconds that the engines need to draw a step's samples: an estimate with the fractions of speeds.py ---------------
+# -- Generation --------------------------------------------------------------------------------------------------------
 # An engine decodes b sequences at a time: as many as its samples, its cache and max_num_seqs allow. One decoding step:
 #
 # memory    the weights that b tokens visit, and the cache of b sequences, read once, over the engine's ranks
@@ -168,7 +170,7 @@ def _prompt_seconds(work: Workload, layout: Layout, machine: PlannedMachine, sam
     return flops / (layout.rollout_tp * machine.gpu.tflops * 1e12 * speeds.MATMUL)
 
 
-# -- Seconds of the forward and backward passes of a step: an estimate with the fractions of speeds.py -----------------
+# -- Training ----------------------------------------------------------------------------------------------------------
 # compute      FLOP of models/flops.py / (GPUs x peak x fraction); recomputation adds a third to an update
 # fraction     MATMUL (or EXPERTS) x t / (t + HALF_TOKENS), for a micro-batch of t tokens
 # tp           4 h bytes x (tp - 1) / tp per token, layer and forward pass over the links; twice as much backward
@@ -261,6 +263,8 @@ def scoring_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> 
 
 @dataclass(frozen=True)
 class StepSeconds:
+    """The estimated seconds of the parts of a training step."""
+
     generate: float
     score: float
     update: float

@@ -35,7 +35,7 @@ from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, Sample
 
 
 def record_trajectory_metrics(metrics: Metrics, samples: Sequence[Sample]) -> None:
-    """See the module's header. Records nothing for samples of a single turn."""
+    """Records the metrics above. Samples of a single turn add nothing."""
     for sample in samples:
         if sample.index == GREEDY or not (sample.turns or sample.status != "ok"):
             continue
@@ -186,6 +186,7 @@ def record_update(metrics: Metrics, sums: Sequence[MetricSums], constants: dict[
 
 
 def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks, guards: Guards) -> StepReport:
+    """The report of a run, or of its warm-up, which has a config of its own."""
     return StepReport(
         config.data,
         config.actor,
