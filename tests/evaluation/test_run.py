@@ -327,6 +327,24 @@ def test_a_run_with_other_settings_is_refused(
         pass
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--temperature", "0"], "--samples 2 with --temperature 0"),
+        (["--temperature", "3"], "outside the engine's 0.01 to 2"),
+        (["--num-fewshot", "2", "--tasks", "gsm8k,math"], "task 'math': no few-shot file"),
+        (["--max-tokens", "4000"], "exceed the model's max_position_embeddings 2048; set --max-tokens 1"),
+        (["--model", "nowhere"], "--model: 'nowhere' is not a folder"),
+        (["--file", "aime"], "--file 'aime' is not of the form TASK=PATH"),
+        (["--samples", "1", "--no-greedy"], "--no-greedy leaves nothing to draw"),
+        (["--engine-kwargs", "[1]"], "--engine-kwargs must be a JSON object"),
+        (["--tasks", "jsonl", "--file", "jsonl=x.jsonl"], "task 'jsonl' has no grader; add `reward` or `graders`"),
+        (["--tasks", "aime"], "task 'aime': no data file in"),
+        (["--tasks", "boxed"], "task 'boxed' names no data file; set --file boxed=PATH"),
+        (["--tasks", "no_module:task"], "cannot import module 'no_module'"),
+        (["--format", "text", "--system-prompt", "x"], "--system-prompt needs a chat, and task 'gsm8k' is plain text"),
+    ],
+)
 def test_mistakes(
     more: list[str], words: str, tmp_path: Path, command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
