@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 
-
 @dataclass(frozen=True)
 class Symbol:
     """Something that a module defines at its top level, or a module (`node` is None)."""
