@@ -230,7 +230,7 @@ _depth = 0  # of nested contexts; the patches are process-wide, and only the out
 
 @contextlib.contextmanager
 def _plain_optimizers() -> Iterator[None]:
-    """What Megatron-Core uses without Transformer Engine and Apex, whose optimizers and norms are CUDA kernels."""
+    """Makes Megatron-Core use torch's optimizers and norms; those of Transformer Engine and Apex are CUDA kernels."""
     from megatron.core import optimizer, utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as base
@@ -322,7 +322,7 @@ _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNAB
 
 
 def keep_freed_memory() -> bool:
-    """From now on, in this process. Returns False where the user has set these limits, and without glibc."""
+    """Keeps the memory that tensors free, from now on. Returns False where the user has set these limits, and without glibc."""
     if sys.platform != "linux" or any(name in os.environ for name in _SET_BY_USER):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none

@@ -166,7 +166,7 @@ class GroupTable:
         return self.loss_spans[row] if self.loss_spans else [(0, self.response_length[row])]
 
     def num_loss_tokens(self) -> list[int]:
-        """How many response tokens of each row are in the loss, before any correction."""
+        """Counts the response tokens of each row that are in the loss, before any correction."""
         if not self.loss_spans:
             return self.response_length
         return [sum(end - start for start, end in spans) for spans in self.loss_spans]
@@ -181,7 +181,7 @@ MiniBatches = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank does with the table: pure arithmetic, no communication.
+    """The use that every rank makes of the table: pure arithmetic, no communication.
 
     `advantages[row]` is one float for the sample, one float per response token, or None: the row is not in the loss.
     `token_weights[row]` is the weight of each of the row's loss tokens in the loss of its mini-batch.

@@ -123,3 +123,18 @@ def test_a_version_is_its_first_two_numbers(text: str, version: importing.Versio
 def test_the_requirement_names_the_range() -> None:
     lowest, limit = (".".join(map(str, version)) for version in importing.TE_RANGE)
     assert f"Transformer Engine >={lowest},<{limit}" == importing.TE_REQUIREMENT
+
+
+def test_attributes_are_replaced_and_put_back_as_they_were() -> None:
+    class Base:
+        own, inherited = 1, 2
+
+    class Owner(Base):
+        own = staticmethod(len)  # type: ignore[assignment]
+
+    with pytest.raises(ZeroDivisionError), importing.replaced(Owner, own=3, inherited=4):
+        assert (Owner.own, Owner.inherited) == (3, 4)
+        raise ZeroDivisionError
+    assert isinstance(vars(Owner)["own"], staticmethod) and "inherited" not in vars(Owner)
+    with pytest.raises(AttributeError, match="absent"), importing.replaced(Owner, absent=1):
+        pass

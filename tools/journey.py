@@ -6,8 +6,7 @@ threads (not in the worker processes of rewards):
     check   reading and checking the config
     steps   two training steps of one rank on the CPU, without warm-up, validation and checkpoints
     run     everything, from the config to the end of the run
-
-The model, the data and the config are those of the quickstart, made in a temporary folder.
+Model, data and config are the quickstart's, made in a temporary folder.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
-import os
 import sys
 import tempfile
 import threading
@@ -25,7 +23,6 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "grpo_megatron"
 PLAIN = (
     *("sft.steps=0", "trainer.total_training_steps=2", "trainer.n_gpus_per_node=1", "trainer.device=cpu"),
     *("trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=-1", "trainer.save_hf_at_end=false"),
@@ -38,7 +35,7 @@ class Journey:
 
     def __init__(self) -> None:
         self.spans: dict[str, set[Any]] = {}
-        self._open: list[set[Any]] = []
+        self._open: list[set[Any]] = []  # innermost last
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -67,8 +64,8 @@ class Journey:
         for code in self.spans[name]:
             path = Path(code.co_filename)
             is_function = code.co_flags & inspect.CO_NEWLOCALS and not code.co_name.startswith("<")
-            if is_function and path.is_relative_to(PACKAGE):
-                found.setdefault(str(path.relative_to(PACKAGE)), set()).add(code.co_qualname)
+            if is_function and path.suffix == ".py" and path.is_relative_to(ROOT / "grpo_megatron"):
+                found.setdefault(str(path.relative_to(ROOT / "grpo_megatron")), set()).add(code.co_qualname)
         return found
 
 
@@ -101,22 +98,19 @@ def count(engine: str) -> Journey:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Count the files that a plain GRPO run executes.")
     parser.add_argument("--list", action="store_true", help="also the files, with the number of functions of each")
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="transformers", help="rollout.engine")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         journey = count(args.engine)
-        os.chdir(ROOT)
-    print(f"{'':8}{'files':>8}{'functions':>12}")
+    print("           files   functions")
     for name in ("check", "steps", "run"):
         files = journey.files(name)
         print(f"{name:8}{len(files):8}{sum(map(len, files.values())):12}")
-        if args.list:
-            for file in sorted(files):
-                print(f"    {file:44} {len(files[file])}")
+        for file in sorted(files) if args.list else ():
+            print(f"    {file:44} {len(files[file])}")
 
 
 if __name__ == "__main__":

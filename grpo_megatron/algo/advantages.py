@@ -56,7 +56,7 @@ AdvantageEstimator = Callable[[GroupTable, AlgorithmConfig], Advantages]
 
 @dataclass(frozen=True)
 class EstimatorFacts:
-    """What the rest of the program must know about an estimator."""
+    """Facts about an estimator that validation and the plan read."""
 
     compares_group: bool = False  # compares the samples of a prompt: with one sample per prompt it gives 0
     needs_rewards: bool = True  # false: the advantages do not depend on rewards

@@ -1,6 +1,6 @@
-"""Correction for the mismatch of the two engines: samples come from mu (rollout), gradients are taken from pi_old.
+"""Correction for the rollout mismatch: samples come from mu (the engine), gradients are taken from pi_old (the policy).
 
-Even at equal weights the engines' probabilities differ: in kernels, in precision, in the experts chosen. With
+Even at equal weights their probabilities differ: in kernels, in precision, in the experts chosen. With
 
     w_t = exp(clamp(old_logprobs - rollout_logprobs, -20, 20))
 
@@ -44,7 +44,7 @@ MetricRecords = dict[str, tuple[Method, Tensor]]
 def importance_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: RolloutCorrection
 ) -> Tensor | None:
-    """What multiplies the policy loss: [B, R], float32, 0 where masked; None: no correction. All [B, R], mask bool.
+    """Computes the factors of the policy loss: [B, R], float32, 0 where masked; None without a correction. All [B, R], mask bool.
 
     A row's weights depend on this row alone. They can be computed within the loss, one micro-batch at a time.
     """
@@ -58,7 +58,7 @@ def importance_weights(
 def correction_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: RolloutCorrection
 ) -> tuple[Tensor | None, MetricRecords]:
-    """The same, with records.
+    """Computes the factors as `importance_weights` does, and their records.
 
     `rollout_corr/rollout_is_mean`, `_std` (ddof 0) and `_eff_sample_size` describe the applied weights: of tokens, or of
     responses where a response has one weight. `_max` and `_min` are of the applied weights of tokens, of the raw ones of

@@ -135,7 +135,7 @@ class KlController:
             self.kl_coef *= 1.0 + error * num_samples / self._config.horizon
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint needs."""
+        """Returns what a checkpoint stores of the controller."""
         return {"kl_coef": self.kl_coef, "start": self._config.kl_coef}
 
     def load_state(self, state: dict[str, float]) -> None:

@@ -44,7 +44,7 @@ from grpo_megatron.registry import FactRegistry
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may read: one micro-batch of B whole responses, all `[B, R]`, column t = response token t.
+    """The inputs of a loss: one micro-batch of B whole responses, all `[B, R]`, column t = response token t.
 
     The constructor replaces masked entries of every tensor by 0. This must happen before any exp: a -inf or NaN that is
     multiplied by a zero mask afterwards is NaN, in the value or in the gradient.
@@ -52,8 +52,8 @@ class LossInputs:
 
     logprobs: Tensor  # current policy; carries the gradient
     entropy: Tensor  # current policy, nats
-    old_logprobs: Tensor  # training engine, start of the update
-    rollout_logprobs: Tensor  # inference engine
+    old_logprobs: Tensor  # the policy at the start of the update
+    rollout_logprobs: Tensor  # of the rollout engine
     ref_logprobs: Tensor | None  # None: no reference model
     advantages: Tensor
     mask: Tensor  # bool, the loss mask: true at a token of the loss
@@ -95,7 +95,7 @@ PolicyLoss = Callable[[LossInputs, ActorConfig], tuple[Tensor, LossMetrics]]  # 
 
 @dataclass(frozen=True)
 class LossFacts:
-    """What the rest of the program must know about a policy loss."""
+    """Facts about a policy loss that validation and the trainer read."""
 
     is_likelihood: bool = False  # no ratio to old_logprobs: samples from any source, and no mismatch to correct
     paired: bool = False  # rows 2i (chosen) and 2i + 1 (rejected) of a micro-batch belong together
@@ -173,7 +173,7 @@ def policy_gradient(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, Lo
 
 @policy_losses.register("sft", is_proportional=True, is_likelihood=True)
 def log_likelihood(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
-    """The same formula on samples from any source. Where the advantage is 1, it is supervised learning."""
+    """The formula of `gpg` on samples from any source. Where the advantage is 1, it is supervised learning."""
     return policy_gradient(inputs, config)
 
 

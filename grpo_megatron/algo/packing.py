@@ -119,7 +119,7 @@ def merge_prompts(
 
 
 def shared_tokens(units_of_mini_batches: list[list[Unit]], table: GroupTable) -> list[int]:
-    """Per row: its prompt tokens that the first row of its unit computes."""
+    """Counts for each row its prompt tokens that the first row of its unit computes."""
     shared = [0] * len(table)
     for units in units_of_mini_batches:
         for row in (row for unit in units for row in unit[1:]):
@@ -158,7 +158,7 @@ def add_mini_batch(
 def add_packed(
     mini_batches: list[MiniBatches], units_of_rank: list[list[Unit]], lengths: list[int], actor: ActorConfig
 ) -> None:
-    """The same with the units of each rank."""
+    """Append one mini-batch made of the units of each rank, which stay on it."""
     _append(mini_batches, pack_units(units_of_rank, lengths, actor))
 
 

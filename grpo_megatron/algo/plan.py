@@ -118,7 +118,7 @@ def _assign(
 def revise_plan(
     plan: Plan, table: GroupTable, algorithm: AlgorithmConfig, actor: ActorConfig, *, max_response_length: int
 ) -> Plan:
-    """The same rows on the same ranks, after `table` got columns that need the training engine's log-probabilities.
+    """Plans the same rows on the same ranks again, after `table` got columns that need the policy's log-probabilities.
 
     These are `token_penalties` (a KL penalty in the reward) and `num_kept_tokens` (without the tokens that a correction
     has rejected). Advantages and weights are computed anew. A mini-batch without a kept token is dropped.

@@ -149,7 +149,7 @@ def calibration_table(result: Calibration) -> str:
 
 @dataclass(frozen=True)
 class ModelScores:
-    """What one model says of every row of the table. `steps` is empty for an outcome model."""
+    """The scores of one model, one value per row of the table. `steps` is None for an outcome model."""
 
     values: list[float]
     coefficient: float = 1.0

@@ -31,26 +31,31 @@ token_weightings: Registry[TokenWeighting] = Registry("loss aggregation mode")
 
 @token_weightings.register("token-mean")
 def token_mean(lengths: list[int], norm_length: float) -> list[float]:
+    """Every loss token of the step has the same weight."""
     return [1.0 / sum(lengths)] * len(lengths)
 
 
 @token_weightings.register("seq-mean-token-mean")
 def seq_mean_token_mean(lengths: list[int], norm_length: float) -> list[float]:
+    """Every response has the same weight, divided equally among its loss tokens."""
     return [1.0 / (len(lengths) * length) for length in lengths]
 
 
 @token_weightings.register("seq-mean-token-sum")
 def seq_mean_token_sum(lengths: list[int], norm_length: float) -> list[float]:
+    """Every loss token counts 1 over the number of responses."""
     return [1.0 / len(lengths)] * len(lengths)
 
 
 @token_weightings.register("seq-mean-token-sum-norm")
 def seq_mean_token_sum_norm(lengths: list[int], norm_length: float) -> list[float]:
+    """Every loss token counts 1 over the number of responses times `norm_length`."""
     return [1.0 / (len(lengths) * norm_length)] * len(lengths)
 
 
 @token_weightings.register("token-sum")
 def token_sum(lengths: list[int], norm_length: float) -> list[float]:
+    """Every loss token counts 1."""
     return [1.0] * len(lengths)
 
 
@@ -93,7 +98,7 @@ def with_overlong_penalty(table: GroupTable, config: OverlongBuffer, max_length:
 
 
 def dupo_copies(table: GroupTable) -> list[int]:
-    """How often each row counts: 0 in groups whose rewards are equal, 1 or more in the others.
+    """Counts how often each row is trained on: 0 in groups whose rewards are equal, 1 or more in the others.
 
     The places are given to the other groups in turn, in prompt order: the copies of two groups differ by at most one. All
     counts are 0 when every group's rewards are equal. The advantages stay those of the original group: copies are not

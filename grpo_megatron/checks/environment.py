@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron.config import Config, ConfigError, MultiTurnConfig
-from grpo_megatron.config.problems import Messages, check, keys_of
+from grpo_megatron.config.problems import Findings, check, keys_of
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.environments.environment import ChatMessage
 from grpo_megatron.environments.pool import find_environment, first_messages, make_environment
@@ -28,7 +28,7 @@ class CheckedEnvironment:
 
 
 @check
-def environment_problems(config: Config) -> Messages:
+def environment_problems(config: Config) -> Findings:
     """Settings that contradict each other, and names that cannot be found."""
     k = keys_of(config)
     multi_turn, data = config.rollout.multi_turn, config.data

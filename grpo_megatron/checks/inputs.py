@@ -15,7 +15,7 @@ from grpo_megatron.checks.environment import CheckedEnvironment
 from grpo_megatron.checks.model_folders import trains_scores
 from grpo_megatron.checks.names import SourceFiles, reward_name, sources_of
 from grpo_megatron.config import Config, ConfigError, SamplingConfig
-from grpo_megatron.config.problems import Messages, Problem, ProblemList, check, keys_of
+from grpo_megatron.config.problems import Findings, Problem, ProblemList, check, keys_of
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import load_prompts, parsed_row
@@ -35,10 +35,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_config
 from grpo_megatron.types import BY_MODEL, Prompt
 
-# -- The data sets of a run: `data.train_files` and `data.val_files`, or each of `data.sources`, with their tasks and re
-
-
-# -- Reads the prompts of a run, to train on and to validate with. Every failure is a ConfigError that names the key ---
+# -- The prompts to train on and to validate with ----------------------------------------------------------------------
 
 
 def read_train_prompts(
@@ -121,7 +118,7 @@ def named_key(key: str) -> Iterator[None]:
         raise ConfigError(*(Problem(f"{key}: {problem}", (section,)) for problem in error.problems)) from error
 
 
-# -- Reads the rows of a run that trains a scalar head (algo/score_losses.py). Every failure is a ConfigError ----------
+# -- The rows of a run that trains a scalar head -----------------------------------------------------------------------
 
 
 def read_scored_groups(
@@ -187,7 +184,7 @@ def only_present(config: Config) -> Config:
 
 
 @check
-def missing_keys(config: Config) -> Messages:
+def missing_keys(config: Config) -> Findings:
     """The keys of the data that this run needs are set."""
     k = keys_of(config)
     trainer = config.trainer
@@ -216,7 +213,7 @@ def read_tokenizer(config: Config, arch: Architecture | None) -> Any:
 
 
 @check
-def _tokenizer_problems(config: Config, tokenizer: Any, path: Path, arch: Architecture | None) -> Messages:
+def _tokenizer_problems(config: Config, tokenizer: Any, path: Path, arch: Architecture | None) -> Findings:
     k, data = keys_of(config), config.data
     size = max(len(tokenizer), tokenizer.eos_token_id + 1)
     if arch is not None and size > arch.vocab_size:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 from grpo_megatron.config import ENGINE_TEMPERATURES, Config, MegatronConfig
-from grpo_megatron.config.problems import Messages, check, keys_of, marked
+from grpo_megatron.config.problems import Findings, check, keys_of, marked
+from grpo_megatron.memory.parameters import FIRST, LAST, stage_layers
 from grpo_megatron.models.architecture import Architecture, engine_split_problems, fitting_sizes, split_problems
 from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu, divides_experts_on_cpu
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
 CP = "actor.megatron.context_parallel_size"
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
-FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 TABLE = "actor.megatron.override_transformer_config"
 
 
 @check
-def layout_problems(config: Config, world_size: int, arch: Architecture | None) -> Messages:
+def layout_problems(config: Config, world_size: int, arch: Architecture | None) -> Findings:
     """Sizes that do not divide each other. `arch` None: the model could not be read; only the world size is checked."""
     k = keys_of(config)
     megatron, rollout_tp = config.actor.megatron, config.rollout.tensor_model_parallel_size
@@ -59,14 +58,14 @@ def layout_problems(config: Config, world_size: int, arch: Architecture | None) 
 
 
 @check
-def world_problems(config: Config, world_size: int, arch: Architecture | None) -> Messages:
+def world_problems(config: Config, world_size: int, arch: Architecture | None) -> Findings:
     """What a model's layers and experts do not allow: `layout_problems` and `expert_problems`."""
     yield from layout_problems(config, world_size, arch)
     yield from expert_problems(config, world_size, arch)
 
 
 @check
-def _context_problems(config: Config, world_size: int) -> Messages:
+def _context_problems(config: Config, world_size: int) -> Findings:
     """Context parallelism: its size must fit the rest of the layout, and the layers must support it."""
     k = keys_of(config)
     megatron = config.actor.megatron
@@ -98,21 +97,6 @@ def _context_problems(config: Config, world_size: int) -> Messages:
             f"{k.actor.megatron.context_parallel_size} with {k.reward_model.path:key}: a reward model reads whole"
             " sequences on each rank; set actor.megatron.context_parallel_size=1"
         )
-
-
-def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
-    """Layers of each pipeline stage, as Megatron cuts them (evenly or not); None if it cannot."""
-    ends: list[Any] = [megatron.override_transformer_config.get(end) for end in (FIRST, LAST)]
-    given = [n for n in ends if n is not None]
-    if not all(isinstance(n, int) and n > 0 for n in given):
-        return None
-    middle, rest = megatron.pipeline_model_parallel_size - len(given), num_layers - sum(given)
-    if middle == 0:
-        return given if rest == 0 else None
-    if middle < 0 or rest < middle or rest % middle:
-        return None
-    stages = [ends[0], *[rest // middle] * middle, ends[1]]
-    return [n for n in stages if n is not None]
 
 
 def _stage_problem(num_layers: int, megatron: MegatronConfig) -> str:
@@ -166,14 +150,14 @@ def joined(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-# -- Expert parallelism: which sizes a world, a model and a device allow. Plain integers -------------------------------
+# -- Expert parallelism ------------------------------------------------------------------------------------------------
 
 EP = "actor.megatron.expert_model_parallel_size"
 ROLLOUT_EP = "rollout.expert_parallel_size"
 
 
 @check
-def expert_problems(config: Config, world_size: int, arch: Architecture | None) -> Messages:
+def expert_problems(config: Config, world_size: int, arch: Architecture | None) -> Findings:
     """What is wrong with the layout of experts. `arch` None: the model could not be read.
 
     `layout.py` reports a tp x pp that does not divide the world size.
@@ -221,7 +205,7 @@ def expert_problems(config: Config, world_size: int, arch: Architecture | None) 
 
 
 @check
-def engine_expert_problems(config: Config, arch: Architecture | None) -> Messages:
+def engine_expert_problems(config: Config, arch: Architecture | None) -> Findings:
     """What is wrong with the engine's layout of experts. `layout.py` reports experts that do not divide over the ranks."""
     k, rollout = keys_of(config), config.rollout
     tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
@@ -246,13 +230,13 @@ def engine_expert_problems(config: Config, arch: Architecture | None) -> Message
         )
 
 
-# -- What the parts of a run cannot compute of some families: refused before the start, with the reason ----------------
+# -- Families that a part of the run cannot compute --------------------------------------------------------------------
 
 CPU_LATENT = (512, 64)  # vLLM's csrc/cpu/mla_decode.cpp is compiled for these sizes, those of all published models
 
 
 @check
-def family_problems(config: Config, arch: Architecture | None) -> Messages:
+def family_problems(config: Config, arch: Architecture | None) -> Findings:
     """`arch` None: the model could not be read."""
     k = keys_of(config)
     if arch is None:
@@ -278,7 +262,7 @@ def family_problems(config: Config, arch: Architecture | None) -> Messages:
 
 
 @check
-def _latent_problems(config: Config, arch: Architecture) -> Messages:
+def _latent_problems(config: Config, arch: Architecture) -> Findings:
     k = keys_of(config)
     latent = arch.latent
     if latent is None or config.trainer.device != "cpu" or config.rollout.engine != "vllm":
@@ -296,11 +280,11 @@ def _latent_problems(config: Config, arch: Architecture) -> Messages:
         )
 
 
-# -- Numbers against their bounds: lengths, batch sizes and sampling parameters ----------------------------------------
+# -- Lengths, batch sizes and sampling parameters ----------------------------------------------------------------------
 
 
 @check
-def length_problems(config: Config, arch: Architecture | None) -> Messages:
+def length_problems(config: Config, arch: Architecture | None) -> Findings:
     """Prompt plus response tokens against the limits of the model, the micro-batch and the engine's scheduler."""
     k = keys_of(config)
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
@@ -329,7 +313,7 @@ def length_problems(config: Config, arch: Architecture | None) -> Messages:
 
 
 @check
-def batch_problems(config: Config) -> Messages:
+def batch_problems(config: Config) -> Findings:
     """Mini-batches must divide the batch: a smaller last one would be an optimizer step of another size."""
     size = config.data.train_batch_size
     for section, mini in (("actor", config.actor.ppo_mini_batch_size), ("critic", config.critic.ppo_mini_batch_size)):
@@ -338,7 +322,7 @@ def batch_problems(config: Config) -> Messages:
 
 
 @check
-def _mini_batch_problems(config: Config, key: str, mini: int, size: int) -> Messages:
+def _mini_batch_problems(config: Config, key: str, mini: int, size: int) -> Findings:
     k = keys_of(config)
     if mini > size:
         yield (f"{key} is more than {k.data.train_batch_size} (both count prompts); set it to {size} or leave it out")
@@ -348,7 +332,7 @@ def _mini_batch_problems(config: Config, key: str, mini: int, size: int) -> Mess
 
 
 @check
-def sampling_problems(config: Config) -> Messages:
+def sampling_problems(config: Config) -> Findings:
     """The engine must draw from the distribution whose log-probabilities the policy computes."""
     rollout = config.rollout
     for key, value, full in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
@@ -368,7 +352,7 @@ def sampling_problems(config: Config) -> Messages:
 
 
 @check
-def stop_problems(config: Config, arch: Architecture | None) -> Messages:
+def stop_problems(config: Config, arch: Architecture | None) -> Findings:
     """What ends a response besides the end-of-sequence token. `arch` is None where the model could not be read."""
     k, rollout = keys_of(config), config.rollout
     if "" in rollout.stop:

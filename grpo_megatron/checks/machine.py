@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.problems import Messages, check, keys_of
+from grpo_megatron.config.problems import Findings, check, keys_of
 from grpo_megatron.device import Device, count_cuda_devices
 from grpo_megatron.observability.loggers import check_loggers
 from grpo_megatron.rollout.build import engine_packages
@@ -17,7 +17,7 @@ NO_DEVICE = "torch sees no CUDA device on this machine"
 
 
 @check
-def output_problems(config: Config) -> Messages:
+def output_problems(config: Config) -> Findings:
     """The output folder can be made and written, and the loggers' packages are installed."""
     k = keys_of(config)
     folder = config.trainer.output_dir
@@ -33,7 +33,7 @@ def output_problems(config: Config) -> Messages:
 
 
 @check
-def in_use_problems(config: Config) -> Messages:
+def in_use_problems(config: Config) -> Findings:
     """No other run writes into the output folder. Nothing is locked: the run itself will do that."""
     k = keys_of(config)
     holder = lock_holder(config.trainer.output_dir)
@@ -42,7 +42,7 @@ def in_use_problems(config: Config) -> Messages:
 
 
 @check
-def package_problems(config: Config) -> Messages:
+def package_problems(config: Config) -> Findings:
     """Megatron-Core and the engine's packages are installed. They are looked up, not imported: an import takes seconds."""
     of_engine = engine_packages(config.rollout) if config.draws else {}
     for name, package in {"megatron": "megatron-core", **of_engine}.items():
@@ -51,7 +51,7 @@ def package_problems(config: Config) -> Messages:
 
 
 @check
-def device_problems(config: Config, world_size: int) -> Messages:
+def device_problems(config: Config, world_size: int) -> Findings:
     """This machine has the CUDA devices that `trainer.device` asks for, one for each of its ranks."""
     k = keys_of(config)
     device, count = config.trainer.device, count_cuda_devices()

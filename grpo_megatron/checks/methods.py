@@ -17,17 +17,16 @@ from grpo_megatron.algo.needs import (
 from grpo_megatron.checks.model_folders import has_critic
 from grpo_megatron.checks.names import reward_name
 from grpo_megatron.config import Config, FilterGroups, OptimConfig, PartialConfig, SamplingConfig
-from grpo_megatron.config.problems import Messages, check, keys_of, marked
+from grpo_megatron.config.problems import Findings, check, keys_of, marked
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.storage.run_files import owner_problem, rollout_files
 
-# -- Responses that take several steps (`rollout.partial`): what they cannot be combined with, and their lines of the pl
-
 
 @check
-def partial_problems(config: Config) -> Messages:
+def partial_problems(config: Config) -> Findings:
+    """What responses of several steps (`rollout.partial`) cannot be combined with."""
     k = keys_of(config)
     partial, algorithm, longest = config.rollout.partial, config.algorithm, config.data.max_response_length
     if not partial.is_on:
@@ -65,14 +64,14 @@ def partial_problems(config: Config) -> Messages:
 
 
 @check
-def method_problems(config: Config) -> Messages:
+def method_problems(config: Config) -> Findings:
     """Every combination that is wrong, by topic. `names.py` reports names that cannot be found."""
     for topic in (_groups, _losses, _sources, _sampling, partial_problems, _penalties, _iterations, _guards):
         yield from topic(config)
 
 
 @check
-def _groups(config: Config) -> Messages:
+def _groups(config: Config) -> Findings:
     """Estimators that compare samples, against the samples and rewards that the config provides."""
     k = keys_of(config)
     n, estimator = config.rollout.n, config.algorithm.adv_estimator
@@ -106,7 +105,7 @@ def _task_reward(config: Config) -> str | None:
 
 
 @check
-def _losses(config: Config) -> Messages:
+def _losses(config: Config) -> Findings:
     """Losses against their aggregation and their estimator."""
     k = keys_of(config)
     actor, estimator = config.actor, config.algorithm.adv_estimator
@@ -142,7 +141,7 @@ def _pair_estimators() -> str:
 
 
 @check
-def _sources(config: Config) -> Messages:
+def _sources(config: Config) -> Findings:
     """Where responses come from, against what is done with them."""
     k = keys_of(config)
     algorithm, loss_mode = config.algorithm, config.actor.loss_mode
@@ -166,7 +165,7 @@ def _sources(config: Config) -> Messages:
 
 
 @check
-def _file_source(config: Config, key: str) -> Messages:
+def _file_source(config: Config, key: str) -> Findings:
     k = keys_of(config)
     algorithm, loss_mode = config.algorithm, config.actor.loss_mode
     estimator = advantage_estimators.facts(algorithm.adv_estimator)
@@ -194,7 +193,7 @@ def _file_source(config: Config, key: str) -> Messages:
 
 
 @check
-def _sampling(config: Config) -> Messages:
+def _sampling(config: Config) -> Findings:
     """Filters and buffers against each other and the batch."""
     k = keys_of(config)
     algorithm, size = config.algorithm, config.data.train_batch_size
@@ -235,7 +234,7 @@ def _sampling(config: Config) -> Messages:
 
 
 @check
-def _penalties(config: Config) -> Messages:
+def _penalties(config: Config) -> Findings:
     """A KL penalty in the reward must reach the advantages."""
     k = keys_of(config)
     algorithm = config.algorithm
@@ -247,7 +246,7 @@ def _penalties(config: Config) -> Messages:
 
 
 @check
-def _iterations(config: Config) -> Messages:
+def _iterations(config: Config) -> Findings:
     """An outer iteration must renew something, and there must be more than one."""
     k = keys_of(config)
     steps = config.algorithm.iteration_steps
@@ -266,7 +265,7 @@ def _iterations(config: Config) -> Messages:
 
 
 @check
-def _guards(config: Config) -> Messages:
+def _guards(config: Config) -> Findings:
     """Guards of numbers that the method does not compute."""
     k = keys_of(config)
     guards = config.guards
@@ -282,11 +281,11 @@ def _guards(config: Config) -> Messages:
         )
 
 
-# -- Learning-rate schedules against the number of optimizer steps that they run over ----------------------------------
+# -- Learning-rate schedules against the number of optimizer steps -----------------------------------------------------
 
 
 @check
-def schedule_problems(config: Config) -> Messages:
+def schedule_problems(config: Config) -> Findings:
     """The schedules of the policy, the critic, the reward model and the supervised warmup."""
     k, steps = keys_of(config), config.trainer.total_training_steps
     if steps:
@@ -311,7 +310,7 @@ def schedule_problems(config: Config) -> Messages:
 
 
 @check
-def _schedule(key: str, optim: OptimConfig, total: int, counted: str) -> Messages:
+def _schedule(key: str, optim: OptimConfig, total: int, counted: str) -> Findings:
     """`total` optimizer steps; `counted` says in words where they come from."""
     rate, warmup, style, decay = (
         marked(f"{key}.{name}") for name in ("min_lr", "lr_warmup_steps", "lr_decay_style", "lr_wsd_decay_steps")
@@ -356,7 +355,7 @@ def with_total_steps(config: Config, rows: int) -> Config:
 
 
 @check
-def epoch_problems(config: Config, rows: int) -> Messages:
+def epoch_problems(config: Config, rows: int) -> Findings:
     """`trainer.total_epochs` gives at least one step, and no other number than a given `trainer.total_training_steps`."""
     k = keys_of(config)
     trainer = config.trainer
@@ -371,7 +370,7 @@ def epoch_problems(config: Config, rows: int) -> Messages:
 
 
 @check
-def profile_problems(config: Config, profiled: range | None) -> Messages:
+def profile_problems(config: Config, profiled: range | None) -> Findings:
     """A run of so many steps has those that --profile names."""
     k, steps = keys_of(config), config.trainer.total_training_steps
     if profiled is not None and profiled.stop > steps:
@@ -381,17 +380,18 @@ def profile_problems(config: Config, profiled: range | None) -> Messages:
         )
 
 
-# -- Pass rates that weight the prompts, and the folder of rollout files -----------------------------------------------
+# -- Pass rates, and the folder of rollout files -----------------------------------------------------------------------
 
 
 @check
-def curation_problems(config: Config) -> Messages:
+def curation_problems(config: Config) -> Findings:
+    """Pass rates that weight the prompts, and the folder of rollout files."""
     yield from _pass_rates(config)
     yield from _rollout_files(config)
 
 
 @check
-def _pass_rates(config: Config) -> Messages:
+def _pass_rates(config: Config) -> Findings:
     k = keys_of(config)
     sampling = config.data.sampling
     if sampling.pass_rates is None:
@@ -424,7 +424,7 @@ def _pass_rates(config: Config) -> Messages:
 
 
 @check
-def _rollout_files(config: Config) -> Messages:
+def _rollout_files(config: Config) -> Findings:
     k = keys_of(config)
     folder, trainer = config.trainer.rollout_data_dir, config.trainer
     if folder is None:
@@ -449,11 +449,11 @@ def _rollout_files(config: Config) -> Messages:
         yield f"{key}: {problem}"
 
 
-# -- Which forward passes a step makes besides the update, and why: lines of the printed plan. Whether prompts can be sh
+# -- Shared prompts ----------------------------------------------------------------------------------------------------
 
 
 @check
-def sharing_problems(config: Config, arch: Architecture | None) -> Messages:
+def sharing_problems(config: Config, arch: Architecture | None) -> Findings:
     """What cannot be trained with shared prompts."""
     k = keys_of(config)
     actor = config.actor

@@ -16,13 +16,13 @@ from grpo_megatron.algo.token_weights import token_weightings
 from grpo_megatron.checks.environment import grades_itself
 from grpo_megatron.checks.model_folders import has_critic
 from grpo_megatron.config import Config, DataConfig, RewardComponent, RewardConfig, SamplingConfig
-from grpo_megatron.config.problems import Messages, check, keys_of, marked
+from grpo_megatron.config.problems import Findings, check, keys_of, marked
 from grpo_megatron.data.tasks import FORMS, get_task, recognised_task
 from grpo_megatron.registry import Registry
 from grpo_megatron.rewards import check_reward, rewards
 from grpo_megatron.rewards.composite import COMPOSITE
 
-# -- `reward.components`: the functions that they stand for, and what is wrong with them before a run starts -----------
+# -- `reward.components` -----------------------------------------------------------------------------------------------
 
 ACCURACY = "accuracy"  # the name of a component that is the task's own reward
 TAKEN = ("acc", "score", "steps", "ok", "timeout")  # names of other metrics, and entries of a result
@@ -52,7 +52,7 @@ def _component_function(part: RewardComponent, of_the_task: str | None) -> str:
 
 
 @check
-def component_problems(config: Config) -> Messages:
+def component_problems(config: Config) -> Findings:
     """Names, functions, weights and gates of the components. The task is known to be usable."""
     k = keys_of(config)
     reward = config.reward
@@ -140,7 +140,7 @@ def _circles(gates: Mapping[str, str]) -> Iterator[str]:
                 break
 
 
-# -- Whether a function of the user's own can be called as the program will call it: from its signature, without a call
+# -- Names of functions; a user's own is judged by its signature, without a call ---------------------------------------
 
 CALLED_WITH = {  # kind of a registry -> the arguments, which are given by position
     "policy loss": ("inputs: LossInputs", "config: ActorConfig"),
@@ -167,7 +167,7 @@ def signature_problem(function: Any, kind: str) -> str | None:
 
 
 @check
-def name_problems(config: Config) -> Messages:
+def name_problems(config: Config) -> Findings:
     """Estimator, loss, aggregation and KL penalties."""
     actor = config.actor
     registries: list[tuple[str, str, Registry[Any]]] = [
@@ -195,7 +195,7 @@ def name_problems(config: Config) -> Messages:
 
 
 @check
-def reward_name_problems(config: Config) -> Messages:
+def reward_name_problems(config: Config) -> Findings:
     """Task and reward."""
     k = keys_of(config)
     if problem := task_problem(config):
@@ -302,7 +302,7 @@ def _announce(key: str, files: Sequence[Path], task: str) -> None:
 
 
 @check
-def source_problems(config: Config) -> Messages:
+def source_problems(config: Config) -> Findings:
     """What `data.sources` excludes, and names that are given twice."""
     k = keys_of(config)
     data = config.data

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from grpo_megatron.checks.names import resolved_components
 from grpo_megatron.config import Config, ConfigError, Gate
-from grpo_megatron.config.problems import Messages, check, marked
+from grpo_megatron.config.problems import Findings, check, marked
 from grpo_megatron.data.items import one_of_each
 from grpo_megatron.data.prompts import reward_item
 from grpo_megatron.data.tasks import get_task
@@ -209,11 +209,11 @@ def _problem(trial: RewardTrial) -> str:
     )
 
 
-# -- Whether the rows have what the reward functions name (rewards/reward.py)--- ---------------------------------------
+# -- Columns of the rows that the reward functions name ----------------------------------------------------------------
 
 
 @check
-def column_problems(config: Config, prompts: Sequence[Prompt]) -> Messages:
+def column_problems(config: Config, prompts: Sequence[Prompt]) -> Findings:
     """Parameters of reward functions that nothing gives, told by the first prompt of each reward."""
     first: dict[str, Prompt] = {}
     for prompt in prompts:

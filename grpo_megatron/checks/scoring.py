@@ -14,7 +14,7 @@ from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.layout import world_problems
 from grpo_megatron.checks.model_folders import CRITIC_PATH, MAIN, OTHERS, has_critic, scoring_models, trains_scores
 from grpo_megatron.config import AlgorithmConfig, Config, CriticConfig, RewardModelConfig, Section
-from grpo_megatron.config.problems import Messages, check, keys_of, marked
+from grpo_megatron.config.problems import Findings, check, keys_of, marked
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.folder import RewardFolder
 from grpo_megatron.reading import read_json
@@ -34,7 +34,7 @@ def _changed(section: Section, name: str) -> list[str]:
 @check
 def _second_model_problems(
     config: Config, world_size: int, arch: Architecture | None, folder: RewardFolder, key: str
-) -> Messages:
+) -> Findings:
     """The folder that `key` names, against the policy's lengths, layout and tokens. `arch`, the policy's: None if unknown."""
     k, named = keys_of(config), f"{marked(key)}={str(folder.path)!r}"
     total = config.data.max_prompt_length + config.data.max_response_length
@@ -54,7 +54,7 @@ def _second_model_problems(
 
 
 @check
-def _vocabulary_problems(policy_folder: Path, arch: Architecture, folder: RewardFolder, named: str) -> Messages:
+def _vocabulary_problems(policy_folder: Path, arch: Architecture, folder: RewardFolder, named: str) -> Findings:
     """The model reads the policy's token ids unchanged, so both must have the same vocabulary."""
     policy, other = _vocabulary(policy_folder), _vocabulary(folder.path)
     if policy is None or other is None:
@@ -91,7 +91,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
 @check
 def critic_problems(
     config: Config, world_size: int, arch: Architecture | None, folder: RewardFolder | None
-) -> Messages:
+) -> Findings:
     """The keys of the critic against the rest of the config. `folder`: of `critic.path`, if it is set and can be read."""
     k, algorithm, critic = keys_of(config), config.algorithm, config.critic
     has_lambda = algorithm.lam != AlgorithmConfig().lam
@@ -136,7 +136,7 @@ def critic_problems(
 @check
 def reward_model_problems(
     config: Config, world_size: int, arch: Architecture | None, folders: Mapping[str, RewardFolder]
-) -> Messages:
+) -> Findings:
     """The sections against the rest of the config. `arch`, the policy's, is None if it cannot be read.
 
     `folders`: those of `scoring_models` that can be read, by key.
@@ -181,7 +181,7 @@ def reward_model_problems(
 
 
 @check
-def _estimator_problems(config: Config) -> Messages:
+def _estimator_problems(config: Config) -> Findings:
     """The rest of the algorithm against models that give one reward per response, or per step."""
     k = keys_of(config)
     estimator, models = config.algorithm.adv_estimator, scoring_models(config)
@@ -224,7 +224,7 @@ def _untrained(key: str, folder: RewardFolder) -> str:
 
 
 @check
-def _iteration_problems(config: Config, folder: RewardFolder) -> Messages:
+def _iteration_problems(config: Config, folder: RewardFolder) -> Findings:
     """A new head must be trained before it gives rewards, and some step must use it."""
     k = keys_of(config)
     start, steps = config.reward_model.start_iteration, config.algorithm.iteration_steps
@@ -258,7 +258,7 @@ def _iteration_problems(config: Config, folder: RewardFolder) -> Messages:
 
 
 @check
-def score_head_problems(config: Config) -> Messages:
+def score_head_problems(config: Config) -> Findings:
     """The loss of a scalar head against the rest of the config."""
     k = keys_of(config)
     actor, algorithm, data = config.actor, config.algorithm, config.data

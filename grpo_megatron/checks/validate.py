@@ -63,7 +63,7 @@ from grpo_megatron.models.layers.precision import hardware_problems, precision_p
 from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.types import Prompt
 
-# -- RunRows: the rows that a run reads, as prompts and examples of token ids ------------------------------------------
+# -- The rows that a run reads -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class RunRows:
         return [*one_of_each(self.train_prompts), *self.val_prompts]
 
 
-# -- RunStart: what is known about the start of a run besides its config -----------------------------------------------
+# -- The start of a run, and what is checked ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ __all__ = [
 
 
 class Config(Section):
+    """The whole config of a run: one section per topic."""
+
     model: ModelConfig
     data: DataConfig = DataConfig()
     sft: SftConfig = SftConfig()

@@ -51,6 +51,8 @@ class RolloutCorrection(Section):
 
 
 class AlgorithmConfig(Section):
+    """Where samples come from, their advantages, and which of them are trained on."""
+
     adv_estimator: str = "grpo"  # a registered advantage estimator, or module:function
     norm_adv_by_std_in_grpo: bool = True  # grpo: divide by the standard deviation of the group's rewards
     gamma: float = Field(1.0, gt=0, le=1)  # reinforce_plus_plus, gae: discount per token
@@ -99,6 +101,8 @@ class RewardComponent(Section):
 
 
 class RewardConfig(Section):
+    """The reward function of the samples, or a weighted sum of several, and the processes that call it."""
+
     function: str | None = None  # a registered reward, or module:function; null: the task's own
     # the reward is their weighted sum (rewards/composite.py); not with `function`
     components: list[RewardComponent] = []

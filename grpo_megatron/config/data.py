@@ -40,6 +40,8 @@ class DataSource(Section):
 
 
 class DataConfig(Section):
+    """The files, and how their rows become prompts."""
+
     # How rows become prompts: a built-in task, a task file, or module:function (data/tasks.py). Where it is not set, rows in
     # verl's and TRL's form are recognised.
     task: Fixed[str] = "gsm8k"

@@ -11,6 +11,8 @@ from grpo_megatron.config.section import Beta, Coefficient, Count, Fixed, Schedu
 
 
 class ModelConfig(Section):
+    """The model that the run starts from."""
+
     path: Fixed[Path]  # Hugging Face folder: config.json, *.safetensors, tokenizer
     tokenizer_path: Fixed[Path | None] = None  # null: path
     family: Fixed[str | None] = None  # null: by model_type of config.json; or my.module:FAMILY of your own
@@ -70,6 +72,8 @@ class MegatronConfig(Section):
 
 
 class ActorConfig(Section):
+    """The policy's loss, its batches, its optimizer and its layout."""
+
     # prompts per optimizer step; null: data.train_batch_size
     ppo_mini_batch_size: Schedule[int | None] = Field(None, ge=1)
     ppo_epochs: Schedule[int] = Field(1, ge=1, le=1000)  # passes over each step's batch
@@ -111,11 +115,13 @@ class ActorConfig(Section):
 
 
 class RefConfig(Section):
+    """The frozen reference model."""
+
     # null: the model that GRPO starts from (model.path, after the warmup if there is one)
     path: Fixed[Path | None] = None
 
 
-# -- The section `critic`: the value model of PPO. Only estimators that read values have one (`algorithm.adv_estimator:
+# -- The section `critic` ----------------------------------------------------------------------------------------------
 
 
 class CriticConfig(Section):

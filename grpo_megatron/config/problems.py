@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
-MARK = "\0"  # before and after a key in a message; no text of a config may hold it
+KEY_MARK = "\0"  # before and after a key in a message; no text of a config may hold it
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Problem:
     @property
     def text(self) -> str:
         """The message as the user reads it."""
-        return self.message.replace(MARK, "")
+        return self.message.replace(KEY_MARK, "")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ class Problem:
         The first one gives the problem its place in the order of the file. Where one of them could not be read, the problem
         may be caused by its default.
         """
-        return tuple(dict.fromkeys([*self.message.split(MARK)[1::2], *self.others]))
+        return tuple(dict.fromkeys([*self.message.split(KEY_MARK)[1::2], *self.others]))
 
     def about(self, *keys: str) -> Problem:
         """The problem, if it knows no keys, as one about `keys`."""
@@ -56,7 +56,7 @@ class Problem:
 
 
 Problems = Iterator[Problem]  # what a check yields
-Messages = Iterator[Problem | str]  # what it yields before `check` has made problems of its messages
+Findings = Iterator[Problem | str]  # what it yields before `check` has made problems of its messages
 
 
 class ConfigError(ValueError):
@@ -101,7 +101,7 @@ class ProblemList:
             raise ConfigError(*{problem.text: problem for problem in self.problems}.values())
 
 
-def check(function: Callable[P, Messages]) -> Callable[P, Problems]:
+def check(function: Callable[P, Findings]) -> Callable[P, Problems]:
     """Decorates a generator of messages, in which `keys_of(config)` has written the keys: it then yields problems."""
 
     @functools.wraps(function)
@@ -122,7 +122,7 @@ def keys_of(config: T) -> T:
 
 def marked(key: str) -> str:
     """A key in a message, where its name is put together from parts."""
-    return f"{MARK}{key}{MARK}"
+    return f"{KEY_MARK}{key}{KEY_MARK}"
 
 
 class _Keys:

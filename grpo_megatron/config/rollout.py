@@ -51,6 +51,8 @@ class PartialConfig(Section):
 
 
 class RolloutConfig(Section):
+    """The engine, and how it samples."""
+
     engine: str = "vllm"  # a registered engine, or module:Class (rollout/engine.py)
     engine_options: dict[str, Any] = {}  # the engine's own section, validated by its class (rollout/vllm_arguments.py)
     n: int = Field(8, ge=1, le=65536)  # samples per prompt

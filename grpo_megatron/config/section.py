@@ -35,6 +35,8 @@ Fixed = Annotated[T, Resume("fixed")]  # of a section: all of its keys
 
 
 class Section(BaseModel):
+    """The base of all sections: frozen, without unknown keys, and without values that nothing can use."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
 
     @field_validator("*", mode="before")

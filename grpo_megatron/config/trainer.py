@@ -51,6 +51,8 @@ class GuardsConfig(Section):
 
 
 class TrainerConfig(Section):
+    """The run itself: steps, ranks, files, saving, stopping, logging."""
+
     total_training_steps: Schedule[int] = Field(100, ge=0, le=1_000_000_000)
     # Instead of total_training_steps: total_epochs x floor(rows of data.train_files / data.train_batch_size) steps
     total_epochs: Schedule[int | None] = Field(None, ge=1, le=1_000_000)

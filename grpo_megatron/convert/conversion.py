@@ -41,6 +41,7 @@ def companions(folder: Path) -> list[Path]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
+    """Copy the `companions` of one folder to another."""
     for path in companions(source):
         copy = target / path.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
@@ -154,7 +155,7 @@ def _part_hint(path: Path) -> str:
 
 
 def model_layout_problems(arch: Architecture, tp: int = 1, pp: int = 1, ep: int = 1) -> list[str]:
-    """Why the model cannot be divided over such a layout; empty when it can."""
+    """Returns the reasons why the model cannot be divided over such a layout."""
     wanted = (
         ("tp", tp, "num_attention_heads", arch.num_attention_heads),
         ("tp", tp, "the MLP's intermediate size", arch.ffn_hidden_size),
@@ -173,6 +174,7 @@ def model_layout_problems(arch: Architecture, tp: int = 1, pp: int = 1, ep: int 
 
 
 def check_model_layout(arch: Architecture, tp: int, pp: int, ep: int) -> None:
+    """Raise ConvertError, with the sizes that are possible, unless the model can be divided over this layout."""
     problems = model_layout_problems(arch, tp, pp, ep)
     if problems:
         sizes = [n for n in range(1, 65) if not model_layout_problems(arch, tp=n)]

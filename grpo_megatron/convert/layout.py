@@ -38,6 +38,7 @@ def tracked_folder(folder: Path) -> Path | None:
 
 
 def write_tracker(folder: Path) -> None:
+    """Write the tracker of a folder whose checkpoint is in release/."""
     (folder / TRACKER_FILE).write_text(RELEASE)
 
 
@@ -146,7 +147,7 @@ def further_options(arch: Architecture) -> str:
 
 
 def unsupported_there(arch: Architecture) -> str | None:
-    """Why options alone do not make Megatron-LM build this model, or not in all versions. None: they do.
+    """Returns why options alone do not make Megatron-LM build this model, in all versions; None when they do.
 
     Source: gpt_builders.py and megatron/training of core_v0.16.1, 0.17.1, 0.18.2, 0.19.0 and of August 2026.
     """

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.utils.serialization import config
 
 from grpo_megatron.convert import ConvertError, listing_error
 from grpo_megatron.convert.hf import HFFolder
@@ -63,7 +64,7 @@ from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.run_files import CRITIC_FILE, PAIRS_FILE, STEP_FILE
 
 FORMAT_FILE = "metadata.json"
-FORMAT = {
+TORCH_DIST = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
@@ -151,7 +152,7 @@ def _without_end(folder: Path, end: Path) -> Path | None:
 
 
 def read_origin(data_folder: Path) -> Origin:
-    """Of a checkpoint whose files are in `data_folder`."""
+    """Find the origin of a checkpoint whose files are in `data_folder`."""
     folder = data_folder.parent if data_folder.name == "state" else data_folder
     part = next((part for part, mark in MARK_FILES.items() if (folder / mark).exists()), None)
     step = folder.parent if part in ("critic", "reward_model") else folder
@@ -432,7 +433,7 @@ def write_checkpoint(source: HFFolder, folder: Path, dtype: torch.dtype, progres
         contents, writer.results
     )  # fsync comes before the folder's rename
     torch.save(common_state(source.arch), folder / "common.pt")
-    (folder / FORMAT_FILE).write_text(json.dumps(FORMAT))
+    (folder / FORMAT_FILE).write_text(json.dumps(TORCH_DIST))
     return files.hashes
 
 
@@ -462,7 +463,8 @@ class _ChunkWriter:
             self.items.append([])
             self.results.append([])
         archive, start = io.BytesIO(), self._files.tell()
-        torch.save(value, archive)
+        with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined] # the manifest's sha256 is stronger
+            torch.save(value, archive)
         self._files.write(archive.getbuffer())
         length = self._files.tell() - start
         name = f"__0_{len(self.items) - 1}.distcp"

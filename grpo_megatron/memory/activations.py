@@ -1,6 +1,6 @@
 """Estimated device memory of one packed micro-batch in a forward and backward pass: activations and logits, in bytes.
 
-Counted from what the local layers of models/layers/spec.py keep for the backward pass; tests/checks/test_activations.py compares
+Counted from what the local layers of models/layers/spec.py keep for the backward pass; tests/memory/test_activations.py compares
 the counts with measured peaks. Transformer Engine's fused layers keep less. h is the hidden size, q and k the sizes of all
 query and all key heads, f the MLP's, s the bytes of a number. One layer keeps, per token:
 
@@ -26,6 +26,7 @@ from grpo_megatron.models.architecture import Architecture
 
 
 def recomputes_all(megatron: MegatronConfig) -> bool:
+    """Whether the layers compute their activations again in the backward pass."""
     return megatron.override_transformer_config.get("recompute_granularity") == "full"
 
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from grpo_megatron.algo.needs import needs_reference
-from grpo_megatron.checks.layout import stage_layers
 from grpo_megatron.config import Config, MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of
@@ -26,6 +26,7 @@ from grpo_megatron.models.weights.table import WeightRow, is_expert, is_layered
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 SAVED_OPTIMIZER_BYTES = 12  # per parameter in a checkpoint: the weight in float32 and two moments of Adam
 
 
@@ -211,3 +212,18 @@ def _optimizer(config: Config, world_size: int, stage: StageParameters) -> float
     replicas = world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
     expert_replicas = replicas // megatron.expert_model_parallel_size
     return per_parameter * (stage.dense / replicas + stage.experts / expert_replicas)
+
+
+def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
+    """Layers of each pipeline stage, as Megatron cuts them (evenly or not); None if it cannot."""
+    ends: list[Any] = [megatron.override_transformer_config.get(end) for end in (FIRST, LAST)]
+    given = [n for n in ends if n is not None]
+    if not all(isinstance(n, int) and n > 0 for n in given):
+        return None
+    middle, rest = megatron.pipeline_model_parallel_size - len(given), num_layers - sum(given)
+    if middle == 0:
+        return given if rest == 0 else None
+    if middle < 0 or rest < middle or rest % middle:
+        return None
+    stages = [ends[0], *[rest // middle] * middle, ends[1]]
+    return [n for n in stages if n is not None]

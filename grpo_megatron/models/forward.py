@@ -7,6 +7,7 @@ log-probabilities.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -212,17 +213,24 @@ class ShardedModel:
         dist.broadcast(shared, self.mesh.stage_rank(self.mesh.pp - 1), group=self.mesh.pp_group)
         return shared.cpu()
 
+    def readable_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block the model's weights are current and on the device. Collective."""
+        return contextlib.nullcontext()
+
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
         """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""
-        return hf_weights(self.model, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)
+        with self.readable_weights():
+            yield from hf_weights(self.model, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)
 
     def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
         """Collective stream of the weights for an engine: only the parts that it reads (see `Resharding.stream`)."""
-        return resharding.stream(self.model, version)
+        with self.readable_weights():
+            yield from resharding.stream(self.model, version)
 
     def expected_digests(self, resharding: Resharding) -> Expected:
         """The digests of the current weights, for each rank of the engine. Collective (see `Resharding`)."""
-        return resharding.expected_digests(self.model)
+        with self.readable_weights():
+            return resharding.expected_digests(self.model)
 
 
 class LanguageModel(ShardedModel):

@@ -31,10 +31,8 @@ from grpo_megatron.models.optimizer import (
     state_tensors,
     wrap_ddp,
 )
-from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sync.digest import Expected
-from grpo_megatron.types import Batch, WeightBucket
+from grpo_megatron.types import Batch
 
 
 class TooManySkippedSteps(RuntimeError):
@@ -153,26 +151,13 @@ class Policy(LanguageModel):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """See ShardedModel."""
-        self._gather_parameters()
-        return super().hf_weights(bucket_megabytes)
-
-    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
-        """See ShardedModel."""
-        self._gather_parameters()
-        return super().engine_weights(resharding, version)
-
-    def expected_digests(self, resharding: Resharding) -> Expected:
-        """See ShardedModel."""
-        self._gather_parameters()
-        return super().expected_digests(resharding)
-
-    def _gather_parameters(self) -> None:
+    @contextlib.contextmanager
+    def readable_weights(self) -> Iterator[None]:
         """With `overlap_param_gather`, the next forward pass would gather what the last update has changed."""
         if self.actor.megatron.overlap_param_gather:
             with self.device.megatron():
                 self.ddp.start_param_sync(force_sync=True)
+        yield
 
     # -- updates -------------------------------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ def is_watcher(rank: int, world_size: int) -> bool:
 
 
 class Heartbeat:
-    """Of one rank. A context manager; entering it is collective. `timeout_s` None: nothing is watched."""
+    """The heartbeat of one rank. A context manager; entering it is collective. `timeout_s` None: nothing is watched."""
 
     def __init__(self, output_dir: Path, mesh: Mesh, timeout_s: float | None) -> None:
         self.output_dir, self.mesh, self.timeout_s = output_dir, mesh, timeout_s

@@ -15,16 +15,18 @@ from grpo_megatron.config import Config
 from grpo_megatron.memory.engine import kv_token_bytes
 from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.flops import flops_per_pass, model_shape
+from grpo_megatron.models.flops import active_parameters, flops_per_pass
 from grpo_megatron.planning import speeds
 from grpo_megatron.planning.gpus import Gpu
 from grpo_megatron.planning.layout import Layout
 
-# -- PlannedMachine: GPUs on nodes, and the seconds that bytes need between them ---------------------------------------
+# -- The machine -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlannedMachine:
+    """GPUs on nodes, and the seconds that bytes need between them."""
+
     gpu: Gpu
     world_size: int
     per_node: int = 8
@@ -44,7 +46,7 @@ class PlannedMachine:
         return size / (self.gpu.host_bytes_per_s * speeds.HOST)
 
 
-# -- Workload: what one training step computes, whatever the layout. Lengths are means; only the longest response is a m
+# -- The workload of a step --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def _old_pass(config: Config) -> list[str]:
     return reasons_for_old_pass(config.algorithm, config.actor, config.data.train_batch_size)
 
 
-# -- Seconds that the engines need to draw a step's samples: an estimate with the fractions of speeds.py ---------------
+# -- Generation --------------------------------------------------------------------------------------------------------
 # An engine decodes b sequences at a time: as many as its samples, its cache and max_num_seqs allow. One decoding step:
 #
 # memory    the weights that b tokens visit, and the cache of b sequences, read once, over the engine's ranks
@@ -141,7 +143,7 @@ def _step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, seque
     in_flight = work.prompt_tokens + work.response_tokens / 2
     cache = sequences * in_flight * kv_token_bytes(arch, tp, work.itemsize)
     memory = machine.read_seconds(_visited_weights(arch, sequences) * work.itemsize / tp + cache)
-    active = model_shape(arch).active_parameters
+    active = active_parameters(arch)
     compute = 2 * active * sequences / (tp * machine.gpu.tflops * 1e12 * speeds.MATMUL)
     reduce = 0.0
     if tp > 1:
@@ -164,11 +166,11 @@ def _visited_weights(arch: Architecture, tokens: float) -> float:
 def _prompt_seconds(work: Workload, layout: Layout, machine: PlannedMachine, samples: int) -> float:
     """Computing each prompt once per engine: its samples are neighbours, and share the prefix."""
     prompts = math.ceil(samples / work.samples_per_prompt)
-    flops = 2 * model_shape(work.arch).active_parameters * prompts * work.prompt_tokens
+    flops = 2 * active_parameters(work.arch) * prompts * work.prompt_tokens
     return flops / (layout.rollout_tp * machine.gpu.tflops * 1e12 * speeds.MATMUL)
 
 
-# -- Seconds of the forward and backward passes of a step: an estimate with the fractions of speeds.py -----------------
+# -- Training ----------------------------------------------------------------------------------------------------------
 # compute      FLOP of models/flops.py / (GPUs x peak x fraction); recomputation adds a third to an update
 # fraction     MATMUL (or EXPERTS) x t / (t + HALF_TOKENS), for a micro-batch of t tokens
 # tp           4 h bytes x (tp - 1) / tp per token, layer and forward pass over the links; twice as much backward
@@ -186,7 +188,7 @@ GRADIENT_SYNC_BYTES = 4 + 2  # float32 gradients are reduced, bfloat16 weights a
 @functools.cache
 def _flops_per_sample(arch: Architecture, tokens: int) -> float:
     """FLOP of a forward and backward pass over one sequence."""
-    return flops_per_pass(model_shape(arch), [tokens])
+    return flops_per_pass(arch, [tokens])
 
 
 def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, backward: bool) -> float:
@@ -261,6 +263,8 @@ def scoring_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> 
 
 @dataclass(frozen=True)
 class StepSeconds:
+    """The estimated seconds of the parts of a training step."""
+
     generate: float
     score: float
     update: float

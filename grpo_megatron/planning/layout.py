@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from grpo_megatron.checks.layout import FIRST, LAST, divisors, world_problems
+from grpo_megatron.checks.layout import divisors, world_problems
 from grpo_megatron.config import Config, MegatronConfig
 from grpo_megatron.memory.activations import recomputes_all
+from grpo_megatron.memory.parameters import FIRST, LAST
 from grpo_megatron.models.architecture import Architecture, engine_split_problems, split_problems
 from grpo_megatron.models.layers.precision import precision_problems
 
@@ -153,7 +154,7 @@ def _levels(name: str, new: Any, old: Any) -> float:
     return abs(new - old) / 0.1 if name == "utilization" else abs(math.log2(new / old))
 
 
-# -- The layouts that a world and a model allow: every combination of the keys of Layout that is valid. Pure arithmetic
+# -- The layouts that a world and a model allow ------------------------------------------------------------------------
 
 ENGINE_NODES = 2  # an engine is on at most so many nodes, unless the config asks for more
 TOKEN_FACTORS = (1, 2, 4)

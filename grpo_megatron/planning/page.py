@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
 
 
-# -- Warnings of a plan: what is allowed and works, but costs more than the user may think. Each with its numbers ------
+# -- Warnings: what works, but costs more than the user may think ------------------------------------------------------
 
 IDLE = 0.02  # a share of idle ranks that is worth a warning
 BUBBLE = 0.2  # a share of the pipeline's time
@@ -143,7 +143,7 @@ def _few_rows(config: Config, checked: Checked) -> Iterator[str]:
             yield f"{key}={batch} and {found} rows: every step has each row {batch / found:.2g} times on average"
 
 
-# -- The verdict that ends a plan: whether the run fits a GPU, what to change if not, and the nearest layouts that do --
+# -- The verdict: whether the run fits a GPU, what to change if not, and the nearest layouts that do -------------------
 
 PAGE_WIDTH = 120  # characters per line of a plan, where the width of the terminal is not known
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
 
 
-# -- The data of a run in its printed plan: rows, epochs, validations --------------------------------------------------
+# -- The data ----------------------------------------------------------------------------------------------------------
 
 
 def data_lines(config: Config, checked: Checked) -> Iterator[tuple[str, str]]:
@@ -120,16 +120,18 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-# -- Rows "name   text" of a printed plan: all texts begin in the same column, and long ones go on below it ------------
+# -- Rows: all texts begin in the same column, and long ones go on below it --------------------------------------------
 
 NAME_WIDTH = 18
 
 
 def named_row(name: str, text: str) -> str:
+    """A row of the page: a name of a fixed width, and a text."""
     return f"{name:<{NAME_WIDTH}}{text}"
 
 
 def named_rows(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """One row for each (name, text)."""
     return (named_row(name, text) for name, text in pairs)
 
 
@@ -144,7 +146,7 @@ def fitted_row(line: str, width: int) -> list[str]:
     )
 
 
-# -- One prompt of the run as text, for the printed plan: special tokens are shown as the tokenizer writes them --------
+# -- One prompt, with special tokens as the tokenizer writes them ------------------------------------------------------
 
 MAX_CHARACTERS = 3000  # of a long prompt, both ends
 
@@ -459,6 +461,7 @@ def _description(folder: RewardFolder, model: ScoringModel, *, learns: bool) -> 
 
 
 def partial_lines(config: Config) -> Iterator[tuple[str, str]]:
+    """The line about responses that take several steps; none without them."""
     partial, batch = config.rollout.partial, config.data.train_batch_size
     if partial.is_on:
         yield (

@@ -96,7 +96,7 @@ def proposed_fit(config: Config, models: RunModels, world_size: int, device: flo
     )
 
 
-# -- The layouts nearest to a config that fit a GPU: fewest changed keys, then fewest levels, then fastest -------------
+# -- The layouts nearest to a config -----------------------------------------------------------------------------------
 # A level is a factor of two in a size, a switch, or 0.1 of the engine's share of the GPU.
 
 LARGEST_SEARCH = 20_000  # layouts that are tried
@@ -115,6 +115,7 @@ class PlannedLayout:
 
 
 def estimated(found: Fit, work: Workload, machine: PlannedMachine) -> PlannedLayout:
+    """A layout that fits, with its estimated step."""
     tokens = found.cache.tokens if found.cache is not None else 0
     return PlannedLayout(found, step_seconds(work, found.layout, machine, tokens))
 

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_megatron.checks.layout import stage_layers
 from grpo_megatron.config import Config
-from grpo_megatron.memory.parameters import DTYPE_BYTES, GRADIENT_BYTES, RunModels, StageParameters
+from grpo_megatron.memory.parameters import DTYPE_BYTES, GRADIENT_BYTES, RunModels, StageParameters, stage_layers
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.weights.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.mesh import Grid
@@ -34,7 +33,7 @@ from grpo_megatron.rollout.build import find_engine
 from grpo_megatron.sync.plan import NETWORK, NODE, SyncPlan
 from grpo_megatron.sync.rounds import RankPlan, Rounds, Traffic, plan_rounds
 
-# -- What one weight sync costs, from its plan: bytes, operations, memory, and seconds at stated bandwidths ------------
+# -- One weight sync ---------------------------------------------------------------------------------------------------
 # The seconds are an estimate: in every round all ranks wait for the one that sends or receives most. The network and the
 # links within the nodes work at the same time, on different rounds, so the slower of the two counts. Not counted: latency,
 # and loading into the engine, which overlaps as well.
@@ -93,6 +92,7 @@ def planned_sync(
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
+    """The grid of ranks that the config's layout makes."""
     megatron = config.actor.megatron
     return Grid(
         world_size,

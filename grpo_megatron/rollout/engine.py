@@ -289,51 +289,121 @@ def stable_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-# -- StatefulEngine: what an engine refuses in which state, for engines with a queue of their own ----------------------
-# An engine is asleep or awake, has a complete set of weights or none, and is broken for ever once a call has left its queue in
-# an unknown state.
+# -- the state of an engine --------------------------------------------------------------------------------------------
 
 BROKEN = "the engine is broken and must be built again"
 
 
 class StatefulEngine(RolloutEngine):
-    """A subclass sets these attributes in its constructor. `_queue` has `len`, `in` for ids, and `cache_statistics`."""
+    """What an engine with a queue of its own refuses in which state.
+
+    An engine is asleep or awake, has a complete set of weights or none, and is broken for ever once a call has left its
+    queue in an unknown state. A subclass sets the attributes below in its constructor. `_queue` has `len`, `in` for ids,
+    `step`, `abort` and `cache_statistics`.
+    """
 
     _queue: Any
     _max_model_len: int
+    _vocab_size: int
     _version: int | None
+    _can_sleep: bool  # rollout.free_cache_engine
     _asleep: set[str]  # of {"weights", "kv_cache"}
     _broken: str | None  # why this engine can never work again
+
+    @abstractmethod
+    def _working(self) -> contextlib.AbstractContextManager[Any]:
+        """Around every call of the queue that computes or frees something."""
+
+    def _free_memory(self) -> None:
+        """Called when the engine falls asleep."""
+
+    def _allocate(self, part: str) -> None:
+        """Called when "weights" or "kv_cache" wake up."""
 
     @property
     def version(self) -> int | None:
         return self._version
 
+    @property
+    def num_unfinished(self) -> int:
+        """How many requests are unfinished; 0 for a broken engine, of which nothing will ever finish."""
+        return 0 if self._broken is not None else len(self._queue)
+
+    def poll(self) -> list[tuple[str, Completion]]:
+        self._require_ready()
+        if not self._queue:
+            return []
+        with self._breaking(), self._working():
+            finished: list[tuple[str, Completion]] = self._queue.step()
+        return finished
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._require_unbroken()
+        if unknown := [request_id for request_id in request_ids if request_id not in self._queue]:
+            raise ValueError(f"no unfinished request has the id {', '.join(map(repr, unknown))}")
+        with self._breaking(), self._working():
+            self._queue.abort(request_ids)
+
+    def cache_statistics(self) -> tuple[int, int]:
+        counts: tuple[int, int] = self._queue.cache_statistics()
+        return counts
+
+    def sleep(self) -> None:
+        """Free the device memory; nothing if `rollout.free_cache_engine` is off. On CPU only the state changes."""
+        if not self._can_sleep or self._asleep:
+            return
+        self._require_idle("sleep")
+        self._version = None
+        self._asleep = {"weights", "kv_cache"}
+        self._free_memory()
+
+    def wake_weights(self) -> None:
+        self._wake("weights")
+
+    def wake_kv_cache(self) -> None:
+        if "weights" in self._asleep:
+            raise RuntimeError("wake_kv_cache before wake_weights: the weights must be loaded in between")
+        self._wake("kv_cache")
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._allocate(part)
+            self._asleep.discard(part)
+
     def require(self, version: int) -> None:
-        """See RolloutEngine."""
         self._require_ready()
         super().require(version)
 
-    @property
-    def num_unfinished(self) -> int:
-        """See RolloutEngine. 0 for a broken engine: nothing of it will ever finish."""
-        return 0 if self._broken is not None else len(self._queue)
-
-    def _require_new(self, request_id: str) -> None:
+    def _require_new(self, request_id: str, request: Request) -> None:
+        """Raise ValueError for an id that is unfinished, or a request that does not fit the model."""
         if request_id in self._queue:
             raise ValueError(f"request {request_id!r} is submitted already, and unfinished")
+        if not 1 <= len(request.prompt_ids) <= self._max_model_len - request.max_tokens:
+            raise ValueError(
+                f"a prompt of {len(request.prompt_ids)} tokens with max_tokens {request.max_tokens} does not fit"
+                f" max_model_len {self._max_model_len} (or is empty)"
+            )
+        own = request.stop.token_ids if request.stop else ()
+        self._require_vocabulary([*request.prompt_ids, *request.stop_token_ids, *own])
 
-    def _require_known(self, request_ids: Sequence[str]) -> None:
-        if unknown := [request_id for request_id in request_ids if request_id not in self._queue]:
-            raise ValueError(f"no unfinished request has the id {', '.join(map(repr, unknown))}")
+    def _require_sequences(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Raise unless the engine is idle, and can compute the log-probabilities of all of these."""
+        self._require_ready()
+        self._require_idle("logprobs")
+        for ids in sequences:
+            if not 1 <= len(ids) < self._max_model_len:
+                raise ValueError(
+                    f"cannot compute logprobs of {len(ids)} tokens: max_model_len is {self._max_model_len}"
+                )
+            self._require_vocabulary(ids)
+
+    def _require_vocabulary(self, ids: Sequence[int]) -> None:
+        if not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            raise ValueError(f"token ids {min(ids)} to {max(ids)} are outside the vocabulary of {self._vocab_size}")
 
     def _require_idle(self, call: str) -> None:
         if problem := self._unfinished():
             raise RuntimeError(f"{call}: {problem}")
-
-    def _require_length(self, ids: Sequence[int]) -> None:
-        if not 1 <= len(ids) < self._max_model_len:
-            raise ValueError(f"cannot compute logprobs of {len(ids)} tokens: max_model_len is {self._max_model_len}")
 
     def _unfinished(self) -> str | None:
         """Why the weights and the cache must stay as they are."""
@@ -370,37 +440,9 @@ class StatefulEngine(RolloutEngine):
             raise
 
 
-# -- Census: the checks on a stream of weights, before an engine takes any of it ---------------------------------------
+# -- the checks on a stream of weights, before an engine takes any of it -----------------------------------------------
 # Engines do not check names. vLLM takes 10 tensors of 36 without a complaint, and then generates nonsense. Values are
 # checked where they are complete: by the attestation (sync/digest.py), and by evaluation on the tensors that it reads.
-
-
-class Census:
-    """Which tensors of one stream are expected, and which have arrived."""
-
-    def __init__(self, expected: Mapping[str, SyncTensor]) -> None:
-        self._expected = expected
-        self._arrived: set[str] = set()
-
-    def admit(self, bucket: WeightBucket) -> str | None:
-        """Record a bucket. Returns what is wrong with it: unknown or repeated names, and shapes."""
-        problems = []
-        for name, tensor in bucket:
-            if name not in self._expected:
-                problems.append(f"{name} is not a tensor of this model")
-            elif name in self._arrived:
-                problems.append(f"{name} arrived twice")
-            elif tuple(tensor.shape) != self._expected[name].shape:
-                problems.append(f"{name} has shape {tuple(tensor.shape)}, not {self._expected[name].shape}")
-            self._arrived.add(name)
-        return shortened(problems) or None
-
-    def missing(self) -> str | None:
-        """What is wrong with the stream as a whole: the names that never arrived."""
-        names = [name for name in self._expected if name not in self._arrived]
-        if not names:
-            return None
-        return shortened([f"{len(names)} of {len(self._expected)} tensors are missing", *names])
 
 
 def load_verified(
@@ -411,16 +453,32 @@ def load_verified(
 ) -> str | None:
     """Read `stream` to its end, and `load` every bucket up to the first problem. Returns the first problem, or None.
 
-    `load` returns what went wrong, or None. `problem`: of this rank, known before; nothing is loaded then. Never raises,
-    and never stops early: the other ranks may wait for what this rank's stream sends them. Not collective; the caller
-    lets the ranks agree on their problems after their streams.
+    Problems are unknown, repeated and missing names, wrong shapes, and what `load` returns. `problem`: of this rank, known
+    before; nothing is loaded then. Never raises, and never stops early: the other ranks may wait for what this rank's
+    stream sends them. Not collective; the caller lets the ranks agree on their problems after their streams.
     """
-    census = Census(expected)
+    arrived: set[str] = set()
     try:
         for bucket in stream:
-            problem = problem or census.admit(bucket)
+            problem = problem or _wrong_in(bucket, expected, arrived)
+            arrived.update(name for name, _ in bucket)
             if problem is None:
                 problem = load([(name, tensor.detach()) for name, tensor in bucket])
     except Exception as error:  # of any kind: the other ranks wait for this rank
         return problem or f"{type(error).__name__}: {error}"
-    return problem or census.missing()
+    missing = [name for name in expected if name not in arrived]
+    if missing and problem is None:
+        return shortened([f"{len(missing)} of {len(expected)} tensors are missing", *missing])
+    return problem
+
+
+def _wrong_in(bucket: WeightBucket, expected: Mapping[str, SyncTensor], arrived: set[str]) -> str | None:
+    problems = []
+    for number, (name, tensor) in enumerate(bucket):
+        if name not in expected:
+            problems.append(f"{name} is not a tensor of this model")
+        elif name in arrived or any(name == other for other, _ in bucket[:number]):
+            problems.append(f"{name} arrived twice")
+        elif tuple(tensor.shape) != expected[name].shape:
+            problems.append(f"{name} has shape {tuple(tensor.shape)}, not {expected[name].shape}")
+    return shortened(problems) or None

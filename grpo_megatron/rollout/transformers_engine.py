@@ -9,11 +9,13 @@ Every rank holds the whole model and serves its own requests. There is no tensor
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -269,6 +271,7 @@ class TransformersEngine(StatefulEngine):
         self._mesh, self._tensors, self._max_model_len = mesh, tensors, max_model_len
         with device.preserve_rng():  # transformers draws initial weights
             self._model = RowModel(model_path, dtype)
+        self._vocab_size = self._model.vocab_size
         self._weights: dict[str, torch.Tensor] = self._model.module.state_dict()
         if unknown := [name for name in tensors.tensors if name not in self._weights]:
             raise ConfigError(
@@ -319,75 +322,21 @@ class TransformersEngine(StatefulEngine):
     # -- generation ----------------------------------------------------------------------------------------------------
 
     def submit(self, request_id: str, request: Request, version: int) -> None:
-        """See RolloutEngine."""
         self.require(version)
-        self._require_new(request_id)
-        if not 1 <= len(request.prompt_ids) <= self._max_model_len - request.max_tokens:
-            raise ValueError(
-                f"a prompt of {len(request.prompt_ids)} tokens with max_tokens {request.max_tokens} does not fit"
-                f" max_model_len {self._max_model_len} (or is empty)"
-            )
-        self._require_vocabulary([*request.prompt_ids, *request.stop_token_ids])
+        self._require_new(request_id, request)
         self._queue.add(request_id, request)
 
-    def poll(self) -> list[tuple[str, Completion]]:
-        """See RolloutEngine. Touches none of the host's random generators."""
-        self._require_ready()
-        if not self._queue:
-            return []
-        with self._breaking(), torch.inference_mode():
-            return self._queue.step()
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """See RolloutEngine."""
-        self._require_unbroken()
-        self._require_known(request_ids)
-        with self._breaking(), torch.inference_mode():
-            self._queue.abort(request_ids)
-
-    def cache_statistics(self) -> tuple[int, int]:
-        """See RolloutEngine. A prompt is shared by requests that join in the same step."""
-        return self._queue.cache_statistics()
+    def _working(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.inference_mode()
 
     @torch.inference_mode()
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """See RolloutEngine."""
-        self._require_ready()
-        self._require_idle("logprobs")
-        for ids in sequences:
-            self._require_length(ids)
-            self._require_vocabulary(ids)
+        self._require_sequences(sequences)
         rows: list[list[float]] = []
         per_pass = max(1, self._max_tokens // aligned(self._max_model_len))
         for first in range(0, len(sequences), per_pass):
             rows += self._model.logprobs(sequences[first : first + per_pass])
         return rows
-
-    def _require_vocabulary(self, ids: Sequence[int]) -> None:
-        if not 0 <= min(ids) <= max(ids) < self._model.vocab_size:
-            raise ValueError(
-                f"token ids {min(ids)} to {max(ids)} are outside the vocabulary of {self._model.vocab_size}"
-            )
-
-    # -- memory --------------------------------------------------------------------------------------------------------
-
-    def sleep(self) -> None:
-        """See RolloutEngine. On the CPU no memory is freed, but the same calls raise errors until waking."""
-        if not self._can_sleep or self._asleep:
-            return
-        self._require_idle("sleep")
-        self._version = None
-        self._asleep = {"weights", "kv_cache"}
-
-    def wake_weights(self) -> None:
-        """See RolloutEngine."""
-        self._asleep.discard("weights")
-
-    def wake_kv_cache(self) -> None:
-        """See RolloutEngine."""
-        if "weights" in self._asleep:
-            raise RuntimeError("wake_kv_cache before wake_weights: the weights must be loaded in between")
-        self._asleep.discard("kv_cache")
 
     def shutdown(self) -> None:
         """See RolloutEngine. May be called twice."""

@@ -10,6 +10,7 @@ There is no server. Weights never come from a file: the engine is built with dum
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -47,14 +48,13 @@ class _Entry:
 class VllmQueue:
     """The requests of a vllm.LLM. When `add`, `step` or `abort` raises, vLLM's state is unknown."""
 
-    def __init__(self, llm: Any, sampling_params: Any, max_model_len: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, llm: Any, sampling_params: Any, eos_token_ids: Sequence[int]) -> None:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         self._engine, self._tokens_input = llm.llm_engine, tokens_input
         self._sampling_params, self._kinds = sampling_params, RequestOutputKind
-        self._vocab_size: int = llm.model_config.get_vocab_size()
-        self._max_model_len, self._eos_token_ids = max_model_len, tuple(eos_token_ids)
+        self._eos_token_ids = tuple(eos_token_ids)
         self._entries: dict[str, _Entry] = {}
         self._num_submitted = 0
         self._queried_tokens = self._cached_tokens = 0
@@ -67,21 +67,14 @@ class VllmQueue:
 
     def params(self, request: Request) -> Any:
         """vllm.SamplingParams of a request. Raises ValueError for one that vLLM would change."""
-        if not 1 <= len(request.prompt_ids) <= self._max_model_len - request.max_tokens:
-            raise ValueError(
-                f"a prompt of {len(request.prompt_ids)} tokens with max_tokens {request.max_tokens} does not fit "
-                f"max_model_len {self._max_model_len} (or is empty)"
-            )
         low, high = ENGINE_TEMPERATURES
         if request.temperature != 0 and not low <= request.temperature <= high:
             raise ValueError(f"temperature {request.temperature} is outside vLLM's {low} to {high} (or 0)")
-        self.require_vocabulary(request.prompt_ids)
         stop_token_ids = [
             *self._eos_token_ids,
             *request.stop_token_ids,
             *(request.stop.token_ids if request.stop else ()),
         ]
-        self.require_vocabulary(stop_token_ids)
         return self._sampling_params(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
@@ -94,11 +87,6 @@ class VllmQueue:
             detokenize=False,
             output_kind=self._kinds.DELTA if request.stop else self._kinds.FINAL_ONLY,
         )
-
-    def require_vocabulary(self, ids: Sequence[int]) -> None:
-        """Raise ValueError for ids outside the vocabulary."""
-        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            raise ValueError(f"token ids {min(ids)} to {max(ids)} are outside the vocabulary of {self._vocab_size}")
 
     def add(self, request_id: str, request: Request, params: Any) -> None:
         """`params` are those of the request."""
@@ -124,7 +112,7 @@ class VllmQueue:
         return [(request_id, completion) for _, request_id, completion in finished]
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Of unfinished requests."""
+        """Stop serving unfinished requests."""
         self._engine.abort_request(list(request_ids))
         for request_id in request_ids:
             del self._entries[request_id]
@@ -205,7 +193,8 @@ class VllmEngine(StatefulEngine):
         has_latents = any(name.endswith("kv_a_proj_with_mqa.weight") for name in tensors.tensors)
         limits: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "has_latents": has_latents}
         self._llm, self._sampling_params = vllm_process.build(model_path, rollout, options, mesh, device, **limits)
-        self._queue = VllmQueue(self._llm, self._sampling_params, max_model_len, eos_token_ids)
+        self._queue = VllmQueue(self._llm, self._sampling_params, eos_token_ids)
+        self._vocab_size = self._llm.model_config.get_vocab_size()
         engine_rank = mesh.rank % mesh.rollout_tp
         (self._memory,) = self._llm.apply_model(lambda model: EngineMemory(model, tensors, engine_rank))
 
@@ -275,38 +264,20 @@ class VllmEngine(StatefulEngine):
     def submit(self, request_id: str, request: Request, version: int) -> None:
         """See RolloutEngine. Raises ValueError for a request that vLLM would change."""
         self.require(version)
-        self._require_new(request_id)
+        self._require_new(request_id, request)
         params = self._queue.params(request)
         with self._breaking():
             self._queue.add(request_id, request, params)
 
-    def poll(self) -> list[tuple[str, Completion]]:
-        """See RolloutEngine. Leaves the host's random generators as they were."""
-        self._require_ready()
-        if not self._queue:
-            return []
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
         # Every request has a seed: vLLM asks numpy's generator for one otherwise, and Python's never.
-        with self._breaking(), self._device.preserve_torch_rng(), vllm_process.inside(self._device):
-            return self._queue.step()
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """See RolloutEngine."""
-        self._require_unbroken()
-        self._require_known(request_ids)
-        with self._breaking():
-            self._queue.abort(request_ids)
-
-    def cache_statistics(self) -> tuple[int, int]:
-        """See RolloutEngine. Counts whole blocks of the key-value cache, as vLLM reports them for each request."""
-        return self._queue.cache_statistics()
+        with self._device.preserve_torch_rng(), vllm_process.inside(self._device):
+            yield
 
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """See RolloutEngine. A sequence must leave room for one token. Uses [max_num_batched_tokens, V] of memory."""
-        self._require_ready()
-        self._require_idle("logprobs")
-        for ids in sequences:
-            self._require_length(ids)
-            self._queue.require_vocabulary(ids)
+        self._require_sequences(sequences)
         params = self._sampling_params(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )
@@ -316,48 +287,27 @@ class VllmEngine(StatefulEngine):
     def _run(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
         if not prompts:
             return []
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
         with self._breaking(), self._device.preserve_rng(), vllm_process.inside(self._device):
-            outputs: list[Any] = self._llm.generate(
-                [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
-            )
+            outputs: list[Any] = self._llm.generate(inputs, params, use_tqdm=False)
         return outputs
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def sleep(self) -> None:
-        """Free weights and KV cache. Does nothing if `rollout.free_cache_engine` is off.
+    # Sleep level 2 (`rollout.engine_options.sleep_level`) drops the weights, which the next sync sends anyway; level 1 keeps
+    # a copy on the host. At either level `version` becomes None: after waking, the weights are undefined, or those of an
+    # earlier step. vLLM saves the model's buffers itself, and keeps the address of every parameter, so that CUDA graphs stay
+    # valid. On CPU no memory is freed. The GPU path was not run on a GPU yet.
 
-        Level 2 (`rollout.engine_options.sleep_level`) drops the weights, which the next sync sends anyway; level 1 keeps a
-        copy on the host. At either level `version` becomes None: after waking, the weights are undefined, or those of an
-        earlier step. vLLM saves the model's buffers itself, and keeps the address of every parameter, so that CUDA graphs
-        stay valid. On CPU no memory is freed, but the same calls raise errors until waking. The GPU path was not run on a
-        GPU yet.
-        """
-        if not self._can_sleep or self._asleep:
-            return
-        self._require_idle("sleep")
-        self._version = None
-        self._asleep = {"weights", "kv_cache"}
+    def _free_memory(self) -> None:
         if self._device.is_cuda:
             with vllm_process.inside(self._device):
                 self._llm.sleep(level=self._sleep_level)
 
-    def wake_weights(self) -> None:
-        """First half of waking, before `load_weights`. The GPU path was not run on a GPU yet."""
-        self._wake("weights")
-
-    def wake_kv_cache(self) -> None:
-        """Second half, after `load_weights`, when the stream's buckets are freed. Not run on a GPU yet."""
-        if "weights" in self._asleep:
-            raise RuntimeError("wake_kv_cache before wake_weights: the weights must be loaded in between")
-        self._wake("kv_cache")
-
-    def _wake(self, part: str) -> None:
-        if part in self._asleep:
-            if self._device.is_cuda:
-                with vllm_process.inside(self._device):
-                    self._llm.wake_up(tags=[part])
-            self._asleep.discard(part)
+    def _allocate(self, part: str) -> None:
+        if self._device.is_cuda:
+            with vllm_process.inside(self._device):
+                self._llm.wake_up(tags=[part])
 
     def shutdown(self) -> None:
         """Release the worker and vLLM's process groups, before the mesh is destroyed. Collective; may be called twice."""

@@ -428,8 +428,8 @@ def inside(device: Device) -> Iterator[None]:
 def ending(device: Device) -> contextlib.AbstractContextManager[Any]:
     """Around the shutdown of an engine.
 
-    vLLM calls `gc.unfreeze` and then collects garbage three times, which takes seconds. On CPU nothing else
-    needs the memory, so frozen objects stay frozen there.
+    vLLM calls `gc.unfreeze` and then collects garbage three times, which takes seconds. On CPU nothing else needs the
+    memory, so frozen objects stay frozen there.
     """
     return contextlib.nullcontext() if device.is_cuda else replaced(gc, unfreeze=lambda: None)
 

@@ -66,7 +66,7 @@ class Times:
 
 
 class EnvironmentAnswers:
-    """See driver.Answers. `pool` is None on ranks that are not the leader of their rollout block."""
+    """The `Answers` of real environments. `pool` is None on ranks that are not the leader of their rollout block."""
 
     def __init__(
         self, pool: EnvironmentPool | None, renderer: TurnRenderer, multi_turn: MultiTurnConfig, mesh: Mesh
@@ -86,7 +86,7 @@ class EnvironmentAnswers:
         self._kept.attempt(lambda pool: pool.step(trajectory.key, self._text(trajectory)))
 
     def take(self, trajectories: Sequence[Trajectory]) -> list[Answer]:
-        """See driver.Answers. Raises EnvironmentsLost."""
+        """Waits for the answers of these environments. Raises EnvironmentsLost on all ranks of the block."""
         start = time.perf_counter()
         outcomes = self._kept.attempt(lambda pool: pool.wait([trajectory.key for trajectory in trajectories])) or {}
         self.times.waited += time.perf_counter() - start

@@ -91,7 +91,7 @@ def stream_shared(
     mesh: Mesh,
     capacity: int,
 ) -> Iterator[list[tuple[int, Completion]]]:
-    """What finishes on this block, one list per engine step. `queues[b]` numbers the requests of block b, in order.
+    """Yields what finishes on this block, one list per engine step. `queues[b]` numbers the requests of block b, in order.
 
     Collective over the world while anything waits, then over the block. Raises as RolloutEngine.stream does.
     """
@@ -122,7 +122,7 @@ def stream_shared(
 
 
 def _counts(mesh: Mesh, num_waiting: int, num_drawn: int) -> tuple[list[int], list[int]]:
-    """Of every block: requests that wait, and requests that its engine has. Collective."""
+    """Returns for every block how many requests wait, and how many its engine has. Collective."""
     blocks = mesh.num_rollout_blocks
     local = [0] * (2 * blocks)
     if mesh.is_block_leader:

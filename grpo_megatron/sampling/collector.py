@@ -50,6 +50,8 @@ class Group:
 
 
 class Collector(Protocol):
+    """Provides the samples of a step. See the header."""
+
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
         """Up to `count` groups for step `step`. Collective. The engine is awake and holds the weights of `step`."""
 
@@ -57,7 +59,7 @@ class Collector(Protocol):
         """Passes over the data so far, as a fractional number."""
 
     def state(self) -> State:
-        """What `load_state` needs: plain JSON, the same on every rank. Collective."""
+        """Returns what `load_state` needs: plain JSON, the same on every rank. Collective."""
 
     def load_state(self, state: State) -> None: ...
 
@@ -295,6 +297,7 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
 
 
 def unpack_sample(packed: dict[str, Any]) -> Sample:
+    """The sample that `pack_sample` has packed."""
     prompt = dict(packed["prompt"])
     prompt["prompt_ids"] = tuple(prompt["prompt_ids"])
     columns: dict[str, Any] = {

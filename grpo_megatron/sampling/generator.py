@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Request:
-    """What `Generator.draw` was asked for. Sample number k is response k mod len(indices) to prompt k // len(indices)."""
+    """The arguments of one `Generator.draw`. Sample number k is response k mod len(indices) to prompt k // len(indices)."""
 
     prompts: Sequence[Prompt]
     uids: list[str]  # of the prompts, different from each other
@@ -124,7 +124,7 @@ class Generator:
     def _finished(
         self, wanted: _Request, queues: list[list[int]], metrics: Metrics
     ) -> Iterator[list[tuple[int, Sample]]]:
-        """What this block completes, one list of (number, sample) per engine step. `queues[b]` numbers the samples of block b."""
+        """Yields what this block completes: one list of (number, sample) per engine step. `queues[b]`: the numbers of block b."""
 
         def request(number: int) -> Request:
             place, index = wanted.of(number)

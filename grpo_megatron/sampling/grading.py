@@ -124,7 +124,7 @@ class Grading:
 
 
 class TurnGrading(Grading):
-    """See Grading. `pool` is None where the environment gives the rewards, too."""
+    """Grades trajectories. `pool` is also None where the environment gives the rewards."""
 
     def __init__(self, pool: RewardPool | None, tokenizer: Any, *, gives_rewards: bool) -> None:
         super().__init__(pool, tokenizer)
@@ -132,12 +132,12 @@ class TurnGrading(Grading):
         self._last_turns: list[tuple[Sample, Turn, Sample]] = []  # trajectory, its last turn, that turn as a sample
 
     def begin(self, rewards: Iterable[str], num_samples: int) -> None:
-        """See Grading."""
+        """Forget the trajectories of the last draw, then begin as `Grading` does."""
         self._last_turns = []
         super().begin(rewards, num_samples)
 
     def add(self, sample: Sample) -> None:
-        """See Grading."""
+        """Queue the last turn of a complete trajectory, or take the rewards of its environment. Returns at once."""
         turn = next((turn for turn in reversed(sample.turns) if turn.kind == "assistant"), None)
         if turn is None:
             return
@@ -151,7 +151,7 @@ class TurnGrading(Grading):
         super().add(alone)
 
     def finish(self) -> str | None:
-        """See Grading."""
+        """Wait as `Grading` does, then add the rewards of last turns to those of the other turns."""
         problem = super().finish()
         for sample, turn, alone in self._last_turns:
             sample.reward = math.fsum([alone.reward, *(reward for _, reward in sample.turn_rewards)])

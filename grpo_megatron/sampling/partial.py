@@ -97,7 +97,7 @@ class _InProgress:
 
 
 class PartialCollector(PolicyCollector):
-    """See the module's header."""
+    """Goes on with the unfinished responses of earlier steps. See the header."""
 
     def __init__(
         self,
@@ -214,5 +214,5 @@ class PartialCollector(PolicyCollector):
 
 
 def _unfinished(group: _InProgress) -> list[Sample]:
-    """Those on this rank."""
+    """The unfinished samples of the group that this rank holds."""
     return [sample for sample in group.samples if sample.finish_reason == UNFINISHED]

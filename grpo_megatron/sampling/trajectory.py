@@ -29,7 +29,7 @@ ENDINGS = ("ok", "turn_limit", "length", "prompt_length", *FAILURES)
 
 @dataclass(frozen=True)
 class Answer:
-    """What an environment answered, as tokens: those of the prompt (the first one), or of an observation.
+    """The answer of an environment, as tokens: those of the prompt (the first one), or of an observation.
 
     `status` other than "ok": the environment failed, and `message` says how.
     """

@@ -101,12 +101,14 @@ class DynamicSampling:
 # Up to `ratio` of each batch comes from the buffer: the oldest groups first, each at most once. The rest is fresh. Fresh
 # groups whose rewards differ enter the buffer. Groups leave it when they are too old, or when it holds more than `size`.
 #
-# The ratio of the surrogate loss is taken against the training engine's log-probabilities at the start of the update. The
+# The ratio of the surrogate loss is taken against the policy's log-probabilities at the start of the update. The
 # rollout correction covers the difference between those and the log-probabilities that a sample was drawn with, for old and
 # fresh samples alike.
 
 
 class Replay:
+    """Takes up to `replay.ratio` of a step's groups from a buffer, and the others from `inner`."""
+
     def __init__(self, inner: Collector, replay: ReplayConfig, mesh: Mesh) -> None:
         self.inner, self.replay, self.mesh = inner, replay, mesh
         self.buffer: list[Group] = []  # in order of arrival

@@ -32,23 +32,10 @@ from grpo_megatron.types import WeightBucket
 _BLOCK_BYTES = 1 << 26  # torch rounds pinned memory up to a power of two: blocks of that size waste little
 
 
-class Base(Protocol):
-    """Parts by their number in the plan, each as one dimension."""
-
-    @property
-    def numel(self) -> int: ...
-
-    def parts(self) -> Iterable[int]: ...
-
-    def read(self, part: int) -> Tensor: ...
-
-    def store(self, part: int, values: Tensor) -> None: ...
-
-    def update(self, part: int, patch: Patch) -> None: ...
-
-
 class HostBase:
-    """Copies on the host: what an engine's shard was last given, or what this rank has last sent.
+    """The values that a patch builds on: parts by their number in the plan, each as one dimension, in copies on the host.
+
+    They are what an engine's shard was last given, or what this rank has last sent.
 
     An engine cannot give its weights back: vLLM packs or quantises them. So the host keeps them, as sleep level 1 of vLLM
     does too. Pinned for a GPU; not run on a GPU yet.
@@ -123,8 +110,8 @@ class DeltaSync:
         for part in received:
             self._received.setdefault(plan.plan.parts[part].tensor, []).append(part)
         pinned = pool.device.type != "cpu"
-        self._sent: Base = HostBase(_sizes(plan, sent), pool.dtype, pinned=pinned)
-        self._base: Base = HostBase(_sizes(plan, received), pool.dtype, pinned=pinned)
+        self._sent = HostBase(_sizes(plan, sent), pool.dtype, pinned=pinned)
+        self._base = HostBase(_sizes(plan, received), pool.dtype, pinned=pinned)
         self._sequence, self._digest = 0, 0
         self._age = 0  # syncs since the last full one
         self._is_complete = self._is_accepted = False

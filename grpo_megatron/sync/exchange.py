@@ -131,6 +131,8 @@ Envelope = tuple[int, Tensor]  # (peer, contiguous one-dimensional buffer)
 
 
 class Transport(Protocol):
+    """What moves the messages of one phase of a round."""
+
     def post(self, sends: list[Envelope], receives: list[Envelope]) -> Callable[[], None]:
         """Start all of them at once. The function that is returned waits until the buffers may be read and reused."""
 

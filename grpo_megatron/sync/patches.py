@@ -57,7 +57,7 @@ def patch_bytes(numel: int, count: int, itemsize: int) -> int:
 
 
 def encode_patch(new: Tensor, old: Tensor) -> Patch:
-    """From `old` to `new`, [numel] each, on one device, where the comparison runs. The patch is on the host."""
+    """The patch from `old` to `new`, [numel] each, on one device, where they are compared. The patch is on the host."""
     bits = _INTEGERS[new.element_size()]
     changed = new.view(bits) != old.view(bits)
     positions = changed.nonzero().flatten()  # waits for the device
@@ -139,7 +139,7 @@ def stamped(body: Tensor, stamp: Stamp) -> Tensor:
 
 
 def stamp_problem(message: Tensor, expected: Stamp) -> str | None:
-    """Why a message on the host must be refused; None if it is the expected one."""
+    """Returns why a message on the host must be refused; None if it is the expected one."""
     *fields, checksum = message[:STAMP_BYTES].view(torch.int64).tolist()
     wrong = [
         f"{name} {_shown(name, got)}, expected {_shown(name, want)}"

@@ -107,6 +107,8 @@ class Atom(NamedTuple):
 
 
 class Transfer(NamedTuple):
+    """A part travels from rank `source` to rank `target`, in phase NETWORK or NODE."""
+
     phase: int
     source: int
     target: int

@@ -136,7 +136,7 @@ def plan_rounds(
 
 
 def choose_rounds(plan: SyncPlan, budget: int) -> tuple[Rounds, Traffic]:
-    """As few rounds as fit `budget` elements on every rank, but enough of them to overlap.
+    """Choose as few rounds as fit `budget` elements on every rank, but enough of them to overlap.
 
     Counted are the message buffers and a round of whole tensors that the engine loads from. (A module larger than a round
     grows over several; an engine keeps one, whatever the budget.)

@@ -120,6 +120,7 @@ class Floor:
 
 
 def floor_of(parameters: Iterable[SyncParameter], spans: EngineSpans, grid: Grid) -> Floor:
+    """Count what every rank and node must receive, in elements."""
     ranks, nodes = np.zeros(grid.world_size, dtype=np.int64), np.zeros(grid.num_nodes, dtype=np.int64)
     known: dict[object, tuple[np.ndarray, np.ndarray]] = {}
     for parameter in parameters:

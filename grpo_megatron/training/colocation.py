@@ -82,7 +82,7 @@ class Probe:
         return _factor(is_attested) * max(FLOOR[self.dtype], *self._healthy[model])
 
     def problem(self, model: str, difference: Tensor, *, is_attested: bool) -> str | None:
-        """What is wrong with the differences of the batch's log-probabilities. Remembers a healthy probe."""
+        """Says why the differences of the batch's log-probabilities are too large, if they are. Remembers a healthy probe."""
         mean, bound = difference.abs().mean().item(), self.bound(model, is_attested=is_attested)
         if mean <= bound:  # false for NaN
             self._healthy.setdefault(model, deque(maxlen=NUM_HEALTHY)).append(mean)
@@ -218,11 +218,11 @@ class PolicyAlone:
 
     @contextlib.contextmanager
     def rollout(self, version: int, metrics: Metrics) -> Iterator[None]:
-        """As for a Colocation. Nothing may be drawn inside."""
+        """Does nothing; `Colocation` wakes its engine. Nothing may be drawn inside."""
         yield
 
     def sync_weights_from(self, source: WeightSource, version: int, metrics: Metrics) -> None:
-        """As for a Colocation."""
+        """Must not be called: there is no engine."""
         raise AssertionError("this run draws nothing, so it has no engine that could hold weights")
 
     def close(self) -> None:
@@ -230,6 +230,8 @@ class PolicyAlone:
 
 
 class Colocation(PolicyAlone):
+    """Shares the device between `policy` and `engine`, which sleeps from its construction to the first rollout."""
+
     engine: RolloutEngine
 
     def __init__(
@@ -278,7 +280,7 @@ class Colocation(PolicyAlone):
         self._probe("reference", source, metrics)
 
     def close(self) -> None:
-        """See PolicyAlone."""
+        """Release the engine. Collective."""
         self.engine.shutdown()
 
     def _sync(self, name: str, source: WeightSource, version: int, metrics: Metrics) -> None:
@@ -299,7 +301,7 @@ class Colocation(PolicyAlone):
         self.provenance.record(version, expected.weights_digest)
 
     def _attest(self, expected: Expected) -> str | None:
-        """What this rank's engine holds wrongly."""
+        """Says what this rank's engine holds wrongly, if anything."""
         try:
             held = self.engine.digests()
         except Exception as error:  # of any engine: the other ranks wait for this rank

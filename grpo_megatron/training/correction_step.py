@@ -35,6 +35,8 @@ from grpo_megatron.types import Batch, GroupTable, Plan
 
 
 class CorrectionStep:
+    """Corrects every batch for the rollout mismatch and for the KL in the reward. `kl` is the coefficient of the latter."""
+
     def __init__(self, algorithm: AlgorithmConfig, actor: ActorConfig, mesh: Mesh, data: DataConfig) -> None:
         self.algorithm, self.actor, self.mesh = algorithm, actor, mesh
         self.max_response_length = data.max_response_length
@@ -82,7 +84,7 @@ class CorrectionStep:
         return with_weights
 
     def complete(self, metrics: Metrics) -> Callable[[Batch], None] | None:
-        """What `Policy.update` calls once the batch has old log-probabilities. None: the batch has them before."""
+        """Returns what `Policy.update` calls once the batch has old log-probabilities. None: the batch has them before."""
         if not self.is_folded:
             return None
 
@@ -151,6 +153,7 @@ def _mean_in_row_order(values: dict[int, float]) -> float:
 
 
 def build_loss(actor: ActorConfig) -> LossFunction:
+    """The total loss of one micro-batch as a function of its inputs, with the configured policy loss and KL penalty."""
     policy_loss = policy_losses.get(actor.loss_mode)
     penalty = kl_penalties.get(actor.kl_loss_type) if has_kl_loss(actor) else None
 

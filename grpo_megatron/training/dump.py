@@ -33,7 +33,7 @@ from grpo_megatron.storage.atomic import clear_leftovers, partial_of, publish_fo
 from grpo_megatron.training.correction_step import build_loss
 from grpo_megatron.types import Batch, rows_of_mini_batch
 
-FORMAT = 1
+DUMP_FORMAT = 1
 DUMP_FILE, WEIGHTS = "dump.json", "weights"
 COLUMNS = ("response_mask", "loss_mask", "rollout_logprobs", "advantages", "token_weights")  # [B, R]
 OPTIONAL_COLUMNS = ("old_logprobs", "ref_logprobs", "correction")
@@ -86,7 +86,7 @@ def write_dump(
     on_every_rank(mesh, task, lambda: save_file(_tensors(batch, micro_batches), path) if is_writer else None)
     save_weights(partial / WEIGHTS)
     content = {
-        "format": FORMAT,
+        "format": DUMP_FORMAT,
         "step": incident.step,
         "update": incident.update,
         "guard": incident.guard,
@@ -156,8 +156,8 @@ def read_dump(folder: Path) -> Dump:
     """Raises ConfigError when the folder is no dump, or a newer one."""
     try:
         content = json.loads((folder / DUMP_FILE).read_text())
-        if content["format"] != FORMAT:
-            raise ConfigError(f"{folder} has the dump format {content['format']}, and this version reads {FORMAT}")
+        if content["format"] != DUMP_FORMAT:
+            raise ConfigError(f"{folder} has the dump format {content['format']}, and this version reads {DUMP_FORMAT}")
         parts = [load_file(file) for file in sorted(folder.glob("batch_*.safetensors"))]
         return Dump(
             folder,
@@ -247,7 +247,7 @@ def recompute(dump: Dump) -> list[Comparison]:
 
 
 def _without_layout(actor: ActorConfig) -> ActorConfig:
-    """The same loss on one CPU rank: no parallelism, no FP8, nothing offloaded, one skipped update allowed."""
+    """The config of the same loss on one CPU rank: no parallelism, no FP8, nothing offloaded, one skipped update allowed."""
     overrides = actor.megatron.override_transformer_config
     megatron = MegatronConfig(transformer_impl="local", override_transformer_config=overrides)
     return actor.model_copy(update={"megatron": megatron, "max_skipped_steps": 1})

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class Findings(NamedTuple):
-    """What ranks have found in one mini-batch. Only its sum over all ranks decides."""
+    """The findings of one rank in one mini-batch. Only their sum over all ranks decides."""
 
     gradients: float = 0.0  # ranks whose gradient is not finite
     logprobs: float = 0.0  # ranks whose log-probabilities or loss are not finite
@@ -128,7 +128,7 @@ class Guards:
     # -- finding -------------------------------------------------------------------------------------------------------
 
     def _findings(self, batch: Batch, rows: list[int], sums: Mapping[str, MetricSum], norm: float) -> Findings:
-        """Of this rank. Ranks that hold a copy of another rank's batch add nothing that is summed over tokens."""
+        """Returns the findings of this rank. One rank of each replica adds what is summed over tokens."""
         mask = batch.loss_mask[rows]
         is_finite = all(math.isfinite(sums[name].total) for name in LOSSES if name in sums)
         given = () if batch.old_logprobs is None else (batch.old_logprobs, batch.rollout_logprobs)

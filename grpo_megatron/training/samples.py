@@ -39,11 +39,15 @@ TOKENS_PER_PART = 1 << 20  # prompt and response tokens that rank 0 receives at 
 
 
 class RolloutWriter(Protocol):
+    """Keeps the samples of every step, or does not."""
+
     def write(self, step: int, metrics: Metrics, samples: Sequence[Sample], table: GroupTable, plan: Plan) -> None:
         """Write the samples of `table`, which all ranks hold together. Collective."""
 
 
 class NoRolloutFiles:
+    """Writes nothing: `trainer.rollout_data_dir` is not set."""
+
     def write(self, step: int, metrics: Metrics, samples: Sequence[Sample], table: GroupTable, plan: Plan) -> None: ...
 
 
@@ -137,6 +141,7 @@ class RolloutFiles:
 
 
 def build_rollout_files(config: TrainerConfig, mesh: Mesh, tokenizer: Any) -> RolloutWriter:
+    """The writer that `trainer.rollout_data_dir` asks for."""
     if config.rollout_data_dir is None:
         return NoRolloutFiles()
     return RolloutFiles(config.rollout_data_dir, config.output_dir, mesh, tokenizer)
@@ -195,7 +200,7 @@ TokenNumbers = list[float | None]
 
 @dataclass(frozen=True)
 class _Drawn:
-    """From the rank that holds a sample. `logprobs`: the engine's; None outside the loss mask, and without an engine."""
+    """One sample, from the rank that holds it. `logprobs`: the engine's; None outside the loss mask, and without an engine."""
 
     about: dict[str, Any]
     prompt: dict[str, str]

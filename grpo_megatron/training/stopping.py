@@ -57,7 +57,7 @@ ANNOUNCEMENT = "{}: the run stops after this step and saves; a second signal end
 
 
 class _Listener:
-    """What this process has received. The lock is held while signals are read, by the thread or by `requested`."""
+    """Keeps the signals of this process. The lock is held while signals are read, by the thread or by `requested`."""
 
     def __init__(self, must_end: Callable[[], bool], announces: bool) -> None:
         self.must_end, self.announces = must_end, announces
@@ -102,7 +102,7 @@ _listener: _Listener | None = None
 
 
 def listen(must_end: Callable[[], bool] = lambda: False, announces: bool = False) -> None:
-    """From now on signals are requests. Call this in the main thread, before anything slow: by default they end a process.
+    """Makes signals requests, from now on. Call this in the main thread, before anything slow: by default they end a process.
 
     `must_end` says that the run is lost, so that a signal ends the process at once. `announces`: print the first request.
     """
@@ -191,7 +191,7 @@ class Stopping:
             add_event(self.config.output_dir, "done", steps_done)
 
     def _reason(self) -> int:
-        """This rank's reason to stop, as an index into REASONS; 0 means none."""
+        """Returns this rank's reason to stop, as an index into REASONS; 0 means none."""
         config = self.config
         if self.mesh.rank == 0:
             if config.stop_at is not None and time.time() + self._longest > config.stop_at:

@@ -125,7 +125,7 @@ class Validator:
 
 
 def _notes(sample: Sample) -> str:
-    """What the reward function says of a sample besides numbers."""
+    """The texts that the reward function reports for a sample."""
     notes = [f"{name}: {text}\n" for name, text in sample.reward_texts.items()]
     if sample.reward_failure:
         notes.append(f"{sample.reward_failure}\n")
@@ -207,7 +207,7 @@ class ValidationLoss:
         return results
 
     def before(self, step: int, metrics: Metrics, summary: Summary) -> None:
-        """The same before step `step`, when due; logged with that step. Collective."""
+        """Runs before step `step`, when due; the result is logged with that step. Collective."""
         if not self.cadence.validates_before(step):
             return
         results = self.run(metrics)

@@ -11,10 +11,21 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.algo.returns import discounted_returns
+from grpo_megatron.algo.losses import ValueInputs, value_loss
+from grpo_megatron.algo.plan import critic_plan, make_plan, revise_plan
+from grpo_megatron.algo.returns import (
+    advantages_of,
+    discounted_returns,
+    explained_variance,
+    length_adaptive_lams,
+    value_targets,
+)
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
+from grpo_megatron.types import GroupTable
 from tests.algo.tables import make_table, per_token, run
 
 NAN = math.nan
@@ -155,3 +166,214 @@ def test_whitened_tokens_have_mean_0_and_std_1_and_do_not_see_a_shift(
         flat = [a for row in per_token(shifted, run(shifted, name)) for a in row]
         if any(tokens):
             assert flat == pytest.approx([a for row in values for a in row], abs=1e-9)
+
+
+# -- GAE against a published vector, against sums that are written out, and over tokens outside the loss; the value loss
+# Published (verl): gamma 1, lambda .95, rewards [0, 0, 1], values [.1, .2, .3]. delta = [.1, .1, .7], so
+# A_2 = .7, A_1 = .1 + .95 * .7 = .765, A_0 = .1 + .95 * .765 = .82675. Targets A + V = [.92675, .965, 1]. Whitened over the
+# three tokens: [.9913431, .0170921, -1.0084353].
+
+# Seven tokens, of which 0, 1, 4 and 6 are the model's own; one response without gaps.
+GAPS = [[(0, 2), (4, 5), (6, 7)], [(0, 3)]]
+VALUES = [[0.5, -1.0, NAN, NAN, 0.25, NAN, 2.0], [0.1, 0.2, 0.3]]
+
+
+def gappy(**columns: object) -> GroupTable:
+    """A table of one group: the response with gaps (reward 2), and the published one (reward 1)."""
+    table = make_table([[2, 1]], [[7, 3]])
+    return replace(table, loss_spans=GAPS, values=VALUES, **columns)
+
+
+def discounted_sum(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """A_t as a mean of k-step advantages, (1 - lambda) sum of lambda^(k - 1) (r_t + ... + gamma^k V_{t+k} - V_t).
+
+    All steps beyond the end give the return, so the weights of the last are summed: lambda^(n - t - 1).
+    """
+    n = len(rewards)
+    result = []
+    for t in range(n):
+        steps = []
+        for k in range(1, n - t + 1):
+            bootstrap = gamma**k * values[t + k] if t + k < n else 0.0
+            steps.append(math.fsum(gamma**j * rewards[t + j] for j in range(k)) + bootstrap - values[t])
+        weights = [(1 - lam) * lam**k for k in range(len(steps) - 1)] + [lam ** (len(steps) - 1)]
+        result.append(math.fsum(w * a for w, a in zip(weights, steps, strict=True)))
+    return result
+
+
+def whitened(numbers: list[float]) -> list[float]:
+    mean = math.fsum(numbers) / len(numbers)
+    variance = math.fsum((number - mean) ** 2 for number in numbers) / (len(numbers) - 1)
+    return [(number - mean) / math.sqrt(variance + 1e-8) for number in numbers]
+
+
+def test_published_vector() -> None:
+    table = replace(make_table([[1]]), values=[[0.1, 0.2, 0.3]])
+    assert per_token(table, run(table, "gae", lam=0.95)) == [
+        pytest.approx([0.9913431, 0.0170921, -1.0084353], abs=1e-6)
+    ]
+    assert value_targets(table, 1.0, 0.95) == {0: pytest.approx([0.92675, 0.965, 1.0], abs=1e-12)}
+    assert value_targets(table, 1.0, 1.0) == {0: pytest.approx([1, 1, 1])}  # Monte-Carlo returns
+    assert value_targets(table, 0.5, 0.0) == {0: pytest.approx([0.1, 0.15, 1])}  # one step: r + gamma V'
+
+
+numbers = st.integers(-40, 40).map(lambda k: k / 10)
+
+
+@given(
+    tokens=st.lists(st.tuples(numbers, numbers), min_size=1, max_size=7),
+    gamma=st.sampled_from([1.0, 0.9, 0.5]),
+    lam=st.sampled_from([0.0, 0.3, 0.95, 1.0]),
+)
+def test_the_recursion_is_the_sum(tokens: list[tuple[float, float]], gamma: float, lam: float) -> None:
+    rewards, values = [r for r, _ in tokens], [v for _, v in tokens]
+    assert advantages_of(rewards, values, gamma, lam) == pytest.approx(
+        discounted_sum(rewards, values, gamma, lam), abs=1e-9
+    )
+
+
+def test_tokens_outside_the_loss_are_no_step() -> None:
+    """Their values are NaN here. The response of the gaps is one of four tokens; all seven are whitened together."""
+    table = gappy()
+    own = discounted_sum([0, 0, 0, 2], [0.5, -1.0, 0.25, 2.0], 0.9, 0.8)
+    other = discounted_sum([0, 0, 1], [0.1, 0.2, 0.3], 0.9, 0.8)
+    a, b, c, d, *rest = whitened([*own, *other])
+    assert per_token(table, run(table, "gae", gamma=0.9, lam=0.8)) == [
+        pytest.approx([a, b, 0, 0, c, 0, d], abs=1e-12),
+        pytest.approx(rest, abs=1e-12),
+    ]
+    first = [advantage + value for advantage, value in zip(own, [0.5, -1.0, 0.25, 2.0], strict=True)]
+    targets = value_targets(table, 0.9, 0.8)
+    assert targets[0] == pytest.approx([first[0], first[1], 0, 0, first[2], 0, first[3]], abs=1e-12)
+
+
+REWARDS = {
+    "turns": ({"turn_rewards": [[(1, 1.0), (5, -0.5)], []]}, [0, 1, -0.5, 1.5]),
+    "steps": ({"step_rewards": [[(1, 0.25), (5, 0.75)], [(2, 1.0)]]}, [0, 0.25, 0.75, 0]),
+    "steps and a penalty of the response": (
+        {"step_rewards": [[(1, 0.25), (6, 0.75)], [(2, 1.0)]], "raw_reward": [2.5, 1.0]},
+        [0, 0.25, 0, 0.25],
+    ),
+    "steps that were not scored": ({"step_rewards": [[], [(2, 1.0)]]}, [0, 0, 0, 2]),
+    "penalties": ({"token_penalties": [[0.1, 0.2, 9, 9, 0.3, 9, 0.4], [0.0] * 3]}, [-0.1, -0.2, -0.3, 1.6]),
+}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_rewards_fall_on_their_tokens(name: str) -> None:
+    """Token 5 is the environment's: what was earned there falls on token 4, the model's last one before it."""
+    columns, rewards = REWARDS[name]
+    table = gappy(**columns)
+    returns = [math.fsum(rewards[t:]) for t in range(4)]
+    assert value_targets(table, 1.0, 1.0)[0] == pytest.approx([returns[0], returns[1], 0, 0, returns[2], 0, returns[3]])
+    assert value_targets(table, 1.0, 1.0)[1] == pytest.approx([1, 1, 1])
+    one_step = [r + v for r, v in zip(rewards, [-1.0, 0.25, 2.0, 0.0], strict=True)]
+    assert [value_targets(table, 1.0, 0.0)[0][t] for t in (0, 1, 4, 6)] == pytest.approx(one_step)
+
+
+def test_rows_without_a_reward_or_values_are_in_no_statistic() -> None:
+    """The second has no reward, the third no values (no rank trains on it), the last no token."""
+    rows = make_table([[1, NAN, 1, 0, 5]], [[3, 3, 3, 2, 0]])
+    table = replace(rows, values=[[0.1, 0.2, 0.3], [9.0] * 3, [], [0.5, 0.25], []])
+    plain = replace(make_table([[1, 0]], [[3, 2]]), values=[[0.1, 0.2, 0.3], [0.5, 0.25]])
+    want = per_token(plain, run(plain, "gae", lam=0.5))
+    got = per_token(table, run(table, "gae", lam=0.5))
+    assert got == [want[0], [0.0] * 3, [0.0] * 3, want[1], []]
+    assert sorted(value_targets(table, 1.0, 0.5)) == [0, 3]
+
+
+def test_lambda_by_length_and_lambda_of_the_targets() -> None:
+    """alpha 1/2: 4 own tokens have 1 - 1/2, three have 1 - 2/3; one token would have less than 0."""
+    assert length_adaptive_lams(gappy(), 0.5) == pytest.approx([0.5, 1 / 3])
+    assert length_adaptive_lams(make_table([[1, 1]], [[1, 0]]), 0.5) == [0.0, 0.0]
+    table = gappy(lams=length_adaptive_lams(gappy(), 0.5))
+    own = discounted_sum([0, 0, 0, 2], [0.5, -1.0, 0.25, 2.0], 1.0, 0.5)
+    other = discounted_sum([0, 0, 1], [0.1, 0.2, 0.3], 1.0, 1 / 3)
+    got = per_token(table, run(table, "gae", lam=0.9))
+    assert [got[0][t] for t in (0, 1, 4, 6)] + got[1] == pytest.approx(whitened([*own, *other]), abs=1e-12)
+
+
+def test_explained_variance() -> None:
+    table = replace(make_table([[1, 0]], [[1, 1]]), values=[[0.75], [0.25]])
+    targets = value_targets(table, 1.0, 1.0)
+    assert explained_variance(table, targets) == pytest.approx(1 - 0.125 / 0.5)  # targets 1, 0; errors .25, -.25
+    assert explained_variance(replace(table, reward=[1.0, 1.0]), {0: [1.0], 1: [1.0]}) is None
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="'gae' needs the values of a critic"):
+        run(make_table([[1, 0]]), "gae")
+    with pytest.raises(ValueError, match="values that are not finite to table row 1; lower critic.optim.lr"):
+        run(replace(make_table([[1, 0]]), values=[[0.0] * 3, [0.0, NAN, 0.0]]), "gae")
+
+
+def test_the_plan_waits_for_the_values_and_keeps_the_rows() -> None:
+    """Before the critic has read the rows: zeros. `mask_truncated_samples` takes row 3 out of both."""
+    algorithm = AlgorithmConfig.model_validate({"adv_estimator": "gae", "lam": 0.9, "mask_truncated_samples": True})
+    actor = ActorConfig(ppo_mini_batch_size=1, ppo_micro_batch_size_per_gpu=1)
+    table = make_table([[1, 0], [1, 1]], [[3, 2], [4, 5]])
+    table = replace(table, truncated=[False, False, False, True])
+    sizes = {"train_batch_size": 2, "max_response_length": 9}
+    plan = make_plan(table, algorithm, actor, dp=2, **sizes)
+    assert plan.advantages == [0.0] * 4 and sorted(plan.owner()) == [0, 1, 2]
+    valued = replace(table, values=[[0.1] * 3, [0.2] * 2, [0.3] * 4, []])
+    revised = revise_plan(plan, valued, algorithm, actor, max_response_length=9)
+    assert revised.mini_batches == plan.mini_batches and revised.token_weights == plan.token_weights
+    assert math.fsum(a for row in per_token(valued, revised.advantages) for a in row) == pytest.approx(0, abs=1e-9)
+
+    # The critic's own mini-batches: both prompts in one, by sequences. Rows stay on their ranks.
+    critic = CriticConfig(ppo_mini_batch_size=2, loss_agg_mode="seq-mean-token-mean")
+    own = critic_plan(revised, valued, algorithm, actor, critic, **sizes)
+    assert own.owner() == plan.owner() and [len(minis) for minis in own.mini_batches] == [1, 1]
+    assert len({len(minis[0]) for minis in own.mini_batches}) == 1  # as many micro-batches on both ranks
+    assert own.token_weights == pytest.approx([1 / 9, 1 / 6, 1 / 12, 0])
+    same = critic_plan(revised, valued, algorithm, actor, CriticConfig(), **sizes)
+    assert same.mini_batches == plan.mini_batches and same.token_weights == plan.token_weights
+    rejected = replace(valued, num_kept_tokens=[0, 0, 4, 0])
+    own = critic_plan(revised, rejected, algorithm, actor, CriticConfig(ppo_mini_batch_size=1), **sizes)
+    assert own.token_weights == [0, 0, 0.25, 0] and [len(minis) for minis in own.mini_batches] == [1, 1]
+
+
+# -- the value loss ----------------------------------------------------------------------------------------------------
+
+
+def loss_inputs(values: torch.Tensor) -> ValueInputs:
+    """Rows of one value each: inside the range; beyond it, away from the target and towards it; masked."""
+    column = torch.tensor([[0.0], [0.0], [0.0], [0.0]], dtype=torch.float64)
+    return ValueInputs(
+        values=values,
+        old_values=column,
+        returns=torch.tensor([[1.0], [-1.0], [2.0], [NAN]], dtype=torch.float64),
+        mask=torch.tensor([[True], [True], [True], [False]]),
+        token_weights=torch.tensor([[0.5], [0.25], [0.125], [7.0]], dtype=torch.float64),
+    )
+
+
+def test_value_loss() -> None:
+    """c = .5. v .2 -> 1: .8^2. v .9 -> -1: (1.9)^2 > 1.5^2, kept. v .9 -> 2: 1.1^2 < 1.5^2, clipped, without a gradient."""
+    values = torch.tensor([[0.2], [0.9], [0.9], [NAN]], dtype=torch.float64, requires_grad=True)
+    loss, metrics = value_loss(loss_inputs(values), 0.5)
+    assert loss.item() == pytest.approx(0.5 * (0.5 * 0.64 + 0.25 * 3.61 + 0.125 * 2.25))
+    (gradient,) = torch.autograd.grad(loss, values)
+    assert gradient.flatten().tolist() == pytest.approx([0.5 * (0.2 - 1), 0.25 * (0.9 + 1), 0, 0])
+    read = {name: float(part.total) / float(part.num_tokens or 1) for name, part in metrics.items()}
+    assert read == pytest.approx(
+        {"critic/vf_loss": loss.item(), "critic/vf_clipfrac": 1 / 3, "critic/vpred_mean": 2 / 3}
+    )
+    plain, metrics = value_loss(loss_inputs(values), None)
+    assert plain.item() == pytest.approx(0.5 * (0.5 * 0.64 + 0.25 * 3.61 + 0.125 * 1.21))
+    assert float(metrics["critic/vf_clipfrac"].total) == 0
+
+
+@pytest.mark.parametrize("cliprange", [0.5, None])
+def test_value_loss_against_finite_differences(cliprange: float | None) -> None:
+    point = torch.tensor([[0.2], [0.9], [0.9], [0.4]], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda values: value_loss(loss_inputs(values), cliprange)[0], (point,))
+
+
+def test_a_batch_without_a_loss_token_has_a_loss_of_zero() -> None:
+    empty = torch.zeros(2, 3, requires_grad=True)
+    nothing = torch.zeros(2, 3)
+    loss, _ = value_loss(ValueInputs(empty, nothing, nothing, nothing.bool(), nothing), 0.5)
+    (gradient,) = torch.autograd.grad(loss, empty)
+    assert loss.item() == 0 and not gradient.any()

@@ -39,7 +39,7 @@ def refused(
 
     monkeypatch.setattr(ranks, "start_ranks", nothing_may_start)
     monkeypatch.setattr(ranks, "start_fork_server", lambda engine: None)
-    monkeypatch.setattr(main, "_run", nothing_may_start)
+    monkeypatch.setattr("grpo_megatron.cli.run._run", nothing_may_start)
     monkeypatch.chdir(tmp_path)
     output_dir = tmp_path / "not" / "there"
 
@@ -109,9 +109,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["actor.ppo_mini_batch_size=3"], ["=3 does not divide data.train_batch_size=8", "leaves 2", "set it to 2"]),
     # sampling
     (["rollout.n=1"], ["rollout.n=1", "algorithm.adv_estimator='grpo'", "set rollout.n=2 or more"]),
-    (["rollout.n=1", "algorithm.adv_estimator=rloo"], ["rollout.n=1", "'rloo'", "set rollout.n=2"]),
     (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "full distribution", "set rollout.top_p=1"]),
-    (["rollout.top_k=50"], ["rollout.top_k=50", "set rollout.top_k=-1"]),
     (["rollout.temperature=3"], ["rollout.temperature=3 is outside", "0.01 to 2"]),
     (["rollout.val_kwargs.temperature=0.001"], ["rollout.val_kwargs.temperature=0.001", "0.01 to 2"]),
     (['rollout.stop=["###",""]'], ["rollout.stop=['###', '']: an empty text", "remove it"]),
@@ -121,18 +119,14 @@ CASES: list[tuple[list[str], list[str]]] = [
     ),
     # names
     (["algorithm.adv_estimator=grp"], ["algorithm.adv_estimator", "'grp'", "did you mean 'grpo'?"]),
-    (["actor.loss_mode=vanila"], ["actor.loss_mode", "did you mean 'vanilla'?"]),
     (["actor.loss_mode=json:loads_not"], ["actor.loss_mode", "module 'json' has no attribute 'loads_not'"]),
     (
         ["actor.loss_mode=no_such_module:loss"],
         ["actor.loss_mode", "cannot import module 'no_such_module'", "PYTHONPATH"],
     ),
     (["actor.loss_mode=sys:maxsize"], ["actor.loss_mode='sys:maxsize' is not a function", "set the name of one"]),
-    (["actor.loss_agg_mode=token-men"], ["actor.loss_agg_mode", "did you mean 'token-mean'?"]),
-    (["actor.kl_loss_type=low_var"], ["actor.kl_loss_type", "did you mean 'low_var_kl'?"]),
     (["reward.function=arithmetics"], ["reward.function", "did you mean 'arithmetic'?"]),
     (["reward.kwargs.strict=true"], ["reward.function", "cannot be called", "reward.kwargs", "strict"]),
-    (["data.task=gsm8"], ["data.task", "did you mean 'gsm8k'?"]),
     (["data.task=jsonl"], ["data.task='jsonl' has no reward of its own", "set reward.function"]),
     # optimizers
     (["actor.optim.min_lr=1"], ["actor.optim.min_lr=1", "actor.optim.lr=1e-06", "or less"]),
@@ -167,7 +161,6 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["logprobs_mode='raw_logprobs' cannot be set here", "leave it out"],
     ),
     (["rollout.engine_kwargs.seed=7"], ["rollout.engine_kwargs.seed=7", "set rollout.seed"]),
-    (["rollout.engine_kwargs.quantisation=fp8"], ["rollout.engine_kwargs.quantisation", "mean 'quantization'?"]),
     # files that are not given
     (["data.train_files=[]"], ["trainer.total_training_steps=4 needs prompts", "set data.train_files"]),
     (["data.val_files=[]"], ["val_before_train=true", "needs data.val_files", "val_before_train=false"]),

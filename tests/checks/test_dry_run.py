@@ -23,11 +23,16 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.layout import stage_layers
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import MegatronConfig
-from grpo_megatron.memory.parameters import StageParameters, count_parameters, memory_of_stages, parameters_from_table
+from grpo_megatron.memory.parameters import (
+    StageParameters,
+    count_parameters,
+    memory_of_stages,
+    parameters_from_table,
+    stage_layers,
+)
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_architecture
 from tests import tiny

@@ -35,9 +35,6 @@ from tests.runs import texts, write_tokenizer
 
 LONGEST, MOST_LINES = 1200, 60  # characters of a line of a message, and its lines
 MODEL = "model: {path: m}\n"
-MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
-    f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 9)}]}}\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-)
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
@@ -58,25 +55,12 @@ YAML: dict[str, tuple[str, str]] = {  # content of the config -> part of the mes
         f"{MODEL}data: {{}}\n{MODEL}",
         "line 3, column 1: the key 'model' is there twice, first in line 1",
     ),
-    "duplicate key": (
-        "model:\n  path: m\n  'path': n\n",
-        "line 3, column 3: the key 'path' is there twice, first in line 2",
-    ),
-    "duplicate in a flow": (
-        "model: {path: m, dtype: float32, path: n}",
-        "line 1, column 34: the key 'path' is there twice",
-    ),
     "duplicate merge": ("a: &a {x: 1}\nb: {<<: *a, <<: *a}", "the key '<<' is there twice"),
     "alias bomb": (BOMB, "more than 20,000 values, with aliases counted in full"),
-    "alias bomb of merges": (MERGE_BOMB, "more than 20,000 values"),
     "alias of itself": ("model: &m {path: *m}", "an alias stands for a table or a list that contains it"),
     "unknown alias": ("model: *" + "x" * 9000, "found undefined alias"),
     "deep flow": ("[" * 100_000, "line 1, column 51: more than 50 tables and lists within each other"),
-    "deep block": ("\n".join(" " * i + "a:" for i in range(300)), "more than 50 tables and lists"),
-    "deep keys": ("? " * 50_000, "more than 50 tables and lists"),
     "long integer": ("data: {seed: " + "9" * 5000 + "}", "a number of 5,000 characters; at most 100 are read"),
-    "long hexadecimal": ("data: {seed: 0x" + "f" * 5000 + "}", "a number of 5,002 characters"),
-    "long sexagesimal": ("data: {seed: 1" + ":59" * 20_000 + "}", "a number of 60,001 characters"),
     "lone surrogate": (
         'model: {path: "\\ud800"}',
         "line 1, column 15: a text cannot be used: it contains '\\ud800', half of",
@@ -85,23 +69,19 @@ YAML: dict[str, tuple[str, str]] = {  # content of the config -> part of the mes
         'model: {path: "a\\0b"}',
         "line 1, column 15: a text cannot be used: it contains the character NUL",
     ),
-    "raw NUL": ("model: {path: a\0b}", "it contains the character NUL"),
     "control character": ("model: {path: a\x07b}", "special characters are not allowed"),
-    "binary tag": ("model: !!binary zzz", "could not determine a constructor for the tag 'tag:yaml.org,2002:binary'"),
     "python tag": ("model: !!python/object/apply:os.system [ls]", "could not determine a constructor for the tag"),
     "wrong tag": ("model: {path: m}\ndata: {seed: !!int x}", "line 2, column 14: 'x' is no int"),
     "table as key": ("? [a, b]\n: 1", "a key is a table or a list; write a text"),
     "two documents": (f"{MODEL}---\n{MODEL}", "expected a single document"),
     "a list": ("- model", "must be a mapping of sections, not list"),
     "50 MB": (f"{MODEL}# " + "x" * 50_000_000, "has 50,000,019 bytes; at most 262,144 are read"),
-    "many values": ("data: {train_files: [" + "x," * 60_000 + "]}", "more than 20,000 values"),
     "many unknown keys": (MODEL + "".join(f"key{n}: 1\n" for n in range(4000)), "and 3,950 more keys are wrong"),
     "long unknown key": (f"{MODEL}? {'k' * 9000}\n: 1", "unknown key 'kkk"),
     "long value": (
         f"model: {{path: m, dtype: {'x' * 9000}}}",
         "... (8,800 more characters): Input should be 'float32'",
     ),
-    "long list": ("model: {path: m, dtype: [" + "x," * 9_000 + "]}", "model.dtype=['x', 'x', "),
 }
 
 
@@ -115,30 +95,14 @@ def test_a_hostile_config_file_is_refused(tmp_path: Path, name: str) -> None:
 OVERRIDES = {  # override -> part of the message
     "data.seed=99999999999999999999": "data.seed=99999999999999999999: Input should be less than 9223372036854775808",
     "rollout.n=yes": "rollout.n=True: a number is needed, not true or false",
-    "actor.optim.lr=true": "actor.optim.lr=True: a number is needed",
-    "trainer.seed=-1": "trainer.seed=-1: Input should be greater than or equal to 0",
     "rollout.engine_kwargs.x=" + "9" * 60: "it needs 200 bits; an integer may have 63 and a sign",
-    "data.seed=" + "9" * 5000: "a number of 5,000 characters",
     "trainer.n_gpus_per_node=1000000": "Input should be less than or equal to 1024",
-    "trainer.nnodes=1000000": "Input should be less than or equal to 65536",
-    "trainer.total_training_steps=99999999999": "Input should be less than or equal to 1000000000",
-    "trainer.timeout_s=1e300": "Input should be less than or equal to 10000000",
-    "trainer.stop_at=1e300": "Input should be less than or equal to",
-    "reward.num_workers=100000": "Input should be less than or equal to 1024",
-    "reward.max_failed_ratio=1.5": "Input should be less than or equal to 1",
     "data.train_batch_size=1000000000000": "Input should be less than or equal to 1000000",
-    "rollout.n=1000000000": "Input should be less than or equal to 65536",
     "actor.optim.lr=1e30": "actor.optim.lr='1e30': Input should be less than or equal to 1",
     "actor.optim.lr=.nan": "Input should be a finite number",
-    "actor.optim.lr=1e999": "Input should be a finite number",
     "actor.optim.eps=0": "Input should be greater than or equal to",
-    "actor.optim.weight_decay=1e30": "Input should be less than or equal to 1000",
     "actor.optim.betas=[0.9,1.0]": "Input should be less than 1",
-    "actor.kl_loss_coef=1e30": "Input should be less than or equal to 10000",
-    "actor.entropy_coeff=-1e30": "Input should be greater than or equal to -10000",
     "model.path=" + "a" * 300: "a name in it has 300 bytes; file systems take at most 255",
-    "model.path=" + "a/" * 3000: "it has 5,999 bytes; a path may have at most 4,096",
-    "data.train_files=[" + "\u00e9" * 200 + "]": "a name in it has 400 bytes",
     "model.path=\udcff": "half of a surrogate pair",
     'data.system_prompt="\\0"': "it contains the character NUL",
     'reward.kwargs.a="\\ud800"': "half of a surrogate pair",
@@ -171,27 +135,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CONFIG_JSON: list[tuple[dict[str, Any] | str, str]] = [
     ({"num_hidden_layers": 10**9}, "num_layers=1000000000; at most 10,000 is accepted"),
     ({"num_hidden_layers": True}, "num_layers=True, not a positive integer"),
-    ({"num_hidden_layers": 2.0}, "num_layers=2.0, not a positive integer"),
-    ({"num_hidden_layers": -1}, "num_layers=-1, not a positive integer"),
-    ({"hidden_size": 10**12}, "hidden_size=1000000000000; at most"),
     ({"hidden_size": "128"}, "config.json has a value that cannot be used"),
-    ({"intermediate_size": 10**12}, "ffn_hidden_size=1000000000000; at most"),
-    ({"vocab_size": 10**12}, "vocab_size=1000000000000; at most"),
-    ({"max_position_embeddings": 10**12}, "max_position_embeddings=1000000000000; at most"),
     ({"num_attention_heads": 0}, "config.json has a value that cannot be used"),
-    ({"head_dim": 10**9}, "head_dim=1000000000; at most"),
     ({"rms_norm_eps": float("nan")}, "norm_eps=nan, not a number from 0 to 1"),
-    ({"rms_norm_eps": "1e-6"}, "norm_eps='1e-6', not a number from 0 to 1"),
     ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta=nan, not a number from 1 to 1e+15"),
-    ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta=inf, not a number from 1"),
-    ({"rope_parameters": {"rope_theta": "x" * 9000}}, "config.json has a value that cannot be used"),
     ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_linear_factor=0.0, not a number from 1"),
     ({"rope_parameters": [1]}, "config.json has a value that cannot be used"),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false', not true or false"),
     ({"use_sliding_window": True, "sliding_window": "big"}, "sliding_window='big', not a positive integer"),
     ({"model_type": ["qwen2"]}, "model_type=['qwen2'] is not supported"),
     ({"model_type": "os:getcwd"}, "model_type='os:getcwd' is not supported"),  # only model.family may name a module
-    ({"model_type": "x" * 9000}, "... (8,800 more characters) is not supported"),
     (
         {"model_type": "mixtral", "num_local_experts": 10**9, "num_experts_per_tok": 2},
         "num_experts=1000000000; at most",
@@ -233,11 +186,8 @@ ROWS: list[tuple[bytes, str]] = [
     (b'{"prompt": "a", "prompt": "b"}', "line 1: has the key 'prompt' twice in one object; keep one"),
     (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "line 1: has an integer of 5,000 digits"),
     (b'{"prompt": "\\ud800"}', "line 1: field 'prompt': it contains '\\ud800', half of a surrogate pair"),
-    (b'{"prompt": [{"role": "user", "content": "\\udfff"}]}', "line 1: field 'content': it contains '\\udfff'"),
     (b"[" * 100_000, "line 1: is not JSON that can be read (nested too deeply)"),
-    (b'{"a":' * 100_000, "line 1: is not JSON"),
     (b'{"prompt": "\xff"}', "line 1: is not UTF-8"),
-    (b"\x00" * 100, "line 1: is not JSON"),
     (b'{"' + b"k" * 9000 + b'": 1}', "field 'prompt' is missing"),
     (b"", "has no rows"),
 ]
@@ -259,12 +209,9 @@ TASKS: list[tuple[str, str]] = [
     ("name: a\nname: b", "the key 'name' is there twice"),
     (BOMB, "more than 20,000 values"),
     ("[" * 9999, "more than 50 tables and lists"),
-    ("version: " + "9" * 5000, "a number of 5,000 characters"),
     ("title: x\nversion: 1\nname: " + "x" * 9000 + "!", "name: String should match pattern"),
     ("x" * 300_000, "has 300,000 bytes"),
     ("extends: ../../x", "extends '../../x' is not a built-in task"),
-    ("extends: [a]", "is not a built-in task"),
-    ("extends: " + "x" * 300, "is not a built-in task"),
 ]
 
 
@@ -276,7 +223,6 @@ def test_a_hostile_task_file_is_refused(tmp_path: Path, content: str, expected: 
 
 TEMPLATES = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "it took more than 2 s of processor time",
-    "{{ 'a' * 10000000000 }}": "it takes 2 GiB or more",
     "{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}": "it takes 2 GiB or more",
     "{{ 'a' * 20000000 }}": "makes 20,000,000 characters of row 1; at most 16,777,216",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
@@ -393,7 +339,7 @@ def test_the_command_line_exits_with_code_2(
         arguments = ["trainer.n_gpus_per_node=1000000"]
     else:
         problem = "x" * 10**6 if kind == "long lines" else "\n".join(f"wrong {n}" for n in range(1000))
-        monkeypatch.setattr(main, "load_config", lambda *_: (_ for _ in ()).throw(ConfigError(problem)))
+        monkeypatch.setattr("grpo_megatron.cli.run.load_config", lambda *_: (_ for _ in ()).throw(ConfigError(problem)))
     assert main.main(["train", str(file), *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith("error: ") and len(line) < 2100 for line in lines)

@@ -63,7 +63,7 @@ def problems_of(*names: str, **section: Any) -> list[str]:
         ("raises", "KeyError: '42'"),
         ("words", "ValueError: the reward is str, not a number"),
         ("hangs", "no result after 1 s (reward.timeout_s); killed"),
-        ("leaves", "the reward's process died: exit code 0"),
+        ("leaves", "the reward's process has ended: exit code 0"),
         ("streams", "ValueError: the reward is async_generator, not a number"),
     ],
 )

@@ -24,7 +24,7 @@ OBJECTS: dict[str, dict[str, str]] = {
         "self._kinds": "vllm.sampling_params:RequestOutputKind",
         "self._tokens_input": "vllm.inputs:tokens_input",
         "llm": LLM,
-        "llm.model_config": "vllm.config:ModelConfig",
+        "self._llm.model_config": "vllm.config:ModelConfig",
         "_completion:output": "vllm:CompletionOutput",
         "_completion:output.logprobs": "vllm.logprobs:FlatLogprobs",
         "_until_stop:new": "vllm:CompletionOutput",

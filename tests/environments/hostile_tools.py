@@ -72,11 +72,6 @@ def unhinted(number) -> int:  # type: ignore[no-untyped-def]
     return int(number)
 
 
-def undescribed(number: int) -> int:
-    """No description of the argument."""
-    return number
-
-
 def undocumented(number: int) -> int:
     return number
 
@@ -88,12 +83,3 @@ def any_number(*numbers: int) -> int:
         numbers: Them.
     """
     return sum(numbers)
-
-
-def bytes_given(data: bytes) -> str:
-    """A type that JSON does not have.
-
-    Args:
-        data: Bytes.
-    """
-    return data.hex()

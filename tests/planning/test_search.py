@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from grpo_megatron.checks.layout import layout_problems, stage_layers
+from grpo_megatron.checks.layout import layout_problems
 from grpo_megatron.checks.model_folders import read_models
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
-from grpo_megatron.memory.parameters import RunModels
+from grpo_megatron.memory.parameters import RunModels, stage_layers
 from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.layout import FULL_RECOMPUTATION, Layout, micro_batches, shapes, variants

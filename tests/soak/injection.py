@@ -26,7 +26,7 @@ FUNCTIONS = {
     "start": ("grpo_megatron.trainer", "build_colocation"),
     "log": ("grpo_megatron.training.report", "StepReport.log"),
     "save: state": ("grpo_megatron.training.checkpoint", "save_sharded"),
-    "save: files": ("grpo_megatron.models.weights.sharded_state", "ShardedWrite._write_files"),
+    "save: files": ("grpo_megatron.models.weights.sharded_state", "ShardedWrite.write"),
     "save: manifest": ("grpo_megatron.training.checkpoint", "write_manifest"),
     "save: rename": ("grpo_megatron.training.checkpoint", "publish_folder"),
     "save: prune": ("grpo_megatron.training.checkpoint", "Checkpoints._prune"),

@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V3 (also R1): latent attention, shared experts beside routed ones, dense MLPs in the first layers.
 
-The two differ in their routers only (see routing.py). Megatron-Core and vLLM normalise the latents with `rms_norm_eps`, and
+The two differ in their routers only (see `Routing`). Megatron-Core and vLLM normalise the latents with `rms_norm_eps`, and
 transformers with 1e-6: another value is refused, because the three would not agree.
 """
 
@@ -11,8 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, Latent, Routing, UnsupportedModel, common_settings
-from grpo_megatron.models.weights.decoder_table import latent_table
-from grpo_megatron.models.weights.table import WeightRow
 from grpo_megatron.reading import shown
 
 # Values of config.json that the modules of Megatron-Core, transformers and vLLM all have.
@@ -126,8 +124,3 @@ def _routing(config: dict[str, Any]) -> Routing:
     if not 0 < scale < math.inf or per_token < 2:
         raise UnsupportedModel(f"{family} with routed_scaling_factor={scale:g}, num_experts_per_tok={per_token}")
     return Routing(is_sigmoid, scale, groups, reached, best)
-
-
-def weight_table(arch: Architecture) -> list[WeightRow]:
-    """The table of latent attention, dense MLPs and experts."""
-    return latent_table(arch)

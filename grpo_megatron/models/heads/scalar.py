@@ -244,8 +244,8 @@ class ScalarPolicy(ScalarReader, Policy):
 
     def _offload_weights(self, *, unchanged: bool = False) -> None:
         if self._offloads_weights:
-            self._gather_parameters()
-            self._weights.offload(self._weight_tensors(), unchanged=unchanged)
+            with self.readable_weights():
+                self._weights.offload(self._weight_tensors(), unchanged=unchanged)
 
     def _weight_tensors(self) -> Iterator[Tensor]:
         """The distributed optimizer's buffers, of which the parameters are views, or else the parameters."""

@@ -22,8 +22,7 @@ from grpo_megatron.rewards.math.grader import (
 from grpo_megatron.rewards.math.structure import parse_tree
 from grpo_megatron.rewards.math.value import import_math_verify, refuses
 from grpo_megatron.rewards.pool import RewardPool
-from tests.rewards.answers import DIFFERENT, EQUAL, pairs
-from tests.rewards.relations import OTHER, SAME
+from tests.rewards.math.pairs import DIFFERENT, EQUAL, OTHER, SAME, pairs
 
 ROOT = Path(__file__).resolve().parents[3]
 

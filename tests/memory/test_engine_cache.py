@@ -20,7 +20,7 @@ from grpo_megatron.memory.engine import EngineCache, engine_cache, engine_weight
 from grpo_megatron.memory.phases import GIB
 from grpo_megatron.models.families import architecture_of
 from tests import tiny
-from tests.checks.test_phases import P, arch_8b
+from tests.memory.test_phases import P, arch_8b
 from tests.models.test_moe import MODELS
 from tests.planning import published
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import tiny, worlds
-from tests.checks import activation_ranks
+from tests.memory import activation_ranks
 
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",

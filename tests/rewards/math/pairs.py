@@ -71,153 +71,85 @@ x=1,x=2 | 1,2
 x^2+y^2=1 | y^2+x^2=1
 x+y=1 | x+y-1=0
 \frac{1}{3}:\frac{1}{2} | 2:3
-6:1 | 6 : 1
-\frac{1}{2} | 0.50
-\frac{1}{2} | \tfrac12
-3\frac{1}{2} | 3.5
 3\frac{1}{2} | 3 1/2
 3\frac{1}{2} | \frac72
 -1\frac12 | -1.5
-45^\circ | 45 \text{ degrees}
 45^\circ | 45 degrees
-45 | 45^{\circ}
-\text{(B)} | \text{B}
-\text{(B)} | \mathrm{B}
-\text{(B)} | \textbf{(B)}
-\text{B} | B
 \text{(B)} | \textbf{(B) } 12
-B | \text{(B)}
-\text{Evelyn} | evelyn
 \text{Evelyn} | \textbf{Evelyn}
-\text{Evelyn} | \mathrm{Evelyn}
-(3, \frac{\pi}{2}) | (3,\pi/2)
 \left( 3, \frac{\pi}{2} \right) | (3, \dfrac{\pi}{2})
 [0,1]\cup[2,3] | x\in[2,3]\cup[0,1]
--2, 2 | \pm 2
 -2,2 | x = \pm 2
 -2,2 | x=2 \text{ or } x=-2
--2,2 | \{-2,2\}
 -2,2 | 2 \text{ and } -2
--2,2 | 2 or -2
-\{-2,2\} | 2,-2
 x^2+3x+2 | (x+1)(x+2)
 10\% | 10 percent
-10\% | 10\text{ percent}
-10\% | 0.10
-\$32,\!348 | 32348
 \$32,\!348 | \$32{,}348
 \$32,\!348 | 32,348 dollars
 32348 | \$32,348.00
 1.5 \times 10^{3} | 1500
-1.5 \cdot 10^3 | 1500
 \frac{\sqrt{2}}{2} | \sqrt{\frac12}
-\frac{\sqrt{2}}{2} | \sqrt{2}/2
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \left[\begin{array}{cc}1&2\\3&4\end{array}\right]
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{bmatrix}1&2\\3&4\\\end{bmatrix}
 x \ge 3 | [3,\infty)
-[3,\infty) | x\geq3
 [3,\infty) | 3\leqslant x
-(-\infty,2)\cup(2,\infty) | (2, \infty) \cup (-\infty, 2)
-y = 2x + 3 | 2x+3
 2x+3 | f(x)=2x+3
 \text{June 20} | June 20
 9\text{ a.m.} | 9 am
 6\sqrt{3} \text{ cm}^2 | 6\sqrt{3}
-6\sqrt{3} | 6\sqrt3\text{ cm}^2
-2 \sqrt{3} + 1 | 1+2\sqrt{3}
 \frac{3}{4} \text{ miles} | 0.75
-1,2,3,4 | 4, 3, 2, 1
 \emptyset | \{\}
 \emptyset | \varnothing
 -\frac{3}{4} | \frac{3}{-4}
 -\frac{3}{4} | - 3/4
--\frac{3}{4} | -0.75
 0.\overline{3} | \frac13
-\frac{1}{3} | 0.\overline{3}
 {10 \choose 3} | 120
-\binom{10}{3} | 120
-2^{10} | 1024
 \lfloor 3.7 \rfloor | 3
 \frac{x+1}{x-1} | -\frac{x+1}{1-x}
 16\pi | 16 \pi \text{ square units}
-16\pi | 16 \cdot \pi
 \text{no solution} | no solution
-1001_2 | 1001
 1001_2 | 1001_{\text{two}}
 1001_2 | 1001_{(2)}
-3 + 4i | 4i + 3
-\frac{1}{3}\pi | \frac{\pi}{3}
 5 \pm 2\sqrt{3} | 5 - 2\sqrt{3}, 5 + 2\sqrt{3}
 (1,2) | (x,y)=(1,2)
 (1,2) | x=1, y=2
 5 | 5.
 5 | \text{x = 5}
 5 | \text{The answer is } 5
-5 | +5
-5 | 5.00
 5 | 05
-5 | \frac{10}{2}
-5 | \text{5}
-5 | 5 \text{ apples}
 5 | 5 apples
 5 | \$5.00
 5 | {5}
-5 | \left(5\right)
 5 | \displaystyle 5
 5 | 5\,
-5 | \mathbf{5}
-5 | \boldsymbol{5}
 5 | \color{red}{5}
-5 | \textcolor{red}{5}
-x^2-4 | x^{2} - 4
 e^{2x} | e^{x}\cdot e^{x}
 \ln 4 | 2\ln 2
 \sin^2 x | 1-\cos^2 x
-\frac{1}{x} | x^{-1}
 \sqrt[3]{8} | 2
-8^{1/3} | 2
 \frac{-1+\sqrt{5}}{2} | \frac{\sqrt5-1}{2}
-(2,3),(4,5) | (4,5),(2,3)
 \{(2,3),(4,5)\} | \{(4,5),(2,3)\}
 x=1,y=2 | y=2, x=1
-A=1,B=2 | B=2,A=1
-1:2 | 1 : 2
 \frac{1}{2} | 1:2
 x<5 | 5>x
 -1<x<5 | (-1,5)
-(-1,5) | -1 < x < 5
 (-\infty,-1]\cup[3,\infty) | x\le -1 \text{ or } x\ge 3
-\sqrt{3}-1 | -1+\sqrt{3}
 \tan 15^\circ | 2-\sqrt{3}
-\frac{\sqrt{3}}{2} | \sin 60^\circ
 1,000,000 | 10^6
-1,000,000 | 1000000
-3.14\times 10^5 | 314000
 12,\!500 | 12 500
-a+b+c | c+b+a
-2x+3y=6 | 3y + 2x = 6
 2x+3y=6 | 4x+6y=12
-y=x^2 | x^2
 \text{Monday} | Monday.
 10 \text{ minutes} | 10 min
-\frac{1}{2}, \frac{1}{3} | 1/3, 1/2
 \langle 1,2\rangle | (1,2)
 6\text{ and }8 | 6,8
 2,3,\text{ and }4 | 4,3,2
-p - q | p-q
-\frac{p}{q} | p/q
 \dfrac{1}{29,\!322,\!216} | \frac{1}{29322216}
 \text{12 cm} | 12
 x \in \{1,2\} | 1,2
-\text{yes} | Yes
-f(x) = x^2 | x^2
 \arctan 1 | \frac{\pi}{4}
-\log_{10} 100 | 2
 |x-1| | |1-x|
 4\text{:}30 | 4:30
 \text{4:30 p.m.} | 4:30 PM
-1/2 | \frac{1}{2}
-\frac{12}{5}\sqrt{2} | 2.4\sqrt{2}
 7\frac{1}{2}\% | 7.5
 0.5\% | 0.005
 \frac{7}{4}\pi-\frac12 | \frac{7\pi-2}{4}
@@ -266,22 +198,16 @@ x=1,y=2 | x=2,y=1
 2^{10} | 2^{11}
 i | -i
 \sqrt{2} | 1.41
-5 | 50
 5 | -5
-5 | 5x
 5 | 5,6
 5 | (5,6)
 5 | \{5,6\}
-1,2 | 1
 1,2 | (1,2)
 (1,2) | \{1,2\}
-[1,2] | (1,2)
 \{1,2\} | [1,2]
 (1,2] | [1,2)
 \text{even} | odd
-\text{Monday} | Tuesday
 9\text{ a.m.} | 9 p.m.
-5\text{ cm} | 5\text{ km}
 10\% | 1000
 1001_2 | 9
 \frac{1}{3} | 0.33
@@ -289,20 +215,14 @@ i | -i
 \pi | 3.14
 \pi | \frac{22}{7}
 x^2 | 2x
-\sqrt{2} | \sqrt{3}
 \sqrt{2} | 2
-x+1 | x-1
-(3,4) | (4,3)
 \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{pmatrix}1&3\\2&4\end{pmatrix}
 \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{vmatrix}1&2\\3&4\end{vmatrix}
-\begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}1&2\end{pmatrix}
-x\ge 3 | x>3
 x\ge3 | x\le3
 x=3 | x \ge 3
 (-\infty,3) | (-\infty,3]
 \text{(A)} | \text{(AB)}
 \text{A,B} | \text{A}
-12 | 1,2
 123 | 1,2,3
 1,234 | 1,2,34
 2^{3} | 3^{2}
@@ -313,20 +233,203 @@ x=3 | x \ge 3
 \emptyset | \{0\}
 i | 1
 \infty | -\infty
-10 | 10:00
-e | 2.718
 a/b | b/a
-AB | AC
 5 | five or six
 2 | 2^1000
-1/2 | 1/3
-y=2x | y=3x
-y=2x+1 | y=2x
 (1,2),(3,4) | (1,4),(3,2)
 [0,1]\cup[2,3] | [0,3]
 6 | 3!\cdot 2
-0.5 | 0.05
 25 | 5^2+1
+"""
+
+# relations, sentences, rounded tails, labelled ratios, factorials, debris of TeX
+SAME = r"""
+x\ge 3 | x>=3
+x\ge 3 | x >= 3
+[3,\infty) | x>=3
+1\le x\le 2 | 1<=x<=2
+x\ne 3 | x != 3
+x<3 | -x>-3
+x\le 3 | -x \ge -3
+x-y<2 | y-x>-2
+2x+3y\le 6 | -2x-3y\ge -6
+a>b | b<a
+x<3 | x-3<0
+2x<6 | x<3
+-1<x<5 | x\in(-1,5)
+(-1,5) | 5>x>-1
+-1<x<5 | x>-1 \text{ and } x<5
+-1<x<5 | x > -1, x < 5
+(-1,5) | \{x : -1<x<5\}
+(-1,5) | \{x \mid -1<x<5\}
+(-1,5) | \{x\in\mathbb{R} \mid -1<x<5\}
+(-1,5) | x \text{ is in } (-1,5)
+-1 \le k \le 3 | k \in [-1,3]
+(-\infty,1)\cup(3,\infty) | x<1 \text{ or } x>3
+x \in (-\infty,1)\cup(3,\infty) | x<1, x>3
+x<1\text{ or }x>3 | x\in(-\infty,1)\cup(3,\infty)
+x > 2 | x\in(2,\infty)
+|x|<2 | (-2,2)
+y=2x+1 | x=\frac{y-1}{2}
+y=2x+1 | 2x-y+1=0
+x+y=1 | y=1-x
+3x+4y=12 | y=-\frac{3}{4}x+3
+x^2+y^2=25 | y^2=25-x^2
+y = \frac{1}{3}x - 2 | x - 3y = 6
+a=2b | b=\frac{a}{2}
+(1,2),(3,4) | (x,y)=(3,4),(1,2)
+(1,2),(3,4) | (x,y)=(3,4)\text{ or }(x,y)=(1,2)
+(1,2),(3,4) | (x,y) = (1,2) \text{ and } (3,4)
+(1,2),(3,4) | \{(3,4),(1,2)\}
+(1,2),(3,4) | (3,4)\text{ and }(1,2)
+[0,2.5] | \left[0,\frac52\right]
+\left(-\frac12,\frac34\right) | (-0.5,0.75)
+\left[-2,\frac{1}{3}\right) | [-2, 0.333333)
+-0.5<x<1.25 | \left(-\frac12, \frac54\right)
+7:32 | a:b = 7:32
+7:32 | a/b = 7/32
+7:32 | \frac{a}{b}=\frac{7}{32}
+\frac{7}{32} | a:b=7:32
+1:2:3 | a:b:c=1:2:3
+7:32 | \text{ratio } = 7:32
+7:32 | 7 \text{ to } 32
+7:32 | 7 to 32
+12\pi | 12\pi\approx 37.7
+3\sqrt2 | 3\sqrt{2} \approx 4.24
+\frac{22}{7} | \frac{22}{7} \approx 3.14
+37.7 | 12\pi\approx 37.7
+x = \sqrt2 | x=\sqrt{2}\approx 1.414
+\sqrt{2} | \sqrt2 \approx 1.414 \text{ cm}
+\sqrt{2} | \sqrt2 \ (\approx 1.414)
+e^2 | e^2 \sim 7.39
+12\pi | 12\pi = 37.699\ldots
+12\pi | 12\pi \text{ (approximately 37.7)}
+5 | 5\]
+5 | 5$
+5 | 5 \\
+5 | 5\end{align*}
+5 | 5 \blacksquare
+5 | 5 \tag{1}
+5 | 5\hfill
+5 | 5 \text{.}
+5 | 5}
+5 | \(5\)
+5 | \[5\]
+5 | 5 \ldots
+5 | & 5
+5 | =5
+x=5 | & x = 5
+5 | \$5\$
+5 | 5 {}
+\frac{1}{2} | \frac{1}{2}\newline
+120 | 5!
+10! | 10\cdot 9!
+\frac{8!}{3!5!} | 56
+7!/2! | 2520
+n! | n(n-1)!
+(n+1)! | (n+1)\cdot n!
+\frac{n!}{(n-2)!} | n(n-1)
+\frac{(2n)!}{n!} | \frac{(2n)!}{n!}
+3!^2 | 36
+2\cdot 7! | 10080
+5 | \text{The answer is }5\text{.}
+12 | \text{There are } 12 \text{ ways.}
+12 | There are 12 ways
+\frac34 | The maximum value is $\frac{3}{4}$.
+5 | \text{Therefore, } x = 5
+5 | \text{the value of } x \text{ is } 5
+5 | \text{So the final answer is: } 5
+12 | \text{He needs 12 apples in total.}
+\text{Evelyn} | \text{The fastest student is Evelyn}
+(1,2) | \text{The point is } (1,2)
+5 | \text{Area } = 5 \text{ square units}
+2,3 | \text{The solutions are } 2 \text{ and } 3
+[0,1] | \text{The range is } [0,1]
+\text{(C)} | \text{The correct answer is (C)}
+C | \text{Option C}
+C | \text{C: } 12
+C | C) 12
+"""
+
+OTHER = r"""
+x>=3 | x<=3
+5!=120 | 5
+x\ne 3 | x=3
+x<3 | -x<-3
+x<3 | -x>3
+x\le 3 | -x>-3
+x<3 | -x > -3, x < 2
+-1<x<5 | x<-1 \text{ or } x>5
+-1<x<5 | x>-1
+-1<x<5 | x\in[-1,5]
+(-1,5) | \{x : -1\le x<5\}
+(-1,5) | \{x : x<5\}
+\{1,2\} | \{x : 1<x<2\}
+y=2x+1 | x=\frac{y+1}{2}
+y=2x+1 | y=1-2x
+x+y=1 | x-y=1
+x+y=1 | 0=0
+x+y=1 | x=1
+x=1 | x+y=1
+x^2=4 | x=2
+y=2x | y^2=2xy
+y=x | z=w
+a=2b | b=2a
+(1,2),(3,4) | (1,2)
+(1,2),(3,4) | (2,1),(4,3)
+[0,2.5] | [0,2.4]
+[0,\frac13] | [0,0.3]
+7:32 | b:a = 32:7
+7:32 | 32 to 7
+7:32 | a:b = 7:33
+12\pi | 13\pi\approx 37.7
+12\pi | 12 \approx 12\pi
+6 | 5 \approx 6
+5 | 4.9\approx 5
+37.7 | 12\approx 37.7
+37.7 | 2\pi\approx 37.7
+\sqrt2 | 1.414
+\sqrt2 | 1.4 \approx \sqrt2
+5 | 6\tag{5}
+\frac12 | \frac13}
+5 | 5, 6 \blacksquare
+n! | (n-1)!
+n! | n(n-2)!
+(n+1)! | n! + 1
+(n+1)! | n\cdot n!
+5 | \text{The answer is not } 5
+5 | \text{The answer is } 5 \text{ or } 6
+5 | \text{at least 5}
+5 | \text{There are more than 5 ways}
+5 | \text{either 5 or 6}
+5 | \text{if x = 3 then it is 5}
+5 | \text{The values are 5, 6}
+12 | \text{There are 12 or 13 ways}
+12 | \text{There are 12 hundred ways}
+12 | \text{It is between 12 and 13}
+12 | \text{The answer is minus 12}
+\text{Evelyn} | \text{The fastest student is not Evelyn}
+\text{Evelyn} | \text{The fastest student is Carla}
+\text{Evelyn} | \text{Evelyn is slower, so it is Carla}
+C | \text{Option D}
+C | \text{Options C and D}
+(1,2) | \text{The point is } (2,1)
+5 | \text{The answer is 5} \text{ if } x>0
+5 | \text{five is the answer, I guess 6}
+3 | \text{The answer is } 3x
+2,3 | \text{The solutions are } 2
+3 | \text{The solutions are } 2 \text{ and } 3
+0.5 | \text{half of 0.5}
+x>2 | 2>x
+(0,1) | 0\le x\le 1
+|x|<2 | (-2,2]
+|x|<2 | (-3,3)
+x+y<1 | x+y>1
+2x+3y\le 6 | 2x+3y<6
+(-\infty,1)\cup(3,\infty) | x>1 \text{ and } x<3
+(-\infty,1)\cup(3,\infty) | x<1
+1 | 1 = 2
+x=5 | 5 = x = 6
 """
 
 
