@@ -18,7 +18,8 @@ from grpo_megatron.cli import failures, ranks
 from grpo_megatron.cli.commands import PlanOptions, RunOptions, TrainRewardOptions
 from grpo_megatron.cli.config_file import WrongKeys, in_file_order, load_config, reward_defaults, with_other_mistakes
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.problems import Messages, check, keys_of
+from grpo_megatron.config.problems import check, keys_of
+from grpo_megatron.data.fields import Messages
 from grpo_megatron.importing import large_imports
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.registry import find_modules
