@@ -18,8 +18,7 @@ from grpo_megatron.cli import failures, ranks
 from grpo_megatron.cli.commands import PlanOptions, RunOptions, TrainRewardOptions
 from grpo_megatron.cli.config_file import WrongKeys, in_file_order, load_config, reward_defaults, with_other_mistakes
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.problems import check, keys_of
-from grpo_megatron.data.fields import Messages
+from grpo_megatron.config.problems import Findings, check, keys_of
 from grpo_megatron.importing import large_imports
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.registry import find_modules
@@ -104,7 +103,7 @@ def _validate(options: RunOptions, argv: list[str], config: Config, *, wrong_key
 
 
 @check
-def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config, world_size: int) -> Messages:
+def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config, world_size: int) -> Findings:
     """A command for another kind of config, a file that cannot be written, ranks that this process cannot start."""
     if isinstance(options, TrainRewardOptions):
         from grpo_megatron.checks.model_folders import trains_scores
