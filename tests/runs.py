@@ -37,8 +37,10 @@ def write_tokenizer(folder: Path, vocabulary: list[str] | None = None, **changes
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**special, **changes}).save_pretrained(folder)
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    """Write a line per row: its JSON, or a text as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 

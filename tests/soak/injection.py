@@ -1,6 +1,6 @@
 """Faults inside a rank: at the n-th time that it reaches a point of the program, it does something bad.
 
-SOAK_FAULT   {"point": "update_actor", "count": 3, "rank": 1, "action": "kill rank"} (matrix.py)
+SOAK_FAULT   {"point": "update_actor", "count": 3, "rank": 1, "action": "kill rank"} (soak.py)
 SOAK_USAGE   a folder: after each step every rank appends its memory, descriptors and threads to RANK.jsonl
 SOAK_OUTPUT  the run's output folder
 """
