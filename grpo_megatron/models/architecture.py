@@ -287,30 +287,27 @@ def _yarn(scaling: dict[str, Any]) -> Yarn:
 
 
 def common_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Architecture keywords that all families read in the same way. Raises UnsupportedModel."""
+    """Architecture keywords that all families read in the same way. Raises UnsupportedModel; KeyError for a missing key."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"hidden_act={activation!r} is not supported (supported: silu)")
-    try:
-        heads = config["num_attention_heads"]
-        return {
-            "hidden_size": config["hidden_size"],
-            "ffn_hidden_size": config["intermediate_size"],
-            "num_layers": config["num_hidden_layers"],
-            "num_attention_heads": heads,
-            "num_query_groups": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-            "vocab_size": config["vocab_size"],
-            "norm_eps": config.get("rms_norm_eps", 1e-6),
-            "max_position_embeddings": config.get("max_position_embeddings", 2048),
-            **rope_settings(config),
-        }
-    except KeyError as error:
-        raise UnsupportedModel(f"config.json has no {error.args[0]!r}") from None
+    heads = config["num_attention_heads"]
+    return {
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_attention_heads": heads,
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "vocab_size": config["vocab_size"],
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "max_position_embeddings": config.get("max_position_embeddings", 2048),
+        **rope_settings(config),
+    }
 
 
 def expert_settings(config: dict[str, Any], *, width: str, renormalise: bool) -> dict[str, Any]:
-    """Architecture keywords of a mixture of experts in every layer. Raises UnsupportedModel.
+    """Architecture keywords of a mixture of experts in every layer. Raises UnsupportedModel; KeyError.
 
     They replace the MLP size of `common_settings`. `width` is the family's key for the size of an expert.
     """
@@ -326,12 +323,9 @@ def expert_settings(config: dict[str, Any], *, width: str, renormalise: bool) ->
         if config.get(key) not in values:
             what = "shared experts" if "shared" in key else "layers without experts"
             raise UnsupportedModel(f"{family} with {key}={config[key]}: {what} are not supported beside experts")
-    try:
-        # transformers 5 writes num_local_experts for every family. Qwen3-MoE on the hub has num_experts.
-        num_experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"]
-        experts_per_token, size = config["num_experts_per_tok"], config[width]
-    except KeyError as error:
-        raise UnsupportedModel(f"config.json has no {error.args[0]!r}") from None
+    # transformers 5 writes num_local_experts for every family. Qwen3-MoE on the hub has num_experts.
+    num_experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"]
+    experts_per_token, size = config["num_experts_per_tok"], config[width]
     if not 1 <= experts_per_token <= num_experts:
         raise UnsupportedModel(f"{family} with num_experts_per_tok={experts_per_token}: it has {num_experts} experts")
     if experts_per_token == 1 and renormalise:

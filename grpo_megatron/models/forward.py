@@ -8,6 +8,7 @@ log-probabilities.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -136,10 +137,7 @@ def loss_inputs(batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor
 
     Where the batch has no old log-probabilities, they are the model's own.
     """
-
-    def of_rows(tensor: Tensor) -> Tensor:
-        return tensor[rows, : logprobs.shape[1]].to(logprobs.device)
-
+    of_rows = functools.partial(like_rows, rows, logprobs)
     return LossInputs(
         logprobs=logprobs,
         entropy=entropy,
@@ -151,6 +149,11 @@ def loss_inputs(batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor
         token_weights=of_rows(batch.token_weights),
         correction=None if batch.correction is None else of_rows(batch.correction),
     )
+
+
+def like_rows(rows: list[int], like: Tensor, tensor: Tensor) -> Tensor:
+    """`rows` of a batch's `tensor` [B, R], as wide as `like` [len(rows), ...] and on its device."""
+    return tensor[rows, : like.shape[1]].to(like.device)
 
 
 class ShardedModel:

@@ -91,7 +91,9 @@ def architecture_of(config: dict[str, Any], family: str | None = None) -> Archit
         arch = found.architecture_from(config)
     except UnsupportedModel:
         raise
-    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:  # of a value of another type
+    except KeyError as error:
+        raise UnsupportedModel(f"config.json has no {error.args[0]!r}") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:  # of a value of another type
         raise UnsupportedModel(f"config.json has a value that cannot be used ({cut(str(error))})") from error
     if not isinstance(arch, Architecture):
         raise UnsupportedModel(

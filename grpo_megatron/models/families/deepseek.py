@@ -40,23 +40,19 @@ def architecture_from(config: dict[str, Any]) -> Architecture:
             f"{family} with num_key_value_heads={shown(config['num_key_value_heads'])}: latent attention has a key head for"
             f" each of the {shown(config.get('num_attention_heads'))} query heads"
         )
-    try:
-        common = common_settings(config)
-        experts = {
-            "ffn_hidden_size": config["moe_intermediate_size"],
-            "num_experts": config["n_routed_experts"],
-            "experts_per_token": config["num_experts_per_tok"],
-            "num_dense_layers": config.get("first_k_dense_replace") or 0,
-            "dense_ffn_hidden_size": config["intermediate_size"] if config.get("first_k_dense_replace") else 0,
-            "shared_ffn_hidden_size": config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
-        }
-        latent = _latent(config, common)
-        routing = _routing(config)
-    except KeyError as error:
-        raise UnsupportedModel(f"config.json has no {error.args[0]!r}") from None
-    if experts["num_dense_layers"] >= config["num_hidden_layers"]:
+    common, dense = common_settings(config), config.get("first_k_dense_replace") or 0
+    experts = {
+        "ffn_hidden_size": config["moe_intermediate_size"],
+        "num_experts": config["n_routed_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "num_dense_layers": dense,
+        "dense_ffn_hidden_size": config["intermediate_size"] if dense else 0,
+        "shared_ffn_hidden_size": config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+    }
+    latent, routing = _latent(config, common), _routing(config)
+    if dense >= config["num_hidden_layers"]:
         raise UnsupportedModel(
-            f"{family} with first_k_dense_replace={experts['num_dense_layers']} of {config['num_hidden_layers']} layers:"
+            f"{family} with first_k_dense_replace={dense} of {config['num_hidden_layers']} layers:"
             " a model without experts is not supported"
         )
     same = {"head_dim": latent.key_dim, "num_query_groups": config["num_attention_heads"]}
