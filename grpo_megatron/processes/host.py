@@ -144,7 +144,7 @@ class Host:
         self._waiting: deque[Guest] = deque()  # with a request that is not in execution
         self._running: set[Guest] = set()  # with a request in execution
         self._next_count = 0.0
-        self._has_lost = False
+        self._has_lost = False  # a child, since `_reap`
 
     def serve(self) -> None:
         """Serve until the pool closes its pipe; then kill all."""
@@ -165,7 +165,10 @@ class Host:
                 elif key.fd == self._wakeup:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wakeup, PIPE_CHUNK)
-            self._reap()
+                        self._has_lost = True
+            if self._has_lost:
+                self._has_lost = False
+                self._reap()
             self._check_limits()
             self._begin_waiting()
             self._lines.write()
@@ -291,10 +294,8 @@ class Host:
                 self._lose(guest, "")
             elif not guest:
                 os.waitpid(ended, 0)
-            self._has_lost = True
-        if self._has_lost:  # what an ended process has left is now a child of this one
-            self._has_lost = False
-            end_adopted({guest.pid for guest in self._guests.values() if guest.pid})
+        # what an ended process has left is now a child of this one
+        end_adopted({guest.pid for guest in self._guests.values() if guest.pid})
 
     def _lose(self, guest: Guest, end: str) -> None:
         """The process has ended, or has closed its connection, which also happens a moment before its end."""
@@ -360,6 +361,8 @@ class Host:
 
     def _watch(self, source: Any, events: int, guest: Guest | None = None) -> None:
         known = source in self._selector.get_map()
+        if events and known and self._selector.get_key(source).events == events:
+            return
         if events and known:
             self._selector.modify(source, events, guest)
         elif events:

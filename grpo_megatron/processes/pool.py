@@ -135,7 +135,8 @@ class HostLink:
 
     def culprit(self) -> Record | None:
         """The record that was alone in execution while others waited for it."""
-        return self.records[next(iter(self._in_work))] if self._is_recovering and self._in_work else None
+        is_known = self.is_ready and self._is_recovering and self._in_work
+        return self.records[next(iter(self._in_work))] if is_known else None
 
     def heard(self) -> None:
         """A message has arrived."""

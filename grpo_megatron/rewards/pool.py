@@ -4,7 +4,8 @@ Every call has a wall-clock time limit; a process that misses it is killed and r
 
 A batched or async reward gets several items in one call: those that are ready when a worker is free, spread over the free
 workers. Which items share a call depends on time, so their rewards must not depend on each other. A reward that `compares`
-gets all items at once. Items whose common call took too long, or ended its worker, are graded one by one.
+gets all items at once. Items whose common call took too long, or ended its worker, are graded one by one. A reward of this
+package that takes less than QUICK_S per sample gets several in one message, because the message would take longer.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 QUEUED = 2  # calls per worker: one in work, one that waits for it; more would wait behind a slow one
 MAX_REPLY = 1 << 24  # bytes of one answer; the result of a sample usually has some hundred
 WORKERS_PER_HOST = 16
+QUICK_S, QUICK_SIZE = 0.001, 16  # seconds per sample; samples of one message
 
 Item = RewardItem | tuple[str, str, str] | tuple[str, str, str, str]  # (reward name, completion, answer[, prompt])
 
@@ -96,6 +98,7 @@ class RewardPool:
         program = "grpo_megatron.rewards.worker:open_graders"
         self._processes = ProcessPool("reward", program, {}, Limits(MAX_REPLY), self._accept, hosts)
         # the batch in progress
+        self._seconds: dict[str, float] = {}  # reward -> per sample, in its last call
         self._plan = CallPlan({}, {})
         self._queue = ItemQueue(self._plan)
         self._items: list[RewardItem] = []
@@ -179,7 +182,7 @@ class RewardPool:
     def _begin(self, kwargs: dict[str, Any]) -> None:
         if self._closed:
             raise RuntimeError("the reward pool is closed")
-        self._plan = CallPlan(kwargs, self._composite)
+        self._plan = CallPlan(kwargs, self._composite, self._seconds)
         self._drop_batch()
         self._processes.show_again()
         self._processes.serve(block=False)  # notices what has ended between two batches
@@ -229,7 +232,8 @@ class RewardPool:
         worker.calls.append(PendingCall(name, numbers))
         samples = [self._plan.sample(self._items[number]) for number in numbers]
         request = {**call, "samples": samples, "timeout_s": self.timeout_s}
-        self._processes.submit(worker.key, request, self.timeout_s * len(numbers))
+        seconds = self.timeout_s * (1 if self._plan.is_quick(name) else len(numbers))
+        self._processes.submit(worker.key, request, seconds)
 
     def _accept(self, key: str, answer: GuestAnswer) -> None:
         """An answer of a process has arrived: that of the oldest call of the worker `key`."""
@@ -246,6 +250,7 @@ class RewardPool:
                     worker, call, {**answer, "status": "died", "message": "has sent a wrong answer", "output": ""}
                 )
                 return
+            self._seconds[call.name] = sum(reply["seconds"] for reply in replies) / len(replies)
             for number, reply in zip(call.numbers, replies, strict=True):
                 self._results[number] = result = result_of(reply, call.name)
                 self._name_texts(call.name, result.texts)
@@ -347,8 +352,9 @@ def _report_failures(results: Sequence[RewardResult]) -> None:
 class CallPlan:
     """For the rewards of one batch: `kwargs` go to every function, `composite` to the sum of components."""
 
-    def __init__(self, kwargs: Kwargs, composite: Kwargs) -> None:
+    def __init__(self, kwargs: Kwargs, composite: Kwargs, seconds: Mapping[str, float] | None = None) -> None:
         self._kwargs, self._composite = kwargs, composite
+        self._quick = {name for name, value in (seconds or {}).items() if value < QUICK_S and ":" not in name}
         self._rewards: dict[str, PlannedReward] = {}
 
     def kwargs(self, name: str) -> Kwargs:
@@ -358,6 +364,10 @@ class CallPlan:
     def shares_calls(self, name: str) -> bool:
         """Whether a call may have several items."""
         return self._of(name).size > 1 or self.compares(name)
+
+    def is_quick(self, name: str) -> bool:
+        """Whether one message may have several items that are graded one after the other."""
+        return name in self._quick and name != COMPOSITE
 
     def compares(self, name: str) -> bool:
         """Whether one call has all items."""
@@ -469,11 +479,24 @@ class ItemQueue:
         for place, number in enumerate(self._waiting):
             name = self._names[number]
             if number in self._alone or not self._plan.shares_calls(name):
-                del self._waiting[place]
-                return [number]
+                return self._take_quick(name) if not place and self._plan.is_quick(name) else self._take_one(place)
             if num_free and (all_are_there or not self._plan.compares(name)):
                 return self._take_several(name, num_free)
         return []
+
+    def _take_one(self, place: int) -> list[int]:
+        number = self._waiting[place]
+        del self._waiting[place]
+        return [number]
+
+    def _take_quick(self, name: str) -> list[int]:
+        """The first items, as far as they have this reward."""
+        taken = self._take_one(0)
+        while self._waiting and len(taken) < QUICK_SIZE and self._alone.isdisjoint([taken[0], self._waiting[0]]):
+            if self._names[self._waiting[0]] != name:
+                break
+            taken += self._take_one(0)
+        return taken
 
     def _take_several(self, name: str, num_free: int) -> list[int]:
         same = [number for number in self._waiting if self._names[number] == name and number not in self._alone]

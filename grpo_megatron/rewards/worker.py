@@ -83,7 +83,11 @@ def _load(name: str, kwargs: dict[str, Any]) -> str | None:
 def _graded(call: BoundReward, samples: Sequence[ItemFields], timeout_s: float) -> Iterator[Reply]:
     """One reply per sample."""
     if len(samples) > 1 and not call.signature.takes_lists:
-        yield from _event_loop().run_until_complete(_graded_together(call, samples, timeout_s))
+        if inspect.iscoroutinefunction(call.function):
+            yield from _event_loop().run_until_complete(_graded_together(call, samples, timeout_s))
+        else:
+            for sample in samples:
+                yield from _graded(call, [sample], timeout_s)
         return
     try:
         returned = call.start(samples)
