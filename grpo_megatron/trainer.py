@@ -38,9 +38,9 @@ from grpo_megatron.training.beside.build import (
     build_critic,
     build_export,
     build_policy,
-    build_references,
     build_reward_model,
 )
+from grpo_megatron.training.beside.references import References
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, run_state
 from grpo_megatron.training.colocation import Colocation, build_colocation
 from grpo_megatron.training.correction_step import CorrectionStep, build_loss
@@ -119,7 +119,7 @@ class Trainer:
             self.sinks.note(f"resumed from {checkpoint}: {self.first_step} steps done")
             if changed:
                 self.sinks.note(announcement(changed, self.policy.num_updates, num_updates))
-        self.references = build_references(config, checked, self.mesh, self.device, self.cadence, self.first_step)
+        self.references = References(config, checked.arch, self.mesh, self.device, self.cadence, self.first_step)
 
         # The parts of the step that use these models.
         self.collector = build_collector(

@@ -46,7 +46,6 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "slurm/test_jobs.py",
     "sync/test_delta.py",
     "sync/test_exchange.py",
-    "sync/test_faults.py",
 )
 LONGEST = "slurm/test_jobs.py"  # runs first, so that one worker does not end long after the other
 

@@ -37,8 +37,10 @@ def write_tokenizer(folder: Path, vocabulary: list[str] | None = None, **changes
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**special, **changes}).save_pretrained(folder)
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    """Write a line per row: its JSON, or a text as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 
@@ -91,7 +93,7 @@ if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in
 
     stand_ins = {{
         "trainer": {{"Trainer": Trainer}},
-        "checks.validate": {{"validate": lambda *a, **k: Checked()}},
+        "checks.validate": {{"validate": lambda *a, **k: Checked(), "RunStart": lambda *a: None}},
         "evaluation.run": {{}},
         "rollout.vllm_process": {{"preload": lambda: None}},
     }}

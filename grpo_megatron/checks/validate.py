@@ -127,7 +127,7 @@ class RunStart:
     `wrong_keys`: keys of the file that cannot be read; the config has their defaults.
     """
 
-    problems: Sequence[str] = ()
+    problems: Sequence[Problem | str] = ()
     profiled: range | None = None
     device: float | None = None
     wrong_keys: Collection[str] = ()

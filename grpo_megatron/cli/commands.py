@@ -96,7 +96,7 @@ COMMANDS = {  # in the order of --help: as a user meets them. cli/main.py tells 
     ),
     "curate": Command(
         "pass rates per prompt, filtered data, rows for SFT and DPO",
-        "curation.cli:CurateOptions",
+        "curation.options:CurateOptions",
         "curation.cli:curate",
     ),
     "convert": Command(

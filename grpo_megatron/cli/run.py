@@ -11,13 +11,14 @@ import functools
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from grpo_megatron.cli import failures, ranks
 from grpo_megatron.cli.commands import PlanOptions, RunOptions, TrainRewardOptions
 from grpo_megatron.cli.config_file import WrongKeys, in_file_order, load_config, reward_defaults, with_other_mistakes
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.problems import Findings, check, keys_of
 from grpo_megatron.importing import large_imports
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.registry import find_modules
@@ -101,18 +102,22 @@ def _validate(options: RunOptions, argv: list[str], config: Config, *, wrong_key
     )
 
 
-def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config, world_size: int) -> Iterator[str]:
+@check
+def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config, world_size: int) -> Findings:
     """A command for another kind of config, a file that cannot be written, ranks that this process cannot start."""
-    from grpo_megatron.checks.model_folders import trains_scores
-    from grpo_megatron.planning.resolved import resolved_problem
+    if isinstance(options, TrainRewardOptions):
+        from grpo_megatron.checks.model_folders import trains_scores
 
-    if isinstance(options, TrainRewardOptions) and not trains_scores(config):
-        yield (
-            f"train-reward trains a model that scores, and actor.loss_mode={config.actor.loss_mode} trains a language model; set"
-            " loss_mode=bradley_terry (pairs) or step_labels (steps), or use the command train"
-        )
-    if options.resolved_config is not None and (problem := resolved_problem(options.resolved_config)):
-        yield problem
+        if not trains_scores(config):
+            yield (
+                f"train-reward trains a model that scores, and {keys_of(config).actor.loss_mode} trains a language model; set"
+                " loss_mode=bradley_terry (pairs) or step_labels (steps), or use the command train"
+            )
+    if options.resolved_config is not None:
+        from grpo_megatron.planning.resolved import resolved_problem
+
+        if problem := resolved_problem(options.resolved_config):
+            yield problem
     if _starts_ranks(options, world_size) and config.trainer.nnodes > 1:
         yield _many_nodes(config, argv)
 
@@ -124,12 +129,14 @@ def _starts_ranks(options: RunOptions, world_size: int) -> bool:
 
 def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
     """Whether the run is done; then say so. What a resumed run may not change or profile is left to `validate`."""
-    from grpo_megatron.checks.methods import profile_problems
-    from grpo_megatron.checks.resume import resume_problems
     from grpo_megatron.training.stopping import is_done
 
-    problems = [*resume_problems(config), *profile_problems(config, profiled)]
-    if not is_done(config.trainer) or problems:
+    if not is_done(config.trainer):
+        return False
+    from grpo_megatron.checks.methods import profile_problems  # imports large libraries: a new run starts without them
+    from grpo_megatron.checks.resume import resume_problems
+
+    if [*resume_problems(config), *profile_problems(config, profiled)]:
         return False
     if os.environ.get("RANK", "0") == "0":
         folder, steps = config.trainer.output_dir, config.trainer.total_training_steps
@@ -194,7 +201,7 @@ def _world_size(config: Config, is_rank: bool) -> int:
 def _many_nodes(config: Config, argv: list[str]) -> str:
     nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
     return (
-        f"trainer.nnodes={nodes}: one process cannot start ranks on other machines; on each of the {nodes} start\n"
+        f"{keys_of(config).trainer.nnodes}: one process cannot start ranks on other machines; on each of the {nodes} start\n"
         f"  torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500"
         f" \\\n      --rdzv-id {secrets.token_hex(16)} -m grpo_megatron {' '.join(argv)}\n"
         f"  (Slurm: srun --nodes {nodes} --ntasks-per-node 1 in front of it), or set trainer.nnodes=1"

@@ -146,7 +146,7 @@ def open_source(
 
 
 def _part_hint(path: Path) -> str:
-    """For the folder of a critic or a reward model that a checkpoint does not have."""
+    """A hint for the folder of a critic or a reward model that a checkpoint does not have."""
     step = path.parent
     if path.name not in PART_FOLDERS or not (step / STEP_FILE).exists():
         return ""

@@ -7,51 +7,40 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.curation.options import CurateOptions
 from grpo_megatron.curation.tally import ProblemTally, ResponsePlace, ResponseReader, Tally
-from grpo_megatron.data.fields import problem_digest, question_text, type_name
-from grpo_megatron.data.rows import open_rows
+from grpo_megatron.data.fields import problem_digest, question_text
+from grpo_megatron.data.rows import checked_row, open_rows
 from grpo_megatron.data.task import Task
 
 # -- Which problems to keep, by their measured pass rates --------------------------------------------------------------
 # DUPO (WebSailor, arXiv 2507.02592) leaves out, before training, what all of 8 responses solve: `drop_all_right`.
 
 
-@dataclass(frozen=True)
-class RateBand:
-    """Bounds of the pass rate, both inclusive, and of the number of responses that it was measured with."""
-
-    min_rate: float = 0.0
-    max_rate: float = 1.0
-    drop_all_right: bool = False
-    drop_all_wrong: bool = False
-    min_samples: int = 1
-
-    def reason(self, problem: ProblemTally) -> str | None:
-        """Why the problem is left out; None: it is kept."""
-        if problem.n < self.min_samples:
-            return f"fewer than {self.min_samples} responses"
-        if self.drop_all_right and problem.passes == problem.n:
-            return "all right"
-        if self.drop_all_wrong and problem.passes == 0:
-            return "all wrong"
-        if problem.rate < self.min_rate:
-            return f"pass rate below {self.min_rate:g}"
-        if problem.rate > self.max_rate:
-            return f"pass rate above {self.max_rate:g}"
-        return None
-
-
-def kept_problems(tally: Tally, band: RateBand) -> list[ProblemTally]:
+def kept_problems(tally: Tally) -> list[ProblemTally]:
     """The problems that the filters keep, in order."""
-    return [problem for problem in tally.problems.values() if band.reason(problem) is None]
+    return [problem for problem in tally.problems.values() if _reason(problem, tally.options) is None]
+
+
+def _reason(problem: ProblemTally, options: CurateOptions) -> str | None:
+    """Why the problem is left out; None: it is kept."""
+    if problem.n < options.min_samples:
+        return f"fewer than {options.min_samples} responses"
+    if options.drop_all_right and problem.passes == problem.n:
+        return "all right"
+    if options.drop_all_wrong and problem.passes == 0:
+        return "all wrong"
+    if problem.rate < options.min_rate:
+        return f"pass rate below {options.min_rate:g}"
+    return f"pass rate above {options.max_rate:g}" if problem.rate > options.max_rate else None
 
 
 TABLE_COLUMNS = ("rate", "low", "high", "n", "passes", "truncated", "mean_score", "mean_tokens", "question", "answer")
@@ -83,15 +72,10 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def csv_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """The same rows for a spreadsheet."""
-    yield _csv_line(TABLE_COLUMNS)
-    for row in rows:
-        yield _csv_line([row[name] for name in TABLE_COLUMNS])
-
-
-def _csv_line(cells: Iterable[Any]) -> str:
-    line = io.StringIO()
-    csv.writer(line).writerow(cells)
-    return line.getvalue()
+    for cells in itertools.chain([TABLE_COLUMNS], ([row[name] for name in TABLE_COLUMNS] for row in rows)):
+        line = io.StringIO()
+        csv.writer(line).writerow(cells)
+        yield line.getvalue()
 
 
 def supervised_rows_of(
@@ -125,8 +109,8 @@ def _pairs_of(problem: ProblemTally, kind: str, limit: int) -> list[tuple[Respon
 class FilteredRows:
     """The rows of a data file whose problem is kept, unchanged. `lines` is read once, and counts them."""
 
-    def __init__(self, path: Path, task: Task, tally: Tally, band: RateBand, keep_unmeasured: bool) -> None:
-        self.path, self.task, self.tally, self.band, self.keep_unmeasured = path, task, tally, band, keep_unmeasured
+    def __init__(self, path: Path, task: Task, tally: Tally) -> None:
+        self.path, self.task, self.tally = path, task, tally
         self.kept = self.measured = 0
         self.left_out: Counter[str] = Counter()  # reason -> rows
 
@@ -135,13 +119,12 @@ class FilteredRows:
         rows = open_rows(self.path)
         for number, row in enumerate(rows.rows(0, len(rows))):
             try:
-                if not isinstance(row, dict):
-                    raise row if isinstance(row, ValueError) else ValueError(f"is {type_name(row)}, not an object")
-                problem = self.tally.problems.get(problem_digest(*self.task.read_row(row)))
+                problem = self.tally.problems.get(problem_digest(*self.task.read_row(checked_row(row))))
             except ValueError as error:
                 raise ConfigError(f"data file {str(self.path)!r} {rows.place(number)}: {error}") from error
             self.measured += problem is not None
-            if reason := self._reason(problem):
+            unmeasured = None if self.tally.options.keep_unmeasured else "not measured"
+            if reason := _reason(problem, self.tally.options) if problem else unmeasured:
                 self.left_out[reason] += 1
                 continue
             self.kept += 1
@@ -157,17 +140,13 @@ class FilteredRows:
             raise ConfigError(f"data file {str(self.path)!r}: no row is left ({self._reasons()}); widen the filters")
 
     def describe(self) -> str:
+        """The line on this file in the summary."""
         total = self.kept + self.left_out.total()
         left_out = f" (left out: {self._reasons()})" if self.left_out else ""
         return f"{self.path.stem}.jsonl: {self.kept} of {total} rows{left_out}"
 
     def _reasons(self) -> str:
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
-
-    def _reason(self, problem: ProblemTally | None) -> str | None:
-        if problem is not None:
-            return self.band.reason(problem)
-        return None if self.keep_unmeasured else "not measured"
 
 
 # -- The summary that `curate` prints: how many problems have which pass rate, and how many of them are kept -----------
@@ -176,22 +155,21 @@ _BINS = 5  # between 0 and 1, which have lines of their own
 _BAR = 40  # characters of the longest bar
 
 
-def describe_tally(tally: Tally, band: RateBand) -> str:
+def describe_tally(tally: Tally) -> str:
     """The printed summary: counts, and the problems by pass rate."""
     problems = list(tally.problems.values())
     truncated = sum(problem.truncated for problem in problems)
     mean = sum(problem.rate for problem in problems) / len(problems)
-    kept = len(kept_problems(tally, band))
+    kept = len(kept_problems(tally))
     lines = [
-        f"{len(problems)} problems, {tally.num_responses} responses ({truncated} truncated);"
+        f"{len(problems)} problems, {sum(problem.n for problem in problems)} responses ({truncated} truncated);"
         f" not counted: {tally.left_out} replayed or left out by the options, {tally.unscorable} without a score",
         f"mean pass rate {mean:.4f}; the filters keep {kept} problems",
         "",
         f"{'pass rate':>12} {'problems':>9}",
     ]
-    counts = [0] * (_BINS + 2)
-    for problem in problems:
-        counts[_bin(problem.passes, problem.n)] += 1
+    bins = Counter(_bin(problem.passes, problem.n) for problem in problems)
+    counts = [bins[number] for number in range(_BINS + 2)]
     for number, count in enumerate(counts):
         bar = "#" * round(_BAR * count / max(counts))
         lines.append(f"{_label(number):>12} {count:>9} {bar}".rstrip())

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.curation.options import CurateOptions
 from grpo_megatron.data.fields import Question, missing_field, problem_digest, read_question, text_field, type_name
 from grpo_megatron.data.pass_rates import wilson
-from grpo_megatron.data.rows import LineFile
+from grpo_megatron.data.rows import LineFile, checked_row
 from grpo_megatron.reading import ReadError, cut, shown
 from grpo_megatron.storage.run_files import rollout_files
 
@@ -97,8 +98,6 @@ class ResponseReader:
 
     def _responses(self, file: int, line: int, row: Any) -> list[Response]:
         try:
-            if isinstance(row, ReadError):
-                raise row
             return responses_of(row)
         except ValueError as error:
             lines = self.files[file]
@@ -107,8 +106,7 @@ class ResponseReader:
 
 def responses_of(row: Any) -> list[Response]:
     """The responses of one line. Raises ValueError."""
-    if not isinstance(row, dict):
-        raise ValueError(f"is {type_name(row)}, not an object")
+    row = checked_row(row)
     return _of_evaluation(row) if "samples" in row else [_of_rollout(row)]
 
 
@@ -194,6 +192,7 @@ class ProblemTally:
 
     @property
     def rate(self) -> float:
+        """The share of right responses."""
         return self.passes / self.n
 
     def interval(self) -> tuple[float, float]:
@@ -201,39 +200,22 @@ class ProblemTally:
         return wilson(self.rate, self.n)
 
 
-@dataclass(frozen=True)
-class CountingRules:
-    """`right`: the lowest score of a right response. `keep`: texts per problem and verdict whose places are held."""
-
-    right: float = 1.0
-    drop_truncated: bool = False
-    first_step: int | None = None
-    last_step: int | None = None
-    keep: int = 1
-
-    def counts(self, response: Response) -> bool:
-        if response.is_replayed or (self.drop_truncated and response.is_truncated):
-            return False
-        if response.step is None:
-            return True
-        return (self.first_step or 0) <= response.step and (self.last_step is None or response.step <= self.last_step)
-
-
 @dataclass
 class Tally:
     """`problems` by digest, in the order of their first responses.
 
-    `left_out` counts responses that were replayed or that the rules leave out, `unscorable` those without a score.
+    `left_out` counts responses that were replayed or that the options leave out, `unscorable` those without a score.
     """
 
-    rules: CountingRules
+    options: CurateOptions
     problems: dict[str, ProblemTally] = field(default_factory=dict)
     left_out: int = 0
     unscorable: int = 0
     trajectories: int = 0
 
     def add(self, place: ResponsePlace, response: Response) -> None:
-        if not self.rules.counts(response):
+        """Count a response."""
+        if not self._counts(response):
             self.left_out += 1
             return
         if response.score is None:
@@ -241,7 +223,7 @@ class Tally:
             return
         digest = problem_digest(response.question, response.answer)
         problem = self.problems.setdefault(digest, ProblemTally(place))
-        is_right = response.score >= self.rules.right
+        is_right = response.score >= self.options.right
         problem.n += 1
         problem.passes += is_right
         problem.truncated += response.is_truncated
@@ -250,20 +232,24 @@ class Tally:
         self.trajectories += response.text is None
         # A row ends with the end-of-sequence token, which a truncated response does not have
         if response.text is not None and response.text.strip() and not response.is_truncated:
-            _keep(problem.right if is_right else problem.wrong, place, response.text, self.rules.keep)
+            _keep(problem.right if is_right else problem.wrong, place, response.text, self.options.texts)
             if problem.best is None or response.score > problem.best[0]:
                 problem.best = response.score, place
             if problem.worst is None or response.score < problem.worst[0]:
                 problem.worst = response.score, place
 
-    @property
-    def num_responses(self) -> int:
-        return sum(problem.n for problem in self.problems.values())
+    def _counts(self, response: Response) -> bool:
+        options, step = self.options, response.step
+        if response.is_replayed or (options.drop_truncated and response.is_truncated):
+            return False
+        return step is None or (options.first_step or 0) <= step <= (
+            step if options.last_step is None else options.last_step
+        )
 
 
-def tally_responses(responses: Iterable[tuple[ResponsePlace, Response]], rules: CountingRules) -> Tally:
+def tally_responses(responses: Iterable[tuple[ResponsePlace, Response]], options: CurateOptions) -> Tally:
     """Counts all responses by problem."""
-    tally = Tally(rules)
+    tally = Tally(options)
     for place, response in responses:
         tally.add(place, response)
     return tally

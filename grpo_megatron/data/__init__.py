@@ -7,5 +7,5 @@ conversation.py            the tokens between the model's turns
 prompts.py                 files of a task -> prompts, made when they are read
 written.py scored.py       the same for rows with responses
 sampler.py pass_rates.py   which items a step sees; of several sources, or by their pass rates
-arithmetic.py              the quickstart's generated data and its tokenizer; products.py and two_hops.py: the agents'
+arithmetic.py tool_tasks.py    generated data and tokenizers: the quickstart's and the reward models', the agents'
 """

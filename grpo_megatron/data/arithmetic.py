@@ -12,11 +12,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import operator
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.rewards.answers import TAGS
@@ -37,6 +38,11 @@ SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk
 CHARACTERS = "0123456789+=,.? "  # one token per character
 VOCABULARY_SIZE = 80
 
+T = TypeVar("T")
+Problem = Callable[
+    [random.Random, bool], tuple[str, int, int]
+]  # draws (prompt, a, b), of a held-out pair or of another
+
 
 def is_held_out(a: int, b: int) -> bool:
     """Whether the pair, in either order, is kept for validation."""
@@ -46,10 +52,7 @@ def is_held_out(a: int, b: int) -> bool:
 
 def worked_response(a: int, b: int) -> str:
     """`<think>units,tens with the carry</think><answer>a + b</answer>`."""
-    units, carry = a % 10 + b % 10, (a % 10 + b % 10) // 10
-    tens = a // 10 + b // 10 + carry
-    thought = f"{a % 10}+{b % 10}={units},{a // 10}+{b // 10}+{carry}={tens}"
-    return f"<think>{thought}</think>{bare_response(a, b)}"
+    return STEP_SEPARATOR.join(_worked_steps(a, b))
 
 
 def bare_response(a: int, b: int) -> str:
@@ -60,18 +63,23 @@ def bare_response(a: int, b: int) -> str:
 def supervised_rows(seed: int) -> Iterator[dict[str, str]]:
     """The warmup's 420 x 32 rows {"prompt", "response"}, in the order of the curriculum; read them without shuffling."""
     draw = random.Random(f"{seed}/sft")
-    for step in range(WORKED_STEPS + MIXED_STEPS):
-        for _ in range(ROWS_PER_STEP):
-            prompt, a, b = draw_problem(draw, held_out=False)
-            bare = step >= WORKED_STEPS and draw.random() < BARE_SHARE
-            yield {"prompt": prompt, "response": bare_response(a, b) if bare else worked_response(a, b)}
+    for bare, (prompt, a, b) in curriculum(
+        draw, WORKED_STEPS, MIXED_STEPS, BARE_SHARE, lambda: draw_problem(draw, False)
+    ):
+        yield {"prompt": prompt, "response": bare_response(a, b) if bare else worked_response(a, b)}
+
+
+def curriculum(
+    draw: random.Random, full_steps: int, mixed_steps: int, bare_share: float, problem: Callable[[], T]
+) -> Iterator[tuple[bool, T]]:
+    """(whether its answer is a bare one, problem) of each row of a warmup: after `full_steps`, `bare_share` of them are."""
+    for row in range((full_steps + mixed_steps) * ROWS_PER_STEP):
+        drawn = problem()
+        yield row >= full_steps * ROWS_PER_STEP and draw.random() < bare_share, drawn
 
 
 def written_rows(seed: int, count: int) -> Iterator[dict[str, str]]:
-    """`count` rows {"prompt", "response", "chosen", "rejected"}.
-
-    "response" and "chosen" are the worked answer, "rejected" is a wrong bare one.
-    """
+    """Yields `count` rows with the worked answer as "response" and "chosen", and a wrong bare one as "rejected"."""
     draw = random.Random(f"{seed}/written")
     for _ in range(count):
         prompt, a, b = draw_problem(draw, held_out=False)
@@ -81,17 +89,9 @@ def written_rows(seed: int, count: int) -> Iterator[dict[str, str]]:
 
 
 def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
-    """`count` different rows {"prompt", "answer"}, from the held-out pairs or from the others.
-
-    Raises ConfigError when fewer than 2 x `count` rows exist.
-    """
-    num_texts = len(TEMPLATES) * len(NAMES) * len(NOUNS)
-
-    def problem(draw: random.Random) -> tuple[str, int]:
-        prompt, a, b = draw_problem(draw, held_out)
-        return prompt, a + b
-
-    return different_rows(seed, count, held_out, num_pairs(range(1, LARGEST + 1), held_out) * num_texts, problem)
+    """As `different_rows`, of sums."""
+    total = num_pairs(range(1, LARGEST + 1), held_out) * len(TEMPLATES) * len(NAMES) * len(NOUNS)
+    return different_rows(seed, count, held_out, total, draw_problem, operator.add)
 
 
 def num_pairs(numbers: range, held_out: bool) -> int:
@@ -100,11 +100,11 @@ def num_pairs(numbers: range, held_out: bool) -> int:
 
 
 def different_rows(
-    seed: int, count: int, held_out: bool, total: int, problem: Callable[[random.Random], tuple[str, int]]
+    seed: int, count: int, held_out: bool, total: int, problem: Problem, solve: Callable[[int, int], int]
 ) -> list[dict[str, str]]:
-    """`count` different rows {"prompt", "answer"} that `problem` draws. `total` is the number of different ones.
+    """`count` different rows {"prompt", "answer"}, from the held-out pairs or from the others.
 
-    Raises ConfigError for more than half of `total`: drawing until all differ would become slow.
+    Raises ConfigError for more than half of the `total` that there are: drawing until all differ would become slow.
     """
     if not 0 < count <= total // 2:
         raise ConfigError(
@@ -113,8 +113,8 @@ def different_rows(
     draw = random.Random(f"{seed}/{'val' if held_out else 'train'}")
     answers: dict[str, int] = {}
     while len(answers) < count:
-        prompt, answer = problem(draw)
-        answers[prompt] = answer
+        prompt, a, b = problem(draw, held_out)
+        answers[prompt] = solve(a, b)
     return [{"prompt": prompt, "answer": str(answer)} for prompt, answer in answers.items()]
 
 
@@ -167,13 +167,18 @@ def write_data(folder: Path, files: Mapping[str, Iterable[Mapping[str, Any]]], t
 
 
 def draw_problem(draw: random.Random, held_out: bool) -> tuple[str, int, int]:
-    """(prompt, a, b)."""
-    while True:
-        a, b = draw.randint(1, LARGEST), draw.randint(1, LARGEST)
-        if is_held_out(a, b) == held_out:
-            break
+    """Draws (prompt, a, b)."""
+    a, b = draw_pair(draw, 1, LARGEST, held_out)
     text = draw.choice(TEMPLATES).format(name=draw.choice(NAMES), noun=draw.choice(NOUNS), a=a, b=b)
     return text + SEPARATOR, a, b
+
+
+def draw_pair(draw: random.Random, smallest: int, largest: int, held_out: bool) -> tuple[int, int]:
+    """Draws two numbers of the range, until they are a held-out pair, or are not."""
+    while True:
+        a, b = draw.randint(smallest, largest), draw.randint(smallest, largest)
+        if is_held_out(a, b) == held_out:
+            return a, b
 
 
 # -- Generated feedback on the quickstart's additions: what the examples of reward models learn from -------------------
@@ -196,9 +201,8 @@ def pair_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, An
     draw = random.Random(f"{seed}/pairs/{held_out}")
     for _ in range(count):
         prompt, a, b = draw_problem(draw, held_out)
-        bad, _ = _bad_answer(a, b, draw)
-        texts = [STEP_SEPARATOR.join(steps) for steps in (_worked_steps(a, b), bad)]
-        yield {"prompt": prompt, "chosen": texts[0], "rejected": texts[1]}
+        rejected = STEP_SEPARATOR.join(_bad_answer(a, b, draw)[0])
+        yield {"prompt": prompt, "chosen": worked_response(a, b), "rejected": rejected}
 
 
 def step_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, Any]]:
@@ -233,13 +237,9 @@ def _bad_answer(a: int, b: int, draw: random.Random) -> tuple[list[str], list[bo
 
 def _worked_steps(a: int, b: int, *, units_error: int = 0, tens_error: int = 0) -> list[str]:
     """The two steps. A sum that an error would make negative is one too large instead."""
-    units = _off_by(a % 10 + b % 10, units_error)
-    tens = _off_by(a // 10 + b // 10 + units // 10, tens_error)
+    units = abs(a % 10 + b % 10 + units_error)
+    tens = abs(a // 10 + b // 10 + units // 10 + tens_error)
     return [
         f"<think>{a % 10}+{b % 10}={units}",
         f"{a // 10}+{b // 10}+{units // 10}={tens}</think>{bare_response(10 * tens, units % 10)}",
     ]
-
-
-def _off_by(total: int, error: int) -> int:
-    return abs(total + error)

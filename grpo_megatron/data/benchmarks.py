@@ -100,25 +100,16 @@ def _read_dataset(task: Task, places: DataPlaces, num_fewshot: int, limit: int |
         if fewshot is None:
             raise ConfigError(f"task {task.name!r} has no training file to draw examples from; set --num-fewshot 0")
         if fewshot.examples:
-            return Dataset(
-                task, path, sha256_of(path), problems, _given_examples(task, fewshot, num_fewshot), None, len(rows)
-            )
-        train = _find_file(task, "few-shot file", fewshot.files, places, "set --num-fewshot 0 to do without")
-        pool = read_rows(train, lambda row: _read_example(task, fewshot, row))
-        pool_sha256 = sha256_of(train)
+            pool = [Example(one.question, one.solution) for one in fewshot.examples[:num_fewshot]]
+            what, remedy = f"task {task.name!r} has {len(pool)} examples of its own", "set that or less"
+        else:
+            train = _find_file(task, "few-shot file", fewshot.files, places, "set --num-fewshot 0 to do without")
+            pool = read_rows(train, lambda row: _read_example(task, fewshot, row))
+            pool_sha256 = sha256_of(train)
+            what, remedy = f"{str(train)!r} has {len(pool)} rows", "set it to that or less"
         if num_fewshot > len(pool):
-            raise ConfigError(
-                f"--num-fewshot {num_fewshot}: {str(train)!r} has {len(pool)} rows; set it to that or less"
-            )
+            raise ConfigError(f"--num-fewshot {num_fewshot}: {what}; {remedy}")
     return Dataset(task, path, sha256_of(path), problems, pool, pool_sha256, len(rows))
-
-
-def _given_examples(task: Task, fewshot: Fewshot, count: int) -> list[Example]:
-    if count > len(fewshot.examples):
-        raise ConfigError(
-            f"--num-fewshot {count}: task {task.name!r} has {len(fewshot.examples)} examples of its own; set that or less"
-        )
-    return [Example(one.question, one.solution) for one in fewshot.examples[:count]]
 
 
 def _find_file(task: Task, what: str, files: list[str], places: DataPlaces, remedy: str) -> Path:
@@ -185,22 +176,17 @@ def read_task_prompts(data: DataConfig, reward_kwargs: Mapping[str, Any], tokeni
 
 def _task_problems(task: Task, data: DataConfig, reward_kwargs: Mapping[str, Any]) -> list[str]:
     """Why the task cannot be used in training."""
+    problem = None
     if task.multi_turn.environment is not None:
-        return [
-            f"data.val_tasks: task {task.name!r} plays an environment: it is for the scripted evaluation; validate with"
-            " data.val_files and rollout.multi_turn"
-        ]
-    if task.reward is None:
-        return [
-            f"data.val_tasks: task {task.name!r} has no reward: it is for the scripted evaluation only; leave it out"
-        ]
-    if data.apply_chat_template and task.user_prompt is None:
-        return [
-            f"data.val_tasks: task {task.name!r} has plain text prompts only; set data.apply_chat_template=false, or"
-            " drop it"
-        ]
+        problem = "plays an environment: it is for the scripted evaluation; validate with data.val_files and rollout.multi_turn"
+    elif task.reward is None:
+        problem = "has no reward: it is for the scripted evaluation only; leave it out"
+    elif data.apply_chat_template and task.user_prompt is None:
+        problem = "has plain text prompts only; set data.apply_chat_template=false, or drop it"
+    if problem:
+        return [f"data.val_tasks: task {task.name!r} {problem}"]
     try:
-        check_reward(task.reward, reward_kwargs)
+        check_reward(task.reward or "", reward_kwargs)
     except ValueError as error:
         return [f"data.val_tasks: task {task.name!r}: {error}"]
     return []

@@ -22,6 +22,7 @@ class LazySequence(Sequence[T]):
     """`item(index)` makes an item, for 0 <= index < len(self)."""
 
     def item(self, index: int) -> T:
+        """Make an item."""
         raise NotImplementedError
 
     @overload

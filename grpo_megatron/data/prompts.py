@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -66,11 +66,11 @@ def load_prompts(
         raise ConfigError(f"data.task={data.task!r} has no reward of its own; set reward.function")
     rows = RowSet(files, source or task.name)
     used = min(len(rows), max_samples or len(rows))
-    reader = PromptReader(data, task, rows, tokenizer, reward_override, renderer, source)
+    reader = PromptReader(data, task, rows, tokenizer, renderer, reward_override, source)
     is_sampled = is_plan and len(rows) >= SAMPLED_FROM
     numbers = {name: number for number, name in enumerate(task.reward_names)}
     kinds, fits, measured = np.zeros(used, np.int8), np.ones(used, np.bool_), 0
-    for chunk in rows.parsed(reader.parse):
+    for chunk in rows.parsed(partial(parsed_row, task, reward_override)):
         own = [(number, parsed) for number, parsed in chunk if number < used]
         kinds[[number for number, _ in own]] = [numbers.get(reward, 0) for _, (_, _, reward, _) in own]
         own = own[:SAMPLED_PER_CHUNK] if is_sampled else own
@@ -84,67 +84,89 @@ def load_prompts(
 
 
 @dataclass(frozen=True)
-class PromptReader:
-    """Makes the prompts of a RowSet: the arguments of `load_prompts`, with what was read for them."""
+class RowRenderer:
+    """Renders and tokenises the questions of a RowSet. `where` is put before a row's uid in messages."""
 
     data: DataConfig
     task: Task
     rows: RowSet
     tokenizer: Any
-    reward: str | None
     renderer: TurnRenderer | None
-    source: str | None
+    where: ClassVar[str] = ""
 
-    def parse(self, row: dict[str, Any]) -> ParsedRow:
-        """Raises ValueError for a row that the task cannot read, or that no reward can grade."""
-        return parsed_row(self.task, self.reward, row)
+    def text(self, number: int, question: Question) -> str:
+        """The rendered prompt of a row. Raises ConfigError."""
+        tools = self.renderer.tools if self.renderer else ()
+        where = self.where + self.rows.uid(number)
+        return render_prompt(self.data, self.task, question, self.tokenizer, where, tools)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of rendered prompts."""
+        return encode_prompts(texts, self.tokenizer, is_chat=self.data.apply_chat_template)
+
+    @cached_property
+    def bound(self) -> LengthBound:
+        """Tells prompts that certainly have at most data.max_prompt_length tokens."""
+        return LengthBound(self.data.max_prompt_length, partial(self.text, 0), self.encode)
+
+    def check_first(self, questions: Sequence[tuple[int, Question]]) -> None:
+        """Warn if the tokenizer loses text of row 0, which is the first of the (row number, question) of the first chunk."""
+        if questions and questions[0][0] == 0:
+            text = self.text(*questions[0])
+            back = self.tokenizer.decode(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            if _letters(back) != _letters(text):  # a tokenizer class that does not fit its files
+                name = type(self.tokenizer).__name__
+                logger.warning("the tokenizer (%s) turns %r into %r", name, text[:120], back[:120])
+
+
+def _letters(text: str) -> str:
+    return "".join(unicodedata.normalize("NFKC", text).split())
+
+
+@dataclass(frozen=True)
+class PromptReader(RowRenderer):
+    """Makes the prompts of a RowSet: the arguments of `load_prompts`, with what was read for them."""
+
+    reward: str | None
+    source: str | None
 
     def fit(self, questions: list[tuple[int, Question]]) -> list[bool]:
         """Whether the prompt of each (row number, question) has at most data.max_prompt_length tokens."""
-        if questions and questions[0][0] == 0:
-            check_round_trip(self.text(*questions[0]), self.tokenizer)
-        unsure = [one for one in questions if not self._bound.fits(one[1])]
-        encoded = self._encode([self.text(*one) for one in unsure])
+        self.check_first(questions)
+        unsure = [one for one in questions if not self.bound.fits(one[1])]
+        encoded = self.encode([self.text(*one) for one in unsure])
         lengths = {number: len(ids) for (number, _), ids in zip(unsure, encoded, strict=True)}
         return [lengths.get(number, 0) <= self.data.max_prompt_length for number, _ in questions]
 
+    def encode_one(self, text: str) -> tuple[int, ...]:
+        """The token ids of a rendered prompt."""
+        return tuple(self.encode([text])[0])
+
     def make(self, number: int) -> Prompt:
         """The prompt of a row. Raises ConfigError when the row cannot be read any more."""
-        question, answer, reward, row = self.parse(self.rows.row(int(number)))
+        question, answer, reward, row = parsed_row(self.task, self.reward, self.rows.row(int(number)))
         named = source_of_row(row) if self.task.rewards else ""
+        messages = self.task.messages(question, system_prompt=self.data.system_prompt) if self.renderer else None
         return RowPrompt.of(
             partial(self.text, number, question),
-            self.encode,
+            self.encode_one,
             uid=self.rows.uid(number),
             answer=answer,
             source=self.source or named or self.task.name,
             reward=reward,
-            extra=_extra(self.data, self.task, question, row) if self.renderer else {},
+            extra={"row": {**row, "messages": messages}} if self.renderer else {},  # what an environment's reset reads
             question=question,
             columns=row,
             data_source=source_of_row(row),
             messages=chat_of(self.data, self.task, question),
         )
 
-    def text(self, number: int, question: Question) -> str:
-        """The rendered prompt of a row. Raises ConfigError."""
-        tools = self.renderer.tools if self.renderer else ()
-        return render_prompt(self.data, self.task, question, self.tokenizer, self.rows.uid(number), tools)
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """The token ids of a rendered prompt."""
-        return tuple(self._encode([text])[0])
-
-    @cached_property
-    def _bound(self) -> LengthBound:
-        return LengthBound(self.data.max_prompt_length, lambda question: self.text(0, question), self._encode)
-
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return encode_prompts(texts, self.tokenizer, is_chat=self.data.apply_chat_template)
-
 
 def parsed_row(task: Task, reward: str | None, row: dict[str, Any]) -> ParsedRow:
-    """What a row says, by its task. `reward` replaces that of the task. Raises ValueError."""
+    """What a row says, by its task. `reward` replaces that of the task.
+
+    Raises ValueError for a row that the task cannot read, or that no reward can grade.
+    """
     question, answer = task.read_unanswered(row) if reward == BY_MODEL else task.read_row(row)
     return question, answer, task.reward_of(row, answer) if reward is None else reward, row
 
@@ -158,11 +180,6 @@ def source_of_row(row: Mapping[str, Any]) -> str:
     """The row's "data_source", verl's name of the data set; "" where it has none."""
     source = row.get("data_source")
     return source if isinstance(source, str) else ""
-
-
-def _extra(data: DataConfig, task: Task, question: Question, row: dict[str, Any]) -> dict[str, Any]:
-    """What an environment's reset reads."""
-    return {"row": {**row, "messages": task.messages(question, system_prompt=data.system_prompt)}}
 
 
 def render_prompt(
@@ -196,13 +213,6 @@ def render_prompt(
         return render_chat(task.messages(question, system_prompt=data.system_prompt), tokenizer, where, tools)
     except ConfigError as error:
         raise ConfigError(f'{error} (a template without system turns: set data.system_prompt="")') from error
-
-
-def check_round_trip(text: str, tokenizer: Any) -> None:
-    """Warn when the tokenizer loses text. A tokenizer class that does not fit its files loses some without an error."""
-    back = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if "".join(unicodedata.normalize("NFKC", back).split()) != "".join(unicodedata.normalize("NFKC", text).split()):
-        logger.warning("the tokenizer (%s) turns %r into %r", type(tokenizer).__name__, text[:120], back[:120])
 
 
 class RowPrompt(Prompt):

@@ -25,13 +25,6 @@ NORMAL_FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD",
 
 
 @contextlib.contextmanager
-def template_limits() -> Iterator[None]:
-    """Raises TimeoutError or MemoryError. The time limit works on the main thread only (`time_limit`)."""
-    with time_limit(TEMPLATE_S, "it"), _memory_limit(TEMPLATE_BYTES):
-        yield
-
-
-@contextlib.contextmanager
 def _memory_limit(size: int) -> Iterator[None]:
     """The process may map `size` bytes more than it has mapped. No limit where /proc does not tell that."""
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -63,12 +56,9 @@ def render_chat(
     `where` names the row in the message.
     """
     try:
-        with template_limits():
-            text = str(
-                tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
-                )
-            )
+        options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": generate}
+        with time_limit(TEMPLATE_S, "it"), _memory_limit(TEMPLATE_BYTES):  # the first one works on the main thread only
+            text = str(tokenizer.apply_chat_template(list(messages), **options))
     except MemoryError as error:
         raise ConfigError(f"the chat template fails on {where}: it takes {TEMPLATE_BYTES >> 30} GiB or more") from error
     except Exception as error:  # whatever the template raises

@@ -115,9 +115,7 @@ class Task:
     text: TextFormat = TextFormat()
     title: str = ""
     version: Annotated[int, Field(ge=1)] = 1  # raised when a change of the task changes its scores
-    graders: dict[str, str] = field(
-        default_factory=dict
-    )  # score -> reward, headline first; empty: accuracy by `reward`
+    graders: dict[str, str] = field(default_factory=dict)  # score -> reward, headline first; empty: {accuracy: reward}
     files: list[str] = field(default_factory=list)  # relative to the data folder; the first one that exists is read
     subject: list[str] = field(default_factory=list)  # fields of a row; the first one that is there
     level: list[str] = field(default_factory=list)  # as `subject`
@@ -256,9 +254,9 @@ class RowFormat(Section):
         template, fields = templates[0]
         if len(fields) == 1 and template == f"{{{fields[0]}}}" and is_plain_text(row.get(fields[0])):
             return str(row[fields[0]])  # most rows, without the time of the rest
-        for is_there in (_has_content, _has_field):
+        for is_there in (_has_content, dict.__contains__):
             for template, fields in templates:
-                if is_there(row, fields):
+                if all(is_there(row, field) for field in fields):
                     return _filled_question(template, fields, row)
         raise missing_field([field for _, fields in templates for field in fields], row)
 
@@ -291,17 +289,10 @@ def _holder_of(row: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
     return (row[outer], inner) if inner and isinstance(row.get(outer), dict) else (row, field)
 
 
-def _has_field(row: dict[str, Any], fields: Sequence[str]) -> bool:
-    return row.keys() >= set(fields)
-
-
-def _has_content(row: dict[str, Any], fields: Sequence[str]) -> bool:
-    """Whether all fields are there, each with a text that is not blank, or with a list that is not empty."""
-    for name in fields:
-        value = row.get(name)
-        if not value or not isinstance(value, str | list) or (isinstance(value, str) and value.isspace()):
-            return False
-    return True
+def _has_content(row: dict[str, Any], field: str) -> bool:
+    """Whether a field has a text that is not blank, or a list that is not empty."""
+    value = row.get(field)
+    return bool(value) and isinstance(value, str | list) and not (isinstance(value, str) and value.isspace())
 
 
 def _filled_question(template: str, fields: Sequence[str], row: dict[str, Any]) -> Question:
@@ -336,19 +327,18 @@ def _unboxed_answer(row: dict[str, Any], field: str) -> str:
     return (last_boxed(answer) or "").strip() if box_start(answer) >= 0 else answer
 
 
+def _verbatim_answer(row: dict[str, Any], field: str) -> str:
+    return text_field(row, field, empty=True)
+
+
 def _text_answer(row: dict[str, Any], field: str) -> str:
     value = row[field]
     return _number_text(value) if _is_number(value) else text_field(row, field, empty=True).strip()
 
 
-def _verbatim_answer(row: dict[str, Any], field: str) -> str:
-    return text_field(row, field, empty=True)
-
-
 def _number_answer(row: dict[str, Any], field: str) -> str:
-    value = row[field]
-    if not _is_number(value) and not isinstance(value, str):
-        raise ValueError(f"field {field!r} is {type_name(value)}, not a number")
+    if not _is_number(row[field]) and not isinstance(row[field], str):
+        raise ValueError(f"field {field!r} is {type_name(row[field])}, not a number")
     return _text_answer(row, field)
 
 

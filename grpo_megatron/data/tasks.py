@@ -96,13 +96,8 @@ def _load_base(path: Path, name: Any) -> tuple[bytes, dict[str, Any]]:
 
 
 def _mistakes(error: ValidationError) -> list[str]:
-    messages = []
-    for mistake in error.errors():
-        text = mistake["msg"]
-        if mistake["type"] == "unexpected_keyword_argument":
-            text = f"unknown key (known: {', '.join(KEYS)})"
-        messages.append(f"{'.'.join(map(str, mistake['loc']))}: {text}")
-    return messages
+    unknown = {"unexpected_keyword_argument": f"unknown key (known: {', '.join(KEYS)})"}
+    return [f"{'.'.join(map(str, one['loc']))}: {unknown.get(one['type'], one['msg'])}" for one in error.errors()]
 
 
 def _checked_row(
@@ -113,6 +108,9 @@ def _checked_row(
     for read_answer in readers:
         read_answer(answer)
     return question, answer
+
+
+_read_built_in = cache(read_task_file)
 
 
 def task_names() -> list[str]:
@@ -135,7 +133,7 @@ def get_task(name: str) -> Task:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         known = ", ".join(task_names())
         raise ConfigError(f"unknown task {name!r}{hint} (known: {known}; or a .yaml file, or package.module:function)")
-    return _built_in(name)
+    return _read_built_in(TASKS_FOLDER / f"{name}.yaml")
 
 
 def get_tasks(names: list[str]) -> list[Task]:
@@ -157,11 +155,6 @@ def get_tasks(names: list[str]) -> list[Task]:
     if problems:
         raise ConfigError("\n".join(problems))
     return tasks
-
-
-@cache
-def _built_in(name: str) -> Task:
-    return read_task_file(TASKS_FOLDER / f"{name}.yaml")
 
 
 def _python_task(name: str) -> Task:

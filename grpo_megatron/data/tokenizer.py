@@ -91,6 +91,7 @@ class EndTokens:
 
     @property
     def ids(self) -> list[int]:
+        """The token ids, ascending."""
         return list(self.sources)
 
     def lines(self, tokenizer: Any) -> Iterator[str]:

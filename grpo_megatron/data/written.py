@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.fields import Messages, Question, missing_field, read_question, text_field, type_name
 from grpo_megatron.data.items import ItemTable, MappedTable, kept_items
-from grpo_megatron.data.prompts import check_round_trip, render_prompt
-from grpo_megatron.data.rendering import LengthBound, encode_prompts, most_tokens
+from grpo_megatron.data.prompts import RowRenderer
+from grpo_megatron.data.rendering import most_tokens
 from grpo_megatron.data.rows import RowSet
-from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.types import Prompt, Turn
 
@@ -55,9 +53,11 @@ class WrittenResponse:
 
     @property
     def num_loss_tokens(self) -> int:
+        """How many tokens are in the loss."""
         return sum(end - start for start, end in self.loss_spans)
 
     def loss_mask(self) -> list[int]:
+        """One number per token: 1 for one in the loss."""
         mask = [0] * len(self.ids)
         for start, end in self.loss_spans:
             mask[start:end] = [1] * (end - start)
@@ -177,15 +177,11 @@ def load_offline_groups(
     `load_supervised`.
     """
     rewards = list(fields.values())
-    return load_written_groups(
-        data,
-        files,
-        tokenizer,
-        lambda row: [(*read_written(row, list(fields)), rewards)],
-        None,
-        renderer,
-        end_token_ids,
-    )
+
+    def read(row: dict[str, Any]) -> list[WrittenGroup]:
+        return [(*read_written(row, list(fields)), rewards)]
+
+    return load_written_groups(data, files, tokenizer, read, None, renderer, end_token_ids)
 
 
 def load_written_groups(
@@ -203,7 +199,7 @@ def load_written_groups(
     """
     rows = RowSet(files, get_task(data.task).name)
     ends = tuple(sorted({tokenizer.eos_token_id, *end_token_ids}))
-    reader = GroupReader(data, get_task(data.task), rows, tokenizer, read, label, renderer, ends)
+    reader = GroupReader(data, get_task(data.task), rows, tokenizer, renderer, read, label, ends)
     places: list[tuple[int, int]] = []
     fits: list[bool] = []
     for chunk in rows.parsed(read):
@@ -217,30 +213,23 @@ def load_written_groups(
 
 
 @dataclass(frozen=True)
-class GroupReader:
+class GroupReader(RowRenderer):
     """Makes the groups of a RowSet: the arguments of `load_written_groups`."""
 
-    data: DataConfig
-    task: Task
-    rows: RowSet
-    tokenizer: Any
+    where = "row "
     read: Callable[[dict[str, Any]], list[WrittenGroup]]
     label: Label | None
-    renderer: TurnRenderer | None
     ends: Sequence[int]  # the tokens that end a response
 
     def fit(self, written: list[tuple[int, WrittenGroup]]) -> list[bool]:
         """Whether the prompt and all responses of each (row number, group) have at most the configured lengths, in tokens."""
-        if written and written[0][0] == 0:
-            check_round_trip(self._text(*written[0]), self.tokenizer)
+        self.check_first([(number, group[0]) for number, group in written[:1]])
         unsure = [place for place, (_, group) in enumerate(written) if not self._certainly_fits(group)]
         groups = self.groups([written[place] for place in unsure])
         fits = [True] * len(written)
         for place, (prompt, responses, _) in zip(unsure, groups, strict=True):
-            longest = max(map(len, responses), default=0)
-            fits[place] = (
-                len(prompt.prompt_ids) <= self.data.max_prompt_length and longest <= self.data.max_response_length
-            )
+            is_short = len(prompt.prompt_ids) <= self.data.max_prompt_length
+            fits[place] = is_short and max(map(len, responses), default=0) <= self.data.max_response_length
         return fits
 
     def make(self, place: tuple[int, int]) -> OfflineGroup:
@@ -253,28 +242,13 @@ class GroupReader:
         question, responses, _ = group
         longest = self.data.max_response_length - 1  # the end-of-sequence token
         are_short = all(isinstance(one, str) and most_tokens(one) <= longest for one in responses)
-        return self.label is None and are_short and self._bound.fits(question)
-
-    @cached_property
-    def _bound(self) -> LengthBound:
-        def render(question: Question) -> str:
-            return self._text(0, (question, [], []))
-
-        return LengthBound(self.data.max_prompt_length, render, self._encode)
-
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return encode_prompts(texts, self.tokenizer, is_chat=self.data.apply_chat_template)
-
-    def _text(self, number: int, group: WrittenGroup) -> str:
-        tools = self.renderer.tools if self.renderer else ()
-        where = f"row {self.rows.uid(number)}"
-        return render_prompt(self.data, self.task, group[0], self.tokenizer, where, tools)
+        return self.label is None and are_short and self.bound.fits(question)
 
     def groups(self, written: list[tuple[int, WrittenGroup]]) -> list[OfflineGroup]:
         """The groups of (row number, group as written), in order. Raises ConfigError."""
         uids = [self.rows.uid(number) for number, _ in written]
-        texts = [self._text(number, group) for number, group in written]
-        encoded = self._encode(texts)
+        texts = [self.text(number, group[0]) for number, group in written]
+        encoded = self.encode(texts)
         responses = iter(self._render_responses([one for _, (_, ones, _) in written for one in ones]))
         groups: list[OfflineGroup] = []
         for uid, (_, (_, ones, rewards)), text, ids in zip(uids, written, texts, encoded, strict=True):

@@ -177,50 +177,38 @@ class Architecture:
 # -- config.json ---------------------------------------------------------------------------------------------------------
 
 # Some hundred times the largest model that exists. A number beyond them would fill the memory, or the weights with NaN.
-LARGEST_SIZES = {
-    "hidden_size": 1 << 20,
-    "ffn_hidden_size": 1 << 24,
-    "num_layers": 10_000,
-    "num_attention_heads": 1 << 16,
-    "num_query_groups": 1 << 16,
-    "head_dim": 1 << 16,
-    "vocab_size": 1 << 27,
-    "max_position_embeddings": 1 << 30,
-    "sliding_window": 1 << 40,
-    "num_experts": 1 << 16,
-    "experts_per_token": 1 << 16,
-    "num_dense_layers": 10_000,
-    "dense_ffn_hidden_size": 1 << 24,
-    "shared_ffn_hidden_size": 1 << 24,
-    "num_extra_layers": 100,
-    **dict.fromkeys(("latent.kv_rank", "latent.q_rank", "latent.rope_dim"), 1 << 16),
-    **dict.fromkeys(("latent.nope_dim", "latent.value_dim"), 1 << 16),
-    **dict.fromkeys(("routing.groups", "routing.groups_per_token", "routing.best_of_group"), 1 << 16),
-}
-_NONE = ("num_experts", "experts_per_token", "num_dense_layers", "dense_ffn_hidden_size", "shared_ffn_hidden_size")
-ABSENT = {  # the value that stands for "none"
-    **dict.fromkeys((*_NONE, "num_extra_layers"), 0),
-    "sliding_window": None,
-    "latent.q_rank": None,
+# The largest value of a positive integer, and the value that stands for "none".
+_LAYERS, _HEADS, _WIDTH, _NEVER = 10_000, 1 << 16, 1 << 24, "never"
+SIZES: dict[str, tuple[int, object]] = {
+    "hidden_size": (1 << 20, _NEVER),
+    "ffn_hidden_size": (_WIDTH, _NEVER),
+    "num_layers": (_LAYERS, _NEVER),
+    **dict.fromkeys(("num_attention_heads", "num_query_groups", "head_dim"), (_HEADS, _NEVER)),
+    "vocab_size": (1 << 27, _NEVER),
+    "max_position_embeddings": (1 << 30, _NEVER),
+    "sliding_window": (1 << 40, None),
+    **dict.fromkeys(("num_experts", "experts_per_token"), (_HEADS, 0)),
+    "num_dense_layers": (_LAYERS, 0),
+    **dict.fromkeys(("dense_ffn_hidden_size", "shared_ffn_hidden_size"), (_WIDTH, 0)),
+    "num_extra_layers": (100, 0),
+    "latent.q_rank": (_HEADS, None),
+    **{f"latent.{name}": (_HEADS, _NEVER) for name in ("kv_rank", "rope_dim", "nope_dim", "value_dim")},
+    **{f"routing.{name}": (_HEADS, _NEVER) for name in ("groups", "groups_per_token", "best_of_group")},
 }
 MAX_BLOCKS = 1 << 20  # experts of all layers together
 RANGES = {  # smallest and largest
     "norm_eps": (0.0, 1.0),
     "rope_theta": (1.0, 1e15),
-    "rope_factor": (1.0, 1e6),
-    "rope_linear_factor": (1.0, 1e6),
+    **dict.fromkeys(("rope_factor", "rope_linear_factor"), (1.0, 1e6)),
 }
 
 
 def check_bounds(arch: Architecture) -> None:
     """Raises UnsupportedModel that names the first number which no model can have."""
-    for name, largest in LARGEST_SIZES.items():
+    for name, (largest, absent) in SIZES.items():
         part, _, field = name.rpartition(".")
         owner = getattr(arch, part) if part else arch
-        if owner is None:
-            continue
-        value = getattr(owner, field)
-        if value == ABSENT.get(name, "never"):
+        if owner is None or (value := getattr(owner, field)) == absent:
             continue
         if type(value) is not int or value < 1:
             raise UnsupportedModel(f"config.json gives {name}={shown(value)}, not a positive integer")
@@ -299,30 +287,27 @@ def _yarn(scaling: dict[str, Any]) -> Yarn:
 
 
 def common_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Architecture keywords that all families read in the same way. Raises UnsupportedModel."""
+    """Architecture keywords that all families read in the same way. Raises UnsupportedModel; KeyError for a missing key."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"hidden_act={activation!r} is not supported (supported: silu)")
-    try:
-        heads = config["num_attention_heads"]
-        return {
-            "hidden_size": config["hidden_size"],
-            "ffn_hidden_size": config["intermediate_size"],
-            "num_layers": config["num_hidden_layers"],
-            "num_attention_heads": heads,
-            "num_query_groups": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-            "vocab_size": config["vocab_size"],
-            "norm_eps": config.get("rms_norm_eps", 1e-6),
-            "max_position_embeddings": config.get("max_position_embeddings", 2048),
-            **rope_settings(config),
-        }
-    except KeyError as error:
-        raise UnsupportedModel(f"config.json has no {error.args[0]!r}") from None
+    heads = config["num_attention_heads"]
+    return {
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_attention_heads": heads,
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "vocab_size": config["vocab_size"],
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "max_position_embeddings": config.get("max_position_embeddings", 2048),
+        **rope_settings(config),
+    }
 
 
 def expert_settings(config: dict[str, Any], *, width: str, renormalise: bool) -> dict[str, Any]:
-    """Architecture keywords of a mixture of experts in every layer. Raises UnsupportedModel.
+    """Architecture keywords of a mixture of experts in every layer. Raises UnsupportedModel; KeyError.
 
     They replace the MLP size of `common_settings`. `width` is the family's key for the size of an expert.
     """
@@ -338,12 +323,9 @@ def expert_settings(config: dict[str, Any], *, width: str, renormalise: bool) ->
         if config.get(key) not in values:
             what = "shared experts" if "shared" in key else "layers without experts"
             raise UnsupportedModel(f"{family} with {key}={config[key]}: {what} are not supported beside experts")
-    try:
-        # transformers 5 writes num_local_experts for every family. Qwen3-MoE on the hub has num_experts.
-        num_experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"]
-        experts_per_token, size = config["num_experts_per_tok"], config[width]
-    except KeyError as error:
-        raise UnsupportedModel(f"config.json has no {error.args[0]!r}") from None
+    # transformers 5 writes num_local_experts for every family. Qwen3-MoE on the hub has num_experts.
+    num_experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"]
+    experts_per_token, size = config["num_experts_per_tok"], config[width]
     if not 1 <= experts_per_token <= num_experts:
         raise UnsupportedModel(f"{family} with num_experts_per_tok={experts_per_token}: it has {num_experts} experts")
     if experts_per_token == 1 and renormalise:

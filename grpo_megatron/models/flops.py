@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_megatron.algo.packing import SequenceCost
@@ -31,97 +30,58 @@ from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The numbers of a decoder that its FLOP depend on."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: float
-    ffn_size: int  # of the MLP; of one expert in a mixture of experts
-    vocab_size: int
-    num_experts: int = 0  # 0: dense
-    experts_per_token: int = 0
-    shared_ffn_size: int = 0
-    num_dense_layers: int = 0  # before the layers with experts
-    dense_ffn_size: int = 0
-    attention_parameters: int | None = None  # of a layer; None: grouped-query attention
-
-    @property
-    def linear_parameters(self) -> int:
-        """Active weights of attention, MLPs and experts in all layers: what an FP8 recipe computes in FP8."""
-        attention = self.attention_parameters
-        if attention is None:
-            attention = int(self.hidden_size * (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim)
-        mlps_per_token = self.experts_per_token if self.num_experts else 1
-        width = (self.num_layers - self.num_dense_layers) * (self.ffn_size * mlps_per_token + self.shared_ffn_size)
-        width += self.num_dense_layers * self.dense_ffn_size
-        return 3 * self.hidden_size * width + self.num_layers * attention
-
-    @property
-    def active_parameters(self) -> int:
-        """N of the header: without biases and norms, with embedding and head both."""
-        routers = (self.num_layers - self.num_dense_layers) * self.hidden_size * self.num_experts
-        return self.linear_parameters + routers + 2 * self.vocab_size * self.hidden_size
-
-
-def model_shape(arch: Architecture) -> ModelShape:
-    """The shape of an architecture. Norms of the latents are not counted."""
-    latent, attention = arch.latent, None
+def linear_parameters(arch: Architecture) -> int:
+    """Active weights of attention, MLPs and experts in all layers, which an FP8 recipe computes in FP8. No norms, no biases."""
+    heads, groups, latent = arch.num_attention_heads, arch.num_query_groups, arch.latent
+    attention = int(arch.hidden_size * (2 * heads + 2 * groups) * arch.head_dim)
     if latent is not None:
-        attention = (
-            latent.num_parameters(arch.hidden_size, arch.num_attention_heads) - latent.kv_rank - (latent.q_rank or 0)
-        )
-    return ModelShape(
-        hidden_size=arch.hidden_size,
-        num_layers=arch.num_layers,
-        num_heads=arch.num_attention_heads,
-        num_kv_heads=arch.num_query_groups,
-        head_dim=arch.head_dim if latent is None else (latent.key_dim + latent.value_dim) / 2,
-        ffn_size=arch.ffn_hidden_size,
-        vocab_size=arch.vocab_size,
-        num_experts=arch.num_experts,
-        experts_per_token=arch.experts_per_token,
-        shared_ffn_size=arch.shared_ffn_hidden_size,
-        num_dense_layers=arch.num_dense_layers,
-        dense_ffn_size=arch.dense_ffn_hidden_size,
-        attention_parameters=attention,
-    )
+        attention = latent.num_parameters(arch.hidden_size, heads) - latent.kv_rank - (latent.q_rank or 0)
+    mlps_per_token = arch.experts_per_token if arch.num_experts else 1
+    width = arch.ffn_hidden_size * mlps_per_token + arch.shared_ffn_hidden_size
+    width = (arch.num_layers - arch.num_dense_layers) * width + arch.num_dense_layers * arch.dense_ffn_hidden_size
+    return 3 * arch.hidden_size * width + arch.num_layers * attention
+
+
+def active_parameters(arch: Architecture) -> int:
+    """N of the header: without biases and norms, with embedding and head both."""
+    routers = (arch.num_layers - arch.num_dense_layers) * arch.hidden_size * arch.num_experts
+    return linear_parameters(arch) + routers + 2 * arch.vocab_size * arch.hidden_size
+
+
+def _per_square(arch: Architecture) -> float:
+    """Multiply-adds of all layers' attention for a sequence, divided by the square of its length: d H L."""
+    head_dim = arch.head_dim if arch.latent is None else (arch.latent.key_dim + arch.latent.value_dim) / 2
+    return head_dim * arch.num_attention_heads * arch.num_layers
 
 
 def sequence_cost(arch: Architecture) -> SequenceCost:
     """The multiply-adds by which rows are balanced over data-parallel ranks."""
-    shape = model_shape(arch)
-    head = shape.vocab_size * shape.hidden_size
+    head = arch.vocab_size * arch.hidden_size
     return SequenceCost(
-        per_token=shape.active_parameters - 2 * head,  # without embedding and head
+        per_token=active_parameters(arch) - 2 * head,  # without embedding and head
         per_response_token=head,
-        per_square=round(shape.head_dim * shape.num_heads * shape.num_layers),
+        per_square=round(_per_square(arch)),
     )
 
 
-def flops_per_pass(shape: ModelShape, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
+def flops_per_pass(arch: Architecture, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
     """FLOP of one pass over all sequences of a batch: forward and backward, or forward alone."""
     tokens, squares = sum(sequence_lengths), sum(s * s for s in sequence_lengths)
-    attention = shape.head_dim * shape.num_heads * shape.num_layers * squares
-    return (2.0 if forward_only else 6.0) * (shape.active_parameters * tokens + attention)
+    return (2.0 if forward_only else 6.0) * (active_parameters(arch) * tokens + _per_square(arch) * squares)
 
 
-def linear_flops_per_pass(shape: ModelShape, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
+def linear_flops_per_pass(arch: Architecture, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
     """The part of `flops_per_pass` that an FP8 recipe computes in FP8."""
-    return (2.0 if forward_only else 6.0) * shape.linear_parameters * sum(sequence_lengths)
+    return (2.0 if forward_only else 6.0) * linear_parameters(arch) * sum(sequence_lengths)
 
 
 # bf16 peak without sparsity, in TFLOP/s, of SXM parts. For a PCIe or NVL card set trainer.peak_tflops (H100 PCIe 756,
 # H100 NVL 835).
 _PEAK_BF16 = {
-    "H100": 989.0,
-    "H800": 989.0,
-    "H200": 989.0,
-    "A100": 312.0,
-    "A800": 312.0,
+    **dict.fromkeys(("H100", "H800", "H200"), 989.0),
+    **dict.fromkeys(("A100", "A800"), 312.0),
+}
+_PEAK_BF16 |= {
     "H20": 148.0,
     "L20": 119.5,
     "L40S": 362.0,
@@ -182,7 +142,7 @@ def peaks(config: Config, device_name: str, num_layers: int) -> dict[str, Any]:
 
 def mfu_metrics(
     reduced: Mapping[str, float],
-    shape: ModelShape,
+    arch: Architecture,
     sequence_lengths: Sequence[int],
     *,
     num_devices: int,
@@ -205,11 +165,11 @@ def mfu_metrics(
         ("actor", num_epochs, False, "update_actor"),
         ("actor_infer", 1, True, "old_log_prob"),
     ):
-        flops = passes * flops_per_pass(shape, sequence_lengths, forward_only)
-        linear = passes * linear_flops_per_pass(shape, sequence_lengths, forward_only)
+        flops = passes * flops_per_pass(arch, sequence_lengths, forward_only)
+        linear = passes * linear_flops_per_pass(arch, sequence_lengths, forward_only)
         if not forward_only:  # a backward pass costs two forward passes
-            flops -= 2 * passes * flops_per_pass(shape, forward_only_lengths, forward_only=True)
-            linear -= 2 * passes * linear_flops_per_pass(shape, forward_only_lengths, forward_only=True)
+            flops -= 2 * passes * flops_per_pass(arch, forward_only_lengths, forward_only=True)
+            linear -= 2 * passes * linear_flops_per_pass(arch, forward_only_lengths, forward_only=True)
         seconds = reduced.get(f"timing_s/{phase}", 0.0)
         if seconds > 0:
             result[f"perf/tflops/{name}"] = flops / (1e12 * seconds * num_devices)

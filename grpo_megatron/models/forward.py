@@ -7,6 +7,8 @@ log-probabilities.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,10 +137,7 @@ def loss_inputs(batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor
 
     Where the batch has no old log-probabilities, they are the model's own.
     """
-
-    def of_rows(tensor: Tensor) -> Tensor:
-        return tensor[rows, : logprobs.shape[1]].to(logprobs.device)
-
+    of_rows = functools.partial(like_rows, rows, logprobs)
     return LossInputs(
         logprobs=logprobs,
         entropy=entropy,
@@ -150,6 +149,11 @@ def loss_inputs(batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor
         token_weights=of_rows(batch.token_weights),
         correction=None if batch.correction is None else of_rows(batch.correction),
     )
+
+
+def like_rows(rows: list[int], like: Tensor, tensor: Tensor) -> Tensor:
+    """`rows` of a batch's `tensor` [B, R], as wide as `like` [len(rows), ...] and on its device."""
+    return tensor[rows, : like.shape[1]].to(like.device)
 
 
 class ShardedModel:
@@ -212,17 +216,24 @@ class ShardedModel:
         dist.broadcast(shared, self.mesh.stage_rank(self.mesh.pp - 1), group=self.mesh.pp_group)
         return shared.cpu()
 
+    def readable_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block the model's weights are current and on the device. Collective."""
+        return contextlib.nullcontext()
+
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
         """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""
-        return hf_weights(self.model, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)
+        with self.readable_weights():
+            yield from hf_weights(self.model, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)
 
     def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
         """Collective stream of the weights for an engine: only the parts that it reads (see `Resharding.stream`)."""
-        return resharding.stream(self.model, version)
+        with self.readable_weights():
+            yield from resharding.stream(self.model, version)
 
     def expected_digests(self, resharding: Resharding) -> Expected:
         """The digests of the current weights, for each rank of the engine. Collective (see `Resharding`)."""
-        return resharding.expected_digests(self.model)
+        with self.readable_weights():
+            return resharding.expected_digests(self.model)
 
 
 class LanguageModel(ShardedModel):

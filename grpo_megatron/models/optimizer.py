@@ -1,7 +1,7 @@
 """Megatron-Core's DDP, optimizer and learning-rate schedule, and tensors that may be offloaded to the host.
 
 Also four corrections that saving and loading an optimizer need without Transformer Engine and Apex: `prepare_for_load`,
-`finish_load`, `steps_of_empty_parts` and `_install_step_correction`.
+`load_optimizer`, `steps_of_empty_parts` and `_install_step_correction`.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _correct_order_in_mixed_groups(optimizer: MegatronOptimizer) -> None:
     The index follows the gradient buffers. It is read when a state is saved or loaded. In a bfloat16 model with a float32 head
     it named another parameter, of another size, and no checkpoint could be written.
     """
-    for part in each_optimizer(optimizer):
-        if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+    for part in _parts_with_state(optimizer):
+        if isinstance(part, DistributedOptimizer):
             for number, group in enumerate(part.opt_group_ranges):
                 ordered = sorted(group["params"], key=lambda parameter: parameter.dtype != torch.float32)
                 for order, parameter in enumerate(ordered):
@@ -93,9 +93,8 @@ def _initialize_state(optimizer: MegatronOptimizer) -> None:
 
     Megatron cannot save an optimizer without state, and there is none as long as every update is skipped.
     """
-    for part in each_optimizer(optimizer):
-        inner = None if getattr(part, "is_stub_optimizer", False) else part.optimizer
-        if inner is None:
+    for part in _parts_with_state(optimizer):
+        if (inner := part.optimizer) is None:
             continue
         if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             # Transformer Engine and Apex count steps per group, and start without a count.
@@ -134,11 +133,14 @@ def each_optimizer(optimizer: MegatronOptimizer) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
+def _parts_with_state(optimizer: MegatronOptimizer) -> list[Any]:
+    """The parts that have parameters on this rank, or could have them: Megatron marks the others as stubs."""
+    return [part for part in each_optimizer(optimizer) if not getattr(part, "is_stub_optimizer", False)]
+
+
 def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """The tensors that only the optimizer's step reads: moments, and float32 copies of lower-precision weights."""
-    for part in each_optimizer(optimizer):
-        if getattr(part, "is_stub_optimizer", False):
-            continue
+    for part in _parts_with_state(optimizer):
         for state in part.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
         yield from _main_parameters(part)
@@ -160,8 +162,8 @@ def copy_main_parameters(old: MegatronOptimizer, new: MegatronOptimizer) -> None
 
 def prepare_for_load(optimizer: MegatronOptimizer) -> None:
     """Give a new torch Adam a state to load into. The load overwrites all of it."""
-    for part in each_optimizer(optimizer):
-        if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+    for part in _parts_with_state(optimizer):
+        if isinstance(part, DistributedOptimizer):
             part._init_optimizer_states_with_dummy_values()
 
 
@@ -172,7 +174,7 @@ def steps_of_empty_parts(optimizer: MegatronOptimizer) -> Iterator[None]:
     A pipeline stage whose layers have no experts has such a part. Megatron-Core reads a step count from the state of torch's
     Adam, and asserts that there is one; rank 0's is stored for all ranks.
     """
-    parts = [part.optimizer for part in each_optimizer(optimizer) if not getattr(part, "is_stub_optimizer", False)]
+    parts = [part.optimizer for part in _parts_with_state(optimizer)]
     parts = [part for part in parts if isinstance(part, torch.optim.Adam | torch.optim.AdamW)]
     steps = [state["step"] for part in parts for state in part.state.values()]
     empty = [part for part in parts if not part.state] if steps else []
@@ -193,20 +195,19 @@ def group_settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
     ]
 
 
-def restore_settings(optimizer: MegatronOptimizer, settings: list[dict[str, Any]]) -> None:
-    """The inverse of `group_settings`. A load has overwritten the settings with the checkpoint's."""
+def load_optimizer(optimizer: MegatronOptimizer, state: Any) -> None:
+    """Load Megatron's state after `prepare_for_load`. The settings stay those of the config, not of the checkpoint.
+
+    All parameters then share one `step` tensor. Each update would increment it once per parameter, so it is copied.
+    """
+    settings = group_settings(optimizer)
+    optimizer.load_state_dict(state)
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)
-
-
-def finish_load(optimizer: MegatronOptimizer) -> None:
-    """After a load all parameters share one `step` tensor. Each update would increment it once per parameter, so copy it."""
-    for part in each_optimizer(optimizer):
-        if getattr(part, "is_stub_optimizer", False):
-            continue
-        for state in part.optimizer.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].clone()
+    for part in _parts_with_state(optimizer):
+        for values in part.optimizer.state.values():
+            if isinstance(values.get("step"), Tensor):
+                values["step"] = values["step"].clone()
 
 
 def _install_step_correction() -> None:

@@ -7,7 +7,7 @@ last sequence. Attention is causal, so the padding cannot change a real token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ def pack(
         share = target_share(state_indices, local)
         tokens, position_ids = tokens[local], position_ids[local]
         target_tokens, state_indices = target_tokens[share.target_indices], share.state_indices
-        share = TargetShare(share.target_indices.to(to), state_indices, share.num_targets)
+        share = replace(share, target_indices=share.target_indices.to(to))
     cuts = cuts.to(to)
     # The padding of a sequence counts as part of it. Attention kernels are fastest without gaps; some allow none.
     padded = cuts if cp > 1 else None
@@ -104,17 +104,19 @@ def pack(
         tokens=tokens.unsqueeze(0).to(to),
         position_ids=position_ids.unsqueeze(0).to(to),
         packed=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cuts,
-            cu_seqlens_kv=cuts,
+            **_packed(cuts, max(lengths)),
             cu_seqlens_q_padded=padded,
             cu_seqlens_kv_padded=padded,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
         ),
         targets=Targets(state_indices.to(to), target_tokens.to(to), temperature, chunk),
         share=share,
     )
+
+
+def _packed(cuts: Tensor, longest: int) -> dict[str, Any]:
+    """The fields of PackedSeqParams for sequences between `cuts`, in whose attention queries and keys are the same tokens."""
+    lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    return {"qkv_format": "thd", "cu_seqlens_q": cuts, "cu_seqlens_kv": cuts, **lengths}
 
 
 def unpack(flat: Tensor, lengths: list[int], width: int) -> Tensor:
@@ -235,15 +237,15 @@ def pack_trees(batch: Batch, rows: list[int], *, multiple: int, temperature: flo
     for tree in trees_of(batch, rows):
         prompt, prefix = batch.prompt_lengths[tree[0]], size
         for i, row in enumerate(tree):
-            part = batch.tokens[row] if i == 0 else batch.tokens[row][prompt:]
-            first = size + (prompt if i == 0 else 0)  # the response's first token
-            end = size + len(part)
+            shared = prompt if i else 0  # tokens of the prompt that the tree has already
+            part = batch.tokens[row][shared:]
+            first, end = size + prompt - shared, size + len(part)  # the response's tokens
             tokens.append(part)
-            positions.append(torch.arange(len(part)) + (0 if i == 0 else prompt))
+            positions.append(torch.arange(len(part)) + shared)
             # The prompt's last token predicts the first token of the response, and each token the next one.
             states.append(torch.cat([torch.tensor([prefix + prompt - 1]), torch.arange(first, end - 1)]))
             targets.append(batch.tokens[row][prompt:])
-            branches.append(Branch(size, end, prefix, prefix + (0 if i == 0 else prompt)))
+            branches.append(Branch(size, end, prefix, prefix + shared))
             size = end
     padding = -size % multiple
     if padding:
@@ -253,19 +255,11 @@ def pack_trees(batch: Batch, rows: list[int], *, multiple: int, temperature: flo
     position_ids = torch.cat(positions)
     to = device.torch_device
     cuts = torch.tensor([0, size + padding], dtype=torch.int32, device=to)
-    longest = int(position_ids.max()) + 1
     return Pack(
         rows=rows,
         lengths=[len(batch.tokens[row]) - batch.prompt_lengths[row] for row in rows],
         tokens=torch.cat(tokens).unsqueeze(0).to(to),
         position_ids=position_ids.unsqueeze(0).to(to),
-        packed=TreeParams(
-            qkv_format="thd",
-            cu_seqlens_q=cuts,
-            cu_seqlens_kv=cuts,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            branches=branches,
-        ),
+        packed=TreeParams(**_packed(cuts, int(position_ids.max()) + 1), branches=branches),
         targets=Targets(torch.cat(states).to(to), torch.cat(targets).to(to), temperature, chunk),
     )

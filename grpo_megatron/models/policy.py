@@ -31,10 +31,8 @@ from grpo_megatron.models.optimizer import (
     state_tensors,
     wrap_ddp,
 )
-from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sync.digest import Expected
-from grpo_megatron.types import Batch, WeightBucket
+from grpo_megatron.types import Batch
 
 
 class TooManySkippedSteps(RuntimeError):
@@ -153,26 +151,13 @@ class Policy(LanguageModel):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """See ShardedModel."""
-        self._gather_parameters()
-        return super().hf_weights(bucket_megabytes)
-
-    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
-        """See ShardedModel."""
-        self._gather_parameters()
-        return super().engine_weights(resharding, version)
-
-    def expected_digests(self, resharding: Resharding) -> Expected:
-        """See ShardedModel."""
-        self._gather_parameters()
-        return super().expected_digests(resharding)
-
-    def _gather_parameters(self) -> None:
+    @contextlib.contextmanager
+    def readable_weights(self) -> Iterator[None]:
         """With `overlap_param_gather`, the next forward pass would gather what the last update has changed."""
         if self.actor.megatron.overlap_param_gather:
             with self.device.megatron():
                 self.ddp.start_param_sync(force_sync=True)
+        yield
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -209,19 +194,15 @@ class Policy(LanguageModel):
 
     def _update_metrics(self, norms: list[float]) -> dict[str, float]:
         """The learning rate, how many optimizer steps were skipped, and the mean gradient norm of the others."""
-        finite = [norm for norm in norms if math.isfinite(norm)]
+        finite, groups = [norm for norm in norms if math.isfinite(norm)], self.optimizer.param_groups
         metrics = {
-            f"{self.section}/lr": self._learning_rate(),
+            # On a rank whose shard of the optimizer is empty, the schedule's maximum.
+            f"{self.section}/lr": float(groups[0]["lr"] if groups else self.lr_scheduler.max_lr),
             f"{self.section}/skipped_updates": float(len(norms) - len(finite)),
         }
         if finite:
             metrics[f"{self.section}/grad_norm"] = sum(finite) / len(finite)
         return metrics
-
-    def _learning_rate(self) -> float:
-        """The current learning rate; the schedule's maximum on a rank whose shard of the optimizer is empty."""
-        groups = self.optimizer.param_groups
-        return float(groups[0]["lr"]) if groups else float(self.lr_scheduler.max_lr)
 
     def backward(
         self,
@@ -255,7 +236,7 @@ class Policy(LanguageModel):
         with self.device.megatron():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
-            if (allows or self._all_finite)(norm):
+            if allows(norm) if allows is not None else all(self.mesh.all_gather(math.isfinite(norm))):
                 self.lr_scheduler.step(1)
                 self.optimizer.step()
                 self.num_skipped_in_a_row = 0
@@ -267,9 +248,6 @@ class Policy(LanguageModel):
                 f" (actor.max_skipped_steps={self.actor.max_skipped_steps}): lower actor.optim.lr or look at the data"
             )
         return math.inf
-
-    def _all_finite(self, norm: float) -> bool:
-        return all(self.mesh.all_gather(math.isfinite(norm)))
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:

@@ -18,10 +18,8 @@ from grpo_megatron.models.optimizer import OffloadedTensors
 from grpo_megatron.models.packing import Pack
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.load import unwrapped
-from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sync.digest import Expected
-from grpo_megatron.types import Batch, WeightBucket
+from grpo_megatron.types import Batch
 
 
 class FrozenModel(ShardedModel):
@@ -45,8 +43,8 @@ class FrozenModel(ShardedModel):
             self._offloaded.offload(self.model.parameters(), unchanged=unchanged)
 
     @contextlib.contextmanager
-    def _on_device(self, *, unchanged: bool = True) -> Iterator[None]:
-        """Keeps the weights on the device inside the block."""
+    def readable_weights(self, *, unchanged: bool = True) -> Iterator[None]:
+        """Keeps the weights on the device inside the block. `unchanged`: the block does not write to them."""
         was_offloaded = self._offloaded.is_offloaded
         self._offloaded.onload()
         try:
@@ -59,18 +57,8 @@ class FrozenModel(ShardedModel):
         self, batch: Batch, out: Tensor, read: Callable[[Pack, Tensor], Tensor], temperature: float | None = None
     ) -> Tensor:
         """See ShardedModel."""
-        with self._on_device():
+        with self.readable_weights():
             return super().forward_batch(batch, out, read, temperature)
-
-
-class NoReference:
-    """Used if the configuration needs no reference."""
-
-    def logprobs(self, batch: Batch) -> None:
-        """Always None."""
-
-    def copy_from(self, policy: Policy) -> None:
-        """Does nothing."""
 
 
 class Reference(FrozenModel, LanguageModel):
@@ -90,25 +78,10 @@ class Reference(FrozenModel, LanguageModel):
         inner = load_model(path, arch, actor.megatron, model.dtype, mesh, device, has_gradients=False)
         super().__init__(inner, arch, actor, mesh, device, temperature)
 
-    def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """See ShardedModel."""
-        with self._on_device():
-            yield from super().hf_weights(bucket_megabytes)
-
-    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
-        """See ShardedModel. (RFT draws from the reference.)"""
-        with self._on_device():
-            yield from super().engine_weights(resharding, version)
-
-    def expected_digests(self, resharding: Resharding) -> Expected:
-        """See ShardedModel."""
-        with self._on_device():
-            return super().expected_digests(resharding)
-
     @torch.no_grad()
     def copy_from(self, policy: Policy) -> None:
         """The layouts are the same, so every rank copies its own shard. No communication."""
         source = dict(unwrapped(policy.ddp).named_parameters())
-        with self._on_device(unchanged=False):
+        with self.readable_weights(unchanged=False):
             for name, parameter in unwrapped(self.model).named_parameters():
                 parameter.copy_(source[name])

@@ -163,10 +163,6 @@ class Mesh:
         """True on one rank per rollout block: the rank that grades and reports the block's samples."""
         return self.rank % self.rollout_tp == 0
 
-    def dp_rank_of(self, rank: int) -> int:
-        """The data-parallel coordinate of a global rank."""
-        return rank // (self.tp * self.cp) % self.dp
-
     def stage_rank(self, pp_rank: int) -> int:
         """The global rank on pipeline stage `pp_rank` with this rank's tp, cp and dp coordinates."""
         return self.tp_rank + self.tp * (self.cp_rank + self.cp * (self.dp_rank + self.dp * pp_rank))

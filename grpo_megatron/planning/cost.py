@@ -15,7 +15,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.memory.engine import kv_token_bytes
 from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.flops import flops_per_pass, model_shape
+from grpo_megatron.models.flops import active_parameters, flops_per_pass
 from grpo_megatron.planning import speeds
 from grpo_megatron.planning.gpus import Gpu
 from grpo_megatron.planning.layout import Layout
@@ -143,7 +143,7 @@ def _step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, seque
     in_flight = work.prompt_tokens + work.response_tokens / 2
     cache = sequences * in_flight * kv_token_bytes(arch, tp, work.itemsize)
     memory = machine.read_seconds(_visited_weights(arch, sequences) * work.itemsize / tp + cache)
-    active = model_shape(arch).active_parameters
+    active = active_parameters(arch)
     compute = 2 * active * sequences / (tp * machine.gpu.tflops * 1e12 * speeds.MATMUL)
     reduce = 0.0
     if tp > 1:
@@ -166,7 +166,7 @@ def _visited_weights(arch: Architecture, tokens: float) -> float:
 def _prompt_seconds(work: Workload, layout: Layout, machine: PlannedMachine, samples: int) -> float:
     """Computing each prompt once per engine: its samples are neighbours, and share the prefix."""
     prompts = math.ceil(samples / work.samples_per_prompt)
-    flops = 2 * model_shape(work.arch).active_parameters * prompts * work.prompt_tokens
+    flops = 2 * active_parameters(work.arch) * prompts * work.prompt_tokens
     return flops / (layout.rollout_tp * machine.gpu.tflops * 1e12 * speeds.MATMUL)
 
 
@@ -188,7 +188,7 @@ GRADIENT_SYNC_BYTES = 4 + 2  # float32 gradients are reduced, bfloat16 weights a
 @functools.cache
 def _flops_per_sample(arch: Architecture, tokens: int) -> float:
     """FLOP of a forward and backward pass over one sequence."""
-    return flops_per_pass(model_shape(arch), [tokens])
+    return flops_per_pass(arch, [tokens])
 
 
 def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, backward: bool) -> float:

@@ -295,20 +295,20 @@ BROKEN = "the engine is broken and must be built again"
 
 
 class StatefulEngine(RolloutEngine):
-    """What an engine with a queue of its own refuses in which state.
+    """The states of an engine with a queue of its own, and what it refuses in each.
 
     An engine is asleep or awake, has a complete set of weights or none, and is broken for ever once a call has left its
-    queue in an unknown state. A subclass sets the attributes below in its constructor. `_queue` has `len`, `in` for ids,
-    `step`, `abort` and `cache_statistics`.
+    queue in an unknown state. A subclass sets the attributes that have no value below in its constructor. `_queue` has
+    `len`, `in` for ids, `step`, `abort` and `cache_statistics`.
     """
 
     _queue: Any
     _max_model_len: int
     _vocab_size: int
-    _version: int | None
     _can_sleep: bool  # rollout.free_cache_engine
-    _asleep: set[str]  # of {"weights", "kv_cache"}
-    _broken: str | None  # why this engine can never work again
+    _version: int | None = None
+    _asleep: frozenset[str] = frozenset()  # of {"weights", "kv_cache"}
+    _broken: str | None = None  # why this engine can never work again
 
     @abstractmethod
     def _working(self) -> contextlib.AbstractContextManager[Any]:
@@ -354,7 +354,7 @@ class StatefulEngine(RolloutEngine):
             return
         self._require_idle("sleep")
         self._version = None
-        self._asleep = {"weights", "kv_cache"}
+        self._asleep = frozenset({"weights", "kv_cache"})
         self._free_memory()
 
     def wake_weights(self) -> None:
@@ -368,7 +368,7 @@ class StatefulEngine(RolloutEngine):
     def _wake(self, part: str) -> None:
         if part in self._asleep:
             self._allocate(part)
-            self._asleep.discard(part)
+            self._asleep -= {part}
 
     def require(self, version: int) -> None:
         self._require_ready()

@@ -281,10 +281,7 @@ class TransformersEngine(StatefulEngine):
         self._max_tokens = rollout.max_num_batched_tokens
         max_rows = min(rollout.max_num_seqs, self._num_rows(options))
         self._queue = RunningBatch(self._model, max_rows, self._max_tokens, eos_token_ids)
-        self._version: int | None = None
         self._can_sleep = rollout.free_cache_engine
-        self._asleep: set[str] = set()  # of {"weights", "kv_cache"}
-        self._broken: str | None = None  # why this engine can never work again
 
     def _num_rows(self, options: TransformersOptions) -> int:
         """How many rows of the largest length fit into the cache."""

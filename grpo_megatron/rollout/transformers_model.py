@@ -31,7 +31,7 @@ def aligned(length: int) -> int:
 
 
 class PromptCache:
-    """What a pass over whole prompts computes. transformers' attention calls `update` once per layer."""
+    """Keys and values that a pass over whole prompts computes. transformers' attention calls `update` once per layer."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[Tensor, Tensor]] = []  # keys and values [prompts, heads, tokens, dimensions]
@@ -49,7 +49,7 @@ class PromptCache:
 
 
 class RowCache:
-    """Per layer keys and values [rows, heads, tokens, dimensions]. Memory beyond a row's length is finite, and masked."""
+    """Keys and values of each layer, [rows, heads, tokens, dimensions]. Memory beyond a row's length is finite, and masked."""
 
     def __init__(self) -> None:
         self._layers: list[tuple[Tensor, Tensor]] = []

@@ -187,9 +187,6 @@ class VllmEngine(StatefulEngine):
         self._mesh, self._device, self._tensors = mesh, device, tensors
         self._max_model_len = max_model_len
         self._can_sleep, self._sleep_level = rollout.free_cache_engine, options.sleep_level
-        self._version: int | None = None
-        self._asleep: set[str] = set()  # of {"weights", "kv_cache"}
-        self._broken: str | None = None  # why this engine can never work again
         has_latents = any(name.endswith("kv_a_proj_with_mqa.weight") for name in tensors.tensors)
         limits: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "has_latents": has_latents}
         self._llm, self._sampling_params = vllm_process.build(model_path, rollout, options, mesh, device, **limits)

@@ -46,7 +46,7 @@ from grpo_megatron.types import WeightBucket
 
 @dataclasses.dataclass(frozen=True)
 class VllmSeries:
-    """What one series of vLLM (its first two numbers) offers."""
+    """Properties of one series of vLLM (the first two numbers of a version)."""
 
     torch: str  # the torch series that vLLM's compiled operators are built for
     names_weights: bool  # LLM.finish_weight_update takes `weight_version`
@@ -99,14 +99,16 @@ def installed_series() -> VllmSeries:
 
 def computes_latents_on_cpu() -> bool:
     """Whether the installed vLLM has latent attention on the CPU. True if vLLM is missing or not tested: reported elsewhere."""
-    series = SERIES.get(_series(_installed(*_DISTRIBUTIONS) or ""))
-    return series is None or series.has_cpu_latents
+    return (series := _known_series()) is None or series.has_cpu_latents
 
 
 def divides_experts_on_cpu() -> bool:
     """Whether an engine on the CPU can have expert parallelism. True if vLLM is missing or not tested."""
-    series = SERIES.get(_series(_installed(*_DISTRIBUTIONS) or ""))
-    return series is None or series.divides_cpu_experts
+    return (series := _known_series()) is None or series.divides_cpu_experts
+
+
+def _known_series() -> VllmSeries | None:
+    return SERIES.get(_series(_installed(*_DISTRIBUTIONS) or ""))
 
 
 def _problems(vllm: str, torch: str) -> Iterator[str]:

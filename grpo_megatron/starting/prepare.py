@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.options import Argument, Option, Options
-from grpo_megatron.data import arithmetic, products, two_hops
+from grpo_megatron.data import arithmetic, tool_tasks
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.reading import read_json
 from grpo_megatron.storage import StorageError
@@ -76,13 +76,13 @@ class FeedbackOptions(DataOptions):
 class ProductsOptions(DataOptions):
     """`prepare products`."""
 
-    summary, write_files = "the calculator example's jsonl files and tokenizer/", products.write_products
+    summary, write_files = "the calculator example's jsonl files and tokenizer/", tool_tasks.write_products
 
 
 class TwoHopsOptions(DataOptions):
     """`prepare two_hops`."""
 
-    summary, write_files = "the search example's jsonl files and tokenizer/", two_hops.write_two_hops
+    summary, write_files = "the search example's jsonl files and tokenizer/", tool_tasks.write_two_hops
 
 
 class ModelOptions(PrepareOptions):

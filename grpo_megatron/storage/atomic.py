@@ -58,14 +58,18 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     partial = partial_of(target)
     partial.mkdir(parents=True, exist_ok=True)
-    lock = _lock(partial)
+    lock = os.open(partial, os.O_RDONLY)
     try:
-        _empty(partial)
-        yield partial
-        publish_folder(partial, target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        if not try_lock(lock):
+            raise StorageError(f"{partial} is being written by another process; wait for it")
+        try:
+            for path in partial.iterdir():
+                _remove(path)
+            yield partial
+            publish_folder(partial, target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
     finally:
         os.close(lock)
 
@@ -104,10 +108,8 @@ def clear_leftovers(parent: Path) -> None:
             path.rename(target)
     for ending in (PARTIAL, REPLACED, REMOVED):
         for path in parent.glob(f".*{ending}"):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                _remove(path)
 
 
 def sync_path(path: Path) -> None:
@@ -119,25 +121,22 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def _lock(folder: Path) -> int:
-    """An open descriptor of `folder` that holds its lock until it is closed."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Take the lock (flock) of an open file. False while another process holds it. Raises OSError for other reasons."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
-        os.close(descriptor)
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
-        raise StorageError(f"{folder} is being written by another process; wait for it") from error
-    return descriptor
+        return False
+    return True
 
 
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 # -- Free space of a file system, asked before hours of work depend on it. Quotas are not seen -------------------------
@@ -150,9 +149,8 @@ def check_space(folder: Path, needed: int, what: str) -> None:
     """
     free = _free(folder)
     if free < needed:
-        raise StorageError(
-            f"no space left: {what} takes {_gib(needed)}, the file system of {folder} has {_gib(free)} free"
-        )
+        text = f"no space left: {what} takes {_gib(needed)}, the file system of {folder} has {_gib(free)} free"
+        raise StorageError(text)
 
 
 def describe_space(folder: Path) -> str:

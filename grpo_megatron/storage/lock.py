@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import platform
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.atomic import try_lock
 
 LOCK_FILE = ".lock"
 SAME_JOB_S = 180.0  # a server of NFS releases the locks of a dead machine after 90 s
@@ -51,6 +53,7 @@ class FolderLock:
         return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
     def close(self) -> None:
+        """Release the lock."""
         os.close(self._descriptor)
 
     def __enter__(self) -> FolderLock:
@@ -60,21 +63,17 @@ class FolderLock:
         self.close()
 
     def _take(self, deadline: float) -> None:
-        while True:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError as error:
-                if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                    text = "%s: this file system has no locks; start no second run in this folder"
-                    logging.getLogger(__name__).warning(text, self.path)
-                    return
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise
-            holder = _signature(self.path)
-            if not _is_of_this_job(holder) or time.monotonic() > deadline:
-                raise StorageError(in_use_by(holder))
-            time.sleep(1)
+        try:
+            while not try_lock(self._descriptor):
+                holder = _signature(self.path)
+                if not _is_of_this_job(holder) or time.monotonic() > deadline:
+                    raise StorageError(in_use_by(holder))
+                time.sleep(1)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            text = "%s: this file system has no locks; start no second run in this folder"
+            logging.getLogger(__name__).warning(text, self.path)
 
     def _sign(self) -> None:
         since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
@@ -91,18 +90,21 @@ def lock_holder(folder: Path) -> str | None:
     """
     path = folder / LOCK_FILE
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        if _is_free(path, fcntl.LOCK_SH):
+            return None
     except OSError:
         return None
+    holder = _signature(path)
+    return None if _is_of_this_job(holder) else holder
+
+
+def _is_free(path: Path, kind: int, flags: int = 0) -> bool:
+    """Whether nobody holds a lock of a file or folder. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | flags)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = _signature(path)
-        is_held = error.errno in (errno.EWOULDBLOCK, errno.EACCES) and not _is_of_this_job(holder)
-        return holder if is_held else None
+        return try_lock(descriptor, kind)
     finally:
         os.close(descriptor)
-    return None
 
 
 def in_use_by(holder: str) -> str:
@@ -159,10 +161,11 @@ def folder_until_exit() -> Path:
 
 def remove_leftovers() -> None:
     """Remove what killed runs of this user have left. Errors are ignored: another process may clean up, too."""
-    for folder in _own_and_old(Path(tempfile.gettempdir()), [f"{PREFIX}*"]):
-        if not _is_locked(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-    candidates = _own_and_old(SHARED_MEMORY, PATTERNS)
+    for folder in _own_and_old(Path(tempfile.gettempdir()), f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if _is_free(folder, fcntl.LOCK_EX, os.O_DIRECTORY | os.O_NOFOLLOW):
+                shutil.rmtree(folder, ignore_errors=True)
+    candidates = _own_and_old(SHARED_MEMORY, *PATTERNS)
     mapped = _mapped_files() if candidates else set()
     for path in candidates:
         with contextlib.suppress(OSError):
@@ -170,29 +173,14 @@ def remove_leftovers() -> None:
                 path.unlink()
 
 
-def _own_and_old(parent: Path, patterns: list[str] | tuple[str, ...]) -> list[Path]:
+def _own_and_old(parent: Path, *patterns: str) -> list[Path]:
     found = []
-    for pattern in patterns:
-        for path in parent.glob(pattern):
-            with contextlib.suppress(OSError):
-                status = path.lstat()
-                if status.st_uid == os.getuid() and time.time() - status.st_mtime > MIN_AGE_S:
-                    found.append(path)
+    for path in itertools.chain(*map(parent.glob, patterns)):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > MIN_AGE_S:
+                found.append(path)
     return found
-
-
-def _is_locked(folder: Path) -> bool:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _mapped_files() -> set[int]:

@@ -127,11 +127,8 @@ def read_events(output_dir: Path) -> list[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
-            if (
-                isinstance(event, dict)
-                and event.get("kind") in EVENT_KINDS
-                and isinstance(event.get("time"), float | int)
-            ):
+            is_event = isinstance(event, dict) and event.get("kind") in EVENT_KINDS
+            if is_event and isinstance(event.get("time"), float | int):
                 events.append({"step": None, "text": "", **event})
     return events
 
@@ -171,10 +168,7 @@ def finish_start() -> None:
 
 
 def _known() -> dict[str, float]:
-    try:
-        known = json.loads(starts_path().read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(known, dict):
-        return {}
-    return {name: s for name, s in known.items() if type(s) in (int, float) and 0 <= s < LONGEST_S}  # not NaN
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        known = json.loads(starts_path().read_bytes()).items()
+        return {name: s for name, s in known if type(s) in (int, float) and 0 <= s < LONGEST_S}  # not NaN
+    return {}

@@ -79,7 +79,7 @@ class DeltaLimits:
 
 
 class Ranks(Protocol):
-    """What is needed of a Mesh. Collective."""
+    """The collectives of a Mesh that a delta sync needs."""
 
     def agree(self, problem: str | None) -> None: ...
 
@@ -192,7 +192,7 @@ class DeltaSync:
                 yield bucket
 
     def _patched(self, shard: Shard, tensor: int) -> Tensor:
-        """What this rank has itself comes from its parameters, the rest from the base."""
+        """A full-shaped tensor. The rank's own parts come from its parameters, the others from the base."""
         out, axis = shard.begin(tensor), self._plan.tensor(tensor).axis
         for number in self._received.get(tensor, []):
             target = part_of(out, self._plan.plan.parts[number], axis)

@@ -110,7 +110,6 @@ def _compiled() -> _Sum:
 
 
 WORD_BYTES = 8
-_CHUNK_BYTES = 64 << 20  # temporary memory of a product on devices without an integer mv
 _ROWS, _WORDS = 1, 2  # seeds of a and b
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> dtype with the same bits
 
@@ -178,25 +177,12 @@ def _as_words(bits: Tensor) -> Tensor:
 
 
 def _product(words: Tensor, factors: Tensor) -> Tensor:
-    """Per row the sum of b[w] * word. [R]"""
+    """The sum of b[w] * word for each row. [R]"""
     if words.device.type == "cpu":
         return torch.mv(words, factors)
-    if not _has_triton():
-        return _product_in_chunks(words, factors)
     from grpo_megatron.sync.digest_gpu import row_sums
 
     return row_sums(words, factors)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _product_in_chunks(words: Tensor, factors: Tensor) -> Tensor:
-    """torch.mv for devices that have none for integers, and no Triton. Not run on a GPU yet."""
-    chunks = words.split(max(1, _CHUNK_BYTES // (words.shape[1] * WORD_BYTES)))
-    return torch.cat([(chunk * factors).sum(1) for chunk in chunks])
 
 
 def _edge(bits: Tensor, column: int, per_word: int) -> Tensor:
@@ -239,7 +225,7 @@ def _signed(value: int) -> int:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a model's weights are. The same on every rank.
+    """Digests of a model's weights; they are the same on every rank.
 
     `digests[name]` has one digest per engine rank, of the part that this rank reads. `weights_digest` is that of all
     tensors whole, in hexadecimal: it does not depend on any layout. `non_finite` names tensors with NaN or infinities.
@@ -285,7 +271,7 @@ def expected_digests(
 
 
 def _digest_shares(shares: Sequence[Share], read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-    """Per share its digest, and 1 where it has non-finite values. Two int64 tensors [shares]."""
+    """Returns the digest of each share, and 1 where a share has non-finite values. Two int64 tensors [shares]."""
     digests: list[Tensor] = []
     sums: list[Tensor] = []
     for part, share in _parts(shares, read):
@@ -328,7 +314,7 @@ def _combined(names: Sequence[str], digests: Sequence[int]) -> str:
 def compare(
     expected: Expected, held: Mapping[str, int], engine: EngineTensors, engine_rank: int, rank: int
 ) -> str | None:
-    """What is wrong with an engine rank whose memory has the digests `held`: tensors, slices, and global `rank`."""
+    """Returns what is wrong with an engine rank whose memory has the digests `held`: tensors, slices, and global `rank`."""
     wrong = []
     for name in engine.tensors:
         start, stop = engine.spans[name][engine_rank]

@@ -16,7 +16,7 @@ BLOCK_WORDS = 1024  # words of a row at a time
 
 
 def row_sums(words: Tensor, factors: Tensor) -> Tensor:
-    """Per row the sum of factors[w] * word, mod 2^64. int64 [R, W] and [W] -> [R].
+    """Returns the sum of factors[w] * word for each row, mod 2^64. int64 [R, W] and [W] -> [R].
 
     Words of a row must be neighbours; rows may have gaps between them.
     """

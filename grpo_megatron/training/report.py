@@ -10,7 +10,8 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config, DataConfig
 from grpo_megatron.data.tasks import get_task
 from grpo_megatron.device import Device
-from grpo_megatron.models.flops import ModelShape, mfu_metrics, model_shape, peaks, throughput
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.flops import mfu_metrics, peaks, throughput
 from grpo_megatron.models.forward import MetricSums
 from grpo_megatron.models.packing import num_padding_tokens, packed_lengths
 from grpo_megatron.models.policy import Policy
@@ -68,13 +69,13 @@ class StepReport:
         rollouts: RolloutWriter,
         shown: ShownSamples,
         *,
-        shape: ModelShape,
+        arch: Architecture,
         peaks: Mapping[str, Any],
         multiple: int,
     ) -> None:
         self.mesh, self.device, self.sinks = mesh, device, sinks
         self.guards, self.has_finite_weights, self.rollouts, self.shown = guards, has_finite_weights, rollouts, shown
-        self.shape, self.peaks, self.multiple = shape, peaks, multiple
+        self.arch, self.peaks, self.multiple = arch, peaks, multiple
         self.max_response_length, self.num_epochs = data.max_response_length, actor.ppo_epochs
         self.has_sources = bool(data.sources or get_task(data.task).rewards)
         self.kl_coef = actor.kl_loss_coef if actor.use_kl_loss else 0.0
@@ -129,7 +130,7 @@ class StepReport:
         tokens = throughput(reduced, sum(lengths), num_devices)
         return tokens | mfu_metrics(
             reduced,
-            self.shape,
+            self.arch,
             lengths,
             num_devices=num_devices,
             num_epochs=self.num_epochs,
@@ -186,7 +187,6 @@ def record_update(metrics: Metrics, sums: Sequence[MetricSums], constants: dict[
 
 def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks, guards: Guards) -> StepReport:
     """The report of a run, or of its warm-up, which has a config of its own."""
-    shape = model_shape(checked.arch)
     return StepReport(
         config.data,
         config.actor,
@@ -197,7 +197,7 @@ def build_report(config: Config, checked: Checked, policy: Policy, sinks: Sinks,
         policy.has_finite_weights,
         build_rollout_files(config.trainer, policy.mesh, checked.tokenizer),
         ShownSamples(policy.mesh, checked.tokenizer, config.draws),
-        shape=shape,
-        peaks=peaks(config, policy.device.name, shape.num_layers),
+        arch=checked.arch,
+        peaks=peaks(config, policy.device.name, checked.arch.num_layers),
         multiple=policy.multiple,
     )

@@ -39,7 +39,7 @@ def refused(
 
     monkeypatch.setattr(ranks, "start_ranks", nothing_may_start)
     monkeypatch.setattr(ranks, "start_fork_server", lambda engine: None)
-    monkeypatch.setattr(main, "_run", nothing_may_start)
+    monkeypatch.setattr("grpo_megatron.cli.run._run", nothing_may_start)
     monkeypatch.chdir(tmp_path)
     output_dir = tmp_path / "not" / "there"
 
@@ -350,9 +350,9 @@ def test_a_users_module_that_raises_is_refused(
     assert "importing it raised RuntimeError: half-written" in message
 
 
-@pytest.mark.parametrize("option", ["--dryrun", "--world-size=4"])
-def test_a_wrong_option_is_refused(run: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main.main(["train", str(run / "run.yaml"), option])
-    assert stopped.value.code == 2
-    assert option.partition("=")[0] in capsys.readouterr().err
+def test_a_wrong_option_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:  # argparse does not know it
+        main.main(["train", str(run / "run.yaml"), "--dryrun"])
+    assert stopped.value.code == 2 and "--dryrun" in capsys.readouterr().err
+    assert main.main(["train", str(run / "run.yaml"), "--world-size=4"]) == 2  # it has no meaning without a plan
+    assert "--world-size" in capsys.readouterr().err

@@ -107,7 +107,7 @@ def test_the_launcher_prints_the_reason_once(
     process = start(run, tmp_path, kind, device)
     out, err = process.communicate(timeout=600)
     assert process.returncode == code, err
-    starting, *ranks = out.splitlines()
+    starting, *ranks = [line for line in out.splitlines() if not line.endswith("so far")]  # on a busy machine
     assert starting.startswith("checking, then starting 2 ranks")
     expected = {"rank 0 of 2, 1 thread", "rank 1 of 2, 1 thread"}
     assert set(ranks) == expected if kind == "good" else set(ranks) <= expected  # a rank may be ended before it prints

@@ -16,8 +16,7 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.contract.check import problem
-from tests.contract.sources import Package
+from tests.contract.sources import Package, problem
 from tests.contract.table import MEGATRON_USES_TE
 from tests.contract.uses import Uses, collect
 

@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 
 from grpo_megatron.rollout.vllm_process import SERIES
-from tests.contract.check import problem
 from tests.contract.record import OURS, RECORDED, all_uses, installed, package_of
-from tests.contract.sources import Package
+from tests.contract.sources import Package, problem
 from tests.contract.table import NOT_IN_TE, ONLY_IN, UNDEFINED_WITHOUT_TE
-from tests.contract.undefined import reachable, undefined_names
-from tests.contract.uses import collect
+from tests.contract.uses import collect, reachable, undefined_names
 
 RECORD: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text())
 USES = all_uses()

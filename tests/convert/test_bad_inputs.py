@@ -38,17 +38,24 @@ def megatron(pristine: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine["megatron"], tmp_path / "megatron"))
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    """The error text of a command with an output folder. Checks exit code and form, and that nothing was written."""
-    out = Path([a for a in arguments if not str(a).startswith("--")][2])
-    before = sorted(p.name for p in out.parent.iterdir())
-    capsys.readouterr()
-    assert convert(*arguments, "--quiet") == 2
-    error = capsys.readouterr().err
-    first, *rest = error.splitlines()
-    assert first.startswith("error: ") and all(line.startswith("  ") for line in rest), error
-    assert sorted(p.name for p in out.parent.iterdir()) == before, "something was left behind"
-    return error
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """The error text of a command. Checks exit code and form, and that nothing was written."""
+
+    def refuse(command: str, source: Path, out: Path = tmp_path / "out", *options: str) -> str:
+        before = sorted(p.name for p in out.parent.iterdir())
+        capsys.readouterr()
+        assert convert(command, source, out, *options, "--quiet") == 2
+        error = capsys.readouterr().err
+        first, *rest = error.splitlines()
+        assert first.startswith("error: ") and all(line.startswith("  ") for line in rest), error
+        assert sorted(p.name for p in out.parent.iterdir()) == before, "something was left behind"
+        return error
+
+    return refuse
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -78,16 +85,14 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 # -- Hugging Face folders ----------------------------------------------------------------------------------------------
 
 
-def test_truncated_shards_are_all_named(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_shards_are_all_named(hf: Path, refused: Refused) -> None:
     for file in hf.glob("*.safetensors"):
         cut(file)
-    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    error = refused("to-megatron", hf)
     assert "model-00001-of-00002.safetensors" in error and "model-00002-of-00002.safetensors" in error
 
 
-def test_missing_extra_and_misshapen_are_all_named(
-    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_extra_and_misshapen_are_all_named(hf: Path, refused: Refused) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for layer in range(3):
             del tensors[f"model.layers.{layer}.mlp.up_proj.weight"]
@@ -96,7 +101,7 @@ def test_missing_extra_and_misshapen_are_all_named(
         tensors[Q] = tensors[Q].to(torch.int64)
 
     rewrite(hf, change)
-    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    error = refused("to-megatron", hf)
     for layer in range(3):
         assert f"missing model.layers.{layer}.mlp.up_proj.weight" in error
         assert f"unexpected model.layers.{layer}.extra.weight" in error
@@ -104,14 +109,14 @@ def test_missing_extra_and_misshapen_are_all_named(
     assert f"{Q} has dtype int64, supported: float32, bfloat16, float16" in error
 
 
-def test_several_dtypes_need_a_choice(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_dtypes_need_a_choice(hf: Path, tmp_path: Path, refused: Refused) -> None:
     rewrite(hf, lambda tensors: tensors.update({Q: tensors[Q].bfloat16()}))
-    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    error = refused("to-megatron", hf)
     assert Q in error and "--dtype" in error
     assert convert("to-megatron", hf, tmp_path / "out", "--dtype", "float32") == 0
 
 
-def test_a_wrong_index(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_index(hf: Path, refused: Refused) -> None:
     index = hf / "model.safetensors.index.json"
 
     def wrong_file(content: dict[str, Any]) -> None:
@@ -122,32 +127,32 @@ def test_a_wrong_index(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     original = index.read_text()
     edit(index, wrong_file)
-    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    error = refused("to-megatron", hf)
     assert error.count("the index says") == 2 and Q in error and K in error and "model.norm.weight" in error
     index.write_text(original)
     edit(index, lambda content: content["weight_map"].update(ghost=content["weight_map"][Q]))
-    assert "ghost: the index says" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "ghost: the index says" in refused("to-megatron", hf)
     edit(index, lambda content: content["weight_map"].update(ghost="../../secret.safetensors"))
-    assert "no *.safetensors file of this folder" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "no *.safetensors file of this folder" in refused("to-megatron", hf)
     edit(index, lambda content: content["weight_map"].update(ghost="model-00009.safetensors"))
-    assert "model-00009.safetensors" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "model-00009.safetensors" in refused("to-megatron", hf)
     index.write_text("{")
-    assert "not a readable index" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "not a readable index" in refused("to-megatron", hf)
 
 
-def test_an_unknown_architecture(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_architecture(hf: Path, refused: Refused) -> None:
     edit(hf / "config.json", lambda config: config.update(model_type="mamba"))
-    assert "model_type='mamba' is not supported" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "model_type='mamba' is not supported" in refused("to-megatron", hf)
     edit(
         hf / "config.json",
         lambda config: config.update(model_type="qwen2", quantization_config={"quant_method": "awq"}),
     )
-    assert "quantization_config (awq)" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "quantization_config (awq)" in refused("to-megatron", hf)
     (hf / "config.json").write_text("{")
-    assert "config.json" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "config.json" in refused("to-megatron", hf)
 
 
-def test_tied_embeddings_with_another_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tied_embeddings_with_another_head(tmp_path: Path, refused: Refused) -> None:
     """A copy of the embedding is dropped. A head with other values is refused: it would be lost."""
     hf = folders.write(tmp_path / "hf", folders.config_of("qwen2-tied"))
     tensors = tensors_of(hf)
@@ -156,32 +161,30 @@ def test_tied_embeddings_with_another_head(tmp_path: Path, capsys: pytest.Captur
     assert convert("to-megatron", hf, tmp_path / "same") == 0
     tensors["lm_head.weight"][100, 0] += 1
     put(hf, tensors)
-    assert "lm_head.weight differs" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "lm_head.weight differs" in refused("to-megatron", hf)
 
 
 @pytest.mark.parametrize(
     ("flag", "error"), [("--tp=3", "num_attention_heads 4"), ("--pp=3", "num_hidden_layers 4"), ("--ep=2", "experts")]
 )
-def test_a_layout_that_does_not_divide(
-    flag: str, error: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert error in refused(capsys, "to-megatron", hf, tmp_path / "out", flag)
-    assert "tp can be 1, 2, 4" in refused(capsys, "to-megatron", hf, tmp_path / "out", flag)
+def test_a_layout_that_does_not_divide(flag: str, error: str, hf: Path, tmp_path: Path, refused: Refused) -> None:
+    assert error in refused("to-megatron", hf, tmp_path / "out", flag)
+    assert "tp can be 1, 2, 4" in refused("to-megatron", hf, tmp_path / "out", flag)
     assert convert("inspect", hf, flag) == 2
 
 
-def test_pickled_weights_need_a_flag(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickled_weights_need_a_flag(hf: Path, tmp_path: Path, refused: Refused) -> None:
     expected = tensors_of(hf)
     for file in hf.glob("*.safetensors*"):
         file.unlink()
     torch.save(expected, hf / "pytorch_model.bin")
-    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    error = refused("to-megatron", hf)
     assert "--allow-pickle" in error and "run code" in error
     assert convert("to-megatron", hf, tmp_path / "out", "--allow-pickle") == 0
     assert convert("to-hf", tmp_path / "out", tmp_path / "back") == 0
     folders.same_bits(expected, tensors_of(tmp_path / "back"))
     (hf / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
-    refused(capsys, "to-megatron", hf, tmp_path / "other", "--allow-pickle")
+    refused("to-megatron", hf, tmp_path / "other", "--allow-pickle")
     assert not (tmp_path / "exploded").exists()
 
 
@@ -195,7 +198,7 @@ class Bomb:
         return (Path.touch, (self.path,))
 
 
-def test_a_tokenizer_that_does_not_fit(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_that_does_not_fit(hf: Path, tmp_path: Path, refused: Refused) -> None:
     """101 rows: ids 0 to 100."""
     vocab = {str(i): i for i in range(100)}
     content = {"model": {"type": "BPE", "vocab": vocab}, "added_tokens": [{"id": 100, "content": "<end>"}]}
@@ -206,51 +209,49 @@ def test_a_tokenizer_that_does_not_fit(hf: Path, tmp_path: Path, capsys: pytest.
     content["added_tokens"][0]["id"] = 101
     (hf / "tokenizer.json").write_text(json.dumps(content))
     (hf / "added_tokens.json").write_text('{"<end>": 200}')
-    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    error = refused("to-megatron", hf)
     assert "tokenizer.json has id 101, the embedding has 101 rows" in error and "added_tokens.json has id 200" in error
 
 
-def test_a_sentencepiece_model_that_does_not_fit(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sentencepiece_model_that_does_not_fit(hf: Path, refused: Refused) -> None:
     shutil.copyfile(DATA / "tokenizers" / "sentencepiece_test_model" / "tokenizer.model", hf / "tokenizer.model")
-    error = refused(capsys, "to-megatron", hf, tmp_path / "out")
+    error = refused("to-megatron", hf)
     assert "tokenizer.model has id" in error and "101 rows" in error
     (hf / "tokenizer.model").write_bytes(b"no model")
-    assert "not a SentencePiece model" in refused(capsys, "to-megatron", hf, tmp_path / "out")
+    assert "not a SentencePiece model" in refused("to-megatron", hf)
 
 
 # -- Megatron folders --------------------------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit(megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flipped_bit(megatron: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
     flip(megatron / "release" / "__0_0.distcp", 100_000)
-    assert "release/__0_0.distcp: sha256 differs" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+    assert "release/__0_0.distcp: sha256 differs" in refused("to-hf", megatron)
     assert convert("inspect", megatron, "--hashes") == 2
     assert convert("verify", megatron, megatron) == 2
     capsys.readouterr()
     (megatron / "manifest.json").unlink()
-    assert "has no manifest.json any more" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+    assert "has no manifest.json any more" in refused("to-hf", megatron)
 
 
-def test_a_flipped_bit_in_a_converted_hf_folder(
-    megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flipped_bit_in_a_converted_hf_folder(megatron: Path, tmp_path: Path, refused: Refused) -> None:
     assert convert("to-hf", megatron, tmp_path / "back") == 0
     flip(tmp_path / "back" / "model.safetensors", -8)
-    assert "model.safetensors: sha256 differs" in refused(capsys, "to-megatron", tmp_path / "back", tmp_path / "out")
+    assert "model.safetensors: sha256 differs" in refused("to-megatron", tmp_path / "back")
 
 
-def test_a_truncated_or_missing_part(megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_or_missing_part(megatron: Path, refused: Refused) -> None:
     cut(megatron / "release" / "__0_0.distcp")
-    assert "__0_0.distcp" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+    assert "__0_0.distcp" in refused("to-hf", megatron)
     (megatron / "manifest.json").unlink()
-    assert "__0_0.distcp is truncated" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+    assert "__0_0.distcp is truncated" in refused("to-hf", megatron)
     (megatron / "release" / "__0_0.distcp").unlink()
-    assert "missing file __0_0.distcp" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+    assert "missing file __0_0.distcp" in refused("to-hf", megatron)
 
 
-def test_a_checkpoint_of_another_model(megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_another_model(megatron: Path, tmp_path: Path, refused: Refused) -> None:
     other = folders.write(tmp_path / "other", folders.config_of("qwen3", num_hidden_layers=2))
-    error = refused(capsys, "to-hf", megatron, tmp_path / "out", f"--hf={other}")
+    error = refused("to-hf", megatron, tmp_path / "out", f"--hf={other}")
     for name in (
         "missing decoder.layers.0.self_attention.q_layernorm.weight",
         "unexpected decoder.layers.self_attention.linear_qkv.bias",
@@ -259,59 +260,57 @@ def test_a_checkpoint_of_another_model(megatron: Path, tmp_path: Path, capsys: p
     assert "decoder.layers.mlp.linear_fc2.weight has shape [4, 128, 112], expected [2, 128, 112]" in error
 
 
-def test_a_table_of_contents_that_would_run_code(
-    megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_of_contents_that_would_run_code(megatron: Path, tmp_path: Path, refused: Refused) -> None:
     (megatron / "manifest.json").unlink()
     (megatron / "release" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
-    assert "not a readable table of contents" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+    assert "not a readable table of contents" in refused("to-hf", megatron)
     assert not (tmp_path / "exploded").exists()
 
 
-def test_folders_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], megatron: Path, hf: Path) -> None:
-    assert "is not a folder" in refused(capsys, "to-hf", tmp_path / "nowhere", tmp_path / "out")
+def test_folders_without_a_model(tmp_path: Path, megatron: Path, hf: Path, refused: Refused) -> None:
+    assert "is not a folder" in refused("to-hf", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert "neither" in refused(capsys, "to-hf", tmp_path / "empty", tmp_path / "out")
-    assert "already" in refused(capsys, "to-megatron", megatron, tmp_path / "out")
-    assert "already" in refused(capsys, "to-hf", hf, tmp_path / "out")
+    assert "neither" in refused("to-hf", tmp_path / "empty")
+    assert "already" in refused("to-megatron", megatron)
+    assert "already" in refused("to-hf", hf)
     (megatron / "release" / "metadata.json").write_text("{}")
     (megatron / "manifest.json").unlink()
-    assert "no Megatron-Core distributed checkpoint" in refused(capsys, "to-hf", megatron, tmp_path / "out")
+    assert "no Megatron-Core distributed checkpoint" in refused("to-hf", megatron)
 
 
-def test_an_output_folder_of_a_run_leads_to_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_folder_of_a_run_leads_to_its_model(tmp_path: Path, refused: Refused) -> None:
     """Its exported model, or else its newest step, which is not that of its supervised stage."""
     run, out = tmp_path / "run", tmp_path / "out"
     for step in ("sft/checkpoints/step_000420", "checkpoints/step_000009", "checkpoints/step_000030"):
         (run / step / "state").mkdir(parents=True)
         (run / step / "state" / "metadata.json").write_text("{}")
         (run / step / "trainer.json").write_text("{}")
-    assert f"did you mean '{run}/checkpoints/step_000030'?" in refused(capsys, "to-hf", run, out)
-    assert f"did you mean '{run}/sft/checkpoints/step_000420'?" in refused(capsys, "to-hf", run / "sft", out)
+    assert f"did you mean '{run}/checkpoints/step_000030'?" in refused("to-hf", run, out)
+    assert f"did you mean '{run}/sft/checkpoints/step_000420'?" in refused("to-hf", run / "sft", out)
     (run / "hf").mkdir()
     (run / "hf" / "config.json").write_text("{}")
-    assert f"did you mean '{run}/hf'?" in refused(capsys, "to-megatron", run, out)
+    assert f"did you mean '{run}/hf'?" in refused("to-megatron", run, out)
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_output_that_exists(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_that_exists(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
     out = tmp_path / "out"
     assert convert("to-megatron", hf, out) == 0
     capsys.readouterr()
     before = (out / "manifest.json").read_bytes()
-    assert "--force" in refused(capsys, "to-megatron", hf, out)
+    assert "--force" in refused("to-megatron", hf, out)
     assert (out / "manifest.json").read_bytes() == before
     assert convert("to-megatron", hf, out, "--force", "--dtype", "bfloat16") == 0
     assert (out / "manifest.json").read_bytes() != before
     capsys.readouterr()
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("years of work")
-    assert "remove it yourself" in refused(capsys, "to-megatron", hf, tmp_path / "precious", "--force")
+    assert "remove it yourself" in refused("to-megatron", hf, tmp_path / "precious", "--force")
     assert (tmp_path / "precious" / "thesis.txt").exists()
-    assert "overlap" in refused(capsys, "to-megatron", hf, hf, "--force")
-    assert "overlap" in refused(capsys, "to-megatron", hf, hf / "out")
+    assert "overlap" in refused("to-megatron", hf, hf, "--force")
+    assert "overlap" in refused("to-megatron", hf, hf / "out")
     (tmp_path / "file").touch()
     for target, words in (
         (tmp_path / "file" / "out", "file' is no folder"),

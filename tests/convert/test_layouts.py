@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from grpo_megatron.convert.megatron import read_contents
 from tests import tiny, worlds
-from tests.convert import folders, layout_ranks
+from tests.convert import folders
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.files import CONFIGS
+from tests.models.policy_ranks import build, loss
+from tests.tiny import make_batch, make_sequences
 
 LAYOUTS = {
     (1, 1): ["llama2", "qwen2-tied"],
@@ -58,7 +62,7 @@ def test_every_layout_is_there() -> None:
 def test_loads(layout: tuple[int, int], converted: dict[str, tuple[Path, Path]]) -> None:
     tp, pp = layout
     pairs = [converted[family] for family in LAYOUTS[layout]]
-    gathered = worlds.run(layout_ranks.loaded, tp * pp, pairs=pairs, tp=tp, pp=pp)[0]
+    gathered = worlds.run(loaded, tp * pp, pairs=pairs, tp=tp, pp=pp)[0]
     for (source, _), tensors in zip(pairs, gathered, strict=True):
         same_bits(tensors_of(source), tensors)
 
@@ -74,7 +78,7 @@ def test_experts_load(tp: int, pp: int, ep: int, world: int, tmp_path: Path) -> 
         config = folders.shrunk(json.loads((CONFIGS / f"{name}.json").read_text()))
         pairs.append((folders.write(tmp_path / name, config), tmp_path / f"{name}-megatron"))
         assert convert("to-megatron", *pairs[-1], "--quiet") == 0
-    gathered = worlds.run(layout_ranks.loaded, world, pairs=pairs, tp=tp, pp=pp, ep=ep)[0]
+    gathered = worlds.run(loaded, world, pairs=pairs, tp=tp, pp=pp, ep=ep)[0]
     for (source, _), tensors in zip(pairs, gathered, strict=True):
         same_bits(tensors_of(source), tensors)
 
@@ -91,7 +95,7 @@ def test_training_writes_what_converts(family: str, tp: int, pp: int, dtype: str
     """A training step, with its optimizer state, converts to the tensors of the policy's own stream, bit for bit."""
     source = folders.write(tmp_path / "hf", folders.config_of(family))
     step = tmp_path / "out" / "checkpoints" / "step_000001"
-    expected = worlds.run(layout_ranks.trained, tp * pp, folder=source, step=step, tp=tp, pp=pp, dtype=dtype)[0]
+    expected = worlds.run(trained, tp * pp, folder=source, step=step, tp=tp, pp=pp, dtype=dtype)[0]
     (step / "trainer.json").write_text(json.dumps({"config": {"model": {"path": str(source)}}}))
     assert convert("to-hf", step, tmp_path / "back") == 0
     same_bits(expected, tensors_of(tmp_path / "back"))
@@ -113,6 +117,101 @@ def test_training_starts_from_float16(tmp_path: Path) -> None:
     """A float16 folder is cast when read: to float32 without loss, to bfloat16 as torch rounds. (`model.dtype=float16`
     is refused: tests/test_config.py.)"""
     source = folders.write(tmp_path / "hf", folders.config_of("qwen3"), "float16")
-    weights = worlds.run(layout_ranks.started, 1, folder=source)[0]
+    weights = worlds.run(started, 1, folder=source)[0]
     for dtype, tensors in weights.items():
         same_bits({n: t.to(folders.DTYPES[dtype]) for n, t in tensors_of(source).items()}, tensors)
+
+
+# -- what the ranks run ------------------------------------------------------------------------------------------------
+
+
+def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> list[dict[str, torch.Tensor]] | None:
+    """The gathered Hugging Face tensors of each (Hugging Face folder, checkpoint), on rank 0.
+
+    The model is built and filled with NaN, then Megatron-Core's own loader loads the checkpoint, in the place and with the
+    metadata of Megatron-LM's load_checkpoint.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+
+    from grpo_megatron.config import MegatronConfig
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.build import build_model
+    from grpo_megatron.models.families import read_architecture
+    from grpo_megatron.models.weights.load import global_parameters, hf_weights, stage_owners, unwrapped
+    from grpo_megatron.parallel.mesh import build_mesh
+
+    device = Device("cpu")
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    if ep > 1:
+        sizes["expert_model_parallel_size"] = ep
+    mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=1, **({"ep": ep} if ep > 1 else {}))
+    results = []
+    for folder, load in pairs:
+        assert (load / "latest_checkpointed_iteration.txt").read_text() == "release"
+        checkpoint = str(load / "release")
+        assert dist_checkpointing.check_is_distributed_checkpoint(checkpoint)
+        common = dist_checkpointing.load_common_state_dict(checkpoint)
+        assert common["iteration"] == 0 and common["checkpoint_version"] == 3.0
+        metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
+        arch = read_architecture(folder)
+        model = build_model(arch, MegatronConfig.model_validate(sizes), "float32", device)
+        with torch.no_grad():
+            for parameter in global_parameters(model).values():
+                parameter.fill_(torch.nan)
+        with device.megatron():
+            metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            wanted = unwrapped(model).sharded_state_dict(metadata=metadata)
+            state = dist_checkpointing.load({"model": wanted}, checkpoint)
+            missing, unexpected = unwrapped(model).load_state_dict(state["model"], strict=False)
+        assert_describes(common["args"], unwrapped(model).config)
+        assert not [name for name in [*missing, *unexpected] if "_extra_state" not in name]
+        assert all(parameter.isfinite().all() for parameter in global_parameters(model).values())
+        stages = stage_owners(model, arch, mesh)
+        results.append({n: t.clone() for bucket in hf_weights(model, arch, mesh, 1 << 20, stages) for n, t in bucket})
+    return results if mesh.rank == 0 else None
+
+
+SAME_NAMES = (  # of Megatron-LM's arguments and of Megatron-Core's TransformerConfig
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "normalization"),
+    *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "attention_dropout", "hidden_dropout"),
+)
+SAME_OF_EXPERTS = (
+    *("moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk", "moe_router_pre_softmax"),
+    *("moe_shared_expert_intermediate_size", "moe_router_score_function", "moe_router_enable_expert_bias"),
+    *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
+)
+SAME_OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+def assert_describes(args: Any, config: Any) -> None:
+    """The arguments in common.pt are those of the model that the checkpoint loads into."""
+    names = [*SAME_NAMES, *(SAME_OF_EXPERTS if config.num_moe_experts else ["ffn_hidden_size"])]
+    names += SAME_OF_LATENTS if config.multi_latent_attention else []
+    for name in names:
+        assert getattr(args, name) == getattr(config, name), name
+    assert getattr(args, "num_experts", None) == config.num_moe_experts
+    assert args.norm_epsilon == config.layernorm_epsilon and args.swiglu == config.gated_linear_unit
+
+
+def trained(folder: Path, step: Path, tp: int, pp: int, dtype: str) -> dict[str, torch.Tensor]:
+    """The weights after one update. They are saved as a training checkpoint in `step`/state."""
+    import torch.distributed as dist
+
+    from grpo_megatron.models.weights import sharded_state
+
+    policy = build(folder, tp, pp, False, dtype=dtype)
+    policy.update(make_batch(make_sequences(), [[[0, 1], [2], [], [3, 4, 5]]]), loss)
+    if policy.mesh.rank == 0:
+        (step / "state").mkdir(parents=True)
+    dist.barrier()
+    sharded_state.save_sharded(policy, step / "state")
+    return {n: t.clone() for bucket in policy.hf_weights(1) for n, t in bucket}
+
+
+def started(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights at the start of training, for each `model.dtype`."""
+    out = {}
+    for dtype in ("float32", "bfloat16"):
+        policy = build(folder, 1, 1, False, dtype=dtype)
+        out[dtype] = {n: t.clone() for bucket in policy.hf_weights(1) for n, t in bucket}
+    return out

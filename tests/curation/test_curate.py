@@ -40,7 +40,7 @@ def curate(*arguments: Any) -> int:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
 # -- from responses to the rows of a run -------------------------------------------------------------------------------
@@ -50,10 +50,8 @@ def test_rollouts_become_the_prompts_of_the_next_run(folder: Path, prompts: list
     """Passes 0 1 2 4 4 3 of 4. The band 0.25 to 0.75 keeps rows 1, 2 and 5, byte for byte; their weights are 3 : 4 : 3."""
     out = tmp_path / "out"
     band = ["--min-rate", 0.25, "--max-rate", 0.75]
-    assert (
-        curate(folder / "rollouts", "--output", out, "--data", folder / "data.jsonl", "--task", "arithmetic", *band)
-        == 0
-    )
+    data = ["--data", folder / "data.jsonl", "--task", "arithmetic"]
+    assert curate(folder / "rollouts", "--output", out, *data, *band) == 0
     lines = (folder / "data.jsonl").read_bytes().splitlines()
     assert (out / "data.jsonl").read_bytes().splitlines() == [lines[1], lines[2], lines[5]]
 
@@ -109,11 +107,11 @@ def test_a_rollout_file_is_a_file_of_supervised_rows(folder: Path, prompts: list
     assert [(ids, response.ids) for ids, response in read] == drawn
 
 
-@pytest.mark.parametrize(("kind", "limit", "expected"), [("right-wrong", 2, [1, 2, 5]), ("best-worst", 1, [1, 2, 5])])
+@pytest.mark.parametrize(("kind", "limit"), [("right-wrong", 2), ("best-worst", 1)])
 def test_pairs_are_read_as_preferences(
-    folder: Path, prompts: list[Prompt], tmp_path: Path, kind: str, limit: int, expected: list[int]
+    folder: Path, prompts: list[Prompt], tmp_path: Path, kind: str, limit: int
 ) -> None:
-    out = tmp_path / "out"
+    out, expected = tmp_path / "out", [1, 2, 5]
     assert curate(folder / "rollouts", "--output", out, "--pairs", kind, "--pairs-per-prompt", limit) == 0
     groups = load_offline_groups(DATA, [out / "pairs.jsonl"], TOKENIZER, {"chosen": 1.0, "rejected": 0.0})
     pairs_of = [min(PASSES[i], 4 - PASSES[i], limit) for i in expected]
@@ -138,13 +136,9 @@ def test_an_evaluation_gives_the_same_as_rollouts(folder: Path, tmp_path: Path) 
     assert names == {"pass_rates.jsonl", "pass_rates.csv", "data.jsonl", "sft.jsonl", "pairs.jsonl", "summary.txt"}
     for name in names:
         assert (tmp_path / "rollouts" / name).read_text() == (tmp_path / "evaluation" / name).read_text()
-
-
-def test_a_greedy_evaluation_counts_its_only_responses(folder: Path, tmp_path: Path) -> None:
-    [line, *_] = rows(folder / "evaluation" / "samples" / "arithmetic.jsonl")
-    only_greedy = {**line, "samples": line["samples"][:1]}
-    (tmp_path / "greedy.jsonl").write_text(json.dumps(only_greedy) + "\n")
-    assert curate(tmp_path / "greedy.jsonl", "--output", tmp_path / "out") == 0
+    line = rows(folder / "evaluation" / "samples" / "arithmetic.jsonl")[0]
+    (tmp_path / "greedy.jsonl").write_text(json.dumps({**line, "samples": line["samples"][:1]}) + "\n")
+    assert curate(tmp_path / "greedy.jsonl", "--output", tmp_path / "out") == 0  # the only responses that there are
     assert [(row["n"], row["rate"]) for row in rows(tmp_path / "out" / "pass_rates.jsonl")] == [(1, 0.0)]
 
 
@@ -221,21 +215,19 @@ def test_which_rows_are_kept(folder: Path, prompts: list[Prompt], tmp_path: Path
     assert kept("unmeasured", "--last-step", 0, "--keep-unmeasured", "--min-rate", 0.5) == [2, 3, 4, 5]
     assert kept("inclusive", "--min-rate", 0.5, "--max-rate", 0.75) == [2, 5]
     assert kept("often", "--min-samples", 4) == [0, 1, 2, 3, 4, 5]
+    listed = rows(folder / "data.jsonl")
+    (tmp_path / "listed.json").write_text(json.dumps(listed))
+    data = ["--data", tmp_path / "listed.json", "--task", "arithmetic"]
+    assert curate(folder / "rollouts", "--output", tmp_path / "lines", *data, "--drop-all-wrong") == 0
+    assert rows(tmp_path / "lines" / "listed.jsonl") == listed[1:]
     summary = (tmp_path / "first" / "summary.txt").read_text()
     assert "data.jsonl: 3 of 6 rows (left out: 3 not measured)" in summary
 
 
 def test_memory_does_not_grow_with_the_responses(prompts: list[Prompt], tmp_path: Path) -> None:
     """24 MB of responses to one problem, of which two rows are written."""
-    row = {
-        "metrics": {},
-        "response_tokens": 1,
-        "finish_reason": "stop",
-        "step": 0,
-        "replayed": False,
-        "prompt": "q",
-        "answer": "a",
-    }
+    row = {"metrics": {}, "response_tokens": 1, "finish_reason": "stop", "step": 0, "replayed": False}
+    row |= {"prompt": "q", "answer": "a"}
     with (tmp_path / "step_000000.jsonl").open("w") as file:
         for number in range(1200):
             file.write(json.dumps({**row, "response": f"{number} " + "x" * 20_000, "score": number % 2}) + "\n")
@@ -247,14 +239,6 @@ def test_memory_does_not_grow_with_the_responses(prompts: list[Prompt], tmp_path
         tracemalloc.stop()
     assert len(rows(tmp_path / "out" / "sft.jsonl")) == 2
     assert peak < 4 << 20
-
-
-def test_a_json_list_becomes_lines(folder: Path, tmp_path: Path) -> None:
-    listed = [json.loads(line) for line in (folder / "data.jsonl").read_text(encoding="utf-8").splitlines() if line]
-    (tmp_path / "listed.json").write_text(json.dumps(listed))
-    data = ["--data", tmp_path / "listed.json", "--task", "arithmetic"]
-    assert curate(folder / "rollouts", "--output", tmp_path / "out", *data, "--drop-all-wrong") == 0
-    assert rows(tmp_path / "out" / "listed.jsonl") == listed[1:]
 
 
 # -- refusals: exit code 2, and nothing is written ---------------------------------------------------------------------
@@ -343,16 +327,11 @@ def test_sources_that_are_none(folder: Path, tmp_path: Path, capsys: pytest.Capt
         assert message in capsys.readouterr().err
 
 
-def test_a_folder_is_replaced_by_force_only(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_is_replaced_by_force_only(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert curate(folder / "rollouts", "--output", out, "--sft", 1) == 0
-    assert curate(folder / "rollouts", "--output", out) == 2
-    assert (out / "sft.jsonl").exists()
-    assert curate(folder / "rollouts", "--output", out, "--force") == 0
-    assert not (out / "sft.jsonl").exists()
-
-
-def test_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert curate(folder / "rollouts", "--output", out) == 2 and (out / "sft.jsonl").exists()
+    assert curate(folder / "rollouts", "--output", out, "--force") == 0 and not (out / "sft.jsonl").exists()
     (tmp_path / "file").write_text("")
     assert curate(folder / "rollouts", "--output", tmp_path / "file" / "out") == 1
     assert f"cannot write --output '{tmp_path}/file/out': " in capsys.readouterr().err

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,11 +44,10 @@ def test_worked_responses_show_units_then_tens_with_the_carry() -> None:
     assert worked_response(18, 73) == "<think>8+3=11,1+7+1=9</think><answer>91</answer>"
     assert worked_response(5, 2) == "<think>5+2=7,0+0+0=0</think><answer>7</answer>"
     assert worked_response(99, 99) == "<think>9+9=18,9+9+1=19</think><answer>198</answer>"
-    for a in range(1, LARGEST + 1):
-        for b in range(1, LARGEST + 1):
-            thought = re.findall(r"([0-9+]+)=([0-9]+)", worked_response(a, b))
-            assert all(sum(map(int, left.split("+"))) == int(right) for left, right in thought)
-            assert int(thought[1][1]) * 10 + int(thought[0][1]) % 10 == a + b
+    for a, b in itertools.product(range(1, LARGEST + 1), repeat=2):
+        thought = re.findall(r"([0-9+]+)=([0-9]+)", worked_response(a, b))
+        assert all(sum(map(int, left.split("+"))) == int(right) for left, right in thought)
+        assert int(thought[1][1]) * 10 + int(thought[0][1]) % 10 == a + b
 
 
 def test_a_tenth_of_the_pairs_is_held_out_in_both_orders() -> None:
@@ -91,22 +90,17 @@ def test_the_tokenizer_round_trips_everything(supervised: list[dict[str, str]], 
         if config:
             (tmp_path / "config.json").write_text(json.dumps(config))
         tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-        _check_tokenizer(tokenizer, [row["prompt"] + row["response"] for row in supervised[-500:]])
-
-
-def _check_tokenizer(tokenizer: Any, texts: list[str]) -> None:
-    assert len(tokenizer) == VOCABULARY_SIZE == len(set(tokenizer.get_vocab().values()))
-    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id]
-    assert len(set(special)) == 4 and None not in special
-    for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True):
-        assert (
-            tokenizer.decode(ids) == text == tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True)
-        )
-        assert not set(special) & set(ids)
-        assert len(ids) <= 18 + 22  # prompt, response without <eos>
-    pieces = tokenizer.convert_ids_to_tokens(tokenizer("Tom has 23 apples<sep><think>")["input_ids"])
-    assert pieces == ["Tom", " has", "\u0120", "2", "3", " apples", "<sep>", "<think>"]
-    assert all(tokenizer.decode([index]) for index in range(VOCABULARY_SIZE))
+        assert len(tokenizer) == VOCABULARY_SIZE == len(set(tokenizer.get_vocab().values()))
+        assert all(tokenizer.decode([index]) for index in range(VOCABULARY_SIZE))
+        special = {*tokenizer.all_special_ids}
+        assert len(special) == 4
+        texts = [row["prompt"] + row["response"] for row in supervised[-500:]]
+        for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True):
+            whole = tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True)
+            assert tokenizer.decode(ids) == text == whole and not special & {*ids}
+            assert len(ids) <= 18 + 22  # prompt, response without <eos>
+        pieces = tokenizer.convert_ids_to_tokens(tokenizer("Tom has 23 apples<sep><think>")["input_ids"])
+        assert pieces == ["Tom", " has", "\u0120", "2", "3", " apples", "<sep>", "<think>"]
 
 
 def test_files_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
@@ -117,26 +111,18 @@ def test_files_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
         a, b, c = ((tmp_path / name / file).read_bytes() for name in "abc")
         assert a == b and (a != c) == file.endswith(".jsonl")
     first = json.loads((tmp_path / "a" / "sft.jsonl").read_text().partition("\n")[0])
-    assert first == RECORDED
-
-
-RECORDED = {
-    "prompt": "There are 14 pens here, Ben adds 66. How many?<sep>",
-    "response": "<think>4+6=10,1+6+1=8</think><answer>80</answer>",
-}
+    assert first["prompt"] == "There are 14 pens here, Ben adds 66. How many?<sep>"  # recorded
+    assert first["response"] == "<think>4+6=10,1+6+1=8</think><answer>80</answer>"
 
 
 # -- The generated feedback: labels agree with the reward function that checks every sum ------------------------------
 
 
-def is_right(step: str) -> bool:
-    return bool(holds := equations(step)) and all(holds)
-
-
 def test_labels_are_those_of_the_sums() -> None:
     rows = list(step_rows(0, 400, held_out=False))
     for row in rows:
-        assert [is_right(step.partition("</think>")[0]) for step in row["completions"]] == row["labels"]
+        holds = [equations(step.partition("</think>")[0]) for step in row["completions"]]
+        assert [bool(found) and all(found) for found in holds] == row["labels"]
         assert not any(STEP_SEPARATOR in step for step in row["completions"])
     assert {len(row["labels"]) for row in rows} == {1, 2}
     assert {tuple(row["labels"]) for row in rows} == {(False,), (True, True), (True, False), (False, True)}
@@ -145,8 +131,7 @@ def test_labels_are_those_of_the_sums() -> None:
 def test_pairs_prefer_the_worked_answer() -> None:
     rows = list(pair_rows(0, 400, held_out=True))
     for row in rows:
-        a, b = (int(word) for word in row["prompt"].replace(".", " ").replace(",", " ").split() if word.isdigit())
-        assert row["chosen"] == worked_response(a, b) != row["rejected"]
+        assert row["chosen"] == worked_response(*_numbers(row["prompt"])) != row["rejected"]
     bare = sum("<think>" not in row["rejected"] for row in rows)
     assert 260 < bare < 340
 

@@ -34,16 +34,9 @@ def tokenizer_with(template: str, eos: str) -> Any:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Qwen2Tokenizer(vocab={c: index for index, c in enumerate(alphabet)}, merges=[], eos_token=eos)
-    marks = [
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|eot_id|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|begin_of_text|>",
-    ]
-    marks += ["<s>", "</s>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>", "<\uff5cend\uff5c>"]
-    tokenizer.add_tokens(marks, special_tokens=True)
+    marks = "<|im_start|> <|im_end|> <|eot_id|> <|start_header_id|> <|end_header_id|> <|begin_of_text|> <s> </s> [INST]"
+    marks += " [/INST] <start_of_turn> <end_of_turn> <\uff5cend\uff5c>"
+    tokenizer.add_tokens(marks.split(), special_tokens=True)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -107,20 +100,10 @@ def test_pieces_are_the_templates_rendering_of_the_whole(
         (QWEN3, "<|im_end|>", "user", "changes earlier turns .*Qwen and other ChatML models: set data.chat_template="),
         (LLAMA3 + "{{ strftime_now('%d') }}", "<|eot_id|>", "tool", "today's date .strftime_now.*with a fixed date"),
         (MISTRAL_MOVING_TOOLS, "</s>", "user", "changes earlier turns .*Mistral, Llama 2: set data.chat_template to"),
-        (
-            GEMMA,
-            "<end_of_turn>",
-            "tool",
-            "fails on a message with role 'tool' .*must alternate.*Gemma: .*answer as user",
-        ),
+        (GEMMA, "<end_of_turn>", "tool", "fails on a message with role 'tool' .*must alternate.*Gemma: .*as user"),
         (DEEPSEEK, "<\uff5cend\uff5c>", "user", "<think> block .*DeepSeek: set data.chat_template to a copy"),
         (NO_TOOL_ROLE, "<eos>", "tool", "shows nothing of a message with role 'tool'. set data.chat_template to"),
-        (
-            CHATML,
-            "</s>",
-            "tool",
-            "ends the assistant's turn with token 25.*and generation stops at .*'</s>'.*rollout.stop_token_ids",
-        ),
+        (CHATML, "</s>", "tool", "ends the assistant's turn with token 25.* stops at .*'</s>'.*rollout.stop_token_ids"),
     ],
 )
 def test_templates_that_do_not_fit_are_refused(template: str, eos: str, role: str, message: str) -> None:
@@ -164,9 +147,6 @@ def test_tools_that_the_template_does_not_show_are_named(caplog: pytest.LogCaptu
     hiding = CHATML.replace("{%- if tools %}", "{%- if false %}")
     TurnRenderer(tokenizer_with(hiding, "<|im_end|>"), TOOLS).check()
     assert "does not show the model these tools: calculator" in caplog.text
-
-
-def test_a_tokenizer_without_a_template_is_refused() -> None:
     with pytest.raises(ConfigError, match="the tokenizer has none; set data.chat_template"):
         TurnRenderer(tokenizer_with(None, "</s>"))  # type: ignore[arg-type]
 

@@ -52,13 +52,10 @@ def test_only_prompts_that_may_be_too_long_are_tokenised(tmp_path: Path) -> None
     assert [len(prompt.text) for prompt in prompts] == [7, 8, 40]
     tokenizer.texts.clear()
     assert len(prompts[0].prompt_ids) == 7 and prompts[0].prompt_ids and tokenizer.texts == ["1" * 7]
-
-
-def test_rows_with_responses_too(tmp_path: Path) -> None:
-    tokenizer = CountedTokenizer()
+    tokenizer.texts.clear()  # and rows with responses
     rows = [{"prompt": "1", "response": "2" * length} for length in (1, 9, 10)]
     data = PLAIN.model_copy(update={"max_response_length": 10})
-    groups = load_supervised(data, [write(tmp_path / "a.jsonl", rows)], tokenizer)
+    groups = load_supervised(data, [write(tmp_path / "b.jsonl", rows)], tokenizer)
     assert tokenizer.texts == ["1", "1", "1", "2" * 10] and len(groups) == 2
 
 

@@ -39,34 +39,18 @@ def _sums(path: Path, lengths: list[int]) -> Path:
 def test_fields_of_a_prompt(tmp_path: Path, tokenizer: Any) -> None:
     file = _write(tmp_path / "val.jsonl", [{"prompt": "Tom has 23 apples<sep>", "answer": "23"}])
     (prompt,) = load_prompts(PLAIN, [file], tokenizer)
-    assert (prompt.uid, prompt.answer, prompt.source, prompt.reward) == (
-        "arithmetic/val/0",
-        "23",
-        "arithmetic",
-        "arithmetic",
-    )
+    found = prompt.uid, prompt.answer, prompt.source, prompt.reward
+    assert found == ("arithmetic/val/0", "23", "arithmetic", "arithmetic")
     assert prompt.text == "Tom has 23 apples<sep>" == tokenizer.decode(prompt.prompt_ids)
     assert len(prompt.prompt_ids) == 7
     (prompt,) = load_prompts(PLAIN, [file], tokenizer, reward_override="my.module:score")
-    assert prompt.reward == "my.module:score"
-
-
-def test_what_reward_functions_may_read_of_a_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    assert prompt.reward == "my.module:score" and prompt.data_source == "" and prompt.messages is None
     row = {"prompt": "1+1", "answer": "2", "data_source": "sums", "extra_info": {"level": 3}, "hints": ["two"]}
-    file = _write(tmp_path / "a.jsonl", [row, {"prompt": "2", "answer": "2"}])
-    first, second = load_prompts(PLAIN, [file], tokenizer)
-    assert (first.columns, first.data_source, first.messages) == (row, "sums", None)
-    assert second.data_source == ""
-    tokenizer.chat_template = TEMPLATE
-    try:
-        data = DataConfig(task="jsonl", system_prompt="9")
-        chat = load_prompts(data, [file], tokenizer, "gsm8k")[0].messages
-    finally:
-        tokenizer.chat_template = None
-    assert chat == [{"role": "system", "content": "9"}, {"role": "user", "content": "1+1"}]
+    (prompt,) = load_prompts(PLAIN, [_write(tmp_path / "a.jsonl", [row])], tokenizer)
+    assert (prompt.columns, prompt.data_source) == (row, "sums")  # what reward functions may read
 
 
-def test_overlong_prompts_are_dropped_counted_and_keep_the_others_uids(
+def test_overlong_prompts_and_a_tokenizer_that_loses_text_are_reported(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = _sums(tmp_path / "train.jsonl", [3, 9, 8, 10, 1])
@@ -77,6 +61,9 @@ def test_overlong_prompts_are_dropped_counted_and_keep_the_others_uids(
     strict = data.model_copy(update={"filter_overlong_prompts": False})
     with pytest.raises(ValueError, match="2 of 5 prompts are longer .*data.filter_overlong_prompts=true"):
         load_prompts(strict, [file], tokenizer)
+    caplog.clear()
+    load_prompts(PLAIN, [_write(tmp_path / "val.jsonl", [{"prompt": "Paul has 2", "answer": "2"}])], tokenizer)
+    assert "(Qwen2Tokenizer) turns 'Paul has 2' into ' has 2'" in caplog.text
     with pytest.raises(ValueError, match="5 of 5 prompts .*nothing is left; raise data.max_prompt_length"):
         load_prompts(data, [_sums(tmp_path / "long.jsonl", [9] * 5)], tokenizer)
 
@@ -89,7 +76,7 @@ def test_several_files_and_a_maximum(tmp_path: Path, tokenizer: Any) -> None:
     same_names = load_prompts(PLAIN, [files[0], _sums(tmp_path / "other" / "a.jsonl", [1])], tokenizer)
     here = tmp_path.name
     assert [prompt.uid for prompt in same_names] == [
-        *(f"arithmetic/{here}.a/0", f"arithmetic/{here}.a/1", "arithmetic/other.a/0"),
+        f"arithmetic/{uid}" for uid in (f"{here}.a/0", f"{here}.a/1", "other.a/0")
     ]
     with pytest.raises(ValueError, match="a.jsonl' is named twice; name it once"):
         load_prompts(PLAIN, [files[0], files[0]], tokenizer)
@@ -106,9 +93,7 @@ def test_errors_name_the_key_to_change(tmp_path: Path, tokenizer: Any) -> None:
         load_prompts(DataConfig(task="jsonl"), [file], tokenizer)
     with pytest.raises(ValueError, match="jsonl/chat/0 is a list of chat messages"):
         load_prompts(DataConfig(task="jsonl", apply_chat_template=False), [chat], tokenizer, "gsm8k")
-    with pytest.raises(
-        ValueError, match="'gsm8k_lm_eval' has plain text prompts only; set data.apply_chat_template=false"
-    ):
+    with pytest.raises(ValueError, match="'gsm8k_lm_eval' has plain text prompts only; set data.apply_chat_template"):
         row = _write(tmp_path / "row.jsonl", [{"question": "1", "answer": "#### 1"}])
         load_prompts(DataConfig(task="gsm8k_lm_eval"), [row], tokenizer, "gsm8k")
     with pytest.raises(ValueError, match="data.system_prompt needs a chat template"):
@@ -135,6 +120,7 @@ def test_system_prompts(tmp_path: Path, tokenizer: Any) -> None:
             prompts = load_prompts(data, [file], tokenizer, "gsm8k")
             assert [prompt.text for prompt in prompts] == [expected, "<sep>23?"]
             assert tokenizer.decode(prompts[1].prompt_ids) == "<sep>23?"
+        assert prompts[0].messages == [{"role": "system", "content": "9"}, {"role": "user", "content": "1"}]
     finally:
         tokenizer.chat_template = None
 
@@ -151,14 +137,6 @@ def test_supervised_rows_end_with_eos_and_are_rendered_like_prompts(tmp_path: Pa
     assert len(load_supervised(short, [file], tokenizer)) == 1
     with pytest.raises(ValueError, match="line 1: field 'response' is missing"):
         load_supervised(PLAIN, [_sums(tmp_path / "x.jsonl", [1])], tokenizer)
-
-
-def test_a_tokenizer_that_loses_text_is_reported(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = _write(tmp_path / "val.jsonl", [{"prompt": "Paul has 2", "answer": "2"}])
-    load_prompts(PLAIN, [file], tokenizer)
-    assert "(Qwen2Tokenizer) turns 'Paul has 2' into ' has 2'" in caplog.text
 
 
 def test_tokenizer_folders_that_cannot_be_used(tmp_path: Path, tokenizer: Any) -> None:

@@ -73,9 +73,7 @@ def test_a_file_that_is_read_as_a_whole_has_a_largest_size(tmp_path: Path, monke
         monkeypatch.setattr(rows_module, "MAX_WHOLE", 10)
         assert len(open_rows(tmp_path / name)) == 1
         monkeypatch.setattr(rows_module, "MAX_WHOLE", 9)
-        with pytest.raises(
-            ConfigError, match=f"has 10 bytes; a .{name[2:]} file is held in memory, .* write it as .jsonl"
-        ):
+        with pytest.raises(ConfigError, match=f"has 10 bytes; a .{name[2:]} file is held in memory, .* as .jsonl"):
             open_rows(tmp_path / name)
 
 
@@ -124,8 +122,6 @@ def test_values_that_json_lacks(tmp_path: Path) -> None:
     row = {"day": day, "bytes": b"\xff", "price": decimal.Decimal("1.50"), "deep": [{"day": day}], "none": None}
     expected = {"day": "2026-01-02", "bytes": "/w==", "price": "1.50", "deep": [{"day": "2026-01-02"}], "none": None}
     assert by_number(parquet(tmp_path / "a.parquet", [row] * 20)) == [expected] * 20
-    nested = parquet(tmp_path / "b.parquet", [{"deep": [{"day": day}], "text": "a"}] * 20)
-    assert by_number(nested) == [{"deep": [{"day": "2026-01-02"}], "text": "a"}] * 20
 
 
 def save_to_disk(folder: Path, parts: list[list[dict[str, Any]]]) -> None:
@@ -174,15 +170,6 @@ def _question(row: dict[str, Any]) -> str:
     return text_field(row, "question")
 
 
-def test_jsonl_and_json_lists_read_the_same(tmp_path: Path) -> None:
-    lines = _write(tmp_path / "a.jsonl", '\ufeff{"question": "one"}\r\n\n  \n{"question": "zwei \u00fc"}')
-    listed = _write(tmp_path / "a.json", json.dumps([{"question": "one"}, {"question": "zwei \u00fc"}]))
-    assert read_rows(lines, _question) == read_rows(listed, _question) == ["one", "zwei \u00fc"]
-    table = _write(tmp_path / "a.csv", '\ufeffquestion,note\r\none,\r\n\r\n"zwei \u00fc","of, two\nlines ""x"""\r\n')
-    assert read_rows(table, _question) == ["one", "zwei \u00fc"]
-    assert read_rows(table, lambda row: row["note"]) == ["", 'of, two\nlines "x"']
-
-
 def test_all_mistakes_of_a_file_are_one_error(tmp_path: Path) -> None:
     rows = [
         b'{"question": "fine"}',
@@ -190,10 +177,8 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path: Path) -> None:
         b'{"questoin": "x", "answer": "y"}',
         b'{"question": 5}',
         b"[1]",
-        b'{"question": "unclosed',
-        b'{"question": "\xff"}',
-        b'{"question": null}',
     ]
+    rows += [b'{"question": "unclosed', b'{"question": "\xff"}', b'{"question": null}']
     path = _write(tmp_path / "bad.jsonl", b"\n".join(rows))
     with pytest.raises(ValueError) as error:
         read_rows(path, _question)
@@ -212,10 +197,7 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("empty.jsonl", "", "has no rows"),
-        ("blank.jsonl", "\n \n", "has no rows"),
-        ("empty.json", "[]", "has no rows"),
         ("object.json", "{}", "must be a list of objects, not an object"),
-        ("broken.json", "[", "is not JSON"),
         ("deep.json", "[" * 100_000, "nested too deeply"),
         ("list.json", '[{"question": "x"}, 5]', "row 1: is int, not an object"),
         ("rows.tsv", "question", "must end with .jsonl or .json or .csv"),
@@ -224,6 +206,7 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path: Path) -> None:
         ("short.csv", "question,answer\na,b\nc\n", "line 3: has 1 cells, and the header has 2"),
         ("open.csv", 'question\n"a', "is no CSV .unexpected end of data at line 2"),
         ("latin.csv", b"question\n\xff\n", "is not UTF-8"),
+        ("gone.jsonl", None, "cannot read data file .*gone.jsonl.*No such file"),
         ("no*.jsonl", None, "no file matches this pattern"),
     ],
 )
@@ -232,11 +215,6 @@ def test_unusable_files(tmp_path: Path, name: str, content: str | bytes | None, 
         _write(tmp_path / name, content)
     with pytest.raises(ValueError, match=message):
         read_rows(tmp_path / name, _question)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot read data file .*gone.jsonl.*No such file"):
-        read_rows(tmp_path / "gone.jsonl", _question)
 
 
 def test_mistakes_of_all_files_are_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

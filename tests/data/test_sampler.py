@@ -36,12 +36,16 @@ def test_every_item_comes_once_per_epoch(size: int, batch_size: int, seed: int, 
         assert epochs[0] == epochs[1] == list(range(size))
 
 
-@given(size=sizes, batch_size=st.integers(1, 100), steps=st.lists(st.integers(0, 1000), min_size=1, max_size=5))
-def test_a_batch_depends_only_on_the_step(size: int, batch_size: int, steps: list[int]) -> None:
-    used = Sampler(range(size), batch_size, seed=1)
-    drawn = [used.batch(step) for step in steps]
-    assert drawn == [Sampler(range(size), batch_size, seed=1).batch(step) for step in steps]
-    assert all(len(batch) == batch_size for batch in drawn)
+@given(steps=st.lists(st.integers(0, 1000), min_size=1, max_size=5), batch_size=st.integers(1, 12))
+def test_a_batch_depends_only_on_the_step(steps: list[int], batch_size: int) -> None:
+    """In any order of the steps, and over the borders of epochs."""
+    weights = [5, 1, 0, 2, 2, 9, 1]
+    for make in (
+        lambda: Sampler(range(7), batch_size, seed=1),
+        lambda: WeightedSampler(range(7), weights, batch_size, seed=1),
+    ):
+        used = make()
+        assert [used.batch(step) for step in steps] == [make().batch(step) for step in steps]
 
 
 def test_epochs_and_seeds_are_shuffled_differently() -> None:
@@ -51,21 +55,17 @@ def test_epochs_and_seeds_are_shuffled_differently() -> None:
 
 def test_the_order_is_the_same_on_every_machine_and_python() -> None:
     """Recorded once; a change here changes every run and breaks resuming across versions."""
-    assert Sampler(range(10), 12, seed=42).batch(0) == RECORDED
+    assert Sampler(range(10), 12, seed=42).batch(0) == [7, 8, 2, 5, 0, 6, 3, 4, 9, 1, 7, 1]
+    weighted = WeightedSampler(range(6), [0, 1, 1, 2, 4, 0.5], 12, seed=42)
+    assert weighted.batch(0) == [3, 4, 4, 1, 2, 4, 5, 3, 1, 4, 2, 4]
 
 
-RECORDED = [7, 8, 2, 5, 0, 6, 3, 4, 9, 1, 7, 1]
-
-
-def test_progress_in_epochs() -> None:
-    assert Sampler(range(10), 5).epoch(3) == 1.5
-
-
-def test_nothing_to_draw_from() -> None:
+def test_progress_and_nothing_to_draw_from() -> None:
     with pytest.raises(ValueError, match="cannot draw batches of 4 from 0 items"):
         Sampler([], 4)
     with pytest.raises(ValueError, match="step -1 is negative"):
         Sampler([1], 4).batch(-1)
+    assert Sampler(range(10), 5).epoch(3) == 1.5
 
 
 # -- Draws in proportion to weights: exact averages, counts within one of them, and a pure function of seed and step --
@@ -99,14 +99,6 @@ def test_every_epoch_has_the_rounded_average_of_each_item(weights: list[int], ba
         assert all(abs(counts[item] - exact[item]) < 1 + 1e-6 for item in range(size))
 
 
-def test_seeded_epochs_have_the_averages_of_the_weights() -> None:
-    """4,000 epochs of 5 draws. A count's variance is below 1/4, so 0.04 is five standard errors of its mean."""
-    weights = [0.0, 0.1, 0.2, 0.3, 0.4]
-    drawn = Counter(WeightedSampler(range(5), weights, 5 * 4000, seed=7).batch(0))
-    assert [drawn[item] / 4000 for item in range(5)] == pytest.approx([5 * weight for weight in weights], abs=0.04)
-    assert drawn[0] == 0
-
-
 def test_equal_weights_draw_every_item_once_per_epoch_in_new_orders() -> None:
     sampler = WeightedSampler(range(20), [0.3] * 20, 20, seed=1)
     epochs = [sampler.batch(step) for step in range(4)]
@@ -114,32 +106,11 @@ def test_equal_weights_draw_every_item_once_per_epoch_in_new_orders() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
-@given(steps=st.lists(st.integers(0, 60), min_size=1, max_size=6))
-def test_a_weighted_batch_depends_only_on_the_step(steps: list[int]) -> None:
-    """In any order of the steps, and over the borders of epochs: 3 draws of 7 items."""
-    weights = [5, 1, 0, 2, 2, 9, 1]
-    used = WeightedSampler(range(7), weights, 3, seed=1)
-    assert [used.batch(step) for step in steps] == [
-        WeightedSampler(range(7), weights, 3, seed=1).batch(step) for step in steps
-    ]
-
-
-def test_the_weighted_order_is_the_same_on_every_machine_and_python() -> None:
-    """Recorded once; a change here changes every weighted run and breaks resuming across versions."""
-    assert WeightedSampler(range(6), [0, 1, 1, 2, 4, 0.5], 12, seed=42).batch(0) == RECORDED_WEIGHTED
-
-
-RECORDED_WEIGHTED = [3, 4, 4, 1, 2, 4, 5, 3, 1, 4, 2, 4]
-
-
 def test_small_weights_stay_above_zero() -> None:
     assert integer_weights([1.0, 1e-30, 0.0, 0.5]) == [RESOLUTION, 1, 0, RESOLUTION // 2]
-
-
-@pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0], [float("nan"), 1.0], [1.0, float("nan")], [float("inf")]])
-def test_weights_that_are_none(weights: list[float]) -> None:
-    with pytest.raises(ValueError, match="weights must be finite numbers of 0 or more, and one of them above 0"):
-        integer_weights(weights)
+    for wrong in ([0.0, 0.0], [1.0, -1.0], [float("nan"), 1.0], [1.0, float("nan")], [float("inf")]):
+        with pytest.raises(ValueError, match="weights must be finite numbers of 0 or more, and one of them above 0"):
+            integer_weights(wrong)
 
 
 # -- Sources are drawn by weight, and by the cursor alone --------------------------------------------------------------

@@ -22,26 +22,21 @@ EMPTY_BOX = "For any integer $n>1$, the number of prime numbers greater than $n!
     ("task", "row", "answer"),
     [
         ("gsm8k", {"question": "q", "answer": "<<1+1=2>>\n#### 1,234 "}, "1,234"),
-        ("gsm8k_lm_eval", {"question": "q", "answer": "so\n#### 12"}, "12"),
         ("math", {"problem": "q", "solution": r"\boxed{1} is $\boxed{\frac{1}{2}}$"}, r"\frac{1}{2}"),
         ("math", {"problem": "q", "answer": "7", "solution": r"\boxed{8}"}, "7"),
         ("math", {"problem": "q", "answer": None, "solution": r"\boxed{8}"}, "8"),
         ("math", {"problem": EMPTY_BOX, "solution": r"\boxed{}"}, "0"),
-        ("math", {"problem": EMPTY_BOX, "answer": ""}, "0"),
         ("math500", {"problem": "q", "answer": r"so \boxed{x}"}, "x"),
         ("olympiadbench", {"question": "q", "final_answer": ["$1$", "$2$"]}, "1, 2"),
         ("olympiadbench", {"question": "q", "final_answer": ["$1$,$2$"]}, "$1$,$2$"),
         ("aime", {"question": "q", "answer": 204}, "204"),
         ("amc", {"prompt": "q", "final_answer": ["$27$"]}, "27"),
-        ("minerva", {"problem": "q", "solution": r"\boxed{3}"}, "3"),
         ("boxed", {"prompt": "q", "answer": 204}, "204"),
         ("boxed", {"problem": " ", "question": "q", "answer": "204"}, "204"),
         ("svamp", {"Body": "b ", "Question": " q", "Answer": 145.0}, "145"),
         ("svamp", {"Body": "b", "Question": "q", "Answer": 2.5}, "2.5"),
         ("svamp", {"Body": "b", "Question": "q", "Answer": "145"}, "145"),
         ("arithmetic", {"prompt": "1+1<sep>", "answer": "-2"}, "-2"),
-        ("products", {"prompt": "1*2", "answer": "2"}, "2"),
-        ("two_hops", {"prompt": "In which city?", "answer": "58"}, "58"),
         ("jsonl", {"prompt": "hi", "answer": ""}, ""),
         ("jsonl", {"prompt": [{"role": "user", "content": "x"}], "answer": " y"}, " y"),
     ],
@@ -57,7 +52,6 @@ def test_questions_and_answers_of_rows(task: str, row: dict[str, Any], answer: s
     ("task", "row", "message"),
     [
         ("gsm8k", {"question": "1+1?"}, "field 'answer' is missing"),
-        ("gsm8k", {"answer": "#### 1"}, "field 'question' is missing"),
         ("gsm8k", {"question": "1+1?", "answer": "2"}, "no #### before"),
         ("gsm8k", {"question": "1+1?", "answer": "####"}, "field 'answer' holds no answer"),
         ("gsm8k", {"question": "1+1?", "answer": "#### two"}, "'two' is not a number"),
@@ -66,11 +60,8 @@ def test_questions_and_answers_of_rows(task: str, row: dict[str, Any], answer: s
         ("math", {"problem": "q", "answer": ["1"]}, "field 'answer' is a list, not a string"),
         ("math", {"problem": "q"}, "none of the fields 'answer', 'solution' is there"),
         ("olympiadbench", {"question": "q", "final_answer": {"a": 1}}, "'final_answer' is not a list of texts"),
-        ("olympiadbench", {"question": "q", "final_answer": []}, "'final_answer' is not a list of texts"),
-        ("boxed", {"problem": "q"}, "field 'answer' is missing"),
         ("boxed", {"answer": "1"}, "none of the fields 'problem', 'question', 'prompt' is there"),
         ("svamp", {"Body": "b", "Question": "q", "Answer": None}, "field 'Answer' is null, not a number"),
-        ("svamp", {"Body": "b", "Question": "q", "Answer": True}, "field 'Answer' is bool, not a number"),
         ("svamp", {"Body": "b", "Question": "q", "Answer": float("inf")}, "not a finite number"),
         ("svamp", {"Body": "b", "Question": "q", "Answer": "many"}, "'many' is not a number"),
         ("arithmetic", {"prompt": "1+1", "answer": "2.0"}, "'2.0', not an integer"),
@@ -87,21 +78,9 @@ def test_wrong_rows(task: str, row: dict[str, Any], message: str) -> None:
 
 
 def test_every_task_can_be_read_and_its_rewards_share_one_extractor() -> None:
-    benchmarks = {"gsm8k", "math", "math500", "svamp", "olympiadbench", "aime", "amc", "minerva"}
-    assert benchmarks | {
-        "gsm8k_lm_eval",
-        "gsm8k_cot8",
-        "math_minerva4",
-        "gsm8k_r1",
-        "r1",
-        "boxed",
-        "arithmetic",
-        "products",
-        "two_hops",
-        "jsonl",
-        "verl",
-        "trl",
-    } == set(task_names())
+    names = "gsm8k gsm8k_cot8 gsm8k_lm_eval gsm8k_r1 math math500 math_minerva4 svamp olympiadbench aime amc"
+    names += " minerva r1 boxed arithmetic products two_hops jsonl verl trl"
+    assert task_names() == sorted(names.split())
     for task in get_tasks(task_names()):
         assert task.name in task_names() and len(task.sha256) == 64 and task.title
         for reward in {*task.graders.values(), *([task.reward] if task.reward else [])}:
@@ -208,30 +187,22 @@ def test_a_variant_extends_a_built_in_task(tmp_path: Path) -> None:
     assert task.sha256 == hashlib.sha256(hashed).hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_wrong_task_files(tmp_path: Path) -> None:
+    path, own = tmp_path / "wrong.yaml", "name: x\nextends: math\nversion: 1\ntitle: t\n"
+    missing = r"(?s)title: Field required.*question: Field.*answer: Field.*version: Input should be"
+    for text, message in (
         ("- 1", "must be a mapping, not a list"),
         ("{", "cannot be used"),
-        (
-            "name: x\nversion: 0\n",
-            r"(?s)title: Field required.*question: Field.*answer: Field.*version: Input should be",
-        ),
+        ("name: x\nversion: 0\n", missing),
         ("extends: gsm8k\n", r"(?s)version: Field required.*title: Field required.*name: Field required"),
         ("extends: gsm9k\n", "extends 'gsm9k' is not a built-in task; set one of aime"),
         ("extends: svamp\n", "extends 'svamp', which extends 'gsm8k'; set extends to the latter"),
-        ("name: x\nextends: math\nversion: 1\ntitle: t\nread_row: 5\n", "read_row: not a key of a task file"),
-        (
-            "name: x\nextends: math\nversion: 1\ntitle: t\nchat: {}\n",
-            "chat: unknown key .known: answer, answer_is_optional, extends",
-        ),
-        ("name: x\nextends: math\nversion: 1\ntitle: t\ntext: {problm: ''}\n", "text.problm: Extra inputs"),
-    ],
-)
-def test_wrong_task_files(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "wrong.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        get_task(str(path))
+        (f"{own}read_row: 5\n", "read_row: not a key of a task file"),
+        (f"{own}chat: {{}}\n", "chat: unknown key .known: answer, answer_is_optional, extends"),
+        (f"{own}text: {{problm: ''}}\n", "text.problm: Extra inputs"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            get_task(str(path))
     with pytest.raises(ConfigError, match="cannot read task file .*gone.yaml"):
         get_task(str(tmp_path / "gone.yaml"))

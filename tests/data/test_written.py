@@ -101,9 +101,9 @@ def test_the_loss_mask_is_that_of_transformers(tmp_path: Path) -> None:
     assert 0 < response.num_loss_tokens < len(response)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_rows_that_are_no_trajectory(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(CHATML, "<|im_end|>")
+    for row, message in (
         ({"messages": "hello"}, "must be a list of messages, not a string"),
         ({"messages": [QUESTION]}, "must have a question, and then a turn of the assistant"),
         ({"messages": [ANSWER]}, "must have a question, and then a turn of the assistant"),
@@ -113,9 +113,6 @@ def test_the_loss_mask_is_that_of_transformers(tmp_path: Path) -> None:
         ({"messages": [QUESTION, {**CALLING, "tool_calls": ["2*3"]}]}, "tool_calls of message 1 must be a list of"),
         ({"messages": [QUESTION, "It is 6."]}, "message 1 must be an object with role and content"),
         ({"answer": "6"}, "none of the fields 'prompt', 'messages' is there"),
-        ({"prompt": "What is 2*3?", "response": RESULTS}, "begins or ends with a message of role 'tool'"),
-    ],
-)
-def test_rows_that_are_no_trajectory(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"line 1: .*{message}"):
-        load_supervised(DATA, write(tmp_path / "sft.jsonl", row), tokenizer_with(CHATML, "<|im_end|>"))
+    ):
+        with pytest.raises(ConfigError, match=f"line 1: .*{message}"):
+            load_supervised(DATA, write(tmp_path / "sft.jsonl", row), tokenizer)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.workspace import make_workspace
+from tests.soak.soak import make_workspace
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,6 @@ def make_folder(
     make_model(folder, seed=seed, **{**settings, **ids, "num_attention_heads": 2, **changes})
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def gsm8k_rows(count: int) -> list[dict[str, str]]:

@@ -14,11 +14,7 @@ from grpo_megatron.evaluation.ledger import LedgerEntry
 from grpo_megatron.evaluation.results import _grades
 from grpo_megatron.rewards.pool import RewardPool
 from tests.files import DATA, WHOLE
-
-
-def _write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
+from tests.runs import write_rows
 
 
 def test_grades_of_gsm8k() -> None:
@@ -82,11 +78,16 @@ def test_a_file_keeps_its_rows(tmp_path: Path) -> None:
         {"id": 7, "answer": "18", "completion": "#### 18", "note": "\u00e9\u4e2d"},
         {"answer": 18, "completion": "", "nested": {"a": [1, None]}},
         {"answer": 2.5, "completion": "#### 5/2", "correct": "old"},
+        {
+            "gold": 18,
+            "answer": "so it is 5",
+            "completion": "#### 18",
+        },  # a whole solution beside the older name, which wins
     ]
     output = tmp_path / "out.jsonl"
-    counts = grade_file("gsm8k", _write(tmp_path / "in.jsonl", rows), output, quiet=True)
-    assert counts == {"rows": 3, "correct": 2, "without_answer": 1, "timeout": 0, "error": 0}
-    verdicts = [(True, "18"), (False, None), (True, "2.5")]
+    counts = grade_file("gsm8k", write_rows(tmp_path / "in.jsonl", rows), output, quiet=True)
+    assert counts == {"rows": 4, "correct": 3, "without_answer": 1, "timeout": 0, "error": 0}
+    verdicts = [(True, "18"), (False, None), (True, "2.5"), (True, "18")]
     assert [json.loads(line) for line in output.read_text().splitlines()] == [
         {**row, "correct": correct, "prediction": extracted}
         for row, (correct, extracted) in zip(rows, verdicts, strict=True)
@@ -94,36 +95,28 @@ def test_a_file_keeps_its_rows(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
-def test_the_older_name_of_the_reference_answer_is_accepted_and_wins(tmp_path: Path) -> None:
-    """A row may carry a whole solution as "answer" beside its "gold"."""
-    rows = [{"gold": 18, "answer": "so it is 5", "completion": "#### 18"}, {"answer": 5, "completion": "#### 18"}]
-    output = tmp_path / "out.jsonl"
-    assert grade_file("gsm8k", _write(tmp_path / "in.jsonl", rows), output, quiet=True)["correct"] == 1
-    assert [json.loads(line)["correct"] for line in output.read_text().splitlines()] == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("task", "row", "message"),
-    [
-        ("gsm8k", "{oops", "line 2: is not JSON"),
-        ("gsm8k", {"answer": "1"}, "line 2: field 'completion' is missing"),
-        ("gsm8k", {"answer": "1", "completion": None}, "line 2: field 'completion' is null, not a string"),
-        ("gsm8k", {"answer": True, "completion": ""}, "line 2: field 'answer' is bool, not a string"),
-        ("gsm8k", {"answer": "many", "completion": ""}, "line 2: the reference answer 'many' is not a number"),
-        ("math", {"answer": ["1"], "completion": ""}, "line 2: field 'answer' is a list, not a string"),
-    ],
-)
-def test_bad_rows_are_named_and_nothing_is_written(tmp_path: Path, task: str, row: Any, message: str) -> None:
-    path = _write(tmp_path / "in.jsonl", [{"answer": "1", "completion": "#### 1"}, row])
-    with pytest.raises(ConfigError, match="1 of 2 rows are wrong"):
+@pytest.mark.parametrize("task", ["gsm8k", "math"])
+def test_bad_rows_are_named_and_nothing_is_written(tmp_path: Path, task: str) -> None:
+    bad: dict[str, Any] = {
+        "is not JSON": "{oops",
+        "field 'completion' is missing": {"answer": "1"},
+        "field 'completion' is null, not a string": {"answer": "1", "completion": None},
+        "field 'answer' is bool, not a string": {"answer": True, "completion": ""},
+    }
+    if task == "gsm8k":
+        bad["the reference answer 'many' is not a number"] = {"answer": "many", "completion": ""}
+    else:
+        bad["field 'answer' is a list, not a string"] = {"answer": ["1"], "completion": ""}
+    path = write_rows(tmp_path / "in.jsonl", [{"answer": "1", "completion": "#### 1"}, *bad.values()])
+    with pytest.raises(ConfigError, match=f"{len(bad)} of {len(bad) + 1} rows are wrong") as error:
         grade_file(task, path, tmp_path / "out.jsonl", quiet=True)
-    with pytest.raises(ConfigError, match=message):
-        grade_file(task, path, tmp_path / "out.jsonl", quiet=True)
+    for line, message in enumerate(bad, start=2):
+        assert f"line {line}: {message}" in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_an_output_that_cannot_be_written_is_found_first(tmp_path: Path) -> None:
-    path = _write(tmp_path / "in.jsonl", [{"answer": "1", "completion": "#### 1"}])
+    path = write_rows(tmp_path / "in.jsonl", [{"answer": "1", "completion": "#### 1"}])
     for output in (tmp_path, tmp_path / "gone" / "out.jsonl"):
         with pytest.raises(ConfigError, match="cannot write"):
             grade_file("gsm8k", path, output, quiet=True)
@@ -136,7 +129,7 @@ def test_the_solutions_of_real_math_as_a_file(
     data: Path, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [json.loads(line) for line in (data / "math" / "train.jsonl").read_text().splitlines()]
-    path = _write(tmp_path / "in.jsonl", [{"answer": r["answer"], "completion": r["solution"]} for r in rows])
+    path = write_rows(tmp_path / "in.jsonl", [{"answer": r["answer"], "completion": r["solution"]} for r in rows])
     counts = grade_file("math", path, tmp_path / "out.jsonl", quiet=True)
     # two reference answers of the file are "", and their solutions have an empty box
     assert counts == {"rows": count, "correct": count, "without_answer": 2, "timeout": 0, "error": 0}
@@ -149,7 +142,7 @@ def test_a_file_gives_its_columns_to_a_reward(tmp_path: Path, monkeypatch: pytes
     )
     monkeypatch.syspath_prepend(tmp_path)
     rows = [{"completion": "5", "answer": "7", "margin": margin} for margin in (1, 2)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     done = grade_file("by_column:near", tmp_path / "rows.jsonl", tmp_path / "graded.jsonl", quiet=True)
     assert (done["correct"], done["error"]) == (1, 0)
     (tmp_path / "rows.jsonl").write_text('{"completion": "5", "answer": "7"}\n')

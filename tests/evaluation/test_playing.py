@@ -24,7 +24,8 @@ from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import Completion, Request
 from tests.data.test_conversation import CHATML
-from tests.evaluation.models import make_folder, write_rows
+from tests.evaluation.models import make_folder
+from tests.runs import write_rows
 from tests.sampling.fakes import LoneMesh
 
 ROOT = Path(__file__).parents[2]

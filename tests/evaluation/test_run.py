@@ -11,10 +11,12 @@ import dataclasses
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,15 +24,112 @@ from safetensors.torch import load_file
 
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError
+from grpo_megatron.config.options import parse
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import to_megatron
-from grpo_megatron.evaluation.engine import engine_dtype, open_model, stream_weights
+from grpo_megatron.device import Device
+from grpo_megatron.evaluation import run
+from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, engine_dtype, open_model, stream_weights
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, claim_output, write_identity
 from grpo_megatron.evaluation.options import EvaluateOptions
-from grpo_megatron.evaluation.settings import prepare
-from tests.evaluation.drawing_ranks import draw_all, generate_over_ranks, options
-from tests.evaluation.models import gsm8k_rows, make_folder, write_rows
+from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
+from grpo_megatron.generation.cli import generate
+from grpo_megatron.generation.options import GenerateOptions
+from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
+from grpo_megatron.rollout.engine import Request, StopTexts
+from tests.evaluation.models import gsm8k_rows, make_folder
+from tests.runs import write_rows
 from tests.worlds import run as run_ranks
+
+# -- the ranks of a world: all samples are drawn, once whole and once with an interruption -----------------------------
+
+SETTINGS: dict[str, Any] = {"tasks": ["gsm8k", "math"], "samples": 3, "max_tokens": 12, "temperature": 1.0}
+
+
+def options(model: Path, data: Path, output: Path) -> EvaluateOptions:
+    return EvaluateOptions(model=model, data=data, output=output, device="cpu", batch_size=9, **SETTINGS)
+
+
+class Killed(Exception):
+    pass
+
+
+def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) -> dict[str, Any]:
+    """Draw into `output`; with `interrupted`, also into that folder: killed while writing the second batch, then continued.
+
+    Returns how often the engine generated in each, and the tokens of a greedy completion.
+    """
+    settings = prepare(options(model, data, output))
+    device = Device("cpu")
+    mesh = build_mesh(device, tp=1, pp=1, rollout_tp=1)
+    engine = run._build_engine(settings, mesh, device)
+    facts: dict[str, Any] = {"calls": []}
+
+    def draw(target: Path) -> None:
+        again = prepare(options(model, data, target))
+        if mesh.rank == 0:
+            with claim_output(target):
+                write_identity(target, again.identity())
+        mesh.barrier()
+        with mock.patch.object(engine, "generate", wraps=engine.generate) as generate:
+            try:
+                for selected in again.selected:
+                    run.draw_task(again, selected, engine, mesh)
+            finally:
+                facts["calls"].append(generate.call_count)
+
+    draw(output)
+    if interrupted is not None:
+        append = Ledger.append
+
+        def torn(self: Ledger, block: int, rows: list[LedgerEntry]) -> None:
+            append(self, block, rows)
+            file = self.folder / f"block_{block:04d}.jsonl"
+            if file.read_bytes().count(b"\n") > 9:  # in the second batch: keep half of it
+                file.write_bytes(file.read_bytes()[:-500])
+                raise Killed
+
+        with mock.patch.object(Ledger, "append", torn):
+            try:
+                draw(interrupted)
+            except Killed:
+                facts["torn"] = True
+        draw(interrupted)
+        draw(interrupted)
+    prompt = settings.selected[0].prompts.prompts[0]
+    facts["greedy"] = engine.generate([Request(prompt.prompt_ids, 0, 12, temperature=0.0)], WEIGHTS_VERSION)[
+        0
+    ].response_ids
+    facts["stops"] = stops_draw_less(settings, engine)
+    engine.shutdown()
+    destroy_mesh()
+    return facts
+
+
+def generate_over_ranks(argv: list[str]) -> None:
+    """The command `generate` on each rank of a world."""
+    assert generate(parse(GenerateOptions, argv), None) == 0
+
+
+def stops_draw_less(settings: EvaluationSettings, engine: Any) -> tuple[list[LedgerEntry], list[LedgerEntry], int, int]:
+    """Entries of one task whose engine knows no stop text, the same when it does, and the tokens that each has drawn."""
+    selected = settings.selected[0]
+    everything = selected.requests()
+
+    def draw(stop: StopTexts | None) -> list[Any]:
+        requests = [run._request(settings, selected, prompt, index, stop) for prompt, index in everything]
+        return list(engine.generate(requests, WEIGHTS_VERSION))
+
+    whole = draw(None)
+    texts = [settings.tokenizer.decode(c.response_ids, skip_special_tokens=True) for c in whole]
+    letters = sorted({next((c for c in text if c.isascii() and c.isprintable()), "x") for text in texts[:6]})
+    selected = dataclasses.replace(selected, prompts=dataclasses.replace(selected.prompts, stop=letters))
+    early = draw(StopTexts(settings.tokenizer, letters))
+    entries = [
+        [run._ledger_entry(settings, selected, p, i, c) for (p, i), c in zip(everything, drawn, strict=True)]
+        for drawn in (whole, early)
+    ]
+    return entries[0], entries[1], *(sum(len(c.response_ids) for c in drawn) for drawn in (whole, early))
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +139,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_folder(root / "model")
     write_rows(root / "data" / "gsm8k" / "test.jsonl", gsm8k_rows(6))
     write_rows(root / "data" / "gsm8k" / "train.jsonl", gsm8k_rows(12))
-    rows = [
-        {
-            "problem": f"$x+{i}={2 * i}$?",
-            "solution": f"So $x=\\boxed{{{i}}}$.",
-            "level": f"Level {i % 2}",
-            "type": "Algebra",
-        }
-        for i in range(5)
-    ]
+    texts = [(f"$x+{i}={2 * i}$?", f"So $x=\\boxed{{{i}}}$.", f"Level {i % 2}") for i in range(5)]
+    rows = [{"problem": p, "solution": s, "level": level, "type": "Algebra"} for p, s, level in texts]
     write_rows(root / "data" / "math" / "test.jsonl", rows)
     return root
 
@@ -97,9 +189,8 @@ def test_killed_or_not_and_on_one_rank_or_two_the_samples_are_the_same(folder: P
         "--max-tokens",
         "12",
     ]
-    run_ranks(
-        generate_over_ranks, 2, argv=[*asked, "--tp", "2", "--device", "cpu", "--output", str(tmp_path / "a" / "b")]
-    )
+    asked += ["--tp", "2", "--device", "cpu", "--output", str(tmp_path / "a" / "b")]
+    run_ranks(generate_over_ranks, 2, argv=asked)
     rows = [json.loads(line) for line in (tmp_path / "a" / "b").read_text().splitlines()]
     greedy = [expected["gsm8k"][f"gsm8k/{number}", -1] for number in range(6)]
     assert [(row["row"], row["sample"]) for row in rows] == [(number, 0) for number in range(6)]
@@ -240,13 +331,12 @@ def test_a_run_with_other_settings_is_refused(
     ("more", "words"),
     [
         (["--temperature", "0"], "--samples 2 with --temperature 0"),
-        (["--temperature", "3"], "outside the engine's 0.01 to 2"),
+        (["--temperature", "3"], "--temperature 3 is outside 0.01 to 2"),
         (["--num-fewshot", "2", "--tasks", "gsm8k,math"], "task 'math': no few-shot file"),
         (["--max-tokens", "4000"], "exceed the model's max_position_embeddings 2048; set --max-tokens 1"),
         (["--model", "nowhere"], "--model: 'nowhere' is not a folder"),
         (["--file", "aime"], "--file 'aime' is not of the form TASK=PATH"),
         (["--samples", "1", "--no-greedy"], "--no-greedy leaves nothing to draw"),
-        (["--engine-kwargs", "[1]"], "--engine-kwargs must be a JSON object"),
         (["--tasks", "jsonl", "--file", "jsonl=x.jsonl"], "task 'jsonl' has no grader; add `reward` or `graders`"),
         (["--tasks", "aime"], "task 'aime': no data file in"),
         (["--tasks", "boxed"], "task 'boxed' names no data file; set --file boxed=PATH"),
@@ -261,22 +351,17 @@ def test_mistakes(
     assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_a_folder_without_weights_is_refused(
-    folder: Path, tmp_path: Path, command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+def test_a_model_without_weights_and_ranks_that_do_not_fit_are_refused(
+    folder: Path,
+    tmp_path: Path,
+    command: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for file in (folder / "model").iterdir():
-        if file.suffix != ".safetensors":
-            (bare / file.name).write_bytes(file.read_bytes())
-    assert main(command("--model", str(bare))) == 2
+    shutil.copytree(folder / "model", tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert main(command("--model", str(tmp_path / "bare"))) == 2
     error = capsys.readouterr().err
     assert "no *.safetensors" in error and "a training step" in error
-
-
-def test_ranks_and_layout_must_fit(
-    command: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "6")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("grpo_megatron.cli.main._exit_at_once", lambda code: None)

@@ -21,8 +21,9 @@ from grpo_megatron.data.task import Task
 from grpo_megatron.data.tasks import get_task, get_tasks, task_names
 from grpo_megatron.evaluation.grading import grade
 from grpo_megatron.evaluation.prompting import build_prompts, choose_format, cut_at_stop
-from tests.evaluation.models import byte_tokenizer, gsm8k_rows, write_rows
+from tests.evaluation.models import byte_tokenizer, gsm8k_rows
 from tests.files import WHOLE
+from tests.runs import write_rows
 
 # Of the harness' code for gsm8k_cot (version 3.0), and for minerva_math in its first version, on the 1,319 and 5,000 test rows.
 OWN_EXAMPLES = {
@@ -205,11 +206,8 @@ def test_formats_and_stops(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="needs a chat template, and the tokenizer has none; set --format text"):
         choose_format(gsm8k, "auto", 0, base)
     ids = tokenizer("It is 4.\n\nQuestion: more")["input_ids"]
-    assert cut_at_stop(ids, ["Question:", "\n\n"], tokenizer) == (
-        "It is 4.",
-        10,
-        True,
-    )  # 8 bytes, and the two of the stop
+    cut = ("It is 4.", 10, True)  # 8 bytes, and the two of the stop
+    assert cut_at_stop(ids, ["Question:", "\n\n"], tokenizer) == cut
     assert cut_at_stop(ids, ["</s>"], tokenizer) == ("It is 4.\n\nQuestion: more", len(ids), False)
 
 
@@ -268,19 +266,6 @@ def test_training_validation_and_evaluation_share_prompts_and_answers(
     assert question in trained.text and ("<user>" in trained.text) is chat
     if task.reward is not None and task.files:
         assert read_task_prompts(data, {}, tokenizer) == [evaluated]
-
-
-def test_the_prompts_of_math_and_gsm8k(tokenizer: Any) -> None:
-    """MATH's instruction ends the user's turn, GSM8K's is a system turn. A change here needs another `version`."""
-    math, gsm8k = get_task("math"), get_task("gsm8k")
-    assert math.version == gsm8k.version == 1
-    boxed = "Reason step by step, and put the final answer in \\boxed{}."
-    assert math.messages("q") == [{"role": "user", "content": f"q\n\n{boxed}"}]
-    hashes = "Reason step by step. End with one line that holds only #### and the final number, as in: #### 42"
-    assert gsm8k.messages("q") == [{"role": "system", "content": hashes}, {"role": "user", "content": "q"}]
-    for name in ("math500", "olympiadbench", "aime", "amc", "minerva", "boxed"):
-        assert get_task(name).messages("q") == math.messages("q") and get_task(name).text == math.text
-    assert get_task("svamp").messages("q") == gsm8k.messages("q") and get_task("svamp").text == gsm8k.text
 
 
 def test_validation_has_the_prompts_of_the_scripted_evaluation(tmp_path: Path, tokenizer: Any) -> None:

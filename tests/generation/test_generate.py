@@ -21,7 +21,8 @@ from grpo_megatron.generation import cli
 from grpo_megatron.generation.drawing import Answerer, ModelAnswer
 from grpo_megatron.generation.options import GenerateOptions
 from grpo_megatron.generation.settings import GenerationSettings, prepare_generation
-from tests.evaluation.models import byte_tokenizer, gsm8k_rows, make_folder, write_rows
+from tests.evaluation.models import byte_tokenizer, gsm8k_rows, make_folder
+from tests.runs import write_rows
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}[assistant] "
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -135,3 +137,75 @@ def describe_runner(llm: Any) -> str:
     graphs = "eager" if config.model_config.enforce_eager else "CUDA graphs"
     asynchronous = "async" if config.scheduler_config.async_scheduling else "synchronous"
     return f"{number} runner ({module.removeprefix('vllm.v1.worker.')}), {graphs}, {asynchronous} scheduling"
+
+
+# -- random bfloat16 models in the shapes of Qwen2.5 -------------------------------------------------------------------
+
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "torch_dtype": "bfloat16",
+}
+QWEN_HALF_B = {
+    **QWEN,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+}
+QWEN_ONE_AND_A_HALF_B = {
+    **QWEN,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+}
+_TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+_TINY |= {"vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def write_random_model(folder: Path, config: dict[str, Any], std: float = 0.02) -> Path:
+    """Write config.json and model.safetensors. All tensors are cut from one block of noise: drawing billions takes minutes."""
+    from safetensors.torch import save_file
+
+    from grpo_megatron.models.families import architecture_of, hf_shapes
+
+    config = {**config, **(_TINY if ON_CPU else {})}
+    noise = (std * torch.randn(1 << 24, generator=torch.Generator().manual_seed(0))).to(torch.bfloat16)
+    tensors = {}
+    for number, (name, shape) in enumerate(hf_shapes(architecture_of(config)).items()):
+        if len(shape) == 1:
+            tensors[name] = (torch.zeros if name.endswith("bias") else torch.ones)(shape, dtype=torch.bfloat16)
+            continue
+        size = math.prod(shape)
+        shifted = noise.roll(number * 4099)
+        tensors[name] = shifted.repeat(-(-size // len(noise)))[:size].reshape(shape).clone()
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+# -- comparing two runs of `logprobs_and_gradients` --------------------------------------------------------------------
+
+
+def mean_error(got: dict[str, Any], exact: dict[str, Any]) -> float:
+    return float((got["logprobs"] - exact["logprobs"])[exact["mask"]].abs().mean())
+
+
+def worst_angle(got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The smallest cosine between two gradients of one parameter, and the parameter's name."""
+    assert got.keys() == exact.keys()
+    cosines = {n: torch.cosine_similarity(got[n].flatten(), exact[n].flatten(), dim=0).item() for n in exact}
+    name = min(cosines, key=lambda n: cosines[n])
+    return cosines[name], name

@@ -31,9 +31,8 @@ import torch
 
 from tests import tiny, worlds
 from tests.gpu import reports
-from tests.gpu.building import ON_CPU, VOCABULARY
-from tests.gpu.figures import Figures
-from tests.gpu.models import QWEN_HALF_B, write_random_model
+from tests.gpu.building import ON_CPU, QWEN_HALF_B, VOCABULARY, write_random_model
+from tests.gpu.reports import Figures
 
 HERE = Path(__file__).parent
 LOOPBACK = {  # for a host without network: it may not resolve its own name, and nothing may be downloaded

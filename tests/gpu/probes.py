@@ -1,25 +1,26 @@
 """Probes of the machine and of the installed packages: what the rest of the program takes for granted, one by one.
 
-Each is small and needs nothing of the others, so that the first that fails names the cause. Each returns figures. Those of
-Transformer Engine and of vLLM are in te_probes.py and vllm_probes.py.
+Each is small and needs nothing of the others, so that the first that fails names the cause. Each returns figures.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import os
 import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from tests.gpu.building import KIND, ON_CPU, free_mib, mesh_of
-from tests.gpu.reports import Check, Skipped
+from tests.gpu.reports import Check, Skipped, perform
 
 PROBES: dict[str, Check] = {}
 
@@ -133,8 +134,8 @@ def digests() -> dict[str, Any]:
     factors = digest._numbers(digest._WORDS, 0, words.shape[1], words.device)
     for cut in (words, words[:, 5:1027]):
         of_cut = factors[: cut.shape[1]]
-        assert torch.equal(row_sums(cut, of_cut), digest._product_in_chunks(cut, of_cut))
-    forms = {"kernel": row_sums, "torch": digest._product_in_chunks}
+        assert torch.equal(row_sums(cut, of_cut), (cut * of_cut).sum(1))
+    forms = {"kernel": row_sums, "torch": lambda words, factors: (words * factors).sum(1)}
     return {
         name: (words.nbytes / 1e9 / _median_seconds(lambda form=form: form(words, factors)), "GB/s")
         for name, form in forms.items()
@@ -215,3 +216,203 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cuts: lis
         parts = (x[start:end].detach().float().transpose(0, 1)[None] for x in (q, k, v))
         out.append(F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(out)
+
+
+# -- Transformer Engine ------------------------------------------------------------------------------------------------
+
+RECIPE_CLASSES = {
+    "delayed": "DelayedScaling",
+    "tensorwise": "Float8CurrentScaling",
+    "blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+}
+
+
+@probe
+def te_import() -> dict[str, Any]:
+    needs_package("transformer_engine", "Transformer Engine")
+    import transformer_engine
+    import transformer_engine.pytorch
+
+    from grpo_megatron.config import MegatronConfig
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.layers.spec import choose_kernels
+
+    kernels = choose_kernels(MegatronConfig(transformer_impl="transformer_engine"), Device("cuda"))
+    assert kernels.transformer_engine
+    return {"version": transformer_engine.__version__, "fused weight gradients": kernels.fused_gradients}
+
+
+@probe
+def te_linear() -> dict[str, Any]:
+    needs_package("transformer_engine", "Transformer Engine")
+    import transformer_engine.pytorch as te
+
+    layer = te.LayerNormLinear(
+        256, 512, bias=False, normalization="RMSNorm", params_dtype=torch.bfloat16, device="cuda"
+    )
+    x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
+    got = layer(x)
+    exact = F.rms_norm(x.float(), (256,), eps=layer.eps) @ layer.weight.detach().float().T
+    got.float().sum().backward()
+    difference = float((got.float() - exact).abs().max())
+    assert difference <= 0.05 and layer.weight.grad.isfinite().all()
+    return {"max |difference|": difference}
+
+
+def _te_attention(head_dim: int) -> dict[str, Any]:
+    """Attention over packed sequences ("thd") with grouped queries, which every TE layer of the program uses."""
+    needs_package("transformer_engine", "Transformer Engine")
+    import transformer_engine.pytorch as te
+
+    attention = te.DotProductAttention(
+        16, head_dim, num_gqa_groups=4, attn_mask_type="padding_causal", attention_dropout=0.0
+    )
+    q, k, v = heads_of(head_dim)
+    cuts = torch.tensor([0, 100, 333, 640], dtype=torch.int32, device="cuda")
+    got = attention(
+        q,
+        k,
+        v,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        cu_seqlens_q=cuts,
+        cu_seqlens_kv=cuts,
+        max_seqlen_q=307,
+        max_seqlen_kv=307,
+    )
+    got.float().sum().backward()
+    difference = float((got.view_as(q).float() - exact_attention(q, k, v, cuts.tolist())).abs().max())
+    assert difference <= 0.05 and all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
+    return {"max |difference|": difference}
+
+
+for _head_dim in (32, 64, 128):
+    PROBES[f"te_attention_{_head_dim}"] = lambda head_dim=_head_dim: _te_attention(head_dim)
+
+
+def _te_recipe(recipe: str) -> dict[str, Any]:
+    """A linear layer in FP8, forward and backward, with 128 rows; then which smaller numbers of rows work."""
+    needs_package("transformer_engine", "Transformer Engine")
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+
+    from grpo_megatron.config import Config
+    from grpo_megatron.device import read_hardware
+    from grpo_megatron.models.layers.precision import hardware_problems
+
+    wanted = Config.model_validate({"model": {"path": "x"}, "actor": {"megatron": {"fp8": {"recipe": recipe}}}})
+    if problems := list(hardware_problems(wanted, read_hardware("cuda"))):
+        raise Skipped(problems[0])
+    layer = te.Linear(256, 512, bias=False, params_dtype=torch.bfloat16, device="cuda")
+
+    def error(rows: int) -> float:
+        x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        with te.fp8_autocast(enabled=True, fp8_recipe=getattr(recipes, RECIPE_CLASSES[recipe])()):
+            got = layer(x)
+        got.float().sum().backward()
+        assert layer.weight.grad.isfinite().all()
+        exact = x.detach().float() @ layer.weight.detach().float().T
+        return float((got.float() - exact).norm() / exact.norm())
+
+    for _ in range(2):
+        relative = error(128)  # the scales of the second pass come from the first, where they are delayed
+    assert 1e-4 < relative <= 0.1, f"relative error {relative:.3g}: not FP8, or wrong"
+    works = [128]
+    for rows in (64, 32, 16, 8):
+        try:
+            error(rows)
+        except (AssertionError, RuntimeError, ValueError):
+            break
+        works.append(rows)
+    return {"relative error": relative, "smallest number of rows": works[-1]}
+
+
+for _recipe in RECIPE_CLASSES:
+    PROBES[f"te_{_recipe}"] = lambda recipe=_recipe: _te_recipe(recipe)
+
+
+# -- vLLM's kernels and memory pool, without an engine -----------------------------------------------------------------
+
+
+@probe
+def vllm_import() -> dict[str, Any]:
+    needs_package("vllm", "vLLM")
+    from grpo_megatron.device import Device
+    from grpo_megatron.rollout import vllm_process
+
+    vllm = vllm_process._import_vllm(Device("cuda"))
+    import vllm.vllm_flash_attn.flash_attn_interface as flash
+    from vllm.device_allocator.cumem import cumem_available
+
+    figures: dict[str, Any] = {"version": vllm.__version__, "sleep pool": cumem_available}
+    for number in (2, 3, 4):
+        available = getattr(flash, f"FA{number}_AVAILABLE", False)
+        why = getattr(flash, f"FA{number}_UNAVAILABLE_REASON", "unknown to this vLLM")
+        figures[f"FlashAttention {number}"] = "yes" if available else f"no ({str(why)[:80]})"
+    assert cumem_available, "without vLLM's memory pool the engine cannot sleep"
+    return figures
+
+
+@probe
+def vllm_sleep_pool() -> dict[str, Any]:
+    """The pool behind sleep mode: two tags of 256 MiB, one kept on the host, one dropped."""
+    needs_package("vllm", "vLLM")
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    pool = CuMemAllocator.get_instance()
+    with pool.use_memory_pool(tag="weights"):
+        kept = torch.arange(1 << 26, dtype=torch.int32, device="cuda")
+    with pool.use_memory_pool(tag="kv_cache"):
+        dropped = torch.ones(1 << 26, dtype=torch.int32, device="cuda")
+    addresses = kept.data_ptr(), dropped.data_ptr()
+    before = free_mib()
+    pool.sleep(offload_tags=("weights",))
+    freed = free_mib() - before
+    pool.wake_up(["weights"])
+    assert torch.equal(kept.cpu(), torch.arange(1 << 26, dtype=torch.int32))
+    pool.wake_up(["kv_cache"])
+    dropped.fill_(3)
+    assert int(dropped[-1]) == 3 and (kept.data_ptr(), dropped.data_ptr()) == addresses
+    lost = before - free_mib()
+    assert freed >= 508, f"512 MiB went to sleep, and {freed:.0f} MiB more are free"
+    return {"freed": (freed, "MiB of 512"), "lost after waking": (lost, "MiB")}
+
+
+@probe
+def second_runners_draws() -> dict[str, Any]:
+    """The sampler of vLLM's second model runner: a draw depends on its seed and position only, and on the distribution."""
+    needs_package("vllm", "vLLM")
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    from grpo_megatron.rollout.engine import sample_seed
+
+    count, size = 20_000, 8
+    seeds = torch.tensor([sample_seed(0, 0, "probe", i) for i in range(count)], device="cuda")
+    logits = torch.linspace(-1, 2, size, device="cuda").repeat(count, 1)
+    options: dict[str, Any] = {"apply_temperature": False}
+    if "is_drafting" in inspect.signature(gumbel_sample).parameters:  # in vLLM 0.32, not in 0.26
+        options["is_drafting"] = False
+
+    def draw(rows: torch.Tensor) -> torch.Tensor:
+        state = torch.arange(len(rows), dtype=torch.int32, device="cuda")
+        ones = torch.ones(len(rows), device="cuda")
+        position = torch.full((len(rows),), 7, dtype=torch.int64, device="cuda")
+        return gumbel_sample(logits[rows], state, ones, seeds[rows], position, **options)
+
+    everything = torch.arange(count, device="cuda")
+    together = draw(everything)
+    assert torch.equal(draw(everything.flip(0)), together.flip(0)), "the order of the batch changes draws"
+    assert torch.equal(draw(everything[5:6]), together[5:6]), "the batch changes draws"
+    share = torch.bincount(together, minlength=size) / count
+    exact = logits[0].softmax(0)
+    worst = float(((share - exact) / (exact * (1 - exact) / count).sqrt()).abs().max())
+    assert worst <= 5, f"a token's share is {worst:.1f} standard errors from its probability"
+    return {"largest deviation of a token's share": (worst, "standard errors")}
+
+
+# -- the rank ----------------------------------------------------------------------------------------------------------
+
+
+def run_probes(names: list[str], path: Path) -> None:
+    perform({name: PROBES[name] for name in names}, path)

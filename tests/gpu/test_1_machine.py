@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import conftest, probe_ranks
+from tests.gpu import conftest, probes
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("probes") / "results.jsonl"
-    return conftest.run_checks(probe_ranks.run_probes, list(probe_ranks.PROBES), path)
+    return conftest.run_checks(probes.run_probes, list(probes.PROBES), path)
 
 
-@pytest.mark.parametrize("name", list(probe_ranks.PROBES))
+@pytest.mark.parametrize("name", list(probes.PROBES))
 def test_probe(results: dict[str, Any], record_figure: Callable[..., None], name: str) -> None:
     conftest.report_check(results[name], record_figure)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import conftest, policy_ranks, training_ranks
-from tests.gpu.building import ON_CPU
-from tests.gpu.comparing import mean_error, worst_angle
+from tests.gpu import conftest, training_ranks
+from tests.gpu.building import ON_CPU, mean_error, worst_angle
 
 LOCAL = {"transformer_impl": "local"}
 
@@ -24,7 +23,7 @@ def test_policy_equals_transformers(medium: Path, record_figure: Callable[..., N
     """As near to transformers in bf16 as bf16 allows, and at most twice as far from the exact values as transformers is."""
     if layers == "transformer_engine":
         conftest.needs_transformer_engine()
-    (got,) = conftest.run(policy_ranks.against_transformers, folder=medium, megatron={"transformer_impl": layers})
+    (got,) = conftest.run(training_ranks.against_transformers, folder=medium, megatron={"transformer_impl": layers})
     for name in ("layers", "tokens", "mean", "max", "k3", "mult_prob_error", "own_error", "their_error", "spread"):
         record_figure(name, got[name])
     assert got["layers"] == ("ColumnParallelLinear" if layers == "local" else "TELayerNormColumnParallelLinear")
@@ -54,3 +53,31 @@ def test_bf16_learns(medium: Path, record_figure: Callable[..., None]) -> None:
     record_figure("layers", got["layers"])
     record_figure("loss, first and last", [losses[0], losses[-1]])
     assert got["finite"] and losses[-1] <= losses[0] - (0.01 if ON_CPU else 1.0)
+
+
+# -- the optimizer: resume and offload ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
+def test_a_resumed_run_is_bitwise_the_same(
+    medium: Path, tmp_path: Path, record_figure: Callable[..., None], distributed: bool
+) -> None:
+    """The state, and the weights two updates later. With local layers, whose kernels can be made deterministic."""
+    megatron = {
+        "transformer_impl": "local",
+        "use_distributed_optimizer": distributed,
+        "override_transformer_config": {"deterministic_mode": True},
+    }
+    (got,) = conftest.run(training_ranks.resumed, folder=medium, checkpoint=tmp_path / "saved", megatron=megatron)
+    for name in ("optimizer", "saved_tensors", "difference"):
+        record_figure(name, got[name])
+    assert got["state"] and got["saved_tensors"] > 0
+    assert got["weights"]
+
+
+def test_an_offloaded_optimizer_frees_its_memory(medium: Path, record_figure: Callable[..., None]) -> None:
+    (got,) = conftest.run(training_ranks.offloaded, folder=medium)
+    for name, unit in (("freed", "MiB"), ("held", "MiB"), ("offload_s", "s"), ("onload_s", "s")):
+        record_figure(name, got[name], unit)
+    assert ON_CPU or got["freed"] >= 0.95 * got["held"]
+    assert got["finite"]

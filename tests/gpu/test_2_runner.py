@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from tests.gpu import conftest, runner_bench, runner_ranks
+from tests.gpu import conftest, runner_bench, runner_checks
 
 DTYPES = {"bfloat16": False, "float32": True}  # -> enforce_eager
 
@@ -27,8 +27,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[st
     def of(dtype: str) -> dict[str, Any]:
         if dtype not in done:
             done[dtype] = conftest.run_checks(
-                runner_ranks.run_runner_checks,
-                list(runner_ranks.CHECKS),
+                runner_checks.run_runner_checks,
+                list(runner_checks.CHECKS),
                 root / f"{dtype}.jsonl",
                 folder=folder,
                 dtype=dtype,
@@ -39,7 +39,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[st
     return of
 
 
-@pytest.mark.parametrize("name", list(runner_ranks.CHECKS))
+@pytest.mark.parametrize("name", list(runner_checks.CHECKS))
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_runner(
     results: Callable[[str], dict[str, Any]], record_figure: Callable[..., None], dtype: str, name: str

@@ -19,9 +19,8 @@ from grpo_megatron.config import Config
 from grpo_megatron.data.arithmetic import build_tokenizer, write_task
 from grpo_megatron.device import read_hardware
 from grpo_megatron.models.layers.precision import hardware_problems
-from tests.gpu import conftest, run_ranks
-from tests.gpu.building import KIND, ON_CPU
-from tests.gpu.models import QWEN_HALF_B, QWEN_ONE_AND_A_HALF_B, write_random_model
+from tests.gpu import conftest, training_ranks
+from tests.gpu.building import KIND, ON_CPU, QWEN_HALF_B, QWEN_ONE_AND_A_HALF_B, write_random_model
 
 PROMPTS, SAMPLES, RESPONSE = (4, 2, 16) if ON_CPU else (32, 8, 512)
 STEPS = 4
@@ -94,7 +93,7 @@ def test_step_time(
     raw = settings(models(size), tmp_path / "run", recipe)
     if problems := list(hardware_problems(Config.model_validate(raw), read_hardware(KIND))):  # type: ignore[arg-type]
         pytest.skip(problems[0])
-    conftest.run(run_ranks.train, raw=raw)
+    conftest.run(training_ranks.train, raw=raw)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][1:]
     assert len(rows) == STEPS - 1
     times = {phase: median(rows, f"timing_s/{phase}") for phase in PHASES}
@@ -124,7 +123,7 @@ def test_trl_beside_it(models: Callable[[str], Path], tmp_path: Path, record_fig
     model = models("0.5B")
     path = tmp_path / "results.jsonl"
     record = conftest.run_checks(
-        run_ranks.run_trl,
+        training_ranks.run_trl,
         ["trl"],
         path,
         folder=model,

@@ -78,7 +78,7 @@ def _construct(folder: Path, recipe: str | None, mesh: Mesh, device: Device, roo
     return {
         "modules": {name: type(module).__name__ for name, module in layer.named_modules()},
         "final norm": type(unwrapped(engine.ddp).decoder.final_layernorm).__module__,  # type: ignore[union-attr]
-        "streamed": _streamed(engine),
+        "streamed": policy_ranks.stream(engine),
         "fused": _fused(engine.ddp),
         "frozen fused": _fused(frozen),
         "gradients": {buffer.grad_dtype for buffer in (*engine.ddp.buffers, *engine.ddp.expert_parallel_buffers)},
@@ -94,10 +94,6 @@ def _fused(model: torch.nn.Module) -> set[bool]:
     return {module.fuse_wgrad_accumulation for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")}
 
 
-def _streamed(policy: Policy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for bucket in policy.hf_weights(1) for name, tensor in bucket}
-
-
 def _round_trip(source: Policy, target: Policy, folder: Path) -> bool:
     """Whether `target` has the weights of `source` after it has read its checkpoint. `source` gets other weights before."""
     with torch.no_grad():
@@ -108,7 +104,7 @@ def _round_trip(source: Policy, target: Policy, folder: Path) -> bool:
 
     with mock.patch.object(fused_adam, "multi_tensor_applier", lambda *args: None):  # a kernel, in a step of zeros
         load_sharded(target, folder, same_world=True)
-    written, read = _streamed(source), _streamed(target)
+    written, read = policy_ranks.stream(source), policy_ranks.stream(target)
     return written.keys() == read.keys() and all(torch.equal(written[name], read[name]) for name in written)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests import tiny
 from tests.models.gradients import named_gradients
-from tests.models.policy_ranks import loss, share
+from tests.models.policy_ranks import loss, share, stream, whole
 
 Layout = tuple[int, int, int, int]
 
@@ -57,40 +57,9 @@ def everything(folders: list[Path], pairs: Any, layout: Layout) -> list[dict[str
         result["updated"] = stream(policy)
         policy = build(folder, device, mesh, use_distributed_optimizer=False)  # leaves whole gradients on every rank
         policy.backward(batch, micros, loss, [])
-        result["gradients"] = whole(policy)
+        result["gradients"] = whole(policy, named_gradients(policy))
         results.append(result)
     return results
-
-
-def stream(policy: Any) -> dict[str, torch.Tensor]:
-    out: dict[str, torch.Tensor] = {}
-    for bucket in policy.hf_weights(1):
-        for name, tensor in bucket:
-            assert name not in out, name
-            out[name] = tensor.clone()
-    return out
-
-
-def whole(policy: Any) -> dict[str, torch.Tensor]:
-    """Hugging Face gradients from all ranks' gradients, by the rows' `merge`. Replicas must be equal. Collective."""
-    import torch.distributed as dist
-
-    from grpo_megatron.models.weights.load import model_rows
-
-    gathered: list[Any] = [None] * policy.mesh.world_size
-    dist.all_gather_object(gathered, (policy.mesh.tp_rank, policy.mesh.ep_rank, named_gradients(policy)))
-    out = {}
-    for name, row in model_rows(policy.arch).items():
-        if row.is_constant:
-            continue
-        owner = row.ep_rank(policy.arch, policy.mesh.ep)
-        shards: dict[int, torch.Tensor] = {}
-        for tp_rank, ep_rank, held in gathered:
-            assert name not in held or owner in (None, ep_rank), f"{name} is on expert-parallel rank {ep_rank}"
-            if name in held:
-                torch.testing.assert_close(held[name], shards.setdefault(tp_rank, held[name]), rtol=0, atol=0)
-        out.update(zip(row.hf, row.merge([shards[t] for t in sorted(shards)], policy.arch), strict=True))
-    return out
 
 
 def bfloat16(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], float]:

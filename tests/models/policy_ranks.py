@@ -128,7 +128,7 @@ def update(
 
     policy._step = record_and_step
     sums, metrics = policy.update(make_batch(pairs, [micros], rows, masked=True), loss)
-    weights = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
+    weights = stream(policy)
     policy._step = step
     found = {"gradients": gradients, "weights": weights, "norm": metrics["actor/grad_norm"], "sums": sums}
     found["packings"] = packings
@@ -225,17 +225,39 @@ def policy_loss(inputs: Any) -> Any:
     return total_loss(inputs, ActorConfig(), policy_losses.get("vanilla"), None)
 
 
+def stream(policy: Any) -> dict[str, torch.Tensor]:
+    """Copies of the tensors that the model streams: every one once."""
+    out: dict[str, torch.Tensor] = {}
+    for bucket in policy.hf_weights(1):
+        for name, tensor in bucket:
+            assert name not in out, name
+            out[name] = tensor.clone()
+    return out
+
+
 def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Hugging Face tensors from every rank's Megatron tensors, merged by the weight rows. Collective; does not use weights.py."""
+    """Hugging Face tensors from every rank's Megatron tensors, merged by the weight rows. Collective; does not use load.py.
+
+    Replicas must be equal, unless the distributed optimizer leaves each rank a part of the sums.
+    """
     import torch.distributed as dist
 
     from grpo_megatron.models.weights.load import model_rows
 
-    parts: list[Any] = [None] * policy.mesh.world_size
-    dist.all_gather_object(parts, (policy.mesh.tp_rank, policy.mesh.pp_rank, policy.mesh.dp_rank, local))
+    mesh, are_equal = policy.mesh, not policy.actor.megatron.use_distributed_optimizer
+    gathered: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(gathered, (mesh.tp_rank, mesh.ep_rank, local))
     out = {}
     for name, row in model_rows(policy.arch).items():
-        shards = {t: held[name] for t, _, d, held in parts if d == 0 and name in held}
+        if row.is_constant:
+            continue
+        owner = row.ep_rank(policy.arch, mesh.ep)
+        shards: dict[int, torch.Tensor] = {}  # of the first replica
+        for tp_rank, ep_rank, held in gathered:
+            assert name not in held or owner in (None, ep_rank), f"{name} is on expert-parallel rank {ep_rank}"
+            if name in held:
+                first = shards.setdefault(tp_rank, held[name])
+                assert not are_equal or torch.equal(held[name], first), f"{name} differs between replicas"
         merged = row.merge([shards[t] for t in sorted(shards)], policy.arch)
         out.update(zip(row.hf, merged, strict=True))
     return out

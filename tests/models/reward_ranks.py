@@ -11,6 +11,7 @@ import torch
 from tests import tiny
 from tests.models import policy_ranks
 from tests.models.gradients import named_gradients
+from tests.models.policy_ranks import stream
 
 Layout = tuple[int, int, int, bool]
 HEADS = ("score.weight", "score.bias")
@@ -140,10 +141,6 @@ def update(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:
     model = build(folder, layout)
     metrics = update_pairs(model, batch, len(pairs))
     return {"gradients": gradients, "metrics": metrics, "weights": stream(model)}
-
-
-def stream(model: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for bucket in model.hf_weights(1) for name, tensor in bucket}
 
 
 def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -91,7 +91,7 @@ def shared() -> tuple[torch.Tensor, torch.Tensor]:
     from grpo_megatron.parallel.mesh import build_mesh
 
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, cp=2, rollout_tp=1)
-    assert (mesh.dp, mesh.dp_rank, mesh.cp, mesh.cp_rank, mesh.dp_rank_of(1)) == (1, 0, 2, mesh.rank, 0)
+    assert (mesh.dp, mesh.dp_rank, mesh.cp, mesh.cp_rank) == (1, 0, 2, mesh.rank)
     assert mesh.is_first_replica_rank == (mesh.rank == 0) and mesh.stage_rank(0) == mesh.rank
     x, c = torch.arange(1.0, 13.0), torch.linspace(-1, 1, 5)
     w = torch.tensor(0.5, requires_grad=True)

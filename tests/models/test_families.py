@@ -102,11 +102,6 @@ def _published(name: str) -> dict[str, Any]:
     return json.loads((CONFIGS / f"{name}.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("name", "feature"), [("gemma-2-2b", "gemma2"), ("gemma-3-1b-it", "gemma3_text")])
-def test_published_models_of_other_families_are_refused(name: str, feature: str) -> None:
-    _refused(_published(name), f"model_type='{feature}' is not supported")
-
-
 def _refused(config: dict[str, Any], message: str, family: str | None = None) -> None:
     with pytest.raises(UnsupportedModel) as error:
         architecture_of(config, family)
@@ -114,39 +109,26 @@ def _refused(config: dict[str, Any], message: str, family: str | None = None) ->
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_a_published_model_of_another_family_is_refused() -> None:
+    _refused(_published("gemma-3-1b-it"), "model_type='gemma3_text' is not supported")
+
+
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings=None"),
     ("qwen2", {"rope_scaling": {**YARN, "factor": 1.0}}, "yarn RoPE scaling with factor=1.0"),
     ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic'"),
-    ("qwen3", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "RoPE scaling 'longrope'"),
     ("llama", {"rope_scaling": {**tiny.LLAMA3_ROPE, "high_freq_factor": 8.0}}, "llama3 RoPE scaling with high_freq"),
-    ("llama", {"rope_scaling": {**tiny.LLAMA3_ROPE, "low_freq_factor": 2.0}}, "llama3 RoPE scaling with low_freq"),
-    (
-        "llama",
-        {"rope_scaling": {**tiny.LLAMA3_ROPE, "original_max_position_embeddings": 4096}},
-        "llama3 RoPE scaling with original_max_position_embeddings=4096",
-    ),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "config.json has no 'factor'"),
     ("qwen3", {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ("llama", {"attention_bias": True}, "attention_bias=true"),
-    ("llama", {"mlp_bias": True}, "mlp_bias=true"),
     ("qwen3", {"attention_bias": True}, "attention_bias=true"),
-    ("qwen3_moe", {"attention_bias": True}, "attention_bias=true"),
     ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: layers without experts"),
-    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0]: layers without experts"),
     ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64: shared experts"),
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 and probabilities scaled to sum to 1"),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: it has 4 experts"),
-    ("gemma3_text", {}, "model_type='gemma3_text'"),
-    (
-        "deepseek_v3",
-        {"topk_method": None},
-        "deepseek_v3 with topk_method=None: vLLM would route other than transformers",
-    ),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax': vLLM would route"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
-    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
     ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 is not supported (supported: 1e-06)"),
     ("deepseek_v3", {"first_k_dense_replace": 4}, "first_k_dense_replace=4 of 4 layers"),
     ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7}}, "needs mscale and mscale_all_dim, or neither"),

@@ -20,24 +20,26 @@ import pytest
 from grpo_megatron.config import Config
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.flops import (
-    ModelShape,
+    active_parameters,
     flops_per_pass,
     linear_flops_per_pass,
+    linear_parameters,
     mfu,
     mfu_metrics,
-    model_shape,
     peak_tflops,
     peaks,
 )
 
-SHAPE = ModelShape(
-    hidden_size=3584,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    ffn_size=18944,
-    vocab_size=152064,
+QWEN_7B = architecture_of(
+    {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+    }
 )
 QWEN_30B_A3B = {
     "model_type": "qwen3_moe",
@@ -67,23 +69,23 @@ MIXTRAL = {
 
 
 def test_a_dense_model() -> None:
-    assert SHAPE.active_parameters == 7_615_283_200
-    assert flops_per_pass(SHAPE, [1000]) == pytest.approx(4.62938112e13, rel=1e-12)
-    assert flops_per_pass(SHAPE, [1000], forward_only=True) == pytest.approx(4.62938112e13 / 3, rel=1e-12)
-    assert mfu(flops_per_pass(SHAPE, [1000]), 0.1, 1, 989.0) == pytest.approx(0.4681, abs=5e-5)
-    assert mfu(flops_per_pass(SHAPE, [1000]), 0.1, 1, 1979.0) == pytest.approx(0.2339, abs=5e-5)
+    assert active_parameters(QWEN_7B) == 7_615_283_200
+    assert flops_per_pass(QWEN_7B, [1000]) == pytest.approx(4.62938112e13, rel=1e-12)
+    assert flops_per_pass(QWEN_7B, [1000], forward_only=True) == pytest.approx(4.62938112e13 / 3, rel=1e-12)
+    assert mfu(flops_per_pass(QWEN_7B, [1000]), 0.1, 1, 989.0) == pytest.approx(0.4681, abs=5e-5)
+    assert mfu(flops_per_pass(QWEN_7B, [1000]), 0.1, 1, 1979.0) == pytest.approx(0.2339, abs=5e-5)
 
 
 def test_attention_counts_squares_of_sequences_not_of_the_batch() -> None:
     """[600, 400]: same 6 N T, squares 360 000 + 160 000 = 520 000 instead of 1 000 000."""
-    assert flops_per_pass(SHAPE, [1000]) - flops_per_pass(SHAPE, [600, 400]) == 6 * 128 * 28 * 28 * 480_000
-    assert flops_per_pass(SHAPE, []) == 0
+    assert flops_per_pass(QWEN_7B, [1000]) - flops_per_pass(QWEN_7B, [600, 400]) == 6 * 128 * 28 * 28 * 480_000
+    assert flops_per_pass(QWEN_7B, []) == 0
 
 
 def test_fp8_is_measured_against_the_ideal_time_of_both_precisions() -> None:
     """Linears of 1000 tokens: 6 * 6 525 288 448 * 1000 = 3.91517307e13 at 1979, the other 7.1420805e12 at 989:
     19.783593 + 7.221517 = 27.005110 ms of 100 ms."""
-    flops, linear = flops_per_pass(SHAPE, [1000]), linear_flops_per_pass(SHAPE, [1000])
+    flops, linear = flops_per_pass(QWEN_7B, [1000]), linear_flops_per_pass(QWEN_7B, [1000])
     assert linear == 6 * 6_525_288_448 * 1000
     assert mfu(flops, 0.1, 1, 989.0, fp8_flops=linear, fp8_peak=1979.0) == pytest.approx(0.27005110, abs=1e-7)
 
@@ -100,23 +102,21 @@ def test_a_mixture_of_experts_counts_what_a_token_passes_through(
 ) -> None:
     """By hand in the header; the published counts, which have one decimal, agree. The router does not run in FP8."""
     arch = architecture_of(config)
-    shape = model_shape(arch)
-    assert (arch.num_parameters(), shape.active_parameters) == pytest.approx(published, abs=0.06e9)
-    assert (shape.active_parameters, shape.linear_parameters) == (active, linear)
+    assert (arch.num_parameters(), active_parameters(arch)) == pytest.approx(published, abs=0.06e9)
+    assert (active_parameters(arch), linear_parameters(arch)) == (active, linear)
     attention = 6 * 128 * 32 * arch.num_layers * (600**2 + 400**2)
-    assert flops_per_pass(shape, [600, 400]) == 6 * active * 1000 + attention
-    assert linear_flops_per_pass(shape, [600, 400]) == 6 * linear * 1000
+    assert flops_per_pass(arch, [600, 400]) == 6 * active * 1000 + attention
+    assert linear_flops_per_pass(arch, [600, 400]) == 6 * linear * 1000
 
 
-def test_a_shape_is_the_architectures() -> None:
+def test_a_dense_model_is_all_active() -> None:
     """A dense model whose head size is not h / H: all its parameters are active, and only the norms are not counted."""
     arch = architecture_of({**QWEN_30B_A3B, "model_type": "qwen3", "num_hidden_layers": 2})
-    shape = model_shape(arch)
-    assert (shape.head_dim, shape.ffn_size, shape.num_experts) == (128, 6144, 0)
+    assert (arch.head_dim, arch.ffn_hidden_size, arch.num_experts) == (128, 6144, 0)
     norms = (
         2 * (2 * 2048 + 2 * 128) + 2048
     )  # per layer two of h, and two of d for queries and keys; one of h at the end
-    assert shape.active_parameters == arch.num_parameters() - norms
+    assert active_parameters(arch) == arch.num_parameters() - norms
 
 
 @pytest.mark.parametrize(
@@ -127,13 +127,8 @@ def test_a_shape_is_the_architectures() -> None:
         ("NVIDIA H20", 148.0, 296.0),
         ("NVIDIA A100-SXM4-80GB", 312.0, None),
         ("NVIDIA L40S", 362.0, 724.0),
-        ("NVIDIA L40", 181.0, 362.0),
-        ("NVIDIA L20", 119.5, 239.0),
-        ("NVIDIA B200", 2250.0, 4500.0),
-        ("NVIDIA GB200", 2500.0, 5000.0),
         ("AMD Instinct MI300X", 1307.0, 2614.0),
         ("NVIDIA GeForce RTX 4090", None, None),
-        ("cpu", None, None),
     ],
 )
 def test_peaks(name: str, bf16: float | None, fp8: float | None) -> None:
@@ -153,7 +148,7 @@ def test_peaks_follow_the_precision() -> None:
 def test_mfu_metrics() -> None:
     """Two epochs in 0.2 s on two devices is half of V16's rate; the forward third in 0.05 s is 154.3127 each."""
     timings = {"timing_s/update_actor": 0.2, "timing_s/old_log_prob": 0.05}
-    known = mfu_metrics(timings, SHAPE, [1000], num_devices=2, peak=989.0, num_epochs=2)
+    known = mfu_metrics(timings, QWEN_7B, [1000], num_devices=2, peak=989.0, num_epochs=2)
     assert known == {
         "perf/tflops/actor": pytest.approx(231.469056),
         "perf/mfu/actor": pytest.approx(231.469056 / 989),
@@ -161,16 +156,16 @@ def test_mfu_metrics() -> None:
         "perf/mfu/actor_infer": pytest.approx(154.312704 / 989),
         "perf/peak_tflops": 989.0,
     }
-    assert set(mfu_metrics(timings, SHAPE, [1000], num_devices=2, peak=None)) == {
+    assert set(mfu_metrics(timings, QWEN_7B, [1000], num_devices=2, peak=None)) == {
         "perf/tflops/actor",
         "perf/tflops/actor_infer",
     }
     # A second sequence without a backward pass adds a third; the pass for old log-probabilities has both.
-    two = mfu_metrics(timings, SHAPE, [1000] * 2, num_devices=2, peak=None, num_epochs=2, forward_only_lengths=[1000])
+    two = mfu_metrics(timings, QWEN_7B, [1000] * 2, num_devices=2, peak=None, num_epochs=2, forward_only_lengths=[1000])
     assert two["perf/tflops/actor"] == pytest.approx(231.469056 * 4 / 3)
     assert two["perf/tflops/actor_infer"] == pytest.approx(154.312704 * 2)
-    fp8 = mfu_metrics(timings, SHAPE, [1000], num_devices=2, peak=989.0, fp8_peak=1979.0, fp8_share=0.5, num_epochs=2)
-    linear = 0.5 * 2 * linear_flops_per_pass(SHAPE, [1000])
-    ideal = (2 * flops_per_pass(SHAPE, [1000]) - linear) / 989 + linear / 1979
+    fp8 = mfu_metrics(timings, QWEN_7B, [1000], num_devices=2, peak=989.0, fp8_peak=1979.0, fp8_share=0.5, num_epochs=2)
+    linear = 0.5 * 2 * linear_flops_per_pass(QWEN_7B, [1000])
+    ideal = (2 * flops_per_pass(QWEN_7B, [1000]) - linear) / 989 + linear / 1979
     assert fp8["perf/mfu/actor"] == pytest.approx(ideal / (1e12 * 0.2 * 2)) and fp8["perf/peak_tflops_fp8"] == 1979.0
-    assert mfu_metrics({"timing_s/update_actor": 0.0}, SHAPE, [1000], num_devices=2, peak=989.0) == {}
+    assert mfu_metrics({"timing_s/update_actor": 0.0}, QWEN_7B, [1000], num_devices=2, peak=989.0) == {}

@@ -115,6 +115,7 @@ AUTO, BF16, TE = MegatronConfig(), "bfloat16", Kernels(True, True, True)
         (AUTO, "float32", True, True, True, Kernels(False, True, True), "model.dtype=float32, which its"),
         (LOCAL, BF16, True, False, True, Kernels(False, True, False), "no Transformer Engine: transformer_impl=local"),
         (ENGINE, BF16, True, False, True, TE, "Transformer Engine's layers"),
+        (ENGINE, BF16, False, True, True, TE, "_impl=transformer_engine needs .*, but 2.20.2 is installed"),
     ],
 )
 def test_a_gpu_uses_what_is_installed(
@@ -130,16 +131,14 @@ def test_a_gpu_uses_what_is_installed(
 ) -> None:
     """Fused weight gradients need a kernel, Transformer Engine's or Apex's, and gradient buffers."""
     installed(monkeypatch, engine=engine, apex=apex)
+    if megatron is ENGINE and not engine:
+        with pytest.raises(ConfigError, match=words):
+            choose_kernels(megatron, gpu, dtype)
+        return
     kernels = choose_kernels(megatron, gpu, dtype, has_gradients=has_gradients)
     assert kernels == expected
     assert words in kernels.describe()
     assert kernels.settings()["gradient_accumulation_fusion"] is expected.fused_gradients
-
-
-def test_a_rank_stops_if_the_requested_engine_is_unusable(monkeypatch: pytest.MonkeyPatch, gpu: Device) -> None:
-    installed(monkeypatch, engine=False, apex=True)
-    with pytest.raises(ConfigError, match="transformer_impl=transformer_engine needs .*, but 2.20.2 is installed"):
-        choose_kernels(ENGINE, gpu)
 
 
 def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> None:

@@ -66,7 +66,7 @@ def trained(folder: Path, dtype: str, distributed: bool) -> dict[str, Any]:
             list(policy.hf_weights(1))
             policy.onload()
             assert gradients.nbytes() == before
-        out[f"weights {offload}"] = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
+        out[f"weights {offload}"] = policy_ranks.stream(policy)
     out["parameters"] = sum(p.numel() for p in policy.ddp.parameters())
     out["reference"] = referred(folder, policy, batch)
     return out
@@ -146,7 +146,7 @@ def started(folder: Path) -> list[dict[str, Any]]:
         if beside_engine:
             held["gradients at save"] = gradients_at_save(policy, folder.parent / f"checkpoint {offload}")
         policy.update(batch, policy_ranks.loss)
-        held["trained"] = {name: t.clone() for bucket in policy.hf_weights(1) for name, t in bucket}
+        held["trained"] = policy_ranks.stream(policy)
         held["parameters"] = sum(p.numel() for p in policy.ddp.parameters())
         out.append(held)
     return out

@@ -38,7 +38,7 @@ def trained(
     batch = tiny.make_batch(pairs, [[[i] for i in range(len(rows))]], rows)
     for _ in range(2):
         policy.update(batch, policy_ranks.loss)
-    return {name: tensor.clone() for bucket in policy.hf_weights(1) for name, tensor in bucket}
+    return policy_ranks.stream(policy)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def nan_once(folder: Path) -> dict[str, Any]:
         return (value * torch.nan if policy.mesh.rank == 1 else value), metrics
 
     def weights() -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for bucket in policy.hf_weights(1) for name, tensor in bucket}
+        return policy_ranks.stream(policy)
 
     _, first = policy.update(batch, policy_ranks.loss)
     before = weights()

@@ -19,7 +19,7 @@ from megatron.core.fp8_utils import get_fp8_align_size, is_first_last_bf16_layer
 
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
-from grpo_megatron.config import Config, ConfigError, MegatronConfig, OptimConfig
+from grpo_megatron.config import Config, ConfigError, MegatronConfig
 from grpo_megatron.device import Device, Hardware
 from grpo_megatron.models import optimizer
 from grpo_megatron.models.architecture import Architecture
@@ -130,17 +130,6 @@ def test_tokens_are_padded_to_the_smallest_multiple_that_fits(recipe: str | None
         assert fits(3 * smallest, recipe, tp, cp, gathers)
 
 
-@pytest.mark.parametrize(
-    ("tp", "cp", "recipe", "expected"),
-    [  # with lcm(4, 4) = 4 tokens, each of the 2 x 4 ranks of the first would have half a row
-        *((4, 2, None, 8), (8, 1, "mxfp8", 256), (1, 1, "blockwise", 16), (2, 4, "blockwise", 1024)),
-    ],
-)
-def test_paddings_by_hand(tp: int, cp: int, recipe: str | None, expected: int) -> None:
-    megatron = {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "fp8": {"recipe": recipe}}
-    assert token_multiple(MegatronConfig.model_validate(megatron)) == expected
-
-
 def test_a_padded_pack_has_the_multiple(recipe: str = "blockwise") -> None:
     """What reaches a rank is cut from `Pack`: 2 x 128 rows at tp 2."""
     megatron = MegatronConfig.model_validate({"tensor_model_parallel_size": 2, "fp8": {"recipe": recipe}})
@@ -190,13 +179,11 @@ def test_what_a_machine_lacks_is_named(changes: dict[str, Any], hardware: Hardwa
     assert words in problem
 
 
-def test_quantized_rollouts_need_no_transformer_engine() -> None:
+def test_the_hardware_is_read_only_if_needed() -> None:
+    """And quantized rollouts need no Transformer Engine."""
     without_engine = replace(B200, transformer_engine_problem="it is not installed")
     for quantization in QUANTIZATIONS:
         assert not list(hardware_problems(config(rollout={"quantization": quantization}), without_engine))
-
-
-def test_the_hardware_is_read_only_if_needed() -> None:
     with mock.patch("grpo_megatron.models.layers.precision.read_hardware", side_effect=AssertionError):
         assert not list(hardware_problems(config()))
     assert list(hardware_problems(config(megatron={"fp8": {"recipe": "delayed"}}, trainer={"device": "cpu"})))
@@ -235,13 +222,6 @@ def test_blockwise_gathers_whole_blocks_of_the_hidden_size(arch: Architecture) -
     assert "hidden_size, 192, is not; set actor.megatron.sequence_parallel=false or leave" in problem
     assert not list(precision_problems(config(megatron={**megatron, "sequence_parallel": False}), narrow))
     assert not list(precision_problems(config(megatron={**megatron, "fp8": {"recipe": "tensorwise"}}), narrow))
-
-
-def test_fp8_needs_a_bfloat16_model(arch: Architecture) -> None:
-    wrong = config(megatron={"fp8": {"recipe": "delayed"}}, model={"path": "x", "dtype": "float32"})
-    assert any(
-        "needs model.dtype=bfloat16, and it is float32" in problem for problem in precision_problems(wrong, arch)
-    )
     assert not list(precision_problems(config(megatron={"fp8": {"recipe": "delayed"}}), arch))
 
 
@@ -279,22 +259,6 @@ def test_a_dry_run_needs_no_hardware(tmp_path: Path) -> None:
 
 
 # -- weights stored in FP8 ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gathers", [False, True])
-def test_param_gather_reaches_ddp_and_optimizer(gathers: bool) -> None:
-    fp8 = {"recipe": "tensorwise", "param_gather": gathers}
-    megatron, device = MegatronConfig.model_validate({"fp8": fp8}), Device("cpu")
-    model: Any = SimpleNamespace(config=SimpleNamespace(bf16=True, params_dtype=torch.bfloat16))
-    with (
-        mock.patch.object(optimizer, "DistributedDataParallel") as ddp,
-        mock.patch.object(optimizer, "get_megatron_optimizer") as build,
-        mock.patch.object(optimizer, "_initialize_state"),
-    ):
-        optimizer.wrap_ddp(model, megatron, device)
-        optimizer.build_optimizer(model, OptimConfig(), megatron, device)
-    assert ddp.call_args.args[1].fp8_param_gather is gathers
-    assert build.call_args.args[0].fp8_recipe == ("tensorwise" if gathers else None)
 
 
 def test_setting_a_parameter_sets_its_exact_values() -> None:

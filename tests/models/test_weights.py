@@ -14,7 +14,7 @@ from grpo_megatron.models.families import hf_shapes, table_of
 from grpo_megatron.models.weights.load import SafetensorsFolder, WeightsError
 from grpo_megatron.models.weights.sync_parameters import engine_tensors
 from grpo_megatron.models.weights.table import QKV, GateUp, Vocabulary, WeightRow, expand_table
-from tests.sync.architectures import FAMILIES, architecture
+from tests.sync.simulation import FAMILIES, architecture
 
 INDEX = "model.safetensors.index.json"
 

@@ -186,18 +186,7 @@ def test_every_step_is_in_the_report_which_takes_a_hundredth_of_the_time(
         sink.log(step, metrics)
         seen.append(steps_in(page.read_text()))
     # written at 5 s and, due at 25.2, at 30 s; the next one is due at 50.2, after step 9 at 50 s
-    assert seen == [
-        [0],
-        [0, 1],
-        [0, 1, 2],
-        [0, 1, 2, 3],
-        [0, 1, 2, 3, 4],
-        [5],
-        [5, 6],
-        [5, 6, 7],
-        [5, 6, 7, 8],
-        [5, 6, 7, 8, 9],
-    ]
+    assert seen == [list(range(first, last + 1)) for first in (0, 5) for last in range(first, first + 5)]
     assert len(written) == 3
     page.unlink()  # by its user: it is not begun in its middle
     sink.log(10, {})
@@ -239,17 +228,9 @@ def test_the_steps_whose_samples_are_kept_are_the_first_the_newest_and_some_betw
     assert all(kept["step"] < 20 for kept in resumed.samples.steps) and resumed.samples.steps
 
 
-def test_a_report_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = make_run(tmp_path / "run")
-    (folder / "report.html").mkdir()
-    sink = ReportSink(folder)
-    sink.log(0, {})
-    sink.close()
-    (record,) = caplog.records
-    assert "cannot write" in record.getMessage() and "report.html" in record.getMessage()
-
-
-def test_a_step_is_never_appended_to_a_page_that_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_cannot_be_written_ends_no_run_and_is_whole_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = make_run(tmp_path / "run")
     sink, full = ReportSink(folder), mock.Mock(side_effect=OSError("no space left"))
     sink.log(0, {})
@@ -258,6 +239,7 @@ def test_a_step_is_never_appended_to_a_page_that_is_not_whole(tmp_path: Path, mo
         sink.log(1, {})
         disk.setattr(sinks, "write_file", full)
         sink.log(2, {})
+    assert "cannot write" in caplog.text and "report.html" in caplog.text
     (folder / "report.html").write_text("a part of a line")
     sink.log(3, {})
     assert "a part of a line" not in (folder / "report.html").read_text()

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
+import os
+import random
 import struct
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from grpo_megatron.types import Prompt, Sample
 from tests import worlds
-from tests.parallel import exchange_ranks
 
 # (world, tp, pp, rollout tp): 5 prompts x 3 samples never divide evenly, so some groups are on two ranks
 LAYOUTS = [
@@ -33,7 +40,7 @@ def float32(values: list[float]) -> list[float]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
     out = tmp_path_factory.mktemp("alone") / "rollouts"
-    result: dict = worlds.run(exchange_ranks.roundtrip, 1, tp=1, pp=1, rollout_tp=1, num_prompts=5, n=3, out=out)[0]
+    result: dict = worlds.run(roundtrip, 1, tp=1, pp=1, rollout_tp=1, num_prompts=5, n=3, out=out)[0]
     return {**result, "rollouts": {path.name: path.read_text() for path in out.glob("step_*.jsonl")}}
 
 
@@ -44,12 +51,12 @@ def test_every_row_arrives_once_per_replica_with_exact_advantages(
     """The rollout files, which rank 0 writes, are also the same bytes in every layout."""
     world, tp, pp, rollout_tp = layout
     arguments = {"tp": tp, "pp": pp, "rollout_tp": rollout_tp, "num_prompts": 5, "n": 3, "out": tmp_path}
-    results = worlds.run(exchange_ranks.roundtrip, world, **arguments)
+    results = worlds.run(roundtrip, world, **arguments)
     assert {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")} == alone["rollouts"]
     assert all("rank 0: cannot write the rollouts of step 1" in result["refused"] for result in results)
     assert all("No space left on device" in result["refused"] for result in results)
     assert [result["shown"] for result in results] == [alone["shown"], *[None] * (world - 1)]
-    samples = exchange_ranks.draw(5, 3)
+    samples = draw(5, 3)
     dp = world // (tp * pp)
     assert results[0]["holders"] == world // rollout_tp
     by_replica: dict[int, list[int]] = {}
@@ -76,7 +83,7 @@ def test_every_row_arrives_once_per_replica_with_exact_advantages(
 def test_a_rollout_file_has_every_sample_in_order(alone: dict) -> None:
     assert sorted(alone["rollouts"]) == ["step_000000.jsonl", "step_000002.jsonl"]
     lines = [json.loads(line) for line in alone["rollouts"]["step_000002.jsonl"].splitlines()]
-    samples = exchange_ranks.draw(5, 3)
+    samples = draw(5, 3)
     assert [(row["group"], row["index"]) for row in lines] == [(s.prompt_index, s.index) for s in samples]
     for row, sample, advantage in zip(lines, samples, alone["advantages"], strict=True):
         assert (row["prompt"], row["answer"]) == (f"question {row['group']}", f"{row['group']}")
@@ -90,7 +97,7 @@ def test_a_rollout_file_has_every_sample_in_order(alone: dict) -> None:
 
 def test_the_report_has_the_numbers_of_engine_and_policy(alone: dict) -> None:
     """Of the group whose rewards differ most and of the first one. Rows 1 and 3 are not trained on: no policy's numbers."""
-    samples = {(s.prompt.uid, s.index): (row, s) for row, s in enumerate(exchange_ranks.draw(5, 3))}
+    samples = {(s.prompt.uid, s.index): (row, s) for row, s in enumerate(draw(5, 3))}
     assert [len(group["samples"]) for group in alone["shown"]] == [3, 3]
     for group in alone["shown"]:
         for found in group["samples"]:
@@ -106,14 +113,130 @@ def test_the_report_has_the_numbers_of_engine_and_policy(alone: dict) -> None:
 def test_masks_travel_as_spans_and_only_where_there_is_a_zero(alone: dict) -> None:
     unmasked, masked = alone["loss_spans"]
     assert unmasked == []
-    for sample, spans in zip(exchange_ranks.draw(5, 3), masked, strict=True):
+    for sample, spans in zip(draw(5, 3), masked, strict=True):
         assert [t for start, end in spans for t in range(start, end)] == [
             t for t, m in enumerate(sample.loss_mask) if m
         ]
         assert all(end < start for (_, end), (start, _) in itertools.pairwise(spans))  # the longest runs
-    assert masked[1] == [] and masked[0] == [(0, len(exchange_ranks.draw(5, 3)[0].response_ids))]
+    assert masked[1] == [] and masked[0] == [(0, len(draw(5, 3)[0].response_ids))]
 
 
 def test_a_sample_drawn_twice_stops_every_rank() -> None:
-    for message in worlds.run(exchange_ranks.drawn_twice, 2):
+    for message in worlds.run(drawn_twice, 2):
         assert "drawn twice: (prompt, index) [(0, 0), (0, 1)]" in message
+
+
+# -- what the ranks run ------------------------------------------------------------------------------------------------
+
+
+def draw(num_prompts: int, n: int) -> list[Sample]:
+    """All samples of a step, determined by (prompt, index) alone.
+
+    Sample (0, 1) has no loss token; those of index 2 have a random loss mask, the others one of ones.
+    """
+    samples = []
+    for p in range(num_prompts):
+        prompt = Prompt(f"t/{p}", tuple(range(1, 2 + p)), "", f"{p}", "t", "r", question=f"question {p}")
+        for i in range(n):
+            rng = random.Random(f"{p}/{i}")
+            length = rng.randint(1, 9)
+            ids = [rng.randint(0, 50000) for _ in range(length)]
+            logprobs = [-rng.random() for _ in ids]
+            sample = Sample(prompt, p, i, ids, logprobs, rng.choice(["stop", "length"]), version=0)
+            sample.text = f"response {p} {i}"
+            if (p, i) == (0, 1):
+                sample.loss_mask = [0] * length
+            elif i == 2:
+                sample.loss_mask = [1] + [rng.randint(0, 1) for _ in range(length - 1)]
+            sample.reward = math.nan if (p, i) == (1, 0) else rng.choice([0.0, 0.1, 0.7, 1.0])
+            samples.append(sample)
+    return samples
+
+
+def roundtrip(tp: int, pp: int, rollout_tp: int, num_prompts: int, n: int, out: Path) -> dict[str, Any]:
+    """Also writes the samples into `out`, a rollout file; its folder refuses the file of step 1."""
+    from grpo_megatron.algo.plan import make_plan
+    from grpo_megatron.config import ActorConfig, AlgorithmConfig
+    from grpo_megatron.device import Device
+    from grpo_megatron.parallel.exchange import exchange, gather_groups
+    from grpo_megatron.parallel.mesh import build_mesh
+
+    mesh = build_mesh(Device("cpu"), tp=tp, pp=pp, rollout_tp=rollout_tp)
+    everything = draw(num_prompts, n)
+    blocks, block = mesh.num_rollout_blocks, mesh.rollout_block
+    cut = [b * len(everything) // blocks for b in range(blocks + 1)]
+    held = everything[cut[block] : cut[block + 1]]  # a cut may fall inside a group
+    unmasked = gather_groups([replace(sample, loss_mask=[]) for sample in held], mesh)
+    table = gather_groups(held, mesh)
+    actor = ActorConfig(ppo_mini_batch_size=2, ppo_max_token_len_per_gpu=40)
+    plan = make_plan(table, AlgorithmConfig(), actor, dp=mesh.dp, train_batch_size=num_prompts, max_response_length=9)
+    batch = exchange(held, table, plan, mesh)
+    rows = batch.rows
+    return {
+        "refused": write_rollouts(out, held, table, plan, mesh),
+        "shown": shown_groups(held, table, plan, batch, mesh),
+        "dp_rank": mesh.dp_rank,
+        "holders": len(set(table.holder)),
+        "loss_spans": (unmasked.loss_spans, table.loss_spans),
+        "advantages": plan.advantages,
+        "rows": rows,
+        "sequences": {row: batch.tokens[i].tolist() for i, row in enumerate(rows)},
+        "logprobs": {row: batch.rollout_logprobs[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
+        "batch_advantages": {row: batch.advantages[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
+        "token_weights": {row: batch.token_weights[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
+        "loss_masks": {row: batch.loss_mask[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
+        "leader": mesh.block_broadcast(mesh.rank),
+        "padding": bool((batch.loss_mask & ~batch.response_mask).any()),
+        "plan_weights": plan.token_weights,
+    }
+
+
+def shown_groups(held: list[Sample], table: Any, plan: Any, batch: Any, mesh: Any) -> list[dict[str, Any]] | None:
+    """What rank 0 shows. The policy's log-probabilities are the engine's plus 0.25; a token's text is its id."""
+    from types import SimpleNamespace
+
+    from grpo_megatron.training.samples import ShownSamples
+
+    batch.old_logprobs = batch.rollout_logprobs + 0.25
+    tokenizer = SimpleNamespace(decode=lambda ids, **options: "".join(f"<{i}>" for i in ids))
+    groups = ShownSamples(mesh, tokenizer, is_drawn=True).gather(held, table, plan, batch)
+    batch.old_logprobs = None
+    return None if groups is None else groups()
+
+
+def write_rollouts(out: Path, held: list[Sample], table: Any, plan: Any, mesh: Any) -> str:
+    """Write step 0, then step 1 on a full disk, then step 2. Returns the message of step 1's failure."""
+    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.parallel.mesh import RankError
+    from grpo_megatron.training import samples as samples_module
+
+    files = samples_module.RolloutFiles(out, out / "run", mesh, tokenizer=None)
+    refused = ""
+    with mock.patch.object(samples_module, "TOKENS_PER_PART", 20):
+        files.write(0, Metrics(), held, table, plan)
+        try:
+            with mock.patch.object(samples_module, "write_file", full_disk):
+                files.write(1, Metrics(), held, table, plan)
+        except RankError as error:
+            refused = str(error)
+        files.write(2, Metrics(), held, table, plan)
+    return refused
+
+
+def full_disk(path: Path, parts: Iterator[str]) -> None:
+    """Fails after the first part: the others are on their way to rank 0."""
+    next(parts)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def drawn_twice() -> str:
+    from grpo_megatron.device import Device
+    from grpo_megatron.parallel.exchange import gather_groups
+    from grpo_megatron.parallel.mesh import RankError, build_mesh
+
+    mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
+    try:
+        gather_groups(draw(1, 2), mesh)
+    except RankError as error:
+        return str(error)
+    return "accepted"

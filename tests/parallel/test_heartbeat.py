@@ -11,15 +11,16 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_megatron.parallel.stalls import Beat, Watch, behind, read_beat, table
 from tests import worlds
-from tests.parallel import heartbeat_ranks
 from tests.runs import make_run, stand_in_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,14 +165,80 @@ def test_a_stall_is_named_and_ends_all_ranks(run: Path, tmp_path: Path, kind: st
 
 @pytest.mark.slow
 def test_slow_ranks_are_left_alone(tmp_path: Path) -> None:
-    assert worlds.run(heartbeat_ranks.healthy, 2, folder=tmp_path) == [["gen", "reward", "save_checkpoint"]] * 2
+    assert worlds.run(healthy, 2, folder=tmp_path) == [["gen", "reward", "save_checkpoint"]] * 2
 
 
 @pytest.mark.slow
 def test_a_timeout_names_the_rank_that_is_behind(tmp_path: Path) -> None:
-    (message, cause), _ = worlds.run(heartbeat_ranks.late, 2, folder=tmp_path)
+    (message, cause), _ = worlds.run(late, 2, folder=tmp_path)
     assert re.match(
         r"a collective has timed out \(trainer.timeout_s\): rank 1 \(node .*\) is still in phase reward of step 5, ",
         message,
     )
     assert cause == "LostRank" and re.search(r"\n  1 .* step/reward ", message)
+
+
+# -- what the ranks of the healthy and the late world run --------------------------------------------------------------
+
+
+TIMEOUT_S = 1.0
+
+
+def healthy(folder: Path) -> list[str]:
+    """Rank 1 does slowly what a healthy rank may do, each for longer than the time of a stall; rank 0 waits for it."""
+    from grpo_megatron.device import Device
+    from grpo_megatron.parallel.heartbeat import Heartbeat
+    from grpo_megatron.parallel.mesh import build_mesh
+
+    mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
+
+    def compute() -> None:
+        end = time.monotonic() + 3 * TIMEOUT_S
+        while time.monotonic() < end:
+            torch.ones(64, 64) @ torch.ones(64, 64)
+
+    def wait_for_a_process() -> None:
+        subprocess.run(["sleep", str(3 * TIMEOUT_S)], check=True)
+
+    def wait_for_the_disk() -> None:
+        time.sleep(3 * TIMEOUT_S)
+
+    done = []
+    with Heartbeat(folder, mesh, TIMEOUT_S) as heartbeat:
+        for name, work in (("gen", compute), ("reward", wait_for_a_process)):
+            with heartbeat.phase("step"), heartbeat.phase(name):
+                if mesh.rank == 1:
+                    work()
+                mesh.barrier()
+            done.append(name)
+        with heartbeat.phase("save_checkpoint"):
+            if mesh.rank == 1:
+                wait_for_the_disk()
+            mesh.barrier()
+        done.append("save_checkpoint")
+    return done
+
+
+def late(folder: Path) -> Any:
+    """Nothing is watched, and rank 1 comes too late for a collective: the error that rank 0 gets."""
+    from grpo_megatron.device import Device
+    from grpo_megatron.parallel.heartbeat import Heartbeat
+    from grpo_megatron.parallel.mesh import build_mesh
+    from grpo_megatron.parallel.stalls import StalledRank
+
+    mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1, timeout_s=4.0)
+    over = folder / "over"
+    with Heartbeat(folder, mesh, None) as heartbeat:
+        heartbeat.step = 5
+        try:
+            with heartbeat.naming_timeouts(), heartbeat.phase("step"):
+                with heartbeat.phase("reward"):
+                    while mesh.rank == 1 and not over.exists():
+                        time.sleep(0.1)
+                mesh.agree(None)
+        except StalledRank as error:
+            over.touch()
+            return str(error), type(error.__cause__).__name__
+        except RuntimeError as error:  # rank 1: the other one is gone
+            return type(error).__name__
+    return None

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_megatron.models.flops import model_shape
+from grpo_megatron.models.flops import active_parameters
 from grpo_megatron.planning import speeds
 from grpo_megatron.planning.cost import (
     PlannedMachine,
@@ -44,7 +44,7 @@ LAYOUT = Layout(tp=8, pp=2, rollout_tp=8, tokens=4000)
 
 
 def test_a_pass_by_hand() -> None:
-    active = model_shape(WORK.arch).active_parameters
+    active = active_parameters(WORK.arch)
     assert active == pytest.approx(70.55e9, rel=0.001)
     flops = 6 * active * 2_048_000 + 6 * 128 * 64 * 80 * 1024 * 2000**2
     compute = flops / (64 * 989e12 * 0.46 * 4000 / 5024)
@@ -62,7 +62,7 @@ def test_decoding_by_hand() -> None:
     memory = (weights + cache) / (0.7 * 3.35e12)
     reduce = 160 * (speeds.REDUCE_S + 2 * 64 * 8192 * 2 * 7 / 8 / (0.75 * 450e9))
     step = memory + reduce + speeds.ENGINE_STEP_S + 64 * speeds.SAMPLE_S
-    prompts = 2 * model_shape(WORK.arch).active_parameters * 16 * 1000 / (8 * 989e12 * 0.46)
+    prompts = 2 * active_parameters(WORK.arch) * 16 * 1000 / (8 * 989e12 * 0.46)
     assert generation_seconds(WORK, LAYOUT, H100, 1e9) == pytest.approx(2000 * step + prompts)
 
 

@@ -240,14 +240,16 @@ def test_what_a_search_refuses(arguments: list[str], expected: str, capsys: pyte
         (["--mean-response", "3"], "--mean-response needs --search"),
         (["--search", "--resolved-config", "x.yaml"], "leave one of them out"),
         (["--gpu", "h300"], "'h300' is neither one of h100-80, h200"),
-        (["--nodes-of", "0"], "'0' is not a positive number"),
-        (["--profile", "3"], "unknown option --profile"),
+        (["--nodes-of", "0"], "--nodes-of 0 is too small; set 1 or more"),
+        (["--profile", "3"], "--profile measures a run, and --dry-run starts none"),
     ],
 )
 def test_options_that_make_no_sense(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main.main(["plan", EXAMPLE, *arguments])
-    assert raised.value.code == 2 and expected in capsys.readouterr().err
+    try:
+        code: object = main.main(["plan", EXAMPLE, *arguments])
+    except SystemExit as stopped:  # argparse refuses a value of the wrong kind itself
+        code = stopped.code
+    assert code == 2 and expected in capsys.readouterr().err
 
 
 def test_a_search_counts_critic_and_reward_models(tmp_path: Path) -> None:

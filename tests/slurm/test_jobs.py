@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests import tiny, worlds
+from tests import worlds
 from tests.e2e import run_ranks
 from tests.slurm.lab import HANG_S, Lab
+from tests.soak.soak import make_workspace
 from tests.stored import same_stored
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -29,14 +30,7 @@ STEPS = 8
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from grpo_megatron.data.arithmetic import build_tokenizer, write_task
-
-    root = tmp_path_factory.mktemp("slurm")
-    (root / "data").mkdir()
-    write_task(root / "data", seed=0, num_train=64, num_val=16)
-    tiny.make_model(root / "model", "qwen2-tied", num_hidden_layers=2, vocab_size=80, std=0.05)
-    build_tokenizer().save_pretrained(root / "model")
-    return root
+    return make_workspace(tmp_path_factory.mktemp("slurm"))
 
 
 def settings(workspace: Path, output_dir: Path, world: int, tp: int, pp: int, steps: int) -> dict[str, Any]:

@@ -140,24 +140,21 @@ def test_a_pre_emption_that_ends_the_ranks_at_once_is_no_fault_of_the_run(job: J
     assert (job.out / "attempts/7-1/interrupted").exists()
 
 
+def test_attempts_are_capped(job: Job) -> None:
+    status, text = job.run(TRAIN_DOES=f"{PROGRESS}; exit 137", SLURM_RESTART_COUNT="2", MAX_ATTEMPTS="3")
+    assert status == 1 and "attempt 3 of MAX_ATTEMPTS=3" in text.splitlines()[-1]
+    status, text = job.run(TRAIN_DOES=DONE, SLURM_RESTART_COUNT="3", MAX_ATTEMPTS="3")  # Slurm's own requeue
+    assert status == 1 and "MAX_ATTEMPTS=3 have been made" in text.splitlines()[-1]
+    status, text = job.run(TRAIN_DOES=STOPPED, REQUEUE_CODE="1")
+    assert status == 75 and "submit it again" in text.splitlines()[-1]
+
+
 def test_attempts_whose_script_dies_do_not_loop(job: Job) -> None:
     """An attempt counts even if its script died with the first node, before it could decide how to go on."""
     job.earlier(0, 0)
     job.earlier(1, 0)
     status, text = job.run(TRAIN_DOES=DONE, SLURM_RESTART_COUNT="2")
     assert status == 1 and "two attempts in a row have not advanced a step" in text.splitlines()[-1]
-
-
-def test_attempts_are_capped(job: Job) -> None:
-    status, text = job.run(TRAIN_DOES=f"{PROGRESS}; exit 137", SLURM_RESTART_COUNT="2", MAX_ATTEMPTS="3")
-    assert status == 1 and "attempt 3 of MAX_ATTEMPTS=3" in text.splitlines()[-1]
-    status, text = job.run(TRAIN_DOES=DONE, SLURM_RESTART_COUNT="3", MAX_ATTEMPTS="3")  # Slurm's own requeue
-    assert status == 1 and "MAX_ATTEMPTS=3 have been made" in text.splitlines()[-1]
-
-
-def test_where_slurm_does_not_requeue_it_says_so(job: Job) -> None:
-    status, text = job.run(TRAIN_DOES=STOPPED, REQUEUE_CODE="1")
-    assert status == 75 and "submit it again" in text.splitlines()[-1]
 
 
 def test_usr1_stops_the_run(job: Job) -> None:
@@ -185,37 +182,28 @@ NODE2_IS_BAD = "cd $OUT/attempts/7-0/preflight; echo ok >node1.verdict; echo 7 G
 
 
 def test_bad_nodes_are_named_and_excluded(job: Job) -> None:
-    status, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=NODE2_IS_BAD, EXCLUDED="node9", PARTITION="node1 node2 node3")
+    """Also where Slurm refuses the exclusion twice, while it still ends the job."""
+    refuses_twice = "echo refused >>$OUT/refused; [ $(wc -l <$OUT/refused) -gt 2 ] || exit 1"
+    status, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=NODE2_IS_BAD, EXCLUDED="node9", UPDATE_DOES=refuses_twice)
     assert status == 75, text
     assert "pre-flight node1: ok" in text and "pre-flight node2: 7 GPUs, 8 expected" in text
     assert "bad nodes: node2; requeued without node9,node2" in text.splitlines()[-1]
     assert job.calls.read_text().splitlines() == ["requeued", "update jobid=7 ExcNodeList=node9,node2"]
 
 
-def test_nodes_are_excluded_once_slurm_accepts_it(job: Job) -> None:
-    """Slurm refuses while it still ends the job."""
-    refuses_twice = "echo refused >>$OUT/refused; [ $(wc -l <$OUT/refused) -gt 2 ] || exit 1"
-    _, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=NODE2_IS_BAD, UPDATE_DOES=refuses_twice)
-    assert "requeued without node2" in text.splitlines()[-1]
-    assert job.calls.read_text().splitlines() == ["requeued", "update jobid=7 ExcNodeList=node2"]
-
-
-def test_too_few_good_nodes_end_the_job(job: Job) -> None:
-    status, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=NODE2_IS_BAD, PARTITION="node1 node2")
-    assert status == 1 and "bad nodes: node2; the partition has 1 others, and 2 are needed" in text.splitlines()[-1]
-    assert job.calls.read_text() == ""
-
-
-def test_a_node_without_a_verdict_is_bad(job: Job) -> None:
-    writes = "echo ok >$OUT/attempts/7-0/preflight/node2.verdict"
-    _, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=writes)
-    assert "pre-flight node1: did not answer in 5 min" in text
-    assert "requeued without node1" in text.splitlines()[-1]
-
-
-def test_a_good_preflight_goes_on(job: Job) -> None:
-    writes = "cd $OUT/attempts/7-0/preflight; echo ok | tee node1.verdict >node2.verdict"
-    assert job.run(PREFLIGHT="1", PREFLIGHT_DOES=writes, TRAIN_DOES=DONE)[0] == 0
+@pytest.mark.parametrize(
+    ("does", "partition", "code", "words"),
+    [
+        (NODE2_IS_BAD, "node1 node2", 1, "bad nodes: node2; the partition has 1 others, and 2 are needed"),
+        ("echo ok >$OUT/attempts/7-0/preflight/node2.verdict", "node1 node2 node3", 75, "requeued without node1"),
+        ("cd $OUT/attempts/7-0/preflight; echo ok | tee node1.verdict >node2.verdict", "node1 node2", 0, "finished"),
+    ],
+    ids=["too few good nodes", "no verdict", "all good"],
+)
+def test_the_verdicts_decide(job: Job, does: str, partition: str, code: int, words: str) -> None:
+    status, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=does, PARTITION=partition, TRAIN_DOES=DONE)
+    assert status == code and words in text.splitlines()[-1], text
+    assert (job.calls.read_text() == "") == (code != 75)
 
 
 @pytest.fixture
@@ -229,7 +217,7 @@ def preflight(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_gpus_are_counted_and_looked_at(preflight: ModuleType) -> None:
+def test_gpus_and_versions_are_looked_at(preflight: ModuleType) -> None:
     good = ["NVIDIA H100 80GB HBM3", "4", "0", "Not Active"]
     assert preflight.gpu_problems([good] * 8, 8) == []
     bad = [good, [good[0], "70000", "0", "Not Active"], [*good[:2], "3", "Not Active"], [*good[:3], "Active"]]
@@ -239,23 +227,21 @@ def test_gpus_are_counted_and_looked_at(preflight: ModuleType) -> None:
         "GPU 2: 3 uncorrected ECC errors",
         "GPU 3: hardware slowdown (heat or power)",
     ]
-
-
-def test_the_odd_version_is_named(preflight: ModuleType) -> None:
     facts = [{"node": f"n{i}", "versions": {"torch": "2.13.0"}} for i in range(4)]
     assert preflight.odd_versions(facts) == {}
     facts[0]["versions"] = {"torch": "2.12.1"}
     assert preflight.odd_versions(facts) == {"n0": ["torch 2.12.1, but 2.13.0 on 3 nodes"]}
 
 
-@pytest.mark.parametrize("nodes", range(1, 10))
-def test_every_node_meets_its_neighbours_once(preflight: ModuleType, nodes: int) -> None:
-    rounds = preflight.ring_rounds(nodes)
-    for pairs in rounds:
-        members = [node for pair in pairs for node in pair]
-        assert len(members) == len(set(members))
-    met = [frozenset(pair) for pairs in rounds for pair in pairs]
-    assert len(met) == len(set(met)) == {1: 0, 2: 1}.get(nodes, nodes)
+def test_every_node_meets_its_neighbours_once(preflight: ModuleType) -> None:
+    for nodes in range(1, 10):
+        rounds = preflight.ring_rounds(nodes)
+        assert all(
+            len(set(members)) == len(members)
+            for members in ([node for pair in pairs for node in pair] for pairs in rounds)
+        )
+        met = [frozenset(pair) for pairs in rounds for pair in pairs]
+        assert len(met) == len(set(met)) == {1: 0, 2: 1}.get(nodes, nodes)
 
 
 # -- arguments, dry run, tidiness -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`make soak`: hundreds of steps under every fault of matrix.py, compared with an undisturbed run. Prints the fault matrix.
+"""`make soak`: hundreds of steps under every fault of soak.py, compared with an undisturbed run. Prints the fault matrix.
 
     python -m tests.soak [--steps N] [--seed N] [--faults N] [--folder DIR]
 
@@ -22,9 +22,7 @@ from unittest import mock
 
 from grpo_megatron.observability.summary import format_table
 from grpo_megatron.storage import lock
-from tests.soak.matrix import FIRST, LAST, MATRIX, Fault
-from tests.soak.soak import Soak, rows_of, run_command
-from tests.soak.workspace import make_workspace, soak_settings
+from tests.soak.soak import FIRST, LAST, MATRIX, Fault, Soak, make_workspace, rows_of, run_command, soak_settings
 
 RSS_GROWTH = 1.05  # largest ratio of a rank's memory in the last quarter to that in the second quarter
 WEIGHTS = "hf/model.safetensors"

@@ -1,6 +1,6 @@
 """Faults inside a rank: at the n-th time that it reaches a point of the program, it does something bad.
 
-SOAK_FAULT   {"point": "update_actor", "count": 3, "rank": 1, "action": "kill rank"} (matrix.py)
+SOAK_FAULT   {"point": "update_actor", "count": 3, "rank": 1, "action": "kill rank"} (soak.py)
 SOAK_USAGE   a folder: after each step every rank appends its memory, descriptors and threads to RANK.jsonl
 SOAK_OUTPUT  the run's output folder
 """
@@ -26,7 +26,7 @@ FUNCTIONS = {
     "start": ("grpo_megatron.trainer", "build_colocation"),
     "log": ("grpo_megatron.training.report", "StepReport.log"),
     "save: state": ("grpo_megatron.training.checkpoint", "save_sharded"),
-    "save: files": ("grpo_megatron.models.weights.sharded_state", "ShardedWrite._write_files"),
+    "save: files": ("grpo_megatron.models.weights.sharded_state", "ShardedWrite.write"),
     "save: manifest": ("grpo_megatron.training.checkpoint", "write_manifest"),
     "save: rename": ("grpo_megatron.training.checkpoint", "publish_folder"),
     "save: prune": ("grpo_megatron.training.checkpoint", "Checkpoints._prune"),

@@ -15,9 +15,7 @@ import torch
 
 from tests import worlds
 from tests.e2e import run_ranks
-from tests.soak.matrix import DAMAGES, MATRIX, Fault
-from tests.soak.soak import Soak, rows_of
-from tests.soak.workspace import make_workspace, soak_settings
+from tests.soak.soak import DAMAGES, MATRIX, Fault, Soak, make_workspace, rows_of, soak_settings
 from tests.stored import same_stored
 
 STEPS = 6

@@ -17,16 +17,6 @@ import pytest
 from grpo_megatron.storage import lock
 
 ROOT = Path(__file__).resolve().parents[2]
-HOLD = """
-import sys
-from grpo_megatron.storage.lock import private_folder
-with private_folder() as folder:
-    (folder / "file").touch()
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
-
-
 SERVE = """
 import sys
 from grpo_megatron.cli.ranks import start_fork_server
@@ -51,20 +41,6 @@ def make_old(*paths: Path) -> None:
         os.utime(path, (time.time() - 3600,) * 2)
 
 
-def test_the_folder_of_a_killed_launcher(folder: Path) -> None:
-    command = [sys.executable, "-c", HOLD]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
-        private = Path(launcher.stdout.readline().strip())
-        assert private.parent == folder and private.stat().st_mode & 0o077 == 0
-        make_old(private)
-        lock.remove_leftovers()
-        assert (private / "file").exists()
-        launcher.kill()
-    lock.remove_leftovers()
-    assert not private.exists()
-
-
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_fork_server(folder: Path, is_killed: bool) -> None:
     """multiprocessing would leave a folder pymp-* with the server's socket, which nobody removes."""
@@ -72,7 +48,9 @@ def test_fork_server(folder: Path, is_killed: bool) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None and launcher.stdout.readline() == "serving\n"
         (private,) = folder.iterdir()
-        assert any(private.iterdir())  # the socket
+        make_old(private)
+        lock.remove_leftovers()  # leaves what is locked
+        assert private.stat().st_mode & 0o077 == 0 and any(private.iterdir())  # the socket
         if is_killed:
             launcher.kill()
     if is_killed:

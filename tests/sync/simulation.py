@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.families import table_of
+from grpo_megatron.models.families import architecture_of, table_of
 from grpo_megatron.models.weights.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.models.weights.table import WeightRow, expand_table
 from grpo_megatron.parallel.mesh import Grid
+from grpo_megatron.sync.digest import Expected, compare, expected_digests, part_digest
 from grpo_megatron.sync.exchange import Envelope, Exchange, Pool
 from grpo_megatron.sync.plan import SyncPlan
 from grpo_megatron.sync.rounds import RankPlan, Rounds, Traffic, plan_rounds
-from tests.sync.architectures import planned_shapes
+from grpo_megatron.sync.tensors import EngineTensors
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+from benchmark_sync_plan import floor_of as floor_of
 
 HANG_S = 120.0
 
@@ -140,24 +146,123 @@ def run(simulated: World) -> tuple[list[dict[str, Tensor]], list[Counts]]:
     }
     counts = [Counts() for _ in range(size)]
     handed: list[dict[str, Tensor]] = [{} for _ in range(size)]
-    errors: list[BaseException] = []
 
     def rank_main(rank: int) -> None:
+        transport = Queues(rank, queues, counts[rank])
+        rank_plan, shard = simulated.rank_plan(rank), simulated.shard(rank)
+        dtype = next(iter(simulated.whole.values())).dtype
+        exchange = Exchange(rank_plan, shard.__getitem__, transport, Pool(dtype, torch.device("cpu")))
+        for bucket in exchange.stream():
+            handed[rank].update(bucket)
+
+    for error in on_threads(size, rank_main):
+        raise error
+    return handed, counts
+
+
+def on_threads(size: int, rank_main: Callable[[int], None]) -> list[BaseException]:
+    """Run `rank_main(rank)` in one thread per rank. Returns what they raised."""
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
         try:
-            transport = Queues(rank, queues, counts[rank])
-            rank_plan, shard = simulated.rank_plan(rank), simulated.shard(rank)
-            dtype = next(iter(simulated.whole.values())).dtype
-            exchange = Exchange(rank_plan, shard.__getitem__, transport, Pool(dtype, torch.device("cpu")))
-            for bucket in exchange.stream():
-                handed[rank].update(bucket)
-        except BaseException as error:  # noqa: BLE001 - raised below, in the test's thread
+            rank_main(rank)
+        except BaseException as error:  # noqa: BLE001 - the test's thread raises it
             errors.append(error)
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if errors:
-        raise errors[0]
-    return handed, counts
+    return errors
+
+
+# -- attestation -------------------------------------------------------------------------------------------------------
+
+
+def engine_of(world: World) -> EngineTensors:
+    """The engine's tensors, without the constants, which travel apart."""
+    engine = engine_tensors(world.arch, world.grid.rollout_tp, reads_shards=True)
+    return EngineTensors(*({name: part[name] for name in world.whole} for part in (engine.tensors, engine.spans)))
+
+
+def expected_of(world: World) -> Expected:
+    """All ranks in turn: the first pass adds up their tables, the second hands the sum to one rank."""
+    engine, total = engine_of(world), torch.zeros(())
+    for rank in range(world.grid.world_size):
+        tables: list[Tensor] = []
+        shares, shard = world.rank_plan(rank).shares(), world.shard(rank)
+        expected_digests(shares, shard.__getitem__, engine, lambda t: tables.append(t.clone()), torch.device("cpu"))  # noqa: B023
+        total = tables[0] if rank == 0 else total + tables[0]
+    return expected_digests([], lambda name: total, engine, lambda table: table.copy_(total), torch.device("cpu"))
+
+
+def held_by(world: World, rank: int, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """The digests of a rank's engine that was handed these full-shaped tensors."""
+    engine, held = engine_of(world), {}
+    for name, tensor in engine.tensors.items():
+        start, stop = engine.spans[name][world.grid.engine_rank(rank)]
+        held[name] = int(part_digest(tensors[name].narrow(tensor.axis, start, stop - start), tensor, start))
+    return held
+
+
+def complaints(world: World, expected: Expected, handed: list[dict[str, Tensor]]) -> list[str | None]:
+    """What the attestation says on every rank."""
+    engine, place = engine_of(world), world.grid.engine_rank
+    held = [held_by(world, rank, tensors) for rank, tensors in enumerate(handed)]
+    return [compare(expected, digests, engine, place(rank), rank) for rank, digests in enumerate(held)]
+
+
+# -- architectures: numbers only, without a model folder ---------------------------------------------------------------
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,  # more engine or training ranks than key-value heads
+    "max_position_embeddings": 512,
+    "vocab_size": 101,  # odd: both layouts pad it
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 512,  # the size that vLLM computes on the CPU
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+SIGMOID: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-groups": {"model_type": "llama", "num_key_value_heads": 8},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2"},  # biases
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},  # q and k norms
+    "qwen3-moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek-v3": {"model_type": "deepseek_v3", **LATENT, **SIGMOID},
+}
+
+
+def architecture(family: str, **changes: Any) -> Architecture:
+    return architecture_of({**SMALL, **FAMILIES[family], **changes})
+
+
+def planned_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """The tensors of a sync's plan: all but the constants, which travel apart (models/weights/resharding.py)."""
+    rows = [row for row in expand_table(table_of(arch), arch) if not row.is_constant]
+    return {name: shape for row in rows for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True)}

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,14 +117,6 @@ def test_a_part_at_another_place_has_another_digest() -> None:
         assert len({int(part_digest(values, tensor, start)) for start in range(12)}) == 12
 
 
-def test_devices_without_an_integer_mv_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = tensor_of((33, 24), torch.bfloat16)
-    healthy = whole_digest(values)
-    monkeypatch.setattr(digest, "_CHUNK_BYTES", 100)
-    monkeypatch.setattr(digest, "_product", digest._product_in_chunks)
-    assert whole_digest(values) == healthy
-
-
 # -- the compiled kernel -----------------------------------------------------------------------------------------------
 
 ALL_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -188,3 +184,54 @@ def test_the_kernel_is_compiled_for_large_models_only(monkeypatch: pytest.Monkey
     monkeypatch.setattr(digest.importlib.util, "find_spec", lambda name: None)
     digest.load_kernel(digest.SMALLEST_SYNC)
     assert not digest._loaded and not digest._is_compiled_for(torch.zeros(1 << 20, dtype=torch.int64))
+
+
+# -- the Triton kernel without a GPU; tests/gpu runs it on one ---------------------------------------------------------
+
+
+INTERPRETED = """
+import torch
+from grpo_megatron.sync import digest
+from grpo_megatron.sync.digest_gpu import BLOCK_WORDS, row_sums
+
+generator = torch.Generator().manual_seed(0)
+count = 0
+shapes = [(3, 5, 0, 0), (1, BLOCK_WORDS, 0, 0), (4, BLOCK_WORDS + 1, 0, 3), (2, 3 * BLOCK_WORDS - 1, 2, 1), (0, 4, 0, 0)]
+for rows, columns, before, after in shapes:
+    memory = torch.randint(-(2**63), 2**63 - 1, (rows, before + columns + after), generator=generator)
+    words = memory[:, before : before + columns]
+    factors = digest._numbers(digest._WORDS, 7, 7 + columns, words.device)
+    expected = torch.mv(words, factors)
+    assert torch.equal(row_sums(words, factors), expected), (rows, columns)
+    count += 1
+print(count, "shapes")
+"""
+
+
+COMPILED = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from grpo_megatron.sync.digest_gpu import BLOCK_WORDS, _sum_rows
+
+signature = {"words": "*i64", "factors": "*i64", "sums": "*i64", "num_columns": "i32", "stride": "i32", "block": "constexpr"}
+source = ASTSource(fn=_sum_rows, signature=signature, constexprs={"block": BLOCK_WORDS})
+kernel = compile(source, target=GPUTarget("cuda", 90, 32))
+print("st.global" in kernel.asm["ptx"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "interpret", "printed"), [(INTERPRETED, "1", "5 shapes"), (COMPILED, "0", "True")])
+def test_the_kernel_without_a_gpu(script: str, interpret: str, printed: str, tmp_path: Path) -> None:
+    """In a process of its own: Triton asks for the interpreter when it is imported."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env={**os.environ, "TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr

@@ -14,9 +14,8 @@ import torch
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.exchange import Exchange, Pool
 from grpo_megatron.sync.plan import SyncPlan
-from grpo_megatron.sync.tensors import floor_of
 from tests.sync import simulation
-from tests.sync.architectures import FAMILIES, architecture
+from tests.sync.simulation import FAMILIES, architecture, floor_of
 
 SIZES = [
     (tp, pp, replicas) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for replicas in (1, 2, 4) if tp * pp * replicas <= 16

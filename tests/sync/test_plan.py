@@ -13,9 +13,8 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.plan import NETWORK, NODE, module_of
 from grpo_megatron.sync.rounds import RankPlan
-from grpo_megatron.sync.tensors import floor_of
 from tests.sync import simulation
-from tests.sync.architectures import architecture
+from tests.sync.simulation import architecture, floor_of
 from tests.sync.test_exchange import LAYOUTS, budget_of
 
 LARGEST_IMBALANCE = 1.25

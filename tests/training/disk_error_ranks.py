@@ -132,7 +132,7 @@ def _save_in_background(policy: Any, reward: Any, config: Any, out: Path) -> dic
 
     Checkpoints(out, policy.mesh, keep=None).save(1, policy, config, parts=[reward])
     checkpoints = Checkpoints(out, policy.mesh, keep=1, in_background=True)
-    gate, write = threading.Event(), ShardedWrite._write_files
+    gate, write = threading.Event(), ShardedWrite.write
 
     def held(self: ShardedWrite) -> None:
         gate.wait()
@@ -144,7 +144,7 @@ def _save_in_background(policy: Any, reward: Any, config: Any, out: Path) -> dic
         policy.mesh.barrier()
         return found
 
-    with mock.patch.object(ShardedWrite, "_write_files", held):
+    with mock.patch.object(ShardedWrite, "write", held):
         final = checkpoints.save(2, policy, config, parts=[reward])
         checkpoints.poll(lambda name: contextlib.nullcontext())
         seen: dict[str, Any] = {"while it waits": (names(), checkpoints.last)}

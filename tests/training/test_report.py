@@ -12,7 +12,7 @@ import torch
 
 from grpo_megatron.config import ActorConfig, Config, DataConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models.flops import ModelShape
+from grpo_megatron.models.families import architecture_of
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.training.guards import Guards, GuardStop
 from grpo_megatron.training.report import StepReport
@@ -44,7 +44,7 @@ def step_report(sinks: Any, guards: Guards, has_finite_weights: Callable[[], boo
         has_finite_weights,
         NoRolloutFiles(),
         NO_SAMPLES,
-        shape=ModelShape(8, 1, 1, 1, 8, 8, 8),
+        arch=architecture_of({**tiny.COMMON, "model_type": "llama"}),
         peaks={"peak": None},
         multiple=4,
     )

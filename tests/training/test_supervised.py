@@ -20,7 +20,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests import worlds
-from tests.soak.workspace import make_workspace
+from tests.soak.soak import make_workspace
 from tests.training import guard_ranks, supervised_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

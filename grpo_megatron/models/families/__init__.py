@@ -14,6 +14,7 @@ from typing import Any
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, check_bounds
 from grpo_megatron.models.families import deepseek
 from grpo_megatron.models.families.decoders import DECODERS, ModelFamily
+from grpo_megatron.models.weights.decoder_table import latent_table
 from grpo_megatron.models.weights.table import WeightRow, expand_table
 from grpo_megatron.reading import ReadError, cut, read_json, shown
 from grpo_megatron.registry import import_function
@@ -22,7 +23,7 @@ SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_wi
 MAX_CONFIG = 1 << 24  # bytes of a config.json
 
 FAMILIES: dict[str, ModelFamily] = {  # model_type of config.json -> family
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ModelFamily(deepseek.architecture_from, deepseek.weight_table)),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ModelFamily(deepseek.architecture_from, latent_table)),
     **DECODERS,
 }
 
@@ -90,7 +91,9 @@ def architecture_of(config: dict[str, Any], family: str | None = None) -> Archit
         arch = found.architecture_from(config)
     except UnsupportedModel:
         raise
-    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:  # of a value of another type
+    except KeyError as error:
+        raise UnsupportedModel(f"config.json has no {error.args[0]!r}") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:  # of a value of another type
         raise UnsupportedModel(f"config.json has a value that cannot be used ({cut(str(error))})") from error
     if not isinstance(arch, Architecture):
         raise UnsupportedModel(

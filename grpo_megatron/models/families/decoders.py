@@ -14,7 +14,7 @@ Qwen3-MoE   qwen3_moe    Qwen3's attention, and routed experts in place of every
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,79 +35,59 @@ class ModelFamily:
     weight_table: Callable[[Architecture], list[WeightRow]]
 
 
-def _refuse(config: dict[str, Any], name: str, *keys: str) -> None:
-    for key in keys:
-        if config.get(key):
-            raise UnsupportedModel(f"{name} with {key}=true is not supported")
+def _family(
+    name: str = "",
+    refused: Sequence[str] = (),
+    *,
+    window: str | None = None,
+    experts: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    table: Callable[[Architecture], list[WeightRow]] | None = None,
+    **fields: Any,
+) -> ModelFamily:
+    """A family whose Architecture is `common_settings` and `fields`. Keys in `refused` must not be set.
 
+    `window`: the key that switches `sliding_window` on; "": it is always on. `experts`: config.json -> the fields of experts.
+    """
 
-def _decoder(config: dict[str, Any], **fields: Any) -> Architecture:
-    tied = bool(config.get("tie_word_embeddings", False))
-    return Architecture(family=config["model_type"], tied=tied, **{**common_settings(config), **fields})
+    def architecture_from(config: dict[str, Any]) -> Architecture:
+        for key in refused:
+            if config.get(key):
+                raise UnsupportedModel(f"{name} with {key}=true is not supported")
+        settings = {"tied": bool(config.get("tie_word_embeddings", False)), **fields}
+        if window is not None:
+            settings["sliding_window"] = config.get("sliding_window") if not window or config.get(window) else None
+        moe = experts(config) if experts is not None else {}
+        return Architecture(family=config["model_type"], **{**common_settings(config), **settings, **moe})
 
-
-def _window(config: dict[str, Any]) -> int | None:
-    """Qwen's config.json gives a window that is in use only with `use_sliding_window`."""
-    return config.get("sliding_window") if config.get("use_sliding_window") else None
-
-
-def _llama(config: dict[str, Any]) -> Architecture:
-    _refuse(config, "Llama", "attention_bias", "mlp_bias")
-    return _decoder(config)
-
-
-def _mistral(config: dict[str, Any]) -> Architecture:
-    return _decoder(config, sliding_window=config.get("sliding_window"))
-
-
-def _mixtral(config: dict[str, Any]) -> Architecture:
-    experts = expert_settings(config, width="intermediate_size", renormalise=True)
-    return _decoder(config, sliding_window=config.get("sliding_window"), **experts)
-
-
-def _olmo2(config: dict[str, Any]) -> Architecture:
-    _refuse(config, "OLMo-2", "attention_bias")
-    return _decoder(config, post_norms=True)
-
-
-def _qwen2(config: dict[str, Any]) -> Architecture:
-    return _decoder(config, qkv_bias=True, sliding_window=_window(config))
-
-
-def _qwen3(config: dict[str, Any]) -> Architecture:
-    _refuse(config, "Qwen3", "attention_bias")
-    return _decoder(config, qk_norm=True, sliding_window=_window(config))
-
-
-def _qwen3_moe(config: dict[str, Any]) -> Architecture:
-    _refuse(config, "Qwen3-MoE", "attention_bias")
-    renormalise = bool(config.get("norm_topk_prob", False))
-    experts = expert_settings(config, width="moe_intermediate_size", renormalise=renormalise)
-    return _decoder(config, qk_norm=True, sliding_window=_window(config), **experts)
+    return ModelFamily(architecture_from, table or _plain_table)
 
 
 def _plain_table(arch: Architecture) -> list[WeightRow]:
-    return decoder_table(qkv_bias=arch.qkv_bias, qk_norm=arch.qk_norm, tied=arch.tied)
+    mlp = expert_rows() if arch.num_experts else None
+    return decoder_table(qkv_bias=arch.qkv_bias, qk_norm=arch.qk_norm, tied=arch.tied, mlp=mlp)
 
 
 def _mixtral_table(arch: Architecture) -> list[WeightRow]:
     return decoder_table(tied=arch.tied, mlp=expert_rows("block_sparse_moe", "w1", "w3", "w2"))
 
 
-def _olmo2_table(arch: Architecture) -> list[WeightRow]:
-    return post_norm_table(tied=arch.tied)
+def _mixtral_experts(config: dict[str, Any]) -> dict[str, Any]:
+    return expert_settings(config, width="intermediate_size", renormalise=True)
 
 
-def _qwen3_moe_table(arch: Architecture) -> list[WeightRow]:
-    return decoder_table(qk_norm=True, tied=arch.tied, mlp=expert_rows("mlp", "gate_proj", "up_proj", "down_proj"))
+def _qwen_experts(config: dict[str, Any]) -> dict[str, Any]:
+    renormalise = bool(config.get("norm_topk_prob", False))
+    return expert_settings(config, width="moe_intermediate_size", renormalise=renormalise)
 
 
+# Qwen's config.json gives a window that is in use only with `use_sliding_window`.
+_QWEN3: dict[str, Any] = {"refused": ["attention_bias"], "window": "use_sliding_window", "qk_norm": True}
 DECODERS = {
-    "llama": ModelFamily(_llama, _plain_table),
-    "mistral": ModelFamily(_mistral, _plain_table),
-    "mixtral": ModelFamily(_mixtral, _mixtral_table),
-    "olmo2": ModelFamily(_olmo2, _olmo2_table),
-    "qwen2": ModelFamily(_qwen2, _plain_table),
-    "qwen3": ModelFamily(_qwen3, _plain_table),
-    "qwen3_moe": ModelFamily(_qwen3_moe, _qwen3_moe_table),
+    "llama": _family("Llama", ["attention_bias", "mlp_bias"]),
+    "mistral": _family(window=""),
+    "mixtral": _family(window="", experts=_mixtral_experts, table=_mixtral_table),
+    "olmo2": _family("OLMo-2", ["attention_bias"], post_norms=True, table=lambda arch: post_norm_table(tied=arch.tied)),
+    "qwen2": _family(window="use_sliding_window", qkv_bias=True),
+    "qwen3": _family("Qwen3", **_QWEN3),
+    "qwen3_moe": _family("Qwen3-MoE", **_QWEN3, experts=_qwen_experts),
 }

@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V3 (also R1): latent attention, shared experts beside routed ones, dense MLPs in the first layers.
 
-The two differ in their routers only (see routing.py). Megatron-Core and vLLM normalise the latents with `rms_norm_eps`, and
+The two differ in their routers only (see `Routing`). Megatron-Core and vLLM normalise the latents with `rms_norm_eps`, and
 transformers with 1e-6: another value is refused, because the three would not agree.
 """
 
@@ -11,8 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, Latent, Routing, UnsupportedModel, common_settings
-from grpo_megatron.models.weights.decoder_table import latent_table
-from grpo_megatron.models.weights.table import WeightRow
 from grpo_megatron.reading import shown
 
 # Values of config.json that the modules of Megatron-Core, transformers and vLLM all have.
@@ -42,23 +40,19 @@ def architecture_from(config: dict[str, Any]) -> Architecture:
             f"{family} with num_key_value_heads={shown(config['num_key_value_heads'])}: latent attention has a key head for"
             f" each of the {shown(config.get('num_attention_heads'))} query heads"
         )
-    try:
-        common = common_settings(config)
-        experts = {
-            "ffn_hidden_size": config["moe_intermediate_size"],
-            "num_experts": config["n_routed_experts"],
-            "experts_per_token": config["num_experts_per_tok"],
-            "num_dense_layers": config.get("first_k_dense_replace") or 0,
-            "dense_ffn_hidden_size": config["intermediate_size"] if config.get("first_k_dense_replace") else 0,
-            "shared_ffn_hidden_size": config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
-        }
-        latent = _latent(config, common)
-        routing = _routing(config)
-    except KeyError as error:
-        raise UnsupportedModel(f"config.json has no {error.args[0]!r}") from None
-    if experts["num_dense_layers"] >= config["num_hidden_layers"]:
+    common, dense = common_settings(config), config.get("first_k_dense_replace") or 0
+    experts = {
+        "ffn_hidden_size": config["moe_intermediate_size"],
+        "num_experts": config["n_routed_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "num_dense_layers": dense,
+        "dense_ffn_hidden_size": config["intermediate_size"] if dense else 0,
+        "shared_ffn_hidden_size": config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+    }
+    latent, routing = _latent(config, common), _routing(config)
+    if dense >= config["num_hidden_layers"]:
         raise UnsupportedModel(
-            f"{family} with first_k_dense_replace={experts['num_dense_layers']} of {config['num_hidden_layers']} layers:"
+            f"{family} with first_k_dense_replace={dense} of {config['num_hidden_layers']} layers:"
             " a model without experts is not supported"
         )
     same = {"head_dim": latent.key_dim, "num_query_groups": config["num_attention_heads"]}
@@ -126,8 +120,3 @@ def _routing(config: dict[str, Any]) -> Routing:
     if not 0 < scale < math.inf or per_token < 2:
         raise UnsupportedModel(f"{family} with routed_scaling_factor={scale:g}, num_experts_per_tok={per_token}")
     return Routing(is_sigmoid, scale, groups, reached, best)
-
-
-def weight_table(arch: Architecture) -> list[WeightRow]:
-    """The table of latent attention, dense MLPs and experts."""
-    return latent_table(arch)

@@ -41,7 +41,7 @@ from grpo_megatron.config import ActorConfig, MegatronConfig, ModelConfig, Optim
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import HeadOutput, LogprobModel, build_model
-from grpo_megatron.models.forward import MetricSums, ShardedModel
+from grpo_megatron.models.forward import MetricSums, ShardedModel, like_rows
 from grpo_megatron.models.heads.folder import (
     HEAD,
     HEAD_BIAS,
@@ -244,8 +244,8 @@ class ScalarPolicy(ScalarReader, Policy):
 
     def _offload_weights(self, *, unchanged: bool = False) -> None:
         if self._offloads_weights:
-            self._gather_parameters()
-            self._weights.offload(self._weight_tensors(), unchanged=unchanged)
+            with self.readable_weights():
+                self._weights.offload(self._weight_tensors(), unchanged=unchanged)
 
     def _weight_tensors(self) -> Iterator[Tensor]:
         """The distributed optimizer's buffers, of which the parameters are views, or else the parameters."""
@@ -303,10 +303,7 @@ class ValueModel(ScalarPolicy):
     def loss_inputs(self, batch: Batch, rows: list[int], values: Tensor, entropy: Tensor) -> ValueInputs:
         """Returns what the value loss reads of `rows`. `values` [len(rows), R] are the model's."""
         assert batch.values is not None and batch.returns is not None
-
-        def of_rows(tensor: Tensor) -> Tensor:
-            return tensor[rows, : values.shape[1]].to(values.device)
-
+        of_rows = functools.partial(like_rows, rows, values)
         return ValueInputs(
             values=values,
             old_values=of_rows(batch.values),

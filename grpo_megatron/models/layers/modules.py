@@ -109,32 +109,31 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, branches: list[Bra
     Neighbours of equal length with one prefix share their kernel calls.
     """
     out = []
-    shared = query.shape[1] != key.shape[1]
     for (size, prefix_start, prefix_end), neighbours in itertools.groupby(branches, _shape):
         run = list(neighbours)
         start, count = run[0].start, len(run)
         own, prefix = slice(start, start + count * size), slice(prefix_start, prefix_end)
         length = prefix_end - prefix_start
+        q, k, v = (_heads_first(x[own], count) for x in (query, key, value))
         if not length:
-            q, k, v = (_heads_first(x[own], count) for x in (query, key, value))
-            out.append(_flat(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)))
+            out.append(_flat(_kernel(q, k, v, is_causal=True)))
             continue
         k, v = (
-            torch.cat([_heads_first(x[prefix], 1).expand(count, -1, -1, -1), _heads_first(x[own], count)], dim=2)
-            for x in (key, value)
+            torch.cat([_heads_first(x[prefix], 1).expand(count, -1, -1, -1), y], dim=2)
+            for x, y in ((key, k), (value, v))
         )
-        q = _heads_first(query[own], count)
         blocks = []
         for first in range(0, size, QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, size)
             seen = length + last
             mask = torch.ones(last - first, seen, dtype=torch.bool, device=q.device).tril(length + first)
-            block = q[:, :, first:last]
-            blocks.append(
-                F.scaled_dot_product_attention(block, k[:, :, :seen], v[:, :, :seen], attn_mask=mask, enable_gqa=shared)
-            )
+            blocks.append(_kernel(q[:, :, first:last], k[:, :, :seen], v[:, :, :seen], attn_mask=mask))
         out.append(_flat(torch.cat(blocks, dim=2)))
     return torch.cat(out)  # [t, H, v]
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options)
 
 
 def _shape(branch: Branch) -> tuple[int, int, int]:
@@ -186,12 +185,9 @@ class PackedAttention(torch.nn.Module):
         runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
         sizes = [length * count for length, count in runs]
         out = []
-        parts = zip(query.split(sizes), key.split(sizes), value.split(sizes), runs, strict=True)
-        for q, k, v, (length, count) in parts:
-            q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # [n, H or G, s, d]
-            shared = q.shape[1] != k.shape[1]
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared, scale=self.softmax_scale)
-            out.append(o.transpose(1, 2).flatten(0, 1))  # [n * s, H, v]
+        for q, k, v, (_, count) in zip(query.split(sizes), key.split(sizes), value.split(sizes), runs, strict=True):
+            q, k, v = (_heads_first(x, count) for x in (q, k, v))
+            out.append(_flat(_kernel(q, k, v, is_causal=True, scale=self.softmax_scale)))
         return torch.cat(out)
 
 

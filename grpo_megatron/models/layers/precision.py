@@ -50,20 +50,20 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    "delayed": Recipe((8, 9), (12, 1)),
-    "tensorwise": Recipe((8, 9), (12, 1)),
-    "blockwise": Recipe((9, 0), (12, 9), limit=(10, 0), gathered_alignment=128, format="e4m3", remedy="mxfp8"),
-    "mxfp8": Recipe(
-        (10, 0), (12, 8), limit=(12, 0), alignment=32, gathered_alignment=32, format="e4m3", remedy="tensorwise"
-    ),
+    **dict.fromkeys(("delayed", "tensorwise"), Recipe((8, 9), (12, 1))),
+    "blockwise": Recipe((9, 0), (12, 9), (10, 0), gathered_alignment=128, format="e4m3", remedy="mxfp8"),
+    "mxfp8": Recipe((10, 0), (12, 8), (12, 0), 32, 32, format="e4m3", remedy="tensorwise"),
 }
 # Requirements of vLLM to compute in FP8, per rollout.quantization. On older hardware it would only store weights in FP8.
 QUANTIZATIONS: dict[str, Recipe] = {
-    "fp8_per_tensor": Recipe((8, 9), (12, 1)),
-    "fp8_per_channel": Recipe((8, 9), (12, 1)),
+    **dict.fromkeys(("fp8_per_tensor", "fp8_per_channel"), Recipe((8, 9), (12, 1))),
     "fp8_per_block": Recipe((9, 0), (12, 1), remedy="fp8_per_tensor"),
     "mxfp8": Recipe((10, 0), (12, 8), remedy="fp8_per_tensor"),
 }
+_SAME_NAMES = (  # fields of TransformerConfig that are named fp8_<key>, and those that have the key's name
+    ("wgrad", "margin", "amax_history_len", "amax_compute_algo"),
+    ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+)
 
 
 def fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
@@ -74,13 +74,8 @@ def fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
         "fp8": fp8.format or RECIPES[fp8.recipe].format,
         "fp8_recipe": fp8.recipe,
         "fp8_param": fp8.param_gather,
-        "fp8_wgrad": fp8.wgrad,
-        "fp8_margin": fp8.margin,
-        "fp8_amax_history_len": fp8.amax_history_len,
-        "fp8_amax_compute_algo": fp8.amax_compute_algo,
-        "first_last_layers_bf16": fp8.first_last_layers_bf16,
-        "num_layers_at_start_in_bf16": fp8.num_layers_at_start_in_bf16,
-        "num_layers_at_end_in_bf16": fp8.num_layers_at_end_in_bf16,
+        **{f"fp8_{name}": getattr(fp8, name) for name in _SAME_NAMES[0]},
+        **{name: getattr(fp8, name) for name in _SAME_NAMES[1]},
     }
 
 
@@ -186,47 +181,39 @@ def _size_problems(megatron: MegatronConfig, arch: Architecture) -> Iterator[str
 def hardware_problems(config: Config, hardware: Hardware | None = None) -> Iterator[str]:
     """Yields what the config needs and the hardware lacks, one line each. `hardware` None: this machine, read if needed."""
     megatron, quantization = config.actor.megatron, config.rollout.quantization
-    needs_hardware = (megatron.fp8.recipe, quantization, megatron.context_parallel_size > 1)
-    if not any(needs_hardware) and megatron.transformer_impl != "transformer_engine":
+    recipe, cp, impl = megatron.fp8.recipe, megatron.context_parallel_size, megatron.transformer_impl
+    if recipe is None and quantization is None and cp == 1 and impl != "transformer_engine":
         return
     hardware = hardware or read_hardware(config.trainer.device)
-    if megatron.fp8.recipe is not None:
-        yield from _lacks(f"{FP8}.recipe={megatron.fp8.recipe}", RECIPES[megatron.fp8.recipe], hardware)
+    if recipe is not None:
+        yield from _lacks(f"{FP8}.recipe={recipe}", RECIPES[recipe], hardware)
     if quantization is not None:
         yield from _lacks(f"rollout.quantization={quantization}", QUANTIZATIONS[quantization], hardware)
-    uses_fp8 = megatron.fp8.recipe is not None and hardware.is_cuda  # without CUDA it was reported above
-    # With trainer.device=cpu, checks/layout.py reports context parallelism.
-    uses_cp = megatron.context_parallel_size > 1 and config.trainer.device != "cpu"
     for key, is_set in (
-        (f"{FP8}.recipe={megatron.fp8.recipe}", uses_fp8),
-        (f"actor.megatron.context_parallel_size={megatron.context_parallel_size}", uses_cp),
-        ("actor.megatron.transformer_impl=transformer_engine", megatron.transformer_impl == "transformer_engine"),
+        (f"{FP8}.recipe={recipe}", recipe is not None and hardware.is_cuda),  # without CUDA it was reported above
+        # With trainer.device=cpu, checks/layout.py reports context parallelism.
+        (f"actor.megatron.context_parallel_size={cp}", cp > 1 and config.trainer.device != "cpu"),
+        ("actor.megatron.transformer_impl=transformer_engine", impl == "transformer_engine"),
     ):
         if is_set and not hardware.is_cuda:
-            yield _needs_cuda(key)
+            yield f"{key} {_NO_CUDA}"
         elif is_set and hardware.transformer_engine_problem is not None:
             yield f"{key} needs {TE_REQUIREMENT}, and {hardware.transformer_engine_problem}; {TE_INSTALL}, or leave it out"
 
 
-def _needs_cuda(key: str) -> str:
-    return f"{key} needs a CUDA device, and this run has none; leave it out"
+_NO_CUDA = "needs a CUDA device, and this run has none; leave it out"
 
 
 def _lacks(key: str, recipe: Recipe, hardware: Hardware) -> Iterator[str]:
-    remedy = f"set it to {recipe.remedy}, or leave it out" if recipe.remedy else "leave it out"
     if hardware.capability is None or hardware.cuda_version is None:
-        yield _needs_cuda(key)
+        yield f"{key} {_NO_CUDA}"
         return
+    remedy = f"set it to {recipe.remedy}, or leave it out" if recipe.remedy else "leave it out"
+    has = f"this device has {_dotted(hardware.capability)}; {remedy}"
     if hardware.capability < recipe.capability:
-        yield (
-            f"{key} needs compute capability {_dotted(recipe.capability)}, this device has"
-            f" {_dotted(hardware.capability)}; {remedy}"
-        )
+        yield f"{key} needs compute capability {_dotted(recipe.capability)}, {has}"
     elif recipe.limit is not None and hardware.capability >= recipe.limit:
-        yield (
-            f"{key} is for compute capability below {_dotted(recipe.limit)}, this device has"
-            f" {_dotted(hardware.capability)}; {remedy}"
-        )
+        yield f"{key} is for compute capability below {_dotted(recipe.limit)}, {has}"
     if hardware.cuda_version < recipe.cuda_version:
         yield (
             f"{key} needs CUDA {_dotted(recipe.cuda_version)}, torch was built with {_dotted(hardware.cuda_version)};"

@@ -9,7 +9,7 @@ The local spec runs anywhere, also on the CPU. The Transformer Engine spec and t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +91,13 @@ def choose_kernels(
     else:
         reason = examine_transformer_engine()[1]
     if reason is not None:
-        _require_none(megatron, reason)
+        for key, is_needed in (
+            ("transformer_impl=transformer_engine", megatron.transformer_impl == "transformer_engine"),
+            (f"fp8.recipe={megatron.fp8.recipe}", megatron.fp8.recipe is not None),
+            (f"context_parallel_size={megatron.context_parallel_size}", megatron.context_parallel_size > 1),
+        ):
+            if is_needed:
+                raise ConfigError(f"actor.megatron.{key} needs Transformer Engine on a GPU, but {reason}; leave it out")
     if not device.is_cuda:
         return Kernels(reason=reason)
     has_te = reason is None
@@ -103,20 +109,7 @@ def choose_kernels(
     )
 
 
-def _require_none(megatron: MegatronConfig, reason: str) -> None:
-    """Raise ConfigError with the key if the config needs Transformer Engine."""
-    needed = {
-        "transformer_impl=transformer_engine": megatron.transformer_impl == "transformer_engine",
-        f"fp8.recipe={megatron.fp8.recipe}": megatron.fp8.recipe is not None,
-        f"context_parallel_size={megatron.context_parallel_size}": megatron.context_parallel_size > 1,
-    }
-    for key, is_needed in needed.items():
-        if is_needed:
-            raise ConfigError(f"actor.megatron.{key} needs Transformer Engine on a GPU, but {reason}; leave it out")
-
-
-@contextlib.contextmanager
-def fused_without_apex(kernels: Kernels) -> Iterator[None]:
+def fused_without_apex(kernels: Kernels) -> contextlib.AbstractContextManager[None]:
     """Build a model with Transformer Engine's fused weight gradients where Apex is missing.
 
     Megatron-Core refuses `gradient_accumulation_fusion` without Apex when it builds a linear layer of its own. Beside the
@@ -124,15 +117,16 @@ def fused_without_apex(kernels: Kernels) -> Iterator[None]:
     the log-probabilities from its weight.
     """
     has_fusion = layers._grad_accum_fusion_available or (kernels.transformer_engine and kernels.fused_gradients)
-    with replaced(layers, _grad_accum_fusion_available=has_fusion):
-        yield
+    return replaced(layers, _grad_accum_fusion_available=has_fusion)
 
 
 def block_spec(config: TransformerConfig, kernels: Kernels, arch: Architecture) -> TransformerBlockSubmodules:
     """The spec of every layer of this stage and of the final norm."""
     if kernels.transformer_engine:
         assert not arch.post_norms, "checks/families.py refuses it"
-        return _te_block_spec(config)
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return _block(config, _te_layer, TENorm)
     return _block(config, _post_norm_layer if arch.post_norms else _local_layer, RMSNorm)
 
 
@@ -178,14 +172,8 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSp
     return layer
 
 
-def _te_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The spec with Transformer Engine: fused norms, attention over packed sequences, FP8 linear layers. Not run on a GPU yet."""
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return _block(config, _te_layer, TENorm)
-
-
 def _te_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    """Transformer Engine's: fused norms, attention over packed sequences, FP8 linear layers. Not run on a GPU yet."""
     return get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,

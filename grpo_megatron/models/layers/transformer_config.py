@@ -139,9 +139,7 @@ def transformer_config(
         **(latent_config(arch, arch.latent) if arch.latent else {}),
         **megatron.override_transformer_config,
     }
-    if (
-        arch.rope_yarn is not None
-    ):  # the fused kernel for packed sequences would drop the attention factor without a word
+    if arch.rope_yarn is not None:  # the fused kernel for packed sequences would silently drop the attention factor
         settings["apply_rope_fusion"] = False
     try:
         config = (MLATransformerConfig if arch.latent else TransformerConfig)(**settings)
@@ -154,7 +152,7 @@ def transformer_config(
             f"actor.megatron.override_transformer_config={shown(given)}: Megatron-Core refuses it ({reason}); correct it,"
             " or leave it out"
         ) from error
-    has_yarn_fields = arch.latent is not None
-    for name, value in (yarn_config(arch.rope_yarn) if arch.rope_yarn and not has_yarn_fields else {}).items():
-        setattr(config, name, value)
+    if arch.rope_yarn is not None and arch.latent is None:  # MLATransformerConfig has fields for it
+        for name, value in yarn_config(arch.rope_yarn).items():
+            setattr(config, name, value)
     return config

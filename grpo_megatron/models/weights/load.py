@@ -74,11 +74,12 @@ class SafetensorsFolder:
         """The tensor, of which only what is sliced will be read."""
         return self._owner[name].get_slice(name)
 
+    def check_model(self, arch: Architecture) -> None:
+        """Raise WeightsError unless the folder holds exactly this architecture's tensors. Reads headers only."""
+        self.check(hf_shapes(arch), {"lm_head.weight"} if arch.tied else set(), arch.is_extra)
+
     def check(
-        self,
-        expected: dict[str, tuple[int, ...]],
-        optional: set[str],
-        is_extra: Callable[[str], bool] = lambda name: False,
+        self, expected: dict[str, tuple[int, ...]], optional: set[str], is_extra: Callable[[str], bool] | None = None
     ) -> None:
         """Raise WeightsError that lists missing, unexpected and misshapen tensors, 20 at most. Reads headers only.
 
@@ -87,8 +88,8 @@ class SafetensorsFolder:
         problems = [f"missing {name}" for name in expected if name not in self._owner and name not in optional]
         known = set(expected) | optional
         ignored = ("rotary_emb.inv_freq", "masked_bias")  # buffers written by old exporters
-        unexpected = [n for n in self._owner if n not in known and not n.endswith(ignored) and not is_extra(n)]
-        problems += [f"unexpected {name}" for name in unexpected]
+        unexpected = [n for n in self._owner if n not in known and not n.endswith(ignored)]
+        problems += [f"unexpected {name}" for name in unexpected if is_extra is None or not is_extra(name)]
         for name, shape in expected.items():
             if name in self._owner and tuple(self.slice(name).get_shape()) != shape:
                 problems.append(f"{name} has shape {tuple(self.slice(name).get_shape())}, expected {shape}")
@@ -113,7 +114,7 @@ def _indexed_files(index: Path) -> list[str]:
 def check_hf(folder: Path, arch: Architecture) -> None:
     """Raise WeightsError unless the folder holds exactly this architecture's tensors. Reads headers only."""
     with SafetensorsFolder(folder) as files:
-        files.check(hf_shapes(arch), {"lm_head.weight"} if arch.tied else set(), arch.is_extra)
+        files.check_model(arch)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -168,7 +169,7 @@ def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh
     """
     rows = model_rows(arch)
     with SafetensorsFolder(folder) as files:
-        files.check(hf_shapes(arch), {"lm_head.weight"} if arch.tied else set(), arch.is_extra)
+        files.check_model(arch)
         for name, parameter in global_parameters(model).items():
             if name == "output_layer.weight" and arch.tied:
                 name = "embedding.word_embeddings.weight"

@@ -35,10 +35,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.device import Device
 from grpo_megatron.models.optimizer import (
-    finish_load,
-    group_settings,
+    load_optimizer,
     prepare_for_load,
-    restore_settings,
     steps_of_empty_parts,
 )
 from grpo_megatron.models.policy import Policy
@@ -68,7 +66,11 @@ class ShardedWrite:
         if mesh.rank == 0:
             self._strategy.attempt(torch.save, common, folder / "common.pt")
         mesh.agree(self.problem())  # before the large files
-        self._request = self._planned(sharded)
+        self._request: AsyncRequest | None = None
+        try:
+            self._request = self._strategy.async_save(sharded, folder)
+        except CheckpointException as error:
+            self._strategy.failure = error
         self._buckets = self._on_host(keeps_copy) if self._request is not None else []
 
     def problem(self) -> str | None:
@@ -78,10 +80,13 @@ class ShardedWrite:
 
     def write(self) -> None:
         """Write and hash this rank's files. Their tensors are then forgotten."""
-        try:
-            self._write_files()
-        finally:
-            self._buckets = []
+        buckets, self._buckets = self._buckets, []
+        if not buckets:
+            return
+        with ThreadPoolExecutor(len(buckets)) as threads:
+            outcomes = list(threads.map(self._write_file, range(len(buckets)), buckets))
+        failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        self._results.put(failed[0] if failed else dict(enumerate(outcomes)))
 
     def finish(self) -> None:
         """Collective: see the module's header. Raises RankError."""
@@ -99,13 +104,6 @@ class ShardedWrite:
         if self._strategy.failure is not None:  # an error that is in no rank's `problems`
             raise self._strategy.failure
 
-    def _planned(self, sharded: dict[str, Any]) -> AsyncRequest | None:
-        try:
-            return self._strategy.async_save(sharded, self.folder)
-        except CheckpointException as error:
-            self._strategy.failure = error
-            return None
-
     def _on_host(self, keeps_copy: bool) -> list[Any]:
         """(path, name, (bytes, tensors)) of each file. Megatron copies what is on a device; host tensors are the model's own."""
         assert self._request is not None
@@ -113,25 +111,13 @@ class ShardedWrite:
             return []
         own, staged = self._request.async_fn_args[1], self._request.preload_fn()
         if keeps_copy:
-            staged = [
-                (
-                    path,
-                    name,
-                    (texts, [(item, _copied(t, u)) for (_, t), (item, u) in zip(before, tensors, strict=True)]),
-                )
-                for (_, _, (_, before)), (path, name, (texts, tensors)) in zip(own, staged, strict=True)
-            ]
+            for (_, _, (_, before)), (_, _, (_, tensors)) in zip(own, staged, strict=True):
+                for place, ((_, original), (item, tensor)) in enumerate(zip(before, tensors, strict=True)):
+                    if original.device.type == "cpu":  # from a device it is a copy already
+                        tensors[place] = item, tensor.clone()
         # Megatron's request lives until `finish`: it must not keep the optimizer's gathered state on the device.
         own[:] = [(path, name, ([], [])) for path, name, _ in own]
         return list(staged)
-
-    def _write_files(self) -> None:
-        if not self._buckets:
-            return
-        with ThreadPoolExecutor(len(self._buckets)) as threads:
-            outcomes = list(threads.map(self._write_file, range(len(self._buckets)), self._buckets))
-        failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        self._results.put(failed[0] if failed else dict(enumerate(outcomes)))
 
     def _write_file(self, number: int, bucket: Any) -> Any:
         """Returns what Megatron's own function for one file puts into a queue: its results, or the exception that ended it."""
@@ -143,11 +129,9 @@ class ShardedWrite:
         if isinstance(outcome, Exception):
             self._strategy.note(outcome)
         else:
-            self._strategy.attempt(self._hash, Path(bucket[0]))
+            path = Path(bucket[0])
+            self._strategy.attempt(lambda: self.hashes.update({path: sha256_of(path)}))
         return outcome
-
-    def _hash(self, path: Path) -> None:
-        self.hashes[path] = sha256_of(path)
 
 
 class Writes:
@@ -217,11 +201,6 @@ class _Strategy(TorchDistSaveShardedStrategy):
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
 
 
-def _copied(before: torch.Tensor, staged: torch.Tensor) -> torch.Tensor:
-    """A tensor that nobody else writes to: `staged` is one already if it came from a device."""
-    return staged.clone() if before.device.type == "cpu" else staged
-
-
 # The other sharding types fix tp and pp, or cannot be saved at all.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -288,10 +267,7 @@ def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
         missing, unexpected = unwrapped(policy.ddp).load_state_dict(state["model"], strict=False)
         lost = [name for name in [*missing, *unexpected] if "_extra_state" not in name]
         assert not lost, f"checkpoint and model differ in {lost}"  # dist_checkpointing has compared the tensors already
-        settings = group_settings(policy.optimizer)  # of the config, which may differ from that of the checkpoint
-        policy.optimizer.load_state_dict(state["optimizer"])
-        restore_settings(policy.optimizer, settings)
-        finish_load(policy.optimizer)
+        load_optimizer(policy.optimizer, state["optimizer"])
         if same_world:
             policy.device.set_rng_state(state["rng"]["host"])
             get_cuda_rng_tracker().set_states(state["rng"]["megatron"])

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class WeightRow(ABC):
     expert: int | None = field(default=None, kw_only=True)
     layers: Literal["all", "dense", "experts"] = field(default="all", kw_only=True)
     is_constant: bool = field(default=False, kw_only=True)
+    split_dim: ClassVar[int | None] = 0  # the dimension that tensor parallelism cuts; None: the parameter is replicated
 
     def is_in(self, layer: int, arch: Architecture) -> bool:
         """Whether a layer has the parameter of this row of a table."""
@@ -65,11 +66,6 @@ class WeightRow(ABC):
     @abstractmethod
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
         """Shapes of the Hugging Face tensors, in the order of `hf`."""
-
-    @property
-    def split_dim(self) -> int | None:
-        """The dimension that tensor parallelism cuts. None: the parameter is replicated."""
-        return 0
 
     def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
         """Shape of one tensor-parallel rank's parameter: the Hugging Face tensors on top of each other, cut evenly."""
@@ -131,17 +127,13 @@ class WeightRow(ABC):
 
 @dataclass(frozen=True)
 class Replicated(WeightRow):
-    """The same on all tensor-parallel ranks: norms. `size` names the Architecture field with its length."""
+    """[size], the same on all tensor-parallel ranks: norms. `size` names the Architecture field with its length."""
 
     size: str = "hidden_size"
+    split_dim: ClassVar[int | None] = None
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        """[size]."""
         return ((attrgetter(self.size)(arch),),)
-
-    @property
-    def split_dim(self) -> int | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -150,27 +142,24 @@ class ReplicatedMatrix(Replicated):
     projections to the latents of attention."""
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        """[size, hidden]."""
         return ((attrgetter(self.size)(arch), arch.hidden_size),)
 
 
 @dataclass(frozen=True)
 class HeadsNorm(WeightRow):
-    """The weight of a norm over all heads, cut by heads. An engine has it whole: it gathers the heads before the norm."""
+    """The weight [size] of a norm over all heads, cut by heads. An engine has it whole: it gathers the heads before it."""
 
     size: str = "attention_size"
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        """[size]."""
         return ((getattr(arch, self.size),),)
 
 
 @dataclass(frozen=True)
 class Vocabulary(WeightRow):
-    """Embedding and output head, cut by rows. Rows are tokens, padded with zeros to `arch.padded_vocab_size(tp)` rows."""
+    """Embedding and output head [vocabulary, hidden], cut by rows: tokens, and zeros up to `arch.padded_vocab_size(tp)`."""
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        """[vocabulary, hidden]."""
         return ((arch.vocab_size, arch.hidden_size),)
 
     def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
@@ -180,43 +169,36 @@ class Vocabulary(WeightRow):
 
 @dataclass(frozen=True)
 class InputSplit(WeightRow):
-    """A linear layer that is cut along its input, dimension 1: attention output, MLP down projection."""
+    """A linear layer [hidden, size] that is cut along its input, dimension 1: attention output, MLP down projection."""
 
     size: str = "ffn_hidden_size"
+    split_dim: ClassVar[int | None] = 1
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        """[hidden, size]."""
         return ((arch.hidden_size, getattr(arch, self.size)),)
-
-    @property
-    def split_dim(self) -> int | None:
-        return 1
 
 
 @dataclass(frozen=True)
 class OutputSplit(WeightRow):
-    """A linear layer that is cut along its output, head by head: rows_per_head rows for each attention head."""
+    """A linear layer [heads x rows_per_head, columns] that is cut along its output, head by head."""
 
     rows_per_head: str = "head_dim"
     columns: str = "hidden_size"
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        """[heads x rows_per_head, columns]."""
         return ((arch.num_attention_heads * attrgetter(self.rows_per_head)(arch), attrgetter(self.columns)(arch)),)
 
 
 @dataclass(frozen=True)
 class GateUp(WeightRow):
-    """The first linear layer of SwiGLU. Every rank has [its part of gate; its part of up]."""
+    """The first linear layer of SwiGLU, [size, hidden] twice. Every rank has [its part of gate; its part of up]."""
 
     size: str = "ffn_hidden_size"
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        """[size, hidden], twice."""
         return ((getattr(arch, self.size), arch.hidden_size),) * 2
 
     def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
-        """The rank's part of gate, then that of up."""
         size = getattr(arch, self.size) // tp
         return tuple(Piece(i, tp_rank * size, (tp_rank + 1) * size, i * size) for i in (0, 1))
 
@@ -232,13 +214,11 @@ class QKV(WeightRow):
     bias: bool = False
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        """[H d (, h)], then [G d (, h)] twice."""
         q, kv = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
         tail = () if self.bias else (arch.hidden_size,)
         return tuple((rows, *tail) for rows in (q, kv, kv))
 
     def segments(self, arch: Architecture) -> Iterator[tuple[int, int]]:
-        """Group by group."""
         d = arch.head_dim
         for _ in range(arch.num_query_groups):
             yield 0, arch.num_attention_heads // arch.num_query_groups * d

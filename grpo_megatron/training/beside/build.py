@@ -1,4 +1,4 @@
-"""Builds the models of a run: the policy and its export, reward models, the critic, the reference."""
+"""Builds the models of a run: the policy and its export, reward models, the critic."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config, ScoringModel
 from grpo_megatron.device import Device
 from grpo_megatron.models.heads.folder import RewardFolder, read_reward_folder
-from grpo_megatron.models.heads.scalar import (
-    FrozenScalar,
-    ScalarPolicy,
-    ValueModel,
-    last_token,
-    response_tokens,
-)
+from grpo_megatron.models.heads.scalar import FrozenScalar, ScalarPolicy, ValueModel, last_token, response_tokens
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.export import Serving, save_hf
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.training.beside.critic import Critic, NoCritic
-from grpo_megatron.training.beside.references import References, policy_start
+from grpo_megatron.training.beside.references import policy_start
 from grpo_megatron.training.beside.reward_model import (
     FrozenReward,
     LearningReward,
@@ -29,7 +23,6 @@ from grpo_megatron.training.beside.reward_model import (
     ProcessScorer,
     Scorer,
 )
-from grpo_megatron.training.stopping import Cadence
 
 
 def build_reward_model(config: Config, checked: Checked, mesh: Mesh, device: Device) -> NoRewardModel:
@@ -61,41 +54,12 @@ def build_reward_model(config: Config, checked: Checked, mesh: Mesh, device: Dev
 
 def build_critic(config: Config, checked: Checked, mesh: Mesh, device: Device) -> NoCritic:
     """The value model, if the estimator reads values. Collective. Without `critic.path` it starts as the policy does."""
-    section, algorithm, data = config.critic, config.algorithm, config.data
-    if not has_critic(algorithm):
+    section = config.critic
+    if not has_critic(config.algorithm):
         return NoCritic()
     folder = checked.critic_folder or read_reward_folder(policy_start(config), "value")
-    return Critic(
-        section,
-        ValueModel(
-            folder, config.model.dtype, config.actor, mesh, device, optim=section.optim, offload=section.offload
-        ),
-        algorithm,
-        config.actor,
-        total_steps=config.trainer.total_training_steps,
-        critic_only_steps=config.critic_only_steps,
-        train_batch_size=data.train_batch_size,
-        max_response_length=data.max_response_length,
-    )
-
-
-def build_references(
-    config: Config, checked: Checked, mesh: Mesh, device: Device, cadence: Cadence, first_step: int
-) -> References:
-    """Collective. Without `ref.path` the reference starts as the policy does: from the warm-up's result, if any."""
-    return References(
-        config.model,
-        config.actor,
-        config.algorithm,
-        checked.arch,
-        mesh,
-        device,
-        cadence,
-        start=config.ref.path or policy_start(config),
-        folder=config.trainer.output_dir / "iterations",
-        first_step=first_step,
-        temperature=config.rollout.temperature,
-    )
+    parts = (folder, config.model.dtype, config.actor, mesh, device)
+    return Critic(config, ValueModel(*parts, optim=section.optim, offload=section.offload))
 
 
 def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -> Policy:

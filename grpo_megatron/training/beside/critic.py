@@ -16,7 +16,7 @@ import torch
 
 from grpo_megatron.algo.plan import critic_plan, revise_plan
 from grpo_megatron.algo.returns import explained_variance, length_adaptive_lams, value_targets
-from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
+from grpo_megatron.config import Config
 from grpo_megatron.models.heads.scalar import ValueModel
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import apply_plan, gather_rows
@@ -42,29 +42,19 @@ class NoCritic(NoModel):
 
 
 class Critic(TrainedModel, NoCritic):
-    """Its learning-rate schedule covers the whole run of `total_steps`. `critic_only_steps`: see `Config`."""
+    """Its learning-rate schedule covers the whole run."""
 
     model: ValueModel
     folder_name, file_name = CRITIC_FOLDER, CRITIC_FILE
 
-    def __init__(
-        self,
-        config: CriticConfig,
-        model: ValueModel,
-        algorithm: AlgorithmConfig,
-        actor: ActorConfig,
-        *,
-        total_steps: int,
-        critic_only_steps: int,
-        train_batch_size: int,
-        max_response_length: int,
-    ) -> None:
-        self.config, self.model, self.mesh = config, model, model.mesh
-        self.algorithm, self.actor, self.critic_only_steps = algorithm, actor, critic_only_steps
-        self.train_batch_size, self.max_response_length = train_batch_size, max_response_length
-        per_step = config.num_updates(1, actor, train_batch_size)
+    def __init__(self, config: Config, model: ValueModel) -> None:
+        self.config, self.model, self.mesh = config.critic, model, model.mesh
+        self.algorithm, self.actor, self.critic_only_steps = config.algorithm, config.actor, config.critic_only_steps
+        self.train_batch_size, self.max_response_length = config.data.train_batch_size, config.data.max_response_length
+        per_step = self.config.num_updates(1, self.actor, self.train_batch_size)
+        total_steps = config.trainer.total_training_steps
         with model.in_use():
-            model.set_optimizer(config.optim, max(1, total_steps * per_step), period=per_step)
+            model.set_optimizer(self.config.optim, max(1, total_steps * per_step), period=per_step)
 
     def trains_policy(self, step: int) -> bool:
         """Returns whether step `step` updates the policy too."""
@@ -89,9 +79,8 @@ class Critic(TrainedModel, NoCritic):
     def _gathered(self, batch: Batch, values: torch.Tensor, num_rows: int) -> list[list[float]]:
         """Collective: the values of every row's response tokens; [] for rows that no rank trains on."""
         lengths = batch.response_mask.sum(1).tolist()
-        planned = [
-            i for mini in batch.mini_batches for i in rows_of_mini_batch(mini)
-        ]  # the others had all tokens rejected
+        # All tokens of the other rows were rejected.
+        planned = [i for mini in batch.mini_batches for i in rows_of_mini_batch(mini)]
         local = {batch.rows[i]: values[i, : lengths[i]].numpy() for i in planned}
         gathered = gather_rows(local, self.mesh)
         return [gathered[row].tolist() if row in gathered else [] for row in range(num_rows)]

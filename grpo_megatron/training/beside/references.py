@@ -14,11 +14,11 @@ from pathlib import Path
 from torch import Tensor
 
 from grpo_megatron.algo.needs import needs_reference, reads_reference
-from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, ConfigError, ModelConfig
+from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.reference import NoReference, Reference
+from grpo_megatron.models.reference import Reference
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage.atomic import remove_folder
 from grpo_megatron.training.stopping import Cadence
@@ -35,50 +35,40 @@ def policy_start(config: Config) -> Path:
 class References:
     """Build on every rank at the same point, after the warm-up. Raises ConfigError if a resumed run lacks its copy.
 
-    `start` is the reference of step 0. `folder` holds the copies of renewed references.
+    The reference of step 0 is `ref.path`, or what the policy starts from. Copies of renewed ones are in `iterations`.
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        actor: ActorConfig,
-        algorithm: AlgorithmConfig,
-        arch: Architecture,
-        mesh: Mesh,
-        device: Device,
-        cadence: Cadence,
-        *,
-        start: Path,
-        folder: Path,
-        first_step: int,
-        temperature: float,
+        self, config: Config, arch: Architecture, mesh: Mesh, device: Device, cadence: Cadence, first_step: int
     ) -> None:
-        self.mesh, self.cadence, self.folder = mesh, cadence, folder
+        actor, algorithm = config.actor, config.algorithm
+        self.mesh, self.cadence, self.folder = mesh, cadence, config.trainer.output_dir / "iterations"
         self.is_read = reads_reference(algorithm, actor)
-        self.reference: Reference | NoReference = NoReference()
+        self.reference: Reference | None = None
         if needs_reference(algorithm, actor):
-            path = self._copy_for(first_step) or start
-            self.reference = Reference(path, model, actor, arch, mesh, device, temperature=temperature)
+            path = self._copy_for(first_step) or config.ref.path or policy_start(config)
+            temperature = config.rollout.temperature
+            self.reference = Reference(path, config.model, actor, arch, mesh, device, temperature=temperature)
 
     def logprobs(self, batch: Batch) -> Tensor | None:
         """None where nothing reads them, even if the run draws from the reference. Collective."""
-        return self.reference.logprobs(batch) if self.is_read else None
+        return self.reference.logprobs(batch) if self.reference is not None and self.is_read else None
 
     def weight_source(self) -> Reference:
         """The reference as a model to draw from (algorithm.source=initial)."""
-        assert isinstance(self.reference, Reference)
+        assert self.reference is not None
         return self.reference
 
     def is_due(self, step: int) -> bool:
         """Returns whether there is a reference and it is renewed before step `step`."""
-        return isinstance(self.reference, Reference) and self.cadence.renews_reference_before(step)
+        return self.reference is not None and self.cadence.renews_reference_before(step)
 
     def renew(self, step: int, policy: Policy, save_hf: Callable[[Path], None], oldest_checkpoint: int) -> None:
         """Take the policy's weights and keep a copy of them. Collective.
 
         `oldest_checkpoint`: steps done in the oldest checkpoint that a run may still resume from.
         """
-        self.reference.copy_from(policy)
+        self.weight_source().copy_from(policy)
         save_hf(self._copy_of(step))
         if self.mesh.rank == 0:
             oldest_needed = self.cadence.iteration_start(oldest_checkpoint)
