@@ -127,15 +127,15 @@ class SimulatedStep:
     def select(self) -> Any:
         """A round of dynamic sampling, after its table is gathered."""
         from grpo_megatron.observability.metrics import Metrics
+        from grpo_megatron.sampling import wrappers
         from grpo_megatron.sampling.collector import Group, informative_prompts
-        from tests.sampling.test_collectors import dynamic
 
         drawn = [Group(0, []) for _ in range(self.num_samples // GROUP)]
         chosen = [drawn[index] for index in informative_prompts(self.table)]
         inner: Any = SimpleNamespace(groups=lambda step, count, metrics: drawn[:count])
         mesh: Any = None
-        collector = dynamic.DynamicSampling(inner, mesh, round_size=len(drawn), max_rounds=1, max_staleness=1)
-        with mock.patch.object(dynamic, "select_informative", lambda groups, mesh: chosen):
+        collector = wrappers.DynamicSampling(inner, mesh, round_size=len(drawn), max_rounds=1, max_staleness=1)
+        with mock.patch.object(wrappers, "select_informative", lambda groups, mesh: chosen):
             return collector.groups(0, len(drawn) // 2, Metrics())
 
     def reduce(self) -> Any:
