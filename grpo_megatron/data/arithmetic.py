@@ -39,7 +39,7 @@ CHARACTERS = "0123456789+=,.? "  # one token per character
 VOCABULARY_SIZE = 80
 
 T = TypeVar("T")
-Problem = Callable[
+PairDraw = Callable[
     [random.Random, bool], tuple[str, int, int]
 ]  # draws (prompt, a, b), of a held-out pair or of another
 
@@ -100,7 +100,7 @@ def num_pairs(numbers: range, held_out: bool) -> int:
 
 
 def different_rows(
-    seed: int, count: int, held_out: bool, total: int, problem: Problem, solve: Callable[[int, int], int]
+    seed: int, count: int, held_out: bool, total: int, problem: PairDraw, solve: Callable[[int, int], int]
 ) -> list[dict[str, str]]:
     """`count` different rows {"prompt", "answer"}, from the held-out pairs or from the others.
 

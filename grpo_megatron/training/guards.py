@@ -42,7 +42,7 @@ LOSSES = ("actor/pg_loss", "actor/entropy_loss")  # the KL may be infinite where
 logger = logging.getLogger(__name__)
 
 
-class Findings(NamedTuple):
+class Detected(NamedTuple):
     """The findings of one rank in one mini-batch. Only their sum over all ranks decides."""
 
     gradients: float = 0.0  # ranks whose gradient is not finite
@@ -93,7 +93,7 @@ class Guards:
     ) -> bool:
         """Whether the optimizer step is made. Collective. Raises GuardStop. See `models.policy.Guard`."""
         own = self._findings(batch, rows_of_mini_batch(micro_batches), sums, norm)
-        problems = self._problems(Findings(*self.mesh.total(own)))
+        problems = self._problems(Detected(*self.mesh.total(own)))
         self.num_updates += 1
         if not problems:
             return True
@@ -127,14 +127,14 @@ class Guards:
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
-    def _findings(self, batch: Batch, rows: list[int], sums: Mapping[str, MetricSum], norm: float) -> Findings:
+    def _findings(self, batch: Batch, rows: list[int], sums: Mapping[str, MetricSum], norm: float) -> Detected:
         """Returns the findings of this rank. One rank of each replica adds what is summed over tokens."""
         mask = batch.loss_mask[rows]
         is_finite = all(math.isfinite(sums[name].total) for name in LOSSES if name in sums)
         given = () if batch.old_logprobs is None else (batch.old_logprobs, batch.rollout_logprobs)
         for tensor in (*given, batch.ref_logprobs):
             is_finite = is_finite and (tensor is None or bool(torch.isfinite(tensor[rows][mask]).all()))
-        found = Findings(float(not math.isfinite(norm)), float(not is_finite), norm / self.mesh.world_size)
+        found = Detected(float(not math.isfinite(norm)), float(not is_finite), norm / self.mesh.world_size)
         if not self.mesh.is_first_replica_rank:
             return found
         entropy, kl = sums.get("actor/entropy"), sums.get("actor/kl_loss")
@@ -147,7 +147,7 @@ class Guards:
             found = found._replace(gap=float((old - rollout).abs().sum()), num_gap_tokens=float(old.numel()))
         return found
 
-    def _problems(self, total: Findings) -> dict[str, str]:
+    def _problems(self, total: Detected) -> dict[str, str]:
         """Guard -> what it has found, in the order of ORDER. The same on every rank."""
         problems = {}
         if self.num_infinite:
@@ -183,7 +183,7 @@ class Guards:
     def _act(
         self,
         problems: dict[str, str],
-        own: Findings,
+        own: Detected,
         batch: Batch,
         micro_batches: list[list[int]],
         sums: Mapping[str, MetricSum],
