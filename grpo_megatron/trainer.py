@@ -92,7 +92,7 @@ class Trainer:
         self.cadence = Cadence(trainer, self.algorithm.iteration_steps)
 
         # The engine is built while the device holds only the policy's weights, then sleeps. Everything else that needs
-        # device memory comes after it: gradient buffers, optimizer, reward model, reference (see checks/phases.py).
+        # device memory comes after it: gradient buffers, optimizer, reward model, reference (see memory/phases.py).
         with awaited(f"loading the weights of {config.model.path}", self.mesh.rank == 0):
             self.policy = build_policy(config, checked, self.mesh, self.device)
         self._save_hf = build_export(config, checked, self.policy)

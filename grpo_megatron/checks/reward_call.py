@@ -224,7 +224,7 @@ def column_problems(config: Config, prompts: Sequence[Prompt]) -> Findings:
             try:
                 check_reward(name, kwargs)
             except ValueError:
-                continue  # names.py and components.py report it
+                continue  # names.py reports it
             try:
                 check_reward(name, kwargs, prompt.columns)
             except ValueError as error:

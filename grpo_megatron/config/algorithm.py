@@ -122,7 +122,7 @@ class ScoringModel(Section):
     path: Fixed[Path | None] = None  # Hugging Face folder (models/heads/folder.py); null: there is none
     kind: Fixed[Literal["outcome", "process"]] = "outcome"  # one score per response, or one per step
     coefficient: float = Field(1.0, gt=0, le=1e4)  # multiplies its score in the sum (algo/scores.py)
-    step_separator: str = Field("\n", min_length=1)  # process: the text that ends a step (data/steps.py)
+    step_separator: str = Field("\n", min_length=1)  # process: the text that ends a step (data/scored.py)
 
 
 class RewardModelConfig(ScoringModel):

@@ -14,7 +14,7 @@ from grpo_megatron.config.section import Count, Files, Fixed, Frequency, Schedul
 class SamplingConfig(Section):
     """How often each training prompt is drawn. The weight is a function of its pass rate p, which was measured before.
 
-    An epoch is as many draws as there are prompts (data/weighted_sampler.py).
+    An epoch is as many draws as there are prompts (data/sampler.py).
     """
 
     pass_rates: Path | None = None  # written by `grpo-megatron curate`; null: every prompt once per epoch

@@ -127,7 +127,7 @@ def _reports(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
-    """Names as `trl grpo` reads them: functions of trl.rewards, or a dotted path. rewards/signature.py knows how to call them."""
+    """Names as `trl grpo` reads them: functions of trl.rewards, or a dotted path. rewards/reward.py knows how to call them."""
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if OVERLONG in names:
         return f"reward.overlong_buffer.len=256 is {OVERLONG}; name the other functions as reward.components"

@@ -52,7 +52,7 @@ def _recompute(value: Any, settings: Settings) -> Mapping[str, Any]:
 def _reward_function(value: Any, settings: Settings) -> Mapping[str, Any]:
     """A file and a name; the folder of the YAML file is searched for modules, so that the file can lie beside it.
 
-    The function stays as it is: rewards/signature.py knows verl's.
+    The function stays as it is: rewards/reward.py knows verl's.
     """
     name = settings.get("custom_reward_function.name") or "compute_score"
     module = str(value).rpartition("/")[2].removesuffix(".py")

@@ -288,7 +288,7 @@ def step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, cache_
 def sync_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
     """Of one weight sync: each engine's shard over NVLink; over the network what no rank of the node holds, once per node.
 
-    Network and NVLink work at the same time, so the slower one counts (sync/plan.py; checks/weight_sync.py is exact).
+    Network and NVLink work at the same time, so the slower one counts (sync/plan.py; traffic.py is exact).
     """
     size = work.arch.num_parameters() * work.itemsize
     per_node = min(machine.per_node, machine.world_size)

@@ -1,4 +1,4 @@
-"""The page of a plan: checks/dry_run.py's description of the run, node borders, estimated step, warnings, verdict."""
+"""The page of a plan: run_page.py's description of the run, node borders, estimated step, warnings, verdict."""
 
 from __future__ import annotations
 

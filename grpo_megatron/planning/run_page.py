@@ -330,7 +330,7 @@ def _memory_lines(
     reward_models: Sequence[list[StageParameters]],
     critic: list[StageParameters] | None,
 ) -> Iterator[str]:
-    """One line per pipeline stage: what `memory.py` counts, and the sum."""
+    """One line per pipeline stage: what `memory/` counts, and the sum."""
     others = [name for name, models in (("reward model", reward_models), ("critic", critic)) if models]
     titles = ["weights", "gradients", "optimizer", "reference", *others, "together"]
     widths = [max(9, len(title)) for title in titles]

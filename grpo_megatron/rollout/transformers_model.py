@@ -3,7 +3,8 @@
 The bits of a row's logits do not depend on the other rows. Measured with torch 2.11 and 2.13, float32, one thread: a matrix
 product computes a row in the same way for any number of rows from 4 on (one AVX-512 processor) or from 16 on (another, with AMX:
 4 is enough for 64 columns, 16 from 512 on). Attention is the same for any padding that keeps the number of keys a multiple of
-16. So there are never fewer than `FEWEST_ROWS` rows, and prompts and caches are padded to a multiple of 32 tokens. tests/rollout/test_transformers.py compares the bits.
+16. So there are never fewer than `FEWEST_ROWS` rows, and prompts and caches are padded to a multiple of 32 tokens.
+tests/rollout/test_transformers.py compares the bits.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ microseconds would only take the engine's processor. The expected time is that o
 functions: those of validation may differ from those of training. The rewards are the same either way. A reward that compares the
 samples of its batch gets them all, by prompt and sample, when the last one is drawn.
 
-A problem of the workers is kept until `finish` (workers/kept_problem.py).
+A problem of the workers is kept until `finish` (processes/pool.py).
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def _tasks(kind: PartKind, grid: Grid, holders: list[int]) -> Iterator[_Task]:
 class SyncPlan:
     """`tensors` are in the order of the sync; `parts` cut all of them completely.
 
-    A lane's ranks receive the parts in this order too, but begin with another stage (see order.py). `lanes` [ranks].
+    A lane's ranks receive the parts in this order too, but begin with another stage. `lanes` [ranks].
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
     output_dir/checkpoints/step_000020/
         state/          Megatron-Core distributed checkpoint: policy, optimizer, random state of every rank
-        reward_model/   the same for a reward model that learns (training/reward_model.py)
-        critic/         the same for the critic of PPO (training/critic.py)
+        reward_model/   the same for a reward model that learns (training/beside/reward_model.py)
+        critic/         the same for the critic of PPO (training/beside/critic.py)
         trainer.json    step, place in the schedule, config, world size, data position, stored groups, KL coefficient
         manifest.json   size and sha256 of every file above; written last
 

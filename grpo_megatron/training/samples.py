@@ -194,7 +194,7 @@ SHOWN_PARTS = (slice(HEAD), slice(HEAD, None))  # of the kept tokens
 LONGEST_PROMPT = 4000  # characters
 LONGEST_CHARACTER = 4  # tokens of one byte each that are one character
 
-Groups = list[dict[str, Any]]  # as report/samples.py describes them
+Groups = list[dict[str, Any]]  # as pages/run_folder.py describes them
 TokenNumbers = list[float | None]
 
 

@@ -22,7 +22,7 @@ from tests.contract.uses import collect, reachable, undefined_names
 
 RECORD: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text())
 USES = all_uses()
-ENGINE = "abstract vllm.distributed.weight_transfer:base.WeightTransferEngine "  # test_vllm_versions.py, on each stack
+ENGINE = "abstract vllm.distributed.weight_transfer:base.WeightTransferEngine "  # test_build.py, on each stack
 
 
 def problems(package: str, version: str, missing: dict[str, str]) -> list[str]:

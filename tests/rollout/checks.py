@@ -342,7 +342,7 @@ def blocks_generate_independently(world: World) -> None:
 
 
 def the_cache_has_the_blocks_that_a_plan_counts(world: World) -> None:
-    """checks/engine_cache.py against the blocks that vLLM makes of so many bytes."""
+    """memory/engine.py against the blocks that vLLM makes of so many bytes."""
     from grpo_megatron.memory.engine import EngineCache, kv_token_bytes
     from grpo_megatron.models.families import read_architecture
 

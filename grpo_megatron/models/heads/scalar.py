@@ -262,7 +262,7 @@ class ScalarPolicy(ScalarReader, Policy):
         return numbers
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """The numbers, where a loss reads log-probabilities (algo/score_losses.py)."""
+        """The numbers, where a loss reads log-probabilities (algo/scores.py)."""
         return self.numbers(batch)
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
@@ -297,7 +297,7 @@ class ValueModel(ScalarPolicy):
     def update_values(
         self, batch: Batch, cliprange: float | None, *, epochs: int
     ) -> tuple[list[MetricSums], dict[str, float]]:
-        """`Policy.update` on a batch with `values` and `returns`. `cliprange`: see algo/value_loss.py."""
+        """`Policy.update` on a batch with `values` and `returns`. `cliprange`: see `value_loss` in algo/losses.py."""
         return self.update(batch, functools.partial(value_loss, cliprange=cliprange), epochs=epochs)
 
     def loss_inputs(self, batch: Batch, rows: list[int], values: Tensor, entropy: Tensor) -> ValueInputs:

@@ -123,7 +123,7 @@ def fused_without_apex(kernels: Kernels) -> contextlib.AbstractContextManager[No
 def block_spec(config: TransformerConfig, kernels: Kernels, arch: Architecture) -> TransformerBlockSubmodules:
     """The spec of every layer of this stage and of the final norm."""
     if kernels.transformer_engine:
-        assert not arch.post_norms, "checks/families.py refuses it"
+        assert not arch.post_norms, "checks refuse it"
         from megatron.core.extensions.transformer_engine import TENorm
 
         return _block(config, _te_layer, TENorm)
