@@ -52,11 +52,20 @@ class _Place:
     start: int
 
     def digest(self, parameter: Tensor) -> Tensor:
-        tensor, axis = parameter.detach(), self.tensor.axis
+        """The digest of this worker's span of the tensor, in the type in which it was sent."""
+        tensor, axis = self._as_sent(parameter.detach()), self.tensor.axis
         if self.expert is not None:
             tensor = tensor[self.expert]
         offset = tensor.shape[axis] // 2 if self.offset is None else self.offset
         return part_digest(tensor.narrow(axis, offset, self.length), self.tensor, self.start)
+
+    def _as_sent(self, tensor: Tensor) -> Tensor:
+        """On a CPU with AMX, vLLM keeps the biases of small layers in float32. A value that was not sent stays as it is."""
+        dtype = getattr(self.layer, "params_dtype", tensor.dtype)
+        if self.parameter != "bias" or tensor.dtype == dtype:
+            return tensor
+        sent = tensor.to(dtype)
+        return sent if torch.equal(sent.to(tensor.dtype), tensor) else tensor
 
     @property
     def key(self) -> tuple[int, str]:

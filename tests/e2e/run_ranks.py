@@ -10,6 +10,9 @@ from unittest import mock
 import torch
 
 from grpo_megatron.config import Config
+from grpo_megatron.models.families import FAMILIES
+
+LLAMA = FAMILIES["llama"]  # to be named as a family of the user's own
 
 
 def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
     tokenizer, text = load_tokenizer(folder, DataConfig()), "12+7= 19, 3 +4"
     assert tokenizer.encode(text, add_special_tokens=False) == model.encode(text)
     assert tokenizer.decode(model.encode(text)) == text
-    named = {"path": str(folder), "family": "grpo_megatron.models.families:llama"}
+    named = {"path": str(folder), "family": "tests.e2e.run_ranks:LLAMA"}
     changes = {"model": named, "data": {"max_prompt_length": 64}, "trainer": {"save_hf_at_end": True}}
     raw = run_ranks.settings(workspace, tmp_path, 2, **changes)
     component = {"name": "troubled", "function": "tests.e2e.rewards:troubled_reward"}

@@ -219,7 +219,7 @@ def test_weights_that_are_not_finite_are_refused(value: float, dtype: str) -> No
     whole = torch.full((64, 64), torch.finfo(getattr(torch, dtype)).max, dtype=getattr(torch, dtype))
     source: Any = SimpleNamespace(
         shapes=lambda: {"w": (64, 64)},
-        blocks=lambda name, shape: [whole[:40], whole[40:]],
+        read=lambda name: whole,
         result_dtypes=lambda wanted: {"w": wanted},
     )
     assert len(list(stream_weights(source, dtype, torch.device("cpu"), 1))) == 1

@@ -56,13 +56,17 @@ def test_modes_that_must_not_change_the_numbers(folder: Path, layout: str, megat
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_overlap_changes_no_bit(tmp_path: Path) -> None:
-    """Of a model with an output layer, which is not called as a module: its weights must be waited for all the same."""
+def test_overlap_waits_for_gradients_and_weights(tmp_path: Path) -> None:
+    """Of a model with an output layer, which is not called as a module: its weights must be waited for all the same.
+
+    The buckets' places in memory differ, and on some processors (AMX) the last bits of a product follow them: 1.5e-8 was
+    measured. Weights that were not waited for are off by the learning rate, 1e-3.
+    """
     untied, shape = tiny.make_model(tmp_path / "model", "qwen2"), policy_ranks.LAYOUTS["DP2"]
     want = worlds.run(trained, 2, folder=untied, layout=shape, megatron={})[0]
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     for got in worlds.run(trained, 2, folder=untied, layout=shape, megatron=overlap):
-        assert all(torch.equal(got[name], want[name]) for name in want)
+        assert all(torch.allclose(got[name], want[name], rtol=0, atol=1e-6) for name in want)
 
 
 def test_bfloat16_follows_float32(folder: Path) -> None:

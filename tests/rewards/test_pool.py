@@ -303,7 +303,7 @@ def test_what_a_reward_has_started_is_killed_with_it(impatient_pool: RewardPool)
 def test_a_closed_pool_leaves_no_process_and_refuses_work(user_module: str) -> None:
     with RewardPool(3) as pool:
         pids = _worker_pids(pool, 3)
-    assert not [pid for pid in pids if _is_alive(pid)]
+    wait_until(lambda: not any(_is_alive(pid) for pid in pids))
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.grade([])
