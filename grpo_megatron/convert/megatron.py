@@ -465,7 +465,7 @@ class _ChunkWriter:
         archive, start = io.BytesIO(), self._files.tell()
         with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined] # the manifest's sha256 is stronger
             torch.save(value, archive)
-        self._files.write(archive.getbuffer())
+        self._files.write(archive.getvalue())  # no copy; with getbuffer, Python 3.12 crashed while collecting after a full disk
         length = self._files.tell() - start
         name = f"__0_{len(self.items) - 1}.distcp"
         self.items[-1].append(item)
