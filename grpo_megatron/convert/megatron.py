@@ -465,7 +465,12 @@ class _ChunkWriter:
         archive, start = io.BytesIO(), self._files.tell()
         with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined] # the manifest's sha256 is stronger
             torch.save(value, archive)
-        self._files.write(archive.getvalue())  # no copy; with getbuffer, Python 3.12 crashed while collecting after a full disk
+        buffer = archive.getbuffer()
+        try:
+            self._files.write(buffer)
+        finally:  # after a full disk, Python 3.12 crashed when it collected an archive whose buffer was still in use
+            self._files.wait()
+            buffer.release()
         length = self._files.tell() - start
         name = f"__0_{len(self.items) - 1}.distcp"
         self.items[-1].append(item)

@@ -125,20 +125,22 @@ class HashedFiles:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append to the current file. Raises OSError."""
-        self._wait()
+        self.wait()
         self._pending = self._thread.submit(self._sha.update, data)
-        view = memoryview(data)
-        while view:
-            count = self._file.write(view)
-            self._size, view = self._size + count, view[count:]
+        done = 0
+        with memoryview(data) as view:
+            while done < len(view):
+                count = self._file.write(view[done:])
+                self._size, done = self._size + count, done + count
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Return when nothing reads the data of the last `write` any more."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
 
     def _end(self) -> None:
-        self._wait()
+        self.wait()
         self._file.close()
         self.hashes[self._name] = self._sha.hexdigest()
 
