@@ -12,7 +12,6 @@ from grpo_megatron.models.architecture import Architecture, engine_split_problem
 from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu, divides_experts_on_cpu
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
-CP = "actor.megatron.context_parallel_size"
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
 TABLE = "actor.megatron.override_transformer_config"
 
@@ -151,9 +150,6 @@ def joined(numbers: list[int]) -> str:
 
 
 # -- Expert parallelism ------------------------------------------------------------------------------------------------
-
-EP = "actor.megatron.expert_model_parallel_size"
-ROLLOUT_EP = "rollout.expert_parallel_size"
 
 
 @check
