@@ -11,7 +11,7 @@ import pytest
 # 40 MiB: above the 32 MiB up to which glibc learns by itself what to keep. Kept, the ten blocks are one: a tenth of the faults.
 SCRIPT = """
 import resource
-from grpo_megatron.heap import keep_freed_memory
+from grpo_megatron.device import keep_freed_memory
 
 def page_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
