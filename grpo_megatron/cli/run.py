@@ -22,7 +22,7 @@ from grpo_megatron.config.problems import Findings, check, keys_of
 from grpo_megatron.importing import large_imports
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.registry import find_modules
-from grpo_megatron.storage.lock import remove_leftovers
+from grpo_megatron.storage.files import remove_leftovers
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked

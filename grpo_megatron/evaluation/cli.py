@@ -24,7 +24,7 @@ from grpo_megatron.evaluation.ledger import claim_output, write_identity
 from grpo_megatron.evaluation.options import CompareOptions, EvaluateOptions, GradeOptions, TasksOptions
 from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 
 GRADER_TIMEOUT_S = 10.0
 StartRanks = Callable[[int, str], int]  # (world size, device) -> exit code: starts the ranks of this machine

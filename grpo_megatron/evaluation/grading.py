@@ -26,7 +26,7 @@ from grpo_megatron.data.tasks import get_task, task_names
 from grpo_megatron.rewards import check_reward, extractors, rewards
 from grpo_megatron.rewards.pool import KNOWN_REWARDS, RewardPool
 from grpo_megatron.rewards.reward import RewardItem
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 
 CHUNK = 512  # completions between two updates of the progress bar
 IN_PROCESS = (

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 
 Key = tuple[str, int]  # the problem's uid, the sample's index
 

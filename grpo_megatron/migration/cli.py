@@ -12,7 +12,7 @@ from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.migration.translation import as_yaml, flat, read_settings, translate
 from grpo_megatron.migration.trl import TRL
 from grpo_megatron.migration.verl import ACTOR, VERL
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 
 OTHER_TRAINERS = {trainer.name: trainer for trainer in (VERL, TRL)}
 

@@ -20,7 +20,7 @@ from typing import Any
 from grpo_megatron.pages.run_folder import KeptSamples, RunFolder, read_metrics
 from grpo_megatron.pages.run_page import appended_step, render_report
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.run_files import add_event, finish_start, read_events
 
 ShownGroups = list[dict[str, Any]]  # samples of a step, as pages/run_folder.py describes them

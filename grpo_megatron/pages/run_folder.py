@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.reading import ReadError, parse_yaml
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.run_files import read_events
 
 # -- metrics.jsonl -----------------------------------------------------------------------------------------------------

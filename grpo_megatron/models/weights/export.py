@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
-from grpo_megatron.storage.atomic import new_folder
+from grpo_megatron.storage.files import new_folder
 from grpo_megatron.types import WeightBucket
 
 GENERATION_CONFIG, END_KEY = "generation_config.json", "eos_token_id"

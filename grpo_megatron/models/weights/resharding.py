@@ -18,11 +18,10 @@ from grpo_megatron.models.layers.precision import dequantized
 from grpo_megatron.models.weights.load import global_parameters, model_rows
 from grpo_megatron.models.weights.sync_parameters import sync_parameters
 from grpo_megatron.parallel.mesh import Mesh, RankError
-from grpo_megatron.sync.delta_sync import DeltaLimits, DeltaSync
-from grpo_megatron.sync.digest import Expected, expected_digests, load_kernel
-from grpo_megatron.sync.exchange import Exchange, PointToPoint, Pool
-from grpo_megatron.sync.rounds import RankPlan, plan_rounds
-from grpo_megatron.sync.tensors import EngineTensors, Share, SyncTensor
+from grpo_megatron.sync.delta import DeltaLimits, DeltaSync
+from grpo_megatron.sync.digest import Expected, Share, expected_digests
+from grpo_megatron.sync.exchange import Exchange, Pool, RankPlan, point_to_point
+from grpo_megatron.sync.plan import EngineTensors, SyncTensor, plan_rounds
 from grpo_megatron.types import WeightBucket
 
 
@@ -84,24 +83,16 @@ class Resharding:
         self.plan = RankPlan(plan, rounds, mesh.rank)
         self._constants = Constants(arch, mesh, stage_of)
         self._shares = [*self.plan.shares(), *self._constants.shares()]
-        if device.type == "cpu":
-            load_kernel(self._digested() * dtype.itemsize)
         rows = model_rows(arch)
         self._shapes = {p.name: rows[p.name].local_shape(arch, grid.tp) for p in self.plan.parameters()}
         if len(set(mesh.all_gather(plan.digest))) > 1:
             raise RankError("the ranks have planned different weight syncs: their configs or their versions differ")
         self._delta = None if delta is None else self._build_delta(delta)
 
-    def _digested(self) -> int:
-        """Elements of which this rank computes digests at a sync: of its shares, and of what its engine reads."""
-        own = sum(share.tensor.numel_of((share.start, share.stop)) for share in self._shares)
-        spans = ((tensor, self.tensors.spans[name]) for name, tensor in self.tensors.tensors.items())
-        return own + sum(tensor.numel_of(of_ranks[self.plan.engine_rank]) for tensor, of_ranks in spans)
-
     def _build_delta(self, limits: DeltaLimits) -> DeltaSync:
         problem, delta = None, None
         try:
-            delta = DeltaSync(self.plan, PointToPoint(), self.mesh, pool=self._pool, limits=limits)
+            delta = DeltaSync(self.plan, point_to_point, self.mesh, pool=self._pool, limits=limits)
         except RuntimeError as error:  # out of memory
             problem = f"no memory on the host for what rollout.sync=delta keeps there: {error}; set rollout.sync=full"
         self.mesh.agree(problem)
@@ -114,7 +105,7 @@ class Resharding:
         if self._delta is not None:
             return self._delta.bytes_received
         plan = self.plan.plan
-        return sum(plan.numel(plan.parts[part]) for part in self.plan.received()) * self.dtype.itemsize
+        return sum(plan.numel(plan.parts[part]) for part in self.plan.received) * self.dtype.itemsize
 
     @property
     def density(self) -> float | None:
@@ -136,7 +127,7 @@ class Resharding:
         try:
             self._check(parameters)
             if self._delta is None:
-                exchange = Exchange(self.plan, read, PointToPoint(), self._pool)
+                exchange = Exchange(self.plan, read, point_to_point, self._pool)
         except (ValueError, RuntimeError) as error:  # RuntimeError: out of memory
             problem = f"cannot send weights: {error}"
         self.mesh.agree(problem)

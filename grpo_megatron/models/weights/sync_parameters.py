@@ -8,7 +8,7 @@ from grpo_megatron.models.architecture import ENGINE_VOCABULARY_MULTIPLE, Archit
 from grpo_megatron.models.families import table_of
 from grpo_megatron.models.weights.table import QKV, HeadsNorm, Replicated, Vocabulary, WeightRow, expand_table
 from grpo_megatron.parallel.mesh import Grid
-from grpo_megatron.sync.tensors import EngineTensors, Interval, SyncParameter, SyncTensor
+from grpo_megatron.sync.plan import EngineTensors, Interval, SyncParameter, SyncTensor
 
 
 def stages_of_parameters(arch: Architecture, layers: Sequence[int]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.reference import Reference
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.storage.atomic import remove_folder
+from grpo_megatron.storage.files import remove_folder
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Batch
 
