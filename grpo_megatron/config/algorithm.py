@@ -28,7 +28,7 @@ class ReplayConfig(Section):
 
 
 class KlCtrl(Section):
-    """The coefficient of the KL penalty in the reward. adaptive: it follows target_kl (algo/kl.py)."""
+    """The coefficient of the KL penalty in the reward. adaptive: it follows target_kl (algo/divergence.py)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
     kl_coef: Coefficient = 0.001  # adaptive: its value at the start; 0: no KL, and no reference
@@ -37,7 +37,7 @@ class KlCtrl(Section):
 
 
 class RolloutCorrection(Section):
-    """Corrects for log-probabilities that differ between engine and policy (algo/correction.py).
+    """Corrects for log-probabilities that differ between engine and policy (algo/divergence.py).
 
     `rollout_is` multiplies the loss by importance weights; `rollout_rs` takes tokens or whole responses out of the loss.
     """
@@ -76,7 +76,7 @@ class AlgorithmConfig(Section):
 
 
 class OverlongBuffer(Section):
-    """DAPO's soft penalty for responses that come close to data.max_response_length (algo/token_weights.py)."""
+    """DAPO's soft penalty for responses that come close to data.max_response_length (algo/plan.py)."""
 
     len: int | None = Field(None, ge=1)  # the penalty grows from 0 to 1 over the last so many tokens; null: off
     penalty_factor: float = Field(1.0, gt=0, le=1e4)  # multiplies the penalty

@@ -94,7 +94,7 @@ class ActorConfig(Section):
     dpo_beta: float = Field(0.1, gt=0, le=1e4)  # DPO's beta: how strongly the policy is kept near the reference
     use_kl_loss: bool = True  # add kl_loss_coef * KL to the reference to the loss
     kl_loss_coef: Coefficient = 0.001  # 0: the KL is not computed, and needs no reference
-    kl_loss_type: str = "low_var_kl"  # the estimator of that KL (algo/kl.py)
+    kl_loss_type: str = "low_var_kl"  # the estimator of that KL (algo/divergence.py)
     entropy_coeff: float = Field(0.0, ge=-1e4, le=1e4)  # times the entropy (nats), which is subtracted from the loss
     logprob_chunk_size: int = Field(1024, ge=1)  # tokens whose logits are in memory at a time
     max_skipped_steps: int = Field(10, ge=0)  # consecutive optimizer steps with a non-finite gradient; one more: stop
