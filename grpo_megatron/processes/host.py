@@ -102,13 +102,14 @@ class Host:
                 guest.process.close()
 
     async def _check(self) -> None:
-        limit = self.limits.max_processes
         while True:
             await asyncio.sleep(CHECK_S)
             self.end_lost()
-            for guest in list(self._guests.values()) if limit is not None else ():
-                if guest.process and guest.process.pid and (count := len(tree(guest.process.pid)) - 1) > limit:
-                    guest.process.fail("flooded", f"it runs {count} processes; at most {limit}")
+            if (limit := self.limits.max_processes) is None:
+                continue
+            for process in [guest.process for guest in self._guests.values() if guest.process and guest.process.pid]:
+                if (count := len(tree(process.pid)) - 1) > limit:
+                    process.fail("flooded", f"it runs {count} processes; at most {limit}")
 
 
 class Guest:
