@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.keys import ConfigKey, config_keys
+from grpo_megatron.config.section import ConfigKey, config_keys
 from grpo_megatron.reading import ReadError, parse_yaml, read_text, shown
 
 # -- Rule: what becomes of one key of another trainer. A trainer is a table of rules (verl.py, trl.py) -----------------
