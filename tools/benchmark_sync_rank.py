@@ -33,7 +33,7 @@ from grpo_megatron.models.weights.load import hf_weights, stage_owners
 from grpo_megatron.models.weights.resharding import Resharding
 from grpo_megatron.models.weights.sync_parameters import engine_tensors
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
-from grpo_megatron.processes.family import die_with_parent
+from grpo_megatron.processes.process import die_with_parent
 from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import stable_hash

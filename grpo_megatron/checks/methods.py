@@ -8,12 +8,7 @@ own key. What an estimator or a loss needs is a fact that it declares where it i
 from __future__ import annotations
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.needs import (
-    has_kl_loss,
-    needs_old_logprobs,
-    needs_reference,
-)
+from grpo_megatron.algo.losses import has_kl_loss, needs_old_logprobs, needs_reference, policy_losses
 from grpo_megatron.checks.model_folders import has_critic
 from grpo_megatron.checks.names import reward_name
 from grpo_megatron.config import Config, FilterGroups, OptimConfig, PartialConfig, SamplingConfig

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.needs import reads_reference
+from grpo_megatron.algo.losses import policy_losses, reads_reference
 from grpo_megatron.config import AlgorithmConfig, Config, ConfigError, ScoringModel
 from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.memory.parameters import RunModels

@@ -19,7 +19,7 @@ from grpo_megatron.data.task import get_task
 from grpo_megatron.reading import cut, shown
 from grpo_megatron.rewards import check_reward
 from grpo_megatron.rewards.answers import AnswerForm, answer_form
-from grpo_megatron.rewards.composite import COMPOSITE
+from grpo_megatron.rewards.calling import COMPOSITE
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import Kwargs, RewardResult, read_signature, rewards
 from grpo_megatron.types import BY_MODEL, Prompt

@@ -18,9 +18,8 @@ from typing import Any
 from grpo_megatron.data.prompts import reward_item, tokens_at
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.processes.pool import KeptProblem
-from grpo_megatron.rewards.answers import opened_thought
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rewards.reward import RewardResult, rewards
+from grpo_megatron.rewards.reward import RewardResult, opened_thought, rewards
 from grpo_megatron.types import BY_MODEL, Sample, Turn
 
 WORTH_OVERLAP_S = 0.05

@@ -16,8 +16,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
-from grpo_megatron.algo.packing import SequenceCost, balance, imbalance
-from grpo_megatron.algo.plan import make_plan, revise_plan
+from grpo_megatron.algo.plan import SequenceCost, balance, imbalance, make_plan, revise_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
 from grpo_megatron.models.packing import num_padding_tokens
 from grpo_megatron.types import GroupTable, Plan

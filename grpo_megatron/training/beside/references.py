@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from grpo_megatron.algo.needs import needs_reference, reads_reference
+from grpo_megatron.algo.losses import needs_reference, reads_reference
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
