@@ -24,15 +24,6 @@ from grpo_megatron.data.rows import Messages, Question, RowSet
 from grpo_megatron.data.sampler import LazySequence, keep_fitting
 from grpo_megatron.data.task import Task, get_task
 from grpo_megatron.data.tokenizer import TurnRenderer, render_chat
-from grpo_megatron.rewards.answers import opened_thought
-from grpo_megatron.rewards.reward import RewardItem
-from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.fields import Messages, Question
-from grpo_megatron.data.items import ItemTable, first_of_each, kept_items
-from grpo_megatron.data.rendering import LengthBound, encode_prompts, render_chat
-from grpo_megatron.data.rows import RowSet
-from grpo_megatron.data.task import Task
-from grpo_megatron.data.tasks import get_task
 from grpo_megatron.rewards.reward import RewardItem, opened_thought
 from grpo_megatron.types import BY_MODEL, Prompt
 

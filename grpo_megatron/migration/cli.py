@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
-from grpo_megatron.migration.trainers import ACTOR, OTHER_TRAINERS, TRL
 from grpo_megatron.config.section import config_keys
+from grpo_megatron.migration.trainers import ACTOR, OTHER_TRAINERS, TRL
 from grpo_megatron.migration.translation import as_yaml, flat, read_settings, translate
 from grpo_megatron.storage.atomic import write_file
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config.keys import ConfigKey
+from grpo_megatron.config.section import ConfigKey
 from grpo_megatron.reading import MAX_YAML, parse_yaml, read_text
 
 Settings = dict[str, Any]  # their keys -> values

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.keys import ConfigKey, config_keys
-from grpo_megatron.migration.trainers import OtherTrainer, Settings
 from grpo_megatron.config.section import ConfigKey, config_keys
+from grpo_megatron.migration.trainers import OtherTrainer, Settings
 from grpo_megatron.reading import ReadError, parse_yaml, read_text, shown
 
 REQUIRED = "model.path"
