@@ -31,7 +31,7 @@ from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.optimizer import wrap_ddp
 from grpo_megatron.models.weights.stream import Resharding, engine_tensors, stage_owners
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
-from grpo_megatron.processes.family import die_with_parent
+from grpo_megatron.processes.process import die_with_parent
 from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.sync.delta_sync import DeltaLimits

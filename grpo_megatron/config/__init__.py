@@ -347,7 +347,7 @@ class RewardConfig(Section):
     """The reward function of the samples, or a weighted sum of several, and the processes that call it."""
 
     function: str | None = None  # a registered reward, or module:function; null: the task's own
-    # the reward is their weighted sum (rewards/composite.py); not with `function`
+    # the reward is their weighted sum (rewards/calling.py); not with `function`
     components: list[RewardComponent] = []
     num_workers: Processes = 1  # processes per engine
     timeout_s: Seconds = 10.0  # wall-clock seconds per sample; then its worker is killed

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config, DataConfig
-from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.task import get_task
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.flops import mfu_metrics, peaks, throughput
