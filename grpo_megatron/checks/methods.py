@@ -13,7 +13,7 @@ from grpo_megatron.checks.model_folders import has_critic
 from grpo_megatron.checks.names import reward_name
 from grpo_megatron.config import Config, FilterGroups, OptimConfig, PartialConfig, SamplingConfig
 from grpo_megatron.config.problems import Findings, check, keys_of, marked
-from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.task import get_task
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.storage.run_files import owner_problem, rollout_files
