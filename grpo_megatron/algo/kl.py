@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.config import KlCtrl
-from grpo_megatron.registry import Registry
+from grpo_megatron.importing import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor

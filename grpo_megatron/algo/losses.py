@@ -39,7 +39,7 @@ from torch import Tensor
 
 from grpo_megatron.algo.kl import LOG_RATIO_CLAMP, KlPenalty, ratio_of
 from grpo_megatron.config import ActorConfig
-from grpo_megatron.registry import FactRegistry
+from grpo_megatron.importing import FactRegistry
 
 
 @dataclass(frozen=True)

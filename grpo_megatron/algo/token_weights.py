@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from grpo_megatron.algo.advantages import informative_groups
 from grpo_megatron.config import OverlongBuffer
-from grpo_megatron.registry import Registry
+from grpo_megatron.importing import Registry
 from grpo_megatron.types import GroupTable
 
 # (n_i of the responses that count: all > 0, at least one; L) -> one weight per response

@@ -20,8 +20,8 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.data.fields import Question, type_name
 from grpo_megatron.data.rows import open_rows
 from grpo_megatron.data.task import RowFormat, Task
+from grpo_megatron.importing import import_function, no_exit
 from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_regular, shown
-from grpo_megatron.registry import import_function, no_exit
 from grpo_megatron.rewards import extractors
 
 # -- Task files: a task as YAML, in `tasks/` or the user's own. The keys are those of `Task` and `RowFormat` -----------

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.data.benchmarks import BenchmarkProblem
 from grpo_megatron.evaluation.grading import Grade, grade, grade_file, grader_of, same_answers
 from grpo_megatron.evaluation.ledger import LedgerEntry
-from grpo_megatron.evaluation.results import _grades
+from grpo_megatron.evaluation.results import grade_samples
 from grpo_megatron.rewards.pool import RewardPool
 from tests.files import DATA, WHOLE
 from tests.runs import write_rows
@@ -35,11 +36,10 @@ def test_grades_between_answer_tags_and_behind_an_opened_thought() -> None:
     expected = [Grade(True, "18"), Grade(False, "17"), Grade(True, "paris"), Grade(False, None)]
     assert grade("gsm8k_r1", answers, texts) == grade("graded_answer", answers, texts, workers=2) == expected
     assert same_answers("graded_answer", [("1/2", "0.5"), ("Rome", "ROME"), ("1", "2")]) == [True, True, False]
-    entries = [LedgerEntry("u", 0, text, 9, "stop") for text in texts[:2]]
+    problem = BenchmarkProblem("u", "", "")
     with RewardPool(1, 30.0) as pool:
-        for opened, kept in (("<think>\n", True), ("", False)):
-            grades = _grades("format", ["", ""], entries, pool, rows=[{}, {}], prompts=[opened, ""])
-            assert [verdict.correct for verdict in grades] == [kept, False]
+        drawn = [(problem, opened, LedgerEntry("u", 0, texts[0], 9, "stop")) for opened in ("<think>\n", "")]
+        assert [verdict.correct for verdict in grade_samples("format", drawn, pool)] == [True, False]
 
 
 def test_grades_of_math_and_a_failure_of_the_grader() -> None:

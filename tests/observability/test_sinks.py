@@ -15,13 +15,19 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import Config, ConfigError, TrainerConfig
+from grpo_megatron.observability import console as summary_module
 from grpo_megatron.observability import curves
-from grpo_megatron.observability import summary as summary_module
-from grpo_megatron.observability.console import CONSOLE_COLUMNS, SUPERVISED_COLUMNS, ConsoleSink, console_columns
+from grpo_megatron.observability.console import (
+    CONSOLE_COLUMNS,
+    SUPERVISED_COLUMNS,
+    ConsoleSink,
+    Summary,
+    console_columns,
+    serve_command,
+)
 from grpo_megatron.observability.loggers import build_sinks
-from grpo_megatron.observability.sinks import JsonlSink
-from grpo_megatron.observability.summary import Summary, serve_command
-from grpo_megatron.pages.panels import PagePanel
+from grpo_megatron.observability.metrics import JsonlSink
+from grpo_megatron.pages.kit import PagePanel
 from grpo_megatron.pages.run_folder import read_metrics
 from grpo_megatron.storage import StorageError
 

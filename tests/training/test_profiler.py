@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.cli import main
-from grpo_megatron.cli.commands import TrainOptions
+from grpo_megatron.cli.main import TrainOptions
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import parse
 from grpo_megatron.observability.metrics import Metrics
