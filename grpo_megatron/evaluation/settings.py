@@ -34,6 +34,7 @@ from grpo_megatron.data.conversation import TurnRenderer
 from grpo_megatron.data.rendering import encode_prompts, render_chat
 from grpo_megatron.data.task import Example, Task
 from grpo_megatron.data.tasks import get_tasks
+from grpo_megatron.data.task import Task, get_tasks
 from grpo_megatron.data.tokenizer import read_end_tokens
 from grpo_megatron.environments.pool import find_environment, make_environment
 from grpo_megatron.evaluation.engine import EngineSettings, engine_dtype, model_tokenizer, open_policy, weights_sha256
