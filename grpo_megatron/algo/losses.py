@@ -37,13 +37,10 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from grpo_megatron.algo.kl import LOG_RATIO_CLAMP, KlPenalty, ratio_of
-from grpo_megatron.config import ActorConfig
-from grpo_megatron.importing import FactRegistry
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.divergence import LOG_RATIO_CLAMP, KlPenalty, ratio_of
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
-from grpo_megatron.registry import FactRegistry
+from grpo_megatron.importing import FactRegistry
 
 
 class _MaskedInputs:

@@ -22,8 +22,8 @@ from typing import Annotated, Any
 
 from grpo_megatron.cli import failures, ranks
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.keys import config_keys
 from grpo_megatron.config.options import COMMAND_NAME, HIDDEN, Argument, Option, Options, parse
+from grpo_megatron.config.section import config_keys
 from grpo_megatron.importing import find_modules, import_function, large_imports
 from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
 

@@ -20,13 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, RolloutConfig
-from grpo_megatron.data.tasks import get_tasks, task_names
+from grpo_megatron.data.task import get_tasks, task_names
 from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.evaluation import report, results
 from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, start_engine
-from grpo_megatron.config import ConfigError
-from grpo_megatron.data.task import get_tasks, task_names
-from grpo_megatron.evaluation import comparison, report, results, run
 from grpo_megatron.evaluation.grading import grade_file
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn, claim_output, write_identity
 from grpo_megatron.evaluation.options import CompareOptions, EvaluateOptions, GradeOptions, TasksOptions

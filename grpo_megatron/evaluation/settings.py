@@ -30,12 +30,9 @@ from typing import Any, Literal
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.benchmarks import DataPlaces, Dataset, read_datasets
-from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.rendering import encode_prompts, render_chat
-from grpo_megatron.data.task import Example, Task
-from grpo_megatron.data.tasks import get_tasks
-from grpo_megatron.data.task import Task, get_tasks
-from grpo_megatron.data.tokenizer import read_end_tokens
+from grpo_megatron.data.prompts import encode_prompts
+from grpo_megatron.data.task import Example, Task, get_tasks
+from grpo_megatron.data.tokenizer import TurnRenderer, read_end_tokens, render_chat
 from grpo_megatron.environments.pool import find_environment, make_environment
 from grpo_megatron.evaluation.engine import EngineSettings, engine_dtype, model_tokenizer, open_policy, weights_sha256
 from grpo_megatron.evaluation.grading import grader_of
