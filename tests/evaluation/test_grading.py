@@ -22,19 +22,17 @@ def test_grades_of_gsm8k() -> None:
     answers = ["18", "1,234", "5", "18", "18"]
     texts = ["#### 18", "#### $1,234.00", "\\boxed{6}", "eighteen", "18"]
     expected = [Grade(True, "18"), Grade(True, "1234"), Grade(False, "6"), Grade(False, None), Grade(False, None)]
-    assert grade("gsm8k", answers, texts) == expected
-    assert grade("gsm8k", answers, texts, workers=2) == expected  # in processes
+    assert grade("svamp", answers, texts) == grade("gsm8k", answers, texts, workers=2) == expected
     assert [verdict.format_ok for verdict in expected] == [True, True, True, False, False]
-    assert grade("svamp", answers, texts) == expected
     assert [verdict.correct for verdict in grade("gsm8k_flexible", answers, texts)] == [True, False, False, False, True]
 
 
 def test_grades_between_answer_tags_and_behind_an_opened_thought() -> None:
-    """`gsm8k_r1`: in this process and in workers, numbers and texts. `format` needs the `<think>` that the prompt wrote."""
+    """`gsm8k_r1`: numbers and texts. `format` needs the `<think>` that the prompt wrote."""
     answers = ["18", "18", "Paris", "Paris"]
     texts = [f"6 + 12</think><answer>{text}</answer>" for text in ("18.0", "17", " paris.", "")]
     expected = [Grade(True, "18"), Grade(False, "17"), Grade(True, "paris"), Grade(False, None)]
-    assert grade("gsm8k_r1", answers, texts) == grade("graded_answer", answers, texts, workers=2) == expected
+    assert grade("gsm8k_r1", answers, texts) == expected
     assert same_answers("graded_answer", [("1/2", "0.5"), ("Rome", "ROME"), ("1", "2")]) == [True, True, False]
     problem = BenchmarkProblem("u", "", "")
     with RewardPool(1, 30.0) as pool:
@@ -55,10 +53,9 @@ def test_grades_of_math_and_a_failure_of_the_grader() -> None:
 
 
 def test_a_reference_answer_that_is_not_a_number_is_an_error_of_its_row() -> None:
-    for workers in (1, 2):
-        verdicts = grade("gsm8k", ["many", "18"], ["#### 18", "#### 18"], workers=workers)
-        assert [(verdict.correct, verdict.status) for verdict in verdicts] == [(False, "error"), (True, "ok")]
-        assert "'many' is not a number" in verdicts[0].message
+    verdicts = grade("gsm8k", ["many", "18"], ["#### 18", "#### 18"])
+    assert [(verdict.correct, verdict.status) for verdict in verdicts] == [(False, "error"), (True, "ok")]
+    assert "'many' is not a number" in verdicts[0].message
 
 
 def test_names_of_graders() -> None:
