@@ -30,7 +30,7 @@ MAX_BUCKETS = 400
 DIGITS = 6  # significant ones
 
 
-def step_rows(lines: Iterable[bytes]) -> Iterator[StepMetrics]:
+def metric_rows(lines: Iterable[bytes]) -> Iterator[StepMetrics]:
     """The JSON objects of these lines that have a step. Lines that are cut off or damaged are left out, whatever their bytes."""
     for line in lines:
         try:
@@ -43,7 +43,7 @@ def step_rows(lines: Iterable[bytes]) -> Iterator[StepMetrics]:
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Read the objects of a metrics.jsonl in file order, without damaged lines. Raises OSError."""
-    return list(step_rows(path.read_bytes().splitlines()))
+    return list(metric_rows(path.read_bytes().splitlines()))
 
 
 @dataclass(slots=True)
@@ -243,7 +243,7 @@ class RunFolder:
             while part := file.read(READ_AT_ONCE):
                 self._offset += len(part)
                 *lines, self._rest = (self._rest + part).split(b"\n")
-                rows = list(step_rows(lines))
+                rows = list(metric_rows(lines))
                 self.curves.add(rows)
                 seconds = [row.get("timing_s/step") for row in rows[-RECENT:]]
                 self._step_seconds.extend(value for value in seconds if isinstance(value, int | float))

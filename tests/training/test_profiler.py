@@ -45,7 +45,7 @@ def test_it_records_the_wanted_steps(tmp_path: Path, first: int, recorded: list[
     assert names == [name for step in recorded for name in (f"training step {step}", "gen")]
     assert len(notes) == 1 and "mean of the ranks" in notes[0]
     table = (tmp_path / "profile" / "table.txt").read_text()
-    assert {line.split()[1] for line in table.splitlines()[2:]} == {"gen", "log"}
+    assert {line.split()[1] for line in table.splitlines()[3:]} == {"gen", "log"}
     assert metrics.reduce()["timing_s/gen"] > 0
 
 
