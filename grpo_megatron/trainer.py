@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.algo.needs import reasons_for_old_pass
-from grpo_megatron.algo.plan import make_plan
-from grpo_megatron.algo.token_weights import with_overlong_penalty
+from grpo_megatron.algo.losses import reasons_for_old_pass
+from grpo_megatron.algo.plan import make_plan, with_overlong_penalty
 from grpo_megatron.checks.names import resolved_components
 from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked, check_alone
@@ -23,10 +22,10 @@ from grpo_megatron.device import Device, keep_freed_memory
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.layers.spec import choose_kernels
 from grpo_megatron.models.policy import TooManySkippedSteps
+from grpo_megatron.observability.console import Summary
 from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.metrics import Metrics, percentile_limit
 from grpo_megatron.observability.progress import awaited
-from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh
