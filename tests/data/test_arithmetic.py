@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.data.arithmetic import (
+from grpo_megatron.data.generated import (
     LARGEST,
     MIXED_STEPS,
     ROWS_PER_STEP,
@@ -23,8 +23,7 @@ from grpo_megatron.data.arithmetic import (
     step_rows,
     supervised_rows,
     worked_response,
-    write_feedback,
-    write_task,
+    write_example,
 )
 from grpo_megatron.rewards.numeric import arithmetic_reward
 from grpo_megatron.rewards.process_rewards import equations
@@ -106,7 +105,7 @@ def test_the_tokenizer_round_trips_everything(supervised: list[dict[str, str]], 
 def test_files_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         (tmp_path / name).mkdir()
-        write_task(tmp_path / name, seed, num_train=64, num_val=16)
+        write_example("arithmetic", tmp_path / name, seed, num_train=64, num_val=16)
     for file in ("sft.jsonl", "train.jsonl", "val.jsonl", "written.jsonl", "tokenizer/tokenizer.json"):
         a, b, c = ((tmp_path / name / file).read_bytes() for name in "abc")
         assert a == b and (a != c) == file.endswith(".jsonl")
@@ -137,7 +136,7 @@ def test_pairs_prefer_the_worked_answer() -> None:
 
 
 def test_files_are_written_and_hold_out_sums(tmp_path: Path) -> None:
-    write_feedback(tmp_path, seed=0, num_train=64, num_val=16)
+    write_example("feedback", tmp_path, seed=0, num_train=64, num_val=16)
     prompts = {}
     for name in ("pairs", "pairs_val", "steps", "steps_val"):
         prompts[name] = {json.loads(line)["prompt"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()}

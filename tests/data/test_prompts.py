@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import DataConfig
-from grpo_megatron.data.arithmetic import build_tokenizer
+from grpo_megatron.data.generated import build_tokenizer
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.written import load_supervised

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.arithmetic import build_tokenizer
+from grpo_megatron.data.generated import build_tokenizer
 from grpo_megatron.data.prompts import step_ends
 from grpo_megatron.data.written import load_pairs, load_steps, read_pairs, read_steps, step_labels
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data import tool_tasks
-from grpo_megatron.data.arithmetic import ROWS_PER_STEP, is_held_out
+from grpo_megatron.data import generated
+from grpo_megatron.data.generated import ROWS_PER_STEP, is_held_out
 from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer
 from grpo_megatron.data.written import load_supervised
 
@@ -34,18 +34,18 @@ def read(path: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tool_tasks")
-    for task, write in (("products", tool_tasks.write_products), ("two_hops", tool_tasks.write_two_hops)):
+    for task in ("products", "two_hops"):
         (root / task).mkdir()
-        write(root / task, 0)
+        generated.write_example(task, root / task, 0)
     return root
 
 
 def test_the_warm_up_shows_calls_first_and_then_mostly_bare_answers(folder: Path) -> None:
     calls = [len(row["messages"]) == 4 for row in read(folder / "products" / "sft.jsonl")]
-    first = tool_tasks.CALLING_STEPS * ROWS_PER_STEP
-    assert len(calls) == first + tool_tasks.BARE_STEPS * ROWS_PER_STEP and all(calls[:first])
+    first = generated.CALLING_STEPS * ROWS_PER_STEP
+    assert len(calls) == first + generated.ANSWERING_STEPS * ROWS_PER_STEP and all(calls[:first])
     share = sum(calls[first:]) / len(calls[first:])  # 1280 rows: the standard error is 0.011
-    assert abs(share - (1 - tool_tasks.BARE_SHARE)) < 0.05
+    assert abs(share - (1 - generated.ANSWERING_SHARE)) < 0.05
 
 
 @pytest.mark.parametrize("task", ["products", "two_hops"])
@@ -76,7 +76,7 @@ def test_held_out_pairs_are_in_no_other_file(folder: Path) -> None:
             assert is_held_out(a, b) == held_out and min(a, b) >= 32 and max(a, b) <= 99
             assert "answer" not in row or int(row["answer"]) == a * b
     with pytest.raises(ConfigError, match="cannot draw 1000000 different held-out rows; at most"):
-        tool_tasks.product_problems(0, 1_000_000, held_out=True)
+        generated.product_problems(0, 1_000_000, held_out=True)
 
 
 def test_the_rows_show_what_the_search_tool_answers(folder: Path) -> None:
@@ -98,7 +98,7 @@ def test_validation_asks_of_other_persons(folder: Path) -> None:
     train, val = ([row["prompt"] for row in read(folder / "two_hops" / name)] for name in ("train.jsonl", "val.jsonl"))
     warm_up = [row["messages"][0]["content"] for row in read(folder / "two_hops" / "sft.jsonl")]
     assert not persons(val) & (persons(train) | persons(warm_up))
-    assert len(persons(train) | persons(val)) == len(tool_tasks.PERSONS) and len(val) > 100
-    world = tool_tasks.World(0)
+    assert len(persons(train) | persons(val)) == len(generated.PERSONS) and len(val) > 100
+    world = generated.World(0)
     for row in read(folder / "two_hops" / "val.jsonl"):
         assert int(row["answer"]) == world.answer(persons([row["prompt"]]).pop())
