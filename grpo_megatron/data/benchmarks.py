@@ -97,7 +97,7 @@ def _read_dataset(task: Task, places: DataPlaces, num_fewshot: int, limit: int |
         if fewshot is None:
             raise ConfigError(f"task {task.name!r} has no training file to draw examples from; set --num-fewshot 0")
         if fewshot.examples:
-            pool = [Example(one.question, one.solution) for one in fewshot.examples[:num_fewshot]]
+            pool = fewshot.examples[:num_fewshot]
             what, remedy = f"task {task.name!r} has {len(pool)} examples of its own", "set that or less"
         else:
             train = _find_file(task, "few-shot file", fewshot.files, places, "set --num-fewshot 0 to do without")
