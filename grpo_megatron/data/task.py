@@ -28,6 +28,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_vali
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig, Section
+from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.data.rows import (
     Messages,
     Question,
@@ -471,23 +472,25 @@ def get_task(name: str) -> Task:
 
 def get_tasks(names: list[str]) -> list[Task]:
     """Several tasks. Raises one ConfigError for all that are wrong."""
-    tasks: list[Task] = []
-    problems: list[str] = []
-    for name in names:
-        try:
-            tasks.append(get_task(name))
-        except ConfigError as error:
-            problems.append(str(error))
-        except Exception as error:  # whatever the user's module raises while it is imported
-            problems.append(f"task {name!r}: importing it raised {type(error).__name__}: {error}; correct the module")
+    problems = ProblemList()
+    found = [problems.attempt("", _imported_task, name) for name in names]
+    tasks = [task for task in found if task is not None]
     labels = [task.name for task in tasks]
     repeated = sorted({label for label in labels if labels.count(label) > 1})
-    problems += [f"task {label!r} is given twice; name it once" for label in repeated]
-    if not names:
-        problems.append(f"no task is named; choose from {', '.join(task_names())}")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    problems.add(f"task {label!r} is given twice; name it once" for label in repeated)
+    problems.add([] if names else [f"no task is named; choose from {', '.join(task_names())}"])
+    problems.raise_if_any()
     return tasks
+
+
+def _imported_task(name: str) -> Task:
+    try:
+        return get_task(name)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's module raises while it is imported
+        text = f"task {name!r}: importing it raised {type(error).__name__}: {error}; correct the module"
+        raise ConfigError(text) from error
 
 
 def _python_task(name: str) -> Task:

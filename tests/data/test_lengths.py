@@ -55,7 +55,7 @@ def test_only_prompts_that_may_be_too_long_are_tokenised(tmp_path: Path) -> None
     rows = [{"prompt": "1", "response": "2" * length} for length in (1, 9, 10)]
     data = PLAIN.model_copy(update={"max_response_length": 10})
     groups = load_supervised(data, [write(tmp_path / "b.jsonl", rows)], tokenizer)
-    assert tokenizer.texts == ["1", "1", "1", "2" * 10] and len(groups) == 2
+    assert tokenizer.texts == ["1", "1", "2" * 10] and len(groups) == 2
 
 
 @pytest.mark.parametrize(
