@@ -25,8 +25,8 @@ from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder, write_file
 
 TABLE_COLUMNS = ("rate", "low", "high", "n", "passes", "truncated", "mean_score", "mean_tokens", "question", "answer")
-BINS = 5  # of pass rates between 0 and 1, which have lines of their own
-BAR = 40  # characters of the longest bar
+_BINS = 5  # of pass rates between 0 and 1, which have lines of their own
+_BAR = 40  # characters of the longest bar
 
 
 def curate(options: CurateOptions) -> int:
@@ -217,14 +217,14 @@ def _summary(tally: Tally) -> str:
         "",
         f"{'pass rate':>12} {'problems':>9}",
     ]
-    edges = [f"{number / BINS:g}" for number in range(BINS + 1)]
+    edges = [f"{number / _BINS:g}" for number in range(_BINS + 1)]
     inner = [f"{low} - <{high}" for low, high in itertools.pairwise(edges)]
     counts = dict.fromkeys(["0", f">{inner[0]}", *inner[1:], "1"], 0)
     for problem in problems:
         is_certain = problem.passes in (0, problem.n)
-        number = (BINS + 1) * (problem.passes > 0) if is_certain else 1 + problem.passes * BINS // problem.n
+        number = (_BINS + 1) * (problem.passes > 0) if is_certain else 1 + problem.passes * _BINS // problem.n
         counts[list(counts)[number]] += 1
     for label, count in counts.items():
-        bar = "#" * round(BAR * count / max(counts.values()))
+        bar = "#" * round(_BAR * count / max(counts.values()))
         lines.append(f"{label:>12} {count:>9} {bar}".rstrip())
     return "\n".join(lines)

@@ -154,7 +154,7 @@ def read_task_prompts(data: DataConfig, reward_kwargs: Mapping[str, Any], tokeni
     except ConfigError as error:
         raise ConfigError(f"data.val_tasks: {error}") from error
     problems = [_task_problem(task, data, reward_kwargs) for task in tasks]
-    found = [f"data.val_tasks: task {task.name!r} {text}" for task, text in zip(tasks, problems, strict=True) if text]
+    found = [f"data.val_tasks: task {task.name!r}{text}" for task, text in zip(tasks, problems, strict=True) if text]
     datasets: list[Dataset] = []
     places = DataPlaces(data.val_data, {}, folder_option="data.val_data=DIR", file_option="data.val_files=[PATH]")
     try:
@@ -169,17 +169,17 @@ def read_task_prompts(data: DataConfig, reward_kwargs: Mapping[str, Any], tokeni
 
 
 def _task_problem(task: Task, data: DataConfig, reward_kwargs: Mapping[str, Any]) -> str | None:
-    """Why the task cannot be used in training."""
+    """Why the task cannot be used in training, to be put behind its name."""
     if task.multi_turn.environment is not None:
-        return "plays an environment: it is for the scripted evaluation; validate with data.val_files and rollout.multi_turn"
+        return " plays an environment: it is for the scripted evaluation; validate with data.val_files and rollout.multi_turn"
     if task.reward is None:
-        return "has no reward: it is for the scripted evaluation only; leave it out"
+        return " has no reward: it is for the scripted evaluation only; leave it out"
     if data.apply_chat_template and task.user_prompt is None:
-        return "has plain text prompts only; set data.apply_chat_template=false, or drop it"
+        return " has plain text prompts only; set data.apply_chat_template=false, or drop it"
     try:
         check_reward(task.reward, reward_kwargs)
     except ValueError as error:
-        return f"has a reward that cannot be used: {error}"
+        return f": {error}"
     return None
 
 
