@@ -24,7 +24,7 @@ SOURCES = {
 }
 
 ROOMS = (  # a room imports only rooms that stand before it
-    *("types", "registry", "importing", "reading", "config"),  # the ground
+    *("types", "importing", "reading", "config"),  # the ground
     *("storage", "pages", "processes", "rewards", "algo", "data"),  # no process group is visible here
     *("device", "parallel", "sync", "environments", "observability"),
     *("models", "rollout"),  # siblings
@@ -39,7 +39,7 @@ FORBIDDEN = {  # arrows that the order alone would allow
     ("rollout", "observability"),
 }
 WITHOUT_TORCH = {
-    *("types", "registry", "importing", "reading", "config", "storage", "pages", "processes", "rewards"),
+    *("types", "importing", "reading", "config", "storage", "pages", "processes", "rewards"),
     *("environments", "data", "report", "curation", "cli", "__main__"),
 }
 FENCED = ("rewards.math",)  # other rooms import this folder only through the module of this name

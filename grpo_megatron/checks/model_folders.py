@@ -16,7 +16,7 @@ from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.heads.folder import HeadKind, RewardFolder, check_reward_weights, read_reward_folder
-from grpo_megatron.models.weights.load import check_hf
+from grpo_megatron.models.weights.folder import check_hf
 from grpo_megatron.reading import ReadError, special_file_in
 
 CRITIC_PATH = "critic.path"

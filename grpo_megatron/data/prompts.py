@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -148,7 +148,7 @@ class PromptReader(RowRenderer):
         question, answer, reward, row = parsed_row(self.task, self.reward, self.rows.row(number))
         named = source_of_row(row) if self.task.rewards else ""
         messages = self.task.messages(question, system_prompt=self.data.system_prompt) if self.renderer else None
-        return RowPrompt(
+        return RowPrompt.of(
             partial(self.text, number, question),
             self.encode,
             uid=self.rows.uid(number),
@@ -166,10 +166,12 @@ class PromptReader(RowRenderer):
 class RowPrompt(Prompt):
     """A Prompt whose text and tokens are made when they are first read. `fields` are the others of Prompt."""
 
-    def __init__(
-        self, render: Callable[[], str], encode: Callable[[Sequence[str]], list[list[int]]], **fields: Any
-    ) -> None:
-        self.__dict__.update(_render=render, _encode=encode, **fields)
+    @classmethod
+    def of(cls, render: Callable[[], str], encode: Callable[[Sequence[str]], list[list[int]]], **fields: Any) -> Self:
+        """A prompt of `fields`. Not in `__init__`, with which `dataclasses.replace` makes complete prompts."""
+        prompt = cls.__new__(cls)
+        prompt.__dict__.update(_render=render, _encode=encode, **fields)
+        return prompt
 
     @cached_property
     def text(self) -> str:  # type: ignore[override]

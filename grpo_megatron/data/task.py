@@ -38,8 +38,8 @@ from grpo_megatron.data.rows import (
     text_field,
     type_name,
 )
+from grpo_megatron.importing import import_function, no_exit
 from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_regular, shown
-from grpo_megatron.registry import import_function, no_exit
 from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.answers import box_start, last_boxed
 

@@ -17,6 +17,7 @@ from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.data.task import get_task, task_names
 from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.importing import find_modules
 from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
@@ -25,7 +26,6 @@ from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, find_gpu
 from grpo_megatron.planning.layout import FULL_RECOMPUTATION
 from grpo_megatron.planning.search import PlannedLayout, search
 from grpo_megatron.reading import parse_yaml
-from grpo_megatron.registry import find_modules
 from grpo_megatron.storage.atomic import write_file
 
 PER_NODE = 8

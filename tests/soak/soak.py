@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from grpo_megatron.observability.summary import format_table
+from grpo_megatron.observability.console import format_table
 from grpo_megatron.pages.run_folder import read_metrics
 from grpo_megatron.storage.run_files import on_disk, steps_of
 from tests import tiny
