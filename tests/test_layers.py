@@ -55,7 +55,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "pydantic": ("config", "cli.", "data.", "rollout.", "evaluation.", "generation.", "curation.", "convert."),
     "pydantic_core": ("config",),
     "yaml": ("reading", "planning.", "training."),
-    "jinja2": ("pages.",),
+    "jinja2": ("pages.", "starting."),
     "matplotlib": ("observability.", "pages."),
     "numpy": ("data.",),
     "msgspec": ("rewards.pool",),
