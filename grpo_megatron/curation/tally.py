@@ -18,7 +18,7 @@ from grpo_megatron.reading import ReadError, cut, shown
 from grpo_megatron.storage.run_files import rollout_files
 
 # -- Responses with their scores, read one by one from rollout files and from the samples of an evaluation -------------
-# rollouts      trainer.rollout_data_dir, or its files: one response per line (training/samples.py)
+# rollouts      trainer.rollout_data_dir, or its files: one response per line (training/report.py)
 # evaluation    the output folder of tools/evaluate.py, or files of its samples/: one problem per line, with its responses
 #
 # A response remembers its place, so that its text can be read again later and need not be kept.

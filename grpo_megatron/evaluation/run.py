@@ -18,7 +18,7 @@ from grpo_megatron.evaluation.prompting import Arena, cut_at_stop, new_trajector
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, sample_seed
-from grpo_megatron.sampling.answers import EnvironmentAnswers
+from grpo_megatron.sampling.multi_turn import EnvironmentAnswers
 from grpo_megatron.sampling.trajectory import TrajectoryLimits, play
 from grpo_megatron.types import GREEDY, Prompt
 
