@@ -501,7 +501,7 @@ class TransformersEngine(StatefulEngine):
 
     def digests(self) -> dict[str, int]:
         """See RolloutEngine. The live memory of every parameter, which is whole on each rank."""
-        self._require_weights()
+        self._require_usable(awake=False)
         digests = [part_digest(self._weights[name], tensor, 0) for name, tensor in self._tensors.tensors.items()]
         return dict(zip(self._tensors.tensors, torch.stack(digests).tolist(), strict=True))
 
