@@ -12,14 +12,13 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.algo.needs import needs_reference, reasons_for_old_pass
-from grpo_megatron.algo.plan import make_plan
-from grpo_megatron.algo.token_weights import with_overlong_penalty
+from grpo_megatron.algo.losses import needs_reference, reasons_for_old_pass
+from grpo_megatron.algo.plan import make_plan, with_overlong_penalty
 from grpo_megatron.checks.names import resolved_components
 from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
-from grpo_megatron.data.items import rewards_of
+from grpo_megatron.data.sampler import rewards_of
 from grpo_megatron.device import Device, keep_freed_memory
 from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.models.flops import sequence_cost

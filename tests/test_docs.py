@@ -13,8 +13,8 @@ import yaml
 
 from grpo_megatron.cli.commands import COMMANDS, find_command
 from grpo_megatron.config import Config
-from grpo_megatron.config.keys import config_keys
 from grpo_megatron.config.options import parse
+from grpo_megatron.config.section import config_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted(ROOT.glob("docs/*.md"))

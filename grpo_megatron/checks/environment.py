@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_megatron.config import Config, ConfigError, MultiTurnConfig
 from grpo_megatron.config.problems import Findings, check, keys_of
-from grpo_megatron.data.conversation import TurnRenderer
+from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.environments.environment import ChatMessage
 from grpo_megatron.environments.pool import find_environment, first_messages, make_environment
 from grpo_megatron.types import Prompt

@@ -8,17 +8,12 @@ own key. What an estimator or a loss needs is a fact that it declares where it i
 from __future__ import annotations
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.needs import (
-    has_kl_loss,
-    needs_old_logprobs,
-    needs_reference,
-)
+from grpo_megatron.algo.losses import has_kl_loss, needs_old_logprobs, needs_reference, policy_losses
 from grpo_megatron.checks.model_folders import has_critic
 from grpo_megatron.checks.names import reward_name
 from grpo_megatron.config import Config, FilterGroups, OptimConfig, PartialConfig, SamplingConfig
 from grpo_megatron.config.problems import Findings, check, keys_of, marked
-from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.task import get_task
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.storage.run_files import owner_problem, rollout_files

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.kl import kl_penalties
+from grpo_megatron.algo.divergence import kl_penalties
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.token_weights import token_weightings
+from grpo_megatron.algo.plan import token_weightings
 from grpo_megatron.checks.environment import grades_itself
 from grpo_megatron.checks.model_folders import has_critic
 from grpo_megatron.config import Config, DataConfig, RewardComponent, RewardConfig, SamplingConfig
 from grpo_megatron.config.problems import Findings, check, keys_of, marked
-from grpo_megatron.data.tasks import FORMS, get_task, recognised_task
+from grpo_megatron.data.task import FORMS, get_task, recognised_task
 from grpo_megatron.registry import Registry
 from grpo_megatron.rewards import check_reward, rewards
-from grpo_megatron.rewards.composite import COMPOSITE
+from grpo_megatron.rewards.calling import COMPOSITE
 
 # -- `reward.components` -----------------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ def reward_name(reward: RewardConfig) -> str | None:
 
 
 def resolved_components(config: Config) -> list[dict[str, Any]]:
-    """The components as `rewards/composite.py` reads them. Raises ValueError for a task that cannot be used."""
+    """The components as `rewards/calling.py` reads them. Raises ValueError for a task that cannot be used."""
     if not config.reward.components:
         return []
     own = _own_reward(config)

@@ -14,9 +14,8 @@ from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.keys import config_keys
 from grpo_megatron.config.problems import Findings, check, keys_of, marked
-from grpo_megatron.config.section import ResumeClass
+from grpo_megatron.config.section import ResumeClass, config_keys
 from grpo_megatron.storage.run_files import on_disk, saved_config, steps_of
 
 RESUME_CLASSES = {key.name: key.resume for key in config_keys(Config)}

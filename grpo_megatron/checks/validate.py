@@ -51,7 +51,7 @@ from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.passthrough import transformer_problems
 from grpo_megatron.config.problems import Problem, ProblemList, Problems
 from grpo_megatron.data.benchmarks import read_task_prompts
-from grpo_megatron.data.items import one_of_each
+from grpo_megatron.data.sampler import one_of_each
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
 from grpo_megatron.data.written import OfflineGroup, SupervisedExample
 from grpo_megatron.environments.environment import ChatMessage

@@ -15,8 +15,8 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.keys import config_keys
 from grpo_megatron.config.problems import Problem
+from grpo_megatron.config.section import config_keys
 from grpo_megatron.reading import MAX_LEVELS, MAX_YAML, ReadError, cut, parse_yaml, read_text, shown
 
 Defaults = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]  # the file's content -> section -> key -> value

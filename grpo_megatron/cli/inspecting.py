@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.keys import ConfigKey, config_keys
 from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.config.section import ConfigKey, config_keys
 from grpo_megatron.importing import large_imports
 
 WIDTH = 110  # of the comments on keys

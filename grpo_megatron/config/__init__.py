@@ -8,75 +8,556 @@ checks its own values here; checks that need two sections, the world size or a f
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
-from grpo_megatron.config.algorithm import (
-    AlgorithmConfig,
-    FilterGroups,
-    Gate,
-    KlCtrl,
-    OverlongBuffer,
-    ReplayConfig,
-    RewardComponent,
-    RewardConfig,
-    RewardModelConfig,
-    RolloutCorrection,
-    ScoringModel,
-)
-from grpo_megatron.config.data import DataConfig, DataSource, SamplingConfig, SftConfig
-from grpo_megatron.config.model import (
-    ActorConfig,
-    CriticConfig,
-    Fp8Config,
-    MegatronConfig,
-    ModelConfig,
-    OptimConfig,
-    RefConfig,
-)
-from grpo_megatron.config.problems import ConfigError, Problem, ProblemList, Problems, check, keys_of
-from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, PartialConfig, RolloutConfig, ValKwargs
-from grpo_megatron.config.section import Section
-from grpo_megatron.config.trainer import Band, GuardsConfig, TrainerConfig
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
-__all__ = [
-    "ENGINE_TEMPERATURES",
-    "ActorConfig",
-    "AlgorithmConfig",
-    "Band",
-    "Config",
-    "ConfigError",
-    "CriticConfig",
-    "DataConfig",
-    "DataSource",
-    "FilterGroups",
-    "Fp8Config",
-    "Gate",
-    "GuardsConfig",
-    "KlCtrl",
-    "MegatronConfig",
-    "ModelConfig",
-    "MultiTurnConfig",
-    "OptimConfig",
-    "OverlongBuffer",
-    "PartialConfig",
-    "Problem",
-    "ProblemList",
-    "Problems",
-    "RefConfig",
-    "ReplayConfig",
-    "RewardComponent",
-    "RewardConfig",
-    "RewardModelConfig",
-    "RolloutConfig",
-    "RolloutCorrection",
-    "SamplingConfig",
-    "ScoringModel",
-    "Section",
-    "SftConfig",
-    "TrainerConfig",
-    "ValKwargs",
-    "check",
-    "keys_of",
-]
+from grpo_megatron.config.problems import ConfigError as ConfigError
+from grpo_megatron.config.problems import Problem as Problem
+from grpo_megatron.config.section import (
+    Beta,
+    Coefficient,
+    Count,
+    Files,
+    Fixed,
+    Frequency,
+    Processes,
+    Schedule,
+    Seconds,
+    Seed,
+)
+from grpo_megatron.config.section import Section as Section
+
+# -- `model`, `actor`, `ref` and `critic`: weights, layout, optimizer, loss --------------------------------------------
+
+
+class ModelConfig(Section):
+    """The model that the run starts from."""
+
+    path: Fixed[Path]  # Hugging Face folder: config.json, *.safetensors, tokenizer
+    tokenizer_path: Fixed[Path | None] = None  # null: path
+    family: Fixed[str | None] = None  # null: by model_type of config.json; or my.module:FAMILY of your own
+    dtype: Fixed[Literal["float32", "bfloat16"]] = "bfloat16"  # of policy, reference, reward model and engine
+
+
+class OptimConfig(Section):
+    """AdamW and its learning-rate schedule. The schedule's steps are optimizer steps, not training steps."""
+
+    lr: Schedule[float] = Field(1e-6, ge=0, le=1)
+    weight_decay: float = Field(0.01, ge=0, le=1000)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: float = Field(1e-8, ge=1e-30, le=1)
+    clip_grad: float = Field(1.0, gt=0)  # largest L2 norm of the whole gradient
+    lr_warmup_steps: Schedule[int] = Field(0, ge=0)
+    # WSD: constant, then linear decay
+    lr_decay_style: Schedule[Literal["constant", "linear", "cosine", "WSD"]] = "constant"
+    lr_wsd_decay_steps: Schedule[int | None] = Field(None, ge=1)  # WSD needs it: optimizer steps of the linear decay
+    min_lr: Schedule[float] = Field(0.0, ge=0, le=1)  # the rate that a decay ends with
+
+
+class Fp8Config(Section):
+    """FP8 in the decoder's linear layers, by Transformer Engine (models/layers/precision.py). recipe = null: no FP8."""
+
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
+    format: Literal["e4m3", "hybrid"] | None = None  # hybrid: e5m2 gradients; null: the recipe's own
+    param_gather: bool = False  # weights are stored, and gathered over data-parallel ranks, in FP8
+    wgrad: bool = True  # delayed only; false: weight gradients are computed in bf16
+    margin: int = Field(0, ge=-100, le=100)  # delayed only: scales are divided by 2 ** margin
+    amax_history_len: Count = 1024  # delayed only: earlier passes whose largest values set a scale
+    amax_compute_algo: Literal["max", "most_recent"] = "max"  # delayed only: how that history becomes one value
+    first_last_layers_bf16: bool = False  # keep the layers at both ends of the model in bf16
+    num_layers_at_start_in_bf16: int = Field(1, ge=0)  # with first_last_layers_bf16
+    num_layers_at_end_in_bf16: int = Field(1, ge=0)  # with first_last_layers_bf16
+
+
+class MegatronConfig(Section):
+    """Layout and kernels of training. The data-parallel size is what the other sizes leave of the world size."""
+
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    expert_model_parallel_size: int = Field(1, ge=1)  # data-parallel ranks over which the experts are divided
+    context_parallel_size: int = Field(1, ge=1)  # ranks over which each sequence is cut; needs Transformer Engine
+    sequence_parallel: bool | None = None  # null: on when tensor_model_parallel_size > 1
+    use_distributed_optimizer: Fixed[bool] = True  # shard the optimizer's state over data-parallel ranks
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"  # auto: TE on CUDA, if installed
+    fp8: Fixed[Fp8Config] = Fp8Config()
+    offload_optimizer: bool = False  # optimizer states go to the host during rollouts; gradient buffers are freed
+    offload_reference: bool = False  # the reference and frozen reward models are on the device only while used
+    override_transformer_config: dict[str, Any] = {}  # for megatron.core's TransformerConfig; wrong names are errors
+
+    @property
+    def use_sequence_parallel(self) -> bool:
+        return self.tensor_model_parallel_size > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+
+class ActorConfig(Section):
+    """The policy's loss, its batches, its optimizer and its layout."""
+
+    # prompts per optimizer step; null: data.train_batch_size
+    ppo_mini_batch_size: Schedule[int | None] = Field(None, ge=1)
+    ppo_epochs: Schedule[int] = Field(1, ge=1, le=1000)  # passes over each step's batch
+    ppo_max_token_len_per_gpu: int = Field(16384, ge=1)  # most tokens in one packed micro-batch
+    ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)  # most sequences in one micro-batch; null: no bound
+    # compute a prompt once for all of its responses in a micro-batch, where this is cheaper
+    share_prompts: bool = False
+    loss_mode: str = "vanilla"  # a registered policy loss, or module:function
+    loss_agg_mode: str = "token-mean"  # the weight of each token in the loss: a registered name, or module:function
+    # L of seq-mean-token-sum-norm; null: data.max_response_length
+    loss_scale_factor: float | None = Field(None, ge=1e-3, le=1e12)
+    clip_ratio_low: float = Field(0.2, ge=0)  # ratios below 1 - this are clipped
+    clip_ratio_high: float = Field(0.2, ge=0)  # ratios above 1 + this are clipped
+    clip_ratio_c: float | None = Field(3.0, gt=1)  # dual clip: bound of the ratio at negative advantages; null: off
+    cispo_clip_ratio_low: float = Field(1.0, ge=0)  # CISPO's lower bound is 1 - this; 1 or more: no lower bound
+    tau_pos: float = Field(1.0, ge=1e-3, le=1e6)  # SAPO's temperature at positive advantages
+    tau_neg: float = Field(1.05, ge=1e-3, le=1e6)  # SAPO's temperature at the other advantages
+    dpo_beta: float = Field(0.1, gt=0, le=1e4)  # DPO's beta: how strongly the policy is kept near the reference
+    use_kl_loss: bool = True  # add kl_loss_coef * KL to the reference to the loss
+    kl_loss_coef: Coefficient = 0.001  # 0: the KL is not computed, and needs no reference
+    kl_loss_type: str = "low_var_kl"  # the estimator of that KL (algo/divergence.py)
+    entropy_coeff: float = Field(0.0, ge=-1e4, le=1e4)  # times the entropy (nats), which is subtracted from the loss
+    logprob_chunk_size: int = Field(1024, ge=1)  # tokens whose logits are in memory at a time
+    max_skipped_steps: int = Field(10, ge=0)  # consecutive optimizer steps with a non-finite gradient; one more: stop
+    optim: OptimConfig = OptimConfig()
+    megatron: MegatronConfig = MegatronConfig()
+
+    def mini_batch_size(self, train_batch_size: int) -> int:
+        """Prompts per optimizer step."""
+        return self.ppo_mini_batch_size or train_batch_size
+
+    def num_mini_batches(self, train_batch_size: int) -> int:
+        """Mini-batches per training step; a last one may be smaller."""
+        return -(-train_batch_size // self.mini_batch_size(train_batch_size))
+
+    def num_updates(self, num_steps: int, train_batch_size: int) -> int:
+        """Optimizer steps of `num_steps` training steps."""
+        return num_steps * self.num_mini_batches(train_batch_size) * self.ppo_epochs
+
+
+class RefConfig(Section):
+    """The frozen reference model."""
+
+    # null: the model that GRPO starts from (model.path, after the warmup if there is one)
+    path: Fixed[Path | None] = None
+
+
+# -- The section `critic` ----------------------------------------------------------------------------------------------
+
+
+class CriticConfig(Section):
+    """A model with one value per token, in the policy's layout and dtype. It is trained in every step, before the policy."""
+
+    # Hugging Face folder: *ForTokenClassification or *ForSequenceClassification with one label (a reward model), or
+    # *ForCausalLM, which gets a new head of zeros; null: the model that the policy starts from
+    path: Fixed[Path | None] = None
+    ppo_mini_batch_size: Schedule[int | None] = Field(None, ge=1)  # prompts per optimizer step; null: the actor's
+    ppo_epochs: Schedule[int | None] = Field(None, ge=1, le=1000)  # passes over each step's batch; null: the actor's
+    # a value moves at most this far in one step's updates; null: no bound
+    cliprange_value: float | None = Field(0.5, gt=0)
+    loss_agg_mode: str = "token-mean"  # the weight of each token in the value loss: a name as in actor.loss_agg_mode
+    lam: float | None = Field(None, ge=0, le=1)  # lambda of the value's targets; null: algorithm.lam (VC-PPO has 1)
+    # VAPO: lambda of a response's advantages is 1 - 1 / (lam_alpha * its loss tokens); null: algorithm.lam for all
+    lam_alpha: float | None = Field(None, gt=0, le=1e4)
+    # the first steps train only the critic, on returns (lambda 1); VC-PPO
+    pretrain_steps: Schedule[int] = Field(0, ge=0)
+    offload: bool = False  # weights, gradients and optimizer are on the host while the critic is not used
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+
+    def mini_batch_size(self, actor: ActorConfig, train_batch_size: int) -> int:
+        """Prompts per optimizer step."""
+        return self.ppo_mini_batch_size or actor.mini_batch_size(train_batch_size)
+
+    def num_epochs(self, actor: ActorConfig) -> int:
+        """Passes over each step's batch."""
+        return self.ppo_epochs or actor.ppo_epochs
+
+    def num_updates(self, num_steps: int, actor: ActorConfig, train_batch_size: int) -> int:
+        """Optimizer steps of `num_steps` training steps."""
+        mini_batches = -(-train_batch_size // self.mini_batch_size(actor, train_batch_size))
+        return num_steps * mini_batches * self.num_epochs(actor)
+
+
+# -- `data` and `sft`: files, prompts, the supervised warmup -----------------------------------------------------------
+
+
+class SamplingConfig(Section):
+    """How often each training prompt is drawn. The weight is a function of its pass rate p, which was measured before.
+
+    An epoch is as many draws as there are prompts (data/sampler.py).
+    """
+
+    pass_rates: Path | None = None  # written by `grpo-megatron curate`; null: every prompt once per epoch
+    # 1-p: Kimi k1.5, arXiv 2501.12599; p(1-p): learnability, arXiv 2502.12272; file: the rows' own "weight"
+    weight: Literal["uniform", "1-p", "p(1-p)", "file"] = "uniform"
+    uniform_share: float = Field(0.0, ge=0, le=1)  # this share of the draws ignores the weights
+    min_pass_rate: float = Field(0.0, ge=0, le=1)  # prompts below it are left out
+    max_pass_rate: float = Field(1.0, ge=0, le=1)  # prompts above it are left out
+    default_pass_rate: float | None = Field(None, ge=0, le=1)  # of prompts that the file lacks; null: an error
+
+
+class DataSource(Section):
+    """One of several data sets of a run. Draws follow the weights exactly: data/sampler.py."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")  # in metrics and uids
+    files: Files  # to train on, as data.train_files
+    val_files: Files = []  # as data.val_files
+    # its share of the prompts, relative to the others; null: its number of rows
+    weight: float | None = Field(None, gt=0, le=1e9)
+    task: str | None = None  # null: data.task
+    reward: str | None = None  # null: reward.function or reward.components; else the task's
+    system_prompt: str | None = None  # null: data.system_prompt
+
+
+class DataConfig(Section):
+    """The files, and how their rows become prompts."""
+
+    # How rows become prompts: a built-in task, a task file, or module:function (data/tasks.py). Where it is not set, rows in
+    # verl's and TRL's form are recognised.
+    task: Fixed[str] = "gsm8k"
+    # .jsonl, .json, .csv, .parquet, .arrow or a folder of Hugging Face `datasets`, in this order: a path, a pattern or a list
+    train_files: Fixed[Files] = []
+    sources: Fixed[list[DataSource]] = []  # several data sets, with weights; instead of train_files
+    val_files: Files = []
+    train_batch_size: Schedule[Count] = 512
+    gen_batch_size: Count | None = None  # prompts per round of dynamic sampling; null: train_batch_size
+    val_tasks: list[str] = []  # tasks to validate on (gsm8k, math500, ...), with or without val_files
+    val_data: Path | None = None  # folder with the files of val_tasks
+    val_loss_files: Files = []  # responses, or pairs for a loss of pairs: their loss is part of each validation
+    val_max_samples: int | None = Field(None, ge=1)  # use the first N rows of val_files, and of each task; null: all
+    max_prompt_length: Fixed[int] = Field(1024, ge=1)
+    max_response_length: int = Field(2048, ge=1)
+    filter_overlong_prompts: Fixed[bool] = True  # drop prompts above max_prompt_length; false: they are an error
+    shuffle: Fixed[bool] = True  # the training prompts, in a new order in each epoch
+    seed: Fixed[Seed] = 42  # of the shuffling
+    sampling: Fixed[SamplingConfig] = SamplingConfig()
+    apply_chat_template: Fixed[bool] = True  # false: the task's plain text prompt
+    chat_template: Fixed[Path | None] = None  # Jinja file; null: the tokenizer's template
+    system_prompt: Fixed[str | None] = None  # null: the task's system prompt
+
+    @property
+    def has_prompts_to_validate(self) -> bool:
+        return bool(self.val_files or self.val_tasks or any(source.val_files for source in self.sources))
+
+
+class SftConfig(Section):
+    """The supervised warmup before GRPO. steps = 0: there is none."""
+
+    steps: Fixed[int] = Field(0, ge=0)  # optimizer steps
+    train_files: Fixed[Files] = []  # rows {"prompt": ..., "response": ...}
+    train_batch_size: Fixed[Count] = 32  # rows per optimizer step
+    save_freq: Frequency = 100  # steps between its checkpoints; -1, or trainer.save_freq=-1: none
+    optim: Fixed[OptimConfig] = OptimConfig()
+
+
+# -- `algorithm`, `reward` and the reward models -----------------------------------------------------------------------
+
+
+class FilterGroups(Section):
+    """DAPO's dynamic sampling: a prompt whose samples all got the same reward is replaced by another prompt."""
+
+    enable: Fixed[bool] = False
+    max_num_gen_batches: Count = 10  # rounds per step; after them the step trains on a smaller batch
+    max_staleness: int = Field(1, ge=0)  # largest age of a left-over group, in steps; older ones are dropped
+
+
+class ReplayConfig(Section):
+    """Groups of earlier steps in the batch. Only groups whose rewards differ are kept."""
+
+    ratio: Fixed[float] = Field(0.0, ge=0, lt=1)  # largest share of the batch's prompts; 0: off
+    size: Count = 512  # groups in the buffer
+    max_staleness: int = Field(2, ge=1)  # largest age of a group, in steps; older groups are dropped
+
+
+class KlCtrl(Section):
+    """The coefficient of the KL penalty in the reward. adaptive: it follows target_kl (algo/divergence.py)."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    kl_coef: Coefficient = 0.001  # adaptive: its value at the start; 0: no KL, and no reference
+    target_kl: float = Field(0.1, gt=0)  # adaptive: nats per token
+    horizon: int = Field(10000, ge=1)  # adaptive: n samples change it by at most 20 % * n / horizon
+
+
+class RolloutCorrection(Section):
+    """Corrects for log-probabilities that differ between engine and policy (algo/divergence.py).
+
+    `rollout_is` multiplies the loss by importance weights; `rollout_rs` takes tokens or whole responses out of the loss.
+    """
+
+    rollout_is: Literal["token", "sequence", "geometric", "icepop"] | None = "token"  # null: no weights
+    rollout_is_threshold: float = Field(2.0, gt=0)  # larger weights are cut to it (icepop: set to 0)
+    rollout_is_threshold_low: float | None = Field(None, gt=0)  # icepop: smaller weights are set to 0; null: 1 / upper
+    rollout_rs: Literal["token", "sequence", "geometric", "off_policy"] | None = None  # null: nothing is taken out
+    rollout_rs_threshold: float = Field(2.0, gt=0)  # largest ratio that stays (off_policy: nats per token)
+    rollout_rs_threshold_low: float | None = Field(None, gt=0)  # smallest ratio that stays; null: 1 / upper
+
+
+class AlgorithmConfig(Section):
+    """Where samples come from, their advantages, and which of them are trained on."""
+
+    adv_estimator: str = "grpo"  # a registered advantage estimator, or module:function
+    norm_adv_by_std_in_grpo: bool = True  # grpo: divide by the standard deviation of the group's rewards
+    gamma: float = Field(1.0, gt=0, le=1)  # reinforce_plus_plus, gae: discount per token
+    lam: float = Field(1.0, ge=0, le=1)  # gae: weight of later values; 1: returns, 0: the next value alone
+    rft_threshold: float = 1.0  # rft: a response with at least this reward is right
+    use_kl_in_reward: bool = False  # subtract kl_ctrl.kl_coef * KL to the reference from each token's reward
+    kl_penalty: str = "kl"  # the estimator of that KL: a name as in actor.kl_loss_type
+    kl_ctrl: KlCtrl = KlCtrl()
+    rollout_correction: RolloutCorrection = RolloutCorrection()
+    # Where responses come from: the policy, the model that the run starts from, or data.train_files.
+    source: Fixed[Literal["policy", "initial", "file"]] = "policy"
+    # iterative GRPO: steps per outer iteration; null: one iteration
+    iteration_steps: Fixed[int | None] = Field(None, ge=1)
+    filter_groups: FilterGroups = FilterGroups()
+    dupo: bool = False  # replace groups of equal rewards by copies of the other groups
+    mask_truncated_samples: bool = False  # responses cut at the limit: out of the loss, in their group's statistics
+    replay: ReplayConfig = ReplayConfig()
+
+
+# -- The section `reward`: one reward function, or a weighted sum of several -------------------------------------------
+
+
+class OverlongBuffer(Section):
+    """DAPO's soft penalty for responses that come close to data.max_response_length (algo/plan.py)."""
+
+    len: int | None = Field(None, ge=1)  # the penalty grows from 0 to 1 over the last so many tokens; null: off
+    penalty_factor: float = Field(1.0, gt=0, le=1e4)  # multiplies the penalty
+
+
+class Gate(Section):
+    """The component counts only where the value of another component is at least `min` and at most `max`."""
+
+    component: str  # its name
+    min: float | None = None  # null: no lower bound
+    max: float | None = None  # null: no upper bound
+
+
+class RewardComponent(Section):
+    """One term of the reward: weight x value. Its value is the metric reward/NAME/mean."""
+
+    name: str = Field(pattern="^[A-Za-z][A-Za-z0-9_-]{0,63}$")
+    function: str | None = None  # null: the reward called `name`; for the name accuracy, the task's own reward
+    weight: float = Field(1.0, ge=-1e4, le=1e4)  # 0: only a metric
+    kwargs: dict[str, Any] = {}  # keyword arguments of the function
+    gate: Gate | None = None  # null: counts always
+
+
+class RewardConfig(Section):
+    """The reward function of the samples, or a weighted sum of several, and the processes that call it."""
+
+    function: str | None = None  # a registered reward, or module:function; null: the task's own
+    # the reward is their weighted sum (rewards/calling.py); not with `function`
+    components: list[RewardComponent] = []
+    num_workers: Processes = 1  # processes per engine
+    timeout_s: Seconds = 10.0  # wall-clock seconds per sample; then its worker is killed
+    max_failed_ratio: float = Field(0.5, ge=0, le=1)  # the run stops if a larger share of a draw has no reward
+    kwargs: dict[str, Any] = {}  # keyword arguments of the reward function
+    overlong_buffer: OverlongBuffer = OverlongBuffer()
+
+
+# -- The sections `reward_model` and `reward_models`: models that score responses --------------------------------------
+
+
+class ScoringModel(Section):
+    """One model. `reward_models` has any number of them, frozen, each under a name of its own."""
+
+    path: Fixed[Path | None] = None  # Hugging Face folder (models/heads/folder.py); null: there is none
+    kind: Fixed[Literal["outcome", "process"]] = "outcome"  # one score per response, or one per step
+    coefficient: float = Field(1.0, gt=0, le=1e4)  # multiplies its score in the sum (algo/scores.py)
+    step_separator: str = Field("\n", min_length=1)  # process: the text that ends a step (data/scored.py)
+
+
+class RewardModelConfig(ScoringModel):
+    """A reward model in the policy's layout. path = null: there is none.
+
+    With algorithm.iteration_steps it learns after every outer iteration (iterative GRPO); without, it is frozen.
+    """
+
+    start_iteration: int = Field(0, ge=0)  # in earlier outer iterations, the reward function alone gives the reward
+    combine: Literal["replace", "add"] = "replace"  # the sum of all models replaces the function's reward, or is added
+    max_pairs_per_group: int | None = Field(4, ge=1)  # (better, worse) pairs among one prompt's samples; null: all
+    steps: Schedule[int] = Field(50, ge=1)  # its optimizer steps after each outer iteration
+    train_batch_size: Count = 32  # pairs per optimizer step
+    replay_ratio: float = Field(0.1, ge=0, lt=1)  # share of these pairs that comes from earlier outer iterations
+    history_size: int = Field(2048, ge=1)  # pairs kept for the replay: a uniform sample of all earlier ones
+    optim: OptimConfig = OptimConfig()
+
+    def num_updates(self, num_steps: int, iteration_steps: int) -> int:
+        """Optimizer steps of a learning reward model in `num_steps` training steps."""
+        return num_steps // iteration_steps * self.steps
+
+
+# -- `rollout`: the engine, sampling, several turns --------------------------------------------------------------------
+
+# The temperatures that vLLM accepts besides 0 (greedy). It silently raises a lower one, and refuses a higher one.
+ENGINE_TEMPERATURES = (0.01, 2.0)
+
+
+class ValKwargs(Section):
+    """How validation samples: its own values, instead of those of `rollout`."""
+
+    n: int = Field(1, ge=1, le=65536)  # samples per prompt
+    temperature: float = Field(0.0, ge=0)  # 0: greedy
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
+class MultiTurnConfig(Section):
+    """Rollouts of several turns: an environment answers what the model writes. environment = null: single turn."""
+
+    environment: str | None = None  # a registered environment, or module:Class (environments/environment.py)
+    kwargs: dict[str, Any] = {}  # keyword arguments of the environment's class
+    tools: list[str] = []  # environment=tools: registered tools, or module:function
+    format: str = "hermes"  # how the model writes a tool call (environments/tool_environment.py)
+    max_assistant_turns: int = Field(8, ge=1)  # a trajectory ends after so many
+    max_parallel_calls: int = Field(4, ge=1)  # tool calls of one turn that are answered; the others get an error
+    max_tool_response_length: int = Field(256, ge=1)  # tokens of one message of an observation; longer ones are cut
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"  # what is cut
+    latency_ticks: int = Field(8, ge=1)  # engine steps from the end of a turn to the observation (trajectories/)
+    num_workers: int = Field(1, ge=1)  # processes per engine
+    timeout_s: float = Field(30.0, gt=0)  # wall-clock seconds of one reset or step
+    memory_gib: float = Field(2.0, gt=0)  # address space of one environment, above what its worker has loaded
+    failed: Literal["keep", "mask"] = "keep"  # trajectories that their environment failed: in the loss, or not
+
+
+class PartialConfig(Section):
+    """Responses may take several steps (sampling/partial.py). over_sample = 1: every step waits for all its responses."""
+
+    over_sample: Fixed[float] = Field(1.0, ge=1, le=2)  # prompts in progress, relative to those of a batch
+    max_staleness: int = Field(2, ge=1)  # a group is trained on at most so many steps after its first token
+    chunk_tokens: int = Field(512, ge=1)  # responses stop for a later step at multiples of it
+
+    @property
+    def is_on(self) -> bool:
+        return self.over_sample > 1
+
+
+class RolloutConfig(Section):
+    """The engine, and how it samples."""
+
+    engine: str = "vllm"  # a registered engine, or module:Class (rollout/engine.py)
+    engine_options: dict[str, Any] = {}  # the engine's own section, validated by its class (rollout/vllm_arguments.py)
+    n: int = Field(8, ge=1, le=65536)  # samples per prompt
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = 1.0  # no other value may be set: the policy's logprobs are of the full distribution
+    top_k: int = -1  # no other value may be set, either
+    seed: Seed = 42  # each sample's seed is a hash of this, the step, the prompt and the sample's index
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    expert_parallel_size: int = Field(1, ge=1)  # = tensor_model_parallel_size: whole experts per rank; 1: each is cut
+    gpu_memory_utilization: float = Field(0.6, gt=0, le=1)  # share of the device's memory that vLLM may take
+    max_num_seqs: Count = 256  # sequences that one engine decodes at a time
+    max_num_batched_tokens: int = Field(8192, ge=1)  # tokens of one engine step
+    enforce_eager: bool = False  # no CUDA graphs
+    free_cache_engine: bool = True  # GPU: the engine sleeps between rollouts
+    quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"] | None = None  # of the engine
+    enable_prefix_caching: bool = True
+    update_weights_bucket_megabytes: Count = 512  # MiB of weights sent to the engine at a time
+    sync: Literal["full", "delta"] = "full"  # delta: after a full sync, only elements whose bits have changed are sent
+    delta_full_every: int = Field(50, ge=1)  # every so many syncs is full all the same
+    delta_max_density: float = Field(0.1, gt=0, le=1)  # a sync is full if a larger share of the elements has changed
+    # mean |logprob difference| after a sync; null: training/colocation.py
+    probe_tolerance: float | None = Field(None, gt=0)
+    engine_kwargs: dict[str, Any] = {}  # further arguments of vllm.LLM; wrong names are errors
+    val_kwargs: ValKwargs = ValKwargs()
+    stop: list[str] = []  # texts that end a response (or a turn); the token that completes one stays in it
+    stop_token_ids: list[int] = []  # further tokens that end it
+    partial: PartialConfig = PartialConfig()
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether a rank of an engine has some experts whole, and nothing of the others."""
+        return self.expert_parallel_size > 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_quantized_engine_differs(cls, values: Any) -> Any:
+        """Quantisation alone moves log-probabilities by 0.1 and more, so the default tolerance is wider with it."""
+        if isinstance(values, dict) and values.get("quantization") and values.get("probe_tolerance") is None:
+            return {**values, "probe_tolerance": 0.3}
+        return values
+
+
+# -- `guards` and `trainer`: the run itself ----------------------------------------------------------------------------
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+
+class Band(Section):
+    """A range that a number of every optimizer step should be in. Both bounds null: the guard is off."""
+
+    low: float | None = None  # the guard fires below it; null: no bound
+    high: float | None = None  # the guard fires above it; null: no bound
+    action: Literal["warn", "skip", "stop"] = "warn"
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> Band:
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise PydanticCustomError("band", "the lower bound is above the upper one; swap low and high")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        return self.low is not None or self.high is not None
+
+
+class GuardsConfig(Section):
+    """What happens when a number is not finite, or leaves its band (training/guards.py).
+
+    warn: the run goes on. skip: the optimizer step is left out, and nothing changes. stop: the run ends.
+    """
+
+    rewards: Literal["warn", "skip", "stop"] = "stop"  # an infinite reward; NaN is a sample without a reward
+    logprobs: Literal["warn", "skip", "stop"] = "skip"  # log-probabilities of loss tokens, and the loss
+    gradients: Literal["skip", "stop"] = "skip"  # their norm; actor.max_skipped_steps in a row end the run
+    weights: Literal["warn", "stop"] = "stop"  # after the step, before a checkpoint is saved
+    grad_norm: Band = Band()  # before clipping
+    entropy: Band = Band()  # nats per token, as actor/entropy
+    kl: Band = Band()  # as actor/kl_loss; needs actor.use_kl_loss
+    response_length: Band = Band()  # tokens, the mean of the training step
+    rollout_gap: Band = Band()  # mean |old - rollout log-probability|, as training/rollout_logp_diff_mean
+    # batches written to output_dir/dumps, with the weights, each time the run is started
+    max_dumps: int = Field(3, ge=0)
+
+
+class TrainerConfig(Section):
+    """The run itself: steps, ranks, files, saving, stopping, logging."""
+
+    total_training_steps: Schedule[int] = Field(100, ge=0, le=1_000_000_000)
+    # Instead of total_training_steps: total_epochs x floor(rows of data.train_files / data.train_batch_size) steps
+    total_epochs: Schedule[int | None] = Field(None, ge=1, le=1_000_000)
+    output_dir: Path = Path("outputs/run")
+    save_freq: Frequency = 20  # steps between checkpoints; the last step is saved, too; -1: no checkpoint at all
+    test_freq: Frequency = 5  # steps between validations; -1: only val_before_train's
+    critic_warmup: Schedule[int] = Field(0, ge=0)  # the first steps train the critic alone
+    val_before_train: bool = True  # validate before the first step, and after the last
+    # auto: from the newest checkpoint in output_dir; disable: from the start, an earlier run's files move to earlier_001/
+    resume_mode: Literal["auto", "disable"] = "auto"
+    verify_checkpoints: Literal["full", "sizes"] = "full"  # before resuming, compare files by sha256, or by size only
+    stop_file: Path | None = None  # once this file exists, save after the step and exit with code 75
+    # Unix time in seconds: the same, before a step that could end later
+    stop_at: float | None = Field(None, gt=0, le=1e11)
+    async_save: bool = False  # training goes on while a checkpoint is written, from a copy on the host
+    max_actor_ckpt_to_keep: int | None = Field(3, ge=1)  # older checkpoints are removed; null: keep all
+    save_hf_at_end: bool = True  # write the trained model as a Hugging Face folder, output_dir/hf
+    # metrics.jsonl and report.html are written in any case
+    logger: list[Literal["console", "jsonl", "tensorboard", "wandb", "swanlab", "mlflow"]] = ["console", "jsonl"]
+    project_name: str = Field("grpo_megatron", min_length=1, max_length=128)  # of wandb, swanlab and mlflow
+    # the run's name there; null: output_dir's name
+    experiment_name: str | None = Field(None, min_length=1, max_length=128)
+    tags: list[str] = []  # of wandb, swanlab and mlflow
+    num_logged_samples: int = Field(4, ge=0)  # completions written as text per validation
+    rollout_data_dir: Path | None = None  # every training sample, one .jsonl file per step; null: they are not written
+    nnodes: int = Field(1, ge=1, le=65536)
+    n_gpus_per_node: Processes = 8  # ranks per node, on CPU too
+    device: DeviceName = "auto"  # auto: cuda if torch sees one
+    seed: Fixed[Seed] = 42  # of everything in training that is neither data.seed's nor rollout.seed's
+    timeout_s: Seconds = 1800.0  # seconds after which a collective fails
+    stall_timeout_s: Seconds | None = 35.0  # then a rank that is silent or idle ends the run; null: never
+    peak_tflops: float | None = Field(None, gt=0)  # TFLOP/s of one device, for MFU; null: by device name, if known
+
+
+# -- The whole config --------------------------------------------------------------------------------------------------
 
 
 class Config(Section):

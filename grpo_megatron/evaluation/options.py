@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from grpo_megatron.config import ENGINE_TEMPERATURES
+from grpo_megatron.config import ENGINE_TEMPERATURES, DeviceName
 from grpo_megatron.config.options import Argument, Option, Options
-from grpo_megatron.config.trainer import DeviceName
 
 
 def _tasks(text: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_megatron.algo.needs import needs_reference
+from grpo_megatron.algo.losses import needs_reference
 from grpo_megatron.config import Config, MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of

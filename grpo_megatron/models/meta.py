@@ -18,7 +18,7 @@ from grpo_megatron.config import Fp8Config, MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import build_model
-from grpo_megatron.models.weights.load import CONSTANTS, unwrapped
+from grpo_megatron.models.weights.stream import CONSTANTS, unwrapped
 from grpo_megatron.parallel.mesh import destroy_mesh
 
 

@@ -8,14 +8,14 @@ from itertools import chain
 from math import ceil
 from typing import TYPE_CHECKING
 
-from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.needs import (
+from grpo_megatron.algo.losses import (
     folds_old_logprobs,
     forward_only_at_zero_advantage,
     has_kl_in_reward,
     has_kl_loss,
     needs_old_logprobs,
     needs_reference,
+    policy_losses,
     reasons_for_old_pass,
 )
 from grpo_megatron.checks.environment import environment_lines

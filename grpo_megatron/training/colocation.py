@@ -29,11 +29,10 @@ from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.forward import LanguageModel
 from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
-from grpo_megatron.models.layers.transformer_config import DTYPES
+from grpo_megatron.models.layers.spec import DTYPES
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.weights.export import Serving, save_hf
-from grpo_megatron.models.weights.resharding import Resharding
-from grpo_megatron.models.weights.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.folder import Serving, save_hf
+from grpo_megatron.models.weights.stream import Resharding, engine_tensors
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.parallel.mesh import Mesh, RankError
@@ -280,7 +279,8 @@ def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -
     if checked.scored_folder is not None:
         folder = checked.scored_folder
         return ScalarPolicy(folder, config.model.dtype, config.actor, mesh, device, places=response_tokens)
-    return Policy(config.model, config.actor, checked.arch, mesh, device, temperature=config.rollout.temperature)
+    model, temperature = config.model, config.rollout.temperature
+    return Policy.load(Path(model.path), model.dtype, checked.arch, config.actor, mesh, device, temperature=temperature)
 
 
 def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[[Path], None]:

@@ -238,9 +238,9 @@ def recompute(dump: Dump) -> list[Comparison]:
         overrides = config.actor.megatron.override_transformer_config
         megatron = MegatronConfig(transformer_impl="local", override_transformer_config=overrides)
         actor = config.actor.model_copy(update={"megatron": megatron, "max_skipped_steps": 1})
-        model = config.model.model_copy(update={"path": dump.folder / WEIGHTS})
-        arch = read_architecture(dump.folder / WEIGHTS, model.family)
-        policy = Policy(model, actor, arch, mesh, device, temperature=config.rollout.temperature)
+        folder, temperature = dump.folder / WEIGHTS, config.rollout.temperature
+        arch = read_architecture(folder, config.model.family)
+        policy = Policy.load(folder, config.model.dtype, arch, actor, mesh, device, temperature=temperature)
         policy.set_optimizer(actor.optim, 1)
         (sums,), _ = policy.update(dump.batch, build_loss(actor), guard=measure)
     finally:

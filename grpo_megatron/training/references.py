@@ -13,12 +13,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from grpo_megatron.algo.needs import reads_reference
+from grpo_megatron.algo.losses import reads_reference
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.reference import Reference
+from grpo_megatron.models.policy import Policy, Reference
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage.atomic import remove_folder
 from grpo_megatron.storage.run_files import on_disk, steps_of
@@ -46,8 +45,8 @@ class References:
         self.mesh, self.cadence, self.folder = mesh, cadence, config.trainer.output_dir / "iterations"
         self.is_read = reads_reference(algorithm, actor)
         path = self._copy_for(first_step) or config.ref.path or policy_start(config)
-        temperature = config.rollout.temperature
-        self.reference = Reference(path, config.model, actor, arch, mesh, device, temperature=temperature)
+        dtype, temperature = config.model.dtype, config.rollout.temperature
+        self.reference = Reference.load(path, dtype, arch, actor, mesh, device, temperature=temperature)
 
     def logprobs(self, batch: Batch) -> Tensor | None:
         """None where nothing reads them: the run only draws from the reference. Collective."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algo.losses import LossInputs, MetricSum
-from grpo_megatron.algo.plan import supervised_plan
+from grpo_megatron.algo.plan import scoring_plan
 from grpo_megatron.algo.scores import (
     ModelScores,
     combined,
@@ -32,8 +32,8 @@ from grpo_megatron.algo.scores import (
 )
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config, RewardModelConfig, ScoringModel
+from grpo_megatron.data.prompts import Decode, step_ends
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.data.scored import Decode, step_ends
 from grpo_megatron.device import Device
 from grpo_megatron.models.forward import LossFunction, MetricSums
 from grpo_megatron.models.heads.folder import RewardFolder
@@ -62,9 +62,8 @@ class Scorer:
     def score(self, samples: Sequence[Sample], table: GroupTable) -> ModelScores:
         """Collective: one score per response, or per step, on every rank. Rows are balanced over the ranks by length."""
         # A response without a token is scored too, at its prompt's end.
-        lengths = [(0, p + r) for p, r in zip(table.prompt_length, table.response_length, strict=True)]
         mesh = self.model.mesh
-        batch = exchange(samples, table, supervised_plan(lengths, self.actor, mesh.dp), mesh)
+        batch = exchange(samples, table, scoring_plan(table.sequence_lengths(), self.actor, mesh.dp), mesh)
         local = self.model.numbers(batch)[:, 0].tolist() if self.decode is None else self._steps(batch, self.decode)
         gathered = gather_rows(dict(zip(batch.rows, local, strict=True)), mesh)
         scores: list[Any] = [gathered[row] for row in range(len(table))]
@@ -370,7 +369,7 @@ def pair_batch(pairs: Sequence[PreferencePair], actor: ActorConfig, dp_rank: int
     limit = actor.ppo_micro_batch_size_per_gpu  # in sequences; None: no limit
     if limit is not None:
         actor = actor.model_copy(update={"ppo_micro_batch_size_per_gpu": max(1, limit // 2)})
-    pair_plan = supervised_plan([(0, len(pair)) for pair in pairs], actor, dp)
+    pair_plan = scoring_plan([len(pair) for pair in pairs], actor, dp)
     plan = Plan(
         advantages=[0.0] * (2 * len(pairs)),
         token_weights=[0.0] * (2 * len(pairs)),

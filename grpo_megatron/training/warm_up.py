@@ -7,16 +7,15 @@ that ends within the warm-up goes on from the warm-up's newest checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.checks.resume import check_resume
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import AlgorithmConfig, Config, GuardsConfig
-from grpo_megatron.data.items import MappedTable
-from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.data.written import OfflineGroup, SupervisedExample
+from grpo_megatron.data.sampler import LazySequence, Sampler
+from grpo_megatron.data.written import OfflineGroup
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.metrics import Metrics
@@ -82,7 +81,7 @@ def warm_up(
     stage, mesh = stage_config(config), policy.mesh
     trainer, batch_size = stage.trainer, stage.data.train_batch_size
     policy.set_optimizer(stage.actor.optim, config.sft.steps)
-    collector = FileCollector(Sampler(MappedTable(checked.supervised_rows, _group), batch_size, shuffle=False), mesh)
+    collector = FileCollector(Sampler(_rows(checked), batch_size, shuffle=False), mesh)
     checkpoints = Checkpoints(trainer.output_dir, mesh, 1, trainer.verify_checkpoints)
     first_step, checkpoint = 0, checkpoints.newest()
     if checkpoint is not None:
@@ -136,7 +135,11 @@ def warm_up(
     save_hf(config.trainer.output_dir / WARMUP_FOLDER)
 
 
-def _group(number: int, row: SupervisedExample) -> OfflineGroup:
-    """A row of the warm-up as a row of a file source."""
-    prompt, response = row
-    return Prompt(f"{STAGE_FOLDER}/{number}", tuple(prompt), "", "", STAGE_FOLDER, ""), [response], [1.0]
+def _rows(checked: Checked) -> Sequence[OfflineGroup]:
+    """The rows of the warm-up as rows of a file source."""
+
+    def row(number: int) -> OfflineGroup:
+        prompt, response = checked.supervised_rows[number]
+        return Prompt(f"{STAGE_FOLDER}/{number}", tuple(prompt), "", "", STAGE_FOLDER, ""), [response], [1.0]
+
+    return LazySequence(len(checked.supervised_rows), row)

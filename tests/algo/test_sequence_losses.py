@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import LossInputs, MetricSum, policy_losses, total_loss
-from grpo_megatron.algo.token_weights import token_weightings
+from grpo_megatron.algo.plan import token_weightings
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
 from grpo_megatron.types import GroupTable
 from tests.algo.inputs import (

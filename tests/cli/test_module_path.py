@@ -9,7 +9,7 @@ import pytest
 
 from grpo_megatron.cli.inspecting import list_keys
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.keys import config_keys
+from grpo_megatron.config.section import config_keys
 from grpo_megatron.registry import find_modules, import_function
 
 

@@ -31,11 +31,11 @@ def build(
     ranks_per_node: int | None = None,
 ) -> Any:
     """`ranks_per_node`: the ranks of this machine are taken for several nodes of that size."""
-    from grpo_megatron.config import ActorConfig, ModelConfig, RolloutConfig
+    from grpo_megatron.config import ActorConfig, RolloutConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
-    from grpo_megatron.models.weights.sync_parameters import engine_tensors
+    from grpo_megatron.models.weights.stream import engine_tensors
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
     from grpo_megatron.sync.delta_sync import DeltaLimits
@@ -47,7 +47,7 @@ def build(
     arch = read_architecture(folder)
     megatron = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
     actor = ActorConfig.model_validate({"megatron": megatron, "optim": {"lr": lr}})
-    policy = Policy(ModelConfig(path=folder, dtype=dtype), actor, arch, mesh, device, temperature=temperature)
+    policy = Policy.load(folder, dtype, arch, actor, mesh, device, temperature=temperature)
     policy.set_optimizer(actor.optim, 1)
     rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, engine_options={"kv_cache_gib": 0.03})
     tensors = engine_tensors(arch, rollout_tp, reads_shards=True)
@@ -118,7 +118,7 @@ def delta_and_full(folder: Path, layout: tuple[int, int, int, bool], rollout_tp:
     """
     from unittest import mock
 
-    from grpo_megatron.models.weights.resharding import Resharding
+    from grpo_megatron.models.weights.stream import Resharding
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import RankError
 
@@ -198,7 +198,7 @@ def killed(folder: Path) -> None:
 
 
 def _break(policy: Any, engine: Any, fault: str) -> None:
-    from grpo_megatron.models.weights.load import unwrapped
+    from grpo_megatron.models.weights.stream import unwrapped
 
     inner = unwrapped(policy.ddp)
     last = inner.decoder.layers[-1].mlp

@@ -167,7 +167,7 @@ def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "
 
 def poisoned(folder: Path) -> dict[str, Any]:
     """Two ranks. In the second update the weights of rank 1 give NaN."""
-    from grpo_megatron.models.weights.load import unwrapped
+    from grpo_megatron.models.weights.stream import unwrapped
     from grpo_megatron.training.reward_model import pair_batch, update_pairs
 
     model = build(folder, (2, 1, 1, False))

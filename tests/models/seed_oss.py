@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, common_settings
-from grpo_megatron.models.families.decoders import ModelFamily
-from grpo_megatron.models.weights.decoder_table import decoder_table
+from grpo_megatron.models.families.decoders import ModelFamily, decoder_table
 from grpo_megatron.models.weights.table import WeightRow
 
 

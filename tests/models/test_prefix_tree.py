@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from grpo_megatron.device import Device
+from grpo_megatron.models.forward import pack_trees, packed_lengths
 from grpo_megatron.models.layers.modules import Branch, TreeParams, tree_attention
-from grpo_megatron.models.packing import pack_trees, packed_lengths
 from tests import tiny
 
 PROMPT = [5, 6, 7]

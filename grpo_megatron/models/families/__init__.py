@@ -13,8 +13,7 @@ from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, check_bounds
 from grpo_megatron.models.families import deepseek
-from grpo_megatron.models.families.decoders import DECODERS, ModelFamily
-from grpo_megatron.models.weights.decoder_table import latent_table
+from grpo_megatron.models.families.decoders import DECODERS, ModelFamily, latent_table
 from grpo_megatron.models.weights.table import WeightRow, expand_table
 from grpo_megatron.reading import ReadError, cut, read_json, shown
 from grpo_megatron.registry import import_function

@@ -45,6 +45,11 @@ class WeightRow(ABC):
     is_constant: bool = field(default=False, kw_only=True)
     split_dim: ClassVar[int | None] = 0  # the dimension that tensor parallelism cuts; None: the parameter is replicated
 
+    @property
+    def axis(self) -> int:
+        """The dimension along which parts of the Hugging Face tensors are counted."""
+        return self.split_dim or 0
+
     def is_in(self, layer: int, arch: Architecture) -> bool:
         """Whether a layer has the parameter of this row of a table."""
         return self.layers == "all" or (self.layers == "dense") == (layer < arch.num_dense_layers)
@@ -246,20 +251,3 @@ def expand_table(table: Sequence[WeightRow], arch: Architecture) -> Iterator[Wei
         own = [row for row in experts if row.is_in(layer, arch)]
         yield from (row.expand(layer, expert) for expert in range(arch.num_experts) for row in own)
     yield from (row for row in table if not is_layered(row) and "embedding" not in row.megatron)
-
-
-# Transformer Engine fuses a norm into the linear layer that follows. Only the name of the tensor differs.
-TE_NAMES = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
-    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
-}
-
-
-def local_name(megatron_name: str) -> str:
-    """The name of a parameter in the local layer spec. Transformer Engine's spec may use another name."""
-    for local, fused in TE_NAMES.items():
-        if megatron_name.endswith(fused):
-            return megatron_name.removesuffix(fused) + local
-    return megatron_name
