@@ -290,7 +290,7 @@ def run(
     policies: list[FakePolicy] = []
 
     def build_policy(*arguments: Any, **named: Any) -> FakePolicy:
-        policies.append(FakePolicy(events, arguments[4]))
+        policies.append(FakePolicy(events, arguments[5]))
         return policies[-1]
 
     def build_rollout_engine(config: Config, checked: Any, mesh: Any, device: Any) -> FakeEngine:
@@ -342,11 +342,11 @@ def run(
         validation: {"exchange": local_exchange},
         colocation: {
             "save_hf": save_hf,
-            "Policy": build_policy,
+            "Policy": SimpleNamespace(load=build_policy),
             "build_rollout_engine": build_rollout_engine,
             "build_resharding": lambda *_: FakeResharding(),
         },
-        references: {"Reference": FakeReference},
+        references: {"Reference": SimpleNamespace(load=FakeReference)},
         sinks: {} if has_report else {"ReportSink": lambda *_: NoReport()},
     }
     with ExitStack() as stack:
