@@ -341,7 +341,7 @@ def _memory_lines(
 
 
 def _host_lines(config: Config, arch: Architecture, policy: list[StageParameters]) -> Iterator[str]:
-    """What `trainer.async_save` and `rollout.sync=delta` (sync/delta_sync.py) keep on the host."""
+    """What `trainer.async_save` and `rollout.sync=delta` (sync/delta.py) keep on the host."""
     if config.trainer.async_save and config.trainer.save_freq != -1:
         stage = max(stage.total for stage in policy)
         copy = stage * (DTYPE_BYTES[config.model.dtype] + SAVED_OPTIMIZER_BYTES) / GIB
