@@ -11,7 +11,7 @@ from grpo_megatron.config.problems import Findings, check, keys_of
 from grpo_megatron.device import Device, count_cuda_devices
 from grpo_megatron.observability.loggers import check_loggers
 from grpo_megatron.rollout.build import engine_packages
-from grpo_megatron.storage.lock import in_use_by, lock_holder
+from grpo_megatron.storage.files import in_use_by, lock_holder
 
 NO_DEVICE = "torch sees no CUDA device on this machine"
 

@@ -1,7 +1,7 @@
 """Which algorithms go together: one message for every combination in the config that cannot work as it is written.
 
 A method (docs/algorithms.md) is a data source, an estimator, a loss and an aggregation. Each is chosen by its
-own key. What an estimator or a loss needs is a fact that it declares where it is defined (registry.py). So a user's own
+own key. What an estimator or a loss needs is a fact that it declares where it is defined (importing.py). So a user's own
 `package.module:function` is checked like the registered ones.
 """
 

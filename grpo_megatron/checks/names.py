@@ -18,7 +18,7 @@ from grpo_megatron.checks.model_folders import has_critic
 from grpo_megatron.config import Config, DataConfig, RewardComponent, RewardConfig, SamplingConfig
 from grpo_megatron.config.problems import Findings, check, keys_of, marked
 from grpo_megatron.data.task import FORMS, get_task, recognised_task
-from grpo_megatron.registry import Registry
+from grpo_megatron.importing import Registry
 from grpo_megatron.rewards import check_reward, rewards
 from grpo_megatron.rewards.calling import COMPOSITE
 

@@ -156,7 +156,7 @@ class Checked:
     arch: Architecture
     has_weights: bool  # false only in a dry run
     tokenizer: Any  # None only in a dry run for another machine
-    train_prompts: Sequence[Prompt]  # made when they are read (data/items.py)
+    train_prompts: Sequence[Prompt]  # made when they are read (data/sampler.py)
     val_prompts: list[Prompt]
     supervised_rows: Sequence[SupervisedExample]
     offline_groups: Sequence[OfflineGroup] = field(

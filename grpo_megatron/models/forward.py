@@ -35,8 +35,17 @@ from grpo_megatron.sync.digest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
 # -- Packs: micro-batches of whole sequences as Megatron-Core computes them, with the targets to read ------------------
-# A micro-batch is packed end to end ("thd"): T tokens, no padding between sequences. T is rounded up once, at the end of the
-# last sequence. Attention is causal, so the padding cannot change a real token.
+#
+#     plain   p p p a a | p p p b b b | p p p c          tree   p p p a a | b b b | c
+#
+# Plain: sequences end to end ("thd"), no padding between them. T tokens are rounded up once, at the end of the last sequence.
+# Attention is causal, so the padding cannot change a real token.
+#
+# Tree (`Batch.shares_prompts`): consecutive rows with equal prompts share one copy of it. The first response continues the
+# prompt. Every other one is a branch: its positions start after the prompt, and its tokens attend to the prompt's keys and to
+# their own. A hidden state depends on the tokens before it alone, so log-probabilities and gradients are those of the plain
+# pack, up to the order of sums. The prompt's last hidden state predicts the first token of every response, so its gradient is a
+# sum over them. Tokens: P + sum(R) instead of sum(P + R).
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,27 @@ class Pack:
     share: TargetShare | None = None  # context parallelism: the part of the targets that this rank computes
 
 
+def trees_of(batch: Batch, rows: list[int]) -> list[list[int]]:
+    """`rows` cut into runs of rows that share their prompt; without `shares_prompts` each row is one."""
+    trees: list[list[int]] = []
+    for row in rows:
+        if batch.shares_prompts and trees and torch.equal(_prompt(batch, trees[-1][0]), _prompt(batch, row)):
+            trees[-1].append(row)
+        else:
+            trees.append([row])
+    return trees
+
+
+def _prompt(batch: Batch, row: int) -> Tensor:
+    return batch.tokens[row][: batch.prompt_lengths[row]]
+
+
+def packed_lengths(batch: Batch, rows: list[int]) -> list[int]:
+    """The tokens that each of `rows` has in their pack."""
+    starts = {tree[0] for tree in trees_of(batch, rows)}
+    return [len(batch.tokens[row]) - (0 if row in starts else batch.prompt_lengths[row]) for row in rows]
+
+
 def pack(
     batch: Batch,
     rows: list[int],
@@ -77,55 +107,60 @@ def pack(
 ) -> Pack:
     """Put sequences `rows` of `batch` end to end and take rank `cp_rank`'s part. No rows: padding without targets.
 
-    `multiple` is `precision.token_multiple`, a multiple of 2 cp if cp > 1.
+    `multiple` is `precision.token_multiple`, a multiple of 2 cp if cp > 1. A pack of trees is not cut: cp is 1.
     """
-    sequences = [batch.tokens[row] for row in rows] or [torch.zeros(1, dtype=torch.int64)]
+    is_tree, size, to = batch.shares_prompts and bool(rows), 0, device.torch_device
+    tokens, positions, states, targets = [], [], [torch.empty(0, dtype=torch.int64)], []
+    branches: list[Branch] = []
+    for tree in trees_of(batch, rows):
+        prompt, prefix = batch.prompt_lengths[tree[0]], size
+        for i, row in enumerate(tree):
+            shared = prompt if i else 0  # tokens of the prompt that the tree has already
+            part, end = batch.tokens[row][shared:], size + len(batch.tokens[row]) - shared
+            # The prompt's last token predicts the first token of the response, and each token the next one.
+            if shared:
+                states.append(torch.tensor([prefix + prompt - 1]))
+            states.append(torch.arange(size + prompt - shared - (not shared), end - 1))
+            targets.append(batch.tokens[row][prompt:])
+            if cp > 1:
+                part = torch.nn.functional.pad(part, (0, -len(part) % (2 * cp)))
+            tokens.append(part)
+            positions.append(torch.arange(len(part)) + shared)
+            branches.append(Branch(size, size + len(part), prefix, prefix + shared))
+            size += len(part)
+    padding = -size % multiple if rows else multiple
+    if padding:
+        tokens.append(torch.zeros(padding, dtype=torch.int64))
+        # The padding is a branch of its own, or the end of the last sequence: kernels are fastest without gaps; some allow none.
+        first = len(positions[-1]) if positions and not is_tree else 0
+        positions.append(torch.arange(first, first + padding))
+        branches.append(Branch(size, size + padding, size, size))
+    starts = [0] if is_tree else [branch.start for branch in branches[: len(rows) or 1]]
+    cuts = torch.tensor([*starts, size + padding], dtype=torch.int32)
+    whole, position_ids, state_indices = torch.cat(tokens), torch.cat(positions), torch.cat(states)
+    target_tokens = torch.cat([torch.empty(0, dtype=torch.int64), *targets])
+    longest, share = int(position_ids.max()) + 1, None
     if cp > 1:
-        sequences = [torch.nn.functional.pad(s, (0, -len(s) % (2 * cp))) for s in sequences]
-    padding = -sum(len(s) for s in sequences) % multiple
-    sequences[-1] = torch.nn.functional.pad(sequences[-1], (0, padding))
-    lengths = [len(s) for s in sequences]
-    cuts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    before_targets, response_lengths = [], []
-    for row, start in zip(rows, cuts.tolist(), strict=False):
-        prompt_length, end = batch.prompt_lengths[row], len(batch.tokens[row])
-        # The hidden state at a token predicts the next token.
-        before_targets.append(torch.arange(start + prompt_length - 1, start + end - 1))
-        response_lengths.append(end - prompt_length)
-    state_indices = torch.cat(before_targets) if before_targets else torch.empty(0, dtype=torch.int64)
-    tokens = torch.cat(sequences)
-    target_tokens = tokens[state_indices + 1]
-    position_ids = torch.cat([torch.arange(n) for n in lengths])
-    to = device.torch_device
-    share = None
-    if cp > 1:
-        local = local_tokens(lengths, cp, cp_rank)
+        assert not is_tree, "checks refuse it"
+        local = local_tokens(cuts.diff().tolist(), cp, cp_rank)
         share = target_share(state_indices, local)
-        tokens, position_ids = tokens[local], position_ids[local]
+        whole, position_ids = whole[local], position_ids[local]
         target_tokens, state_indices = target_tokens[share.target_indices], share.state_indices
         share = replace(share, target_indices=share.target_indices.to(to))
     cuts = cuts.to(to)
-    # The padding of a sequence counts as part of it. Attention kernels are fastest without gaps; some allow none.
-    padded = cuts if cp > 1 else None
+    fields: dict[str, Any] = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    fields |= {"qkv_format": "thd", "cu_seqlens_q": cuts, "cu_seqlens_kv": cuts}
+    if cp > 1:  # the padding of a sequence counts as part of it
+        fields |= {"cu_seqlens_q_padded": cuts, "cu_seqlens_kv_padded": cuts}
     return Pack(
         rows=rows,
-        lengths=response_lengths,
-        tokens=tokens.unsqueeze(0).to(to),
+        lengths=[len(batch.tokens[row]) - batch.prompt_lengths[row] for row in rows],
+        tokens=whole.unsqueeze(0).to(to),
         position_ids=position_ids.unsqueeze(0).to(to),
-        packed=PackedSeqParams(
-            **_packed(cuts, max(lengths)),
-            cu_seqlens_q_padded=padded,
-            cu_seqlens_kv_padded=padded,
-        ),
+        packed=TreeParams(**fields, branches=branches) if is_tree else PackedSeqParams(**fields),
         targets=Targets(state_indices.to(to), target_tokens.to(to), temperature, chunk),
         share=share,
     )
-
-
-def _packed(cuts: Tensor, longest: int) -> dict[str, Any]:
-    """The fields of PackedSeqParams for sequences between `cuts`, in whose attention queries and keys are the same tokens."""
-    lengths = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
-    return {"qkv_format": "thd", "cu_seqlens_q": cuts, "cu_seqlens_kv": cuts, **lengths}
 
 
 def unpack(flat: Tensor, lengths: list[int], width: int) -> Tensor:
@@ -201,77 +236,6 @@ class _GatherTargets(torch.autograd.Function):
 def gather_targets(values: Tensor, share: TargetShare, group: Any) -> Tensor:
     """This rank's values [n] -> all ranks' [N], the same on each. Collective over the context-parallel `group`."""
     return _GatherTargets.apply(values, share.target_indices, share.num_targets, group)  # type: ignore[no-any-return]
-
-
-# -- prefix trees: the responses of one prompt share the prompt's tokens, which are computed once ------------------------
-#
-#     plain   p p p a a | p p p b b b | p p p c          tree   p p p a a | b b b | c
-#
-# A tree is one prompt and its responses, end to end. The first response continues the prompt. Every other one is a branch: its
-# positions start after the prompt, and its tokens attend to the prompt's keys and to their own. A hidden state depends on the
-# tokens before it alone, so log-probabilities and gradients are those of the plain packing, up to the order of sums. The
-# prompt's last hidden state predicts the first token of every response, so its gradient is a sum over them.
-#
-# Tokens per tree: P + sum(R) instead of sum(P + R). Consecutive rows of a micro-batch with equal prompts make a tree.
-
-
-def trees_of(batch: Batch, rows: list[int]) -> list[list[int]]:
-    """`rows` cut into runs of equal prompts."""
-    trees: list[list[int]] = []
-    for row in rows:
-        if trees and torch.equal(_prompt(batch, trees[-1][0]), _prompt(batch, row)):
-            trees[-1].append(row)
-        else:
-            trees.append([row])
-    return trees
-
-
-def packed_lengths(batch: Batch, rows: list[int]) -> list[int]:
-    """The tokens that each of `rows` has in their pack."""
-    if not batch.shares_prompts:
-        return [len(batch.tokens[row]) for row in rows]
-    starts = {tree[0] for tree in trees_of(batch, rows)}
-    return [len(batch.tokens[row]) - (0 if row in starts else batch.prompt_lengths[row]) for row in rows]
-
-
-def _prompt(batch: Batch, row: int) -> Tensor:
-    return batch.tokens[row][: batch.prompt_lengths[row]]
-
-
-def pack_trees(batch: Batch, rows: list[int], *, multiple: int, temperature: float, chunk: int, device: Device) -> Pack:
-    """Does what `pack` does, with one copy of the prompt for each run of rows that share it. `rows` is not empty."""
-    tokens, positions, states, targets = [], [], [], []
-    branches: list[Branch] = []
-    size = 0
-    for tree in trees_of(batch, rows):
-        prompt, prefix = batch.prompt_lengths[tree[0]], size
-        for i, row in enumerate(tree):
-            shared = prompt if i else 0  # tokens of the prompt that the tree has already
-            part = batch.tokens[row][shared:]
-            first, end = size + prompt - shared, size + len(part)  # the response's tokens
-            tokens.append(part)
-            positions.append(torch.arange(len(part)) + shared)
-            # The prompt's last token predicts the first token of the response, and each token the next one.
-            states.append(torch.cat([torch.tensor([prefix + prompt - 1]), torch.arange(first, end - 1)]))
-            targets.append(batch.tokens[row][prompt:])
-            branches.append(Branch(size, end, prefix, prefix + shared))
-            size = end
-    padding = -size % multiple
-    if padding:
-        tokens.append(torch.zeros(padding, dtype=torch.int64))
-        positions.append(torch.arange(padding))
-        branches.append(Branch(size, size + padding, size, size))
-    position_ids = torch.cat(positions)
-    to = device.torch_device
-    cuts = torch.tensor([0, size + padding], dtype=torch.int32, device=to)
-    return Pack(
-        rows=rows,
-        lengths=[len(batch.tokens[row]) - batch.prompt_lengths[row] for row in rows],
-        tokens=torch.cat(tokens).unsqueeze(0).to(to),
-        position_ids=position_ids.unsqueeze(0).to(to),
-        packed=TreeParams(**_packed(cuts, int(position_ids.max()) + 1), branches=branches),
-        targets=Targets(torch.cat(states).to(to), torch.cat(targets).to(to), temperature, chunk),
-    )
 
 
 def forward_backward(
@@ -418,18 +382,10 @@ class ShardedModel:
 
     def packs(self, batch: Batch, micro_batches: list[list[int]], temperature: float | None = None) -> list[Pack]:
         """The micro-batches on the device, at `temperature` (None: the model's own)."""
-        options: dict[str, Any] = {
-            "multiple": self.multiple,
-            "temperature": self.temperature if temperature is None else temperature,
-            "chunk": self.chunk,
-            "device": self.device,
-        }
-        return [
-            pack_trees(batch, rows, **options)
-            if batch.shares_prompts and rows
-            else pack(batch, rows, **options, cp=self.mesh.cp, cp_rank=self.mesh.cp_rank)
-            for rows in micro_batches
-        ]
+        temperature = self.temperature if temperature is None else temperature
+        options: dict[str, Any] = {"multiple": self.multiple, "chunk": self.chunk, "device": self.device}
+        options |= {"temperature": temperature, "cp": self.mesh.cp, "cp_rank": self.mesh.cp_rank}
+        return [pack(batch, rows, **options) for rows in micro_batches]
 
     @torch.no_grad()
     def forward_batch(

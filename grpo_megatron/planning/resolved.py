@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 
 YAML_WIDTH = 100  # characters per line
 HEADER = "# Every key of a run with its value. A dry run has written this file, and the next one replaces it.\n"

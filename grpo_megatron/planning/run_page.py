@@ -36,7 +36,6 @@ from grpo_megatron.memory.parameters import (
     DTYPE_BYTES,
     SAVED_OPTIMIZER_BYTES,
     StageParameters,
-    is_counted_by_megatron,
     memory_of_stages,
 )
 from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, memory_phases
@@ -186,16 +185,13 @@ def describe_run(
     `device_gib`: the memory of one device in GiB, to say which phases fit it. `width`: characters of a line, apart from
     tables and the prompt.
     """
-    models = checked.models(config).counted_stages(config, world_size)
-    source = "by the weight table: Megatron-Core is not installed here"
-    if is_counted_by_megatron():
-        source = "parameters counted in Megatron-Core's own modules"
+    models = checked.models(config).stages(config)
     sections = {
         "Layout": _layout_lines(config, world_size),
         "One step": _step_lines(config, checked, world_size),
         "Lengths, in tokens": _length_lines(config, checked.arch),
         "Model": _model_lines(config, checked),
-        f"Memory of one rank, in GiB ({source})": chain(
+        "Memory of one rank, in GiB": chain(
             _memory_lines(config, world_size, *models), _host_lines(config, checked.arch, models[0])
         ),
         "Weight sync": named_rows(weight_sync_lines(config, checked.arch, world_size) if config.draws else []),
@@ -345,7 +341,7 @@ def _memory_lines(
 
 
 def _host_lines(config: Config, arch: Architecture, policy: list[StageParameters]) -> Iterator[str]:
-    """What `trainer.async_save` and `rollout.sync=delta` (sync/delta_sync.py) keep on the host."""
+    """What `trainer.async_save` and `rollout.sync=delta` (sync/delta.py) keep on the host."""
     if config.trainer.async_save and config.trainer.save_freq != -1:
         stage = max(stage.total for stage in policy)
         copy = stage * (DTYPE_BYTES[config.model.dtype] + SAVED_OPTIMIZER_BYTES) / GIB

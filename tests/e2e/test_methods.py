@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_megatron.checks.model_folders import check_reward_folder, read_critic
-from grpo_megatron.data.arithmetic import build_tokenizer
+from grpo_megatron.data.generated import build_tokenizer
 from tests import worlds
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.e2e import run_ranks

@@ -9,7 +9,7 @@ import torch
 
 from tests import tiny
 from tests.models.gradients import named_gradients
-from tests.models.policy_ranks import loss, share, stream, whole
+from tests.models.policy_ranks import check_counts, loss, share, stream, whole
 
 Layout = tuple[int, int, int, int]
 
@@ -39,6 +39,7 @@ def build(
     config = ActorConfig.model_validate({"megatron": megatron, "optim": optim, "logprob_chunk_size": 7})
     policy = Policy.load(folder, dtype, read_architecture(folder, family), config, mesh, device)
     policy.set_optimizer(config.optim, 1)
+    check_counts(policy)
     return policy
 
 

@@ -48,7 +48,17 @@ def build(
     config = ActorConfig.model_validate({"megatron": megatron, "logprob_chunk_size": 7, **actor})
     policy = Policy.load(folder, dtype, read_architecture(folder), config, mesh, device, temperature=temperature)
     policy.set_optimizer(config.optim, 1)
+    check_counts(policy)
     return policy
+
+
+def check_counts(policy: Any, has_output_head: bool = True) -> None:
+    """Megatron-Core's modules have as many parameters as the plan of the run counts in the weight table."""
+    from grpo_megatron.memory.parameters import parameters_from_table
+
+    stages = parameters_from_table(policy.arch, policy.actor.megatron, has_output_head=has_output_head)
+    held = {name: parameter.numel() for name, parameter in policy.ddp.named_parameters() if "score." not in name}
+    assert sum(held.values()) == stages[policy.mesh.pp_rank].total
 
 
 def share(count: int, dp_rank: int, dp: int) -> list[int]:

@@ -29,6 +29,7 @@ def build(folder: Path, layout: Layout, *, dtype: str = "float32", megatron: Any
     source, limits = read_reward_folder(folder), actor(layout, **megatron or {})
     model = ScalarPolicy(source, dtype, limits, mesh, device, places=last_token(source), optim=reward.optim)
     model.set_optimizer(reward.optim, 1)
+    policy_ranks.check_counts(model, has_output_head=False)
     return model
 
 
