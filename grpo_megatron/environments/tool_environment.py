@@ -68,7 +68,7 @@ def hermes(text: str) -> list[Call | CallError]:
             calls.append(CallError("a <tool_call> has no </tool_call>"))
             continue
         try:
-            calls.append(_call(_loads(body)))
+            calls.append(_call(DECODER.decode(body)))
         except (ValueError, RecursionError) as error:
             calls.append(CallError(f"the text in <tool_call> is not a call in JSON: {error}"))
     return calls
@@ -122,7 +122,7 @@ def _call(value: Any) -> Call:
     if not isinstance(name, str):
         raise ValueError('"name" is missing or is no text')
     if isinstance(arguments, str):  # as OpenAI's API writes them
-        arguments = _loads(arguments)
+        arguments = DECODER.decode(arguments)
     if not isinstance(arguments, dict):
         raise ValueError(f'"arguments" is {type(arguments).__name__}, not an object')
     return Call(name, arguments)
@@ -133,12 +133,6 @@ def _no_constant(name: str) -> Any:
 
 
 DECODER = json.JSONDecoder(parse_constant=_no_constant)
-
-
-def _loads(text: str) -> Any:
-    return DECODER.decode(text)
-
-
 MAX_ANSWERS = 100_000  # characters of all results of a turn; the tokens of an observation are limited elsewhere
 MAX_ERROR = 500  # characters of what is wrong with a call
 
@@ -156,20 +150,12 @@ class ToolEnvironment(Environment):
     ) -> None:
         call_formats.get(format)
         self._tools = {tool.name: tool for tool in _find(tools, options)}
-        self._format = format
-        self._max_parallel_calls = max_parallel_calls
+        self._format, self._max_parallel_calls = format, max_parallel_calls
 
     @classmethod
-    def preload(
-        cls,
-        tools: Sequence[str] = (),
-        format: str = "hermes",
-        max_parallel_calls: int = 4,
-        **options: Mapping[str, Any],
-    ) -> None:
+    def preload(cls, **kwargs: Any) -> None:
         """Load what each tool shares. Raises ValueError where the constructor does."""
-        call_formats.get(format)
-        for tool in _find(tools, options):
+        for tool in cls(**kwargs)._tools.values():
             tool.preload()
 
     def tools(self) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Literal
 
 import msgspec
@@ -26,14 +25,11 @@ import msgspec
 from grpo_megatron.processes.pool import STARTUP_TIMEOUT_S, Limits, ProcessAnswer, ProcessPool, printable
 from grpo_megatron.rewards.calling import COMPOSITE, Components, functions_of
 from grpo_megatron.rewards.reward import (
-    ITEM_FIELDS,
     ItemFields,
     Kwargs,
-    Reads,
     RewardItem,
     RewardResult,
     RewardSignature,
-    check_json,
     read_signature,
     rewards,
 )
@@ -92,12 +88,14 @@ class RewardPool:
         self._workers = [Worker(next(self._keys)) for _ in range(num_workers)]
         self._tested: set[str] = set()
         self._named: set[tuple[str, str]] = set()  # (reward, entry) that was reported to be no metric
-        check_json([self.kwargs, self._composite])
         hosts = -(-num_workers // WORKERS_PER_HOST)
         program = "grpo_megatron.rewards.calling:open_graders"
-        self._processes = ProcessPool("reward", program, {}, Limits(MAX_REPLY), self._accept, hosts)
+        settings = {"kwargs": self.kwargs, **self._composite}
+        what = "reward", "reward.kwargs"
+        self._processes = ProcessPool(*what, program, settings, Limits(MAX_REPLY), self._accept, hosts)
         self._seconds: dict[str, float] = {}  # reward -> per sample, in its last call
         # the batch in progress
+        self._is_test = False
         self._queue = CallQueue({}, {}, {})
         self._items: list[RewardItem] = []
         self._results: list[RewardResult | None] = []
@@ -130,7 +128,7 @@ class RewardPool:
         What an earlier batch has left, because it was interrupted, is dropped.
         """
         self.self_test([name for name in names if name not in self._tested])
-        self._begin(self.kwargs)
+        self._begin()
 
     def submit(self, item: Item) -> None:
         """Add an item to the batch. Returns at once: the workers grade while the caller does other work."""
@@ -168,7 +166,7 @@ class RewardPool:
         """
         for name in [part for reward in names for part in functions_of(reward, self._composite)]:
             known = KNOWN_REWARDS.get(name, [])
-            self._begin({})
+            self._begin(is_test=True)
             for completion, answer, _ in known:
                 self.submit((name, completion, answer))
             for (completion, answer, reward), result in zip(known, self._wait(), strict=True):
@@ -179,10 +177,10 @@ class RewardPool:
                     )
         self._tested.update(names)
 
-    def _begin(self, kwargs: Kwargs) -> None:
+    def _begin(self, *, is_test: bool = False) -> None:
         self._drop_batch()
-        self._queue = CallQueue(kwargs, self._composite, self._seconds)
-        self._processes.show_again()
+        self._is_test = is_test
+        self._queue = CallQueue({} if is_test else self.kwargs, self._composite, self._seconds)
         self._processes.serve(block=False)  # notices what has ended between two batches; raises in a closed pool
 
     def _drop_batch(self) -> None:
@@ -222,7 +220,7 @@ class RewardPool:
             self._fail(numbers, "error", self._unloadable[name])
             return
         reward = self._queue.reward(name)
-        request = {"name": name, "kwargs": reward.kwargs, "samples": [], "timeout_s": self.timeout_s}
+        request = {"name": name, "is_test": self._is_test, "samples": [], "timeout_s": self.timeout_s}
         if name not in worker.loaded:  # a request of its own: imports have more time than samples
             worker.loaded.add(name)
             worker.calls.append(PendingCall(name, []))
@@ -306,27 +304,22 @@ class PlannedReward:
     def __init__(self, name: str, kwargs: Kwargs, seconds: float = math.inf) -> None:
         signature = _signature(name)
         facts = rewards.facts(name) if signature else rewards.defaults
-        self.kwargs = kwargs
         self.compares = facts.compares
         self.is_quick = seconds < QUICK_S and ":" not in name and name != COMPOSITE  # a message may have several items
         is_shared = signature and (signature.takes_lists or inspect.iscoroutinefunction(rewards.get(name)))
         self.size = facts.batch_size if is_shared else 1  # the most items of one call
         self.shares_calls = self.size > 1 or self.compares
-        if name == COMPOSITE:
-            self._reads = reduce(
-                Reads.joined, (_reads(p["function"], p["kwargs"]) for p in kwargs["components"]), Reads()
-            )
-        else:
-            self._reads = _reads(name, kwargs)
+        parts: Components = [{"function": name, "kwargs": kwargs}]
+        parts = kwargs["components"] if name == COMPOSITE else parts
+        self._columns = [_columns(part["function"], part["kwargs"]) for part in parts]
 
     def sample(self, item: RewardItem) -> ItemFields:
-        """What the worker gets of an item: completion, answer, and what the function reads."""
-        sample: ItemFields = {"completion": item.completion, "answer": item.answer}
-        sample |= {name: getattr(item, name) for name in sorted(self._reads.fields)}
-        wanted = item.columns if self._reads.columns is None else sorted(self._reads.columns)
-        if columns := {name: item.columns[name] for name in wanted if name in item.columns}:
-            sample["columns"] = columns
-        return sample
+        """What the worker gets of an item: all but the columns that nothing reads."""
+        columns = item.columns
+        if None not in self._columns:
+            read = set().union(*filter(None, self._columns))
+            columns = {name: value for name, value in columns.items() if name in read}
+        return {**item._asdict(), "columns": dict(columns)}
 
 
 def _signature(name: str) -> RewardSignature | None:
@@ -338,14 +331,11 @@ def _signature(name: str) -> RewardSignature | None:
         return None
 
 
-def _reads(name: str, kwargs: Kwargs) -> Reads:
+def _columns(name: str, kwargs: Kwargs) -> set[str] | None:
+    """The columns that a function reads; None: all."""
     signature = _signature(name)
-    if signature is None:
-        return Reads(frozenset(ITEM_FIELDS) - {"columns"}, None)
-    facts = rewards.facts(name)
-    reads = signature.reads(kwargs)
-    fields = reads.fields | ({"prompt"} if facts.reads_prompt else set())
-    return Reads(fields, reads.columns if facts.takes_columns else reads.columns or frozenset())
+    columns = signature.columns(kwargs) if signature else None
+    return columns if signature is None or rewards.facts(name).takes_columns else columns or set()
 
 
 class CallQueue:

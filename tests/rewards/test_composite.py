@@ -16,7 +16,6 @@ from grpo_megatron.rewards.reward import RewardResult
 PATIENCE_S = 300.0
 MODULE = """
 import asyncio, resource
-from grpo_megatron.rewards import rewards
 
 calls = []
 
@@ -27,7 +26,6 @@ def late(completion, answer): raise TimeoutError("too late")
 def told(completion, answer): return {"score": 0.5, "note": "a text", "words": 3, "acc": 0.0}
 def called(completion, answer): calls.append(completion); return float(len(calls))
 
-@rewards.declare(reads_prompt=True)
 def asks(completion, answer, *, prompt_text): return float(prompt_text == "1 + 1 =")
 
 async def meets(completion, answer, *, barrier=[]):  # returns when two of them wait at the same time

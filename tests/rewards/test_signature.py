@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.rewards.calling import BoundReward, WrongNumber
-from grpo_megatron.rewards.reward import Reads, check_reward, read_signature, rewards
+from grpo_megatron.rewards.reward import check_reward, read_signature, rewards
 
 ROW = {
     "prompt": [{"role": "user", "content": "6 * 7 ="}],
@@ -171,17 +171,15 @@ def test_what_nothing_gives_is_refused(
         assert read_signature(function).problem({}) is None  # the columns are not known yet
 
 
-def test_what_a_worker_is_sent() -> None:
-    def of(function: Function) -> Reads:
-        return read_signature(function).reads(["bonus"])
+def test_the_columns_that_a_worker_is_sent() -> None:
+    def of(function: Function) -> set[str] | None:
+        return read_signature(function).columns(["bonus"])
 
-    assert of(lambda completion, answer, bonus: 0) == Reads(frozenset({"completion", "answer"}))
-    assert of(lambda text, gold: 0) == Reads(frozenset({"completion", "answer"}))
-    assert of(lambda completion, prompt_text, level: 0).fields == {"completion", "prompt"}
-    assert of(lambda completion, extra_info, level: 0).columns == {"extra_info", "level"}
-    assert of(lambda completion, **others: 0).columns is None
-    assert of(lambda solution_str, ground_truth, **others: 0) == Reads(frozenset(), frozenset({"reward_model"}))
-    assert of(lambda completions, answer: 0) == Reads(frozenset({"is_chat", "answer"}), frozenset({"answer"}))
+    assert of(lambda completion, answer, prompt_text, bonus: 0) == of(lambda text, gold: 0) == set()
+    assert of(lambda completion, extra_info, level: 0) == {"extra_info", "level"}
+    assert of(lambda completion, **others: 0) is None
+    assert of(lambda solution_str, ground_truth, **others: 0) == {"reward_model"}
+    assert of(lambda completions, answer: 0) == {"answer"}
 
 
 def test_the_examples_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,6 @@ from grpo_megatron.rewards.math.value import (
     parsed,
     rational,
     refuses,
-    same_formula,
-    same_value,
 )
 from grpo_megatron.rewards.reward import Extractor, extractors, rewards
 
@@ -223,16 +221,10 @@ def equivalent(answer: str, prediction: str) -> bool:
         return True
     if len(answer) > MAX_ANSWER or len(prediction) > MAX_ANSWER:
         return "".join(answer.split()) == "".join(prediction.split())
-    if _same_tree(answer, prediction) or same_relation(answer, prediction):
-        return True
-    value = sentence_value(prediction)
-    return value is not None and (_same_tree(answer, value) or same_relation(answer, value))
-
-
-def _same_tree(answer: str, prediction: str) -> bool:
-    return same_tree(
-        parse_tree(answer), parse_tree(prediction), lambda one, other: same_value(one, other, same_formula)
-    )
+    for text in (prediction, sentence_value(prediction)):
+        if text is not None and (same_tree(parse_tree(answer), parse_tree(text)) or same_relation(answer, text)):
+            return True
+    return False
 
 
 def is_right(answer: str, completion: str) -> bool:
@@ -253,10 +245,9 @@ def is_right(answer: str, completion: str) -> bool:
 
 def latex_answer(answer: str) -> str:
     """The reference answer, boxed or bare. Raises ValueError when it is empty."""
-    content = _without_box(answer)
-    if not content:
-        raise ValueError("the reference answer is empty")
-    return content
+    if content := _without_box(answer):
+        return content
+    raise ValueError("the reference answer is empty")
 
 
 def _without_box(answer: str) -> str:
