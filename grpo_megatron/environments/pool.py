@@ -10,13 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
-from grpo_megatron.environments.environment import (
-    ChatMessage,
-    Environment,
-    Outcome,
-    environment_class,
-    read_outcome,
-)
+from grpo_megatron.environments.environment import ChatMessage, Environment, Outcome, environment_class, read_outcome
 from grpo_megatron.processes.pool import Limits, ProcessAnswer, ProcessPool
 from grpo_megatron.processes.process import describe
 

@@ -252,16 +252,14 @@ class ProcessPool:
         self._setup = setup
         self._records: dict[str, _Record] = {}
         self._numbers = itertools.count()
-        self._selector = selectors.DefaultSelector()
         self._failed_starts = 0
-        self._hosts = [self._new_host() for _ in range(num_hosts)]
+        self._hosts = [_HostLink(setup, self._variables) for _ in range(num_hosts)]
 
     def close(self) -> None:
         """Kill all processes. Idempotent."""
         for host in self._hosts:
-            self._discard(host)
+            host.kill()
         self._hosts, self._records = [], {}
-        self._selector.close()
 
     def submit(self, key: str, body: dict[str, Any], timeout_s: float, replay: TimedRequest | None = None) -> None:
         """Queue a request to the process called `key`, which is started if there is none. Returns at once.
@@ -292,11 +290,14 @@ class ProcessPool:
         """Pass messages on. `block`: wait until something has arrived, but not for long."""
         if not self._hosts:
             raise RuntimeError(f"the pool of {self._kind} workers is closed")
-        for host in self._hosts:
-            self._watch(host.stdin, selectors.EVENT_WRITE if host.lines.wants_to_write else 0, host)
-        began = time.monotonic()
-        events = self._selector.select(1.0 if block else 0)
-        waited = time.monotonic() - began
+        with selectors.DefaultSelector() as selector:
+            for host in self._hosts:
+                selector.register(host.stdout, selectors.EVENT_READ, host)
+                if host.lines.wants_to_write:
+                    selector.register(host.stdin, selectors.EVENT_WRITE, host)
+            began = time.monotonic()
+            events = selector.select(1.0 if block else 0)
+            waited = time.monotonic() - began
         for key, _ in events:
             host = key.data
             if host not in self._hosts:
@@ -311,23 +312,6 @@ class ProcessPool:
                 self._replace(host, "it does not answer")
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
-
-    def _new_host(self) -> _HostLink:
-        host = _HostLink(self._setup, self._variables)
-        self._watch(host.stdout, selectors.EVENT_READ, host)
-        return host
-
-    def _discard(self, host: _HostLink) -> str:
-        for pipe in (host.stdin, host.stdout):
-            self._watch(pipe, 0, host)
-        return host.kill()
-
-    def _watch(self, pipe: Any, events: int, host: _HostLink) -> None:
-        is_watched = pipe in self._selector.get_map()
-        if events and not is_watched:
-            self._selector.register(pipe, events, host)
-        elif is_watched and not events:
-            self._selector.unregister(pipe)
 
     def _accept(self, host: _HostLink, message: dict[str, Any]) -> None:
         host.silence = 0.0
@@ -345,14 +329,14 @@ class ProcessPool:
 
     def _replace(self, host: _HostLink, problem: str) -> None:
         """Give the keys of a host that is lost to a new one."""
-        ending = self._discard(host)
+        ending = host.kill()
         ending = problem or ending
         if not host.is_ready:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 self._hosts.remove(host)
                 raise RuntimeError(f"{self._kind} workers do not start: {ending}")
-        new = self._new_host()
+        new = _HostLink(self._setup, self._variables)
         self._hosts[self._hosts.index(host)] = new
         new.records = host.records
         culprit = host.suspects[0] if host.suspects and host.is_ready else None

@@ -45,25 +45,17 @@ Item = RewardItem | tuple[str, str, str] | tuple[str, str, str, str]  # (reward 
 
 
 @dataclass
-class PendingCall:
-    """One call of the reward `name` for some items; of none: the import of the reward."""
-
-    name: str
-    numbers: list[int]
-
-
-@dataclass
 class Worker:
-    """One process: `key` names it. `calls` are not answered yet, oldest first. `loaded`: the rewards that it has imported."""
+    """One process: `key` names it. `calls` are not answered yet, oldest first: (reward, items); without items: its import."""
 
     key: str
-    calls: deque[PendingCall] = field(default_factory=deque)
-    loaded: set[str] = field(default_factory=set)
+    calls: deque[tuple[str, list[int]]] = field(default_factory=deque)
+    loaded: set[str] = field(default_factory=set)  # the rewards whose import was asked for
 
     @property
     def num_calls(self) -> int:
         """Calls with items."""
-        return sum(1 for call in self.calls if call.numbers)
+        return sum(1 for _, numbers in self.calls if numbers)
 
 
 class RewardPool:
@@ -223,9 +215,9 @@ class RewardPool:
         request = {"name": name, "is_test": self._is_test, "samples": [], "timeout_s": self.timeout_s}
         if name not in worker.loaded:  # a request of its own: imports have more time than samples
             worker.loaded.add(name)
-            worker.calls.append(PendingCall(name, []))
+            worker.calls.append((name, []))
             self._processes.submit(worker.key, request, STARTUP_TIMEOUT_S)
-        worker.calls.append(PendingCall(name, numbers))
+        worker.calls.append((name, numbers))
         samples = [reward.sample(self._items[number]) for number in numbers]
         seconds = self.timeout_s * (1 if reward.is_quick else len(numbers))
         self._processes.submit(worker.key, {**request, "samples": samples}, seconds)
@@ -235,37 +227,37 @@ class RewardPool:
         worker = next((worker for worker in self._workers if worker.key == key), None)
         if worker is None:
             return  # it has been replaced, and answers its later calls
-        call = worker.calls.popleft()
+        name, numbers = worker.calls.popleft()
         if answer["status"] == "ok":
             try:  # the user's code runs in the process that sent it, and may change anything
                 results = msgspec.convert(answer["value"], list[RewardResult])
-                for number, result in zip(call.numbers, results, strict=True):
-                    self._results[number] = self._presented(call.name, result)
+                for number, result in zip(numbers, results, strict=True):
+                    self._results[number] = self._presented(name, result)
             except (ValueError, KeyError):
                 answer = {**answer, "status": "died", "message": "has sent a wrong answer", "output": ""}
             else:
                 if results:
-                    self._seconds[call.name] = sum(result.seconds for result in results) / len(results)
+                    self._seconds[name] = sum(result.seconds for result in results) / len(results)
                 return
-        self._lose(worker, call, answer)
+        self._lose(worker, name, numbers, answer)
 
-    def _lose(self, worker: Worker, call: PendingCall, answer: ProcessAnswer) -> None:
+    def _lose(self, worker: Worker, name: str, numbers: list[int], answer: ProcessAnswer) -> None:
         """A process has failed in a call: fail its items, or grade them one by one, and return the others to the queue."""
         status: Literal["error", "timeout"] = "timeout" if answer["status"] == "timeout" else "error"
         message = f"the reward's process {answer['message']}"
         if status == "timeout":
-            seconds = self.timeout_s if call.numbers else STARTUP_TIMEOUT_S
-            message = f"no result after {seconds:g} s{' (reward.timeout_s)' if call.numbers else ''}; killed"
+            limit = f"{self.timeout_s:g} s (reward.timeout_s)" if numbers else f"{STARTUP_TIMEOUT_S:g} s"
+            message = f"no result after {limit}; killed"
         message += answer["output"]
-        for other in reversed(worker.calls):
-            self._queue.put_back(other.name, other.numbers, one_by_one=len(other.numbers) == 1)
+        for other, items in reversed(worker.calls):
+            self._queue.put_back(other, items, one_by_one=len(items) == 1)
         self._replace(worker)
-        if not call.numbers:  # it died while importing: do not import again in this batch
-            self._unloadable[call.name] = f"its module could not be imported; {message}"
-        elif len(call.numbers) > 1 and not self._queue.reward(call.name).compares:
-            self._queue.put_back(call.name, call.numbers, one_by_one=True)
+        if not numbers:  # it died while importing: do not import again in this batch
+            self._unloadable[name] = f"its module could not be imported; {message}"
+        elif len(numbers) > 1 and not self._queue.reward(name).compares:
+            self._queue.put_back(name, numbers, one_by_one=True)
         else:
-            self._fail(call.numbers, status, message)
+            self._fail(numbers, status, message)
 
     def _replace(self, worker: Worker) -> None:
         """Kill the process of a worker. The worker's next call starts another one."""

@@ -14,14 +14,16 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from grpo_megatron.processes.pool import ProcessPool
 from grpo_megatron.processes.process import MARK, new_mark
 from grpo_megatron.rewards import rewards
-from grpo_megatron.rewards.pool import KNOWN_REWARDS, PendingCall, RewardPool
+from grpo_megatron.rewards.pool import KNOWN_REWARDS, RewardPool
 from grpo_megatron.rewards.reward import RewardResult, parse_reward
 from tests.rewards.waiting import PATIENCE_S, wait_until
 
@@ -170,30 +172,20 @@ def _check_failure(result: RewardResult, status: str, message: str) -> None:
     assert len(result.message) < 1000
 
 
-@pytest.mark.parametrize("completion", ["huge print", "forge", "read stdin", "alarm"])
-def test_prints_and_signals_do_not_disturb(pool: RewardPool, completion: str) -> None:
+@pytest.mark.parametrize("completion", ["huge print", "forge", "read stdin", "alarm", "close"])
+def test_prints_signals_and_closed_streams_do_not_disturb(pool: RewardPool, completion: str) -> None:
     (result,) = _grade_among_good(pool, completion)
     assert (result.reward, result.status, result.message) == (1.0, "ok", "")
 
 
-def test_closing_the_standard_streams_does_not_disturb(user_module: str) -> None:
-    with RewardPool(1) as pool:
-        assert _grade_among_good(pool, "close")[0].reward == 1.0
-
-
-def test_kwargs_reach_the_reward_and_names_may_be_mixed(pool: RewardPool) -> None:
-    results = pool.grade([("user_reward:reward", "bonus", ""), ("user_reward:reward", "bonus", "")])
-    assert [result.reward for result in results] == [7.0, 7.0]
+def test_kwargs_reach_the_reward_steps_the_caller_and_names_may_be_mixed(pool: RewardPool) -> None:
+    bonus, steps = _grade_among_good(pool, "bonus", "steps")
+    assert (bonus.reward, steps.reward, steps.metrics, steps.steps) == (7.0, 1.0, {}, ((2, 0.5), (5, 1.0)))
     with RewardPool(2) as plain:
         results = plain.grade([("gsm8k", "#### 42", "42"), ("format", "42", ""), ("arithmetic", "", "x")])
     assert [result.reward for result in results[:2]] == [1.0, 0.0]
     assert results[0].metrics == {"acc": 1.0, "extracted": 1.0}
     assert results[2].status == "error" and "invalid literal for int()" in results[2].message
-
-
-def test_steps_reach_the_caller(pool: RewardPool) -> None:
-    (result,) = _grade_among_good(pool, "steps")
-    assert (result.reward, result.metrics, result.steps) == (1.0, {}, ((2, 0.5), (5, 1.0)))
 
 
 def test_printing_is_passed_on_up_to_a_limit(user_module: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -208,10 +200,6 @@ def test_printing_is_passed_on_up_to_a_limit(user_module: str, capfd: pytest.Cap
     assert "ValueError: red" in result.message
     error = capfd.readouterr().err
     assert "a\nb\tc5m\n" in error and "\033" not in error  # nothing that a terminal would obey
-
-
-def test_all_workers_share_the_work(pool: RewardPool) -> None:
-    assert len(_worker_pids(pool, 2)) == 2
 
 
 def test_many_bad_samples_in_a_row(impatient_pool: RewardPool) -> None:
@@ -234,14 +222,13 @@ def test_a_name_the_worker_cannot_load(pool: RewardPool, monkeypatch: pytest.Mon
     results = pool.grade(items)
     assert [result.status for result in results] == ["error", "ok", "error"]
     assert "cannot import module 'no_such_module'" in results[2].message
-    started = []
+    submit, started = ProcessPool.submit, []
 
-    class CountedCall(PendingCall):
-        def __init__(self, name: str, numbers: Sequence[int] = ()) -> None:
-            started.extend([name] if not numbers else [])
-            super().__init__(name, list(numbers))
+    def counted(self: ProcessPool, key: str, body: dict[str, Any], *more: Any) -> None:
+        started.extend([] if body["samples"] else [body["name"]])
+        submit(self, key, body, *more)
 
-    monkeypatch.setattr("grpo_megatron.rewards.pool.PendingCall", CountedCall)
+    monkeypatch.setattr(ProcessPool, "submit", counted)
     results = pool.grade([("dying_import:reward", "", "")] * 50)
     assert {result.status for result in results} == {"error"}
     assert "could not be imported; the reward's process has ended: signal SIGKILL" in results[-1].message

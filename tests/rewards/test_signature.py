@@ -48,23 +48,11 @@ def test_a_function_gets_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     def named(completion, answer, prompt, messages, extra_info, data_source, completion_ids, step, difficulty, bonus=1):  # type: ignore[no-untyped-def]
         return locals()
 
-    got = called(named, monkeypatch, bonus=2)
-    assert got.pop("messages") == SAMPLE["messages"]
-    assert got == {
-        "completion": "42",
-        "answer": "42",
-        "prompt": "<user> 6 * 7 =",
-        "extra_info": {"index": 5},
-        "data_source": "sums",
-        "completion_ids": [4, 2],
-        "step": 9,
-        "difficulty": 3,
-        "bonus": 2,
-    }
+    fields = {name: value for name, value in SAMPLE.items() if name not in ("columns", "is_chat")}
+    assert called(named, monkeypatch, bonus=2) == {**fields, "extra_info": {"index": 5}, "difficulty": 3, "bonus": 2}
     assert called(lambda completion: completion, monkeypatch) == "42"
-    assert (
-        called(lambda completion, difficulty=0: difficulty, monkeypatch, difficulty=8) == 8
-    )  # reward.kwargs come first
+    # reward.kwargs come first
+    assert called(lambda completion, difficulty=0: difficulty, monkeypatch, difficulty=8) == 8
     without = {**SAMPLE, "columns": {}}
     assert called(lambda completion, difficulty=0: difficulty, monkeypatch, without) == [0]
     assert called(lambda completion, extra_info: extra_info, monkeypatch, without) == [{}]
@@ -143,7 +131,7 @@ def test_a_batch_of_the_wrong_length(returned: Function, found: str, monkeypatch
         (
             lambda completion, solutoin: 0,
             ["solution"],
-            r"nothing gives its parameter 'solutoin'.*did you mean 'solution'",
+            "nothing gives its parameter 'solutoin'.*did you mean 'solution'",
         ),
         (
             lambda completion, gold: 0,

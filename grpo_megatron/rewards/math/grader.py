@@ -17,7 +17,7 @@ import re
 from typing import Any
 
 from grpo_megatron.processes.process import time_limit
-from grpo_megatron.rewards.answers import MAX_BOX, box_start, last_boxed
+from grpo_megatron.rewards.answers import MAX_BOX, box_start, last_boxed, tagged_answer
 from grpo_megatron.rewards.math.structure import (
     MAX_ANSWER,
     Node,
@@ -27,13 +27,7 @@ from grpo_megatron.rewards.math.structure import (
     tidy,
     tokens_outside_brackets,
 )
-from grpo_megatron.rewards.math.value import (
-    TIME_LIMIT_S,
-    import_math_verify,
-    parsed,
-    rational,
-    refuses,
-)
+from grpo_megatron.rewards.math.value import TIME_LIMIT_S, import_math_verify, parsed, rational, refuses
 from grpo_megatron.rewards.reward import Extractor, extractors, rewards
 
 # -- whether two relations are one -------------------------------------------------------------------------------------
@@ -211,8 +205,7 @@ def boxed_prediction(text: str) -> str | None:
     tag = text.rfind("<answer>")
     if tag < 0 or box_start(text) > tag:
         return last_boxed(text)
-    end = text.find("</answer>", tag)
-    return text[tag + len("<answer>") : end].strip() if 0 <= end <= tag + MAX_BOX else None
+    return tagged_answer(text[tag : tag + MAX_BOX])
 
 
 def equivalent(answer: str, prediction: str) -> bool:
