@@ -132,6 +132,27 @@ def test_optimizer_steps_of_five_training_steps(
         ("=3", "not of the form section.key=value"),
         ("rollout.n=[", "not valid YAML"),
         ("rollout.n.m=3", "'n' is a value, not a section"),
+        (
+            "rollout.temperature=3",
+            "rollout.temperature=3: it is outside the engine's 0.01 to 2; set a value in between",
+        ),
+        (
+            "rollout.val_kwargs.temperature=0.001",
+            "rollout.val_kwargs.temperature=0.001: it is outside the engine's 0.01",
+        ),
+        (
+            "rollout.top_p=0.9",
+            "rollout.top_p=0.9: the policy's log-probabilities are of the full distribution; leave it out",
+        ),
+        (
+            "rollout.top_k=1",
+            "rollout.top_k=1: the policy's log-probabilities are of the full distribution; leave it out",
+        ),
+        ('rollout.stop=["###",""]', "rollout.stop.1='': String should have at least 1 character"),
+        (
+            f"reward.components=[{', '.join('{name: n%d}' % n for n in range(17))}]",
+            "reward.components=[{'name': 'n0'}",
+        ),
     ],
 )
 def test_a_wrong_key_or_value_is_reported(path: Path, override: str, expected: str) -> None:
