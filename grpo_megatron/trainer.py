@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.algo.needs import reasons_for_old_pass
-from grpo_megatron.algo.plan import make_plan
-from grpo_megatron.algo.token_weights import with_overlong_penalty
+from grpo_megatron.algo.losses import reasons_for_old_pass
+from grpo_megatron.algo.plan import make_plan, with_overlong_penalty
 from grpo_megatron.checks.names import resolved_components
 from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked, check_alone

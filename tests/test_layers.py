@@ -58,7 +58,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "jinja2": ("pages.",),
     "matplotlib": ("observability.", "pages."),
     "numpy": ("data.",),
-    "msgspec": ("reading", "data."),
+    "msgspec": ("rewards.pool",),
     "numba": ("sync.",),
     "triton": ("sync.",),
     "pyarrow": ("data.",),

@@ -203,8 +203,8 @@ def beside_mbridge(folder: Path, size: int, repeats: int) -> str:
     from grpo_megatron.device import Device
     from grpo_megatron.models.build import build_model
     from grpo_megatron.models.families import read_architecture
-    from grpo_megatron.models.weights.load import load_hf, unwrapped
-    from grpo_megatron.models.weights.table import TE_NAMES
+    from grpo_megatron.models.weights.folder import load_hf
+    from grpo_megatron.models.weights.stream import TE_NAMES, unwrapped
     from grpo_megatron.parallel.mesh import build_mesh
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29765"}

@@ -319,7 +319,7 @@ def best_worst(table: GroupTable, config: AlgorithmConfig) -> Advantages:
 def preference(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     """The pair of `best_worst`, with the difference of the two rewards in place of 1.
 
-    Rows of a file have the rewards 1 + margin (chosen) and 0 (rejected), see data/scored.py.
+    Rows of a file have the rewards 1 + margin (chosen) and 0 (rejected), see data/written.py.
     """
     check_rewards(table.reward)
     advantages = best_worst(table, config)

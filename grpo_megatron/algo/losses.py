@@ -12,7 +12,7 @@ With rho = exp(clamp(logprobs - old_logprobs, -20, 20)), A the advantage and sg 
     total     sum over tokens of  w * (c * policy loss + kl_loss_coef * KL - entropy_coeff * entropy)
 
 The losses of whole responses, of a scalar head and of the critic follow below. c is the correction of
-`correction.py` (1 without one). w are the weights of `token_weights.py`, which are normalised over the optimizer step. The
+`divergence.py` (1 without one). w are the token weights of `plan.py`, which are normalised over the optimizer step. The
 total is therefore a **plain sum**: add it, and its gradient, over micro-batches and ranks; never average.
 
 Departures from the papers: the log-ratio is clamped, so that one token cannot overflow exp (as in verl).
@@ -30,25 +30,38 @@ Another loss is one function with the signature of `PolicyLoss`: registered here
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from grpo_megatron.algo.kl import LOG_RATIO_CLAMP, KlPenalty, ratio_of
-from grpo_megatron.config import ActorConfig
+from grpo_megatron.algo.advantages import advantage_estimators
+from grpo_megatron.algo.divergence import LOG_RATIO_CLAMP, KlPenalty, ratio_of
+from grpo_megatron.config import ActorConfig, AlgorithmConfig
 from grpo_megatron.registry import FactRegistry
 
 
-@dataclass(frozen=True)
-class LossInputs:
-    """The inputs of a loss: one micro-batch of B whole responses, all `[B, R]`, column t = response token t.
+class _MaskedInputs:
+    """The constructor replaces entries outside `mask` of every tensor by 0. This must happen before any exp: a -inf or NaN
+    that is multiplied by a zero mask afterwards is NaN, in the value or in the gradient."""
 
-    The constructor replaces masked entries of every tensor by 0. This must happen before any exp: a -inf or NaN that is
-    multiplied by a zero mask afterwards is NaN, in the value or in the gradient.
-    """
+    mask: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.mask.dtype == torch.bool, f"mask must be bool, not {self.mask.dtype}"
+        for name, value in vars(self).items():
+            if value is None or name == "mask":
+                continue
+            # A [B, 1] or [R] tensor would broadcast into a plausible, wrong loss.
+            assert value.shape == self.mask.shape, f"{name} is {value.shape}, mask is {self.mask.shape}"
+            object.__setattr__(self, name, value.masked_fill(~self.mask, 0.0))
+
+
+@dataclass(frozen=True)
+class LossInputs(_MaskedInputs):
+    """The inputs of a loss: one micro-batch of B whole responses, all `[B, R]`, column t = response token t."""
 
     logprobs: Tensor  # current policy; carries the gradient
     entropy: Tensor  # current policy, nats
@@ -59,16 +72,6 @@ class LossInputs:
     mask: Tensor  # bool, the loss mask: true at a token of the loss
     token_weights: Tensor
     correction: Tensor | None = None  # multiplies the policy loss alone; None: 1
-
-    def __post_init__(self) -> None:
-        assert self.mask.dtype == torch.bool, f"mask must be bool, not {self.mask.dtype}"
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None or field.name == "mask":
-                continue
-            # A [B, 1] or [R] tensor would broadcast into a plausible, wrong loss.
-            assert value.shape == self.mask.shape, f"{field.name} is {value.shape}, mask is {self.mask.shape}"
-            object.__setattr__(self, field.name, value.masked_fill(~self.mask, 0.0))
 
 
 class MetricSum(NamedTuple):
@@ -130,18 +133,20 @@ def vanilla(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetric
     Reports `actor/pg_clipfrac` (clipped surrogate > unclipped one, as losses), `actor/pg_clipfrac_lower` (dual clip
     active), `actor/ppo_kl` (old - new, unclamped) and `actor/ratio_clamp_frac`.
     """
-    advantages = inputs.advantages
     log_ratio = inputs.logprobs - inputs.old_logprobs
-    ratio = ratio_of(log_ratio)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high)
-    loss = torch.maximum(unclipped, clipped)
-    dual_active = torch.zeros_like(inputs.mask)
+    loss, metrics = _clip_form(inputs, config, ratio_of(log_ratio), log_ratio)
     if config.clip_ratio_c is not None:
-        bound = -advantages * config.clip_ratio_c
-        dual_active = (advantages < 0) & (loss > bound)
+        bound = -inputs.advantages * config.clip_ratio_c
+        dual_active = (inputs.advantages < 0) & (loss > bound)
         loss = torch.where(dual_active, bound, loss)
-    return loss, ratio_metrics(log_ratio, clipped > unclipped, dual_active)
+        metrics["actor/pg_clipfrac_lower"] = dual_active
+    return loss, metrics
+
+
+def _clip_form(inputs: LossInputs, config: ActorConfig, ratio: Tensor, log_ratio: Tensor) -> tuple[Tensor, LossMetrics]:
+    unclipped = -inputs.advantages * ratio
+    clipped = -inputs.advantages * ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high)
+    return torch.maximum(unclipped, clipped), ratio_metrics(log_ratio, clipped > unclipped)
 
 
 @policy_losses.register("cispo", is_proportional=True)
@@ -252,12 +257,6 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     return values.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _clip_form(inputs: LossInputs, config: ActorConfig, ratio: Tensor, log_ratio: Tensor) -> tuple[Tensor, LossMetrics]:
-    unclipped = -inputs.advantages * ratio
-    clipped = -inputs.advantages * ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high)
-    return torch.maximum(unclipped, clipped), ratio_metrics(log_ratio, clipped > unclipped)
-
-
 @policy_losses.register("gspo", is_proportional=True, aggregation=SEQUENCE_MEAN)
 def gspo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     """One ratio per sequence, which is clipped as a whole."""
@@ -305,17 +304,19 @@ def dpo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     )
     log_ratio = (inputs.logprobs - inputs.ref_logprobs).sum(-1)  # [B]
     margin = log_ratio[0::2] - log_ratio[1::2]  # [B / 2]
-    loss = _per_token(-functional.logsigmoid(config.dpo_beta * margin), inputs.mask)
-
-    def pair_mean(value: Tensor) -> MetricSum:
-        return MetricSum((inputs.token_weights * _per_token(value.detach(), inputs.mask)).sum(), None)
-
-    return loss, {"actor/dpo_accuracy": pair_mean((margin > 0).to(margin.dtype)), "actor/dpo_margin": pair_mean(margin)}
+    return _per_token(-functional.logsigmoid(config.dpo_beta * margin), inputs.mask), {
+        "actor/dpo_accuracy": _pair_mean(inputs, (margin > 0).to(margin.dtype)),
+        "actor/dpo_margin": _pair_mean(inputs, margin),
+    }
 
 
 def _per_token(pair_values: Tensor, mask: Tensor) -> Tensor:
     """Each pair's value at every token of both its rows: [B / 2] -> [B, R]."""
     return pair_values.repeat_interleave(2)[:, None].expand_as(mask)
+
+
+def _pair_mean(inputs: LossInputs, pair_values: Tensor) -> MetricSum:
+    return MetricSum((inputs.token_weights * _per_token(pair_values.detach(), inputs.mask)).sum(), None)
 
 
 # -- Losses of a scalar head -------------------------------------------------------------------------------------------
@@ -346,15 +347,10 @@ def bradley_terry(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, Loss
     is_pair = (labels[0::2] == -labels[1::2]) & (labels[0::2] >= 1)
     assert bool((is_pair | ~inputs.mask.any(-1)[0::2]).all()), "rows are not chosen (1 or more) and rejected in turn"
     difference, margin = scores[0::2] - scores[1::2], labels[0::2] - 1.0  # [B / 2]
-    per_pair = functional.softplus(margin - difference)
-
-    def pair_mean(value: Tensor) -> MetricSum:
-        return MetricSum((inputs.token_weights * _at_both(value.detach(), inputs.mask)).sum(), None)
-
     correct = (difference > 0).to(difference.dtype) + 0.5 * (difference == 0).to(difference.dtype)
-    return _at_both(per_pair, inputs.mask), {
-        "actor/pair_accuracy": pair_mean(correct),
-        "actor/score_margin": pair_mean(difference),
+    return _per_token(functional.softplus(margin - difference), inputs.mask), {
+        "actor/pair_accuracy": _pair_mean(inputs, correct),
+        "actor/score_margin": _pair_mean(inputs, difference),
     }
 
 
@@ -372,11 +368,6 @@ def step_labels(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMe
     return functional.softplus(-signed), {"actor/step_accuracy": correct, "actor/step_right": inputs.advantages > 0}
 
 
-def _at_both(pair_values: Tensor, mask: Tensor) -> Tensor:
-    """Each pair's value at the scored token of both its rows: [B / 2] -> [B, R]."""
-    return torch.where(mask, pair_values.repeat_interleave(2)[:, None], 0.0)
-
-
 # -- The loss of the critic --------------------------------------------------------------------------------------------
 # The critic's loss: squared error with a bounded move per step, as in PPO's reference implementation and verl.
 #
@@ -385,25 +376,18 @@ def _at_both(pair_values: Tensor, mask: Tensor) -> Tensor:
 #
 # v_old are the values before the step's first update, R their targets (`returns.py`), c is `critic.cliprange_value`. The maximum
 # takes the gradient from a value that has moved more than c and is still nearer to R than v'. Without c it is the squared
-# error. The total is a plain sum over tokens of weight x loss (`token_weights.py`), like the policy's.
+# error. The total is a plain sum over tokens of weight x loss, like the policy's.
 
 
 @dataclass(frozen=True)
-class ValueInputs:
-    """One micro-batch of B whole responses, all `[B, R]`. The constructor replaces masked entries by 0, as `LossInputs`."""
+class ValueInputs(_MaskedInputs):
+    """The inputs of the value loss: one micro-batch of B whole responses, all `[B, R]`."""
 
     values: Tensor  # of the current critic; carries the gradient
     old_values: Tensor
     returns: Tensor
     mask: Tensor  # bool, the loss mask
     token_weights: Tensor
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            assert value.shape == self.mask.shape, f"{field.name} is {value.shape}, mask is {self.mask.shape}"
-            if field.name != "mask":
-                object.__setattr__(self, field.name, value.masked_fill(~self.mask, 0.0))
 
 
 def value_loss(inputs: ValueInputs, cliprange: float | None) -> tuple[Tensor, dict[str, MetricSum]]:
@@ -425,3 +409,78 @@ def value_loss(inputs: ValueInputs, cliprange: float | None) -> tuple[Tensor, di
         "critic/vf_clipfrac": MetricSum(is_clipped, count),
         "critic/vpred_mean": MetricSum(values.detach().sum(), count),
     }
+
+
+# -- What a method needs computed: properties of the config that the trainer and the checks must agree on --------------
+
+
+def loss_facts(actor: ActorConfig) -> LossFacts:
+    """The facts of `actor.loss_mode`. Raises ValueError on an unknown name."""
+    return policy_losses.facts(actor.loss_mode)
+
+
+def is_corrected(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
+    """Whether a rollout correction applies: to samples of the policy, under a loss with a ratio."""
+    correction = algorithm.rollout_correction
+    configured = correction.rollout_is is not None or correction.rollout_rs is not None
+    return configured and algorithm.source == "policy" and not loss_facts(actor).is_likelihood
+
+
+def needs_old_logprobs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
+    """Whether the loss or the reward reads the policy's log-probabilities from before the update. Likelihood losses do not."""
+    return not loss_facts(actor).is_likelihood or has_kl_in_reward(algorithm)
+
+
+def reasons_for_old_pass(algorithm: AlgorithmConfig, actor: ActorConfig, train_batch_size: int) -> list[str]:
+    """Why old log-probabilities need a forward pass before the update. Empty: they have none (`folds_old_logprobs`)."""
+    if not needs_old_logprobs(algorithm, actor):
+        return []
+    reasons = []
+    num_updates = actor.num_updates(1, train_batch_size)
+    if num_updates > 1:
+        reasons.append(f"{num_updates} optimizer steps per rollout read the first one's")
+    if has_kl_in_reward(algorithm):
+        reasons.append("the KL in the reward changes the advantages")
+    rejection = algorithm.rollout_correction.rollout_rs
+    if rejection is not None and is_corrected(algorithm, actor):
+        reasons.append(f"rollout_rs={rejection} changes the token counts of the loss")
+    return reasons
+
+
+def folds_old_logprobs(algorithm: AlgorithmConfig, actor: ActorConfig, train_batch_size: int) -> bool:
+    """Whether the old log-probabilities are those of the update's own forward pass.
+
+    One optimizer step per rollout is made at the weights that they are defined by, so the pass before it is left out.
+    """
+    is_read = needs_old_logprobs(algorithm, actor)
+    return is_read and not reasons_for_old_pass(algorithm, actor, train_batch_size)
+
+
+def forward_only_at_zero_advantage(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
+    """Whether a row whose advantage is 0 has no gradient, and the advantages of the plan are final.
+
+    The loss is then weight x policy loss alone, and the policy loss is a multiple of the advantage.
+    """
+    is_proportional = loss_facts(actor).is_proportional
+    is_final = not has_kl_in_reward(algorithm) and not advantage_estimators.facts(algorithm.adv_estimator).needs_values
+    return is_proportional and is_final and not has_kl_loss(actor) and actor.entropy_coeff == 0.0
+
+
+def has_kl_loss(actor: ActorConfig) -> bool:
+    """Whether the loss has a KL to the reference. With a coefficient of 0 it is not computed either."""
+    return actor.use_kl_loss and actor.kl_loss_coef != 0.0
+
+
+def has_kl_in_reward(algorithm: AlgorithmConfig) -> bool:
+    """Whether a KL is subtracted from the rewards. A coefficient of 0 stays 0, also if it is adaptive."""
+    return algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef != 0.0
+
+
+def reads_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
+    """Whether a loss or a reward reads the reference's log-probabilities."""
+    return has_kl_loss(actor) or loss_facts(actor).needs_reference or has_kl_in_reward(algorithm)
+
+
+def needs_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
+    """Whether a reference is built: its log-probabilities are read, or responses are drawn from it."""
+    return reads_reference(algorithm, actor) or algorithm.source == "initial"

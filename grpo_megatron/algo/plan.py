@@ -7,41 +7,308 @@ Every rank computes the same plan from the same table: integers, float64, no com
    cut-off responses if `mask_truncated_samples`, rows with None from the estimator. They stay in the group's statistics.
 3. Mini-batches (one optimizer step each) of `ppo_mini_batch_size` prompts in prompt order; a group is never split. A
    mini-batch without a row is dropped: a step on a zero gradient would still move weights by momentum and decay.
-4. Rows (for DPO: pairs) to data-parallel ranks, longest first to the lightest rank (packing.py). Lengths are prompt +
-   response tokens, in the loss or not. The heaviest rank exceeds the lightest by at most one sequence.
-5. Each rank's rows into micro-batches, longest first into the first that has room. A sequence longer than the cap gets
-   a micro-batch of its own. Ranks with fewer micro-batches get empty ones: pipeline and gradient collectives need equal
-   counts. The largest micro-batch comes first, so that a lack of memory shows at once.
+4. Rows (for DPO: pairs) to data-parallel ranks, highest cost first to the lightest rank (Graham's LPT rule). The heaviest
+   rank exceeds the lightest by at most one of them.
+5. Each rank's rows into micro-batches, longest first into the first that has room (first-fit decreasing). A sequence longer
+   than the cap gets a micro-batch of its own. Ranks with fewer micro-batches get empty ones: pipeline and gradient
+   collectives need equal counts. The largest micro-batch comes first, so that a lack of memory shows at once.
 6. Token weights per mini-batch, from that mini-batch's global counts of rows and loss tokens. Because of them, 4 and 5
    cannot change the gradient.
 
-DUPO (WebSailor, arXiv 2507.02592): groups whose rewards are equal are removed, and copies of the other groups take their
-places. A copy is an integer weight, which counts in the denominators as well.
+The chapter has these parts from the last to the first: token weights; changes of the table before the advantages; ranks and
+micro-batches; the plan. The critic's plan has mini-batches of its own on the same rows.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
-from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards
-from grpo_megatron.algo.needs import forward_only_at_zero_advantage, loss_facts
-from grpo_megatron.algo.packing import (
-    Assignment,
-    SequenceCost,
-    Unit,
-    add_mini_batch,
-    add_packed,
-    assign,
-    imbalance,
-    merge_prompts,
-    shared_tokens,
-)
-from grpo_megatron.algo.token_weights import dupo_copies, token_weights
-from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
+from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, informative_groups
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig, OverlongBuffer
+from grpo_megatron.registry import Registry
 from grpo_megatron.types import GroupTable, MiniBatches, Plan, rows_of_mini_batch
+
+# -- Token weights -----------------------------------------------------------------------------------------------------
+# Aggregation as one weight per token, fixed before batching: loss = sum over tokens of weight * token loss.
+#
+#     mode                      weight of each token of response i
+#     token-mean                1 / N_tok                DAPO, arXiv 2503.14476
+#     seq-mean-token-mean       1 / (N_seq * n_i)        DeepSeekMath, arXiv 2402.03300: 1/G sum 1/|o_i|
+#     seq-mean-token-sum        1 / N_seq
+#     seq-mean-token-sum-norm   1 / (N_seq * L)          Dr.GRPO, arXiv 2503.20783; L is constant through the run
+#     token-sum                 1
+#
+# n_i is the number of loss tokens of response i, N_tok = sum n_i and N_seq = #{n_i > 0}. Both are over **one optimizer
+# step**: every micro-batch, every data-parallel rank. A response that is left out, or has no loss token, counts in
+# neither. The weights are known before anything is packed, so micro-batches, padding and parallel layouts cannot change
+# the gradient. Averaging the means of micro-batches, as several codebases do, makes the gradient depend on all three.
+
+# (n_i of the responses that count: all > 0, at least one; L) -> one weight per response
+TokenWeighting = Callable[[list[int], float], list[float]]
+
+token_weightings: Registry[TokenWeighting] = Registry("loss aggregation mode")
+
+_WEIGHTINGS: dict[str, TokenWeighting] = {
+    "token-mean": lambda lengths, norm_length: [1.0 / sum(lengths)] * len(lengths),
+    "seq-mean-token-mean": lambda lengths, norm_length: [1.0 / (len(lengths) * length) for length in lengths],
+    "seq-mean-token-sum": lambda lengths, norm_length: [1.0 / len(lengths)] * len(lengths),
+    "seq-mean-token-sum-norm": lambda lengths, norm_length: [1.0 / (len(lengths) * norm_length)] * len(lengths),
+    "token-sum": lambda lengths, norm_length: [1.0] * len(lengths),
+}
+for _mode, _weighting in _WEIGHTINGS.items():
+    token_weightings.register(_mode)(_weighting)
+
+
+def token_weights(mode: str, num_loss_tokens: list[int], norm_length: float) -> list[float]:
+    """The weight of each response's loss tokens in the loss of ONE optimizer step.
+
+    `num_loss_tokens[i]` is n_i of every response of the whole optimizer step, not of one rank's share; 0 leaves a response
+    out. `norm_length` is L in tokens. Raises ValueError on an unknown mode.
+    """
+    weighting = token_weightings.get(mode)
+    counts = [count for count in num_loss_tokens if count]
+    weights = iter(weighting(counts, norm_length) if counts else [])
+    return [next(weights) if count else 0.0 for count in num_loss_tokens]
+
+
+# -- Changes of the table, after the reward function and before the advantages -----------------------------------------
+#
+#     soft overlong penalty   0 below L - c, -(n - (L - c)) / c up to L, -1 beyond       DAPO, arXiv 2503.14476
+#     copies                  groups with different rewards take the places of the rest   DUPO, arXiv 2507.02592
+#
+# n response tokens (in the loss or not), L the longest response allowed, c the buffer. A copy is an integer weight, which
+# counts in the denominators as well.
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
+    """The (negative) reward of a response of `length` tokens: 0 to -1."""
+    return max(-1.0, min(0.0, (max_length - buffer - length) / buffer))
+
+
+def with_overlong_penalty(table: GroupTable, config: OverlongBuffer, max_length: int) -> GroupTable:
+    """The table with the penalty in `reward`; `raw_reward` keeps the rewards before it. Unchanged if there is no buffer."""
+    if config.len is None:
+        return table
+    penalties = [config.penalty_factor * overlong_penalty(n, max_length, config.len) for n in table.response_length]
+    rewards = [reward + penalty for reward, penalty in zip(table.reward, penalties, strict=True)]
+    return replace(table, reward=rewards, raw_reward=table.raw_reward or table.reward)
+
+
+def dupo_copies(table: GroupTable) -> list[int]:
+    """Counts how often each row is trained on: 0 in groups whose rewards are equal, 1 or more in the others.
+
+    The places are given to the other groups in turn, in prompt order: the copies of two groups differ by at most one. All
+    counts are 0 when every group's rewards are equal. The advantages stay those of the original group: copies are not
+    part of its statistics.
+    """
+    copies = [0] * len(table)
+    informative = {table.prompt_index[rows[0]] for rows in informative_groups(table)}
+    groups = table.groups()
+    kept = [rows for rows in groups if table.prompt_index[rows[0]] in informative]
+    for place in range(len(groups) if kept else 0):
+        for row in kept[place % len(kept)]:
+            copies[row] += 1
+    return copies
+
+
+def _copies(table: GroupTable, algorithm: AlgorithmConfig) -> list[int]:
+    return dupo_copies(table) if algorithm.dupo else [1] * len(table)
+
+
+# -- Ranks and micro-batches -------------------------------------------------------------------------------------------
+# The cost of a sequence of s tokens, r of them in the response, is its multiply-adds in a forward pass (models/flops.py
+# derives them; the output head reads response tokens only):
+#
+#     P s + V h r + d H L s^2
+#
+# It is used where the last term, attention, is at least a tenth of the mini-batch's cost. Elsewhere the cost is s: balanced
+# tokens are balanced memory too. Packing is by tokens in either case, since they are what fills a device.
+#
+# Where `actor.share_prompts` is set, a unit may also be several rows of one prompt, which share a copy of it
+# (models/forward.py). Its later rows have no prompt tokens then, and cost the less. The plan takes such units if the
+# heaviest rank gets lighter by them: they are larger, so ranks may be less even.
+#
+# A row without a gradient (`forward_only_at_zero_advantage`) needs no backward pass, which costs twice the forward pass. Such
+# rows get micro-batches of their own, the last ones of a mini-batch, if that is cheaper. A micro-batch counts 3 with a
+# backward pass and 1 without. A full one is assumed: a step of one micro-batch stays as it is.
+
+Unit = list[int]  # rows that must stay in one micro-batch, in this order: one, a pair, or those that share their prompt
+
+LEAST_ATTENTION = 10  # attention counts where it is at least one part in so many
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """The factors of the formula: P, V h and d H L."""
+
+    per_token: int
+    per_response_token: int
+    per_square: int
+
+    def of(
+        self, lengths: Sequence[int], response_lengths: Sequence[int], shared: Sequence[int] | None = None
+    ) -> list[int]:
+        """The cost of each sequence, from its tokens and its response tokens; the tokens where attention is cheap.
+
+        `shared`: how many of its first tokens another sequence computes.
+        """
+        shared = shared or [0] * len(lengths)
+        head = self.per_response_token * sum(response_lengths)
+        attention = self.per_square * sum(s * s for s in lengths)
+        if (LEAST_ATTENTION - 1) * attention < self.per_token * sum(lengths) + head:
+            return [s - p for s, p in zip(lengths, shared, strict=True)]
+        return [
+            self.per_token * (s - p) + self.per_response_token * r + self.per_square * (s * s - p * p)
+            for s, r, p in zip(lengths, response_lengths, shared, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Ranks and micro-batches of a step: what `types.Plan` has, and the tokens and costs of each row that it is made from."""
+
+    mini_batches: list[MiniBatches]
+    num_forward_only: list[int]
+    lengths: list[int]
+    costs: list[int]
+    shares_prompts: bool = False
+
+    def heaviest(self) -> int:
+        """The cost of the heaviest rank, summed over the mini-batches."""
+        return sum(max(of_rank) for of_rank in _costs_of_ranks(self.mini_batches, self.costs))
+
+
+def assign(
+    units_of_mini_batches: list[list[Unit]],
+    dp: int,
+    lengths: list[int],
+    costs: list[int],
+    actor: ActorConfig,
+    forward_only: Collection[int] = (),
+) -> Assignment:
+    """One mini-batch for each list of units, none for an empty one. `forward_only`: the rows without a gradient."""
+    mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
+    counts, without = [], frozenset(forward_only)
+    for units in filter(None, units_of_mini_batches):
+        packed, count = pack_units(balance(units, costs, dp), lengths, actor), 0
+        kinds: tuple[list[Unit], list[Unit]] = ([], [])  # with a gradient, without
+        for unit in units:
+            kinds[without.issuperset(unit)].append(unit)
+        if kinds[True]:
+            with_gradient, silent = (pack_units(balance(kind, costs, dp), lengths, actor) for kind in kinds)
+            if 3 * len(with_gradient[0]) + len(silent[0]) < 3 * len(packed[0]):
+                packed, count = [a + b for a, b in zip(with_gradient, silent, strict=True)], len(silent[0])
+        for of_rank, micro_batches in zip(mini_batches, packed, strict=True):
+            of_rank.append(micro_batches)
+        counts.append(count)
+    return Assignment(mini_batches, counts, lengths, costs)
+
+
+def _lighter(
+    minis: list[list[Unit]],
+    table: GroupTable,
+    actor: ActorConfig,
+    dp: int,
+    cost: SequenceCost,
+    silent: set[int],
+) -> Assignment:
+    """The lighter of two assignments: with whole rows, and with rows that share their prompt if the config allows it."""
+    lengths = table.sequence_lengths()
+    whole = assign(minis, dp, lengths, cost.of(lengths, table.response_length), actor, silent)
+    if not actor.share_prompts:
+        return whole
+    merged, shared = [merge_prompts(units, table, actor, silent) for units in minis], [0] * len(table)
+    for unit in itertools.chain.from_iterable(merged):
+        for row in unit[1:]:  # the first row of the unit computes the prompt
+            shared[row] = table.prompt_length[row]
+    own = [s - p for s, p in zip(lengths, shared, strict=True)]
+    sharing = assign(merged, dp, own, cost.of(lengths, table.response_length, shared), actor, silent)
+    return replace(sharing, shares_prompts=True) if sharing.heaviest() < whole.heaviest() else whole
+
+
+def merge_prompts(
+    units: list[Unit], table: GroupTable, actor: ActorConfig, forward_only: Collection[int] = ()
+) -> list[Unit]:
+    """Units of one row each -> units of rows that share one copy of their prompt, as many as a micro-batch has room for."""
+    most = actor.ppo_micro_batch_size_per_gpu or len(units)
+    merged: list[Unit] = []
+    kind, room = None, 0
+    for [row] in sorted(units, key=lambda unit: (unit[0] in forward_only, unit)):
+        response = table.response_length[row]
+        if kind == (table.prompt_index[row], row in forward_only) and response <= room and len(merged[-1]) < most:
+            merged[-1].append(row)
+        else:
+            merged.append([row])
+            kind = table.prompt_index[row], row in forward_only
+            room = actor.ppo_max_token_len_per_gpu - table.prompt_length[row]
+        room -= response
+    return merged
+
+
+def balance(units: list[Unit], costs: list[int], dp: int) -> list[list[Unit]]:
+    """The units of each rank. Ties go to the lower row and the lower rank."""
+    units_of_rank: list[list[Unit]] = [[] for _ in range(dp)]
+    loads = [(0, rank) for rank in range(dp)]  # sorted, hence a heap
+    for cost, unit in _highest_first(units, costs):
+        load, rank = loads[0]
+        units_of_rank[rank].append(unit)
+        heapq.heapreplace(loads, (load + cost, rank))
+    return units_of_rank
+
+
+def pack_units(units_of_rank: list[list[Unit]], lengths: list[int], actor: ActorConfig) -> MiniBatches:
+    """The micro-batches of each rank, as many on each: at least one, and empty ones at the end."""
+    packed = [_pack(units, lengths, actor) for units in units_of_rank]
+    count = max(1, *map(len, packed))
+    return [micro_batches + [[] for _ in range(count - len(micro_batches))] for micro_batches in packed]
+
+
+def _highest_first(units: list[Unit], values: list[int]) -> list[tuple[int, Unit]]:
+    """(sum of its rows' values, unit), highest first."""
+    return sorted(((sum(values[row] for row in unit), unit) for unit in units), key=lambda pair: (-pair[0], pair[1]))
+
+
+def _pack(units: list[Unit], lengths: list[int], actor: ActorConfig) -> list[list[int]]:
+    """First-fit decreasing into micro-batches under both caps, with the padding of context parallelism."""
+    cp = actor.megatron.context_parallel_size
+    if cp > 1:
+        lengths = [n + (-n % (2 * cp)) for n in lengths]
+    max_sequences = actor.ppo_micro_batch_size_per_gpu or sum(map(len, units))
+    packed: list[list[int]] = []
+    room: list[int] = []  # tokens left in each; may be negative for a unit above the cap
+    for size, unit in _highest_first(units, lengths):
+        for i, micro in enumerate(packed):
+            if size <= room[i] and len(micro) + len(unit) <= max_sequences:
+                break
+        else:
+            i = len(packed)
+            packed.append([])
+            room.append(actor.ppo_max_token_len_per_gpu)
+        packed[i].extend(unit)
+        room[i] -= size
+    return packed
+
+
+def imbalance(mini_batches: list[MiniBatches], costs: list[int]) -> float:
+    """The heaviest rank's cost, as a fraction above the mean rank's. Ranks wait for each other at every mini-batch."""
+    of_ranks = _costs_of_ranks(mini_batches, costs)
+    heaviest, total = sum(map(max, of_ranks)), sum(map(sum, of_ranks))
+    return heaviest * len(mini_batches) / total - 1.0 if total else 0.0
+
+
+def _costs_of_ranks(mini_batches: list[MiniBatches], costs: list[int]) -> list[list[int]]:
+    """[mini-batch][rank]"""
+    return [
+        [sum(costs[row] for row in rows_of_mini_batch(per_rank[mini])) for per_rank in mini_batches]
+        for mini in range(len(mini_batches[0]))
+    ]
+
+
+# -- The plan ----------------------------------------------------------------------------------------------------------
 
 
 def make_plan(
@@ -61,58 +328,35 @@ def make_plan(
     then has its own, smaller counts. There may be no mini-batch at all. Raises ValueError on unknown names and on an
     estimator that returns the wrong number of advantages or one that is not finite.
     """
-    lengths = table.sequence_lengths()
+    from grpo_megatron.algo.losses import forward_only_at_zero_advantage, loss_facts  # they import torch
+
     trainable = _trainable(table, algorithm)
     advantages = _advantages(table, algorithm, trainable)
-    copies = dupo_copies(table) if algorithm.dupo else [1] * len(table)
+    copies = _copies(table, algorithm)
     in_loss = [
         can_train and advantage is not None and count > 0
         for can_train, advantage, count in zip(trainable, advantages, copies, strict=True)
     ]
-
     paired = loss_facts(actor).paired
     minis: list[list[Unit]] = []
     for groups in groups_of_mini_batches(table, copies, actor.mini_batch_size(train_batch_size)):
-        rows_of_groups = [[row for row in group if in_loss[row]] for group in groups]
-        minis.append(
-            [unit for rows in rows_of_groups for unit in (_pairs(rows, advantages) if paired else _single(rows))]
-        )
+        minis.append([])
+        for group in groups:
+            rows = [row for row in group if in_loss[row]]
+            minis[-1] += _pairs(rows, advantages) if paired else [[row] for row in rows]
     silent = _rows_of_zero_advantage(advantages) if forward_only_at_zero_advantage(algorithm, actor) else set()
-    chosen, shares_prompts = _assign(minis, table, actor, dp, cost, silent)
+    chosen = _lighter(minis, table, actor, dp, cost or SequenceCost(1, 0, 0), silent)
 
     weights = row_weights(chosen.mini_batches, table, copies, actor, max_response_length)
-    metrics = _group_metrics(table) | _balance_metrics(chosen.mini_batches, chosen.lengths)
-    metrics["perf/dp_imbalance_flops"] = imbalance(chosen.mini_batches, chosen.costs)
-    plan = Plan(advantages, weights, chosen.mini_batches, metrics, chosen.num_forward_only, shares_prompts)
-    metrics["perf/forward_only_ratio"] = _share(plan.rows_without_backward(), chosen.lengths, plan.owner())
+    metrics = _group_metrics(table)
+    plan = Plan(advantages, weights, chosen.mini_batches, metrics, chosen.num_forward_only, chosen.shares_prompts)
+    metrics |= _balance_metrics(plan, chosen)
     if actor.share_prompts:
-        own, whole = (sum(of_rows[row] for row in plan.owner()) for of_rows in (chosen.lengths, lengths))
+        own, whole = (
+            sum(of_rows[row] for row in plan.owner()) for of_rows in (chosen.lengths, table.sequence_lengths())
+        )
         metrics["perf/shared_prompt_ratio"] = 1.0 - own / max(1, whole)
     return plan
-
-
-def _single(rows: list[int]) -> list[Unit]:
-    return [[row] for row in rows]
-
-
-def _assign(
-    minis: list[list[Unit]],
-    table: GroupTable,
-    actor: ActorConfig,
-    dp: int,
-    cost: SequenceCost | None,
-    silent: set[int],
-) -> tuple[Assignment, bool]:
-    """The lighter of two assignments: with whole rows, and with rows that share their prompt. And whether they do."""
-    lengths, cost = table.sequence_lengths(), cost or SequenceCost(1, 0, 0)
-    whole = assign(minis, dp, lengths, cost.of(lengths, table.response_length), actor, silent)
-    if not actor.share_prompts:
-        return whole, False
-    merged = [merge_prompts(units, table, actor, silent) for units in minis]
-    shared = shared_tokens(merged, table)
-    own = [s - p for s, p in zip(lengths, shared, strict=True)]
-    sharing = assign(merged, dp, own, cost.of(lengths, table.response_length, shared), actor, silent)
-    return (sharing, True) if sharing.heaviest() < whole.heaviest() else (whole, False)
 
 
 def revise_plan(
@@ -124,36 +368,51 @@ def revise_plan(
     has rejected). Advantages and weights are computed anew. A mini-batch without a kept token is dropped.
     """
     advantages = _advantages(table, algorithm, _trainable(table, algorithm))
-    copies = dupo_copies(table) if algorithm.dupo else [1] * len(table)
-    weights = row_weights(plan.mini_batches, table, copies, actor, max_response_length)
+    weights = row_weights(plan.mini_batches, table, _copies(table, algorithm), actor, max_response_length)
     num_mini_batches = len(plan.mini_batches[0])
     kept = [i for i in range(num_mini_batches) if any(weights[row] for row in _rows_on_all_ranks(plan.mini_batches, i))]
-    mini_batches = [[rank_mini_batches[i] for i in kept] for rank_mini_batches in plan.mini_batches]
-    num_forward_only = [plan.num_forward_only[i] for i in kept] if plan.num_forward_only else []
-    revised = Plan(advantages, weights, mini_batches, plan.metrics, num_forward_only, plan.shares_prompts)
+    revised = replace(
+        plan,
+        advantages=advantages,
+        token_weights=weights,
+        mini_batches=[[of_rank[i] for i in kept] for of_rank in plan.mini_batches],
+        num_forward_only=[plan.num_forward_only[i] for i in kept] if plan.num_forward_only else [],
+    )
     wrong = set(revised.rows_without_backward()) - _rows_of_zero_advantage(advantages)
     assert not wrong, f"rows {sorted(wrong)[:10]} got an advantage, and the plan gives them no backward pass"
     return revised
 
 
-def supervised_plan(
-    lengths: list[tuple[int, int]], actor: ActorConfig, dp: int, num_loss_tokens: list[int] | None = None
+def critic_plan(
+    plan: Plan,
+    table: GroupTable,
+    algorithm: AlgorithmConfig,
+    actor: ActorConfig,
+    critic: CriticConfig,
+    *,
+    train_batch_size: int,
+    max_response_length: int,
 ) -> Plan:
-    """The plan for one step of supervised training: one mini-batch, token-mean, every advantage 1.
+    """`plan` with the critic's own mini-batches and token weights. Every row stays on its rank."""
+    copies, mini_batches = _copies(table, algorithm), plan.mini_batches
+    if critic.ppo_mini_batch_size is not None:
+        owner, lengths = plan.owner(), table.sequence_lengths()
+        counts = table.num_kept_tokens or table.num_loss_tokens()
+        mini_batches = [[] for _ in plan.mini_batches]
+        for groups in groups_of_mini_batches(table, copies, critic.mini_batch_size(actor, train_batch_size)):
+            rows = [row for group in groups for row in group if row in owner and counts[row]]
+            units = [[[row] for row in rows if owner[row] == rank] for rank in range(len(mini_batches))]
+            for of_rank, micro_batches in zip(mini_batches, pack_units(units, lengths, actor), strict=True):
+                of_rank += [micro_batches] if rows else []
+    weighting = actor.model_copy(update={"loss_agg_mode": critic.loss_agg_mode})
+    weights = row_weights(mini_batches, table, copies, weighting, max_response_length)
+    return replace(plan, token_weights=weights, mini_batches=mini_batches, num_forward_only=[])
 
-    `lengths[row]` is (prompt tokens, response tokens), `num_loss_tokens[row]` how many of the response are in the loss;
-    None: all. Rows with an empty response are left out.
-    """
-    totals = [prompt + response for prompt, response in lengths]
-    counts = [response for _, response in lengths] if num_loss_tokens is None else num_loss_tokens
-    mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
-    add_mini_batch(mini_batches, [[row] for row, (_, response) in enumerate(lengths) if response], totals, actor)
-    return Plan(
-        advantages=[1.0] * len(lengths),
-        token_weights=token_weights("token-mean", counts, [True] * len(lengths), 1.0),
-        mini_batches=mini_batches,
-        metrics=_balance_metrics(mini_batches, totals),
-    )
+
+def scoring_plan(lengths: list[int], actor: ActorConfig, dp: int) -> Plan:
+    """The plan to pass rows of these lengths (tokens) through a model once: one mini-batch, no advantages, no weights."""
+    assigned = assign([[[row] for row, length in enumerate(lengths) if length]], dp, lengths, lengths, actor)
+    return Plan([0.0] * len(lengths), [0.0] * len(lengths), assigned.mini_batches)
 
 
 def _trainable(table: GroupTable, algorithm: AlgorithmConfig) -> list[bool]:
@@ -178,28 +437,16 @@ def groups_of_mini_batches(table: GroupTable, copies: list[int], size: int) -> l
 
 def _pairs(rows: list[int], advantages: Advantages) -> list[Unit]:
     """[[chosen, rejected]] of one group, or [] unless it has both."""
-    chosen, rejected = [], []
-    for row in rows:
-        advantage = advantages[row]
-        if isinstance(advantage, float) and advantage > 0:
-            chosen.append(row)
-        if isinstance(advantage, float) and advantage < 0:
-            rejected.append(row)
+    numbers = {row: value for row in rows if isinstance(value := advantages[row], float)}
+    chosen = [row for row, value in numbers.items() if value > 0]
+    rejected = [row for row, value in numbers.items() if value < 0]
     return [[chosen[0], rejected[0]]] if chosen and rejected else []
 
 
 def _rows_of_zero_advantage(advantages: Advantages) -> set[int]:
     """The rows that have an advantage, and it is 0 at every token."""
-    return {row for row, value in enumerate(advantages) if value is not None and not _any_nonzero(value)}
-
-
-def _any_nonzero(value: float | list[float]) -> bool:
-    return any(value) if isinstance(value, list) else value != 0.0
-
-
-def _share(rows: Iterable[int], lengths: list[int], of_rows: Iterable[int]) -> float:
-    """The tokens of `rows` in those of `of_rows`."""
-    return sum(lengths[row] for row in rows) / max(1, sum(lengths[row] for row in of_rows))
+    known = ((row, value) for row, value in enumerate(advantages) if value is not None)
+    return {row for row, value in known if not any(value if isinstance(value, list) else [value])}
 
 
 def _rows_on_all_ranks(mini_batches: list[MiniBatches], mini: int) -> list[int]:
@@ -216,8 +463,7 @@ def row_weights(
     weights = [0.0] * len(table)
     for mini in range(len(mini_batches[0])):
         rows = [row for row in _rows_on_all_ranks(mini_batches, mini) for _ in range(copies[row])]
-        counts = [num_tokens[row] for row in rows]
-        mini_weights = token_weights(actor.loss_agg_mode, counts, [True] * len(rows), norm_length)
+        mini_weights = token_weights(actor.loss_agg_mode, [num_tokens[row] for row in rows], norm_length)
         for row, weight in zip(rows, mini_weights, strict=True):
             weights[row] += weight
     return weights
@@ -271,14 +517,17 @@ def _group_metrics(table: GroupTable) -> dict[str, float]:
     }
 
 
-def _balance_metrics(mini_batches: list[MiniBatches], lengths: list[int]) -> dict[str, float]:
+def _balance_metrics(plan: Plan, assigned: Assignment) -> dict[str, float]:
     """Prompt + response tokens per data-parallel rank over the step: with rows in table order, and as balanced."""
-    rows_of_rank = [[row for mini in per_rank for row in rows_of_mini_batch(mini)] for per_rank in mini_batches]
-    balanced = [sum(lengths[row] for row in rows) for rows in rows_of_rank]
-    all_rows = sorted(itertools.chain.from_iterable(rows_of_rank))
-    dp = len(mini_batches)
+    lengths, dp = assigned.lengths, len(plan.mini_batches)
+
+    def tokens(rows: list[int]) -> int:
+        return sum(lengths[row] for row in rows)
+
+    rows_of_rank = [plan.rows(rank) for rank in range(dp)]
+    balanced, all_rows = [tokens(rows) for rows in rows_of_rank], sorted(itertools.chain.from_iterable(rows_of_rank))
     cuts = [rank * len(all_rows) // dp for rank in range(dp + 1)]
-    unbalanced = [sum(lengths[row] for row in all_rows[start:end]) for start, end in itertools.pairwise(cuts)]
+    unbalanced = [tokens(all_rows[start:end]) for start, end in itertools.pairwise(cuts)]
     return {
         "global_seqlen/min": float(min(unbalanced)),
         "global_seqlen/max": float(max(unbalanced)),
@@ -286,38 +535,7 @@ def _balance_metrics(mini_batches: list[MiniBatches], lengths: list[int]) -> dic
         "global_seqlen/balanced_min": float(min(balanced)),
         "global_seqlen/balanced_max": float(max(balanced)),
         "global_seqlen/mean": sum(balanced) / dp,
-        "perf/dp_imbalance_tokens": imbalance(mini_batches, lengths),
+        "perf/dp_imbalance_tokens": imbalance(plan.mini_batches, lengths),
+        "perf/dp_imbalance_flops": imbalance(plan.mini_batches, assigned.costs),
+        "perf/forward_only_ratio": tokens(plan.rows_without_backward()) / max(1, sum(balanced)),
     }
-
-
-# -- The plan of the critic --------------------------------------------------------------------------------------------
-# The critic's part of a plan: mini-batches and token weights of its own, on the rows that the policy's plan gives each rank.
-
-
-def critic_plan(
-    plan: Plan,
-    table: GroupTable,
-    algorithm: AlgorithmConfig,
-    actor: ActorConfig,
-    critic: CriticConfig,
-    *,
-    train_batch_size: int,
-    max_response_length: int,
-) -> Plan:
-    """`plan` with the critic's own mini-batches and token weights. Every row stays on its rank."""
-    copies = dupo_copies(table) if algorithm.dupo else [1] * len(table)
-    mini_batches = plan.mini_batches
-    if critic.ppo_mini_batch_size is not None:
-        owner, lengths, counts = (
-            plan.owner(),
-            table.sequence_lengths(),
-            table.num_kept_tokens or table.num_loss_tokens(),
-        )
-        mini_batches = [[] for _ in plan.mini_batches]
-        for groups in groups_of_mini_batches(table, copies, critic.mini_batch_size(actor, train_batch_size)):
-            rows = [row for group in groups for row in group if row in owner and counts[row]]
-            of_ranks = [[[row] for row in rows if owner[row] == rank] for rank in range(len(mini_batches))]
-            add_packed(mini_batches, of_ranks, lengths, actor)
-    weighting = actor.model_copy(update={"loss_agg_mode": critic.loss_agg_mode})
-    weights = row_weights(mini_batches, table, copies, weighting, max_response_length)
-    return replace(plan, token_weights=weights, mini_batches=mini_batches, num_forward_only=[])

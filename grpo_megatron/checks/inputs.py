@@ -17,20 +17,23 @@ from grpo_megatron.checks.reward_call import examples_of
 from grpo_megatron.config import Config, ConfigError, SamplingConfig
 from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of
 from grpo_megatron.data.benchmarks import read_task_prompts
-from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.items import one_of_each
 from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import load_prompts, parsed_row
 from grpo_megatron.data.rows import RowSet, is_there
-from grpo_megatron.data.sampler import Mixture, SourcePrompts
-from grpo_megatron.data.scored import PAIR_ROWS, STEP_ROWS, load_pairs, load_steps, read_pairs, read_steps
-from grpo_megatron.data.tasks import get_task
-from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.data.sampler import Mixture, SourcePrompts, one_of_each
+from grpo_megatron.data.task import get_task
+from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer
 from grpo_megatron.data.written import (
+    PAIR_ROWS,
+    STEP_ROWS,
     OfflineGroup,
     SupervisedExample,
     load_offline_groups,
+    load_pairs,
+    load_steps,
     load_supervised,
+    read_pairs,
+    read_steps,
     read_written,
 )
 from grpo_megatron.models.architecture import Architecture

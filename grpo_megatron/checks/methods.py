@@ -11,14 +11,13 @@ import re
 from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.needs import needs_reference
+from grpo_megatron.algo.losses import needs_reference, policy_losses
 from grpo_megatron.checks.models import has_critic
 from grpo_megatron.checks.names import reward_name
 from grpo_megatron.config import Config, OptimConfig
 from grpo_megatron.config.problems import Problems, keys_of, marked, written
 from grpo_megatron.config.section import config_keys
-from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.task import get_task
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.registry import FactRegistry
 from grpo_megatron.rewards.reward import rewards

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.needs import reads_reference
+from grpo_megatron.algo.losses import policy_losses, reads_reference
 from grpo_megatron.checks.layout import world_problems
 from grpo_megatron.config import AlgorithmConfig, Config, ConfigError, ScoringModel
 from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of, marked
@@ -22,7 +21,7 @@ from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.heads.folder import HeadKind, RewardFolder, check_reward_weights, read_reward_folder
-from grpo_megatron.models.weights.load import check_hf
+from grpo_megatron.models.weights.folder import check_hf
 from grpo_megatron.reading import ReadError, read_json, special_file_in
 from grpo_megatron.rewards.reward import rewards
 

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.kl import kl_penalties
+from grpo_megatron.algo.divergence import kl_penalties
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.token_weights import token_weightings
+from grpo_megatron.algo.plan import token_weightings
 from grpo_megatron.checks.models import has_critic
 from grpo_megatron.config import Config, ConfigError, DataConfig, RewardComponent, RewardConfig, SamplingConfig
 from grpo_megatron.config.problems import Problem, Problems, keys_of, marked
-from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.tasks import FORMS, get_task, recognised_task
+from grpo_megatron.data.task import FORMS, get_task, recognised_task
+from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.environments.environment import ChatMessage
 from grpo_megatron.environments.pool import find_environment, first_messages, make_environment
 from grpo_megatron.registry import Registry
 from grpo_megatron.rewards import check_reward, rewards
-from grpo_megatron.rewards.composite import COMPOSITE
+from grpo_megatron.rewards.calling import COMPOSITE
 from grpo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ def reward_name(reward: RewardConfig) -> str | None:
 
 
 def resolved_components(config: Config) -> list[dict[str, Any]]:
-    """The components as `rewards/composite.py` reads them. Raises ValueError for a task that cannot be used."""
+    """The components as `rewards/calling.py` reads them. Raises ValueError for a task that cannot be used."""
     return [{**part.model_dump(), "function": _component_function(part, config)} for part in config.reward.components]
 
 

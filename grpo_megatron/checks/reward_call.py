@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from grpo_megatron.checks.names import resolved_components
 from grpo_megatron.config import Config, ConfigError, Gate
 from grpo_megatron.config.problems import Problems, marked
-from grpo_megatron.data.items import one_of_each
 from grpo_megatron.data.prompts import reward_item
-from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.sampler import one_of_each
+from grpo_megatron.data.task import get_task
 from grpo_megatron.reading import cut, shown
 from grpo_megatron.rewards import check_reward
 from grpo_megatron.rewards.answers import AnswerForm, answer_form
-from grpo_megatron.rewards.composite import COMPOSITE
+from grpo_megatron.rewards.calling import COMPOSITE
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import Kwargs, RewardResult, read_signature, rewards
 from grpo_megatron.types import BY_MODEL, Prompt

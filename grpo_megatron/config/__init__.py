@@ -118,7 +118,7 @@ class ActorConfig(Section):
     dpo_beta: float = Field(0.1, gt=0, le=1e4)  # DPO's beta: how strongly the policy is kept near the reference
     use_kl_loss: bool = True  # add kl_loss_coef * KL to the reference to the loss
     kl_loss_coef: Coefficient = 0.001  # 0: the KL is not computed, and needs no reference
-    kl_loss_type: str = "low_var_kl"  # the estimator of that KL (algo/kl.py)
+    kl_loss_type: str = "low_var_kl"  # the estimator of that KL (algo/divergence.py)
     entropy_coeff: float = Field(0.0, ge=-1e4, le=1e4)  # times the entropy (nats), which is subtracted from the loss
     logprob_chunk_size: int = Field(1024, ge=1)  # tokens whose logits are in memory at a time
     max_skipped_steps: int = Field(10, ge=0)  # consecutive optimizer steps with a non-finite gradient; one more: stop
@@ -276,7 +276,7 @@ class ReplayConfig(Section):
 
 
 class KlCtrl(Section):
-    """The coefficient of the KL penalty in the reward. adaptive: it follows target_kl (algo/kl.py)."""
+    """The coefficient of the KL penalty in the reward. adaptive: it follows target_kl (algo/divergence.py)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
     kl_coef: Coefficient = 0.001  # adaptive: its value at the start; 0: no KL, and no reference
@@ -285,7 +285,7 @@ class KlCtrl(Section):
 
 
 class RolloutCorrection(Section):
-    """Corrects for log-probabilities that differ between engine and policy (algo/correction.py).
+    """Corrects for log-probabilities that differ between engine and policy (algo/divergence.py).
 
     `rollout_is` multiplies the loss by importance weights; `rollout_rs` takes tokens or whole responses out of the loss.
     """
@@ -326,7 +326,7 @@ class AlgorithmConfig(Section):
 
 
 class OverlongBuffer(Section):
-    """DAPO's soft penalty for responses that come close to data.max_response_length (algo/token_weights.py)."""
+    """DAPO's soft penalty for responses that come close to data.max_response_length (algo/plan.py)."""
 
     len: int | None = Field(None, ge=1)  # the penalty grows from 0 to 1 over the last so many tokens; null: off
     penalty_factor: float = Field(1.0, gt=0, le=1e4)  # multiplies the penalty
@@ -354,7 +354,7 @@ class RewardConfig(Section):
     """The reward function of the samples, or a weighted sum of several, and the processes that call it."""
 
     function: str | None = None  # a registered reward, or module:function; null: the task's own
-    # the reward is their weighted sum (rewards/composite.py); not with `function`
+    # the reward is their weighted sum (rewards/calling.py); not with `function`
     components: list[RewardComponent] = Field([], max_length=16)
     num_workers: Processes = 1  # processes per engine
     timeout_s: Seconds = 10.0  # wall-clock seconds per sample; then its worker is killed

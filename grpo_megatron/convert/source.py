@@ -31,7 +31,7 @@ from grpo_megatron.models.heads.folder import (
     exported_config,
     read_reward_folder,
 )
-from grpo_megatron.models.weights.load import model_rows
+from grpo_megatron.models.weights.stream import model_rows
 from grpo_megatron.models.weights.table import Replicated, WeightRow
 from grpo_megatron.storage.manifest import Verification
 

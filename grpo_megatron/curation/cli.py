@@ -15,7 +15,7 @@ from grpo_megatron.curation import outputs
 from grpo_megatron.curation.options import PAIRS, PASS_RATES, SUPERVISED, CurateOptions
 from grpo_megatron.curation.outputs import describe_tally, kept_problems
 from grpo_megatron.curation.tally import ProblemTally, ResponseReader, Tally, source_files, tally_responses
-from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.task import get_task
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import new_folder, write_file
 

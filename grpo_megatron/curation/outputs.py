@@ -17,8 +17,7 @@ from typing import Any
 from grpo_megatron.config import ConfigError
 from grpo_megatron.curation.options import CurateOptions
 from grpo_megatron.curation.tally import ProblemTally, ResponsePlace, ResponseReader, Tally
-from grpo_megatron.data.fields import problem_digest, question_text
-from grpo_megatron.data.rows import checked_row, open_rows
+from grpo_megatron.data.rows import checked_row, open_rows, problem_digest, question_text
 from grpo_megatron.data.task import Task
 
 # -- Which problems to keep, by their measured pass rates --------------------------------------------------------------

@@ -11,9 +11,17 @@ from typing import Any, NamedTuple
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.curation.options import CurateOptions
-from grpo_megatron.data.fields import Question, missing_field, problem_digest, read_question, text_field, type_name
 from grpo_megatron.data.pass_rates import wilson
-from grpo_megatron.data.rows import LineFile, checked_row
+from grpo_megatron.data.rows import (
+    LineFile,
+    Question,
+    checked_row,
+    missing_field,
+    problem_digest,
+    read_question,
+    text_field,
+    type_name,
+)
 from grpo_megatron.reading import ReadError, cut, shown
 from grpo_megatron.storage.run_files import rollout_files
 

@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.fields import Question, question_text
-from grpo_megatron.data.prompts import chat_of, render_prompt, source_of_row
-from grpo_megatron.data.rendering import encode_prompts
-from grpo_megatron.data.rows import read_rows
-from grpo_megatron.data.task import Example, Fewshot, Task
-from grpo_megatron.data.tasks import get_tasks
+from grpo_megatron.data.prompts import chat_of, encode_prompts, render_prompt, source_of_row
+from grpo_megatron.data.rows import Question, question_text, read_rows
+from grpo_megatron.data.task import Example, Fewshot, Task, get_tasks
 from grpo_megatron.processes.process import time_limit
 from grpo_megatron.reading import shown
 from grpo_megatron.rewards import check_reward

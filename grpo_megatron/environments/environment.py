@@ -18,7 +18,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from grpo_megatron.processes.process import FloodedError, MemoryLimit
+from grpo_megatron.processes.pool import FloodedError
+from grpo_megatron.processes.process import limit_memory
 from grpo_megatron.registry import Registry
 
 ChatMessage = dict[str, Any]  # {"role": ..., "content": ...} as chat templates read it
@@ -182,7 +183,7 @@ def open_environments(settings: dict[str, Any]) -> Callable[[], Callable[[dict[s
     found.preload(**settings["kwargs"])
 
     def open_session() -> Callable[[dict[str, Any]], Any]:
-        MemoryLimit(settings["memory_bytes"]).set()
+        limit_memory(settings["memory_bytes"])
         return _Session(lambda: found(**settings["kwargs"]), settings["max_characters"]).serve
 
     return open_session

@@ -17,8 +17,7 @@ from grpo_megatron.environments.environment import (
     environment_class,
     read_outcome,
 )
-from grpo_megatron.processes.host import GuestAnswer, Limits
-from grpo_megatron.processes.pool import ProcessPool
+from grpo_megatron.processes.pool import Limits, ProcessAnswer, ProcessPool
 
 MAX_OUTPUT = 1 << 20  # bytes that one call may print
 MAX_PROCESSES = 64  # that one environment may run at a time
@@ -98,7 +97,7 @@ class EnvironmentPool:
     def end(self, keys: Iterable[str]) -> None:
         """Forget these trajectories, whatever their state, and kill their processes. Unknown keys are ignored."""
         for key in keys:
-            self._processes.end([key])
+            self._processes.end(key)
             self._starts.pop(key, None)
             self._outcomes.pop(key, None)
             self._pending.discard(key)
@@ -114,7 +113,7 @@ class EnvironmentPool:
         self._processes.submit(key, request, timeout_s, replay=self._replay(key))
         self._processes.serve(block=False)
 
-    def _accept(self, key: str, answer: GuestAnswer) -> None:
+    def _accept(self, key: str, answer: ProcessAnswer) -> None:
         self._pending.discard(key)
         self._outcomes[key] = read_outcome(answer, self._max_characters)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.tasks import get_tasks, task_names
+from grpo_megatron.data.task import get_tasks, task_names
 from grpo_megatron.evaluation import comparison, report, results, run
 from grpo_megatron.evaluation.grading import grade_file
 from grpo_megatron.evaluation.ledger import claim_output, write_identity

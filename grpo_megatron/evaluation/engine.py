@@ -18,7 +18,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.evaluation.options import EngineOptions
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.heads.folder import WHAT
-from grpo_megatron.models.weights.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine

@@ -19,10 +19,9 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.fields import text_field
 from grpo_megatron.data.prompts import source_of_row
-from grpo_megatron.data.rows import read_rows
-from grpo_megatron.data.tasks import get_task, task_names
+from grpo_megatron.data.rows import read_rows, text_field
+from grpo_megatron.data.task import get_task, task_names
 from grpo_megatron.rewards import check_reward, extractors, rewards
 from grpo_megatron.rewards.pool import KNOWN_REWARDS, RewardPool
 from grpo_megatron.rewards.reward import RewardItem

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.data.benchmarks import Dataset
-from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.rendering import encode_prompts, render_chat
+from grpo_megatron.data.prompts import encode_prompts
 from grpo_megatron.data.task import Example, Task
+from grpo_megatron.data.tokenizer import TurnRenderer, render_chat
 from grpo_megatron.environments.pool import find_environment, make_environment
 from grpo_megatron.evaluation.ledger import LedgerEntry, PlayedTurn
 from grpo_megatron.rollout.engine import sample_seed, stable_hash

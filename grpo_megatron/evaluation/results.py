@@ -21,8 +21,8 @@ from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.evaluation.prompting import ENVIRONMENT
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
 from grpo_megatron.reading import read_json
-from grpo_megatron.rewards.answers import opened_thought
 from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rewards.reward import opened_thought
 from grpo_megatron.storage.atomic import write_file
 from grpo_megatron.types import GREEDY
 

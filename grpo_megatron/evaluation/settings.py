@@ -12,8 +12,7 @@ from typing import Any
 from grpo_megatron.config import ConfigError
 from grpo_megatron.convert.source import Source
 from grpo_megatron.data.benchmarks import DataPlaces, Dataset, read_datasets
-from grpo_megatron.data.task import Task
-from grpo_megatron.data.tasks import get_tasks
+from grpo_megatron.data.task import Task, get_tasks
 from grpo_megatron.data.tokenizer import read_end_tokens
 from grpo_megatron.evaluation.engine import engine_dtype, model_tokenizer, open_model, weights_sha256
 from grpo_megatron.evaluation.grading import grader_of

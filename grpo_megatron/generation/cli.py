@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.fields import Messages
-from grpo_megatron.data.rendering import encode_prompts, render_chat
+from grpo_megatron.data.prompts import encode_prompts
+from grpo_megatron.data.rows import Messages
+from grpo_megatron.data.tokenizer import render_chat
 from grpo_megatron.evaluation.cli import StartRanks
 from grpo_megatron.generation.drawing import Answerer
 from grpo_megatron.generation.options import GenerateOptions

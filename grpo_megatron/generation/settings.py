@@ -10,12 +10,9 @@ from typing import Any
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.convert.conversion import EXPORT_FOLDER
 from grpo_megatron.convert.source import Source
-from grpo_megatron.data.fields import Question, read_question
-from grpo_megatron.data.prompts import render_prompt
-from grpo_megatron.data.rendering import encode_prompts
-from grpo_megatron.data.rows import read_rows
-from grpo_megatron.data.task import Task
-from grpo_megatron.data.tasks import get_tasks
+from grpo_megatron.data.prompts import encode_prompts, render_prompt
+from grpo_megatron.data.rows import Question, read_question, read_rows
+from grpo_megatron.data.task import Task, get_tasks
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
 from grpo_megatron.evaluation.engine import engine_dtype, model_tokenizer, open_model
 from grpo_megatron.generation.options import GenerateOptions

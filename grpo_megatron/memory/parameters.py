@@ -1,7 +1,6 @@
 """Memory of one rank, before anything is built: what the parameters of all models need, in bytes, per pipeline stage.
 
-    parameters      those of the stage as Megatron-Core builds it on the meta device; where it is not installed, the
-                    sum of the weight table's shards
+    parameters      the sum of the weight table's shards
     bytes for each  weights 2 (bfloat16) or 4; gradients 4; Adam 8, with bfloat16 4 more for a float32 copy
 
 A model that learns has all three; a frozen one (the reference, a frozen reward model) has weights only. The distributed
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_megatron.algo.needs import needs_reference
+from grpo_megatron.algo.losses import needs_reference
 from grpo_megatron.config import ActorConfig, Config, MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of
@@ -69,34 +68,10 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer + self.reference + self.reward_model + self.critic
 
 
-def is_counted_by_megatron() -> bool:
-    """Whether Megatron-Core can be imported here, to count its own modules."""
-    try:
-        import grpo_megatron.models.meta  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def count_parameters(
-    arch: Architecture, config: Config, world_size: int, *, is_reward_model: bool = False
-) -> list[StageParameters]:
-    """Every pipeline stage of a valid layout. A reward model has no output head."""
-    megatron = config.actor.megatron
-    if not is_counted_by_megatron():
-        return parameters_from_table(arch, megatron, has_output_head=not is_reward_model)
-    from grpo_megatron.models.meta import count_stages
-
-    stages = count_stages(arch, megatron, config.model.dtype, world_size, is_reward_model=is_reward_model)
-    total = sum(stage.whole for stage in stages)
-    assert total == arch.num_parameters(), f"the stages hold {total:,} parameters, the model {arch.num_parameters():,}"
-    return [StageParameters(stage.layers, stage.dense, stage.experts) for stage in stages]
-
-
 def parameters_from_table(
     arch: Architecture, megatron: MegatronConfig, *, has_output_head: bool = True
 ) -> list[StageParameters]:
-    """The same from the weight table's shapes. A tied head on another stage than the embedding is a copy of it."""
+    """Every pipeline stage of a valid layout. A tied head on another stage than the embedding is a copy of it."""
     tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
     layers = stage_layers(arch.num_layers, megatron)
     assert layers is not None, "the layout was checked"
@@ -140,14 +115,6 @@ class RunModels:
         critic = None if self.critic is None else self._stages(self.critic, config, has_head=False)
         rewards = [self._stages(arch, config, has_head=False) for arch in self.reward_archs]
         return self._stages(self.arch, config, has_head=self.has_head), rewards, critic
-
-    def counted_stages(self, config: Config, world_size: int) -> tuple[Stages, list[Stages], Stages | None]:
-        """The same as Megatron-Core builds them, where it is installed. Slower: one layout takes up to a second."""
-        critic = None
-        if self.critic is not None:
-            critic = count_parameters(self.critic, config, world_size, is_reward_model=True)
-        rewards = [count_parameters(arch, config, world_size, is_reward_model=True) for arch in self.reward_archs]
-        return count_parameters(self.arch, config, world_size, is_reward_model=not self.has_head), rewards, critic
 
     def _stages(self, arch: Architecture, config: Config, *, has_head: bool) -> Stages:
         megatron = config.actor.megatron

@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from grpo_megatron.algo.needs import needs_old_logprobs, reads_reference
+from grpo_megatron.algo.losses import needs_old_logprobs, reads_reference
 from grpo_megatron.config import Config
 from grpo_megatron.device import device_bytes
 from grpo_megatron.memory.parameters import (

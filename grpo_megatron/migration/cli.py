@@ -9,12 +9,9 @@ from typing import Annotated, Any, Literal
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.config.section import config_keys
+from grpo_megatron.migration.trainers import ACTOR, OTHER_TRAINERS, TRL
 from grpo_megatron.migration.translation import as_yaml, flat, read_settings, translate
-from grpo_megatron.migration.trl import TRL
-from grpo_megatron.migration.verl import ACTOR, VERL
 from grpo_megatron.storage.atomic import write_file
-
-OTHER_TRAINERS = {trainer.name: trainer for trainer in (VERL, TRL)}
 
 
 class ImportOptions(Options):

@@ -25,7 +25,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from grpo_megatron.algo.packing import SequenceCost
+from grpo_megatron.algo.plan import SequenceCost
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import Architecture
 

@@ -9,8 +9,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.needs import needs_old_logprobs, reads_reference, reasons_for_old_pass
+from grpo_megatron.algo.losses import needs_old_logprobs, policy_losses, reads_reference, reasons_for_old_pass
 from grpo_megatron.config import Config
 from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
 from grpo_megatron.memory.phases import kv_token_bytes

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from grpo_megatron.algo import needs
+from grpo_megatron.algo import losses
 from grpo_megatron.checks.layout import ROLLOUT_TP, TP, data_parallel_size
 from grpo_megatron.checks.machine import NO_DEVICE
 from grpo_megatron.checks.methods import steps_of_epochs
@@ -31,7 +31,6 @@ from grpo_megatron.memory.parameters import (
     SAVED_OPTIMIZER_BYTES,
     RunModels,
     Stages,
-    is_counted_by_megatron,
     memory_of_stages,
 )
 from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, engine_cache, memory_phases, shortage
@@ -82,15 +81,15 @@ def plan_page(
     is_on_gpus = config.trainer.device != "cpu"
     found = fit(config, models, world_size, machine.gpu.usable_bytes) if gpu is not None and is_on_gpus else None
     cache = found.cache if found is not None else None
-    counted_stages = models.counted_stages(config, world_size)
-    stage = max(stage.total for stage in counted_stages[0])
+    stages = models.stages(config)
+    stage = max(stage.total for stage in stages[0])
     itemsize, rows = DTYPE_BYTES[config.model.dtype], checked.num_trained
     warnings = list(plan_warnings(config, models, work, machine, found, checked))
     if not elsewhere and is_for_this_machine(config):
         warnings += core_warning(config, world_size)
     phases = []
     if is_on_gpus:
-        all_phases = memory_phases(config, models.arch, world_size, *counted_stages)
+        all_phases = memory_phases(config, models.arch, world_size, *stages)
         phases = list(_phase_lines(config, models, all_phases, gpu.usable_gib if gpu is not None else None, width - 2))
     text = text_page(
         "plan",
@@ -99,12 +98,11 @@ def plan_page(
         world_size=world_size,
         dp=data_parallel_size(config, world_size),
         n=work.samples_per_prompt,
-        needs=needs,
+        losses=losses,
         device=_row(*_device(config)),
         rewards=_rows(reward_lines(config, checked.reward_calls)),
         trials=_rows(trial_lines(checked.reward_calls)),
-        is_counted=is_counted_by_megatron(),
-        memory="\n".join(_memory_lines(config, world_size, *counted_stages)),
+        memory="\n".join(_memory_lines(config, world_size, *stages)),
         saved_copy=stage * (itemsize + SAVED_OPTIMIZER_BYTES) / GIB,
         engine_shard=models.arch.num_parameters() * itemsize / config.rollout.tensor_model_parallel_size / GIB,
         sent=stage * itemsize / GIB,

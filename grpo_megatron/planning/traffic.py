@@ -25,7 +25,7 @@ import numpy as np
 from grpo_megatron.config import Config
 from grpo_megatron.memory.parameters import DTYPE_BYTES, GRADIENT_BYTES, RunModels, StageParameters, stage_layers
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.weights.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
+from grpo_megatron.models.weights.stream import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.planning.cost import Workload
 from grpo_megatron.planning.layout import Layout

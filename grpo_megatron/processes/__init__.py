@@ -2,7 +2,6 @@
 
 pool.py        ProcessPool: requests to processes named by keys; hosts that are lost are replaced
 host.py        the program that forks one process per key, and ends those that break a limit
-process.py     messages as JSON lines, texts about failures, limits that a process sets on itself
-family.py      all processes that a process has started; processes that end with their parent
+process.py     one process: limits that it sets on itself, its end with its parent, the end of all that it has started
 endpoint.py    POST to an HTTP endpoint, with retries and a deadline
 """

@@ -3,11 +3,11 @@
 The pool starts hosts (host.py) with `subprocess`: they are never forked from a process with threads or CUDA, and they do not
 import `__main__`. A host forks one process per key, counts its time and ends it where it breaks a limit. The caller may
 come back late: hosts read, write and count time on their own. Hosts die with this process, and with the *thread* that made
-the pool (PR_SET_PDEATHSIG). What a process has started ends with it (family.py), or, after a run that was killed as a whole,
+the pool (PR_SET_PDEATHSIG). What a process has started ends with it (process.py), or, after a run that was killed as a whole,
 when the next pool is made.
 
-User code could still kill its host. Then all keys of that host go to a new one, one after the other: the key in execution
-when a host dies for the second time has killed it, and gets the status "died".
+User code could still kill its host. Then a new host gets its keys. Those with a request in work are suspects: they go to it
+one after the other, and the one in work when that host dies, too, has killed both and gets the status "died".
 """
 
 from __future__ import annotations
@@ -18,47 +18,150 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from grpo_megatron.processes.family import MARK, end_family, end_orphans, new_mark
-from grpo_megatron.processes.host import GuestAnswer, Limits
-from grpo_megatron.processes.process import PIPE_CHUNK, JsonLines, describe_exit, last_line, printable
+from grpo_megatron.processes.process import MARK, describe_exit, end_family, end_orphans, new_mark
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 MAX_FAILED_STARTS = 3  # of a pool's hosts, in a row; then the pool raises RuntimeError
 STARTUP_TIMEOUT_S = 120.0  # for the interpreter to start, and for the import of a user's module
 GRACE_S = 60.0  # beyond the longest time limit of a request, after which a silent host is lost
 MAX_CONSOLE = 1 << 16  # characters of the processes' output that a pool prints, until `show_again`
+PIPE_CHUNK = 1 << 16  # bytes per system call
 
+ProcessAnswer = dict[str, Any]
 TimedRequest = tuple[dict[str, Any], float]  # body, seconds
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one process. None: no bound.
+
+    `max_line`: bytes of one answer. `max_output`: bytes that one request may print. `max_processes`: that run below it.
+    `keeps_state`: a process that ends between two requests has failed; otherwise the next request gets a new one.
+    """
+
+    max_line: int
+    max_output: int | None = None
+    max_processes: int | None = None
+    keeps_state: bool = False
+
+
+class FloodedError(Exception):
+    """An answer that is too large."""
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+class JsonLines:
+    """Messages over two file descriptors that never block. A message is one line of JSON, an object.
+
+    `max_line`: bytes of one incoming line; None: the other side is trusted.
+    """
+
+    def __init__(self, incoming: int, outgoing: int, max_line: int | None = None) -> None:
+        self._in, self._out, self._max_line = incoming, outgoing, max_line
+        self._received, self._queued = bytearray(), bytearray()
+        for descriptor in (incoming, outgoing):
+            os.set_blocking(descriptor, False)
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether a part of the queue waits for the other side to read."""
+        return bool(self._queued)
+
+    def close(self) -> None:
+        """Forget the descriptors: their numbers may soon name other files."""
+        self._in = self._out = -1
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Queue a message, and write as much of the queue as the other side takes."""
+        self._queued += json.dumps(message).encode() + b"\n"
+        self.write()
+
+    def write(self) -> None:
+        """Write as much as the other side takes. If it is gone, `receive` notices it."""
+        try:
+            while self._queued:
+                del self._queued[: os.write(self._out, self._queued[:PIPE_CHUNK])]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._queued.clear()
+
+    def receive(self, accept: Callable[[dict[str, Any]], None]) -> str | None:
+        """Give each message that has arrived to `accept`. Returns None, or why no more can come; "" for a normal end.
+
+        A line that is no object is the last one that is read.
+        """
+        end = None
+        with contextlib.suppress(BlockingIOError):
+            while end is None and (self._max_line is None or len(self._received) <= self._max_line):
+                try:
+                    chunk = os.read(self._in, PIPE_CHUNK)
+                except ConnectionError:
+                    chunk = b""
+                self._received += chunk
+                end = None if chunk else ""
+        *lines, self._received = self._received.split(b"\n")
+        try:
+            for line in lines:
+                message = json.loads(line)
+                if not isinstance(message, dict):
+                    raise ValueError("not an object")
+                accept(message)
+        except (ValueError, RecursionError) as error:
+            return f"wrote to its connection what is no answer ({error})"
+        if self._max_line is not None and len(self._received) > self._max_line:
+            return f"wrote an answer of more than {self._max_line} bytes to its connection"
+        return end
+
+
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])|\r(?=\n)")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """The text without what a terminal would obey: escape sequences, control characters other than tab and newline."""
+    return _CONTROL.sub("", _ESCAPE.sub("", text).replace("\r", "\n"))
+
+
+def last_line(printed: bytes) -> str:
+    """The end of what a process has printed, in brackets, for a message; "" if it has printed nothing."""
+    line = printable(printed.decode(errors="replace")).strip().rpartition("\n")[2][-200:]
+    return f" (last output: {line})" if line else ""
+
+
+# -- keys and hosts ----------------------------------------------------------------------------------------------------
+
+
 @dataclass(eq=False)
-class Record:
+class _Record:
     """One key. `number` is its name in messages: a key may be used again after its end."""
 
     key: str
     number: int
-    host: HostLink
+    host: _HostLink
     pending: deque[TimedRequest] = field(default_factory=deque)  # not answered, in order
     num_sent: int = 0  # of `pending`
     replay: TimedRequest | None = None  # leads a new process to the state after all requests so far
-    is_silent: bool = False  # the first of `pending` is a replay that nobody waits for
-    is_lost: bool = False  # with its host, and not yet sent to the new one
-    failure: str = ""  # why its process is gone and is not replayed
+    has_process: bool = False  # in its host
+    failure: str = ""  # why its process is gone and is not replaced
 
 
-class HostLink:
-    """The pool's side of one host; the constructor starts it. In one that replaces a lost one, `recover` comes first."""
+class _HostLink:
+    """The pool's side of one host; the constructor starts it. `suspects` are tried one by one, the first is in work."""
 
     def __init__(self, setup: dict[str, Any], variables: dict[str, str]) -> None:
         paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -73,84 +176,48 @@ class HostLink:
             start_new_session=True,  # a process group, so that `kill` reaches what the host has started
             bufsize=0,
         )
-        assert self._process.stdin
-        assert self._process.stdout
-        assert self._process.stderr
+        assert self._process.stdin and self._process.stdout and self._process.stderr
         self.stdin, self.stdout, self.stderr = self._process.stdin, self._process.stdout, self._process.stderr
         os.set_blocking(self.stderr.fileno(), False)
-        with contextlib.suppress(
-            OSError, AttributeError
-        ):  # else the rest of a burst would wait for the pool's next call
+        with contextlib.suppress(OSError, AttributeError):  # else the rest of a burst would wait for the next `serve`
             fcntl.fcntl(self.stdin, fcntl.F_SETPIPE_SZ, 1 << 20)
         self.lines = JsonLines(self.stdout.fileno(), self.stdin.fileno(), 2 * setup["limits"]["max_line"])
         self.is_ready = False
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, _Record] = {}
+        self.suspects: deque[_Record] = deque()
         self.tail = b""  # of what it has printed
-        self._in_work: set[int] = set()  # numbers of records with a request that was sent and is not answered
-        self._recovering: deque[Record] = deque()  # sent one at a time
-        self._is_recovering = False
+        self.silence = 0.0  # seconds for which the pool has listened to it in vain
         self._patience = 0.0  # the longest time limit of what is in work
-        self._clock = time.monotonic()
         self.lines.send(setup)
 
-    def submit(self, record: Record, request: TimedRequest) -> None:
-        """Send a request, or queue it while keys are replayed."""
-        record.pending.append(request)
-        if not self._is_recovering:
-            self._send(record)
-        elif record not in self._recovering:
-            self._recovering.append(record)
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has been silent for too long."""
+        is_busy = any(record.num_sent for record in self.records.values())
+        if self.is_ready and not is_busy:
+            self.silence = self._patience = 0.0
+        return self.silence > (self._patience + GRACE_S if self.is_ready else STARTUP_TIMEOUT_S)
 
-    def recover(self, records: Iterable[Record]) -> None:
-        """Take the records of a lost host, one by one, so that one that kills this host too is known."""
-        self._is_recovering = True
-        for record in records:
-            record.host, record.is_lost, record.num_sent = self, True, 0
-            self.records[record.number] = record
-            if not record.failure and (record.pending or record.replay):
-                self._recovering.append(record)
-        self._next()
+    def send(self, record: _Record) -> None:
+        """Send the requests of a record that are not sent; while suspects are tried, when its turn comes."""
+        if self.suspects and record is not self.suspects[0]:
+            if record not in self.suspects:
+                self.suspects.append(record)
+            return
+        if record.replay and not record.has_process:
+            record.pending = deque([record.replay])
+        record.has_process = True
+        for body, seconds in itertools.islice(record.pending, record.num_sent, None):
+            self._patience = max(self._patience, seconds)
+            self.lines.send({"key": record.number, "request": body, "timeout_s": seconds})
+        record.num_sent = len(record.pending)
 
-    def answered(self, number: int) -> Record | None:
-        """The record whose first request has been answered. None: it has ended, or nobody waits for the answer."""
-        record = self.records.get(number)
-        if record is None or not record.num_sent:
-            return None
-        record.pending.popleft()
-        record.num_sent -= 1
-        is_silent, record.is_silent = record.is_silent, False
-        if not record.num_sent:
-            self._in_work.discard(number)
-        if self._is_recovering:
-            self._next()
-        return None if is_silent else record
-
-    def forget(self, record: Record) -> None:
-        """End it in the host. An answer that is under way is dropped."""
-        del self.records[record.number]
-        self._in_work.discard(record.number)
-        self.lines.send({"end": [record.number]})
-        if self._is_recovering:
-            self._next()
-
-    def culprit(self) -> Record | None:
-        """The record that was alone in execution while others waited for it."""
-        is_known = self.is_ready and self._is_recovering and self._in_work
-        return self.records[next(iter(self._in_work))] if is_known else None
-
-    def heard(self) -> None:
-        """A message has arrived."""
-        self._clock = time.monotonic()
-
-    def excuse(self, seconds: float) -> None:
-        """Time in which the pool did not listen does not count as silence."""
-        self._clock += seconds
-
-    def deadline(self) -> float:
-        """The time (time.monotonic) after which a silent host is lost; infinity when nothing is expected of it."""
-        if self.is_ready and not self._in_work:
-            return float("inf")
-        return self._clock + (self._patience + GRACE_S if self.is_ready else STARTUP_TIMEOUT_S)
+    def try_next(self) -> None:
+        """If the suspect in work has been answered, or has ended, go on with the next one."""
+        while self.suspects and not (self.suspects[0].number in self.records and self.suspects[0].pending):
+            self.suspects.popleft()
+            if self.suspects:
+                self.send(self.suspects[0])
 
     def read_log(self) -> tuple[str, bool]:
         """(what has been printed, at most 64 KiB per call; whether more can come)."""
@@ -173,29 +240,6 @@ class HostLink:
             pipe.close()
         return ending
 
-    def _next(self) -> None:
-        while self._recovering and not self._in_work:
-            record = self._recovering.popleft()
-            if record.number not in self.records:
-                continue
-            if record.is_lost and record.replay:
-                record.is_silent = len(record.pending) == record.is_silent  # nobody waits for it
-                record.pending = deque([record.replay])
-            record.is_lost = False
-            self._send(record)
-        if not self._recovering and not self._in_work:
-            self._is_recovering = False
-
-    def _send(self, record: Record) -> None:
-        """Send the requests of a record that are not sent."""
-        if not self._in_work:
-            self._clock, self._patience = time.monotonic(), 0.0
-        self._in_work.add(record.number)
-        for body, seconds in list(record.pending)[record.num_sent :]:
-            self._patience = max(self._patience, seconds)
-            self.lines.send({"key": record.number, "request": body, "timeout_s": seconds})
-        record.num_sent = len(record.pending)
-
 
 class ProcessPool:
     """Processes that serve `program(settings)`; see host.py. Use it from one thread, and `close` it.
@@ -211,33 +255,25 @@ class ProcessPool:
         program: str,
         settings: dict[str, Any],
         limits: Limits,
-        answer: Callable[[str, GuestAnswer], None],
+        answer: Callable[[str, ProcessAnswer], None],
         num_hosts: int = 1,
         variables: dict[str, str] | None = None,
     ) -> None:
         self._kind, self._answer, self._variables = kind, answer, variables or {}
         paths = [os.path.abspath(entry) for entry in sys.path]
-        self._setup = {
-            "sys_path": paths,
-            "program": program,
-            "settings": settings,
-            "limits": dataclasses.asdict(limits),
-        }
+        setup = {"sys_path": paths, "program": program, "settings": settings, "limits": dataclasses.asdict(limits)}
         try:
-            json.dumps(self._setup)
+            json.dumps(setup)
         except (TypeError, ValueError) as error:
             raise ValueError(f"cannot be passed to the workers as JSON: {error}") from None
         end_orphans()
-        self._records: dict[str, Record] = {}
+        self._setup = setup
+        self._records: dict[str, _Record] = {}
         self._numbers = itertools.count()
         self._selector = selectors.DefaultSelector()
         self._failed_starts = 0
         self._shown = 0
-        self._served_at = time.monotonic()
         self._hosts = [self._new_host() for _ in range(num_hosts)]
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._records
 
     def close(self) -> None:
         """Kill all processes. Idempotent."""
@@ -251,32 +287,40 @@ class ProcessPool:
 
         `replay`: what leads a new process to the state after this request, for processes that keep a state.
         """
-        record = self._records.get(key) or self._add(key)
+        assert self._hosts, "the pool is closed"
+        if key not in self._records:
+            host = min(self._hosts, key=lambda host: len(host.records))
+            record = self._records[key] = _Record(key, next(self._numbers), host)
+            host.records[record.number] = record
+        record = self._records[key]
+        record.pending.append((body, timeout_s))
         record.replay = replay
         if record.failure:
-            self._answer(key, _died(record))
+            self._fail(record)
         else:
-            record.host.submit(record, (body, timeout_s))
+            record.host.send(record)
 
-    def end(self, keys: Iterable[str]) -> None:
-        """Forget these keys, whatever their state, and kill their processes. Unknown keys are ignored."""
-        for key in keys:
-            if record := self._records.pop(key, None):
-                record.host.forget(record)
+    def end(self, key: str) -> None:
+        """Forget a key, whatever its state, and kill its process. An unknown key is ignored."""
+        if record := self._records.pop(key, None):
+            del record.host.records[record.number]
+            record.host.lines.send({"end": record.number})
+            record.host.try_next()
 
     def show_again(self) -> None:
         """Print MAX_CONSOLE further characters of what processes print."""
         self._shown = 0
 
     def serve(self, *, block: bool) -> None:
-        """Pass messages on. `block`: wait until something has arrived, or a host has been silent for too long."""
+        """Pass messages on. `block`: wait until something has arrived, but not for long."""
         if not self._hosts:
             raise RuntimeError(f"the pool of {self._kind} workers is closed")
         for host in self._hosts:
-            host.excuse(time.monotonic() - self._served_at)
             self._watch(host.stdin, selectors.EVENT_WRITE if host.lines.wants_to_write else 0, host)
-        patience = min(host.deadline() for host in self._hosts) - time.monotonic()
-        for key, _ in self._selector.select(min(max(patience, 0.0), 60.0) if block else 0):
+        began = time.monotonic()
+        events = self._selector.select(1.0 if block else 0)
+        waited = time.monotonic() - began
+        for key, _ in events:
             host = key.data
             if host not in self._hosts:
                 continue  # an earlier event of this loop has replaced it
@@ -286,49 +330,46 @@ class ProcessPool:
                 self._show(host)
             elif (end := host.lines.receive(lambda message, host=host: self._accept(host, message))) is not None:
                 self._replace(host, end)
-        now = time.monotonic()
-        for host in [host for host in self._hosts if host.deadline() <= now]:
-            self._replace(host, "it does not answer")
-        self._served_at = now
+        for host in list(self._hosts):
+            host.silence += waited
+            if host.is_lost:
+                self._replace(host, "it does not answer")
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
 
-    def _add(self, key: str) -> Record:
-        """In the host that has the fewest."""
-        assert self._hosts, "the pool is closed"
-        host = min(self._hosts, key=lambda host: len(host.records))
-        record = self._records[key] = Record(key, next(self._numbers), host)
-        host.records[record.number] = record
-        return record
-
-    def _new_host(self) -> HostLink:
-        host = HostLink(self._setup, self._variables)
+    def _new_host(self) -> _HostLink:
+        host = _HostLink(self._setup, self._variables)
         for pipe in (host.stdout, host.stderr):
             self._watch(pipe, selectors.EVENT_READ, host)
         return host
 
-    def _discard(self, host: HostLink) -> str:
+    def _discard(self, host: _HostLink) -> str:
         for pipe in (host.stdin, host.stdout, host.stderr):
             self._watch(pipe, 0, host)
         return host.kill()
 
-    def _watch(self, pipe: Any, events: int, host: HostLink) -> None:
+    def _watch(self, pipe: Any, events: int, host: _HostLink) -> None:
         is_watched = pipe in self._selector.get_map()
         if events and not is_watched:
             self._selector.register(pipe, events, host)
         elif is_watched and not events:
             self._selector.unregister(pipe)
 
-    def _accept(self, host: HostLink, message: dict[str, Any]) -> None:
-        host.heard()
+    def _accept(self, host: _HostLink, message: dict[str, Any]) -> None:
+        host.silence = 0.0
         if "error" in message:
             raise RuntimeError(f"the {self._kind} cannot be loaded: {message['error']}")
         if "ready" in message:
             host.is_ready, self._failed_starts = True, 0
-        elif record := host.answered(message["key"]):
+            return
+        record = host.records.get(message["key"])
+        if record and record.num_sent:  # it has not ended
+            record.pending.popleft()
+            record.num_sent -= 1
+            host.try_next()
             self._answer(record.key, message["answer"])
 
-    def _replace(self, host: HostLink, problem: str) -> None:
+    def _replace(self, host: _HostLink, problem: str) -> None:
         """Give the keys of a host that is lost to a new one."""
         self._show(host)
         ending = self._discard(host)
@@ -338,20 +379,27 @@ class ProcessPool:
             if self._failed_starts >= MAX_FAILED_STARTS:
                 self._hosts.remove(host)
                 raise RuntimeError(f"{self._kind} workers do not start: {ending}")
-        culprit = host.culprit()
         new = self._new_host()
         self._hosts[self._hosts.index(host)] = new
-        unanswered = 0
+        new.records = host.records
+        culprit = host.suspects[0] if host.suspects and host.is_ready else None
+        for record in new.records.values():
+            record.host, record.has_process, record.num_sent = new, False, 0
+        new.suspects = deque(r for r in new.records.values() if r.pending and r is not culprit)
+        if new.suspects:
+            new.send(new.suspects[0])
         if culprit:
             culprit.failure = f"has ended its worker twice while it was in execution: {ending}"
-            unanswered = len(culprit.pending) - culprit.is_silent
-            culprit.pending.clear()
-        new.recover(host.records.values())
-        for _ in range(unanswered):
-            assert culprit
-            self._answer(culprit.key, _died(culprit))
+            self._fail(culprit)
 
-    def _show(self, host: HostLink) -> None:
+    def _fail(self, record: _Record) -> None:
+        answer = {"status": "died", "message": record.failure, "output": "", "seconds": 0.0}
+        num_requests = len(record.pending)
+        record.pending.clear()
+        for _ in range(num_requests):
+            self._answer(record.key, answer)
+
+    def _show(self, host: _HostLink) -> None:
         """Print what processes print, up to MAX_CONSOLE characters."""
         text, more = host.read_log()
         if not more:
@@ -361,10 +409,6 @@ class ProcessPool:
             self._shown += len(text)
             if self._shown >= MAX_CONSOLE:
                 sys.stderr.write(f"\n[further output of {self._kind} workers is not shown]\n")
-
-
-def _died(record: Record) -> GuestAnswer:
-    return {"status": "died", "message": record.failure, "output": "", "seconds": 0.0}
 
 
 # -- failures that all ranks must hear of ------------------------------------------------------------------------------

@@ -1,89 +1,18 @@
-"""What both ends of a process share: messages as JSON lines, texts about failures, limits that a process sets on itself."""
+"""A process as the operating system sees it: it limits itself, ends with its parent, and all that it has started ends with it."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+import uuid
+from collections.abc import Callable, Iterator, Set
+from pathlib import Path
 
 MAX_TEXT_OF_ERROR = 500  # characters
-PIPE_CHUNK = 1 << 16  # bytes per system call
-ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])|\r(?=\n)")
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-class FloodedError(Exception):
-    """An answer that is too large."""
-
-
-class JsonLines:
-    """Messages over two file descriptors that never block. A message is one line of JSON, an object.
-
-    `max_line`: bytes of one incoming line; None: the other side is trusted.
-    """
-
-    def __init__(self, incoming: int, outgoing: int, max_line: int | None = None) -> None:
-        self._in, self._out, self._max_line = incoming, outgoing, max_line
-        self._received, self._queued = bytearray(), bytearray()
-        for descriptor in (incoming, outgoing):
-            os.set_blocking(descriptor, False)
-
-    @property
-    def wants_to_write(self) -> bool:
-        """Whether a part of the queue waits for the other side to read."""
-        return bool(self._queued)
-
-    def close(self) -> None:
-        """Forget the descriptors: their numbers may soon name other files."""
-        self._in = self._out = -1
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Queue a message, and write as much of the queue as the other side takes."""
-        self._queued += json.dumps(message).encode() + b"\n"
-        self.write()
-
-    def write(self) -> None:
-        """Write as much as the other side takes. If it is gone, `receive` notices it."""
-        try:
-            while self._queued:
-                del self._queued[: os.write(self._out, self._queued[:PIPE_CHUNK])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._queued.clear()
-
-    def receive(self, accept: Callable[[dict[str, Any]], None]) -> str | None:
-        """Give each message that has arrived to `accept`. Returns None, or why no more can come; "" for a normal end.
-
-        A line that is no object, or to which `accept` raises ValueError, is the last one that is read.
-        """
-        end = None
-        with contextlib.suppress(BlockingIOError):
-            while end is None and (self._max_line is None or len(self._received) <= self._max_line):
-                try:
-                    chunk = os.read(self._in, PIPE_CHUNK)
-                except ConnectionError:
-                    chunk = b""
-                self._received += chunk
-                end = None if chunk else ""
-        *lines, self._received = self._received.split(b"\n")
-        try:
-            for line in lines:
-                message = json.loads(line)
-                if not isinstance(message, dict):
-                    raise ValueError("not an object")
-                accept(message)
-        except (ValueError, RecursionError) as error:
-            return f"wrote to its connection what is no answer ({error})"
-        if self._max_line is not None and len(self._received) > self._max_line:
-            return f"wrote an answer of more than {self._max_line} bytes to its connection"
-        return end
+_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
 def describe(error: BaseException) -> str:
@@ -104,38 +33,18 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def printable(text: str) -> str:
-    """The text without what a terminal would obey: escape sequences, control characters other than tab and newline."""
-    return CONTROL.sub("", ESCAPE.sub("", text).replace("\r", "\n"))
+# -- limits that a process sets on itself ------------------------------------------------------------------------------
 
 
-def last_line(printed: bytes) -> str:
-    """The end of what a process has printed, in brackets, for a message; "" if it has printed nothing."""
-    line = printable(printed.decode(errors="replace")).strip().rpartition("\n")[2][-200:]
-    return f" (last output: {line})" if line else ""
-
-
-# -- limits ------------------------------------------------------------------------------------------------------------
-
-
-class MemoryLimit:
-    """A limit on this process's address space, in bytes above what is mapped when it is set. It can be removed again."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._is_set = size, False
-
-    def set(self, wanted: bool = True) -> None:
-        """Set or remove the limit. Does nothing where the system has no such limit."""
-        if wanted == self._is_set:
-            return
-        self._is_set = wanted
-        with contextlib.suppress(OSError, ValueError):
-            _, hard = resource.getrlimit(resource.RLIMIT_AS)
+def limit_memory(size: int | None) -> None:
+    """Limit the address space to `size` bytes above what is mapped now; None: no limit. Where the system has such limits."""
+    with contextlib.suppress(OSError, ValueError):
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = hard
+        if size is not None:
             with open("/proc/self/statm") as file:
-                limit = int(file.read().split()[0]) * resource.getpagesize() + self._size
-            if hard != resource.RLIM_INFINITY:
-                limit = min(limit, hard)
-            resource.setrlimit(resource.RLIMIT_AS, (limit if wanted else hard, hard))
+                limit = int(file.read().split()[0]) * resource.getpagesize() + size
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 class _OutOfTime(BaseException):
@@ -165,3 +74,129 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, previous)
+
+
+# -- all processes that a worker has started, also those that have left its process group, session and parent -----------
+# A worker is marked by a variable of its environment, which its descendants inherit. A descendant that replaces its
+# environment is still found by its chain of parents, as long as the worker runs: the worker adopts the orphans below it.
+# A process that hides in both ways and outlives its worker is not found. Linux only (CONFIG_PROC_CHILDREN); on other
+# systems only the worker's process group is ended.
+
+MARK = "GRPO_MEGATRON_WORKER"  # PID.START TIME of the worker's parent, then a random number
+MAX_ROUNDS = 100  # of looking for new processes, which a fork bomb would start for ever
+
+
+def new_mark() -> str:
+    """The value of MARK for a worker that this process starts."""
+    return f"{os.getpid()}.{_start_time(os.getpid())}.{uuid.uuid4().hex}"
+
+
+def adopt_orphans() -> None:
+    """Called by a worker."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Called by the child. On Linux the kernel sends it SIGKILL when its parent ends, however that happens.
+
+    Ends this process at once if the parent has ended already. On other systems there is only this check.
+    """
+    _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)  # the parent ended before the call above
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def end_family(worker_pid: int, mark: str) -> None:
+    """SIGKILL to a worker that has not been waited for yet, and to all that it has started."""
+    _end(lambda: tree(worker_pid) | _marked(lambda value: value == mark))
+
+
+def end_tree(root: int) -> None:
+    """SIGKILL to a child of this process that has not been waited for, and to everything below it."""
+    _end(lambda: tree(root))
+
+
+def end_adopted(known: Set[int]) -> bool:
+    """SIGKILL to the children of this process that are not `known`, and below them: orphans that it has adopted.
+
+    Also waits for those that have ended. Returns whether there are any; they end a moment later.
+    """
+    _end(lambda: {pid for child in _children(os.getpid()) - known for pid in tree(child)})
+    left = _children(os.getpid()) - known
+    for child in left:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, os.WNOHANG)
+    return bool(left)
+
+
+def end_orphans() -> None:
+    """SIGKILL to the processes of this user that workers of a killed run have left behind."""
+    _end(lambda: _marked(_is_orphaned))
+
+
+def tree(root: int) -> set[int]:
+    """`root` and everything below it."""
+    found, pending = {root}, [root]
+    while pending:
+        below = _children(pending.pop()) - found
+        found |= below
+        pending += below
+    return found
+
+
+def _end(find: Callable[[], set[int]]) -> None:
+    """Stop all before killing the first: a stopped process starts no other, and hands no child to another parent."""
+    found: set[int] = set()
+    for _ in range(MAX_ROUNDS):
+        new = find() - found - {os.getpid()}
+        if not new:
+            break
+        _send(new, signal.SIGSTOP)
+        found |= new
+    _send(found, signal.SIGKILL)
+
+
+def _send(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _children(pid: int) -> set[int]:
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found.update(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
+    return found
+
+
+def _marked(is_wanted: Callable[[str], bool]) -> set[int]:
+    """The processes whose MARK fulfils the condition. Only those of this user can be read."""
+    found = set()
+    start = f"{MARK}=".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            for entry in path.read_bytes().split(b"\0"):
+                if entry.startswith(start) and is_wanted(entry[len(start) :].decode(errors="replace")):
+                    found.add(int(path.parent.name))
+    return found
+
+
+def _is_orphaned(mark: str) -> bool:
+    pid, _, rest = mark.partition(".")
+    return pid.isdigit() and _start_time(int(pid)) != rest.partition(".")[0]
+
+
+def _start_time(pid: int) -> str:
+    """In clock ticks since boot; with the number of the process it names a process for ever. "" if there is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from grpo_megatron.rewards.reward import Extractor, extractors, rewards
+from grpo_megatron.rewards.reward import Extractor, extractors, opened_thought, rewards
 
 MAX_BOX = 4096  # characters of one answer; MATH's longest has 159
 MAX_BOXES = 12  # in one list
@@ -204,19 +204,10 @@ def gsm8k_reward(completion: str, answer: str) -> dict[str, float]:
 
 # -- layout: the rewards `format` (all or nothing) and `tag_count` (a quarter per tag) ---------------------------------
 # The layout is that of DeepSeek-R1 (arXiv 2501.12948, table 1): `<think> ... </think><answer> ... </answer>`. Some chat
-# templates write the first `<think>` themselves, at the end of the prompt. `opened_thought` finds it; the caller puts it
-# before the response, so that both rewards see the whole turn.
+# templates write the first `<think>` themselves, at the end of the prompt. `opened_thought` (reward.py) finds it; the caller
+# puts it before the response, so that both rewards see the whole turn.
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-PROMPT_END = 64  # characters of a prompt that are searched
-# an open <think>, or an empty thought: Qwen3's template with enable_thinking=false
-_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
-
-
-def opened_thought(prompt: str) -> str:
-    """The end of the prompt, from the `<think>` on with which it opens the response; "" where it opens none."""
-    match = _OPENED.search(prompt, max(0, len(prompt) - PROMPT_END))
-    return match[0] if match else ""
 
 
 def is_tagged(text: str) -> bool:

@@ -1,12 +1,26 @@
-"""BoundReward: one reward function with its arguments, called for one sample or for several at once."""
+"""What a reward worker does: it calls reward functions and answers with one result per sample (processes/host.py runs it).
+
+    {"name": "gsm8k", "kwargs": {}, "samples": [{"completion": "...", "answer": "72"}], "timeout_s": 10.0}
+        -> for each sample the fields of a RewardResult. A call without samples imports the reward.
+
+Several samples are one call of a batched reward, or an async reward's samples that wait at the same time, or several calls
+of a quick one. A batched reward that raises is called again for one sample at a time, so that only the samples fail that it
+cannot grade. A user's reward may print, read stdin, raise, exit or crash. A reward of this package may map MEMORY_LIMIT
+bytes more than were mapped before it; a user's own has no such limit.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from grpo_megatron.processes.process import describe, limit_memory
 from grpo_megatron.rewards.reward import (
     OF_TRL_ROW,
     OURS,
@@ -20,7 +34,115 @@ from grpo_megatron.rewards.reward import (
     rewards,
 )
 
+MEMORY_LIMIT = 2 << 30
 NamedValues = dict[str, Any]
+
+
+def open_graders(settings: dict[str, Any]) -> Callable[[], Callable[[dict[str, Any]], list[dict[str, Any]]]]:
+    """The program of the hosts: one process per worker of a RewardPool."""
+    return lambda: _Grader().serve
+
+
+class _Grader:
+    def __init__(self) -> None:
+        self._problems: dict[str, str] = {}  # name -> why it cannot be loaded; "": it can
+        self._is_limited = False
+
+    def serve(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """The results of the samples of one call."""
+        name, kwargs, samples = request["name"], request["kwargs"], request["samples"]
+        if name not in self._problems:
+            self._problems[name] = _load(name, kwargs)
+        if not samples:
+            return []
+        is_limited = not any(":" in part for part in functions_of(name, kwargs))
+        if is_limited != self._is_limited:
+            self._is_limited = is_limited
+            limit_memory(MEMORY_LIMIT if is_limited else None)
+        start = time.perf_counter()
+        results: Iterator[RewardResult] = iter([_failed(self._problems[name])] * len(samples))
+        if not self._problems[name]:
+            results = _graded(BoundReward(name, kwargs), samples, request["timeout_s"])
+        replies = []
+        for result in results:
+            end = time.perf_counter()
+            replies.append({**vars(result), "seconds": end - start})
+            start = end
+        return replies
+
+
+def _load(name: str, kwargs: Kwargs) -> str:
+    try:
+        for part in {name, *functions_of(name, kwargs)}:
+            if preload := rewards.facts_of(rewards.get(part)).preload:
+                preload()
+        BoundReward(name, kwargs)
+    except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, even SystemExit
+        return describe(error)
+    return ""
+
+
+def _graded(call: BoundReward, samples: Sequence[ItemFields], timeout_s: float) -> Iterator[RewardResult]:
+    """One result per sample."""
+    if len(samples) > 1 and not call.signature.takes_lists:
+        if inspect.iscoroutinefunction(call.function):
+            yield from _event_loop().run_until_complete(_graded_together(call, samples, timeout_s))
+        else:
+            for sample in samples:
+                yield from _graded(call, [sample], timeout_s)
+        return
+    try:
+        returned = call.start(samples)
+        if inspect.isawaitable(returned):
+            returned = _event_loop().run_until_complete(returned)
+        entries = call.entries(returned, samples)
+    except BaseException as error:  # noqa: BLE001 - sys.exit() in a reward costs its sample, not the worker
+        if len(samples) == 1 or call.facts.compares or isinstance(error, WrongNumber):
+            yield from [_failure(error)] * len(samples)
+            return
+        for sample in samples:
+            yield from _graded(call, [sample], timeout_s)
+        return
+    for entry, sample in zip(entries, samples, strict=True):
+        try:
+            yield call.parse(entry, sample)
+        except BaseException as error:  # noqa: BLE001 - whatever an object of the user raises when it is read
+            yield _failure(error)
+
+
+async def _graded_together(call: BoundReward, samples: Sequence[ItemFields], timeout_s: float) -> list[RewardResult]:
+    """The results of samples whose async calls wait at the same time."""
+
+    async def grade(sample: ItemFields) -> RewardResult:
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                return await call.grade(sample)
+        except BaseException as error:  # noqa: BLE001 - as in `_graded`
+            if isinstance(error, TimeoutError) and limit.expired():
+                return _failed(f"no result after {timeout_s:g} s (reward.timeout_s)", is_timeout=True)
+            return _failure(error)
+
+    return await asyncio.gather(*map(grade, samples))
+
+
+def _failure(error: BaseException) -> RewardResult:
+    """TimeoutError: the reward limits its own time."""
+    return _failed(describe(error), is_timeout=isinstance(error, TimeoutError))
+
+
+def _failed(message: str, *, is_timeout: bool = False) -> RewardResult:
+    return RewardResult(math.nan, status="timeout" if is_timeout else "error", message=message)
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all items: a client that an async reward has opened belongs to the loop that it was opened in."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop
+
+
+# -- one reward function with its arguments ----------------------------------------------------------------------------
 
 
 class WrongNumber(ValueError):
@@ -164,3 +286,90 @@ def _trl_prompt(sample: ItemFields) -> Any:
 def _trl_completion(sample: ItemFields) -> Any:
     text = sample["completion"]
     return [{"role": "assistant", "content": text}] if sample.get("is_chat", False) else text
+
+
+# -- the reward `composite`: a sum of several components (`reward.components`) ----------------------------------------
+# The sum of weight x value over the components whose gate is open.
+# A component is a dict {"name", "function", "weight", "kwargs", "gate"}. A gate {"component", "min", "max"} is open where the
+# value of the named component is within the bounds. A component behind a closed gate is not called and adds 0. It closes
+# the gates that depend on it. So does a component that does not apply to a sample (TRL's None), and it adds 0. Where none
+# applies, the sum does not either.
+#
+# The result has one metric per component, under its name. What the function itself reports is under "name/key". The first
+# "acc" is also the "acc" of the sum: validation then shows accuracy. "name/open": 1 where the gate of `name` was open.
+# A component that fails, or whose value is not finite, fails the sample. Components that wait, such as judges, wait together.
+
+COMPOSITE = "composite"
+
+Component = Mapping[str, Any]
+Components = Sequence[Component]
+Values = dict[str, float | None]  # name of a component -> its value; None: its gate was closed
+
+
+def functions_of(name: str, kwargs: Kwargs) -> list[str]:
+    """The names of the functions that a reward calls: those of its components, or its own."""
+    return [component["function"] for component in kwargs["components"]] if name == COMPOSITE else [name]
+
+
+@rewards.register(COMPOSITE, reads_item=True, batch_size=1)
+async def composite_reward(
+    completion: str, answer: str, *, components: Components, item: ItemFields
+) -> dict[str, Any] | None:
+    """The weighted sum and the values of all components. `components` has no circle of gates. Raises what a component raises.
+
+    None: no component applies to the sample. A batched component gets lists of one.
+    """
+    values: Values = {}
+    results: dict[str, RewardResult] = {}
+    applies = True
+    waiting = list(components)
+    while waiting:
+        ready = [part for part in waiting if not part["gate"] or part["gate"]["component"] in values]
+        opened = [part for part in ready if _is_open(part["gate"], values)]
+        calls = [_value(part, item) for part in opened]
+        returned = await asyncio.gather(*calls, return_exceptions=True)  # no call is left behind when another one fails
+        values.update({part["name"]: None for part in ready})
+        for part, result in zip(opened, returned, strict=True):
+            if isinstance(result, BaseException):
+                raise result
+            applies = applies and result.status != "none"
+            if result.status == "ok":
+                results[part["name"]] = result
+                values[part["name"]] = result.reward
+        waiting = [part for part in waiting if part["name"] not in values]
+    if not applies and not results:
+        return None
+    score = math.fsum(part["weight"] * (values[part["name"]] or 0.0) for part in components)
+    return {**_entries(components, results), "score": score}
+
+
+def _is_open(gate: Mapping[str, Any] | None, values: Values) -> bool:
+    if not gate:
+        return True
+    value = values[gate["component"]]
+    low = -math.inf if gate["min"] is None else gate["min"]
+    high = math.inf if gate["max"] is None else gate["max"]
+    return value is not None and low <= value <= high
+
+
+async def _value(component: Component, item: ItemFields) -> RewardResult:
+    try:
+        return await BoundReward(component["function"], component["kwargs"]).grade(item)
+    except TimeoutError as error:
+        raise TimeoutError(f"component {component['name']!r}: {error}") from error
+    except Exception as error:
+        raise RuntimeError(f"component {component['name']!r}: {type(error).__name__}: {error}") from error
+
+
+def _entries(components: Components, results: Mapping[str, RewardResult]) -> dict[str, Any]:
+    """The metrics and texts of all components, in their order."""
+    entries: dict[str, Any] = {}
+    for part in components:
+        name, result = part["name"], results.get(part["name"])
+        if result is not None:
+            entries |= {f"{name}/{key}": value for key, value in {**result.texts, **result.metrics}.items()}
+            entries[name] = result.reward
+        if part["gate"]:
+            entries[f"{name}/open"] = float(result is not None)
+    reported = next((r.metrics["acc"] for r in results.values() if "acc" in r.metrics), None)
+    return entries if reported is None else {**entries, "acc": reported}

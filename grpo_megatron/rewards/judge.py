@@ -11,6 +11,7 @@ latest `cache_size` verdicts. The key comes from the environment variable that `
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import json
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_megatron.rewards.reward import preloads, rewards
+from grpo_megatron.processes.endpoint import EndpointError, EndpointTimeout, post_json
+from grpo_megatron.rewards.reward import rewards
 
 PATTERN = r"(?im)^[ \t*#>`_-]*(?:score|verdict|rating)[ \t*:=`_]*(-?[0-9]+(?:\.[0-9]+)?)"
 OPTIONS = {"temperature": 0, "max_tokens": 512}
@@ -74,19 +76,8 @@ async def judge_reward(
     return {"score": score, "verdict": verdict, "attempts": attempts, "cached": float(not attempts)}
 
 
-def _import_client() -> None:
-    import grpo_megatron.processes.endpoint  # noqa: F401
-
-
-preloads["judge"] = _import_client  # http and ssl: as slow as the start of a worker
-
-
 async def _ask(url: str, body: bytes, key: str | None, retries: int, timeout_s: float) -> tuple[bytes, int]:
     """(reply, number of attempts)."""
-    import asyncio
-
-    from grpo_megatron.processes.endpoint import EndpointError, EndpointTimeout, post_json
-
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         response = await asyncio.to_thread(post_json, url, body, headers, retries, timeout_s)

@@ -13,17 +13,18 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import math
 import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, reduce
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Literal
 
-from grpo_megatron.processes.host import GuestAnswer, Limits
-from grpo_megatron.processes.pool import STARTUP_TIMEOUT_S, ProcessPool
-from grpo_megatron.processes.process import printable
-from grpo_megatron.rewards.composite import COMPOSITE, Components, functions_of
+import msgspec
+
+from grpo_megatron.processes.pool import STARTUP_TIMEOUT_S, Limits, ProcessAnswer, ProcessPool, printable
+from grpo_megatron.rewards.calling import COMPOSITE, Components, functions_of
 from grpo_megatron.rewards.reward import (
     ITEM_FIELDS,
     ItemFields,
@@ -32,7 +33,6 @@ from grpo_megatron.rewards.reward import (
     RewardItem,
     RewardResult,
     RewardSignature,
-    as_item,
     check_json,
     read_signature,
     rewards,
@@ -53,16 +53,16 @@ class PendingCall:
     """One call of the reward `name` for some items; of none: the import of the reward."""
 
     name: str
-    numbers: list[int] = field(default_factory=list)
+    numbers: list[int]
 
 
+@dataclass
 class Worker:
-    """One process: `key` names it. `calls` are not answered yet, oldest first."""
+    """One process: `key` names it. `calls` are not answered yet, oldest first. `loaded`: the rewards that it has imported."""
 
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.calls: deque[PendingCall] = deque()
-        self.loaded: set[str] = set()  # names of rewards whose import has been asked for
+    key: str
+    calls: deque[PendingCall] = field(default_factory=deque)
+    loaded: set[str] = field(default_factory=set)
 
     @property
     def num_calls(self) -> int:
@@ -92,15 +92,13 @@ class RewardPool:
         self._workers = [Worker(next(self._keys)) for _ in range(num_workers)]
         self._tested: set[str] = set()
         self._named: set[tuple[str, str]] = set()  # (reward, entry) that was reported to be no metric
-        self._closed = False
         check_json([self.kwargs, self._composite])
         hosts = -(-num_workers // WORKERS_PER_HOST)
-        program = "grpo_megatron.rewards.worker:open_graders"
+        program = "grpo_megatron.rewards.calling:open_graders"
         self._processes = ProcessPool("reward", program, {}, Limits(MAX_REPLY), self._accept, hosts)
-        # the batch in progress
         self._seconds: dict[str, float] = {}  # reward -> per sample, in its last call
-        self._plan = CallPlan({}, {})
-        self._queue = ItemQueue(self._plan)
+        # the batch in progress
+        self._queue = CallQueue({}, {}, {})
         self._items: list[RewardItem] = []
         self._results: list[RewardResult | None] = []
         self._unloadable: dict[str, str] = {}
@@ -113,7 +111,6 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill the processes. Idempotent."""
-        self._closed = True
         self._processes.close()
 
     def grade(self, items: Sequence[Item], *, quiet: bool = False) -> list[RewardResult]:
@@ -137,11 +134,11 @@ class RewardPool:
 
     def submit(self, item: Item) -> None:
         """Add an item to the batch. Returns at once: the workers grade while the caller does other work."""
-        item = as_item(item)
+        item = item if isinstance(item, RewardItem) else RewardItem(*item)
         self._queue.add(len(self._items), item.name)
         self._items.append(item)
         self._results.append(None)
-        if not self._plan.shares_calls(item.name):
+        if not self._queue.reward(item.name).shares_calls:
             self._hand_out()
 
     def serve(self) -> None:
@@ -157,8 +154,11 @@ class RewardPool:
         """Wait for the results of the batch, in the order of `submit`. Raises as `grade` does."""
         results = self._wait()
         self.counts.update(result.status for result in results)
-        if not quiet:
-            _report_failures(results)
+        failed = [result for result in results if result.status in ("error", "timeout")]
+        if failed and not quiet:
+            timeouts = sum(result.status == "timeout" for result in failed)
+            message = "%d of %d samples could not be graded (%d timeouts); the first: %s"
+            logger.warning(message, len(failed), len(results), timeouts, failed[0].message)
         return results
 
     def self_test(self, names: Sequence[str] = ("gsm8k",)) -> None:
@@ -179,18 +179,16 @@ class RewardPool:
                     )
         self._tested.update(names)
 
-    def _begin(self, kwargs: dict[str, Any]) -> None:
-        if self._closed:
-            raise RuntimeError("the reward pool is closed")
-        self._plan = CallPlan(kwargs, self._composite, self._seconds)
+    def _begin(self, kwargs: Kwargs) -> None:
         self._drop_batch()
+        self._queue = CallQueue(kwargs, self._composite, self._seconds)
         self._processes.show_again()
-        self._processes.serve(block=False)  # notices what has ended between two batches
+        self._processes.serve(block=False)  # notices what has ended between two batches; raises in a closed pool
 
     def _drop_batch(self) -> None:
         for worker in [worker for worker in self._workers if worker.calls]:  # interrupted: nothing waits for these
             self._replace(worker)
-        self._queue = ItemQueue(self._plan)
+        self._queue.clear()
         self._items, self._results, self._unloadable = [], [], {}
 
     def _is_complete(self) -> bool:
@@ -221,41 +219,39 @@ class RewardPool:
 
     def _call(self, worker: Worker, name: str, numbers: list[int]) -> None:
         if name in self._unloadable:
-            for number in numbers:
-                self._fail(number, "error", self._unloadable[name])
+            self._fail(numbers, "error", self._unloadable[name])
             return
-        call = {"name": name, "kwargs": self._plan.kwargs(name)}
+        reward = self._queue.reward(name)
+        request = {"name": name, "kwargs": reward.kwargs, "samples": [], "timeout_s": self.timeout_s}
         if name not in worker.loaded:  # a request of its own: imports have more time than samples
             worker.loaded.add(name)
-            worker.calls.append(PendingCall(name))
-            self._processes.submit(worker.key, {"load": call}, STARTUP_TIMEOUT_S)
+            worker.calls.append(PendingCall(name, []))
+            self._processes.submit(worker.key, request, STARTUP_TIMEOUT_S)
         worker.calls.append(PendingCall(name, numbers))
-        samples = [self._plan.sample(self._items[number]) for number in numbers]
-        request = {**call, "samples": samples, "timeout_s": self.timeout_s}
-        seconds = self.timeout_s * (1 if self._plan.is_quick(name) else len(numbers))
-        self._processes.submit(worker.key, request, seconds)
+        samples = [reward.sample(self._items[number]) for number in numbers]
+        seconds = self.timeout_s * (1 if reward.is_quick else len(numbers))
+        self._processes.submit(worker.key, {**request, "samples": samples}, seconds)
 
-    def _accept(self, key: str, answer: GuestAnswer) -> None:
+    def _accept(self, key: str, answer: ProcessAnswer) -> None:
         """An answer of a process has arrived: that of the oldest call of the worker `key`."""
         worker = next((worker for worker in self._workers if worker.key == key), None)
         if worker is None:
             return  # it has been replaced, and answers its later calls
         call = worker.calls.popleft()
-        if answer["status"] != "ok":
-            self._lose(worker, call, answer)
-        elif call.numbers:
-            replies = answer["value"]
-            if not (isinstance(replies, list) and len(replies) == len(call.numbers) and all(map(_is_reply, replies))):
-                self._lose(
-                    worker, call, {**answer, "status": "died", "message": "has sent a wrong answer", "output": ""}
-                )
+        if answer["status"] == "ok":
+            try:  # the user's code runs in the process that sent it, and may change anything
+                results = msgspec.convert(answer["value"], list[RewardResult])
+                for number, result in zip(call.numbers, results, strict=True):
+                    self._results[number] = self._presented(call.name, result)
+            except (ValueError, KeyError):
+                answer = {**answer, "status": "died", "message": "has sent a wrong answer", "output": ""}
+            else:
+                if results:
+                    self._seconds[call.name] = sum(result.seconds for result in results) / len(results)
                 return
-            self._seconds[call.name] = sum(reply["seconds"] for reply in replies) / len(replies)
-            for number, reply in zip(call.numbers, replies, strict=True):
-                self._results[number] = result = result_of(reply, call.name)
-                self._name_texts(call.name, result.texts)
+        self._lose(worker, call, answer)
 
-    def _lose(self, worker: Worker, call: PendingCall, answer: GuestAnswer) -> None:
+    def _lose(self, worker: Worker, call: PendingCall, answer: ProcessAnswer) -> None:
         """A process has failed in a call: fail its items, or grade them one by one, and return the others to the queue."""
         status: Literal["error", "timeout"] = "timeout" if answer["status"] == "timeout" else "error"
         message = f"the reward's process {answer['message']}"
@@ -263,176 +259,81 @@ class RewardPool:
             seconds = self.timeout_s if call.numbers else STARTUP_TIMEOUT_S
             message = f"no result after {seconds:g} s{' (reward.timeout_s)' if call.numbers else ''}; killed"
         message += answer["output"]
-        others = list(worker.calls)
+        for other in reversed(worker.calls):
+            self._queue.put_back(other.name, other.numbers, one_by_one=len(other.numbers) == 1)
         self._replace(worker)
-        for other in reversed(others):
-            if other.numbers:
-                self._queue.put_back(other.numbers)
         if not call.numbers:  # it died while importing: do not import again in this batch
             self._unloadable[call.name] = f"its module could not be imported; {message}"
-        elif len(call.numbers) > 1 and not self._plan.compares(call.name):
-            self._queue.put_back(call.numbers, one_by_one=True)
+        elif len(call.numbers) > 1 and not self._queue.reward(call.name).compares:
+            self._queue.put_back(call.name, call.numbers, one_by_one=True)
         else:
-            for number in call.numbers:
-                self._fail(number, status, message)
+            self._fail(call.numbers, status, message)
 
     def _replace(self, worker: Worker) -> None:
         """Kill the process of a worker. The worker's next call starts another one."""
-        self._processes.end([worker.key])
+        self._processes.end(worker.key)
         worker.key = next(self._keys)
         worker.calls.clear()
         worker.loaded.clear()
 
-    def _fail(self, number: int, status: Literal["error", "timeout"], message: str) -> None:
-        self._results[number] = result_of({"error": message, "status": status}, self._items[number].name)
+    def _fail(self, numbers: Sequence[int], status: Literal["error", "timeout"], message: str) -> None:
+        for number in numbers:
+            result = RewardResult(math.nan, status=status, message=message)
+            self._results[number] = self._presented(self._items[number].name, result)
 
-    def _name_texts(self, name: str, texts: Mapping[str, str]) -> None:
-        """Warn of the entries of a result that are no metrics, once for each."""
-        for key in [key for key in texts if (name, key) not in self._named]:
+    def _presented(self, name: str, result: RewardResult) -> RewardResult:
+        """A result whose texts can be shown. Warns of the entries that are no metrics, once for each."""
+        for key in [key for key in result.texts if (name, key) not in self._named]:
             self._named.add((name, key))
-            logger.warning(
-                "reward %r: its entry %r is no finite number, so it is no metric; it is written beside the logged samples",
-                name,
-                key,
-            )
-
-
-# -- results -----------------------------------------------------------------------------------------------------------
-
-
-def result_of(reply: Mapping[str, Any], name: str) -> RewardResult:
-    """The result in a reply of a worker (worker.py), of the reward `name`."""
-    seconds = reply.get("seconds", 0.0)
-    if "error" in reply:
-        status = "timeout" if reply.get("status") == "timeout" else "error"
-        message = printable(f"reward {name!r}: {reply['error']}")
-        return RewardResult(float("nan"), {}, status, message, seconds=seconds)  # type: ignore[arg-type]
-    if "none" in reply:
-        return RewardResult(float("nan"), status="none", seconds=seconds)
-    texts = {key: printable(text) for key, text in reply["texts"].items()}
-    steps = tuple((end, value) for end, value in reply["steps"])
-    return RewardResult(reply["reward"], reply["metrics"], steps=steps, texts=texts, seconds=seconds)
-
-
-def _is_reply(reply: Any) -> bool:
-    """Checked here because the user's code runs in the process that sent it, and may change anything."""
-    if not isinstance(reply, dict) or not isinstance(reply.get("seconds"), float):
-        return False
-    if "error" in reply:
-        return isinstance(reply["error"], str)
-    if "none" in reply:
-        return True
-    steps, texts = reply.get("steps"), reply.get("texts")
-    return (
-        isinstance(reply.get("reward"), float)
-        and isinstance(reply.get("metrics"), dict)
-        and isinstance(texts, dict)
-        and all(isinstance(text, str) for text in texts.values())
-        and isinstance(steps, list)
-        and all(isinstance(step, list) and list(map(type, step)) == [int, float] for step in steps)
-    )
-
-
-def _report_failures(results: Sequence[RewardResult]) -> None:
-    """Warn how many items of a batch could not be graded, and why the first one."""
-    failed = [result for result in results if result.status in ("error", "timeout")]
-    if failed:
-        logger.warning(
-            "%d of %d samples could not be graded (%d timeouts); the first: %s",
-            len(failed),
-            len(results),
-            sum(result.status == "timeout" for result in failed),
-            failed[0].message,
-        )
+            message = "reward %r: its entry %r is no finite number, so it is no metric; it is written beside the logged samples"
+            logger.warning(message, name, key)
+        if not (result.message or result.texts):
+            return result
+        message = printable(f"reward {name!r}: {result.message}") if result.message else ""
+        return replace(result, message=message, texts={key: printable(text) for key, text in result.texts.items()})
 
 
 # -- which items share a call, and what of them a worker gets ----------------------------------------------------------
-
-
-class CallPlan:
-    """For the rewards of one batch: `kwargs` go to every function, `composite` to the sum of components."""
-
-    def __init__(self, kwargs: Kwargs, composite: Kwargs, seconds: Mapping[str, float] | None = None) -> None:
-        self._kwargs, self._composite = kwargs, composite
-        self._quick = {name for name, value in (seconds or {}).items() if value < QUICK_S and ":" not in name}
-        self._rewards: dict[str, PlannedReward] = {}
-
-    def kwargs(self, name: str) -> Kwargs:
-        """The keyword arguments of a reward."""
-        return self._composite if name == COMPOSITE else self._kwargs
-
-    def shares_calls(self, name: str) -> bool:
-        """Whether a call may have several items."""
-        return self._of(name).size > 1 or self.compares(name)
-
-    def is_quick(self, name: str) -> bool:
-        """Whether one message may have several items that are graded one after the other."""
-        return name in self._quick and name != COMPOSITE
-
-    def compares(self, name: str) -> bool:
-        """Whether one call has all items."""
-        return self._of(name).facts.compares
-
-    def call_size(self, name: str, num_items: int, num_free: int) -> int:
-        """How many of `num_items` items the next of `num_free` free workers gets in one call."""
-        if self.compares(name):
-            return num_items
-        return min(self._of(name).size, -(-num_items // max(1, num_free)))
-
-    def sample(self, item: RewardItem) -> ItemFields:
-        """What the worker gets of an item: completion, answer, and what the function reads."""
-        reads = self._of(item.name).reads
-        sample: ItemFields = {"completion": item.completion, "answer": item.answer}
-        sample |= {name: getattr(item, name) for name in sorted(reads.fields)}
-        columns = item.columns
-        if reads.columns is not None:
-            columns = {name: columns[name] for name in sorted(reads.columns) if name in columns}
-        if columns:
-            sample["columns"] = dict(columns)
-        return sample
-
-    def _of(self, name: str) -> PlannedReward:
-        if name not in self._rewards:
-            self._rewards[name] = PlannedReward(name, self.kwargs(name))
-        return self._rewards[name]
 
 
 class PlannedReward:
     """One reward, as its signature tells. This process imports no module for it, since an import may do anything.
 
     `check_reward` has imported it where a run was validated. Otherwise the function is called for one item at a time, with
-    all that is known of it.
+    all that is known of it. `seconds`: per sample, as far as known.
     """
 
-    def __init__(self, name: str, kwargs: Kwargs) -> None:
-        self.name, self.kwargs = name, kwargs
-        self.facts = rewards.facts(name) if _is_imported(name) else rewards.defaults
+    def __init__(self, name: str, kwargs: Kwargs, seconds: float = math.inf) -> None:
+        signature = _signature(name)
+        facts = rewards.facts(name) if signature else rewards.defaults
+        self.kwargs = kwargs
+        self.compares = facts.compares
+        self.is_quick = seconds < QUICK_S and ":" not in name and name != COMPOSITE  # a message may have several items
+        is_shared = signature and (signature.takes_lists or inspect.iscoroutinefunction(rewards.get(name)))
+        self.size = facts.batch_size if is_shared else 1  # the most items of one call
+        self.shares_calls = self.size > 1 or self.compares
+        if name == COMPOSITE:
+            self._reads = reduce(
+                Reads.joined, (_reads(p["function"], p["kwargs"]) for p in kwargs["components"]), Reads()
+            )
+        else:
+            self._reads = _reads(name, kwargs)
 
-    @cached_property
-    def size(self) -> int:
-        """The most items of one call."""
-        signature = _signature(self.name)
-        if signature is None:
-            return 1
-        is_shared = signature.takes_lists or inspect.iscoroutinefunction(rewards.get(self.name))
-        return self.facts.batch_size if is_shared else 1
-
-    @cached_property
-    def reads(self) -> Reads:
-        """What the function, or those of the components, read."""
-        if self.name != COMPOSITE:
-            return _reads(self.name, self.kwargs)
-        parts: list[Mapping[str, Any]] = self.kwargs["components"]
-        return reduce(Reads.joined, (_reads(part["function"], part["kwargs"]) for part in parts), Reads())
-
-
-def _is_imported(name: str) -> bool:
-    return ":" not in name or name.partition(":")[0] in sys.modules
+    def sample(self, item: RewardItem) -> ItemFields:
+        """What the worker gets of an item: completion, answer, and what the function reads."""
+        sample: ItemFields = {"completion": item.completion, "answer": item.answer}
+        sample |= {name: getattr(item, name) for name in sorted(self._reads.fields)}
+        wanted = item.columns if self._reads.columns is None else sorted(self._reads.columns)
+        if columns := {name: item.columns[name] for name in wanted if name in item.columns}:
+            sample["columns"] = columns
+        return sample
 
 
 def _signature(name: str) -> RewardSignature | None:
+    if ":" in name and name.partition(":")[0] not in sys.modules:
+        return None
     try:
-        return read_signature(rewards.get(name), batch=rewards.facts(name).batch) if _is_imported(name) else None
+        return read_signature(rewards.get(name), batch=rewards.facts(name).batch)
     except ValueError:  # its worker says why it cannot be called
         return None
 
@@ -447,63 +348,60 @@ def _reads(name: str, kwargs: Kwargs) -> Reads:
     return Reads(fields, reads.columns if facts.takes_columns else reads.columns or frozenset())
 
 
-class ItemQueue:
-    """Items are numbers. False when it is empty."""
+class CallQueue:
+    """The items of a batch that no worker has yet; items are numbers. False when it is empty.
 
-    def __init__(self, plan: CallPlan) -> None:
-        self._plan = plan
-        self._waiting: deque[int] = deque()
-        self._names: dict[int, str] = {}  # item -> its reward
-        self._alone: set[int] = set()  # graded one by one, after a call of several that was not finished
+    `kwargs` go to every function, `composite` to the sum of components. `seconds`: of each reward, per sample.
+    """
+
+    def __init__(self, kwargs: Kwargs, composite: Kwargs, seconds: Mapping[str, float]) -> None:
+        self._kwargs, self._composite, self._seconds = kwargs, composite, seconds
+        self._rewards: dict[str, PlannedReward] = {}
+        self._waiting: dict[str, deque[int]] = {}  # reward -> its items
+        self._alone: deque[int] = deque()  # graded one by one, after a call of several that was not finished
 
     def __bool__(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._alone) or any(self._waiting.values())
+
+    def clear(self) -> None:
+        """Drop all items."""
+        self._waiting.clear()
+        self._alone.clear()
+
+    def reward(self, name: str) -> PlannedReward:
+        """The reward called `name`, planned once per batch."""
+        if name not in self._rewards:
+            kwargs = self._composite if name == COMPOSITE else self._kwargs
+            self._rewards[name] = PlannedReward(name, kwargs, self._seconds.get(name, math.inf))
+        return self._rewards[name]
 
     def add(self, number: int, name: str) -> None:
-        """Behind all others."""
-        self._waiting.append(number)
-        self._names[number] = name
+        """Behind all others of its reward."""
+        self._waiting.setdefault(name, deque()).append(number)
 
-    def put_back(self, numbers: Sequence[int], *, one_by_one: bool = False) -> None:
+    def put_back(self, name: str, numbers: Sequence[int], *, one_by_one: bool = False) -> None:
         """In front of all others, in this order. `one_by_one`: each in a call of its own."""
-        self._waiting.extendleft(reversed(numbers))
-        if one_by_one:
-            self._alone.update(numbers)
+        queue = self._alone if one_by_one else self._waiting.setdefault(name, deque())
+        queue.extendleft(reversed(numbers))
 
     def take(self, num_free: int, *, all_are_there: bool) -> list[int]:
-        """The items of the next call; none where nothing is to be called now.
+        """The items of the next call, oldest first; none where nothing is to be called now.
 
         `num_free`: workers without a call, of which the next one gets this. With none of them, the call is to wait in a
-        worker's pipe: only one of a single item does. `all_are_there`: no more items will be added.
+        worker's pipe: only one of a single item, or of a quick reward, does. `all_are_there`: no more items will be added.
         """
-        for place, number in enumerate(self._waiting):
-            name = self._names[number]
-            if number in self._alone or not self._plan.shares_calls(name):
-                return self._take_quick(name) if not place and self._plan.is_quick(name) else self._take_one(place)
-            if num_free and (all_are_there or not self._plan.compares(name)):
-                return self._take_several(name, num_free)
+        if self._alone:
+            return [self._alone.popleft()]
+        for name, queue in sorted(self._waiting.items(), key=lambda entry: entry[1][0] if entry[1] else -1):
+            reward = self.reward(name)
+            size = QUICK_SIZE if reward.is_quick else 1
+            if reward.compares:
+                size = len(queue) if num_free and all_are_there else 0
+            elif reward.shares_calls:
+                size = min(reward.size, -(-len(queue) // num_free)) if num_free else 0
+            if queue and size:
+                return [queue.popleft() for _ in range(min(size, len(queue)))]
         return []
-
-    def _take_one(self, place: int) -> list[int]:
-        number = self._waiting[place]
-        del self._waiting[place]
-        return [number]
-
-    def _take_quick(self, name: str) -> list[int]:
-        """The first items, as far as they have this reward."""
-        taken = self._take_one(0)
-        while self._waiting and len(taken) < QUICK_SIZE and self._alone.isdisjoint([taken[0], self._waiting[0]]):
-            if self._names[self._waiting[0]] != name:
-                break
-            taken += self._take_one(0)
-        return taken
-
-    def _take_several(self, name: str, num_free: int) -> list[int]:
-        same = [number for number in self._waiting if self._names[number] == name and number not in self._alone]
-        taken = same[: self._plan.call_size(name, len(same), num_free)]
-        gone = set(taken)
-        self._waiting = deque(number for number in self._waiting if number not in gone)
-        return taken
 
 
 # -- completions whose reward is known ---------------------------------------------------------------------------------

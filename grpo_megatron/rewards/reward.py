@@ -6,8 +6,8 @@ metrics ({"score": 1.0, "acc": 1.0, "format": 0.0}). Entries that are not number
 A reward has no unit; larger is better. Its absolute value is at most MAX_REWARD: sums of squares stay far from overflow, in
 float32 too.
 
-Where the prompt's template has opened the thought, `completion` begins with that `<think>` (answers.py), so that a reward
-reads the whole turn.
+Where the prompt's template has opened the thought, `completion` begins with that `<think>` (`opened_thought`), so that a
+reward reads the whole turn.
 
 A batched reward, declared with `batch=True`, gets lists and returns a list. Its batches are made of the samples that are
 ready, so a sample's reward must not depend on the others of its batch; `compares=True` is for one whose rewards do.
@@ -23,6 +23,7 @@ import functools
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -36,7 +37,7 @@ class RewardItem(NamedTuple):
     """`name` is the reward function's. Only what the function reads travels to its worker."""
 
     name: str
-    completion: str  # with the `<think>` that the prompt has opened, if it has (answers.py)
+    completion: str  # with the `<think>` that the prompt has opened, if it has
     answer: str  # the reference answer, as the task reads it from the row
     prompt: str = ""  # as the model reads it
     messages: Sequence[Mapping[str, Any]] | None = None  # the chat that was rendered; None: a plain text prompt
@@ -50,10 +51,15 @@ class RewardItem(NamedTuple):
 ITEM_FIELDS = RewardItem._fields[1:]  # all but the name
 ItemFields = dict[str, Any]  # the part of an item that a worker gets: field -> value
 
+PROMPT_END = 64  # characters of a prompt that are searched
+# an open <think>, or an empty thought: Qwen3's template with enable_thinking=false
+_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 
-def as_item(item: RewardItem | tuple[Any, ...]) -> RewardItem:
-    """`item`, which may be a shorter tuple: (name, completion, answer[, prompt ...])."""
-    return item if isinstance(item, RewardItem) else RewardItem(*item)
+
+def opened_thought(prompt: str) -> str:
+    """The end of the prompt, from the `<think>` on with which it opens the response; "" where it opens none."""
+    match = _OPENED.search(prompt, max(0, len(prompt) - PROMPT_END))
+    return match[0] if match else ""
 
 
 # -- how a reward function is called: it gets what it names ------------------------------------------------------------
@@ -243,6 +249,7 @@ class RewardFacts:
     batch_size: int = 16  # the most samples of a batch; and of an async function, those in work at a time
     compares: bool = False  # of a batched one: its one batch is all that an engine has drawn, by prompt and sample
     reads_item: bool = False  # has a keyword argument `item`: all that is known of the sample
+    preload: Callable[[], None] | None = None  # slow imports, run before the first sample is timed
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -252,8 +259,6 @@ class RewardFacts:
 
 
 rewards: FactRegistry[RewardFunction, RewardFacts] = FactRegistry("reward", RewardFacts())
-
-preloads: dict[str, Callable[[], None]] = {}  # name of a reward -> slow imports, run before its first item is timed
 
 MAX_METRICS = 64  # a metric is one curve per name: a reward with more metrics has names that depend on the data
 MAX_STEPS = 10_000

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_megatron.config import DataConfig, RewardConfig, RolloutConfig
-from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.items import rewards_of
+from grpo_megatron.data.sampler import rewards_of
+from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh

@@ -15,13 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_megatron.data.prompts import reward_item
-from grpo_megatron.data.scored import tokens_at
+from grpo_megatron.data.prompts import reward_item, tokens_at
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.processes.pool import KeptProblem
-from grpo_megatron.rewards.answers import opened_thought
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rewards.reward import RewardResult, rewards
+from grpo_megatron.rewards.reward import RewardResult, opened_thought, rewards
 from grpo_megatron.types import BY_MODEL, Sample, Turn
 
 WORTH_OVERLAP_S = 0.05
@@ -105,7 +103,7 @@ class Grading:
     def _step_tokens(self, sample: Sample, steps: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
         """(end of the step in the text, reward) -> (index of the token that completes it, reward).
 
-        See `data.steps.tokens_at`. Steps that end within one token become one step, with their mean reward.
+        See `tokens_at`. Steps that end within one token become one step, with their mean reward.
         """
         rewards: dict[int, list[float]] = {}
         ends = tokens_at([end for end, _ in steps], sample.response_ids, self._text)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.options import Argument, Option, Options
-from grpo_megatron.data.tasks import get_task, task_names
+from grpo_megatron.data.task import get_task, task_names
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.architecture import Architecture

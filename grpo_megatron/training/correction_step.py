@@ -1,11 +1,11 @@
 """The correction step: changes to the batch that need the policy's own log-probabilities.
 
-- The rollout correction (algo/correction.py): weights on the policy loss, or rejected tokens. Weights change no token
+- The rollout correction (algo/divergence.py): weights on the policy loss, or rejected tokens. Weights change no token
   count. A rejected token is in no count, so the token weights are computed again over all ranks.
 - A KL penalty in the reward. It changes the advantages of the whole group, on all ranks that have its samples.
 
 Where one optimizer step follows each rollout, and there is neither rejection nor penalty, the log-probabilities are those of
-the update's own forward pass (`needs.folds_old_logprobs`). Weights are then computed within the loss, and `apply` does
+the update's own forward pass (`folds_old_logprobs`). Weights are then computed within the loss, and `apply` does
 nothing. `complete` measures what `apply` would have measured.
 
 Rejected tokens and penalties result in a new plan, in which every row stays on its rank. Without them, nothing is sent and
@@ -21,10 +21,25 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_megatron.algo.correction import MetricRecords, correction_weights, importance_weights, rejection_mask
-from grpo_megatron.algo.kl import KlController, kl_penalties, reward_penalty, sequence_kl
-from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
-from grpo_megatron.algo.needs import folds_old_logprobs, has_kl_in_reward, has_kl_loss, is_corrected
+from grpo_megatron.algo.divergence import (
+    KlController,
+    MetricRecords,
+    correction_weights,
+    importance_weights,
+    kl_penalties,
+    rejection_mask,
+    reward_penalty,
+    sequence_kl,
+)
+from grpo_megatron.algo.losses import (
+    LossInputs,
+    folds_old_logprobs,
+    has_kl_in_reward,
+    has_kl_loss,
+    is_corrected,
+    policy_losses,
+    total_loss,
+)
 from grpo_megatron.algo.plan import revise_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
 from grpo_megatron.models.forward import LossFunction, MetricSums

@@ -227,10 +227,11 @@ def recompute(dump: Dump) -> list[Comparison]:
     try:
         values, norm = _compute(
             dump,
-            Policy(
-                dump.config.model.model_copy(update={"path": dump.folder / WEIGHTS}),
-                _without_layout(dump.config.actor),
+            Policy.load(
+                dump.folder / WEIGHTS,
+                dump.config.model.dtype,
                 read_architecture(dump.folder / WEIGHTS, dump.config.model.family),
+                _without_layout(dump.config.actor),
                 mesh,
                 device,
                 temperature=dump.config.rollout.temperature,

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_megatron.algo.kl import kl_penalties
+from grpo_megatron.algo.divergence import kl_penalties
 from grpo_megatron.algo.losses import LossInputs, MetricSum, policy_losses, total_loss
-from grpo_megatron.algo.token_weights import token_weights
+from grpo_megatron.algo.plan import token_weights
 from grpo_megatron.config import ActorConfig
 
 RATIOS = [[1, 1.5, 0.5, 1.25], [1, 1.5, 0.5, 4]]  # the published vector, with advantages SIGNS and old logprobs -1
@@ -45,7 +45,7 @@ def make_inputs(
 
     keep = torch.ones_like(current, dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
     lengths = keep.sum(-1).tolist()
-    weights = token_weights(mode, lengths, [True] * len(lengths), norm_length)
+    weights = token_weights(mode, lengths, norm_length)
     return LossInputs(
         logprobs=current,
         entropy=(0.5 * current.masked_fill(~keep, 0.0).square()).masked_fill(~keep, math.nan),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_megatron.algo.correction import MetricRecords, correction_weights, importance_weights, rejection_mask
+from grpo_megatron.algo.divergence import MetricRecords, correction_weights, importance_weights, rejection_mask
 from grpo_megatron.config import RolloutCorrection
 from grpo_megatron.observability.metrics import Metrics
 from tests.algo.inputs import actor, make_inputs, run

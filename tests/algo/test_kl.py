@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_megatron.algo.kl import KlController, kl_penalties, reward_penalty, sequence_kl
+from grpo_megatron.algo.divergence import KlController, kl_penalties, reward_penalty, sequence_kl
 from grpo_megatron.config import KlCtrl
 from tests.algo.inputs import central_difference
 

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.correction import correction_weights, rejection_mask
-from grpo_megatron.algo.kl import kl_penalties, reward_penalty, sequence_kl
+from grpo_megatron.algo.divergence import correction_weights, kl_penalties, rejection_mask, reward_penalty, sequence_kl
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.plan import make_plan, revise_plan
-from grpo_megatron.algo.token_weights import token_weightings, with_overlong_penalty
+from grpo_megatron.algo.plan import make_plan, revise_plan, token_weightings, with_overlong_penalty
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer, RolloutCorrection
 from grpo_megatron.types import GroupTable
 from tests.algo.inputs import actor, make_inputs, run, value

@@ -17,17 +17,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.algo.kl import kl_penalties
-from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
-from grpo_megatron.algo.needs import (
+from grpo_megatron.algo.divergence import kl_penalties
+from grpo_megatron.algo.losses import (
+    LossInputs,
     folds_old_logprobs,
     is_corrected,
     needs_old_logprobs,
     needs_reference,
+    policy_losses,
     reasons_for_old_pass,
+    total_loss,
 )
-from grpo_megatron.algo.plan import make_plan, revise_plan, supervised_plan
-from grpo_megatron.algo.token_weights import dupo_copies, with_overlong_penalty
+from grpo_megatron.algo.plan import dupo_copies, make_plan, revise_plan, scoring_plan, with_overlong_penalty
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer
 from grpo_megatron.types import GroupTable, Plan
 
@@ -162,15 +163,9 @@ def test_a_users_estimator_is_checked() -> None:
         run(not_finite)
 
 
-def test_supervised_plan() -> None:
-    plan = supervised_plan([(2, 3), (2, 0), (4, 5)], ActorConfig(ppo_max_token_len_per_gpu=8), 2)
-    assert plan.mini_batches == [[[[2]]], [[[0]]]]
-    assert plan.advantages == [1.0, 1.0, 1.0]
-    assert plan.token_weights == [1 / 8, 0, 1 / 8]
-    assert plan.metrics["global_seqlen/balanced_max"] == 9
-    masked = supervised_plan([(2, 3), (2, 0), (4, 5)], ActorConfig(ppo_max_token_len_per_gpu=8), 2, [3, 0, 1])
-    assert masked.token_weights == [1 / 4, 0, 1 / 4]  # 4 of the 8 response tokens are in the loss
-    assert masked.mini_batches == plan.mini_batches
+def test_scoring_plan() -> None:
+    plan = scoring_plan([5, 0, 9], ActorConfig(ppo_max_token_len_per_gpu=8), 2)
+    assert plan.mini_batches == [[[[2]]], [[[0]]]] and plan.token_weights == [0.0] * 3
 
 
 samples = st.tuples(st.sampled_from([0.0, 1.0, NAN]), st.integers(1, 10), st.integers(0, 40))

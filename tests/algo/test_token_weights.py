@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.algo.token_weights import dupo_copies, overlong_penalty, token_weightings, token_weights
+from grpo_megatron.algo.plan import dupo_copies, overlong_penalty, token_weightings, token_weights
 from tests.algo.tables import make_table, run
 
 MODES = ["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean", "token-sum"]
 
 
-def aggregate(mode: str, rows: list[list[float]], in_loss: list[bool] | None = None, norm_length: float = 4) -> float:
-    weights = token_weights(mode, [len(row) for row in rows], in_loss or [True] * len(rows), norm_length)
+def aggregate(mode: str, rows: list[list[float]], norm_length: float = 4) -> float:
+    weights = token_weights(mode, [len(row) for row in rows], norm_length)
     return math.fsum(weight * value for weight, row in zip(weights, rows, strict=True) for value in row)
 
 
@@ -39,43 +39,32 @@ def test_the_modes_are_the_documented_ones() -> None:
 def test_published_vectors(mode: str, both: float, first_only: float) -> None:
     rows: list[list[float]] = [[1, 2], [3, 4, 5, 6]]
     assert aggregate(mode, rows) == pytest.approx(both, abs=1e-12)
-    # A row that is left out and an empty row count nowhere.
-    assert aggregate(mode, rows, [True, False]) == pytest.approx(first_only, abs=1e-12)
-    assert aggregate(mode, [[], *rows, []]) == pytest.approx(both, abs=1e-12)
+    assert aggregate(mode, rows[:1]) == pytest.approx(first_only, abs=1e-12)
+    assert aggregate(mode, [[], *rows, []]) == pytest.approx(both, abs=1e-12)  # an empty row counts nowhere
+    assert token_weights(mode, [0, 0], 4) == [0.0, 0.0] and token_weights(mode, [], 4) == []
 
 
 def test_vectors_of_other_codebases() -> None:
     # Rows on ranks {0, 1} and {2}: 22 / 6, not the mean of rank means; means 2, 3, 8 -> 13/3.
     assert aggregate("token-mean", [[1, 2], [3, 4, 5], [7]]) == pytest.approx(22 / 6)
     assert aggregate("seq-mean-token-mean", [[1, 3], [2, 4], [8]]) == pytest.approx(13 / 3)
-    assert aggregate("token-mean", [[1, 3], [5, 7]], [True, False]) == pytest.approx(2)
     # Micro-batches {1, 2} and {3,4,5},{6,7}: 28 / 7 = 4, where the mean of micro-batch means (1.5 and 5) is 3.25.
     assert aggregate("token-mean", [[1, 2], [3, 4, 5], [6, 7]]) == pytest.approx(4)
     # A plain sum: no factor for the data-parallel size (verl's local 52 on 4 ranks averages to this 13).
     assert aggregate("token-sum", [[1, 2], [4, 6]]) == pytest.approx(13)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_in_the_loss(mode: str) -> None:
-    assert token_weights(mode, [3, 0], [False, True], 4) == [0.0, 0.0]
-    assert token_weights(mode, [], [], 4) == []
-
-
 def test_unknown_mode_names_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"unknown loss aggregation mode 'token_mean'; did you mean 'token-mean'\?"):
-        token_weights("token_mean", [1], [True], 1)
-
-
-rows_of_step = st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=20)
+        token_weights("token_mean", [1], 1)
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
-@given(rows=rows_of_step, norm=st.integers(1, 100))
-def test_sums_of_weights(rows: list[tuple[int, bool]], norm: int) -> None:
-    lengths, in_loss = [n for n, _ in rows], [kept for _, kept in rows]
-    counted = [n for n, kept in rows if kept and n > 0]
+@given(lengths=st.lists(st.integers(0, 50), max_size=20), norm=st.integers(1, 100))
+def test_sums_of_weights(lengths: list[int], norm: int) -> None:
+    counted = [n for n in lengths if n]
     total = {
-        mode: math.fsum(w * n for w, n in zip(token_weights(mode, lengths, in_loss, norm), lengths, strict=True))
+        mode: math.fsum(w * n for w, n in zip(token_weights(mode, lengths, norm), lengths, strict=True))
         for mode in MODES
     }
     num_tokens, num_sequences = sum(counted), len(counted)
@@ -98,10 +87,6 @@ def test_sums_of_weights(rows: list[tuple[int, bool]], norm: int) -> None:
 )
 def test_overlong_penalty(length: int, penalty: float) -> None:
     assert overlong_penalty(length, 20480, 4096) == penalty
-
-
-def test_overlong_penalty_of_short_limits() -> None:
-    assert [overlong_penalty(length, 100, 20) for length in (50, 90, 110)] == [0, -0.5, -1]
 
 
 def test_copies_fill_the_places_of_equal_groups() -> None:
@@ -131,7 +116,7 @@ def test_copies_keep_the_number_of_groups(groups: list[list[float]]) -> None:
 @pytest.mark.parametrize("mode", token_weightings.names())
 def test_a_copy_weighs_what_a_second_row_would(mode: str) -> None:
     # Lengths 2 and 4, the second twice: its tokens carry the weights of both rows, in every aggregation.
-    single, first, second = token_weights(mode, [2, 4, 4], [True] * 3, 8)
+    single, first, second = token_weights(mode, [2, 4, 4], 8)
     expected = {"token-mean": 0.1, "seq-mean-token-sum": 1 / 3, "token-sum": 1.0, "seq-mean-token-sum-norm": 1 / 24}
     assert first == second
     assert single == pytest.approx(expected.get(mode, 1 / 6))

@@ -171,7 +171,7 @@ def test_the_plan_counts_the_critic(run: Path) -> None:
         " alone before step 1"
     )
     assert row in " ".join(plan.split())  # it is wrapped
-    policy, _, critic = checked.models.counted_stages(config, 2)
+    policy, _, critic = checked.models.stages(config)
     assert critic is not None and critic[0].total == policy[0].total - checked.arch.padded_vocab_size(1) * 64
     (memory,) = memory_of_stages(config, 2, policy, [], critic)
     assert memory.critic_weights == 4 * critic[0].total and memory.critic == (4 + 4 + 8 / 2) * critic[0].total

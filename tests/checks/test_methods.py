@@ -12,8 +12,14 @@ import pytest
 from torch import Tensor
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators
-from grpo_megatron.algo.losses import LossInputs, LossMetrics, policy_losses
-from grpo_megatron.algo.needs import is_corrected, needs_old_logprobs, reads_reference
+from grpo_megatron.algo.losses import (
+    LossInputs,
+    LossMetrics,
+    is_corrected,
+    needs_old_logprobs,
+    policy_losses,
+    reads_reference,
+)
 from grpo_megatron.checks.methods import method_problems, sharing_problems
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config

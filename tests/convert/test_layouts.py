@@ -137,7 +137,7 @@ def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> lis
     from grpo_megatron.device import Device
     from grpo_megatron.models.build import build_model
     from grpo_megatron.models.families import read_architecture
-    from grpo_megatron.models.weights.load import global_parameters, hf_weights, stage_owners, unwrapped
+    from grpo_megatron.models.weights.stream import global_parameters, hf_weights, stage_owners, unwrapped
     from grpo_megatron.parallel.mesh import build_mesh
 
     device = Device("cpu")
@@ -167,7 +167,7 @@ def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> lis
         assert not [name for name in [*missing, *unexpected] if "_extra_state" not in name]
         assert all(parameter.isfinite().all() for parameter in global_parameters(model).values())
         stages = stage_owners(model, arch, mesh)
-        results.append({n: t.clone() for bucket in hf_weights(model, arch, mesh, 1 << 20, stages) for n, t in bucket})
+        results.append({n: t.clone() for bucket in hf_weights(model, arch, mesh, 1, stages) for n, t in bucket})
     return results if mesh.rank == 0 else None
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.tokenizer import read_end_tokens
+from grpo_megatron.data.tokenizer import TurnRenderer, read_end_tokens
 from grpo_megatron.data.written import load_supervised
 from tests.data.test_conversation import LLAMA3, tokenizer_with
 

@@ -11,7 +11,8 @@ import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.arithmetic import build_tokenizer
-from grpo_megatron.data.scored import load_pairs, load_steps, read_pairs, read_steps, step_ends, step_labels
+from grpo_megatron.data.prompts import step_ends
+from grpo_megatron.data.written import load_pairs, load_steps, read_pairs, read_steps, step_labels
 
 DATA = DataConfig(task="arithmetic", apply_chat_template=False, max_prompt_length=24, max_response_length=16)
 TOKENIZER = build_tokenizer()

@@ -12,8 +12,7 @@ import pytest
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data import tool_tasks
 from grpo_megatron.data.arithmetic import ROWS_PER_STEP, is_held_out
-from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer
 from grpo_megatron.data.written import load_supervised
 
 # as in examples/agents/calculator.yaml and search.yaml

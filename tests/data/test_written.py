@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.conversation import TurnRenderer
+from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.data.written import load_offline_groups, load_supervised
 from tests.data.test_conversation import CHATML, QWEN3, TOOLS, pieces, tokenizer_with
 

@@ -124,21 +124,21 @@ def test_a_delta_is_a_full_sync_bit_for_bit(models: dict[str, Path]) -> None:
         assert all(0 < received[step] < received[0] / 4 for step in (1, 2, 4, 5))
 
 
+FAULTS = {
+    "missing": "rank 1: cannot read weights: 'decoder.layers.1.mlp.linear_fc2.weight'",
+    "nan": "the policy's own weights are not finite: ",
+    "exception": "rank 1: KeyError: 'broken stream'",
+    "stale": "the weights that were sent, model.layers.1.mlp.down_proj.weight columns 0 to 112 on rank 1",
+    "other_model": "the engine does not hold that model's weights",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["missing", "nan", "exception", "stale", "other_model"])
-def test_a_fault_on_one_rank_stops_every_rank(models: dict[str, Path], fault: str) -> None:
+def test_a_fault_on_one_rank_stops_every_rank(models: dict[str, Path]) -> None:
     """On every rank the message names the rank and the tensor. Afterwards the engine refuses to generate."""
-    expected = {
-        "missing": "rank 1: cannot read weights: 'decoder.layers.1.mlp.linear_fc2.weight'",
-        "nan": "the policy's own weights are not finite: ",
-        "exception": "rank 1: KeyError: 'broken stream'",
-        "stale": "the weights that were sent, model.layers.1.mlp.down_proj.weight columns 0 to 112 on rank 1",
-        "other_model": "the engine does not hold that model's weights",
-    }[fault]
-    results = worlds.run(sync_ranks.faulty, 2, folder=models["qwen2"], fault=fault)
-    for result in results:
-        assert expected in result["error"]
-        assert result["refused"]
+    for results in worlds.run(sync_ranks.faulty, 2, folder=models["qwen2"], faults=list(FAULTS)):
+        for fault, (error, refused) in results.items():
+            assert FAULTS[fault] in error and refused, fault
 
 
 @pytest.mark.slow

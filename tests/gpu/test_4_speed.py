@@ -1,12 +1,11 @@
 """Steps of GRPO on one GPU in the shapes of Qwen2.5-0.5B and 1.5B: seconds of each phase, tokens/s, MFU.
 
 Not run on a GPU yet. A step is 32 prompts x 8 samples of 512 tokens, drawn with CUDA graphs, one update. The first step is
-left out, and the medians of the others are printed. TRL does the same work with its own vLLM where it is installed.
+left out, and the medians of the others are printed.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Callable
@@ -112,31 +111,3 @@ def test_step_time(
     mfu = median(rows, "perf/mfu/actor")
     if mfu is not None and importlib.util.find_spec("transformer_engine") is not None:
         assert mfu >= LEAST_MFU
-
-
-def test_trl_beside_it(models: Callable[[str], Path], tmp_path: Path, record_figure: Callable[..., None]) -> None:
-    """The 0.5B shape with TRL's GRPOTrainer and vLLM colocated: the same prompts, samples and lengths."""
-    conftest.needs_gpu("TRL with vLLM colocated")
-    for package in ("trl", "datasets", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    model = models("0.5B")
-    path = tmp_path / "results.jsonl"
-    record = conftest.run_checks(
-        training_ranks.run_trl,
-        ["trl"],
-        path,
-        folder=model,
-        rows=model.parent / "data/train.jsonl",
-        output=tmp_path / "trl",
-        prompts=PROMPTS,
-        samples=SAMPLES,
-        response=RESPONSE,
-        steps=STEPS,
-    )["trl"]
-    seconds = sorted(record["figures"].get("seconds", [])[1:])
-    if seconds:
-        record_figure("step", seconds[len(seconds) // 2], "s")
-        record_figure("responses/s", PROMPTS * SAMPLES / seconds[len(seconds) // 2])
-        record_figure("TRL", importlib.metadata.version("trl"))
-    conftest.report_check(record, record_figure)

@@ -18,7 +18,8 @@ from grpo_megatron.checks.layout import engine_expert_problems, world_problems
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import engine_split_problems
 from grpo_megatron.models.families import architecture_of, read_architecture
-from grpo_megatron.models.weights.load import WeightsError, check_hf, model_rows
+from grpo_megatron.models.weights.folder import check_hf
+from grpo_megatron.models.weights.stream import WeightsError, model_rows
 from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu, divides_experts_on_cpu
 from tests import tiny, worlds

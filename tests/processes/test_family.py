@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.processes import family
+from grpo_megatron.processes.process import MARK, new_mark
 from grpo_megatron.rewards.pool import RewardPool
 from tests.processes.waiting import PATIENCE_S, wait_until
 
@@ -69,8 +69,8 @@ def test_a_pool_ends_what_a_killed_run_has_left() -> None:
     """The run that owns the first process has ended. A process of a run that lives is left alone."""
     with subprocess.Popen(["true"]) as owner:
         pass
-    marks = f"{owner.pid}.1.x", family.new_mark()
-    left, kept = (subprocess.Popen(["sleep", "603"], env={family.MARK: mark}) for mark in marks)
+    marks = f"{owner.pid}.1.x", new_mark()
+    left, kept = (subprocess.Popen(["sleep", "603"], env={MARK: mark}) for mark in marks)
     try:
         RewardPool(1).close()
         assert left.wait(PATIENCE_S) == -signal.SIGKILL

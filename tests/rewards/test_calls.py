@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_megatron.rewards.pool import CallPlan, ItemQueue, RewardPool
+from grpo_megatron.rewards.pool import CallQueue, PlannedReward, RewardPool
 from grpo_megatron.rewards.reward import RewardItem, check_reward
 from tests.processes.waiting import PATIENCE_S, wait_until
 
@@ -201,38 +201,36 @@ def test_time_in_which_the_caller_did_not_serve_fails_no_item(module: str, monke
 
 
 def test_free_workers_share_what_is_ready(module: str) -> None:
-    queue = ItemQueue(CallPlan({}, {}))
+    queue = CallQueue({}, {}, {})
     for number in range(6):
         queue.add(number, "shared_calls:many")
     queue.add(6, "gsm8k")
     assert queue.take(3, all_are_there=False) == [0, 1]
     assert queue.take(2, all_are_there=False) == [2, 3]
     assert queue.take(0, all_are_there=False) == [6]  # behind a call in work, only a single item waits
-    queue.put_back([0, 1], one_by_one=True)
+    queue.put_back("shared_calls:many", [0, 1], one_by_one=True)
     assert [queue.take(1, all_are_there=False) for _ in range(4)] == [[0], [1], [4, 5], []]
 
 
 def test_quick_rewards_of_the_package_share_messages(module: str) -> None:
     """One that took 0.1 ms per sample does; a slow one, the user's own and a sum do not."""
     seconds = {"gsm8k": 1e-4, "math": 0.1, "shared_calls:plain": 1e-4, "composite": 1e-4}
-    queue = ItemQueue(CallPlan({}, {"components": []}, seconds))
+    queue = CallQueue({}, {"components": []}, seconds)
     names = ["gsm8k"] * 3 + ["math"] * 2 + ["shared_calls:plain"] * 2 + ["composite"] * 2 + ["gsm8k"] * 20
     for number, name in enumerate(names):
         queue.add(number, name)
-    assert queue.take(1, all_are_there=True) == [0, 1, 2]
-    queue.put_back([0, 1, 2], one_by_one=True)
-    sizes = [len(queue.take(1, all_are_there=True)) for _ in range(11)]
-    assert sizes == [1, 1, 1, 1, 1, 1, 1, 1, 1, 16, 4] and not queue
+    queue.put_back("gsm8k", queue.take(1, all_are_there=True)[:2], one_by_one=True)
+    sizes = [len(queue.take(1, all_are_there=True)) for _ in range(9)]
+    assert sizes == [1, 1, 1, 1, 1, 1, 1, 1, 7] and not queue
 
 
 def test_a_worker_gets_what_the_function_reads() -> None:
     about = {"prompt": "P", "messages": [{"role": "user"}], "columns": {"level": 1, "more": 2}, "completion_ids": [1]}
-    plan = CallPlan(
-        {}, {"components": [{"function": "shared_calls:many", "kwargs": {}}, {"function": "judge", "kwargs": {}}]}
-    )
+    components = [{"function": "shared_calls:many", "kwargs": {}}, {"function": "judge", "kwargs": {}}]
 
     def sent(name: str) -> object:
-        return plan.sample(RewardItem(name, "c", "a", **about))  # type: ignore[arg-type]
+        planned = PlannedReward(name, {"components": components} if name == "composite" else {})
+        return planned.sample(RewardItem(name, "c", "a", **about))  # type: ignore[arg-type]
 
     assert sent("gsm8k") == {"completion": "c", "answer": "a"}
     assert sent("shared_calls:many") == {"completion": "c", "answer": "a", "columns": {"level": 1}}

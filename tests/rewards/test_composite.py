@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.rewards.composite import COMPOSITE, composite_reward
+from grpo_megatron.rewards.calling import COMPOSITE, composite_reward
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardResult
 

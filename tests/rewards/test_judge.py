@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.rewards import judge
-from grpo_megatron.rewards.composite import COMPOSITE
+from grpo_megatron.rewards.calling import COMPOSITE
 from grpo_megatron.rewards.judge import judge_reward
 from grpo_megatron.rewards.pool import RewardPool
 

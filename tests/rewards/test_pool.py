@@ -266,13 +266,12 @@ def test_every_reward_of_the_package_is_known_for_right_and_wrong_completions() 
 def test_the_memory_of_a_built_in_reward_is_limited() -> None:
     script = textwrap.dedent("""
         import mmap
-        from grpo_megatron.processes.process import MemoryLimit
-        memory = MemoryLimit(1 << 30)
-        memory.set()
+        from grpo_megatron.processes.process import limit_memory
+        limit_memory(1 << 30)
         try:
             mmap.mmap(-1, (1 << 30) + 1)  # pages that are never touched
         except OSError:
-            memory.set(False)
+            limit_memory(None)
             mmap.mmap(-1, (1 << 30) + 1)
             print("limited, then not")
     """)

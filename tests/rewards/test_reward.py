@@ -130,7 +130,7 @@ def test_wrong_steps_are_errors(steps: object, message: str) -> None:
 
 def test_workers_import_neither_torch_nor_transformers_nor_pydantic() -> None:
     code = (
-        "import sys, grpo_megatron.rewards.worker, grpo_megatron.rewards.pool;"
+        "import sys, grpo_megatron.rewards.calling, grpo_megatron.rewards.pool;"
         "print([m for m in ('torch', 'transformers', 'tokenizers', 'pydantic', 'yaml', 'numpy', 'sympy') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"

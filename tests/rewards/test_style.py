@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.rewards import rewards
-from grpo_megatron.rewards.answers import format_reward, opened_thought, tag_count_reward
+from grpo_megatron.rewards.answers import format_reward, tag_count_reward
+from grpo_megatron.rewards.reward import opened_thought
 from grpo_megatron.rewards.style import language_reward, length_reward, repetition_reward
 
 FREE: dict[str, dict[str, Any]] = {"length": {"max_length": 100}}  # arguments of the rewards that need some

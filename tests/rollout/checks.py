@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.models.weights.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.rollout.engine import Completion, Request, StopTexts, sample_seed
 from grpo_megatron.types import WeightBucket

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
-from grpo_megatron.algo.plan import make_plan
-from grpo_megatron.algo.token_weights import token_weightings
+from grpo_megatron.algo.plan import make_plan, token_weightings
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
 from grpo_megatron.parallel.exchange import build_batch, gather_groups
 from grpo_megatron.types import Batch, Sample, Turn

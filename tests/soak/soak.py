@@ -289,11 +289,12 @@ def make_workspace(root: Path) -> Path:
     return root
 
 
-def soak_settings(root: Path, output: Path, steps: int) -> dict[str, Any]:
+def soak_settings(root: Path, output: Path, steps: int, engine: str = "vllm") -> dict[str, Any]:
     """Two data-parallel ranks. Dynamic sampling has left-over groups in every checkpoint."""
     trainer = {"total_training_steps": steps, "save_freq": SAVE_FREQ, "test_freq": 7, "save_hf_at_end": True}
     trainer |= {"logger": ["console", "jsonl"], "max_actor_ckpt_to_keep": 3}
     raw = run_ranks.settings(root, output, 2, trainer=trainer)
+    raw["rollout"]["engine"] = engine
     raw["reward"] = {"function": "tests.e2e.rewards:parity_reward"}
     raw["algorithm"] = {"filter_groups": {"enable": True, "max_num_gen_batches": 2}}
     return raw

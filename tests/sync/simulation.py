@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, table_of
-from grpo_megatron.models.weights.sync_parameters import engine_tensors, stages_of_parameters, sync_parameters
+from grpo_megatron.models.weights.stream import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.models.weights.table import WeightRow, expand_table
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.digest import Expected, compare, expected_digests, part_digest

@@ -49,7 +49,7 @@ class Run:
         return batch
 
     def save_weights(self, target: Path) -> None:
-        from grpo_megatron.models.weights.export import save_hf
+        from grpo_megatron.models.weights.folder import save_hf
 
         save_hf(self.policy.hf_weights(1), self.folder, self.folder, target, self.mesh)
 

@@ -21,8 +21,7 @@ import time
 from pathlib import Path
 
 from grpo_megatron.environments.tool import ToolError, tools
-from grpo_megatron.processes.family import MARK, end_tree
-from grpo_megatron.processes.process import describe_exit
+from grpo_megatron.processes.process import MARK, describe_exit, end_tree
 
 SANDBOX = Path(__file__).with_name("sandbox.py")
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}

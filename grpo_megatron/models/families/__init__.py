@@ -14,7 +14,6 @@ from typing import Any
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, check_bounds
 from grpo_megatron.models.families import deepseek
 from grpo_megatron.models.families.decoders import DECODERS, ModelFamily
-from grpo_megatron.models.weights.decoder_table import latent_table
 from grpo_megatron.models.weights.table import WeightRow, expand_table
 from grpo_megatron.reading import ReadError, cut, read_json, shown
 from grpo_megatron.registry import import_function
@@ -23,7 +22,7 @@ SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_wi
 MAX_CONFIG = 1 << 24  # bytes of a config.json
 
 FAMILIES: dict[str, ModelFamily] = {  # model_type of config.json -> family
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ModelFamily(deepseek.architecture_from, latent_table)),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ModelFamily(deepseek.architecture_from)),
     **DECODERS,
 }
 

@@ -36,7 +36,7 @@ from grpo_megatron.rewards.math.value import (
     same_formula,
     same_value,
 )
-from grpo_megatron.rewards.reward import Extractor, extractors, preloads, rewards
+from grpo_megatron.rewards.reward import Extractor, extractors, rewards
 
 # -- whether two relations are one -------------------------------------------------------------------------------------
 # `y = 2x + 1` is `x = \frac{y-1}{2}`; `x < 3` is `-x > -3` and `(-\infty, 3)`.
@@ -272,10 +272,9 @@ def vote_key(prediction: str) -> str:
 
 
 extractors.register("math")(Extractor(boxed_prediction, latex_answer, vote_key))
-preloads["math"] = import_math_verify
 
 
-@rewards.register("math")
+@rewards.register("math", preload=import_math_verify)
 def math_reward(completion: str, answer: str) -> dict[str, float]:
     """1 when the prediction is the answer, else 0. "extracted": 1 when there is a prediction to compare."""
     correct = float(is_right(_without_box(answer), completion))

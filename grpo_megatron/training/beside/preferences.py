@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_megatron.algo.plan import supervised_plan
+from grpo_megatron.algo.plan import scoring_plan
 from grpo_megatron.config import ActorConfig
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.parallel.exchange import build_batch
@@ -110,7 +110,7 @@ def pair_batch(pairs: Sequence[PreferencePair], actor: ActorConfig, dp_rank: int
     limit = actor.ppo_micro_batch_size_per_gpu  # in sequences; None: no limit
     if limit is not None:
         actor = actor.model_copy(update={"ppo_micro_batch_size_per_gpu": max(1, limit // 2)})
-    pair_plan = supervised_plan([(0, len(pair)) for pair in pairs], actor, dp)
+    pair_plan = scoring_plan([len(pair) for pair in pairs], actor, dp)
     plan = Plan(
         advantages=[0.0] * (2 * len(pairs)),
         token_weights=[0.0] * (2 * len(pairs)),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algo.losses import LossInputs, MetricSum
-from grpo_megatron.algo.plan import supervised_plan
+from grpo_megatron.algo.plan import scoring_plan
 from grpo_megatron.algo.scores import (
     ModelScores,
     combined,
@@ -27,7 +27,7 @@ from grpo_megatron.algo.scores import (
     ranking_accuracy,
 )
 from grpo_megatron.config import ActorConfig, RewardModelConfig, ScoringModel
-from grpo_megatron.data.scored import Decode, step_ends
+from grpo_megatron.data.prompts import Decode, step_ends
 from grpo_megatron.models.forward import LossFunction, MetricSums
 from grpo_megatron.models.heads.scalar import ScalarPolicy, ScalarReader
 from grpo_megatron.observability.metrics import Metrics
@@ -64,9 +64,8 @@ class Scorer:
 
     def _batch(self, samples: Sequence[Sample], table: GroupTable) -> Batch:
         """This replica's share of the rows. A response without a token is scored too, at its prompt's end."""
-        lengths = [(0, p + r) for p, r in zip(table.prompt_length, table.response_length, strict=True)]
         mesh = self.model.mesh
-        return exchange(samples, table, supervised_plan(lengths, self.actor, mesh.dp), mesh)
+        return exchange(samples, table, scoring_plan(table.sequence_lengths(), self.actor, mesh.dp), mesh)
 
     def _gathered(self, batch: Batch, of_rows: Sequence[Any], num_rows: int) -> list[Any]:
         gathered = gather_rows(dict(zip(batch.rows, of_rows, strict=True)), self.model.mesh)
