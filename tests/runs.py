@@ -94,7 +94,6 @@ if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in
     stand_ins = {{
         "trainer": {{"Trainer": Trainer}},
         "checks.validate": {{"validate": lambda *a, **k: Checked(), "RunStart": lambda *a: None}},
-        "evaluation.run": {{}},
         "rollout.vllm_process": {{"preload": lambda: None}},
     }}
     for name, content in stand_ins.items():

@@ -1,7 +1,7 @@
 """Which algorithms go together: one message for every combination in the config that cannot work as it is written.
 
 A method (docs/algorithms.md) is a data source, an estimator, a loss and an aggregation. Each is chosen by its
-own key. What an estimator or a loss needs is a fact that it declares where it is defined (registry.py). So a user's own
+own key. What an estimator or a loss needs is a fact that it declares where it is defined (importing.py). So a user's own
 `package.module:function` is checked like the registered ones.
 """
 
@@ -18,8 +18,8 @@ from grpo_megatron.config import Config, OptimConfig
 from grpo_megatron.config.problems import Problems, keys_of, marked, written
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.data.task import get_task
+from grpo_megatron.importing import FactRegistry
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.registry import FactRegistry
 from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.storage.run_files import owner_problem, rollout_files
 

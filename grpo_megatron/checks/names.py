@@ -20,7 +20,7 @@ from grpo_megatron.data.task import FORMS, get_task, recognised_task
 from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.environments.environment import ChatMessage
 from grpo_megatron.environments.pool import find_environment, first_messages, make_environment
-from grpo_megatron.registry import Registry
+from grpo_megatron.importing import Registry
 from grpo_megatron.rewards import check_reward, rewards
 from grpo_megatron.rewards.calling import COMPOSITE
 from grpo_megatron.types import Prompt

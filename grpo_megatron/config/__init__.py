@@ -216,7 +216,7 @@ class DataSource(Section):
 class DataConfig(Section):
     """The files, and how their rows become prompts."""
 
-    # How rows become prompts: a built-in task, a task file, or module:function (data/tasks.py). Where it is not set, rows in
+    # How rows become prompts: a built-in task, a task file, or module:function (data/task.py). Where it is not set, rows in
     # verl's and TRL's form are recognised.
     task: Fixed[str] = "gsm8k"
     # .jsonl, .json, .csv, .parquet, .arrow or a folder of Hugging Face `datasets`, in this order: a path, a pattern or a list
@@ -375,7 +375,7 @@ class ScoringModel(Section):
     path: Fixed[Path | None] = None  # Hugging Face folder (models/heads/folder.py); null: there is none
     kind: Annotated[Fixed[Literal["outcome", "process"]], HAS_STEPS] = "outcome"  # one score per response, or per step
     coefficient: float = Field(1.0, gt=0, le=1e4)  # multiplies its score in the sum (algo/scores.py)
-    # process: the text that ends a step (data/scored.py)
+    # process: the text that ends a step (data/prompts.py)
     step_separator: Annotated[str, HAS_STEPS] = Field("\n", min_length=1)
 
 

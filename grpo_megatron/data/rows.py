@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.importing import collection_paused
 from grpo_megatron.reading import (
     ReadError,
@@ -478,16 +479,10 @@ class RowSet(JoinedRows):
             raise ConfigError("no data files; set data.train_files (data.val_files, sft.train_files)")
         self.paths, self.source = list(map(Path, paths)), source
         self.labels = distinct_labels(self.paths)
-        files: list[RowFile] = []
-        problems = []
-        for path in self.paths:
-            try:
-                files.append(open_rows(path))
-            except ConfigError as error:
-                problems.append(str(error))
-        if problems:
-            raise ConfigError(*problems)
-        super().__init__(files)
+        problems = ProblemList()
+        files = [problems.attempt("", open_rows, path) for path in self.paths]
+        problems.raise_if_any()
+        super().__init__([file for file in files if file is not None])
 
     def uid(self, number: int) -> str:
         """Identifies a row over all runs that read a file of this name."""

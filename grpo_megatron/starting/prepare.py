@@ -10,13 +10,13 @@ import difflib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.options import Argument, Option, Options
-from grpo_megatron.data import arithmetic, tool_tasks
+from grpo_megatron.data.generated import VOCABULARY_SIZE, write_example
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.reading import read_json
 from grpo_megatron.storage import StorageError
@@ -49,40 +49,40 @@ class PrepareOptions(Options):
 
 
 class DataOptions(PrepareOptions):
-    """The options of `prepare` for an example's data."""
+    """The options of `prepare` for an example's data. `example`: its name in EXAMPLES."""
 
-    write_files: ClassVar[Callable[[Path, int, int, int], None]]
+    example: ClassVar[str]
     num_train: Annotated[int, Option("rows (default 4096)", "N")] = 4096
     num_val: Annotated[int, Option("held-out rows (default 256)", "N")] = 256
 
     def write(self, folder: Path) -> None:
         """Write the rows and the tokenizer."""
-        type(self).write_files(folder, self.seed, self.num_train, self.num_val)
+        write_example(self.example, folder, self.seed, self.num_train, self.num_val)
 
 
 class ArithmeticOptions(DataOptions):
     """`prepare arithmetic`."""
 
-    summary, write_files = "the quickstart's jsonl files and tokenizer/", arithmetic.write_task
+    example, summary = "arithmetic", "the quickstart's jsonl files and tokenizer/"
 
 
 class FeedbackOptions(DataOptions):
     """`prepare feedback`."""
 
+    example, summary = "feedback", "the reward model examples' jsonl files and tokenizer/"
     marker = "pairs.jsonl"
-    summary, write_files = "the reward model examples' jsonl files and tokenizer/", arithmetic.write_feedback
 
 
 class ProductsOptions(DataOptions):
     """`prepare products`."""
 
-    summary, write_files = "the calculator example's jsonl files and tokenizer/", tool_tasks.write_products
+    example, summary = "products", "the calculator example's jsonl files and tokenizer/"
 
 
 class TwoHopsOptions(DataOptions):
     """`prepare two_hops`."""
 
-    summary, write_files = "the search example's jsonl files and tokenizer/", tool_tasks.write_two_hops
+    example, summary = "two_hops", "the search example's jsonl files and tokenizer/"
 
 
 class ModelOptions(PrepareOptions):
@@ -140,7 +140,7 @@ def prepare_inputs(options: PrepareOptions) -> int:
 # -- a model with random weights, drawn from a seed ---------------------------------------------------------------------
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "quickstart": {  # 405 k parameters: learns data/arithmetic.py in about two minutes on two cores
+    "quickstart": {  # 405 k parameters: learns data/generated.py in about two minutes on two cores
         "architectures": ["Qwen2ForCausalLM"],
         "attention_dropout": 0.0,
         "hidden_act": "silu",
@@ -158,7 +158,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "torch_dtype": "float32",
         "use_cache": True,
         "use_sliding_window": False,
-        "vocab_size": arithmetic.VOCABULARY_SIZE,
+        "vocab_size": VOCABULARY_SIZE,
     },
 }
 COPIED_FILES = (

@@ -15,7 +15,7 @@ import yaml
 
 from grpo_megatron.checks.resume import differences
 from grpo_megatron.config import ConfigError, TrainerConfig
-from grpo_megatron.observability.summary import OUTPUTS
+from grpo_megatron.observability.console import OUTPUTS
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.atomic import check_space, clear_leftovers, remove_folder, sync_path, write_file

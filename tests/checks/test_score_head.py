@@ -12,7 +12,7 @@ from grpo_megatron.checks.validate import Checked, validate
 from grpo_megatron.cli.config_file import load_config, reward_defaults
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.data.arithmetic import STEP_SEPARATOR
+from grpo_megatron.data.generated import STEP_SEPARATOR
 from tests import runs
 from tests.runs import texts
 

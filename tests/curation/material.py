@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_megatron.config import DataConfig
-from grpo_megatron.data.arithmetic import bare_response, build_tokenizer, problem_rows, worked_response
 from grpo_megatron.data.benchmarks import BenchmarkProblem
+from grpo_megatron.data.generated import bare_response, build_tokenizer, problem_rows, worked_response
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.evaluation.grading import Grade
 from grpo_megatron.evaluation.ledger import LedgerEntry

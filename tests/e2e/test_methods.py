@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.data.arithmetic import build_tokenizer
+from grpo_megatron.data.generated import build_tokenizer
 from grpo_megatron.models.heads.folder import check_reward_weights, read_reward_folder
 from tests import worlds
 from tests.convert.folders import convert, same_bits, tensors_of

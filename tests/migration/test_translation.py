@@ -9,7 +9,7 @@ import pytest
 
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.migration.cli import ImportOptions, import_config, known_elsewhere
+from grpo_megatron.migration.translation import ImportOptions, import_config, known_elsewhere
 
 VERL_SCRIPT = r"""
 #!/bin/bash
