@@ -59,8 +59,6 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "matplotlib": ("observability.", "pages."),
     "numpy": ("data.",),
     "msgspec": ("rewards.pool",),
-    "numba": ("sync.",),
-    "triton": ("sync.",),
     "pyarrow": ("data.",),
     "tqdm": ("data.", "observability.", "training.", "evaluation.", "convert."),
     "jsonschema": ("environments.",),

@@ -10,7 +10,7 @@ from grpo_megatron.config.problems import Problem, Problems, keys_of
 from grpo_megatron.device import count_cuda_devices
 from grpo_megatron.observability.loggers import check_loggers
 from grpo_megatron.rollout.build import engine_packages
-from grpo_megatron.storage.lock import in_use_by, lock_holder
+from grpo_megatron.storage.files import in_use_by, lock_holder
 
 NO_DEVICE = "torch sees no CUDA device on this machine"
 

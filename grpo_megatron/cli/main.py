@@ -163,7 +163,7 @@ COMMANDS = {  # in the order of --help: as a user meets them
         "curation.cli:curate",
     ),
     "convert": Command(
-        "Hugging Face <-> Megatron-Core checkpoints", "convert.cli:ConvertOptions", "convert.cli:convert"
+        "Hugging Face <-> Megatron-Core checkpoints", "convert.options:ConvertOptions", "convert.cli:convert"
     ),
     "prepare": Command(
         "the data of an example, or a model with random weights",

@@ -21,7 +21,7 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problems, keys_of
 from grpo_megatron.importing import find_modules, large_imports
 from grpo_megatron.observability.progress import awaited
-from grpo_megatron.storage.lock import remove_leftovers
+from grpo_megatron.storage.files import remove_leftovers
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked

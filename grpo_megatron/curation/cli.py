@@ -22,7 +22,7 @@ from grpo_megatron.data.pass_rates import wilson
 from grpo_megatron.data.rows import checked_row, open_rows, problem_digest, question_text
 from grpo_megatron.data.task import Task, get_task
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import new_folder, write_file
+from grpo_megatron.storage.files import new_folder, write_file
 
 TABLE_COLUMNS = ("rate", "low", "high", "n", "passes", "truncated", "mean_score", "mean_tokens", "question", "answer")
 _BINS = 5  # of pass rates between 0 and 1, which have lines of their own

@@ -17,7 +17,7 @@ from grpo_megatron.data.task import Example, Fewshot, Task, get_tasks
 from grpo_megatron.processes.process import time_limit
 from grpo_megatron.reading import shown
 from grpo_megatron.rewards import check_reward
-from grpo_megatron.storage.manifest import sha256_of
+from grpo_megatron.storage.files import sha256_of
 from grpo_megatron.types import Prompt
 
 REMOVE_S = 2.0  # processor seconds for a task's regular expression on one row

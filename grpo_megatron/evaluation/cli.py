@@ -34,7 +34,7 @@ from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sampling.answers import EnvironmentAnswers
 from grpo_megatron.sampling.generator import Generator, TrajectoryGenerator
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 from grpo_megatron.types import Sample
 
 GRADER_TIMEOUT_S = 10.0

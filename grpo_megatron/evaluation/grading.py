@@ -25,7 +25,7 @@ from grpo_megatron.data.task import get_task, task_names
 from grpo_megatron.rewards import check_reward, extractors
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardItem
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 
 CHUNK = 512  # completions between two updates of the progress bar
 SPELLING = {  # how a completion writes an answer, per grader

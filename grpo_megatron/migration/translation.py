@@ -19,7 +19,7 @@ from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.config.section import ConfigKey, config_keys
 from grpo_megatron.migration.trainers import ACTOR, OTHER_TRAINERS, TRL, OtherTrainer, Settings
 from grpo_megatron.reading import ReadError, parse_yaml, read_text, shown
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 
 REQUIRED = "model.path"
 UNKNOWN = re.compile(r"\$[\w{(]")  # a variable or an interpolation whose value is not known

@@ -39,7 +39,7 @@ from grpo_megatron.planning.cost import PlannedMachine, Workload, step_seconds
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
 from grpo_megatron.planning.search import Fit, PlannedLayout, fit, nearest_layouts
 from grpo_megatron.planning.traffic import border_traffic, weight_sync_lines
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked

@@ -26,7 +26,7 @@ from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, find_gpu
 from grpo_megatron.planning.layout import FULL_RECOMPUTATION
 from grpo_megatron.planning.search import PlannedLayout, search
 from grpo_megatron.reading import parse_yaml
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 
 PER_NODE = 8
 CPU_RANKS = 2

@@ -1,6 +1,6 @@
 """Make the inputs of a run: the generated data of an example, or a Hugging Face folder with random weights.
 
-OUT is complete or absent (storage/atomic.py). --force replaces an existing one.
+OUT is complete or absent (storage/files.py). --force replaces an existing one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_megatron.data.generated import VOCABULARY_SIZE, write_example
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.reading import read_json
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import new_folder
+from grpo_megatron.storage.files import new_folder
 
 
 class PrepareOptions(Options):

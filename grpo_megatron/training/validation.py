@@ -25,7 +25,7 @@ from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.grading import is_declined
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 from grpo_megatron.training.beside.references import References
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Batch, Prompt, Sample
