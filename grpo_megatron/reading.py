@@ -1,7 +1,7 @@
 """Careful reading of files that users write: a bounded size, regular files only, and messages of bounded length.
 
-What a message may show of a value; limits on paths and integers; bytes and lines of a regular file; JSON, lines of JSON and
-YAML, without duplicate keys. All raise `ReadError`. Its message is a predicate ("is a FIFO, not a regular file"); the caller
+What a message may show of a value; limits on paths and integers; bytes of a regular file; JSON and YAML, without
+duplicate keys. All raise `ReadError`. Its message is a predicate ("is a FIFO, not a regular file"); the caller
 puts the file's name first.
 """
 
@@ -11,11 +11,9 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any
 
-import msgspec
 import yaml
 
 
@@ -80,7 +78,7 @@ def integer_problem(value: int) -> str | None:
     return f"it needs {value.bit_length():,} bits; an integer may have 63 and a sign"
 
 
-# -- Bytes and lines of regular files. A FIFO would block for ever, and a device may have no end -----------------------
+# -- Bytes of regular files. A FIFO would block for ever, and a device may have no end -----------------------
 
 SPECIAL_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
@@ -101,18 +99,6 @@ def read_text(path: Path | str, max_bytes: int) -> str:
         return read_regular(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ReadError(f"is not UTF-8 text ({error.reason} at byte {error.start})") from None
-
-
-def lines_of(file: IO[bytes], max_bytes: int) -> Iterator[bytes | ReadError]:
-    """Every line of an open file without its newline, or why it cannot be read: it is longer than `max_bytes`."""
-    while line := file.readline(max_bytes + 1):
-        if len(line) <= max_bytes or line.endswith(b"\n"):
-            yield line.removesuffix(b"\n")
-            continue
-        length = len(line)
-        while not line.endswith(b"\n") and (line := file.readline(max_bytes)):
-            length += len(line)
-        yield ReadError(f"has {length:,} bytes; at most {max_bytes:,} are read")
 
 
 def check_regular(path: Path | str) -> None:
@@ -183,54 +169,6 @@ def _integer(digits: str) -> int:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)  # json.loads would make one for each text
 
 
-# -- Lines of JSON, read by msgspec where it is as strict --------------------------------------------------------------
-# msgspec parses a line five times as fast as `parse_json` (measured), but it is less strict in three things: it keeps the
-# last of two equal keys, reads integers of any length, and has another limit of nesting. So its value is taken only if it has
-# one key for each `:` of the line that can follow a key, no integer beyond 64 bits, and at most SURE_LEVELS levels.
-# `parse_json` reads all other lines, and those that msgspec refuses.
-
-SURE_LEVELS = 64  # of a value that msgspec's result is taken for; data have fewer than ten
-BEHIND_KEYS = (b'":', b" :", b"\t:", b"\r:", b"\n:")  # how the `:` behind a key can be written
-UNSURE = 1 << 62  # more keys than a line can have
-
-_decode = msgspec.json.Decoder().decode
-
-
-def parse_json_line(line: bytes) -> Any:
-    """The JSON value of a line, as `parse_json` gives it. A ReadError is returned, not raised: later lines are read too."""
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        value = _decode(line)
-        if _is_sure(line, value):
-            return value
-    try:
-        return parse_json(line)
-    except ReadError as error:
-        return error
-
-
-def _is_sure(line: bytes, value: Any) -> bool:
-    """Whether each `:` that can follow a key is one of a key of `value`: then no key was there twice."""
-    keys = _count_keys(value)
-    return keys == line.count(b":") or keys == sum(map(line.count, BEHIND_KEYS))
-
-
-def _count_keys(value: Any, level: int = 0) -> int:
-    """The keys of all objects in a value; UNSURE with a long integer or many levels."""
-    kind = type(value)
-    if kind is dict:
-        count, items = len(value), value.values()
-    elif kind is list:
-        count, items = 0, value
-    else:
-        return UNSURE if kind is int and not -MAX_INTEGER <= value <= MAX_INTEGER else 0
-    if level == SURE_LEVELS:
-        return UNSURE
-    for item in items:
-        if type(item) is not str:
-            count += _count_keys(item, level + 1)
-    return count
-
-
 # -- YAML as plain data: tables, lists, texts, numbers, true, false and null -------------------------------------------
 # PyYAML's SafeLoader keeps the last of two equal keys silently, follows aliases that expand to gigabytes, and converts long
 # numbers in quadratic time. Here each of these is an error with its line. A date stays a text: no key of a config is a date.
@@ -238,8 +176,13 @@ def _count_keys(value: Any, level: int = 0) -> int:
 MAX_YAML = 1 << 18  # bytes; PyYAML reads some 100 KB in a second
 MAX_LEVELS = 50  # tables and lists within each other
 MAX_NODES = 20_000  # values, with each alias counted in full
-PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
+TOO_DEEP = f"more than {MAX_LEVELS} tables and lists within each other"
 TAG = "tag:yaml.org,2002:"
+PLAIN: dict[type, tuple[str, ...]] = {  # kind of a node -> its tags
+    yaml.ScalarNode: ("null", "bool", "int", "float", "str"),
+    yaml.SequenceNode: ("seq",),
+    yaml.MappingNode: ("map",),
+}
 
 
 def parse_yaml(text: str) -> Any:
@@ -249,81 +192,66 @@ def parse_yaml(text: str) -> Any:
     if problem := text_problem(text):  # PyYAML's own message has no remedy
         raise ReadError(problem)
     try:
-        return _unshared(_PlainLoader(text).get_single_data())
+        loader = _PlainLoader(text)
+        node = loader.get_single_node()
+        return None if node is None else loader.plain(node)
     except yaml.YAMLError as error:
         raise ReadError(cut(str(error), 600)) from None
-
-
-def _unshared(value: Any) -> Any:
-    """A copy in which each alias is a table or list of its own: an override of one must not change the other."""
-    if isinstance(value, dict):
-        return {key: _unshared(item) for key, item in value.items()}
-    return [_unshared(item) for item in value] if isinstance(value, list) else value
+    except RecursionError:
+        raise ReadError(TOO_DEEP) from None
 
 
 class _PlainLoader(yaml.SafeLoader):
-    yaml_constructors: ClassVar[dict[Any, Any]] = {
-        tag: constructor
-        for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
-        if tag is None or tag.removeprefix(TAG) in PLAIN  # None: the constructor that refuses a tag
-    }
     yaml_implicit_resolvers = {  # noqa: RUF012 - the base class declares it without ClassVar
         first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{TAG}timestamp"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+    num_values = 0
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = 0
-        self._sizes: dict[int, int] = {}  # by id of the node: its values; an alias is as large as what it stands for
+    def plain(self, node: Any, level: int = 1) -> Any:
+        """The value of a node. An alias is a copy: an override of one section must not change the other."""
+        self.num_values += 1
+        if level > MAX_LEVELS:
+            raise _mistake(TOO_DEEP, node)
+        if self.num_values > MAX_NODES:
+            raise _mistake(f"more than {MAX_NODES:,} values, with aliases counted in full", node)
+        if node.tag.removeprefix(TAG) not in PLAIN[type(node)]:
+            raise _mistake(f"could not determine a constructor for the tag {shown(node.tag)}", node)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.plain(item, level + 1) for item in node.value]
+        return self._table(node, level) if isinstance(node, yaml.MappingNode) else self._scalar(node)
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
-        self._depth += 1
-        if self._depth > MAX_LEVELS:
-            raise _mistake(f"more than {MAX_LEVELS} tables and lists within each other", event.start_mark)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if not isinstance(event, yaml.AliasEvent):
-            self._sizes[id(node)] = 1 + sum(self._sizes[id(part)] for part in _parts(node))
-        elif id(node) not in self._sizes:  # still being read
-            raise _mistake("an alias stands for a table or a list that contains it", event.start_mark)
-        if max(len(self._sizes), self._sizes[id(node)]) > MAX_NODES:
-            raise _mistake(f"more than {MAX_NODES:,} values, with aliases counted in full", event.start_mark)
-        return node
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)
+    def _table(self, node: Any, level: int) -> dict[Any, Any]:
+        table: dict[Any, Any] = {}
+        merged: dict[Any, Any] = {}
         lines: dict[str, int] = {}
-        for key, _ in node.value:
+        for key, item in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise _mistake("a key is a table or a list; write a text", key.start_mark)
+                raise _mistake("a key is a table or a list; write a text", key)
             if key.value in lines:
-                first = lines[key.value]
-                raise _mistake(f"the key {shown(key.value)} is there twice, first in line {first}", key.start_mark)
+                raise _mistake(f"the key {shown(key.value)} is there twice, first in line {lines[key.value]}", key)
             lines[key.value] = key.start_mark.line + 1
-        return node
+            value = self.plain(item, level + 1)
+            if key.tag != f"{TAG}merge":
+                table[self.plain(key, level + 1)] = value
+                continue
+            for given in reversed(value if isinstance(value, list) else [value]):  # the first one of a list wins
+                if not isinstance(given, dict):
+                    raise _mistake("<< takes a table, or a list of tables", item)
+                merged |= given
+        return merged | table
 
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
+    def _scalar(self, node: Any) -> Any:
+        if node.tag in (f"{TAG}int", f"{TAG}float") and len(node.value) > MAX_NUMBER:
+            raise _mistake(f"a number of {len(node.value):,} characters; at most {MAX_NUMBER} are read", node)
+        if problem := text_problem(node.value):
+            raise _mistake(f"a text cannot be used: {problem}", node)
         try:
-            return super().construct_object(node, deep)
+            return self.construct_object(node)
         except (ValueError, OverflowError, LookupError) as error:  # of an explicit tag: `!!int x`
-            raise _mistake(f"{shown(node.value)} is no {node.tag.removeprefix(TAG)}", node.start_mark) from error
-
-    def construct_scalar(self, node: Any) -> Any:
-        value = super().construct_scalar(node)
-        if node.tag in (f"{TAG}int", f"{TAG}float") and len(value) > MAX_NUMBER:
-            raise _mistake(f"a number of {len(value):,} characters; at most {MAX_NUMBER} are read", node.start_mark)
-        if problem := text_problem(value):
-            raise _mistake(f"a text cannot be used: {problem}", node.start_mark)
-        return value
+            raise _mistake(f"{shown(node.value)} is no {node.tag.removeprefix(TAG)}", node) from error
 
 
-def _parts(node: Any) -> list[Any]:
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else []
-
-
-def _mistake(problem: str, mark: Any) -> yaml.YAMLError:
+def _mistake(problem: str, node: Any) -> yaml.YAMLError:
+    mark = node.start_mark
     return yaml.YAMLError(f"line {mark.line + 1}, column {mark.column + 1}: {problem}")

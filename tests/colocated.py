@@ -17,9 +17,8 @@ def colocate(
     delta: Any = None,
 ) -> Any:
     """Collective. The engine must read shards, and sleeps afterwards. `tensors`: what it reads; None: no whole experts."""
-    from grpo_megatron.models.layers.transformer_config import DTYPES
-    from grpo_megatron.models.weights.resharding import Resharding
-    from grpo_megatron.models.weights.sync_parameters import engine_tensors
+    from grpo_megatron.models.layers.spec import DTYPES
+    from grpo_megatron.models.weights.stream import Resharding, engine_tensors
     from grpo_megatron.training.colocation import Colocation, Probe, Provenance
 
     mesh = policy.mesh

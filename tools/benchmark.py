@@ -141,7 +141,7 @@ def forget(folder: Path) -> None:
 
 
 def convert(args: argparse.Namespace) -> int:
-    from grpo_megatron.convert.conversion import to_hf, to_megatron
+    from grpo_megatron.convert import to_hf, to_megatron
 
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="benchmark-convert-") as root:
         hf, megatron, out = (Path(root) / name for name in ("hf", "megatron", "out"))
@@ -160,7 +160,7 @@ def convert(args: argparse.Namespace) -> int:
             "cp -r, then sha256sum": (hf, copy_and_hash),
             "to-megatron": (hf, lambda: to_megatron(hf, out, quiet=True)),
             "to-hf": (megatron, lambda: to_hf(megatron, out, quiet=True)),
-            "to-hf --no-hashes": (megatron, lambda: to_hf(megatron, out, quiet=True, check_hashes=False)),
+            "to-hf --no-hashes": (megatron, lambda: to_hf(megatron, out, quiet=True, no_hashes=True)),
         }
         times: dict[str, list[Times]] = {name: [] for name in rows}
         for _ in range(args.repeats):
@@ -203,8 +203,8 @@ def beside_mbridge(folder: Path, size: int, repeats: int) -> str:
     from grpo_megatron.device import Device
     from grpo_megatron.models.build import build_model
     from grpo_megatron.models.families import read_architecture
-    from grpo_megatron.models.weights.load import load_hf, unwrapped
-    from grpo_megatron.models.weights.table import TE_NAMES
+    from grpo_megatron.models.weights.folder import load_hf
+    from grpo_megatron.models.weights.stream import TE_NAMES, unwrapped
     from grpo_megatron.parallel.mesh import build_mesh
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29765"}

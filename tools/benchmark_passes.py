@@ -88,7 +88,7 @@ def report(title: str, medians: dict[str, float]) -> str:
 
 def pairs(folder: Path, workload: dict[str, Any], mesh: Any) -> dict[str, Ways]:
     """Title -> the two ways."""
-    from grpo_megatron.config import ActorConfig, ModelConfig
+    from grpo_megatron.config import ActorConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
@@ -96,7 +96,7 @@ def pairs(folder: Path, workload: dict[str, Any], mesh: Any) -> dict[str, Ways]:
 
     write_model(folder, workload)
     actor = ActorConfig.model_validate({"use_kl_loss": False, "optim": {"lr": 1e-6}})
-    policy = Policy(ModelConfig(path=folder, dtype="float32"), actor, read_architecture(folder), mesh, Device("cpu"))
+    policy = Policy.load(folder, "float32", read_architecture(folder), actor, mesh, Device("cpu"))
     policy.set_optimizer(actor.optim, 1)
     loss = build_loss(actor)
     table, sequences = draw(workload)

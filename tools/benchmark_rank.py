@@ -80,7 +80,7 @@ def rollout(folder: Path, workload: Workload, mesh: Any) -> Ways:
     from grpo_megatron.config import RolloutConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
-    from grpo_megatron.models.weights.sync_parameters import engine_tensors
+    from grpo_megatron.models.weights.stream import engine_tensors
     from grpo_megatron.rollout.build import build_engine, find_engine
     from grpo_megatron.rollout.engine import Request
 
@@ -123,14 +123,14 @@ def _training(folder: Path, workload: Workload, mesh: Any) -> tuple[Any, Any, An
     """A policy with its optimizer, a loss, and the batch of half a step with its sequences."""
     import benchmark_passes
 
-    from grpo_megatron.config import ActorConfig, ModelConfig
+    from grpo_megatron.config import ActorConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
     from grpo_megatron.training.correction_step import build_loss
 
     actor = ActorConfig.model_validate({"use_kl_loss": False, "optim": {"lr": 1e-6}})
-    policy = Policy(ModelConfig(path=folder, dtype="float32"), actor, read_architecture(folder), mesh, Device("cpu"))
+    policy = Policy.load(folder, "float32", read_architecture(folder), actor, mesh, Device("cpu"))
     policy.set_optimizer(actor.optim, 1)
     shape = {
         "prompts": workload.prompts // 2,

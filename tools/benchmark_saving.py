@@ -59,7 +59,7 @@ def saving(args: argparse.Namespace) -> int:
 
 
 def measure(root: Path, mesh: Any, args: argparse.Namespace) -> str:
-    from grpo_megatron.config import ActorConfig, Config, ModelConfig
+    from grpo_megatron.config import ActorConfig, Config
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
@@ -68,8 +68,7 @@ def measure(root: Path, mesh: Any, args: argparse.Namespace) -> str:
 
     benchmark_passes.write_model(root, SHAPE)
     actor = ActorConfig.model_validate({"use_kl_loss": False, "optim": {"lr": 1e-6}})
-    model = ModelConfig(path=root, dtype="float32")
-    policy = Policy(model, actor, read_architecture(root), mesh, Device("cpu"))
+    policy = Policy.load(root, "float32", read_architecture(root), actor, mesh, Device("cpu"))
     policy.set_optimizer(actor.optim, 1)
     batch, loss = benchmark_passes.make_batch(*benchmark_passes.draw(SHAPE), actor), build_loss(actor)
     config = Config.model_validate({"model": {"path": root}, "data": {"train_files": ["train.jsonl"]}})

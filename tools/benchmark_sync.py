@@ -1,4 +1,4 @@
-"""`tools/benchmark.py sync`: the weight sync on this machine, old and new in turn, and over a slow network.
+"""`tools/benchmark.py sync`: the weight sync on this machine, and over a slow network.
 
 benchmark_sync_rank.py is what the ranks run, benchmark_sync_plan.py the plans of large layouts.
 """
@@ -42,8 +42,8 @@ MODEL: dict[str, Any] = {  # 0.56 GB in bfloat16, with the proportions of a larg
 }
 SMALL = {**MODEL, "hidden_size": 1024, "intermediate_size": 2816, "num_key_value_heads": 4, "vocab_size": 4000}
 LAYOUTS = [
-    {"name": "TP2 x PP2 -> TP1", "tp": 2, "pp": 2, "rollout_tp": 1, "ways": ["old", "new"]},
-    {"name": "TP2 x DP2 -> TP2, layouts agree", "tp": 2, "pp": 1, "rollout_tp": 2, "ways": ["old", "new", "memcpy"]},
+    {"name": "TP2 x PP2 -> TP1", "tp": 2, "pp": 2, "rollout_tp": 1, "ways": ["new"]},
+    {"name": "TP2 x DP2 -> TP2, layouts agree", "tp": 2, "pp": 1, "rollout_tp": 2, "ways": ["new", "memcpy"]},
 ]
 CHANGES = [0.002, 0.01, 0.05]  # shares of the elements that change between two delta syncs
 ON_NETWORK = [  # two nodes of two ranks; a node holds one pipeline stage
@@ -135,7 +135,7 @@ def report(ways: Sequence[str], ranks: list[dict[str, Any]]) -> None:
         ]
         wall, used = (statistics.median(f(way, number) for number in numbers) for f in (seconds, processor))
         print(f"  {way:7s}{wall:7.3f} s, processor {used:6.3f} s;  {', '.join(parts)}")
-    for base in ("old", "memcpy", "bare"):
+    for base in ("memcpy", "bare"):
         if base in ways and "new" in ways:
             wall, used, wall_alone, used_alone = (
                 statistics.median(f("new", number, left_out) / f(base, number) for number in numbers)

@@ -29,19 +29,16 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.build import build_model
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.optimizer import wrap_ddp
-from grpo_megatron.models.weights.load import hf_weights, stage_owners
-from grpo_megatron.models.weights.resharding import Resharding
-from grpo_megatron.models.weights.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.stream import Resharding, engine_tensors, stage_owners
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.processes.process import die_with_parent
 from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.build import build_engine
-from grpo_megatron.rollout.engine import stable_hash
-from grpo_megatron.sync.delta_sync import DeltaLimits
+from grpo_megatron.sync.delta import DeltaLimits
 from grpo_megatron.sync.digest import compare as compare_digests
 from grpo_megatron.sync.digest import part_digest
+from grpo_megatron.sync.exchange import RankPlan
 from grpo_megatron.sync.plan import NETWORK, NODE
-from grpo_megatron.sync.rounds import RankPlan
 from grpo_megatron.types import WeightBucket
 
 NOISE = 1 << 20  # random elements that the weights are made of
@@ -100,9 +97,6 @@ class Shard:
         values = [part_digest(memory, self._whole[name], start) for name, (memory, _, start) in self._parts.items()]
         return torch.stack(values).tolist()
 
-    def checksum(self) -> list[int]:
-        return [int(memory.view(torch.int16).sum()) for memory, _, _ in self._parts.values()]
-
     def clear(self) -> None:
         for memory, _, _ in self._parts.values():
             memory.zero_()
@@ -118,38 +112,6 @@ def fill(model: torch.nn.Module, mesh: Mesh) -> None:
             flat = parameter.view(-1)
             for start in range(0, flat.numel(), NOISE):
                 flat[start : start + NOISE].copy_(rolled[: flat.numel() - start])
-
-
-class Old:
-    """The sync before it was planned: every tensor whole on every rank, checked bucket by bucket.
-
-    What the census did then is repeated here: isfinite on every tensor, and per bucket two agreements and a comparison of
-    the names over all ranks.
-    """
-
-    def __init__(self, model: torch.nn.Module, arch: Any, mesh: Mesh, bucket_megabytes: int) -> None:
-        self._mesh, self._stages = mesh, stage_owners(model, arch, mesh)
-        self._gather = lambda: hf_weights(model, arch, mesh, bucket_megabytes << 20, self._stages)
-
-    def stream(self, shares: Shares) -> Iterator[WeightBucket]:
-        stream = shares.buckets(self._gather(), "gather")
-        while True:
-            bucket = next(stream, None)
-            with shares.of("isfinite"):
-                finite = torch.stack([tensor.isfinite().all() for _, tensor in bucket or []] or [torch.tensor(True)])
-                problem = None if all(finite.tolist()) else "non-finite values"
-            with shares.of("agreements"):
-                self._agree(bucket, problem)
-            if bucket is None:
-                return
-            yield [(name, tensor.detach()) for name, tensor in bucket]
-
-    def _agree(self, bucket: WeightBucket | None, problem: str | None) -> None:
-        self._mesh.agree(problem)
-        names = "the end" if bucket is None else ", ".join(name for name, _ in bucket)
-        extremes = torch.tensor([stable_hash(names), -stable_hash(names)])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._mesh.control)
-        self._mesh.agree(None if extremes.sum() == 0 else "the ranks' streams differ")
 
 
 def change(model: torch.nn.Module, mesh: Mesh, share: float, seed: int) -> None:
@@ -176,33 +138,21 @@ class New:
             self.expected = self._resharding.expected_digests(self._model)
 
 
-def load_shard(stream: Iterator[WeightBucket], shard: Shard, is_attested: bool, shares: Shares) -> None:
+def load_shard(stream: Iterator[WeightBucket], shard: Shard, shares: Shares) -> None:
     for bucket in stream:
         with shares.of("load"):
             shard.load(bucket)
         del bucket
-    if is_attested:
-        with shares.of("engine digests"):
-            shard.digests()
+    with shares.of("engine digests"):
+        shard.digests()
 
 
-def load_engine(stream: Iterator[WeightBucket], engine: Any, is_attested: bool, shares: Shares) -> None:
-    """Into vLLM. The old stream has the old checks itself, so VllmEngine's are left out."""
-    if is_attested:
-        with shares.of("load"):
-            engine.load_weights(stream, 0)
-        with shares.of("engine digests"):
-            engine.digests()
-        return
-    llm = engine._llm
+def load_engine(stream: Iterator[WeightBucket], engine: Any, shares: Shares) -> None:
+    """Into vLLM."""
     with shares.of("load"):
-        llm.start_weight_update()
-    for bucket in stream:
-        with shares.of("load"):
-            llm.update_weights({"update_info": {"tensors": bucket}})
-        del bucket
-    with shares.of("load"):
-        llm.finish_weight_update(weight_version="0")
+        engine.load_weights(stream, 0)
+    with shares.of("engine digests"):
+        engine.digests()
 
 
 def copies(model: torch.nn.Module) -> Callable[[], None]:
@@ -276,7 +226,7 @@ def compare_delta(job: dict[str, Any]) -> dict[str, Any]:
     def sync(resharding: Resharding) -> dict[str, Any]:
         shares, way = Shares(), New(model, resharding)
         shard.clear()
-        figures = measured(mesh, functools.partial(load_shard, way.stream(shares), shard, True, shares))
+        figures = measured(mesh, functools.partial(load_shard, way.stream(shares), shard, shares))
         held = dict(zip(full.tensors.tensors, shard.digests(), strict=True))
         if compare_digests(way.expected, held, full.tensors, engine_rank, mesh.rank):
             raise SystemExit("a sync has loaded wrong weights")
@@ -298,16 +248,15 @@ def compare_delta(job: dict[str, Any]) -> dict[str, Any]:
 
 def compare(job: dict[str, Any]) -> dict[str, Any]:
     """The figures of one rank: every way in turn, `repeats` times after one to warm up."""
-    mesh, model, arch, planner = build(job)
+    mesh, model, _, planner = build(job)
     begin = time.perf_counter()
     resharding = planner()
     planned = time.perf_counter() - begin
-    syncs = {"old": Old(model, arch, mesh, job["bucket_megabytes"]), "new": New(model, resharding)}
+    new = New(model, resharding)
     engine = built_engine(job, mesh, resharding) if job["engine"] else None
     shard = None if engine is not None else Shard(resharding.plan)
     baselines = {"memcpy": copies(model), "bare": bare_exchange(resharding)}
     repeats: list[dict[str, Any]] = []
-    checksums = set()
     for _ in range(job["repeats"] + 1):
         figures: dict[str, Any] = {}
         for name in job["ways"]:
@@ -315,16 +264,12 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
             if name in baselines:
                 action = baselines[name]
             elif shard is None:
-                action = functools.partial(load_engine, syncs[name].stream(shares), engine, name == "new", shares)
+                action = functools.partial(load_engine, new.stream(shares), engine, shares)
             else:
                 shard.clear()
-                action = functools.partial(load_shard, syncs[name].stream(shares), shard, name == "new", shares)
+                action = functools.partial(load_shard, new.stream(shares), shard, shares)
             figures[name] = {**measured(mesh, action), "shares": dict(shares.seconds), "used": dict(shares.processor)}
-            if name not in baselines and shard is not None:
-                checksums.add(tuple(shard.checksum()))
         repeats.append(figures)
-    if len(checksums) > 1:
-        raise SystemExit("the old and the new sync have loaded different weights")
     if engine is not None:
         engine.shutdown()
     return {"repeats": repeats[1:], "planned": planned, **counted(resharding)}

@@ -52,7 +52,7 @@ def run_rank(folder: Path, steps: int, repeats: int) -> None:
     from grpo_megatron.config import RolloutConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import hf_shapes, read_architecture
-    from grpo_megatron.models.weights.sync_parameters import engine_tensors
+    from grpo_megatron.models.weights.stream import engine_tensors
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
 

@@ -28,9 +28,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, informative_groups
-from grpo_megatron.algo.losses import forward_only_at_zero_advantage, loss_facts
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig, OverlongBuffer
-from grpo_megatron.registry import Registry
+from grpo_megatron.importing import Registry
 from grpo_megatron.types import GroupTable, MiniBatches, Plan, rows_of_mini_batch
 
 # -- Token weights -----------------------------------------------------------------------------------------------------
@@ -329,6 +328,8 @@ def make_plan(
     then has its own, smaller counts. There may be no mini-batch at all. Raises ValueError on unknown names and on an
     estimator that returns the wrong number of advantages or one that is not finite.
     """
+    from grpo_megatron.algo.losses import forward_only_at_zero_advantage, loss_facts  # they import torch
+
     trainable = _trainable(table, algorithm)
     advantages = _advantages(table, algorithm, trainable)
     copies = _copies(table, algorithm)

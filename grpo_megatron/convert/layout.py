@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.weights.table import TE_NAMES, Vocabulary, WeightRow
+from grpo_megatron.models.weights.stream import TE_NAMES
+from grpo_megatron.models.weights.table import Vocabulary, WeightRow
 
 TRACKER_FILE, RELEASE = "latest_checkpointed_iteration.txt", "release"
 CHECKPOINT_VERSION = 3.0  # how rows of query, key and value are ordered; 3.0 needs no reordering

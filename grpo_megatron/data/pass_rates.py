@@ -6,17 +6,16 @@ not read. `grpo-megatron curate` writes such a file. Problems are found by quest
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, SamplingConfig
-from grpo_megatron.data.fields import missing_field, problem_digest, read_question, text_field, type_name
-from grpo_megatron.data.prompts import RowPrompt
-from grpo_megatron.data.rows import read_rows
+from grpo_megatron.data.rows import missing_field, problem_digest, read_question, read_rows, text_field, type_name
 from grpo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -88,17 +87,11 @@ def select_prompts(prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[
             f"{key}: data.sampling.weight={sampling.weight} is 0 for all {len(kept)} prompts; set another weight, or"
             " narrow data.sampling.min_pass_rate to max_pass_rate"
         )
-    share = sampling.uniform_share
-    return [
-        _with_rate(prompt, one.rate, (1 - share) * weight / mean + share)
-        for (prompt, one), weight in zip(kept, weights, strict=True)
-    ]
-
-
-def _with_rate(prompt: Prompt, rate: float, weight: float) -> Prompt:
-    if isinstance(prompt, RowPrompt):
-        return prompt.with_rate(rate, weight)
-    return replace(prompt, pass_rate=rate, weight=weight)
+    share, selected = sampling.uniform_share, []
+    for (prompt, one), weight in zip(kept, weights, strict=True):
+        selected.append(copy.copy(prompt))  # makes neither text nor tokens of a RowPrompt
+        selected[-1].__dict__.update(pass_rate=one.rate, weight=(1 - share) * weight / mean + share)
+    return selected
 
 
 def _measured(prompts: Sequence[Prompt], sampling: SamplingConfig, key: str) -> list[Measured]:

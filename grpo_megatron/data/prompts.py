@@ -8,25 +8,22 @@ the same prompts.
 
 from __future__ import annotations
 
-import copy
 import logging
+import math
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.fields import Messages, Question
-from grpo_megatron.data.items import ItemTable, first_of_each, kept_items
-from grpo_megatron.data.rendering import LengthBound, encode_prompts, render_chat
-from grpo_megatron.data.rows import RowSet
-from grpo_megatron.data.task import Task
-from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.rows import Messages, Question, RowSet
+from grpo_megatron.data.sampler import LazySequence, keep_fitting
+from grpo_megatron.data.task import Task, get_task
+from grpo_megatron.data.tokenizer import TurnRenderer, render_chat
 from grpo_megatron.rewards.reward import RewardItem, opened_thought
 from grpo_megatron.types import BY_MODEL, Prompt
 
@@ -48,7 +45,7 @@ def load_prompts(
     *,
     source: str | None = None,
     is_plan: bool = False,
-) -> ItemTable[Prompt]:
+) -> LazySequence[Prompt]:
     """The prompts of `files` (data.train_files, or data.val_files with `max_samples` = data.val_max_samples), in order.
 
     A prompt longer than data.max_prompt_length tokens is dropped and counted. With data.filter_overlong_prompts=false it
@@ -75,11 +72,19 @@ def load_prompts(
         own = own[:SAMPLED_PER_CHUNK] if is_sampled else own
         fits[[number for number, _ in own]] = reader.fit([(number, parsed[0]) for number, parsed in own])
         measured += len(own)
-    what = f"prompts are longer than {data.max_prompt_length} tokens"
-    kept = kept_items(data, fits, what, rows.uid, measured)
-    if kept is None or is_sampled:
-        return ItemTable(reader.make, range(used), first_of_each(kinds))
-    return ItemTable(reader.make, kept, first_of_each(kinds[kept]))
+    table = partial(
+        keep_fitting,
+        data,
+        fits,
+        kinds,
+        reader.make,
+        f"prompts are longer than {data.max_prompt_length} tokens",
+        rows.uid,
+    )
+    if is_sampled:
+        table(measured)  # warns
+        fits[:] = True
+    return table(measured)
 
 
 @dataclass(frozen=True)
@@ -108,14 +113,23 @@ class RowRenderer:
         """Tells prompts that certainly have at most data.max_prompt_length tokens."""
         return LengthBound(self.data.max_prompt_length, partial(self.text, 0), self.encode)
 
-    def check_first(self, questions: Sequence[tuple[int, Question]]) -> None:
-        """Warn if the tokenizer loses text of row 0, which is the first of the (row number, question) of the first chunk."""
+    def fit(self, questions: list[tuple[int, Question]]) -> list[bool]:
+        """Whether the prompt of each (row number, question) has at most data.max_prompt_length tokens."""
         if questions and questions[0][0] == 0:
-            text = self.text(*questions[0])
-            back = self.tokenizer.decode(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-            if _letters(back) != _letters(text):  # a tokenizer class that does not fit its files
-                name = type(self.tokenizer).__name__
-                logger.warning("the tokenizer (%s) turns %r into %r", name, text[:120], back[:120])
+            self._check_tokenizer(self.text(*questions[0]))
+        fits = [self.bound.fits(question) for _, question in questions]
+        unsure = [place for place, is_certain in enumerate(fits) if not is_certain]
+        encoded = self.encode([self.text(*questions[place]) for place in unsure])
+        for place, ids in zip(unsure, encoded, strict=True):
+            fits[place] = len(ids) <= self.data.max_prompt_length
+        return fits
+
+    def _check_tokenizer(self, text: str) -> None:
+        """Warn if the tokenizer loses text."""
+        back = self.tokenizer.decode(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if _letters(back) != _letters(text):  # a tokenizer class that does not fit its files
+            name = type(self.tokenizer).__name__
+            logger.warning("the tokenizer (%s) turns %r into %r", name, text[:120], back[:120])
 
 
 def _letters(text: str) -> str:
@@ -129,26 +143,14 @@ class PromptReader(RowRenderer):
     reward: str | None
     source: str | None
 
-    def fit(self, questions: list[tuple[int, Question]]) -> list[bool]:
-        """Whether the prompt of each (row number, question) has at most data.max_prompt_length tokens."""
-        self.check_first(questions)
-        unsure = [one for one in questions if not self.bound.fits(one[1])]
-        encoded = self.encode([self.text(*one) for one in unsure])
-        lengths = {number: len(ids) for (number, _), ids in zip(unsure, encoded, strict=True)}
-        return [lengths.get(number, 0) <= self.data.max_prompt_length for number, _ in questions]
-
-    def encode_one(self, text: str) -> tuple[int, ...]:
-        """The token ids of a rendered prompt."""
-        return tuple(self.encode([text])[0])
-
     def make(self, number: int) -> Prompt:
         """The prompt of a row. Raises ConfigError when the row cannot be read any more."""
-        question, answer, reward, row = parsed_row(self.task, self.reward, self.rows.row(int(number)))
+        question, answer, reward, row = parsed_row(self.task, self.reward, self.rows.row(number))
         named = source_of_row(row) if self.task.rewards else ""
         messages = self.task.messages(question, system_prompt=self.data.system_prompt) if self.renderer else None
         return RowPrompt.of(
             partial(self.text, number, question),
-            self.encode_one,
+            self.encode,
             uid=self.rows.uid(number),
             answer=answer,
             source=self.source or named or self.task.name,
@@ -159,6 +161,27 @@ class PromptReader(RowRenderer):
             data_source=source_of_row(row),
             messages=chat_of(self.data, self.task, question),
         )
+
+
+class RowPrompt(Prompt):
+    """A Prompt whose text and tokens are made when they are first read. Made by `of`; `replace` sees the fields of Prompt."""
+
+    @classmethod
+    def of(
+        cls, render: Callable[[], str], encode: Callable[[Sequence[str]], list[list[int]]], **fields: Any
+    ) -> RowPrompt:
+        """`fields` are those of Prompt, but `text` and `prompt_ids`."""
+        prompt = cls.__new__(cls)
+        prompt.__dict__.update(_render=render, _encode=encode, **fields)
+        return prompt
+
+    @cached_property
+    def text(self) -> str:  # type: ignore[override]
+        return str(self.__dict__["_render"]())
+
+    @cached_property
+    def prompt_ids(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self.__dict__["_encode"]([self.text])[0])
 
 
 def parsed_row(task: Task, reward: str | None, row: dict[str, Any]) -> ParsedRow:
@@ -214,32 +237,74 @@ def render_prompt(
         raise ConfigError(f'{error} (a template without system turns: set data.system_prompt="")') from error
 
 
-class RowPrompt(Prompt):
-    """A Prompt whose text and tokens are made when they are first read: `render()` and `encode(text)`. Made by `of`."""
+def encode_prompts(texts: Sequence[str], tokenizer: Any, *, is_chat: bool) -> list[list[int]]:
+    """Token ids of rendered prompts. Raises ConfigError when a text has no token.
 
-    _render: Callable[[], str]
-    _encode: Callable[[str], tuple[int, ...]]
+    A chat template writes its special tokens itself. Plain text gets the tokenizer's own (BOS in the Llama family), but
+    no end-of-sequence token: it would end the response before it begins.
+    """
+    encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=not is_chat)["input_ids"] if texts else []
+    if not is_chat:
+        encoded = [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in encoded]
+    for text, ids in zip(texts, encoded, strict=True):
+        if not ids:
+            raise ConfigError(f"the tokenizer makes no token of the prompt {text[:80]!r}")
+    return encoded
 
-    @classmethod
-    def of(cls, render: Callable[[], str], encode: Callable[[str], tuple[int, ...]], **fields: Any) -> RowPrompt:
-        """`fields` are those of Prompt, but `text` and `prompt_ids`."""
-        prompt = cls.__new__(cls)
-        prompt.__dict__.update({"_render": render, "_encode": encode, **fields})
-        return prompt
 
-    @cached_property
-    def text(self) -> str:  # type: ignore[override]
-        return self._render()
+STAND_IN_CONTENT = " \"b\\c\" <d> & 'e'\n\t{f} \u00e9" * 3  # what JSON and HTML would escape
+BOUNDARY = 32  # tokens
+NORMAL_FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
 
-    @cached_property
-    def prompt_ids(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self._encode(self.text)
 
-    def with_rate(self, rate: float, weight: float) -> RowPrompt:
-        """A copy with `pass_rate` and `weight`, without making text and tokens."""
-        prompt = copy.copy(self)
-        prompt.__dict__.update(pass_rate=rate, weight=weight)
-        return prompt
+class LengthBound:
+    """Whether a prompt certainly has at most `limit` tokens, known without rendering or tokenising it.
+
+    A token stands for one byte of the normalised text at least. So a prompt has at most as many tokens as its contents have
+    bytes, plus those that the template adds. These are counted once for each sequence of roles, with a stand-in for the
+    contents, and BOUNDARY tokens are added for words that the template's text and the contents form together. A template that
+    changes or repeats contents gives no bound.
+    """
+
+    def __init__(
+        self, limit: int, render: Callable[[Question], str], encode: Callable[[Sequence[str]], list[list[int]]]
+    ) -> None:
+        self._limit, self._render, self._encode = limit, render, encode
+        self._added: dict[tuple[str, ...], float] = {}  # roles -> tokens; () is a question that is a text
+
+    def fits(self, question: Question) -> bool:
+        """False where it is not certain."""
+        if isinstance(question, str):
+            roles, size = (), most_tokens(question)
+        elif all(message.keys() == {"role", "content"} for message in question):
+            roles = tuple(message["role"] for message in question)
+            size = sum(most_tokens(message["content"]) for message in question)
+        else:  # names, tool calls
+            return False
+        if roles not in self._added:
+            self._added[roles] = self._measured(roles)
+        return size + self._added[roles] <= self._limit
+
+    def _measured(self, roles: tuple[str, ...]) -> float:
+        def rendered(content: str) -> str:
+            return self._render([{"role": role, "content": content} for role in roles] if roles else content)
+
+        try:
+            short, long = rendered("1"), rendered(f"1{STAND_IN_CONTENT}")
+        except ConfigError:  # reported with the row
+            return math.inf
+        grown = (len(roles) or 1) * len(STAND_IN_CONTENT.encode())
+        if len(long.encode()) > len(short.encode()) + grown:
+            return math.inf
+        return len(self._encode([short])[0]) + BOUNDARY
+
+
+def most_tokens(text: str) -> int:
+    """The most tokens that a text can have: its bytes, also after a tokenizer's normalisation."""
+    if text.isascii():
+        return len(text)
+    forms = [text, *(unicodedata.normalize(form, text) for form in NORMAL_FORMS)]
+    return max(len(form.encode()) for form in forms)
 
 
 def reward_item(prompt: Prompt, response: str, response_ids: Sequence[int] = (), step: int = 0) -> RewardItem:
@@ -261,3 +326,47 @@ def reward_item(prompt: Prompt, response: str, response_ids: Sequence[int] = (),
         step=step,
         is_chat=prompt.messages is not None and not isinstance(prompt.columns.get("prompt"), str),
     )
+
+
+# -- Steps of a response: where they end, as response tokens -----------------------------------------------------------
+# A step ends where the separator is complete in the decoded text, and at the end of the response. Its last token is the
+# one that completes the separator: the last token of the shortest prefix of tokens whose text reaches that place. So a step
+# ends on a token boundary, also where one token holds the end of a step, the separator and the beginning of the next step.
+# Steps that end within one token are one step. Blank steps are none: of "a\n\nb\n" with the separator "\n" the steps are
+# "a" and "b".
+#
+# The response is tokenized as a whole, as the policy draws it. TRL's PRMTrainer tokenizes every step by itself and puts a
+# separator behind the last one, too. Here the last step ends with the end-of-sequence token, or where the response was cut off.
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def step_ends(ids: Sequence[int], decode: Decode, separator: str) -> list[int]:
+    """The last token of every step, increasing; at least one if there is a token. `decode` leaves special tokens out."""
+    if not ids:
+        return []
+    text, ends, start = decode(ids), [], 0
+    while (found := text.find(separator, start)) != -1:
+        end = found + len(separator)
+        if text[start:found].strip():
+            ends.append(end)
+        start = end
+    tokens = tokens_at(ends, ids, decode)
+    if text[start:].strip() or not tokens:
+        tokens.append(len(ids) - 1)
+    return list(dict.fromkeys(tokens))
+
+
+def tokens_at(ends: Sequence[int], ids: Sequence[int], decode: Decode) -> list[int]:
+    """For each place in the text, in increasing order: the last token of the shortest prefix whose text reaches it."""
+    low, tokens = 0, []
+    for end in ends:
+        high = len(ids) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if len(decode(ids[: middle + 1])) >= end:
+                high = middle
+            else:
+                low = middle + 1
+        tokens.append(low)
+    return tokens

@@ -1,4 +1,4 @@
-"""Rows of data files, by number. No format is held in memory as a whole, but those that have no other way.
+"""Rows of data files, by number, and their fields. No format is held in memory as a whole, but those that have no other way.
 
     .jsonl         the offset of each row is held, 8 bytes per row
     .arrow         memory-mapped
@@ -18,36 +18,40 @@ import bisect
 import csv
 import datetime
 import glob
+import hashlib
 import itertools
+import json
 import logging
 import os
 import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.fields import MAX_ROW, type_name
+from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.importing import collection_paused
 from grpo_megatron.reading import (
     ReadError,
     check_regular,
     cut,
-    lines_of,
-    parse_json_line,
+    parse_json,
     path_problem,
     read_json,
     shown,
+    surrogate_problem,
 )
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FORMATS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+MAX_ROW = 1 << 22  # bytes of a line, and characters of a field: a text of a million tokens
 MAX_WHOLE = 1 << 29  # bytes of a file that is read as a whole
 KEPT_BYTES = 1 << 32  # bytes of decoded Parquet row groups that a process keeps
 LARGE_GROUP = 1 << 26  # bytes of a row group whose decoding for a single row takes a noticeable time
@@ -57,8 +61,76 @@ SHOWN_FROM = 8  # chunks from which on a progress bar is shown
 SHOWN_PROBLEMS = 5  # wrong rows of a file that a message shows
 BOM = b"\xef\xbb\xbf"
 
+# -- Fields of a row: texts, questions, and what identifies a problem. They raise ValueError with the field's name -----
 
-# -- files -------------------------------------------------------------------------------------------------------------
+Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
+Question = str | Messages
+
+
+def text_field(row: dict[str, Any], field: str, empty: bool = False) -> str:
+    """The string `row[field]`. Raises ValueError when it is missing, of another type, or blank (unless `empty`)."""
+    value = row.get(field)
+    if not isinstance(value, str):
+        if field not in row:
+            raise missing_field([field], row)
+        raise ValueError(f"field {field!r} is {type_name(value)}, not a string")
+    if len(value) > MAX_ROW:
+        raise ValueError(f"field {field!r} has {len(value):,} characters; at most {MAX_ROW:,} are read")
+    if problem := surrogate_problem(value):
+        raise ValueError(f"field {field!r}: {problem}")
+    if not empty and not value.strip():
+        raise ValueError(f"field {field!r} is empty")
+    return value
+
+
+def missing_field(fields: Sequence[str], row: dict[str, Any]) -> ValueError:
+    """The error for a row that has none of `fields`."""
+    shown = ", ".join(map(repr, dict.fromkeys(fields)))
+    what = f"field {shown} is missing" if len(fields) == 1 else f"none of the fields {shown} is there"
+    return ValueError(f"{what} (fields: {', '.join(map(repr, row)) or 'none'})"[:300])
+
+
+def type_name(value: Any) -> str:
+    """The type of a JSON value, for messages."""
+    names = {dict: "an object", list: "a list", str: "a string", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+def read_question(row: dict[str, Any], field: str = "prompt") -> Question:
+    """`row[field]`: text, or chat messages that do not end with the assistant's turn. Raises ValueError."""
+    if not isinstance(row.get(field), list):
+        return text_field(row, field)
+    messages: list[Any] = row[field]
+    if not messages:
+        raise ValueError(f"field {field!r} is empty")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise ValueError(f"field {field!r}: a message must be an object with role and content")
+        text_field(message, "role")
+        text_field(message, "content")
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(f"field {field!r} ends with the assistant's turn; the policy writes the response")
+    return messages
+
+
+def question_text(question: Question) -> str:
+    """The question as text; of a chat, the contents of its messages."""
+    if isinstance(question, str):
+        return question
+    return "\n\n".join(message["content"] for message in question)
+
+
+def problem_digest(question: Question, answer: str) -> str:
+    """Identifies a problem in data files, rollout files and evaluations: 32 hexadecimal digits.
+
+    Row numbers change when a file is filtered, and an evaluation may render the same question by another template.
+    The digest is equal for the same question as text and as a chat of one message.
+    """
+    content = json.dumps([question_text(question), answer])
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+# -- Files -------------------------------------------------------------------------------------------------------------
 
 
 class RowFile:
@@ -74,10 +146,6 @@ class RowFile:
     def place(self, number: int) -> str:
         """Where a row stands, for messages: "line 17"."""
         return f"row {number}"
-
-    def line(self, number: int) -> bytes | None:
-        """The bytes of a row of JSON lines; None for another format."""
-        return None
 
 
 class LineFile(RowFile):
@@ -102,7 +170,14 @@ class LineFile(RowFile):
         return len(self._starts)
 
     def rows(self, start: int, stop: int) -> Iterator[Any]:
-        return (line if isinstance(line, ReadError) else parse_json_line(line) for line in self._lines(start, stop))
+        for line in self._lines(start, stop):
+            try:
+                if len(line) > self._max_row:
+                    raise ReadError(f"has more than {self._max_row:,} bytes, the most that are read")
+                value = parse_json(line)
+            except ReadError as error:
+                value = error
+            yield value
 
     def place(self, number: int) -> str:
         with self.path.open("rb") as file:
@@ -111,24 +186,18 @@ class LineFile(RowFile):
                 count, left = count + block.count(b"\n"), left - len(block)
         return f"line {count}"
 
-    def line(self, number: int) -> bytes | None:
-        found = next(self._lines(number, number + 1))
-        return None if isinstance(found, ReadError) else found
+    def line(self, number: int) -> str:
+        """A row as it is written."""
+        return next(self._lines(number, number + 1)).decode()
 
-    def _lines(self, start: int, stop: int) -> Iterator[bytes | ReadError]:
-        if start >= stop:
-            return
+    def _lines(self, start: int, stop: int) -> Iterator[bytes]:
+        """The lines of rows; of one that is too long, its beginning."""
         with self.path.open("rb") as file:
-            left = stop - start
-            if _identity(os.fstat(file.fileno())) == self._identity:
-                file.seek(self._starts[start])
-                for line in lines_of(file, self._max_row):
-                    if isinstance(line, ReadError) or (line and not line.isspace()):
-                        left -= 1
-                        yield line
-                        if not left:
-                            return
-        raise ConfigError(f"data file {str(self.path)!r} was changed while it was in use; start again")
+            if _identity(os.fstat(file.fileno())) != self._identity:
+                raise ConfigError(f"data file {str(self.path)!r} was changed while it was in use; start again")
+            for number in range(start, stop):
+                file.seek(self._starts[number])
+                yield file.readline(self._max_row + 1).removesuffix(b"\n")
 
 
 class ListFile(RowFile):
@@ -147,58 +216,49 @@ class ListFile(RowFile):
         return self._places[number] if self._places else super().place(number)
 
 
-class ArrowFile(RowFile):
-    """Tables or record batches of pyarrow: `part(index)` has `sizes[index]` rows.
+class ArrowPart(RowFile):
+    """A table or record batch of pyarrow with `size` rows.
 
     Values become what JSON has: dates are ISO texts, decimals are texts, bytes are base64 texts.
     """
 
-    def __init__(self, sizes: Iterable[int], schema: Any, part: Callable[[int], Any]) -> None:
-        self._ends, self._part = list(itertools.accumulate(sizes)), part
-        self._is_plain = all(_gives_plain(field.type) for field in schema)
+    def __init__(self, size: int, load: Callable[[], Any]) -> None:
+        self._size, self._load = size, load
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._size
 
     def rows(self, start: int, stop: int) -> Iterator[Any]:
-        for index in range(bisect.bisect_right(self._ends, start), len(self._ends)):
-            first = self._ends[index - 1] if index else 0
-            if first >= stop:
-                return
-            part, high = self._part(index), min(stop, self._ends[index]) - first
-            for begin in range(max(start - first, 0), high, ROWS_PER_BATCH):
-                values = part.slice(begin, min(ROWS_PER_BATCH, high - begin)).to_pylist()
-                yield from values if self._is_plain else map(_plain, values)
+        part = self._load()
+        for begin in range(start, stop, ROWS_PER_BATCH):
+            yield from map(_plain, part.slice(begin, min(ROWS_PER_BATCH, stop - begin)).to_pylist())
 
 
 class JoinedRows(RowFile):
-    """Several files as one."""
+    """Several files, or parts of one, under one numbering."""
 
-    def __init__(self, files: Sequence[RowFile]) -> None:
-        self.files = files
-        self._ends = list(itertools.accumulate(map(len, files)))
+    def __init__(self, files: Sequence[RowFile], *, are_shards: bool = True) -> None:
+        self.files, self._are_shards = files, are_shards
+        self._starts = [0, *itertools.accumulate(map(len, files))]
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._starts[-1]
 
     def rows(self, start: int, stop: int) -> Iterator[Any]:
-        for file, end in zip(self.files, self._ends, strict=True):
-            first = end - len(file)
-            if first < stop and start < end:
-                yield from file.rows(max(start - first, 0), min(stop - first, len(file)))
+        while start < stop:
+            file, row = self.locate(start)
+            end = min(stop, self._starts[file + 1])
+            yield from self.files[file].rows(row, row + end - start)
+            start = end
 
     def place(self, number: int) -> str:
-        shard, row = self.locate(number)
-        return f"shard {shard}, {self.files[shard].place(row)}"
-
-    def line(self, number: int) -> bytes | None:
-        shard, row = self.locate(number)
-        return self.files[shard].line(row)
+        file, row = self.locate(number)
+        return f"shard {file}, {self.files[file].place(row)}" if self._are_shards else super().place(number)
 
     def locate(self, number: int) -> tuple[int, int]:
         """(file, row in the file) of a row."""
-        file = bisect.bisect_right(self._ends, number)
-        return file, number - (self._ends[file] - len(self.files[file]))
+        file = bisect.bisect_right(self._starts, number) - 1
+        return file, number - self._starts[file]
 
 
 def open_rows(path: Path) -> RowFile:
@@ -234,9 +294,7 @@ def _open(path: Path) -> RowFile:
 
 
 def _open_list(path: Path) -> ListFile:
-    rows = parse_json_line(path.read_bytes().removeprefix(BOM))
-    if isinstance(rows, ReadError):
-        raise rows
+    rows = parse_json(path.read_bytes().removeprefix(BOM))
     if not isinstance(rows, list):
         raise ReadError(f"must be a list of objects, not {type_name(rows)}")
     return ListFile(rows)
@@ -265,7 +323,7 @@ def _open_table(path: Path) -> ListFile:
     return ListFile(rows, places)
 
 
-def _open_arrow(path: Path) -> ArrowFile:
+def _open_arrow(path: Path) -> JoinedRows:
     import pyarrow as pa
 
     try:
@@ -274,18 +332,19 @@ def _open_arrow(path: Path) -> ArrowFile:
 
             file = pq.ParquetFile(path, memory_map=True)
             groups = range(file.metadata.num_row_groups)
-            sizes = (file.metadata.row_group(group).num_rows for group in groups)
-            return ArrowFile(sizes, file.schema_arrow, lambda group: _row_groups.read(file, group))
-        source = pa.memory_map(str(path))
-        try:
-            reader = pa.ipc.open_file(source)
-        except pa.ArrowInvalid:  # `datasets` writes the stream format
-            source.seek(0)
-            reader = pa.ipc.open_stream(source)
-        batches = reader.read_all().to_batches()
-        return ArrowFile((batch.num_rows for batch in batches), reader.schema, batches.__getitem__)
+            sizes = [file.metadata.row_group(group).num_rows for group in groups]
+            parts = [ArrowPart(sizes[group], partial(_row_groups.read, file, group)) for group in groups]
+        else:
+            source = pa.memory_map(str(path))
+            try:
+                reader = pa.ipc.open_file(source)
+            except pa.ArrowInvalid:  # `datasets` writes the stream format
+                source.seek(0)
+                reader = pa.ipc.open_stream(source)
+            parts = [ArrowPart(batch.num_rows, partial(batch.slice, 0)) for batch in reader.read_all().to_batches()]
     except pa.ArrowInvalid as error:
         raise ReadError(f"is no {path.suffix[1:]} file that can be read ({str(error).partition(chr(10))[0]})") from None
+    return JoinedRows(parts, are_shards=False)
 
 
 class _RowGroups:
@@ -315,19 +374,6 @@ class _RowGroups:
 
 
 _row_groups = _RowGroups()
-
-
-def _gives_plain(kind: Any) -> bool:
-    """Whether pyarrow's values of this type are those of JSON already, so that no value needs a look."""
-    from pyarrow import types
-
-    if types.is_struct(kind):
-        return all(_gives_plain(field.type) for field in kind)
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _gives_plain(kind.value_type)
-    is_text = types.is_string(kind) or types.is_large_string(kind)
-    is_number = types.is_integer(kind) or types.is_float32(kind) or types.is_float64(kind)
-    return is_text or is_number or types.is_boolean(kind) or types.is_null(kind)
 
 
 def _plain(value: Any) -> Any:
@@ -426,16 +472,10 @@ class RowSet(JoinedRows):
             raise ConfigError("no data files; set data.train_files (data.val_files, sft.train_files)")
         self.paths, self.source = list(map(Path, paths)), source
         self.labels = distinct_labels(self.paths)
-        files: list[RowFile] = []
-        problems = []
-        for path in self.paths:
-            try:
-                files.append(open_rows(path))
-            except ConfigError as error:
-                problems.append(str(error))
-        if problems:
-            raise ConfigError(*problems)
-        super().__init__(files)
+        problems = ProblemList()
+        files = [problems.attempt("", open_rows, path) for path in self.paths]
+        problems.raise_if_any()
+        super().__init__([file for file in files if file is not None])
 
     def uid(self, number: int) -> str:
         """Identifies a row over all runs that read a file of this name."""
@@ -485,9 +525,8 @@ class RowSet(JoinedRows):
     def _wrong_rows(self, problems: Sequence[tuple[int, str]], checked: int) -> ConfigError:
         """`problems`: (row number, message), in order, among the first `checked` rows."""
         texts = []
-        for path, file, end in zip(self.paths, self.files, self._ends, strict=True):
-            first = end - len(file)
-            own = [(number - first, message) for number, message in problems if first <= number < end]
+        for path, file, first in zip(self.paths, self.files, self._starts, strict=False):
+            own = [(number - first, message) for number, message in problems if 0 <= number - first < len(file)]
             if own:
                 lines = [f"  {file.place(number)}: {cut(message, 500)}" for number, message in own[:SHOWN_PROBLEMS]]
                 more = [f"  and {len(own) - SHOWN_PROBLEMS} more"] if len(own) > SHOWN_PROBLEMS else []

@@ -9,19 +9,90 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Generic, TypeVar
+from functools import lru_cache
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
-from grpo_megatron.data.items import LazySequence, one_of_each
+from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.types import Prompt
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+KEPT = 8192  # items that a table of rows holds; with their rows and tokens some 50 MB
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+# -- Prompts or written groups that are made when they are read. Only numbers are held for each of millions ------------
+
+
+class LazySequence(Sequence[T]):
+    """`make(index)` for 0 <= index < `length`. `first`: an item of each kind, such as each reward, for checks."""
+
+    def __init__(self, length: int, make: Callable[[int], T], first: Sequence[int] = (0,)) -> None:
+        self._length, self._make, self.first = length, make, first
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        places = range(self._length)[index]
+        return self._make(places) if isinstance(places, int) else [self._make(place) for place in places]
+
+
+def one_of_each(items: Sequence[T]) -> Sequence[T]:
+    """The items that checks look at: one of each kind of a LazySequence, all of a list."""
+    return [items[index] for index in items.first] if isinstance(items, LazySequence) else items
+
+
+def rewards_of(prompts: Sequence[Prompt]) -> set[str]:
+    """The names of the reward functions of all prompts."""
+    return {prompt.reward for prompt in one_of_each(prompts)}
+
+
+def keep_fitting(
+    data: DataConfig,
+    fits: np.ndarray[Any, np.dtype[np.bool_]],
+    kinds: np.ndarray[Any, np.dtype[np.int8]],
+    make: Callable[[int], T],
+    what: str,
+    name: Callable[[int], str],
+    measured: int,
+) -> LazySequence[T]:
+    """`make(number)` of each number that `fits`. The latest KEPT are held, so a small data set is read once.
+
+    `kinds` has the kind of each number. `name(number)` is for messages, `what` says what the others are. Raises ConfigError:
+    none of the `measured` items fits, or some do not and data.filter_overlong_prompts is false.
+    """
+    make = lru_cache(KEPT)(make)
+    dropped = len(fits) - int(fits.sum())
+    if not dropped:
+        return LazySequence(len(fits), make, _first_of_each(kinds))
+    message = f"{dropped} of {measured} {what} (the first: {name(int(np.argmin(fits)))})"
+    if dropped == measured:
+        raise ConfigError(f"{message}: nothing is left; raise data.max_prompt_length")
+    if not data.filter_overlong_prompts:
+        raise ConfigError(f"{message}; raise data.max_prompt_length, or set data.filter_overlong_prompts=true")
+    logger.warning("%s and are dropped (data.filter_overlong_prompts)", message)
+    kept = np.flatnonzero(fits)
+    return LazySequence(len(kept), lambda index: make(int(kept[index])), _first_of_each(kinds[kept]))
+
+
+def _first_of_each(kinds: np.ndarray[Any, np.dtype[np.int8]]) -> list[int]:
+    """The place of the first of each number from 0 on, in order. Without a copy: there may be millions."""
+    return sorted(int(np.argmax(kinds == kind)) for kind in range(int(kinds.max()) + 1) if (kinds == kind).any())
+
+
+# -- Sampler -----------------------------------------------------------------------------------------------------------
 
 
 class Sampler(Generic[T]):
@@ -144,27 +215,22 @@ class SourcePrompts:
 
 
 class Mixture(LazySequence[Prompt]):
-    """The prompts of all sources, one source after the other."""
+    """The prompts of all sources, one source after the other. `starts`: the index of the first prompt of each."""
 
     def __init__(self, sources: Sequence[SourcePrompts]) -> None:
         self.sources = list(sources)
-        self._ends = list(itertools.accumulate(len(source.prompts) for source in sources))
+        *self.starts, length = itertools.accumulate((len(source.prompts) for source in sources), initial=0)
+        tables = [source.prompts for source in sources]
+        first = [
+            start + index
+            for start, table in zip(self.starts, tables, strict=True)
+            for index in (table.first if isinstance(table, LazySequence) else range(len(table)))
+        ]
+        super().__init__(length, self._prompt, first)
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def item(self, index: int) -> Prompt:
-        source = bisect.bisect_right(self._ends, index)
-        prompts = self.sources[source].prompts
-        return prompts[index - (self._ends[source] - len(prompts))]
-
-    def first(self, source: int) -> int:
-        """The index of the first prompt of a source."""
-        return self._ends[source] - len(self.sources[source].prompts)
-
-    def one_of_each(self) -> list[Prompt]:
-        """As of each source's table."""
-        return [prompt for source in self.sources for prompt in one_of_each(source.prompts)]
+    def _prompt(self, index: int) -> Prompt:
+        source = bisect.bisect_right(self.starts, index) - 1
+        return self.sources[source].prompts[index - self.starts[source]]
 
 
 class MixedSampler(Sampler[Prompt]):
@@ -178,7 +244,7 @@ class MixedSampler(Sampler[Prompt]):
 
     def index_at(self, cursor: int) -> int:
         source, place = self.source_at(cursor)
-        return self.mixture.first(source) + self.samplers[source].index_at(place)
+        return self.mixture.starts[source] + self.samplers[source].index_at(place)
 
     def source_at(self, cursor: int) -> tuple[int, int]:
         """(source, place among its own draws) of a draw."""

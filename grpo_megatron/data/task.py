@@ -9,29 +9,37 @@ tasks are the YAML files in `tasks/`. A task in Python needs a name, `read_row` 
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import functools
+import hashlib
+import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic.dataclasses import dataclass as validated_dataclass
 
-from grpo_megatron.config import MultiTurnConfig, Section
-from grpo_megatron.data.fields import (
+from grpo_megatron.config import ConfigError, MultiTurnConfig, Section
+from grpo_megatron.config.problems import ProblemList
+from grpo_megatron.data.rows import (
     Messages,
     Question,
-    is_plain_text,
     missing_field,
+    open_rows,
     read_question,
     text_field,
     type_name,
 )
-from grpo_megatron.reading import shown
+from grpo_megatron.importing import import_function, no_exit
+from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_text, shown
 from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.answers import box_start, last_boxed
 
@@ -51,11 +59,12 @@ class TextFormat(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = Field([])
 
 
-class GivenExample(Section):
-    """A worked example in a task file."""
+@validated_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Example:
+    """A worked example of a few-shot prompt."""
 
-    question: str = Field(min_length=1)
-    solution: str = Field(min_length=1)
+    question: Annotated[str, Field(min_length=1)]
+    solution: Annotated[str, Field(min_length=1)]
 
 
 class Fewshot(Section):
@@ -68,7 +77,7 @@ class Fewshot(Section):
 
     files: list[str] = Field([])
     solution: str = "solution"  # the field that holds a worked solution
-    examples: list[GivenExample] = Field([])
+    examples: list[Example] = Field([])
     remove: str | None = None  # a regular expression, deleted from solutions
     rule: Literal["fixed", "per-problem"] = "fixed"
     default: int = Field(0, ge=0)
@@ -89,14 +98,6 @@ class Sampling(Section):
 
     temperature: float = Field(1.0, gt=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-
-
-@dataclass(frozen=True)
-class Example:
-    """A worked example of a few-shot prompt."""
-
-    question: str
-    solution: str
 
 
 @validated_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -240,7 +241,7 @@ class RowFormat(Section):
         if found is None:
             return question, ""
         place, holder, field = found
-        answer = ANSWER_RULES[place.rule](holder, field)
+        answer = _answer_of(place.rule, holder, field)
         if answer or place.rule in ("verbatim", "any"):
             return question, answer
         for beginning, known in self.missing_answers.items():
@@ -251,9 +252,6 @@ class RowFormat(Section):
     def read_question(self, row: dict[str, Any]) -> Question:
         """The question of a row, with an answer or without. Raises ValueError."""
         templates = _with_fields(tuple(self.question))
-        template, fields = templates[0]
-        if len(fields) == 1 and template == f"{{{fields[0]}}}" and is_plain_text(row.get(fields[0])):
-            return str(row[fields[0]])  # most rows, without the time of the rest
         for is_there in (_has_content, dict.__contains__):
             for template, fields in templates:
                 if all(is_there(row, field) for field in fields):
@@ -305,60 +303,40 @@ def _filled_question(template: str, fields: Sequence[str], row: dict[str, Any]) 
     return fill_template(template, values)
 
 
-# -- answer rules: (row, field) -> the reference answer, "" where there is none; ValueError where the field is wrong ----
+# -- Answers: what the rule of a field makes of its value --------------------------------------------------------------
 
 
-def _after_hashes(row: dict[str, Any], field: str) -> str:
-    _, mark, answer = text_field(row, field).rpartition("####")
-    if not mark:
-        raise ValueError(f"field {field!r} has no #### before the final answer")
-    return answer.strip()
-
-
-def _boxed_answer(row: dict[str, Any], field: str) -> str:
-    answer = last_boxed(text_field(row, field))
-    if answer is None:
-        raise ValueError(f"field {field!r} has no closed \\boxed{{...}}")
-    return answer.strip()
-
-
-def _unboxed_answer(row: dict[str, Any], field: str) -> str:
-    answer = _text_answer(row, field)
-    return (last_boxed(answer) or "").strip() if box_start(answer) >= 0 else answer
-
-
-def _verbatim_answer(row: dict[str, Any], field: str) -> str:
-    return text_field(row, field, empty=True)
-
-
-def _text_answer(row: dict[str, Any], field: str) -> str:
+def _answer_of(rule: AnswerRule, row: dict[str, Any], field: str) -> str:
+    """The reference answer, "" where there is none. Raises ValueError where the field is wrong."""
     value = row[field]
-    return _number_text(value) if _is_number(value) else text_field(row, field, empty=True).strip()
-
-
-def _number_answer(row: dict[str, Any], field: str) -> str:
-    if not _is_number(row[field]) and not isinstance(row[field], str):
-        raise ValueError(f"field {field!r} is {type_name(row[field])}, not a number")
-    return _text_answer(row, field)
-
-
-def _integer_answer(row: dict[str, Any], field: str) -> str:
-    answer = text_field(row, field)
-    if not answer.removeprefix("-").isdecimal():
-        raise ValueError(f"field {field!r} is {answer[:40]!r}, not an integer")
-    return answer
-
-
-def _joined_answer(row: dict[str, Any], field: str) -> str:
-    value = row[field]
-    parts: Iterable[Any] = value if isinstance(value, list) else [value]
-    if value == [] or not all(_is_number(part) or isinstance(part, str) for part in parts):
-        raise ValueError(f"field {field!r} is not a list of texts or numbers")
-    return ", ".join(_number_text(part) if _is_number(part) else _without_dollars(part) for part in parts)
-
-
-def _any_answer(row: dict[str, Any], field: str) -> str:
-    return text_field(row, field, empty=True) if isinstance(row[field], str) else json.dumps(row[field])
+    if rule == "verbatim" or (rule == "any" and isinstance(value, str)):
+        return text_field(row, field, empty=True)
+    if rule == "any":
+        return json.dumps(value)
+    if rule == "list":
+        parts: list[Any] = value if isinstance(value, list) else [value]
+        if value == [] or not all(_is_number(part) or isinstance(part, str) for part in parts):
+            raise ValueError(f"field {field!r} is not a list of texts or numbers")
+        return ", ".join(_number_text(part) if _is_number(part) else _without_dollars(part) for part in parts)
+    if _is_number(value) and rule in ("text", "number", "unboxed"):
+        return _number_text(value)
+    if rule == "number" and not isinstance(value, str):
+        raise ValueError(f"field {field!r} is {type_name(value)}, not a number")
+    text = text_field(row, field, empty=rule in ("text", "number", "unboxed"))
+    if rule == "integer":
+        if not text.removeprefix("-").isdecimal():
+            raise ValueError(f"field {field!r} is {text[:40]!r}, not an integer")
+        return text
+    if rule == "hashes":
+        _, mark, text = text.rpartition("####")
+        if not mark:
+            raise ValueError(f"field {field!r} has no #### before the final answer")
+    elif rule == "boxed" or (rule == "unboxed" and box_start(text) >= 0):
+        boxed = last_boxed(text)
+        if boxed is None and rule == "boxed":
+            raise ValueError(f"field {field!r} has no closed \\boxed{{...}}")
+        text = boxed or ""
+    return text.strip()
 
 
 def _is_number(value: Any) -> bool:
@@ -377,14 +355,174 @@ def _without_dollars(text: str) -> str:
     return text[1:-1] if is_one_formula else text
 
 
-ANSWER_RULES: dict[str, Callable[[dict[str, Any], str], str]] = {
-    "hashes": _after_hashes,
-    "boxed": _boxed_answer,
-    "unboxed": _unboxed_answer,
-    "text": _text_answer,
-    "verbatim": _verbatim_answer,
-    "number": _number_answer,
-    "integer": _integer_answer,
-    "list": _joined_answer,
-    "any": _any_answer,
-}
+# -- Tasks by name: a file in `tasks/`, the path of another YAML file, or "my.module:function" of the user's own -------
+# `data.task`, `data.val_tasks` and `tools/evaluate.py --tasks` take the same names and get the same objects.
+
+# -- Task files: a task as YAML, in `tasks/` or the user's own. The keys are those of `Task` and `RowFormat` -----------
+# A file may extend a built-in task: `extends: gsm8k` takes every key from there that the file does not set. So a variant
+# of a benchmark (few-shot examples, the scores of another program) is a task with a name of its own. The sha256 of the
+# bytes, with those of the extended file, is printed with every result. Only results with equal sha256 are compared.
+
+TASKS_FOLDER = Path(__file__).parent / "tasks"
+SET_HERE = ("read_row", "read_question", "sha256")  # fields of Task that a file may not set
+OWN_KEYS = ("name", "version", "title")  # never taken from the extended file
+
+KEYS = sorted({"extends", *RowFormat.model_fields, *(f.name for f in dataclasses.fields(Task))} - set(SET_HERE))
+
+
+def read_task_file(path: Path) -> Task:
+    """The task that a file describes. Raises ConfigError with every mistake of the file."""
+    content, own = _load(path)
+    keys, hashed = own, content
+    if "extends" in own:
+        base_content, base = _load_base(path, own["extends"])
+        keys = {**{key: value for key, value in base.items() if key not in OWN_KEYS}, **own}
+        del keys["extends"]
+        hashed = base_content + b"\0" + content
+    problems = [f"{key}: Field required" for key in ("version", "title") if key not in own]
+    problems += [f"{key}: not a key of a task file" for key in SET_HERE if key in own]
+    rows = task = None
+    try:
+        rows = RowFormat.model_validate({key: keys[key] for key in RowFormat.model_fields if key in keys})
+    except ValidationError as error:
+        problems += _mistakes(error)
+    fields = {key: value for key, value in keys.items() if key not in RowFormat.model_fields}
+    try:
+        task = TypeAdapter(Task).validate_python({**fields, "read_row": RowFormat.read, "sha256": ""})  # replaced below
+    except ValidationError as error:
+        problems += _mistakes(error)
+    if rows is None or task is None or problems:
+        raise ConfigError(f"task file {str(path)!r} is wrong:\n" + "\n".join(f"  {problem}" for problem in problems))
+    names = sorted({*task.graders.values(), *([task.reward] if task.reward else [])} & {*extractors.names()})
+    readers, read = [extractors.get(name).read_answer for name in names], rows.read
+
+    def read_row(row: dict[str, Any]) -> tuple[Question, str]:
+        question, answer = read(row)
+        for read_answer in readers:  # they refuse a reference answer that the reward cannot read
+            read_answer(answer)
+        return question, answer
+
+    sha256 = hashlib.sha256(hashed).hexdigest()
+    return dataclasses.replace(task, read_row=read_row, read_question=rows.read_question, sha256=sha256)
+
+
+def _load(path: Path) -> tuple[bytes, dict[str, Any]]:
+    try:
+        text = read_text(path, MAX_YAML)
+        raw: Any = parse_yaml(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read task file {shown(str(path))}: {error.strerror}") from error
+    except ReadError as error:
+        raise ConfigError(f"task file {shown(str(path))} cannot be used: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"task file {shown(str(path))} must be a mapping, not {type_name(raw)}")
+    return text.encode(), {str(key): value for key, value in raw.items()}
+
+
+def _load_base(path: Path, name: Any) -> tuple[bytes, dict[str, Any]]:
+    if name not in (known := task_names()):
+        raise ConfigError(
+            f"task file {str(path)!r}: extends {shown(name)} is not a built-in task; set one of {', '.join(known)}"
+        )
+    content, base = _load(TASKS_FOLDER / f"{name}.yaml")
+    if "extends" in base:
+        raise ConfigError(
+            f"task file {str(path)!r} extends {name!r}, which extends {base['extends']!r}; set extends to the latter"
+        )
+    return content, base
+
+
+def _mistakes(error: ValidationError) -> list[str]:
+    unknown = {"unexpected_keyword_argument": f"unknown key (known: {', '.join(KEYS)})"}
+    return [f"{'.'.join(map(str, one['loc']))}: {unknown.get(one['type'], one['msg'])}" for one in error.errors()]
+
+
+_read_built_in = cache(read_task_file)
+
+
+def task_names() -> list[str]:
+    """The built-in tasks."""
+    return sorted(path.stem for path in TASKS_FOLDER.glob("*.yaml"))
+
+
+def get_task(name: str) -> Task:
+    """The task called `name`. Raises ConfigError (a ValueError).
+
+    "module:attribute" may be a Task, or a function without arguments that returns one. Exceptions raised by the import
+    of the module are passed on.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return read_task_file(Path(name))
+    if ":" in name:
+        return _python_task(name)
+    if name not in task_names():
+        close = difflib.get_close_matches(name, task_names(), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        known = ", ".join(task_names())
+        raise ConfigError(f"unknown task {name!r}{hint} (known: {known}; or a .yaml file, or package.module:function)")
+    return _read_built_in(TASKS_FOLDER / f"{name}.yaml")
+
+
+def get_tasks(names: list[str]) -> list[Task]:
+    """Several tasks. Raises one ConfigError for all that are wrong."""
+    problems = ProblemList()
+    found = [problems.attempt("", _imported_task, name) for name in names]
+    tasks = [task for task in found if task is not None]
+    labels = [task.name for task in tasks]
+    repeated = sorted({label for label in labels if labels.count(label) > 1})
+    problems.add(f"task {label!r} is given twice; name it once" for label in repeated)
+    problems.add([] if names else [f"no task is named; choose from {', '.join(task_names())}"])
+    problems.raise_if_any()
+    return tasks
+
+
+def _imported_task(name: str) -> Task:
+    try:
+        return get_task(name)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's module raises while it is imported
+        text = f"task {name!r}: importing it raised {type(error).__name__}: {error}; correct the module"
+        raise ConfigError(text) from error
+
+
+def _python_task(name: str) -> Task:
+    try:
+        entry = import_function(name)
+        with no_exit(f"task {name!r}: calling it"):
+            task = entry() if callable(entry) else entry
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not isinstance(task, Task):
+        raise ConfigError(f"task {name!r} is {type(task).__name__}, not a grpo_megatron.data.task.Task")
+    return task if task.sha256 else dataclasses.replace(task, sha256=_source_sha256(name.partition(":")[0]))
+
+
+def _source_sha256(module_name: str) -> str:
+    """sha256 of the module's file. What the module imports is not part of it."""
+    path = importlib.import_module(module_name).__file__
+    return hashlib.sha256(Path(path).read_bytes() if path else module_name.encode()).hexdigest()
+
+
+# -- The form of data files where `data.task` is not set: verl's rows, TRL's, or others --------------------------------
+
+FORMS = {"verl": "reward_model.ground_truth", "trl": "prompt, and no question"}  # task -> what its rows are known by
+
+
+def recognised_task(files: Sequence[Path]) -> str | None:
+    """The task for the first row of the files; None: the default, or there is no row (which other checks report)."""
+    for file in files:
+        try:
+            row = next(open_rows(file).rows(0, 1))
+        except (ConfigError, StopIteration):
+            continue
+        return form_of_row(row) if isinstance(row, dict) else None
+    return None
+
+
+def form_of_row(row: Mapping[str, Any]) -> str | None:
+    """A task of FORMS, or None."""
+    rule = row.get("reward_model")
+    if "prompt" in row and isinstance(rule, Mapping) and "ground_truth" in rule:
+        return "verl"
+    return "trl" if "prompt" in row and "question" not in row else None

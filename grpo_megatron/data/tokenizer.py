@@ -1,15 +1,23 @@
-"""The tokenizer of a Hugging Face folder: loaded from its files, never from the network, and never by running its code."""
+"""Text <-> tokens: a tokenizer and its end tokens, chats rendered by its template, and the tokens between a model's turns.
+
+A tokenizer is loaded from the files of a Hugging Face folder, never from the network, and never by running its code.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+import logging
+import resource
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.reading import ReadError, path_problem, read_json, read_text, shown, special_file_in
+from grpo_megatron.processes.process import time_limit
+from grpo_megatron.reading import ReadError, cut, path_problem, read_json, read_text, shown, special_file_in
 
 MAX_TEMPLATE = 1 << 20  # bytes of a chat template
 END_NAMES = ("im_end", "eot", "eos", "</s>", "end")  # of end-of-sequence tokens, the likeliest first
@@ -122,14 +130,303 @@ def _tokens_of(path: Path, vocab_size: int | None) -> list[int]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); correct or remove it") from error
     value = config.get(EOS_KEY) if isinstance(config, dict) else None
-    named: list[Any] = value if isinstance(value, list) else [value]
-    tokens = [token for token in dict.fromkeys(map(_hashable, named)) if token is not None]
+    tokens = [token for token in (value if isinstance(value, list) else [value]) if token is not None]
     for token in tokens:
         if type(token) is not int or token < 0 or (vocab_size is not None and token >= vocab_size):
             ids = "a token id" if vocab_size is None else f"a token id below the vocabulary's {vocab_size}"
             raise ConfigError(f"{path}: {EOS_KEY} holds {shown(token)}, which is not {ids}; correct it")
-    return tokens
+    return list(dict.fromkeys(tokens))
 
 
-def _hashable(value: Any) -> Any:
-    return str(value) if isinstance(value, list | dict) else value
+# -- Rendering by a chat template. It is a program that comes with a model, and may loop or build a text of gigabytes --
+
+TEMPLATE_S = 2.0  # processor seconds for one chat; a usual one takes a millisecond, and the first some 0.1 s to compile
+TEMPLATE_BYTES = 2 << 30  # that one chat may add to the memory
+MAX_RENDERED = 1 << 24  # characters of one chat
+
+
+@contextlib.contextmanager
+def _memory_limit(size: int) -> Iterator[None]:
+    """The process may map `size` bytes more than it has mapped. No limit where /proc does not tell that."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        with open("/proc/self/statm") as file:
+            limit = int(file.read().split()[0]) * resource.getpagesize() + size
+    except OSError:
+        yield
+        return
+    bounds = [bound for bound in (limit, *before) if bound != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(bounds), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def render_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    where: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    generate: bool = True,
+) -> str:
+    """The text that the tokenizer's chat template makes of `messages` and the tools' JSON schemas.
+
+    `generate`: up to the beginning of the assistant's turn. Raises ConfigError when the template fails or takes too long;
+    `where` names the row in the message.
+    """
+    try:
+        options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": generate}
+        with time_limit(TEMPLATE_S, "it"), _memory_limit(TEMPLATE_BYTES):  # the first one works on the main thread only
+            text = str(tokenizer.apply_chat_template(list(messages), **options))
+    except MemoryError as error:
+        raise ConfigError(f"the chat template fails on {where}: it takes {TEMPLATE_BYTES >> 30} GiB or more") from error
+    except Exception as error:  # whatever the template raises
+        reason = cut(f"{type(error).__name__}: {error}", 500)
+        raise ConfigError(f"the chat template fails on {where}: {reason}") from error
+    if len(text) > MAX_RENDERED:
+        raise ConfigError(
+            f"the chat template makes {len(text):,} characters of {where}; at most {MAX_RENDERED:,} are accepted"
+        )
+    return text
+
+
+# -- Conversation: the token ids between the model's turns, rendered by the tokenizer's chat template ------------------
+# The model's own tokens are never decoded and encoded again. What an environment answers is rendered as the difference of
+# two renderings of a stand-in conversation:
+#
+# ended = template([question, stand-in])                 gives  QUESTION STAND-IN<|im_end|>
+# next = template([question, stand-in, *answers], add_generation_prompt=True)
+# gives  QUESTION STAND-IN<|im_end|> ANSWERS <|im_start|>assistant
+# observation = what `next` has after STAND-IN, without the end-of-turn token that the model has written itself
+#
+# So an observation depends on the answers only, and a trajectory's tokens are the prompt, then in turn what the model wrote
+# and what was observed. This equals the template's own rendering of the whole conversation if the template does not
+# change a turn when others follow it. `TurnRenderer.check` finds templates that do.
+
+logger = logging.getLogger(__name__)
+
+QUESTION = {"role": "user", "content": "first question"}
+STAND_IN = "stand-in answer"
+THINKING_STAND_IN = f"<think>\nstand-in thought\n</think>\n\n{STAND_IN}"
+MARKER = "observed marker"
+STABLE_CHATML = "examples/templates/chatml_tools.jinja"
+
+# A mark of the family in its template -> what to do when the template changes earlier turns.
+REMEDIES = {
+    "<|im_start|>": (
+        f"Qwen and other ChatML models: set data.chat_template={STABLE_CHATML}, which keeps earlier <think> blocks"
+    ),
+    "<|start_header_id|>": "Llama 3: set data.chat_template to a copy without the lines that change earlier turns",
+    "[INST]": "Mistral, Llama 2: set data.chat_template to the tool template of a later Mistral release, or to a copy",
+    "<start_of_turn>": "Gemma: its template knows the roles user and assistant only; let the environment answer as user",
+    "Assistant\uff5c>": "DeepSeek: set data.chat_template to a copy that keeps the text before </think>",
+}
+
+
+class TurnRenderer:
+    """Prompts and observations as token ids.
+
+    `tools` are the JSON schemas that the template shows. `end_token_ids` are those of `EndTokens`; the tokenizer's own is
+    always one of them. `stop_token_ids` are the engine's further stop tokens, which belong to the text of a turn. `where`
+    names the user of this renderer in messages.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] = (),
+        where: str = "rollout.multi_turn",
+        stop_token_ids: Sequence[int] = (),
+        end_token_ids: Sequence[int] = (),
+    ) -> None:
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                f"{where}: turns are rendered by a chat template, and the tokenizer has none; set data.chat_template to"
+                f" a Jinja file (ChatML: {STABLE_CHATML})"
+            )
+        self.tokenizer, self.where = tokenizer, where
+        self.tools = [dict(tool) for tool in tools]
+        self.end_token_ids = {tokenizer.eos_token_id, *end_token_ids}
+        self.stop_token_ids = self.end_token_ids | set(stop_token_ids)
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of the first messages, up to the beginning of the assistant's turn. Raises ConfigError."""
+        return self._encode(self._render(_with_call_ids(messages), generate=True))
+
+    def observation(self, messages: Sequence[Mapping[str, Any]], *, ended_with_eos: bool) -> list[int]:
+        """Token ids between the end of the assistant's turn and the beginning of its next one.
+
+        `ended_with_eos`: the last generated token is `end_of_turn`. Otherwise the observation begins with that token:
+        the turn was cut, or ended by a stop text. Text that looks like a special token is broken up in the messages, so
+        an environment's answer cannot begin or end a turn. Raises ConfigError when the template fails or changes
+        earlier turns.
+        """
+        safe = [_without_special_tokens(message, self._special_tokens) for message in messages]
+        ids = self._encode(self._after_turn(safe))
+        return ids[self._length_of_end(ids) :] if ended_with_eos else ids
+
+    @cached_property
+    def end_of_turn(self) -> int:
+        """The token with which the template ends the assistant's turn. Raises ConfigError: generation does not stop there."""
+        ids = self._encode(self._ended.rpartition(self._stand_in)[2])
+        return ids[self._length_of_end(ids) - 1]
+
+    def assistant_text(self, message: Mapping[str, Any]) -> str:
+        """The text that the model should generate for a given assistant message, without the end-of-turn token.
+
+        A message without tool calls is its content. Tool calls in OpenAI's form are written as the template writes them.
+        Raises ConfigError when it does not write them.
+        """
+        content = message.get("content") or ""
+        if not message.get("tool_calls"):
+            return str(content)
+        [message] = _with_call_ids([message])
+        before = self._before
+        text = self._render([QUESTION, message], generate=False)
+        names = [call.get("function", call).get("name", "") for call in message["tool_calls"]]
+        if not text.startswith(before) or any(str(name) not in text[len(before) :] for name in names):
+            raise ConfigError(
+                f"{self.where}: the chat template does not write tool_calls in the assistant's turn; write the calls into"
+                " its content, or set data.chat_template to a template with tools"
+            )
+        return text[len(before) :].rpartition(self.tokenizer.decode([self.end_of_turn]))[0]
+
+    def check(self, role: str | None = None) -> None:
+        """Raise ConfigError for a template with which a trajectory would not be what the template makes of it.
+
+        `role` is that of the environment's answers; default: "tool" with tools, otherwise "user".
+        """
+        role = role or ("tool" if self.tools else "user")
+        if "strftime_now" in str(self.tokenizer.chat_template):
+            raise ConfigError(
+                f"{self.where}: the chat template writes today's date (strftime_now), so a resumed run would have other"
+                " prompts; Llama 3.2 and others: set data.chat_template to a copy with a fixed date"
+            )
+        before, ended = self._before, self._ended
+        turns = [QUESTION, _assistant(self._stand_in)]
+        if not ended.startswith(before):
+            raise self._refusal("begins an assistant turn in another way than the prompt for it ends")
+        if self._stand_in not in ended[len(before) :]:
+            raise self._refusal("drops or changes the <think> block of the assistant's turn")
+        self.end_of_turn  # noqa: B018 - raises for a template that ends the turn otherwise
+        [answer] = _with_call_ids([{"role": role, "content": MARKER}])
+        try:
+            self._render([*turns, answer], generate=True)
+        except ConfigError as error:
+            raise self._refusal(f"fails on a message with role {role!r} ({error.__cause__})", rewrites=False) from error
+        tail = self._after_turn([answer])
+        if MARKER not in tail:
+            raise self._refusal(f"shows nothing of a message with role {role!r}", rewrites=False)
+        space = ended[len(before) :].partition(self._stand_in)[0]  # Mistral: an answer begins with a space
+        whole = self._render([*turns, answer, turns[-1], answer], generate=True)
+        if not whole.endswith(tail + space + self._stand_in + tail):
+            raise self._refusal("changes earlier turns when others follow them")
+        self._warn_of_hidden_tools(before)
+
+    def _after_turn(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """What follows the stand-in's text, from the end-of-turn token to the beginning of the next turn."""
+        turns = [QUESTION, _assistant(self._stand_in), *_with_call_ids(messages)]
+        text = self._render(turns, generate=True)
+        before, found, _ = self._ended.rpartition(self._stand_in)
+        start = len(before) + len(found)
+        if not text.startswith(self._ended[:start]):
+            raise self._refusal("changes earlier turns when others follow them")
+        return text[start:]
+
+    def _length_of_end(self, ids: Sequence[int]) -> int:
+        """How many tokens end the turn at the beginning of `ids`: white space, and the first stop token."""
+        for place, token in enumerate(ids):
+            if token in self.stop_token_ids:
+                return place + 1
+            if self.tokenizer.decode([token]).strip():
+                break
+        stops = [f"{token} ({self.tokenizer.decode([token])!r})" for token in sorted(self.stop_token_ids)]
+        found = f"token {ids[0]} ({self.tokenizer.decode([ids[0]])!r})" if ids else "nothing"
+        raise ConfigError(
+            f"{self.where}: the chat template ends the assistant's turn with {found}, and generation stops at"
+            f" {', '.join(stops)}; add it to rollout.stop_token_ids, or make it the tokenizer's eos_token"
+        )
+
+    @cached_property
+    def _before(self) -> str:
+        """The prompt of the stand-in conversation."""
+        return self._render([QUESTION], generate=True)
+
+    @cached_property
+    def _ended(self) -> str:
+        """The stand-in conversation after the assistant's turn."""
+        return self._render([QUESTION, _assistant(self._stand_in)], generate=False)
+
+    @cached_property
+    def _stand_in(self) -> str:
+        return THINKING_STAND_IN if "</think>" in str(self.tokenizer.chat_template) else STAND_IN
+
+    @cached_property
+    def _special_tokens(self) -> list[str]:
+        """Longest first, so that none is broken up as a part of another."""
+        texts = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        return sorted(texts | set(self.tokenizer.all_special_tokens), key=len, reverse=True)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
+        return render_chat(list(messages), self.tokenizer, self.where, self.tools, generate=generate)
+
+    def _refusal(self, what: str, *, rewrites: bool = True) -> ConfigError:
+        template = str(self.tokenizer.chat_template)
+        reason = ", so the model would be trained on other tokens than it is served with later" if rewrites else ""
+        remedy = next((text for mark, text in REMEDIES.items() if mark in template), None)
+        remedy = remedy or f"set data.chat_template to a template that does not (ChatML: {STABLE_CHATML})"
+        return ConfigError(f"{self.where}: the chat template {what}{reason}. {remedy}")
+
+    def _warn_of_hidden_tools(self, prompt: str) -> None:
+        names = [str(tool.get("function", tool).get("name")) for tool in self.tools]
+        hidden = [name for name in names if name not in prompt]
+        if hidden:
+            logger.warning(
+                "%s: the chat template does not show the model these tools: %s; it must know them from its training, or"
+                " from data.system_prompt",
+                self.where,
+                ", ".join(hidden),
+            )
+
+
+def _assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def _with_call_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with ids for tool calls and their results where they have none, and the calls' arguments as objects.
+
+    Mistral's templates refuse ids that are not nine letters or digits. Llama's would write arguments that are a JSON text
+    (OpenAI's form) as a string within a string.
+    """
+    numbered: list[dict[str, Any]] = []
+    for message in map(dict, messages):
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_normal_call(call, index) for index, call in enumerate(message["tool_calls"])]
+        if message.get("role") == "tool" and not message.get("tool_call_id"):
+            message["tool_call_id"] = f"{sum(other.get('role') == 'tool' for other in numbered):09d}"
+        numbered.append(message)
+    return numbered
+
+
+def _normal_call(call: Mapping[str, Any], index: int) -> dict[str, Any]:
+    function = dict(call.get("function", call))
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            function["arguments"] = json.loads(function["arguments"])
+    return {"type": "function", "id": call.get("id") or f"{index:09d}", "function": function}
+
+
+def _without_special_tokens(message: Mapping[str, Any], special: Sequence[str]) -> dict[str, Any]:
+    """The message with a space after the first character of every special token in its content."""
+    safe = dict(message)
+    if isinstance(safe.get("content"), str):
+        for token in special:
+            safe["content"] = safe["content"].replace(token, f"{token[:1]} {token[1:]}")
+    return safe

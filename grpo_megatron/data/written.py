@@ -1,28 +1,27 @@
-"""WrittenResponse: a response that a data file gives, of one turn (text) or of several (chat messages), as token ids.
+"""Rows with responses: for supervised training, preferences, and models with a scalar head.
 
-Several turns are made of the same pieces as a rollout (data/conversation.py): the assistant's texts, each with its
-end-of-turn token, and between them the observations. So the same texts give the same tokens, written or generated. Only
-the assistant's own tokens are in the loss.
+A response is a text, or chat messages of several turns. Turns are made of the same pieces as a rollout (TurnRenderer): the
+assistant's texts, each with its end-of-turn token, and between them the observations. So the same texts give the same tokens,
+written or generated. Only the assistant's own tokens are in the loss.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.fields import Messages, Question, missing_field, read_question, text_field, type_name
-from grpo_megatron.data.items import ItemTable, MappedTable, kept_items
-from grpo_megatron.data.prompts import RowRenderer
-from grpo_megatron.data.rendering import most_tokens
-from grpo_megatron.data.rows import RowSet
-from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.prompts import Decode, RowRenderer, most_tokens, step_ends
+from grpo_megatron.data.rows import Messages, Question, RowSet, missing_field, read_question, text_field, type_name
+from grpo_megatron.data.sampler import LazySequence, keep_fitting
+from grpo_megatron.data.task import get_task
+from grpo_megatron.data.tokenizer import TurnRenderer
+from grpo_megatron.reading import cut, shown
 from grpo_megatron.types import Prompt, Turn
 
 Written = str | Messages  # a response in a data file
@@ -32,7 +31,7 @@ Written = str | Messages  # a response in a data file
 class WrittenResponse:
     """Token ids with the end-of-sequence token. `turns` is empty if the assistant wrote all of it.
 
-    `labels`: (token, label) where a scalar head is trained (data/scored.py). Then only these tokens are in the loss.
+    `labels`: (token, label) where a scalar head is trained (below). Then only these tokens are in the loss.
     """
 
     ids: list[int]
@@ -86,25 +85,19 @@ def read_written(row: dict[str, Any], fields: Sequence[str]) -> tuple[Question, 
     ]
 
 
-def render_written(messages: Sequence[Mapping[str, Any]], renderer: TurnRenderer) -> WrittenResponse:
+def _render_turns(messages: Sequence[Mapping[str, Any]], renderer: TurnRenderer) -> WrittenResponse:
     """The tokens of turns that begin and end with the assistant's. Raises ConfigError when the template fails."""
     ids: list[int] = []
     turns: list[Turn] = []
     for is_assistant, run in itertools.groupby(messages, key=lambda message: message["role"] == "assistant"):
-        start, answers = len(ids), list(run)
+        start, own = len(ids), list(run)
         if is_assistant:
-            ids += _generated(renderer, answers[0])
+            ids += renderer.tokenizer(renderer.assistant_text(own[0]), add_special_tokens=False)["input_ids"]
+            ids += [renderer.end_of_turn] if ids[start:][-1:] != [renderer.end_of_turn] else []
         else:
-            ids += renderer.observation(answers, ended_with_eos=True)
+            ids += renderer.observation(own, ended_with_eos=True)
         turns.append(Turn(start, len(ids), "assistant" if is_assistant else "observation", version=0, clock=0))
     return WrittenResponse(ids, turns)
-
-
-def _generated(renderer: TurnRenderer, message: Mapping[str, Any]) -> list[int]:
-    """The tokens that the model should generate for an assistant message."""
-    text, end = renderer.assistant_text(message), renderer.end_of_turn
-    ids: list[int] = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids if ids[-1:] == [end] else [*ids, end]
 
 
 def _read_messages(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
@@ -138,13 +131,12 @@ def _check_turns(messages: list[dict[str, Any]], name: str) -> list[dict[str, An
     return messages
 
 
-# -- Written groups: rows with responses as token ids, for supervised training, pairs and scalar heads -----------------
+# -- Written groups: rows with responses as token ids ------------------------------------------------------------------
 # As prompts (prompts.py), all rows are checked and measured before the run, and a group is made when it is read.
 
 SupervisedExample = tuple[list[int], WrittenResponse]  # prompt ids, response
 WrittenGroup = tuple[Question, list[Written], Sequence[Any]]  # a question, its responses, a reward (or labels) of each
 OfflineGroup = tuple[Prompt, list[WrittenResponse], list[float]]  # a prompt, its responses, their rewards
-Label = Callable[[WrittenResponse, Any], WrittenResponse]
 
 
 def load_supervised(
@@ -160,7 +152,12 @@ def load_supervised(
     `renderer` is that of the rollouts, if they have several turns; `end_token_ids` those of `EndTokens`. Raises ConfigError.
     """
     groups = load_offline_groups(data, files, tokenizer, {"response": 1.0}, renderer, end_token_ids)
-    return MappedTable(groups, lambda _, group: (list(group[0].prompt_ids), group[1][0]))
+
+    def example(index: int) -> SupervisedExample:
+        prompt, [response], _ = groups[index]
+        return list(prompt.prompt_ids), response
+
+    return LazySequence(len(groups), example)
 
 
 def load_offline_groups(
@@ -170,7 +167,7 @@ def load_offline_groups(
     fields: Mapping[str, float],
     renderer: TurnRenderer | None = None,
     end_token_ids: Sequence[int] = (),
-) -> ItemTable[OfflineGroup]:
+) -> Sequence[OfflineGroup]:
     """Prompts with responses from the file. A row has "prompt" and one response in each of `fields` (name -> reward).
 
     `fields` is {"response": 1.0} for supervised training, {"chosen": 1.0, "rejected": 0.0} for preferences. Otherwise as
@@ -181,104 +178,103 @@ def load_offline_groups(
     def read(row: dict[str, Any]) -> list[WrittenGroup]:
         return [(*read_written(row, list(fields)), rewards)]
 
-    return load_written_groups(data, files, tokenizer, read, None, renderer, end_token_ids)
+    return _load_groups(data, files, tokenizer, read, None, renderer, end_token_ids)
 
 
-def load_written_groups(
+def _load_groups(
     data: DataConfig,
     files: Sequence[Path],
     tokenizer: Any,
     read: Callable[[dict[str, Any]], list[WrittenGroup]],
-    label: Label | None,
+    label: Callable[[WrittenResponse, Any], WrittenResponse] | None,
     renderer: TurnRenderer | None = None,
     end_token_ids: Sequence[int] = (),
-) -> ItemTable[OfflineGroup]:
+) -> Sequence[OfflineGroup]:
     """As `load_offline_groups`. `read` makes any number of groups of a row; `label(response, reward)` completes a response.
 
     `label` may raise ValueError. With `label` the reward in the file may be anything; that of the group is then the mean label.
     """
-    rows = RowSet(files, get_task(data.task).name)
-    ends = tuple(sorted({tokenizer.eos_token_id, *end_token_ids}))
-    reader = GroupReader(data, get_task(data.task), rows, tokenizer, renderer, read, label, ends)
-    places: list[tuple[int, int]] = []
+    task = get_task(data.task)
+    rows = RowSet(files, task.name)
+    reader = GroupReader(data, task, rows, tokenizer, renderer, label, {tokenizer.eos_token_id, *end_token_ids})
+    parts: list[tuple[int, int]] = []  # row number, number of the group in the row
     fits: list[bool] = []
     for chunk in rows.parsed(read):
-        written = [(number, group) for number, groups in chunk for group in groups]
-        places += [(number, item) for number, groups in chunk for item in range(len(groups))]
-        fits += reader.fit(written)
+        parts += [(number, item) for number, groups in chunk for item in range(len(groups))]
+        fits += reader.fit_groups([(number, group) for number, groups in chunk for group in groups])
+    places = np.array(parts, np.int64)
+
+    def make(index: int) -> OfflineGroup:
+        number, item = map(int, places[index])
+        return reader.group(number, read(rows.row(number))[item])
+
     what = f"rows exceed {data.max_prompt_length} prompt or {data.max_response_length} response tokens"
-    kept = kept_items(data, np.array(fits, np.bool_), what, lambda number: f"row {number}", len(fits))
-    found = np.array(places, np.int64)
-    return ItemTable(reader.make, found if kept is None else found[kept], [0])
+    kinds = np.zeros(len(fits), np.int8)
+    return keep_fitting(data, np.array(fits, np.bool_), kinds, make, what, lambda index: f"row {index}", len(fits))
 
 
 @dataclass(frozen=True)
 class GroupReader(RowRenderer):
-    """Makes the groups of a RowSet: the arguments of `load_written_groups`."""
+    """Makes the groups of a RowSet: the arguments of `_load_groups`. `ends`: the tokens that end a response."""
 
     where = "row "
-    read: Callable[[dict[str, Any]], list[WrittenGroup]]
-    label: Label | None
-    ends: Sequence[int]  # the tokens that end a response
+    label: Callable[[WrittenResponse, Any], WrittenResponse] | None
+    ends: Set[int]
 
-    def fit(self, written: list[tuple[int, WrittenGroup]]) -> list[bool]:
+    def fit_groups(self, written: list[tuple[int, WrittenGroup]]) -> list[bool]:
         """Whether the prompt and all responses of each (row number, group) have at most the configured lengths, in tokens."""
-        self.check_first([(number, group[0]) for number, group in written[:1]])
-        unsure = [place for place, (_, group) in enumerate(written) if not self._certainly_fits(group)]
-        groups = self.groups([written[place] for place in unsure])
-        fits = [True] * len(written)
-        for place, (prompt, responses, _) in zip(unsure, groups, strict=True):
-            is_short = len(prompt.prompt_ids) <= self.data.max_prompt_length
-            fits[place] = is_short and max(map(len, responses), default=0) <= self.data.max_response_length
+        longest = self.data.max_response_length
+        fits = self.fit([(number, group[0]) for number, group in written])
+        unsure = [place for place, (_, group) in enumerate(written) if not self._certainly_short(group[1])]
+        for place, responses in zip(unsure, self.responses([written[place] for place in unsure]), strict=True):
+            fits[place] = fits[place] and max(map(len, responses), default=0) <= longest
         return fits
 
-    def make(self, place: tuple[int, int]) -> OfflineGroup:
-        """The group at (row number, number of the group in the row)."""
-        number, item = map(int, place)
-        return self.groups([(number, self.read(self.rows.row(number))[item])])[0]
-
-    def _certainly_fits(self, group: WrittenGroup) -> bool:
-        """By the bytes of its texts. Labels are checked by their tokens, and turns by their rendering."""
-        question, responses, _ = group
+    def _certainly_short(self, responses: Sequence[Written]) -> bool:
+        """By the bytes of the texts. Labels are checked by their tokens, and turns by their rendering."""
         longest = self.data.max_response_length - 1  # the end-of-sequence token
-        are_short = all(isinstance(one, str) and most_tokens(one) <= longest for one in responses)
-        return self.label is None and are_short and self.bound.fits(question)
+        return self.label is None and all(isinstance(one, str) and most_tokens(one) <= longest for one in responses)
 
-    def groups(self, written: list[tuple[int, WrittenGroup]]) -> list[OfflineGroup]:
-        """The groups of (row number, group as written), in order. Raises ConfigError."""
-        uids = [self.rows.uid(number) for number, _ in written]
-        texts = [self.text(number, group[0]) for number, group in written]
-        encoded = self.encode(texts)
-        responses = iter(self._render_responses([one for _, (_, ones, _) in written for one in ones]))
-        groups: list[OfflineGroup] = []
-        for uid, (_, (_, ones, rewards)), text, ids in zip(uids, written, texts, encoded, strict=True):
-            own = [next(responses) for _ in ones]
+    def group(self, number: int, written: WrittenGroup) -> OfflineGroup:
+        """The group of a row. Raises ConfigError."""
+        text, [responses] = self.text(number, written[0]), self.responses([(number, written)])
+        prompt = Prompt(self.rows.uid(number), tuple(self.encode([text])[0]), text, "", self.task.name, "")
+        if self.label is None:
+            return prompt, responses, list(written[2])
+        return prompt, responses, [sum(value for _, value in one.labels) / len(one.labels) for one in responses]
+
+    def responses(self, written: list[tuple[int, WrittenGroup]]) -> list[list[WrittenResponse]]:
+        """The responses of each (row number, group). Raises ConfigError."""
+        rendered = iter(self._rendered([one for _, (_, ones, _) in written for one in ones]))
+        found = []
+        for number, (_, ones, rewards) in written:
+            own = [next(rendered) for _ in ones]
             if self.label is not None:
                 try:
                     own = [self.label(one, reward) for one, reward in zip(own, rewards, strict=True)]
                 except ValueError as error:
-                    raise ConfigError(f"row {uid}: {error}") from error
-                rewards = [sum(value for _, value in one.labels) / len(one.labels) for one in own]
-            groups.append((Prompt(uid, tuple(ids), text, "", self.task.name, ""), own, list(rewards)))
-        return groups
+                    raise ConfigError(f"row {self.rows.uid(number)}: {error}") from error
+            found.append(own)
+        return found
 
-    def _render_responses(self, written: list[Written]) -> list[WrittenResponse]:
+    def _rendered(self, written: list[Written]) -> list[WrittenResponse]:
         """The responses in order. Turns end with the template's end of turn.
 
         A text gets the tokenizer's end-of-sequence token, unless an end token is its last one already.
         """
-        tokenizer, renderer = self.tokenizer, self.renderer
+        tokenizer = self.tokenizer
         texts = [one for one in written if isinstance(one, str)]
+        chats = [one for one in written if not isinstance(one, str)]
         encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
-        if len(texts) < len(written):
-            if not self.data.apply_chat_template:
-                raise ConfigError(
-                    "responses of several turns are rendered by a chat template; set data.apply_chat_template=true"
-                )
-            renderer = renderer or TurnRenderer(tokenizer, where="rows with messages", end_token_ids=self.ends)
-            roles = {message["role"] for one in written if not isinstance(one, str) for message in one}
-            for role in sorted(roles - {"assistant"}):
-                renderer.check(role)
+        if chats and not self.data.apply_chat_template:
+            raise ConfigError(
+                "responses of several turns are rendered by a chat template; set data.apply_chat_template=true"
+            )
+        where = "rows with messages"
+        renderer = self.renderer or (TurnRenderer(tokenizer, (), where, (), list(self.ends)) if chats else None)
+        for role in sorted({message["role"] for one in chats for message in one} - {"assistant"}):
+            assert renderer is not None
+            renderer.check(role)
         responses = []
         for one in written:
             if isinstance(one, str):
@@ -287,5 +283,121 @@ class GroupReader(RowRenderer):
                 responses.append(WrittenResponse(ids if is_ended else [*ids, tokenizer.eos_token_id]))
             else:
                 assert renderer is not None
-                responses.append(render_written(one, renderer))
+                responses.append(_render_turns(one, renderer))
         return responses
+
+
+# -- Rows that a reward model learns from: pairs of responses, or responses with labelled steps ------------------------
+# {"prompt", "chosen", "rejected"[, "margin"]}     one pair; margin >= 0: by how much the chosen response should score higher
+# the same with lists of texts in all three        several pairs of one prompt: chosen[i] beats rejected[i]
+# {"prompt", "completions": [...], "labels": [...]}    the steps of one response, and whether each is right (TRL's form)
+#
+# A response is scored at the last token that is not padding, where transformers' sequence classification reads it. A step is
+# scored at its last token (`step_ends`). The steps of a row are joined by the separator. The response is tokenized as a whole.
+
+
+def step_labels(ids: Sequence[int], labels: Sequence[bool], decode: Decode, separator: str) -> list[tuple[int, float]]:
+    """(last token of a step, 1.0 if it is right, else 0.0). Raises ValueError unless there are as many steps as labels."""
+    ends = step_ends(ids, decode, separator)
+    if len(ends) != len(labels):
+        raise ValueError(
+            f"the response's tokens have {len(ends)} steps, and the row {len(labels)} labels; a step may not contain the"
+            f" separator {separator!r}, be blank, or end within the token of the next one, and the tokenizer must keep the"
+            f" separator (here the tokens read {cut(decode(ids), 80)!r})"
+        )
+    return [(end, float(label)) for end, label in zip(ends, labels, strict=True)]
+
+
+PAIR_ROWS = '{"prompt", "chosen", "rejected"[, "margin"]}'
+MAX_MARGIN = 1e4
+STEP_ROWS = '{"prompt", "completions": [...], "labels": [true, false, ...]}'
+
+
+def load_pairs(
+    data: DataConfig,
+    files: Sequence[Path],
+    tokenizer: Any,
+    pad_token_id: int | None,
+    renderer: TurnRenderer | None = None,
+) -> Sequence[OfflineGroup]:
+    """One group per pair: chosen with reward 1 + margin, rejected with 0. `pad_token_id` is the model's. Raises ConfigError."""
+
+    def label(response: WrittenResponse, reward: float) -> WrittenResponse:
+        ends = [token for token, token_id in enumerate(response.ids) if token_id != pad_token_id]
+        if not ends:
+            raise ValueError(
+                f"the response has no token but the padding token {pad_token_id}, so it has no score of its own"
+            )
+        return replace(response, labels=[(ends[-1], reward)])
+
+    return _load_groups(data, files, tokenizer, read_pairs, label, renderer)
+
+
+def load_steps(data: DataConfig, files: Sequence[Path], tokenizer: Any, separator: str) -> Sequence[OfflineGroup]:
+    """One group per response, whose reward is the share of right steps. Raises ConfigError."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    def label(response: WrittenResponse, labels: Sequence[bool]) -> WrittenResponse:
+        return replace(response, labels=step_labels(response.ids, labels, decode, separator))
+
+    return _load_groups(data, files, tokenizer, lambda row: [read_steps(row, separator)], label)
+
+
+def read_pairs(row: dict[str, Any]) -> list[WrittenGroup]:
+    """The pairs of a row, with rewards [1 + margin, 0]. Raises ValueError."""
+    names = ("chosen", "rejected")
+    lists = [name for name in names if isinstance(row.get(name), list) and not _are_messages(row[name])]
+    if not lists:
+        question, responses = read_written(row, names)
+        return [_pair(question, responses, row.get("margin", 0.0))]
+    question, chosen, rejected = read_question(row), *(_texts(row, name) for name in names)
+    margins = row.get("margin", [0.0] * len(chosen))
+    if not isinstance(margins, list) or not len(chosen) == len(rejected) == len(margins):
+        sizes = [len(v) if isinstance(v, list) else type_name(v) for v in (chosen, rejected, margins)]
+        raise ValueError(
+            f"'chosen', 'rejected' and 'margin' (if there is one) must be lists of one length, here {sizes[0]}, {sizes[1]} and"
+            f" {sizes[2]}; chosen[i] beats rejected[i]"
+        )
+    return [_pair(question, [c, r], m) for c, r, m in zip(chosen, rejected, margins, strict=True)]
+
+
+def read_steps(row: dict[str, Any], separator: str) -> WrittenGroup:
+    """A row with labelled steps, as one response and its labels. Raises ValueError."""
+    question, steps = read_question(row), _texts(row, "completions")
+    if "labels" not in row:
+        raise missing_field(["labels"], row)
+    labels = row["labels"]
+    if not isinstance(labels, list) or not all(isinstance(label, bool) or label in (0, 1) for label in labels):
+        raise ValueError("field 'labels' must be a list of true and false, one per step")
+    if len(labels) != len(steps):
+        raise ValueError(f"'completions' has {len(steps)} steps and 'labels' {len(labels)} labels; each step needs one")
+    for number, step in enumerate(steps):
+        if separator in step:
+            raise ValueError(
+                f"completions[{number}] contains the separator {separator!r}, which ends a step; split it, or set"
+                " reward_model.step_separator"
+            )
+    return question, [separator.join(steps)], [[bool(label) for label in labels]]
+
+
+def _are_messages(value: list[Any]) -> bool:
+    return bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _texts(row: dict[str, Any], name: str) -> list[str]:
+    if name not in row:
+        raise missing_field([name], row)
+    if not isinstance(row[name], list) or not row[name]:
+        what = "empty" if row[name] == [] else type_name(row[name])
+        raise ValueError(f"field {name!r} is {what}, not a list of texts")
+    return [text_field({f"{name}[{i}]": text}, f"{name}[{i}]") for i, text in enumerate(row[name])]
+
+
+def _pair(question: Question, responses: list[Written], margin: Any) -> WrittenGroup:
+    if responses[0] == responses[1]:
+        raise ValueError("chosen and rejected are the same, so neither is better; leave the pair out")
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin <= MAX_MARGIN:
+        raise ValueError(f"margin {shown(margin)} is not a number from 0 to {MAX_MARGIN:g}")
+    return question, responses, [1.0 + margin, 0.0]

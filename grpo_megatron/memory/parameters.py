@@ -1,7 +1,6 @@
 """Memory of one rank, before anything is built: what the parameters of all models need, in bytes, per pipeline stage.
 
-    parameters      those of the stage as Megatron-Core builds it on the meta device; where it is not installed, the
-                    sum of the weight table's shards
+    parameters      the sum of the weight table's shards
     bytes for each  weights 2 (bfloat16) or 4; gradients 4; Adam 8, with bfloat16 4 more for a float32 copy
 
 A model that learns has all three; a frozen one (the reference, a frozen reward model) has weights only. The distributed
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_megatron.algo.losses import needs_reference
-from grpo_megatron.config import Config, MegatronConfig
+from grpo_megatron.config import ActorConfig, Config, MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of
 from grpo_megatron.models.weights.table import WeightRow, is_expert, is_layered
@@ -69,34 +68,10 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer + self.reference + self.reward_model + self.critic
 
 
-def is_counted_by_megatron() -> bool:
-    """Whether Megatron-Core can be imported here, to count its own modules."""
-    try:
-        import grpo_megatron.models.meta  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def count_parameters(
-    arch: Architecture, config: Config, world_size: int, *, is_reward_model: bool = False
-) -> list[StageParameters]:
-    """Every pipeline stage of a valid layout. A reward model has no output head."""
-    megatron = config.actor.megatron
-    if not is_counted_by_megatron():
-        return parameters_from_table(arch, megatron, has_output_head=not is_reward_model)
-    from grpo_megatron.models.meta import count_stages
-
-    stages = count_stages(arch, megatron, config.model.dtype, world_size, is_reward_model=is_reward_model)
-    total = sum(stage.whole for stage in stages)
-    assert total == arch.num_parameters(), f"the stages hold {total:,} parameters, the model {arch.num_parameters():,}"
-    return [StageParameters(stage.layers, stage.dense, stage.experts) for stage in stages]
-
-
 def parameters_from_table(
     arch: Architecture, megatron: MegatronConfig, *, has_output_head: bool = True
 ) -> list[StageParameters]:
-    """The same from the weight table's shapes. A tied head on another stage than the embedding is a copy of it."""
+    """Every pipeline stage of a valid layout. A tied head on another stage than the embedding is a copy of it."""
     tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
     layers = stage_layers(arch.num_layers, megatron)
     assert layers is not None, "the layout was checked"
@@ -140,14 +115,6 @@ class RunModels:
         critic = None if self.critic is None else self._stages(self.critic, config, has_head=False)
         rewards = [self._stages(arch, config, has_head=False) for arch in self.reward_archs]
         return self._stages(self.arch, config, has_head=self.has_head), rewards, critic
-
-    def counted_stages(self, config: Config, world_size: int) -> tuple[Stages, list[Stages], Stages | None]:
-        """The same as Megatron-Core builds them, where it is installed. Slower: one layout takes up to a second."""
-        critic = None
-        if self.critic is not None:
-            critic = count_parameters(self.critic, config, world_size, is_reward_model=True)
-        rewards = [count_parameters(arch, config, world_size, is_reward_model=True) for arch in self.reward_archs]
-        return count_parameters(self.arch, config, world_size, is_reward_model=not self.has_head), rewards, critic
 
     def _stages(self, arch: Architecture, config: Config, *, has_head: bool) -> Stages:
         megatron = config.actor.megatron
@@ -227,3 +194,114 @@ def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
         return None
     stages = [ends[0], *[rest // middle] * middle, ends[1]]
     return [n for n in stages if n is not None]
+
+
+# -- Estimated device memory of one packed micro-batch in a forward and backward pass: activations and logits, in bytes
+# Counted from what the local layers of models/layers/spec.py keep for the backward pass. tests/memory/test_activations.py
+# compares the counts with measured peaks. Transformer Engine's fused layers keep less. h is the hidden size, q and k the
+# sizes of all query and all key heads, f the MLP's, s the bytes of a number. One layer keeps, per token:
+#
+# two norms       h (4 + 2 s) each: float32 input, result, result times weight; over tp under sequence parallelism
+# attention       s (6 q + 3 k) / tp: projection, rotated queries and keys, results; with norms of q and k
+# (4 + s) (q + k) / tp more
+# MLP             s 5 f / tp: projection 2 f, activation, gate, product. With experts: of those that a token visits,
+# and 2 s h for each copy of the token that is sent to an expert and back
+#
+# latents         of latent attention: (4 + 3 s) for each element of a latent; its heads count as attention above, with
+# as many key heads as query heads (not compared with measured peaks)
+#
+# Full recomputation keeps the input of each unit of layers only, and computes one unit again at a time. Selective
+# recomputation is not subtracted. Pipeline stage i of pp keeps the activations of pp - i micro-batches.
+
+
+def recomputes_all(megatron: MegatronConfig) -> bool:
+    """Whether the layers compute their activations again in the backward pass."""
+    return megatron.override_transformer_config.get("recompute_granularity") == "full"
+
+
+def kept_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, stage: int, layers: int) -> float:
+    """What a stage of `layers` layers keeps from its forward to its backward passes."""
+    megatron = actor.megatron
+    layer, recomputed = layer_bytes(arch, actor, itemsize), 0
+    units = 0.0
+    if recomputes_all(megatron):
+        number = _recompute_number(megatron, layers)
+        is_block = megatron.override_transformer_config.get("recompute_method") == "block"
+        recomputed = number if is_block else layers  # block: the first `number` layers, each a unit of its own
+        units = recomputed if is_block else math.ceil(layers / number)
+    in_flight = megatron.pipeline_model_parallel_size - stage
+    return in_flight * (units * _layer_input(arch, actor, itemsize) + (layers - recomputed) * layer)
+
+
+def working_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, layers: int) -> float:
+    """What the backward pass of one layer needs besides: gradients, and the unit of layers that is computed again."""
+    tp = actor.megatron.tensor_model_parallel_size
+    # Of the layer's output, and of the MLP's projection and product.
+    gradients = _layer_input(arch, actor, itemsize) + _tokens(actor) * itemsize * 3 * arch.ffn_hidden_size / tp
+    if not recomputes_all(actor.megatron):
+        return gradients
+    unit = _recompute_number(actor.megatron, layers)
+    if actor.megatron.override_transformer_config.get("recompute_method") == "block":
+        unit = int(unit == layers)  # the other layers' activations are used up before the first is computed again
+    return gradients + unit * layer_bytes(arch, actor, itemsize)
+
+
+def layer_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
+    """What one layer keeps of one micro-batch on one rank, without recomputation."""
+    tp = actor.megatron.tensor_model_parallel_size
+    queries, keys = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
+    copies = arch.experts_per_token if arch.num_experts else 1
+    shared = max(arch.shared_ffn_hidden_size, arch.dense_ffn_hidden_size - copies * arch.ffn_hidden_size)
+    per_token = 2 * arch.hidden_size * (4 + 2 * itemsize) / _sequence_cut(actor.megatron)
+    per_token += itemsize * (6 * queries + 3 * keys + 5 * (copies * arch.ffn_hidden_size + shared)) / tp
+    if arch.qk_norm or arch.post_norms:
+        per_token += (4 + itemsize) * (queries + keys) / tp
+    if arch.latent is not None:  # projections, float32 inputs of their norms, results, products
+        latents = arch.latent.down_rows + (arch.latent.q_rank or 0)
+        per_token += latents * (4 + 3 * itemsize) / _sequence_cut(actor.megatron)
+    if arch.num_experts:
+        per_token += 2 * itemsize * copies * arch.hidden_size
+    return _tokens(actor) * per_token
+
+
+def forward_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
+    """The peak of a layer in a pass without gradients: about half of what it would keep for a backward pass."""
+    return layer_bytes(arch, actor, itemsize) / 2
+
+
+def head_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, backward: bool) -> float:
+    """What the output head (models/logprobs.py) needs on the last stage: logits of a chunk, and its weight's gradient.
+
+    The forward pass has three float32 copies of a chunk's logits at a time; the backward pass has four, or six with an
+    entropy bonus. The weight's gradient is summed in float32, beside the chunk's part in the weight's type and in float32.
+    """
+    tp = actor.megatron.tensor_model_parallel_size
+    rows = arch.padded_vocab_size(tp) / tp
+    tokens = actor.ppo_max_token_len_per_gpu
+    logits = 4 * min(actor.logprob_chunk_size, tokens) * rows
+    hidden = itemsize * tokens * arch.hidden_size  # of the tokens with a target, from all tensor-parallel ranks
+    if not backward:
+        return hidden + 3 * logits
+    weight = rows * arch.hidden_size
+    in_chunk = (6 if actor.entropy_coeff else 4) * logits
+    in_product = (2 + itemsize / 4) * logits + weight * (4 if itemsize == 4 else itemsize + 4)
+    return 2 * hidden + 4 * weight + max(in_chunk, in_product)
+
+
+def _recompute_number(megatron: MegatronConfig, layers: int) -> int:
+    """`recompute_num_layers`, at most the layers of a stage."""
+    return min(layers, int(megatron.override_transformer_config.get("recompute_num_layers") or 1))
+
+
+def _layer_input(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
+    return _tokens(actor) * itemsize * arch.hidden_size / _sequence_cut(actor.megatron)
+
+
+def _tokens(actor: ActorConfig) -> float:
+    """Tokens of a full micro-batch on one rank."""
+    return actor.ppo_max_token_len_per_gpu / actor.megatron.context_parallel_size
+
+
+def _sequence_cut(megatron: MegatronConfig) -> int:
+    """The ranks over which the activations outside attention and MLP are divided."""
+    return megatron.tensor_model_parallel_size if megatron.use_sequence_parallel else 1

@@ -3,99 +3,23 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.config.section import ConfigKey, config_keys
+from grpo_megatron.migration.trainers import ACTOR, OTHER_TRAINERS, TRL, OtherTrainer, Settings
 from grpo_megatron.reading import ReadError, parse_yaml, read_text, shown
-
-# -- Rule: what becomes of one key of another trainer. A trainer is a table of rules (verl.py, trl.py) -----------------
-
-Settings = dict[str, Any]  # their keys -> values
-Convert = Callable[[Any, Settings], "Mapping[str, Any] | str"]  # -> our keys and values, or why there are none
-
-
-@dataclass(frozen=True)
-class Rule:
-    """`ours`: the key of the same meaning; None: there is none, and `note` says why.
-
-    `convert(value, settings)` returns what is to be written instead of `{ours: value}`, or a note for this value.
-    """
-
-    ours: str | None = None
-    note: str = ""
-    convert: Convert | None = None
-
-    def apply(self, value: Any, settings: Settings) -> Mapping[str, Any] | str:
-        if self.convert is not None:
-            return self.convert(value, settings)
-        return self.note if self.ours is None else {self.ours: value}
-
-
-@dataclass(frozen=True)
-class OtherTrainer:
-    """One trainer whose configs are read. A rule for `a.b` also holds for all keys below it that have no rule."""
-
-    name: str
-    rules: Mapping[str, Rule]
-    defaults: Mapping[str, Any]  # that trainer's defaults, where this program's differ
-    prefixes: tuple[str, ...] = ()  # a key without a rule has our key's meaning if it is one after this is removed
-    implied: Settings = field(default_factory=dict)  # our keys and values that hold for each run of that trainer
-
-    def rule(self, key: str, known: Mapping[str, ConfigKey]) -> Rule | None:
-        """The rule for their `key`; `known` are our keys. None: no key of that trainer that we know."""
-        if key in self.rules:
-            return self.rules[key]
-        for prefix in self.prefixes:
-            name = key.removeprefix(prefix)
-            if name in known or any(name.startswith(f"{parent}.") and _is_mapping(known[parent]) for parent in known):
-                return Rule(name)
-        parents = key.split(".")
-        above = (".".join(parents[:length]) for length in range(len(parents) - 1, 0, -1))
-        return next(
-            (self.rules[parent] for parent in above if parent in self.rules and not self.rules[parent].ours), None
-        )
-
-
-def _is_mapping(key: ConfigKey) -> bool:
-    return isinstance(key.default, dict)
-
-
-def same(ours: str) -> Rule:
-    """The value is written as it is."""
-    return Rule(ours)
-
-
-def values(ours: str, table: Mapping[Any, Any], otherwise: str) -> Rule:
-    """Values have other names here. `otherwise`: the note for a value that is not in the table."""
-
-    def convert(value: Any, settings: Settings) -> Mapping[str, Any] | str:
-        return {ours: table[value]} if isinstance(value, str | int | bool) and value in table else otherwise
-
-    return Rule(ours, convert=convert)
-
-
-def listed(ours: str) -> Rule:
-    """One value or a list of them; ours is a list."""
-    return Rule(ours, convert=lambda value, settings: {ours: value if isinstance(value, list) else [value]})
-
-
-def unless(ours: str, off: Any, instead: Any = None) -> Rule:
-    """The value `off` means that the setting is off, which is `instead` here."""
-    return Rule(ours, convert=lambda value, settings: {ours: instead if value == off else value})
-
-
-def none(note: str) -> Rule:
-    """There is no such key here."""
-    return Rule(note=note)
-
+from grpo_megatron.storage.files import write_file
 
 REQUIRED = "model.path"
 UNKNOWN = re.compile(r"\$[\w{(]")  # a variable or an interpolation whose value is not known
@@ -111,36 +35,31 @@ class Translation:
 
 def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
     """What they set, then what their trainer does where they are silent. A later key does not replace an earlier one."""
-    result = Translation()
     known = {key.name: key for key in config_keys(Config)}
-    result.values |= {ours: (value, f"as in {trainer.name}") for ours, value in trainer.implied.items()}
+    result = Translation({ours: (value, f"as in {trainer.name}") for ours, value in trainer.implied.items()})
     for key, value in settings.items():
-        written = f"{key}={_inline(value)}"
         rule = trainer.rule(key, known)
-        if UNKNOWN.search(written):
+        if UNKNOWN.search(f"{key}={_inline(value)}"):
             where = f"{rule.ours}: " if rule is not None and rule.ours else ""
-            result.notes.append((written, f"{where}its value is not known here"))
+            outcome: Mapping[str, Any] | str = f"{where}its value is not known here"
         elif rule is None:
-            result.notes.append((written, f"not a key of {trainer.name} that is known here"))
-        elif value is None and key not in trainer.defaults:
-            continue
+            outcome = f"not a key of {trainer.name} that is known here"
         else:
-            outcome = rule.apply(value, settings)
-            if isinstance(outcome, str):
-                result.notes.append((written, outcome))
-            else:
-                result.values |= {ours: (item, key) for ours, item in outcome.items() if _is_here(ours, known)}
-                result.notes += [(written, f"{ours} is not here") for ours in outcome if not _is_here(ours, known)]
+            is_unset = value is None and key not in trainer.defaults
+            outcome = {} if is_unset else rule.apply(value, settings)
+        notes = (
+            [outcome] if isinstance(outcome, str) else [f"{o} is not here" for o in outcome if not _key_of(o, known)]
+        )
+        result.notes += [(f"{key}={_inline(value)}", note) for note in notes]
+        if not isinstance(outcome, str):
+            result.values |= {ours: (item, key) for ours, item in outcome.items() if _key_of(ours, known)}
     for key, value in trainer.defaults.items():
         rule = trainer.rule(key, known)
         outcome = rule.apply(value, settings) if rule is not None and key not in settings else {}
         if not isinstance(outcome, str):
-            comment = f"{trainer.name}'s default"
-            result.values |= {
-                ours: (item, comment)
-                for ours, item in outcome.items()
-                if ours not in result.values and _is_here(ours, known)
-            }
+            result.values = {
+                ours: (item, f"{trainer.name}'s default") for ours, item in outcome.items()
+            } | result.values
     _fit_mini_batch(result)
     return result
 
@@ -153,14 +72,16 @@ def _fit_mini_batch(result: Translation) -> None:
         del result.values["actor.ppo_mini_batch_size"]
 
 
-def _is_here(name: str, known: Mapping[str, ConfigKey]) -> bool:
-    return any(name == key or name.startswith(f"{key}.") for key in known)
+def _key_of(name: str, known: Mapping[str, ConfigKey]) -> str | None:
+    """The key of the config that a name is, or the table of free keys that it is in, as override_transformer_config."""
+    return next((key for key in known if name == key or name.startswith(f"{key}.")), None)
 
 
 def as_yaml(result: Translation, source: str) -> str:
     """The YAML text. Keys are in the order of the config."""
-    order = {key.name: index for index, key in enumerate(config_keys(Config))}
-    names = sorted(result.values, key=lambda name: (_place(name, order), name))
+    known = {key.name: key for key in config_keys(Config)}
+    order = list(known)
+    names = sorted(result.values, key=lambda name: (order.index(_key_of(name, known) or name), name))
     lines = [f"# From {source}. Run it with --dry-run first: it shows every mistake and the plan."]
     if REQUIRED not in result.values:
         lines += ["", "model:", "  path: CHANGE_ME                # a Hugging Face folder on this machine"]
@@ -168,11 +89,8 @@ def as_yaml(result: Translation, source: str) -> str:
     for name in names:
         value, origin = result.values[name]
         *sections, leaf = name.split(".")
-        shared = 0
-        while shared < min(len(path), len(sections)) and path[shared] == sections[shared]:
-            shared += 1
-        if shared == 0:
-            lines.append("")
+        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path, sections, strict=False))))
+        lines += [""] if shared == 0 else []
         lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(shared, len(sections))]
         path = sections
         text = f"{'  ' * len(sections)}{leaf}: {_inline(value)}"
@@ -181,11 +99,6 @@ def as_yaml(result: Translation, source: str) -> str:
         lines += ["", "# Without an equal here:"]
         lines += [f"#   {written}: {note}" for written, note in result.notes]
     return "\n".join(lines) + "\n"
-
-
-def _place(name: str, order: dict[str, int]) -> int:
-    """The place of a key, or of the table of free keys that it is in, such as override_transformer_config."""
-    return next(index for key, index in order.items() if name == key or name.startswith(f"{key}."))
 
 
 def _inline(value: Any) -> str:
@@ -291,23 +204,19 @@ def _number(value: Any) -> Any:
 
 
 def _expanded(text: str, variables: dict[str, str]) -> str:
-    """The text with known variables and integer arithmetic replaced."""
+    """The text with known variables and integer arithmetic (`$((1024 * 2))`) replaced."""
 
     def variable(found: re.Match[str]) -> str:
         return variables.get(found[1] or found[3], found[2] if found[2] is not None else found[0])
 
-    text = VARIABLE.sub(variable, text)
-    return ARITHMETIC.sub(lambda found: next(_computed(found[1], variables), found[0]), text)
+    def computed(found: re.Match[str]) -> str:
+        expression = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), found[1])
+        try:
+            return str(_integer(ast.parse(expression.strip(), mode="eval").body))
+        except (ValueError, SyntaxError, ZeroDivisionError):
+            return found[0]
 
-
-def _computed(expression: str, variables: dict[str, str]) -> Iterator[str]:
-    """The value of `1024 * 2`, or nothing."""
-    for name, value in variables.items():
-        expression = re.sub(rf"\b{name}\b", value, expression)
-    try:
-        yield str(_integer(ast.parse(expression.strip(), mode="eval").body))
-    except (ValueError, SyntaxError, ZeroDivisionError):
-        return
+    return ARITHMETIC.sub(computed, VARIABLE.sub(variable, text))
 
 
 def _integer(node: ast.expr) -> int:
@@ -316,3 +225,78 @@ def _integer(node: ast.expr) -> int:
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_integer(node.left), _integer(node.right))
     raise ValueError("not an integer expression")
+
+
+# -- `grpo-megatron import verl|trl FILE [key=value ...]`: a config of this program from one of another trainer --------
+
+
+class ImportOptions(Options):
+    """The options of `import`."""
+
+    program = "import"
+    description = "Write a config of this program from one of verl or TRL; what has no equal becomes a comment."
+    epilog = "grpo-megatron import verl run_qwen2_7b.sh --output grpo.yaml"
+    trainer: Annotated[Literal["trl", "verl"], Argument("whose config FILE is")]
+    file: Annotated[Path, Argument("YAML, JSON, a shell script, or a Python script (TRL)", "FILE")]
+    overrides: Annotated[tuple[str, ...], Argument("settings that were given on its command line", "key=value")] = ()
+    output: Annotated[Path | None, Option("write it there instead of printing it", "YAML")] = None
+
+
+def import_config(options: ImportOptions) -> int:
+    """Print the config, or write it to --output; returns the exit code. Raises ConfigError."""
+    file, output = options.file, options.output
+    result = translate(read_settings(file, list(options.overrides)), OTHER_TRAINERS[options.trainer])
+    text = as_yaml(result, f"{file.name}, of {options.trainer}")
+    if output is None:
+        print(text, end="")
+        return 0
+    if output.exists():
+        raise ConfigError(f"--output {output} exists; name another file, or remove it")
+    try:
+        write_file(output, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write --output {output}: {error.strerror}") from error
+    print(f"{output}: {len(result.values)} keys; {len(result.notes)} have no equal here", file=sys.stderr)
+    return 0
+
+
+# -- where a key of verl or TRL is here: for the message about an unknown key ------------------------------------------
+
+MAX_HINTS = 5
+VERL_PREFIX = "actor_rollout_ref."
+SECTIONS = ("data", "algorithm", "critic", "trainer", "reward_model")  # of both programs
+
+
+def explained(value: Any, key: str) -> str:
+    """What is known about the keys below an unknown one, if its value is a table; or nothing."""
+    below = flat(value, f"{key}.") if isinstance(value, dict) else {}
+    return "; ".join(f"{name}: {hint}" for name in list(below)[:MAX_HINTS] if (hint := known_elsewhere(name)))
+
+
+def known_elsewhere(key: str) -> str | None:
+    """What becomes of another trainer's key, or of a key in another section. None: nothing is known.
+
+    A key may be written as there (`actor_rollout_ref.actor.clip_ratio`, `learning_rate`) or below a section of ours
+    (`actor.lr`, `algorithm.beta`): then its last part counts.
+    """
+    if f"{key}." == VERL_PREFIX:
+        return "`grpo-megatron import verl FILE` writes a config of verl in this program's terms"
+    names = [name.name for name in config_keys(Config)]
+    own = key.removeprefix(VERL_PREFIX)
+    for trainer in OTHER_TRAINERS.values():
+        if trainer is TRL and own != key and own in names:  # verl's section, without a rule of its own
+            break
+        for name in dict.fromkeys([key, f"{ACTOR}{key.removeprefix('actor.')}", key.rpartition(".")[2]]):
+            if name in trainer.rules and name not in SECTIONS:
+                rule = trainer.rules[name]
+                return (
+                    f"{trainer.name}'s {name} is {rule.ours!r}"
+                    if rule.ours
+                    else f"{trainer.name}'s {name}: {rule.note}"
+                )
+    if own in names:
+        return f"here it is {own!r}"
+    section, _, leaf = key.rpartition(".")
+    same = [name for name in names if section and name.endswith(f".{leaf}")]
+    same = [name for name in same if name.startswith(f"{section.partition('.')[0]}.")] or same
+    return f"there is {' and '.join(map(repr, same))}" if 0 < len(same) <= 3 else None

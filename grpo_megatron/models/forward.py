@@ -1,4 +1,4 @@
-"""Forward and backward passes of one rank's shard of a model: Megatron's pipeline schedule over packs (packing.py).
+"""Forward and backward passes of one rank's shard of a model: Megatron's pipeline schedule over packs.
 
 `forward_backward` runs the schedule. `LossPass` makes gradients and metric sums of a mini-batch, from the model's numbers.
 `ShardedModel` is what every model has: passes over a batch, and the stream of its weights. `LanguageModel` reads
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
@@ -22,13 +25,217 @@ from grpo_megatron.algo.losses import LossInputs, MetricSum
 from grpo_megatron.config import ActorConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.build import Targets, build_model
+from grpo_megatron.models.layers.modules import Branch, TreeParams
 from grpo_megatron.models.layers.precision import token_multiple
-from grpo_megatron.models.packing import Pack, gather_targets, pack, pack_trees, unpack
-from grpo_megatron.models.weights.load import hf_weights, stage_owners
-from grpo_megatron.models.weights.resharding import Resharding
+from grpo_megatron.models.weights.folder import load_hf
+from grpo_megatron.models.weights.stream import Resharding, hf_weights, stage_owners
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sync.digest import Expected
 from grpo_megatron.types import Batch, WeightBucket
+
+# -- Packs: micro-batches of whole sequences as Megatron-Core computes them, with the targets to read ------------------
+#
+#     plain   p p p a a | p p p b b b | p p p c          tree   p p p a a | b b b | c
+#
+# Plain: sequences end to end ("thd"), no padding between them. T tokens are rounded up once, at the end of the last sequence.
+# Attention is causal, so the padding cannot change a real token.
+#
+# Tree (`Batch.shares_prompts`): consecutive rows with equal prompts share one copy of it. The first response continues the
+# prompt. Every other one is a branch: its positions start after the prompt, and its tokens attend to the prompt's keys and to
+# their own. A hidden state depends on the tokens before it alone, so log-probabilities and gradients are those of the plain
+# pack, up to the order of sums. The prompt's last hidden state predicts the first token of every response, so its gradient is a
+# sum over them. Tokens: P + sum(R) instead of sum(P + R).
+
+
+@dataclass(frozen=True)
+class TargetShare:
+    """The n of a pack's N targets that one rank computes.
+
+    `target_indices` [n]: which of the N. `state_indices` [n]: which of the rank's own T / cp hidden states predict them.
+    """
+
+    target_indices: Tensor
+    state_indices: Tensor
+    num_targets: int  # N
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One micro-batch on the device. `rows` are rows of the Batch; `lengths` are their response lengths."""
+
+    rows: list[int]
+    lengths: list[int]
+    tokens: Tensor  # [1, T / cp]
+    position_ids: Tensor  # [1, T / cp]
+    packed: PackedSeqParams
+    targets: Targets
+    share: TargetShare | None = None  # context parallelism: the part of the targets that this rank computes
+
+
+def trees_of(batch: Batch, rows: list[int]) -> list[list[int]]:
+    """`rows` cut into runs of rows that share their prompt; without `shares_prompts` each row is one."""
+    trees: list[list[int]] = []
+    for row in rows:
+        if batch.shares_prompts and trees and torch.equal(_prompt(batch, trees[-1][0]), _prompt(batch, row)):
+            trees[-1].append(row)
+        else:
+            trees.append([row])
+    return trees
+
+
+def _prompt(batch: Batch, row: int) -> Tensor:
+    return batch.tokens[row][: batch.prompt_lengths[row]]
+
+
+def packed_lengths(batch: Batch, rows: list[int]) -> list[int]:
+    """The tokens that each of `rows` has in their pack."""
+    starts = {tree[0] for tree in trees_of(batch, rows)}
+    return [len(batch.tokens[row]) - (0 if row in starts else batch.prompt_lengths[row]) for row in rows]
+
+
+def pack(
+    batch: Batch,
+    rows: list[int],
+    *,
+    multiple: int,
+    temperature: float,
+    chunk: int,
+    device: Device,
+    cp: int = 1,
+    cp_rank: int = 0,
+) -> Pack:
+    """Put sequences `rows` of `batch` end to end and take rank `cp_rank`'s part. No rows: padding without targets.
+
+    `multiple` is `precision.token_multiple`, a multiple of 2 cp if cp > 1. A pack of trees is not cut: cp is 1.
+    """
+    is_tree, size, to = batch.shares_prompts and bool(rows), 0, device.torch_device
+    tokens, positions, states, targets = [], [], [torch.empty(0, dtype=torch.int64)], []
+    branches: list[Branch] = []
+    for tree in trees_of(batch, rows):
+        prompt, prefix = batch.prompt_lengths[tree[0]], size
+        for i, row in enumerate(tree):
+            shared = prompt if i else 0  # tokens of the prompt that the tree has already
+            part, end = batch.tokens[row][shared:], size + len(batch.tokens[row]) - shared
+            # The prompt's last token predicts the first token of the response, and each token the next one.
+            if shared:
+                states.append(torch.tensor([prefix + prompt - 1]))
+            states.append(torch.arange(size + prompt - shared - (not shared), end - 1))
+            targets.append(batch.tokens[row][prompt:])
+            if cp > 1:
+                part = torch.nn.functional.pad(part, (0, -len(part) % (2 * cp)))
+            tokens.append(part)
+            positions.append(torch.arange(len(part)) + shared)
+            branches.append(Branch(size, size + len(part), prefix, prefix + shared))
+            size += len(part)
+    padding = -size % multiple if rows else multiple
+    if padding:
+        tokens.append(torch.zeros(padding, dtype=torch.int64))
+        # The padding is a branch of its own, or the end of the last sequence: kernels are fastest without gaps; some allow none.
+        first = len(positions[-1]) if positions and not is_tree else 0
+        positions.append(torch.arange(first, first + padding))
+        branches.append(Branch(size, size + padding, size, size))
+    starts = [0] if is_tree else [branch.start for branch in branches[: len(rows) or 1]]
+    cuts = torch.tensor([*starts, size + padding], dtype=torch.int32)
+    whole, position_ids, state_indices = torch.cat(tokens), torch.cat(positions), torch.cat(states)
+    target_tokens = torch.cat([torch.empty(0, dtype=torch.int64), *targets])
+    longest, share = int(position_ids.max()) + 1, None
+    if cp > 1:
+        assert not is_tree, "checks refuse it"
+        local = local_tokens(cuts.diff().tolist(), cp, cp_rank)
+        share = target_share(state_indices, local)
+        whole, position_ids = whole[local], position_ids[local]
+        target_tokens, state_indices = target_tokens[share.target_indices], share.state_indices
+        share = replace(share, target_indices=share.target_indices.to(to))
+    cuts = cuts.to(to)
+    fields: dict[str, Any] = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    fields |= {"qkv_format": "thd", "cu_seqlens_q": cuts, "cu_seqlens_kv": cuts}
+    if cp > 1:  # the padding of a sequence counts as part of it
+        fields |= {"cu_seqlens_q_padded": cuts, "cu_seqlens_kv_padded": cuts}
+    return Pack(
+        rows=rows,
+        lengths=[len(batch.tokens[row]) - batch.prompt_lengths[row] for row in rows],
+        tokens=whole.unsqueeze(0).to(to),
+        position_ids=position_ids.unsqueeze(0).to(to),
+        packed=TreeParams(**fields, branches=branches) if is_tree else PackedSeqParams(**fields),
+        targets=Targets(state_indices.to(to), target_tokens.to(to), temperature, chunk),
+        share=share,
+    )
+
+
+def unpack(flat: Tensor, lengths: list[int], width: int) -> Tensor:
+    """[N] in pack order -> [len(lengths), width], zeros after each row's end. Differentiable."""
+    columns = torch.arange(width, device=flat.device)
+    mask = columns < torch.tensor(lengths, device=flat.device).unsqueeze(1)
+    return flat.new_zeros(len(lengths), width).masked_scatter(mask, flat)
+
+
+def num_padding_tokens(lengths: list[int], multiple: int, cp: int = 1) -> int:
+    """The number of tokens that `pack` adds to sequences of these lengths. Without sequences it is a whole pack."""
+    aligned = sum(n + (-n % (2 * cp) if cp > 1 else 0) for n in lengths)
+    return max(aligned + (-aligned % multiple), multiple) - sum(lengths)
+
+
+# -- context parallelism: which tokens of a pack each of the cp ranks computes -------------------------------------------
+#
+# A causal token attends to all tokens before it, so the end of a sequence costs more than its beginning. Each sequence is
+# therefore rounded up to a multiple of 2 cp and cut into 2 cp chunks, and rank r takes chunk r from the front and chunk r
+# from the back. (Ring Attention with balanced load, arXiv:2310.01889; Transformer Engine's attention over packed sequences
+# expects this cut.)
+#
+#     cp 2, a sequence of 8:   rank 0: 0 1 . . . . 6 7    rank 1: . . 2 3 4 5 . .
+#
+# The index arithmetic is plain torch and tested. The attention itself was not run on a GPU yet.
+
+
+def local_tokens(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
+    """Indices into the whole pack, int64 [T / cp]: the tokens of rank `cp_rank`, in the order in which it computes them.
+
+    The pack is sequences of `lengths`, end to end. Each length is a multiple of 2 cp.
+    """
+    parts, start = [], 0
+    for length in lengths:
+        chunk, rest = divmod(length, 2 * cp)
+        assert rest == 0, f"a sequence of {length} cannot be cut in 2 x cp {cp} chunks"
+        firsts = [start + index * chunk for index in (cp_rank, 2 * cp - 1 - cp_rank)]
+        parts += [torch.arange(first, first + chunk) for first in firsts]
+        start += length
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def target_share(state_indices: Tensor, tokens: Tensor) -> TargetShare:
+    """The targets whose hidden states, `state_indices` [N] in the whole pack, are among a rank's `tokens` [T / cp]."""
+    sizes = [int(indices.max()) + 1 for indices in (state_indices, tokens) if len(indices)]
+    local_index = torch.full((max(sizes, default=0),), -1, dtype=torch.int64)  # index in the pack -> among `tokens`
+    local_index[tokens] = torch.arange(len(tokens))
+    target_indices = (local_index[state_indices] >= 0).nonzero().squeeze(1)
+    return TargetShare(target_indices, local_index[state_indices[target_indices]], len(state_indices))
+
+
+class _GatherTargets(torch.autograd.Function):
+    """Forward: every rank gets all N values. Backward: each rank keeps the gradients of its own values.
+
+    All ranks compute the same loss from the same N values. The gradient on one rank is then that of its own tokens' part of
+    the loss. DDP sums over ranks, and the sum is the gradient of the loss, counted once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, target_indices: Tensor, num_targets: int, group: Any) -> Tensor:
+        ctx.save_for_backward(target_indices)
+        whole = values.new_zeros(num_targets)
+        whole[target_indices] = values
+        dist.all_reduce(whole, group=group)  # one rank's value plus zeros: the same bits on every rank
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (target_indices,) = ctx.saved_tensors
+        return grads[0][target_indices], None, None, None
+
+
+def gather_targets(values: Tensor, share: TargetShare, group: Any) -> Tensor:
+    """This rank's values [n] -> all ranks' [N], the same on each. Collective over the context-parallel `group`."""
+    return _GatherTargets.apply(values, share.target_indices, share.num_targets, group)  # type: ignore[no-any-return]
 
 
 def forward_backward(
@@ -175,18 +382,10 @@ class ShardedModel:
 
     def packs(self, batch: Batch, micro_batches: list[list[int]], temperature: float | None = None) -> list[Pack]:
         """The micro-batches on the device, at `temperature` (None: the model's own)."""
-        options: dict[str, Any] = {
-            "multiple": self.multiple,
-            "temperature": self.temperature if temperature is None else temperature,
-            "chunk": self.chunk,
-            "device": self.device,
-        }
-        return [
-            pack_trees(batch, rows, **options)
-            if batch.shares_prompts and rows
-            else pack(batch, rows, **options, cp=self.mesh.cp, cp_rank=self.mesh.cp_rank)
-            for rows in micro_batches
-        ]
+        temperature = self.temperature if temperature is None else temperature
+        options: dict[str, Any] = {"multiple": self.multiple, "chunk": self.chunk, "device": self.device}
+        options |= {"temperature": temperature, "cp": self.mesh.cp, "cp_rank": self.mesh.cp_rank}
+        return [pack(batch, rows, **options) for rows in micro_batches]
 
     @torch.no_grad()
     def forward_batch(
@@ -223,7 +422,7 @@ class ShardedModel:
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
         """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""
         with self.readable_weights():
-            yield from hf_weights(self.model, self.arch, self.mesh, bucket_megabytes << 20, self.stage_of)
+            yield from hf_weights(self.model, self.arch, self.mesh, bucket_megabytes, self.stage_of)
 
     def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
         """Collective stream of the weights for an engine: only the parts that it reads (see `Resharding.stream`)."""
@@ -238,6 +437,25 @@ class ShardedModel:
 
 class LanguageModel(ShardedModel):
     """A sharded model that computes log-probabilities of a batch: the policy or the reference."""
+
+    is_frozen: ClassVar[bool] = False
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        dtype: str,
+        arch: Architecture,
+        actor: ActorConfig,
+        mesh: Mesh,
+        device: Device,
+        *,
+        temperature: float = 1.0,
+    ) -> Self:
+        """The model with the weights of a Hugging Face folder. Collective. Raises WeightsError."""
+        model = build_model(arch, actor.megatron, dtype, device, has_gradients=not cls.is_frozen)
+        load_hf(model, folder, arch, mesh)
+        return cls(model, arch, actor, mesh, device, temperature)
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
         """Log-probability of every response token [B, R], float32 on the host, 0 after the end. Collective."""

@@ -10,7 +10,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -18,11 +17,18 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from grpo_megatron.config import ActorConfig, ModelConfig, OptimConfig
+from grpo_megatron.config import ActorConfig, OptimConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.build import load_model
-from grpo_megatron.models.forward import LanguageModel, LossFunction, LossPass, MetricSums, loss_inputs
+from grpo_megatron.models.forward import (
+    LanguageModel,
+    LossFunction,
+    LossPass,
+    MetricSums,
+    Pack,
+    ShardedModel,
+    loss_inputs,
+)
 from grpo_megatron.models.optimizer import (
     OffloadedTensors,
     build_lr_scheduler,
@@ -31,6 +37,7 @@ from grpo_megatron.models.optimizer import (
     state_tensors,
     wrap_ddp,
 )
+from grpo_megatron.models.weights.stream import unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Batch
 
@@ -53,34 +60,26 @@ class Guard(Protocol):
 
 
 class Policy(LanguageModel):
-    """Built on every rank at the same point, with the weights of `model.path`. Call `set_optimizer` before `update`."""
+    """Built on every rank at the same point, with its weights (`load`). Call `set_optimizer` before `update`."""
 
     section = "actor"  # of the metrics' names
 
     def __init__(
         self,
-        model: ModelConfig,
-        actor: ActorConfig,
+        model: torch.nn.Module,
         arch: Architecture,
+        actor: ActorConfig,
         mesh: Mesh,
         device: Device,
-        *,
         temperature: float = 1.0,
     ) -> None:
-        inner = self._load(model, arch, actor, mesh, device)
-        self.ddp = wrap_ddp(inner, actor.megatron, device)
+        self.ddp = wrap_ddp(model, actor.megatron, device)
         super().__init__(self.ddp, arch, actor, mesh, device, temperature)
         self.num_skipped_in_a_row = 0
         self._optimizer: MegatronOptimizer | None = None
         self._lr_scheduler: OptimizerParamScheduler | None = None
         self._offloaded = OffloadedTensors(device)
         self._period = 1
-
-    def _load(
-        self, model: ModelConfig, arch: Architecture, actor: ActorConfig, mesh: Mesh, device: Device
-    ) -> torch.nn.Module:
-        """This rank's part of the model, with its weights. `ScalarPolicy` loads another kind of model here."""
-        return load_model(Path(model.path), arch, actor.megatron, model.dtype, mesh, device)
 
     # -- optimizer -----------------------------------------------------------------------------------------------------
 
@@ -271,3 +270,59 @@ class Policy(LanguageModel):
     def num_updates(self) -> int:
         """Updates so far in the learning-rate schedule, without skipped ones."""
         return int(self.lr_scheduler.num_steps)
+
+
+# -- Frozen models in the policy's layout: the reference of the KL term, and the base of frozen reward models ----------
+
+
+class FrozenModel(ShardedModel):
+    """A model that is never trained. `actor.megatron.offload_reference` keeps its weights on the host between passes."""
+
+    def __init__(
+        self,
+        inner: torch.nn.Module,
+        arch: Architecture,
+        actor: ActorConfig,
+        mesh: Mesh,
+        device: Device,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(inner.requires_grad_(False), arch, actor, mesh, device, temperature)
+        self._offloaded = OffloadedTensors(device)
+        self._offload()
+
+    def _offload(self, *, unchanged: bool = False) -> None:
+        if self.actor.megatron.offload_reference:
+            self._offloaded.offload(self.model.parameters(), unchanged=unchanged)
+
+    @contextlib.contextmanager
+    def readable_weights(self, *, unchanged: bool = True) -> Iterator[None]:
+        """Keeps the weights on the device inside the block. `unchanged`: the block does not write to them."""
+        was_offloaded = self._offloaded.is_offloaded
+        self._offloaded.onload()
+        try:
+            yield
+        finally:
+            if was_offloaded:
+                self._offload(unchanged=unchanged)
+
+    def forward_batch(
+        self, batch: Batch, out: Tensor, read: Callable[[Pack, Tensor], Tensor], temperature: float | None = None
+    ) -> Tensor:
+        """See ShardedModel."""
+        with self.readable_weights():
+            return super().forward_batch(batch, out, read, temperature)
+
+
+class Reference(FrozenModel, LanguageModel):
+    """The reference of the KL term. `copy_from` replaces its weights with the policy's current ones."""
+
+    is_frozen = True
+
+    @torch.no_grad()
+    def copy_from(self, policy: Policy) -> None:
+        """The layouts are the same, so every rank copies its own shard. No communication."""
+        source = dict(unwrapped(policy.ddp).named_parameters())
+        with self.readable_weights(unchanged=False):
+            for name, parameter in unwrapped(self.model).named_parameters():
+                parameter.copy_(source[name])

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from grpo_megatron.registry import FactRegistry, Registry
+from grpo_megatron.importing import FactRegistry, Registry
 
 # -- what is known of a completion -------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
-from grpo_megatron.data.conversation import TurnRenderer
+from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.environments.environment import ChatMessage, Outcome, Step
 from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.parallel.mesh import Mesh

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_megatron.data.prompts import reward_item
-from grpo_megatron.data.scored import tokens_at
+from grpo_megatron.data.prompts import reward_item, tokens_at
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.processes.pool import KeptProblem
 from grpo_megatron.rewards.pool import RewardPool
@@ -104,7 +103,7 @@ class Grading:
     def _step_tokens(self, sample: Sample, steps: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
         """(end of the step in the text, reward) -> (index of the token that completes it, reward).
 
-        See `data.steps.tokens_at`. Steps that end within one token become one step, with their mean reward.
+        See `tokens_at`. Steps that end within one token become one step, with their mean reward.
         """
         rewards: dict[int, list[float]] = {}
         ends = tokens_at([end for end, _ in steps], sample.response_ids, self._text)

@@ -28,18 +28,17 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.layers.transformer_config import DTYPES
+from grpo_megatron.models.layers.spec import DTYPES
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.weights.resharding import Resharding
-from grpo_megatron.models.weights.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.stream import Resharding, engine_tensors
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
-from grpo_megatron.sync.delta_sync import DeltaLimits
+from grpo_megatron.sync.delta import DeltaLimits
 from grpo_megatron.sync.digest import Expected, compare
-from grpo_megatron.sync.tensors import EngineTensors
+from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.types import Batch, Sample, WeightBucket
 
 # -- Probe -------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh, on_every_rank, on_first_rank
-from grpo_megatron.storage.atomic import clear_leftovers, partial_of, publish_folder, write_file
+from grpo_megatron.storage.files import clear_leftovers, partial_of, publish_folder, write_file
 from grpo_megatron.training.correction_step import build_loss
 from grpo_megatron.types import Batch, rows_of_mini_batch
 
@@ -227,10 +227,11 @@ def recompute(dump: Dump) -> list[Comparison]:
     try:
         values, norm = _compute(
             dump,
-            Policy(
-                dump.config.model.model_copy(update={"path": dump.folder / WEIGHTS}),
-                _without_layout(dump.config.actor),
+            Policy.load(
+                dump.folder / WEIGHTS,
+                dump.config.model.dtype,
                 read_architecture(dump.folder / WEIGHTS, dump.config.model.family),
+                _without_layout(dump.config.actor),
                 mesh,
                 device,
                 temperature=dump.config.rollout.temperature,

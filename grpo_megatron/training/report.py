@@ -8,15 +8,13 @@ from typing import Any
 
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config, DataConfig
-from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.task import get_task
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.flops import mfu_metrics, peaks, throughput
-from grpo_megatron.models.forward import MetricSums
-from grpo_megatron.models.packing import num_padding_tokens, packed_lengths
+from grpo_megatron.models.forward import MetricSums, num_padding_tokens, packed_lengths
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.observability.metrics import Metrics, group_table_metrics
-from grpo_megatron.observability.sinks import Sinks
+from grpo_megatron.observability.metrics import Metrics, Sinks, group_table_metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.trajectory import ENDINGS
 from grpo_megatron.training.guards import Guards

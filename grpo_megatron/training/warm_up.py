@@ -14,9 +14,8 @@ from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.checks.resume import check_resume
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import AlgorithmConfig, Config, GuardsConfig
-from grpo_megatron.data.items import MappedTable
-from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.data.written import OfflineGroup, SupervisedExample
+from grpo_megatron.data.sampler import LazySequence, Sampler
+from grpo_megatron.data.written import OfflineGroup
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.metrics import Metrics
@@ -132,12 +131,12 @@ def warm_up(
 
 def _groups(checked: Checked) -> Sequence[OfflineGroup]:
     """The rows of the warm-up as rows of a file source."""
-    return MappedTable(checked.supervised_rows, _group)
 
+    def group(number: int) -> OfflineGroup:
+        prompt, response = checked.supervised_rows[number]
+        return Prompt(f"{STAGE_FOLDER}/{number}", tuple(prompt), "", "", STAGE_FOLDER, ""), [response], [1.0]
 
-def _group(number: int, row: SupervisedExample) -> OfflineGroup:
-    prompt, response = row
-    return Prompt(f"{STAGE_FOLDER}/{number}", tuple(prompt), "", "", STAGE_FOLDER, ""), [response], [1.0]
+    return LazySequence(len(checked.supervised_rows), group)
 
 
 def _resume(

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +41,7 @@ from tests.algo.tables import Step, make_table, per_token, run
 
 NAN = math.nan
 QUICK = settings(deadline=None, derandomize=True, max_examples=50)
+WHITENED = ["reinforce_plus_plus", "reinforce_plus_plus_baseline"]  # over all tokens of the batch
 BY_GROUP = ["grpo", "rloo", "opo", "gpg", "grpo_passk"]  # one number per row, from the prompt's rewards
 LENGTHS = [[3, 2, 3, 3], [3, 3, 3, 1]]
 
@@ -85,13 +88,10 @@ def test_process_supervision() -> None:
     # A sample without an outcome, a sample without steps and another order change nothing.
     wider = make_table([[0, NAN, 1, 1]], [[4, 4, 4, 2]], [[steps[0][1], [(0, 9.0)], steps[0][0], []]])
     assert per_token(wider, run(wider, "grpo_process")) == [got[1], [0] * 4, got[0], [0, 0]]
+    equal = make_table([[1, 0]], steps=[[[(0, 0.1), (2, 0.1)], [(1, 0.1)]]])
+    assert run(equal, "grpo_process") == [0, 0]
     dr = run(table, "grpo_process", norm_adv_by_std_in_grpo=False)
     assert per_token(table, dr)[0] == pytest.approx([0.3, 0.3, 0.55, 0.55])
-
-
-def test_process_supervision_of_equal_steps_is_exactly_zero() -> None:
-    table = make_table([[1, 0]], steps=[[[(0, 0.1), (2, 0.1)], [(1, 0.1)]]])
-    assert run(table, "grpo_process") == [0, 0]
 
 
 @pytest.mark.parametrize(("steps", "ends"), [([(2, 1.0), (1, 1.0)], "2, 1"), ([(3, 1.0)], "3"), ([(-1, 1.0)], "-1")])
@@ -127,8 +127,9 @@ def test_near_equal_groups_do_not_cancel() -> None:
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.9, 0.7, 0.35, 1e9, -1e-30])
 @pytest.mark.parametrize("n", [2, 6, 7, 8])
 def test_equal_rewards_give_exactly_zero(reward: float, n: int) -> None:
-    for name in BY_GROUP:
-        assert estimate([[reward] * n], name, lengths=[[1 + i % 3 for i in range(n)]]) == [0.0] * n
+    for name in (*BY_GROUP, *WHITENED):
+        assert estimate([[reward] * n, [reward]], name, lengths=[[1 + i % 3 for i in range(n)], [8]]) == [0.0] * (n + 1)
+    assert run(make_table([[reward] * n], greedy=[reward]), "remax") == [0.0] * n
 
 
 def test_one_winner_does_not_explode() -> None:
@@ -138,12 +139,9 @@ def test_one_winner_does_not_explode() -> None:
     assert max(map(abs, estimate([[float32(0.35)] * 7 + [float32(0.95)]]))) < 3
 
 
-def test_population_vector_with_our_ddof() -> None:
+def test_ddof_and_leave_one_out() -> None:
     # [-1, 1]: std sqrt(2): 1 / 1.4142146 = 0.7071063 (the population form would give 1); [4, 4] gives 0.
     assert estimate([[-1, 1], [4, 4]]) == pytest.approx([-0.7071063, 0.7071063, 0, 0], abs=1e-7)
-
-
-def test_leave_one_out_baselines() -> None:
     # Baselines [2.5, 2, 1.5] and [5.5, 5, 4.5], subtracted from the rewards.
     assert estimate([[1, 2, 3], [4, 5, 6]], "rloo") == pytest.approx([-1.5, 0, 1.5] * 2, abs=1e-12)
 
@@ -170,29 +168,25 @@ groups_of_rewards = st.lists(st.lists(tenths | rewards | st.just(NAN), min_size=
 @QUICK
 @given(groups=groups_of_rewards, data=st.data())
 def test_order_of_samples_and_groups_does_not_change_a_bit(groups: list[list[float]], data: st.DataObject) -> None:
-    orders = [data.draw(st.permutations(range(len(group)))) for group in groups]
+    """Nor of process supervision, nor of what is whitened over all tokens, with a discount too."""
     places = data.draw(st.permutations(range(len(groups))))
+    order = [[(p, i) for i in data.draw(st.permutations(range(len(groups[p]))))] for p in places]
     lengths = [[len(str(reward)) for reward in group] for group in groups]  # some lengths
-    moved, moved_lengths = ([[values[p][i] for i in orders[p]] for p in places] for values in (groups, lengths))
-    for name in BY_GROUP:
-        values = iter(estimate(groups, name, lengths=lengths))
-        expected = [[next(values) for _ in group] for group in groups]
-        permuted = iter(estimate(moved, name, lengths=moved_lengths))
-        for p in places:
-            for i in orders[p]:
-                assert next(permuted).hex() == expected[p][i].hex(), name
+    steps = [[[(0, reward), (2, -reward / 3)] for reward in group] for group in groups]
+    table, moved = (
+        make_table(groups, lengths, steps),
+        make_table(*(moved_by(order, x) for x in (groups, lengths, steps))),
+    )
+    rows = iter(range(len(table)))
+    number = [[next(rows) for _ in group] for group in groups]
+    for name, gamma in [*((name, 1.0) for name in (*BY_GROUP, "grpo_process", *WHITENED)), (WHITENED[0], 0.9)]:
+        expected = run(table, name, gamma=gamma)
+        got = run(moved, name, gamma=gamma)
+        assert repr(got) == repr([expected[number[p][i]] for group in order for p, i in group]), name
 
 
-@QUICK
-@given(data=st.data(), pool=st.lists(st.lists(tenths, max_size=3), min_size=2, max_size=5))
-def test_order_does_not_change_a_bit_of_process_supervision(data: st.DataObject, pool: list[list[float]]) -> None:
-    steps: list[list[Step]] = [[(2 * end + 1, reward) for end, reward in enumerate(rewards)] for rewards in pool]
-    order = data.draw(st.permutations(range(len(pool))))
-    zeros, lengths = [0.0] * len(pool), [7] * len(pool)
-    table = make_table([zeros], [lengths], [steps])
-    moved = make_table([zeros], [lengths], [[steps[i] for i in order]])
-    expected = per_token(table, run(table, "grpo_process"))
-    assert per_token(moved, run(moved, "grpo_process")) == [expected[i] for i in order]
+def moved_by(order: list[list[tuple[int, int]]], values: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    return [[values[p][i] for p, i in group] for group in order]
 
 
 eighths = st.lists(st.integers(-64, 64).map(lambda k: k / 8), min_size=2, max_size=8)
@@ -203,14 +197,7 @@ eighths = st.lists(st.integers(-64, 64).map(lambda k: k / 8), min_size=2, max_si
 def test_shift_of_rewards_changes_nothing(group: list[float], shift: int) -> None:
     # Multiples of 1/8 are shifted without rounding; only the mean rounds, at 1e-13 of 1000.
     shifted = [reward + shift for reward in group]
-    cases = [
-        ("grpo", True),
-        ("grpo", False),
-        ("rloo", True),
-        ("opo", True),
-        ("grpo_passk", True),
-        ("grpo_passk", False),
-    ]
+    cases = [("grpo", True), ("grpo", False), ("rloo", True), ("opo", True), ("grpo_passk", True)]
     for name, by_std in cases:  # not gpg: it counts the rewards that are 0
         assert estimate([shifted], name, by_std) == pytest.approx(estimate([group], name, by_std), abs=1e-11)
 

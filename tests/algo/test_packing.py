@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from grpo_megatron.algo.plan import SequenceCost, balance, imbalance, make_plan, revise_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
-from grpo_megatron.models.packing import num_padding_tokens
+from grpo_megatron.models.forward import num_padding_tokens
 from grpo_megatron.types import GroupTable, Plan
 from tests.algo.test_plan import make_table, plan_of
 from tests.files import WHOLE

@@ -109,10 +109,6 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["actor.ppo_mini_batch_size=3"], ["=3 does not divide data.train_batch_size=8", "leaves 2", "set it to 2"]),
     # sampling
     (["rollout.n=1"], ["rollout.n=1", "algorithm.adv_estimator='grpo'", "set rollout.n=2 or more"]),
-    (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "full distribution", "set rollout.top_p=1"]),
-    (["rollout.temperature=3"], ["rollout.temperature=3 is outside", "0.01 to 2"]),
-    (["rollout.val_kwargs.temperature=0.001"], ["rollout.val_kwargs.temperature=0.001", "0.01 to 2"]),
-    (['rollout.stop=["###",""]'], ["rollout.stop=['###', '']: an empty text", "remove it"]),
     (
         ["rollout.stop_token_ids=[100,101,-1]"],
         ["rollout.stop_token_ids=[100, 101, -1]: 101, -1 is outside", "vocabulary of 0 to 100", "rollout.stop"],
@@ -204,7 +200,7 @@ def test_a_wrong_value_is_refused(refused: Callable[..., str], overrides: list[s
 
 
 def test_all_problems_are_reported_at_once(refused: Callable[..., str]) -> None:
-    message = refused("rollout.n=1", "actor.loss_mode=x", "data.val_files=[]", f"{PP}=3", "rollout.top_p=0.5")
+    message = refused("rollout.n=1", "actor.loss_mode=x", "data.val_files=[]", f"{PP}=3", "rollout.stop_token_ids=[-1]")
     assert len(message.splitlines()) == 6  # 3 divides neither the world nor the layers
     assert all(line.startswith("error: ") for line in message.splitlines())
 
@@ -330,15 +326,14 @@ def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path, refused: Cal
 def test_a_missing_package_is_refused_before_a_run_only(
     run: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The dry run makes its plan without Megatron-Core; its parameters are then counted from the weight table."""
+    """The dry run makes its plan without Megatron-Core."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "megatron" else find_spec(name, *rest)
     )
-    monkeypatch.setitem(sys.modules, "grpo_megatron.models.meta", None)  # importing it raises ImportError
     assert "the package 'megatron' is not installed; pip install megatron-core" in refused()
     assert main.main(["train", str(run / "run.yaml"), "--dry-run"]) == 0
-    assert "by the weight table: Megatron-Core is not installed here" in capsys.readouterr().out
+    assert "Memory of one rank" in capsys.readouterr().out
 
 
 def test_a_users_module_that_raises_is_refused(

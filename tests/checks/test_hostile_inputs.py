@@ -15,20 +15,18 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.model_folders import read_model
+from grpo_megatron.checks.models import read_model
 from grpo_megatron.checks.names import name_problems, reward_name_problems
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError, DataConfig, MegatronConfig
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import check_tokenizer, open_source
-from grpo_megatron.data.fields import read_question
-from grpo_megatron.data.rendering import render_chat
-from grpo_megatron.data.rows import read_rows
-from grpo_megatron.data.tasks import read_task_file
-from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.data.rows import read_question, read_rows
+from grpo_megatron.data.task import read_task_file
+from grpo_megatron.data.tokenizer import load_tokenizer, render_chat
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.models.layers.transformer_config import transformer_config
+from grpo_megatron.models.layers.spec import transformer_config
 from grpo_megatron.rollout.build import engine_problems
 from tests import tiny
 from tests.runs import texts, write_tokenizer
@@ -57,9 +55,9 @@ YAML: dict[str, tuple[str, str]] = {  # content of the config -> part of the mes
     ),
     "duplicate merge": ("a: &a {x: 1}\nb: {<<: *a, <<: *a}", "the key '<<' is there twice"),
     "alias bomb": (BOMB, "more than 20,000 values, with aliases counted in full"),
-    "alias of itself": ("model: &m {path: *m}", "an alias stands for a table or a list that contains it"),
+    "alias of itself": ("model: &m {path: *m}", "more than 50 tables and lists within each other"),
     "unknown alias": ("model: *" + "x" * 9000, "found undefined alias"),
-    "deep flow": ("[" * 100_000, "line 1, column 51: more than 50 tables and lists within each other"),
+    "deep flow": ("[" * 100_000, "more than 50 tables and lists within each other"),
     "long integer": ("data: {seed: " + "9" * 5000 + "}", "a number of 5,000 characters; at most 100 are read"),
     "lone surrogate": (
         'model: {path: "\\ud800"}',
@@ -181,8 +179,8 @@ def test_a_hostile_model_config_is_refused(
 
 
 ROWS: list[tuple[bytes, str]] = [
-    (b'{"prompt": "' + b"x" * 50_000_000 + b'"}', "line 1: has 50,000,014 bytes; at most 4,194,304 are read"),
-    (b"x" * 9_000_000 + b'\n{"prompt": "a"}\n[1]', "2 of 3 rows are wrong:\n  line 1: has 9,000,001 bytes; at most"),
+    (b'{"prompt": "' + b"x" * 50_000_000 + b'"}', "line 1: has more than 4,194,304 bytes, the most that are read"),
+    (b"x" * 9_000_000 + b'\n{"prompt": "a"}\n[1]', "2 of 3 rows are wrong:\n  line 1: has more than 4,194,304 bytes"),
     (b'{"prompt": "a", "prompt": "b"}', "line 1: has the key 'prompt' twice in one object; keep one"),
     (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "line 1: has an integer of 5,000 digits"),
     (b'{"prompt": "\\ud800"}', "line 1: field 'prompt': it contains '\\ud800', half of a surrogate pair"),

@@ -12,7 +12,7 @@ import pytest
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import parse
 from grpo_megatron.data.benchmarks import DataPlaces, read_datasets
-from grpo_megatron.data.tasks import read_task_file
+from grpo_megatron.data.task import read_task_file
 from grpo_megatron.evaluation.options import EvaluateOptions
 
 TASK = """

@@ -8,7 +8,7 @@ uses more of vLLM or of Transformer Engine, with the wheels of vllm 0.26.0, vllm
 
 from __future__ import annotations
 
-import ast
+import functools
 import json
 import sys
 import tempfile
@@ -24,24 +24,22 @@ RECORDED = Path(__file__).with_name("recorded.json")
 OURS = Path(__file__).parents[2] / "grpo_megatron"
 
 
+@functools.cache
 def installed(package: str) -> Package | None:
     """The folder that the package is installed in. Nothing is imported."""
     spec = find_spec(package)
-    return (
-        Package(Path(next(iter(spec.submodule_search_locations))).parent)
-        if spec and spec.submodule_search_locations
-        else None
-    )
+    places = spec.submodule_search_locations if spec is not None else None
+    return Package(Path(next(iter(places))).parent) if places else None
 
 
+@functools.cache
 def all_uses() -> dict[str, set[str]]:
     """Ours, and those of Transformer Engine in the files of Megatron-Core that we use it through."""
     found = collect(OURS)
     megatron = installed("megatron")
     assert megatron is not None
     for name in MEGATRON_USES_TE:
-        path = megatron.folder / "megatron/core" / name
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = megatron.tree(megatron.folder / "megatron/core" / name)
         for use, line in Uses(name, tree, ("transformer_engine",)).found:
             if package_of(use) == "transformer_engine":
                 found.setdefault(use, set()).add(f"megatron/core/{name}:{line}")

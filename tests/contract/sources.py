@@ -50,11 +50,14 @@ class Package:
         file = self.file(module)
         if file is None or file.is_dir():
             return {}
-        text = file.read_bytes()
-        self.read[file.relative_to(self.folder).as_posix()] = hashlib.sha256(text).hexdigest()
+        self.read[file.relative_to(self.folder).as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
         found: dict[str, ast.stmt] = {}
-        _bind(ast.parse(text).body, found)
+        _bind(self.tree(file).body, found)
         return found
+
+    @functools.cache  # noqa: B019
+    def tree(self, file: Path) -> ast.Module:
+        return ast.parse(file.read_bytes())
 
     def find(self, module: str, name: str, depth: int = 0) -> Symbol | None:
         """Where `from module import name` leads, through re-exports and tables of lazy attributes."""
@@ -136,16 +139,6 @@ class Package:
                     return owner.node
         return None
 
-    def abstract(self, symbol: Symbol) -> set[str]:
-        names: dict[str, bool] = {}
-        for owner in self.bases(symbol):
-            assert isinstance(owner.node, ast.ClassDef)
-            for node in owner.node.body:
-                if isinstance(node, ast.FunctionDef):
-                    marks = map(ast.unparse, node.decorator_list)
-                    names.setdefault(node.name, any(mark.endswith("abstractmethod") for mark in marks))
-        return {name for name, is_abstract in names.items() if is_abstract}
-
     # -- signatures ----------------------------------------------------------------------------------------------------
 
     def signature(self, symbol: Symbol, method: str = "") -> Signature | None:
@@ -181,9 +174,7 @@ def _bind(body: list[ast.stmt], found: dict[str, ast.stmt]) -> None:
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
-                for name in ast.walk(target):
-                    if isinstance(name, ast.Name):
-                        found[name.id] = node
+                found |= {part.id: node for part in ast.walk(target) if isinstance(part, ast.Name)}
         elif isinstance(node, ast.If | ast.Try | ast.With):
             others: dict[str, ast.stmt] = {}
             for part in [*getattr(node, "handlers", []), node]:
@@ -237,16 +228,6 @@ def problem(package: Package, use: str) -> str | None:
         return None if known else f"{target} has no field {words[0]}"
     if kind == "call":
         return _call_problem(package, symbol, method, target, words)
-    if kind == "override":
-        node = package.member(symbol, method)
-        signature = package.signature(symbol, method) if isinstance(node, ast.FunctionDef) else None
-        if signature is None:
-            return f"{target} is not a method"
-        unknown = [word for word in words if word not in signature.keywords]
-        return f"{target} has no parameter {unknown}" if unknown and not signature.any_keyword else None
-    if kind == "abstract":
-        remaining = package.abstract(symbol) - set(words)
-        return f"{target} has the abstract methods {sorted(remaining)}" if remaining else None
     assert kind == "name", use
     return None
 

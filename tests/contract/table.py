@@ -60,19 +60,6 @@ FIELDS: dict[str, str] = {
     "models/layers/spec.py:settings": CONFIG,
 }
 
-# Dict keys of those functions that are not arguments.
-NOT_FIELDS: set[str] = set()
-
-# Our class -> methods that the package calls, so that they must exist in its base class.
-CALLED_BACK: dict[str, tuple[str, ...]] = {
-    "InProcess": (
-        *("init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update"),
-        "shutdown",
-    ),
-    "RankExecutor": ("_distributed_args",),
-    "LogprobModel": ("_postprocess",),
-}
-
 # Target -> the vLLM series that have it, for what rollout/vllm_process.py asks of one series only.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "call vllm:LLM.finish_weight_update 0 weight_version": ("0.32",),

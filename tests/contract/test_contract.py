@@ -21,8 +21,6 @@ from tests.contract.table import NOT_IN_TE, ONLY_IN, UNDEFINED_WITHOUT_TE
 from tests.contract.uses import collect, reachable, undefined_names
 
 RECORD: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text())
-USES = all_uses()
-ENGINE = "abstract vllm.distributed.weight_transfer:base.WeightTransferEngine "  # test_build.py, on each stack
 
 
 def problems(package: str, version: str, missing: dict[str, str]) -> list[str]:
@@ -32,11 +30,9 @@ def problems(package: str, version: str, missing: dict[str, str]) -> list[str]:
     for use, text in sorted(missing.items()):
         if package == "vllm" and series not in ONLY_IN.get(use, (series,)):
             continue
-        if use.startswith("abstract ") and "['trainer_send_weights']" in text and SERIES[series].sends_weights:
-            continue
         if any(use.split(" ")[1].startswith(target) for target in NOT_IN_TE):
             continue
-        found.append(f"{', '.join(sorted(USES[use]))}: {use}: {text}")
+        found.append(f"{', '.join(sorted(all_uses()[use]))}: {use}: {text}")
     return found
 
 
@@ -45,7 +41,7 @@ def test_the_installed_package_has_all_that_we_use(package: str) -> None:
     source = installed(package)
     if source is None:
         pytest.skip(f"{package} is not installed; the recorded one is checked below")
-    ours = [use for use in USES if package_of(use) == package]
+    ours = [use for use in all_uses() if package_of(use) == package]
     assert ours
     missing = {use: text for use in ours if (text := problem(source, use)) is not None}
     assert problems(package, installed_version(package), missing) == []
@@ -61,9 +57,9 @@ def installed_version(package: str) -> str:
 def test_the_recorded_package_has_all_that_we_use(key: str) -> None:
     package, version = key.split(" ")
     again = f"not recorded for {key}; run tests/contract/record.py on its wheel"
-    missing = {use: again for use in USES if package_of(use) == package and not is_recorded(use, RECORD[key]["uses"])}
-    if package == "vllm" and SERIES[".".join(version.split(".")[:2])].sends_weights:
-        missing = {use: text for use, text in missing.items() if not use.startswith(ENGINE)}
+    missing = {
+        use: again for use in all_uses() if package_of(use) == package and not is_recorded(use, RECORD[key]["uses"])
+    }
     assert problems(package, version, missing) == []
 
 
@@ -90,7 +86,7 @@ def test_the_sources_for_the_cpu_are_those_for_cuda() -> None:
     source = installed("vllm")
     version = installed_version("vllm")
     assert source is not None
-    for use in USES:
+    for use in all_uses():
         if package_of(use) == "vllm":
             problem(source, use)
     recorded = dict(RECORD[f"vllm {version}"]["files"])
@@ -102,7 +98,7 @@ def test_the_sources_for_the_cpu_are_those_for_cuda() -> None:
 def test_nothing_is_allowed_that_is_not_needed() -> None:
     """An allowance whose reason has gone would hide the next error."""
     engine = set(RECORD["transformer_engine 2.11.0"]["uses"])
-    missing = {use.split(" ")[1] for use in USES if package_of(use) == "transformer_engine" and use not in engine}
+    missing = {use.split(" ")[1] for use in all_uses() if package_of(use) == "transformer_engine" and use not in engine}
     assert [target for target in NOT_IN_TE if not any(name.startswith(target) for name in missing)] == []
     for use, series in ONLY_IN.items():
         has = [key for key in RECORD if key.startswith("vllm ") and use in RECORD[key]["uses"]]
@@ -113,7 +109,7 @@ def test_names_that_megatron_leaves_undefined_without_the_engine_are_known() -> 
     """`te_general_gemm` stopped every MoE model on a GPU without Transformer Engine with a NameError."""
     source = installed("megatron")
     assert source is not None
-    ours = {use.split(" ")[1] for use in USES if package_of(use) == "megatron"}
+    ours = {use.split(" ")[1] for use in all_uses() if package_of(use) == "megatron"}
     start = {name.split(":")[0] for name in ours} | {name.replace(":", ".") for name in ours}
     found = {f"{module}:{name}" for module in reachable(source, start) for name in undefined_names(source, module)}
     assert found == set(UNDEFINED_WITHOUT_TE)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.convert.megatron import read_contents
+from grpo_megatron.models.weights.plain_data import read_table
 from tests import tiny, worlds
 from tests.convert import folders
 from tests.convert.folders import convert, same_bits, tensors_of
@@ -104,7 +104,7 @@ def test_training_writes_what_converts(family: str, tp: int, pp: int, dtype: str
     assert convert("verify", step, source) == 1
     part = min((step / "state").glob("*.distcp"))  # there is no manifest, but each archive has a checksum
     data = bytearray(part.read_bytes())
-    contents = read_contents(step / "state" / ".metadata")
+    contents = read_table(step / "state" / ".metadata")
     stored = [(k, i) for k, i in contents.storage_data.items() if i.relative_path == part.name and k.offset]
     info = next(i for k, i in stored if k.fqn.startswith("decoder"))
     data[info.offset + info.length // 2] ^= 1
@@ -137,7 +137,7 @@ def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> lis
     from grpo_megatron.device import Device
     from grpo_megatron.models.build import build_model
     from grpo_megatron.models.families import read_architecture
-    from grpo_megatron.models.weights.load import global_parameters, hf_weights, stage_owners, unwrapped
+    from grpo_megatron.models.weights.stream import global_parameters, hf_weights, stage_owners, unwrapped
     from grpo_megatron.parallel.mesh import build_mesh
 
     device = Device("cpu")
@@ -167,7 +167,7 @@ def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> lis
         assert not [name for name in [*missing, *unexpected] if "_extra_state" not in name]
         assert all(parameter.isfinite().all() for parameter in global_parameters(model).values())
         stages = stage_owners(model, arch, mesh)
-        results.append({n: t.clone() for bucket in hf_weights(model, arch, mesh, 1 << 20, stages) for n, t in bucket})
+        results.append({n: t.clone() for bucket in hf_weights(model, arch, mesh, 1, stages) for n, t in bucket})
     return results if mesh.rank == 0 else None
 
 

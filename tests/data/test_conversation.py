@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.conversation import TurnRenderer
-from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer
 from tests.files import QWEN_SMALL
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,6 @@ import datetime
 import decimal
 import gc
 import json
-import os
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -18,8 +17,7 @@ import pytest
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data import rows as rows_module
-from grpo_megatron.data.fields import text_field
-from grpo_megatron.data.rows import LineFile, RowSet, open_rows, read_rows
+from grpo_megatron.data.rows import LineFile, RowSet, open_rows, read_rows, text_field
 
 ROWS = [{"prompt": f"p{n}\n\u00e9", "extra": {"n": n, "list": [n] * (n % 3)}} for n in range(25)]
 
@@ -56,7 +54,7 @@ def test_text_formats_by_number(tmp_path: Path) -> None:
     assert found[:22] == ROWS[:22] and found[23] == ROWS[22] and "is not JSON" in str(found[22])
     rows = open_rows(lines)
     assert [rows.place(n) for n in range(24)] == [f"line {n}" for n in [*range(1, 40, 2), 41, 42, 43, 44]]
-    assert [rows.line(n) for n in (0, 23)] == [texts[0].encode(), texts[22].encode()]
+    assert isinstance(rows, LineFile) and [rows.line(n) for n in (0, 23)] == [texts[0], texts[22]]
     table = tmp_path / "a.csv"
     table.write_bytes(b'\xef\xbb\xbfa,b\r\n1,"two\r\nlines ""q"""\r\n\r\n2,x\r\n3\r\n')
     *right, wrong = by_number(table)
@@ -64,7 +62,7 @@ def test_text_formats_by_number(tmp_path: Path) -> None:
     assert [open_rows(table).place(n) for n in range(3)] == ["line 3", "line 5", "line 6"]
     whole = tmp_path / "a.json"
     whole.write_text(json.dumps(ROWS))
-    assert by_number(whole) == ROWS and open_rows(whole).line(0) is None
+    assert by_number(whole) == ROWS
 
 
 def test_a_file_that_is_read_as_a_whole_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +82,6 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path) -> None:
     lines.write_text('{"a": 11}\n{"a": 2}\n')
     with pytest.raises(ConfigError, match="was changed while it was in use"):
         list(rows.rows(1, 2))
-    rows, modified = open_rows(lines), lines.stat().st_mtime_ns
-    lines.write_text('{"a": 11, "b":  2}\n')  # as many bytes
-    os.utime(lines, ns=(modified, modified))
-    with pytest.raises(ConfigError, match="was changed while it was in use"):
-        list(rows.rows(0, 2))
 
 
 def test_a_row_that_is_too_long_is_wrong_and_the_others_are_read(tmp_path: Path) -> None:
@@ -98,7 +91,7 @@ def test_a_row_that_is_too_long_is_wrong_and_the_others_are_read(tmp_path: Path)
     rows = LineFile(lines, max_row=32)
     first, second, third, fourth, fifth = rows.rows(0, 5)
     assert (first, third, fourth) == (fits, {}, {})
-    assert all(isinstance(row, ValueError) and "at most 32 are read" in str(row) for row in (second, fifth))
+    assert all(isinstance(row, ValueError) and "more than 32 bytes" in str(row) for row in (second, fifth))
 
 
 def test_parquet_and_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.rows import read_rows
-from grpo_megatron.data.task import Example, Task, fill_template
-from grpo_megatron.data.tasks import TASKS_FOLDER, get_task, get_tasks, task_names
+from grpo_megatron.data.task import TASKS_FOLDER, Example, Task, fill_template, get_task, get_tasks, task_names
 from grpo_megatron.rewards import check_reward, extractors
 from tests.files import DATA, SLICE_AND_WHOLE
 

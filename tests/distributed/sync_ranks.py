@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -31,14 +34,14 @@ def build(
     ranks_per_node: int | None = None,
 ) -> Any:
     """`ranks_per_node`: the ranks of this machine are taken for several nodes of that size."""
-    from grpo_megatron.config import ActorConfig, ModelConfig, RolloutConfig
+    from grpo_megatron.config import ActorConfig, RolloutConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
-    from grpo_megatron.models.weights.sync_parameters import engine_tensors
+    from grpo_megatron.models.weights.stream import engine_tensors
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
-    from grpo_megatron.sync.delta_sync import DeltaLimits
+    from grpo_megatron.sync.delta import DeltaLimits
 
     device = Device("cpu")
     mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=rollout_tp)
@@ -47,7 +50,7 @@ def build(
     arch = read_architecture(folder)
     megatron = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
     actor = ActorConfig.model_validate({"megatron": megatron, "optim": {"lr": lr}})
-    policy = Policy(ModelConfig(path=folder, dtype=dtype), actor, arch, mesh, device, temperature=temperature)
+    policy = Policy.load(folder, dtype, arch, actor, mesh, device, temperature=temperature)
     policy.set_optimizer(actor.optim, 1)
     rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, engine_options={"kv_cache_gib": 0.03})
     tensors = engine_tensors(arch, rollout_tp, reads_shards=True)
@@ -116,9 +119,7 @@ def delta_and_full(folder: Path, layout: tuple[int, int, int, bool], rollout_tp:
 
     Before the fourth sync there is one that fails on the last rank.
     """
-    from unittest import mock
-
-    from grpo_megatron.models.weights.resharding import Resharding
+    from grpo_megatron.models.weights.stream import Resharding
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import RankError
 
@@ -152,30 +153,32 @@ def delta_and_full(folder: Path, layout: tuple[int, int, int, bool], rollout_tp:
     return out
 
 
-def faulty(folder: Path, fault: str) -> dict[str, Any]:
-    """A PP2 policy whose second sync fails on rank 1 only."""
+def faulty(folder: Path, faults: list[str]) -> dict[str, tuple[str, bool]]:
+    """A PP2 policy. Per fault, a sync that fails on rank 1 only, after one that is good: (error, refused afterwards)."""
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import RankError
 
     mesh, policy, engine, colocation = build(folder, 1, 2, False, rollout_tp=1)
-    with colocation.rollout(0, Metrics()):
-        engine.generate(requests(0, 1.0), 0)
-    if mesh.rank == 1:
-        _break(policy, engine, fault)
-    try:
-        with colocation.rollout(1, Metrics()):
-            engine.generate(requests(0, 1.0), 1)
-        error = "none"
-    except RankError as raised:
-        error = str(raised)
-    if fault in ("stale", "other_model"):  # attestation or probe fails; the stream itself was complete
-        return {"error": error, "refused": True}
-    try:
-        engine.generate(requests(0, 1.0), 1)
-        refused = False
-    except RuntimeError:
-        refused = True
-    return {"error": error, "refused": refused}
+    results = {}
+    for good, fault in enumerate(faults):
+        with colocation.rollout(2 * good, Metrics()):
+            engine.generate(requests(0, 1.0), 2 * good)
+        version = 2 * good + 1
+        with _broken(policy, engine, fault) if mesh.rank == 1 else contextlib.nullcontext():
+            try:
+                with colocation.rollout(version, Metrics()):
+                    engine.generate(requests(0, 1.0), version)
+                error = "none"
+            except RankError as raised:
+                error = str(raised)
+        refused = fault in ("stale", "other_model")  # attestation or probe fails; the stream itself was complete
+        if not refused:
+            try:
+                engine.generate(requests(0, 1.0), version)
+            except RuntimeError:
+                refused = True
+        results[fault] = error, refused
+    return results
 
 
 def killed(folder: Path) -> None:
@@ -197,34 +200,45 @@ def killed(folder: Path) -> None:
         raise AssertionError("rank 0 has not noticed")
 
 
-def _break(policy: Any, engine: Any, fault: str) -> None:
-    from grpo_megatron.models.weights.load import unwrapped
+@contextlib.contextmanager
+def _broken(policy: Any, engine: Any, fault: str) -> Iterator[None]:
+    from grpo_megatron.models.weights.stream import unwrapped
 
-    inner = unwrapped(policy.ddp)
-    last = inner.decoder.layers[-1].mlp
+    layers = unwrapped(policy.ddp).decoder.layers
+    down, up = layers[0].mlp.linear_fc2, layers[-1].mlp.linear_fc1.weight.data
+    stream, logprobs = policy.engine_weights, engine.logprobs
+    old = {"model.layers.1.mlp.down_proj.weight": layers[-1].mlp.linear_fc2.weight.detach() / 2}
+
+    def raising(resharding: Any, version: int) -> Any:
+        """A stream ends its communication before it raises."""
+        first, *_ = stream(resharding, version)
+        yield first
+        raise KeyError("broken stream")
+
+    def stale(resharding: Any, version: int) -> Any:
+        """The engine keeps one tensor of an earlier step."""
+        for bucket in stream(resharding, version):
+            yield [(name, old.get(name, tensor)) for name, tensor in bucket]
+
+    def other(sequences: Any) -> Any:
+        """The engine computes something else: only the probe can find this."""
+        return [[logprob - 0.3 for logprob in row] for row in logprobs(sequences)]
+
     if fault == "missing":
-        del inner.decoder.layers[0].mlp.linear_fc2.weight
+        weight = down.weight
+        del down.weight
+        yield
+        down.weight = weight
     elif fault == "nan":
-        with torch.no_grad():
-            last.linear_fc1.weight[3, 5] = torch.nan
-    elif fault == "exception":
-        real = policy.engine_weights
-
-        def stream(resharding: Any, version: int) -> Any:
-            """A stream ends its communication before it raises."""
-            first, *_ = real(resharding, version)
-            yield first
-            raise KeyError("broken stream")
-
-        policy.engine_weights = stream
-    elif fault == "stale":  # the engine keeps one tensor of an earlier step
-        current, old = (
-            policy.engine_weights,
-            {"model.layers.1.mlp.down_proj.weight": last.linear_fc2.weight.detach() / 2},
-        )
-        policy.engine_weights = lambda resharding, version: (
-            [(name, old.get(name, tensor)) for name, tensor in bucket] for bucket in current(resharding, version)
-        )
-    else:  # the engine computes something else: only the probe can find this
-        logprobs = engine.logprobs
-        engine.logprobs = lambda sequences: [[logprob - 0.3 for logprob in row] for row in logprobs(sequences)]
+        kept = up[3, 5].clone()
+        up[3, 5] = torch.nan
+        yield
+        up[3, 5] = kept
+    else:
+        owner, name, stand_in = {
+            "exception": (policy, "engine_weights", raising),
+            "stale": (policy, "engine_weights", stale),
+            "other_model": (engine, "logprobs", other),
+        }[fault]
+        with mock.patch.object(owner, name, stand_in):
+            yield

@@ -20,7 +20,7 @@ import torch
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
-from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.task import get_task
 from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.rollout.vllm_process import divides_experts_on_cpu
 from tests import tiny, worlds

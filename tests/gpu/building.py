@@ -39,7 +39,7 @@ def build_policy(
     has_optimizer: bool = True,
 ) -> Any:
     """A policy on this rank's device."""
-    from grpo_megatron.config import ActorConfig, ModelConfig
+    from grpo_megatron.config import ActorConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
@@ -48,7 +48,7 @@ def build_policy(
     tp, cp = megatron.get("tensor_model_parallel_size", 1), megatron.get("context_parallel_size", 1)
     mesh = mesh_of(device, tp=tp, cp=cp, rollout_tp=rollout_tp)
     actor = ActorConfig.model_validate({"megatron": megatron, "logprob_chunk_size": chunk, "optim": {"lr": lr}})
-    policy = Policy(ModelConfig(path=folder, dtype=dtype), actor, read_architecture(folder), mesh, device)
+    policy = Policy.load(folder, dtype, read_architecture(folder), actor, mesh, device)
     if has_optimizer:
         policy.set_optimizer(actor.optim, 1)
     return policy
@@ -67,7 +67,7 @@ def build_rollout(
     """The project's engine for the model in `folder`, with the settings `rollout`."""
     from grpo_megatron.config import RolloutConfig
     from grpo_megatron.models.families import read_architecture
-    from grpo_megatron.models.weights.sync_parameters import engine_tensors
+    from grpo_megatron.models.weights.stream import engine_tensors
     from grpo_megatron.rollout.build import build_engine
 
     settings: dict[str, Any] = {"gpu_memory_utilization": 0.3, "max_num_seqs": 64, **rollout}
@@ -104,7 +104,7 @@ def likelihood(inputs: Any) -> Any:
 
 def layer_class(policy: Any) -> str:
     """The class of the linear layers that were built."""
-    from grpo_megatron.models.weights.load import unwrapped
+    from grpo_megatron.models.weights.stream import unwrapped
 
     inner: Any = unwrapped(policy.ddp)
     return type(inner.decoder.layers[0].self_attention.linear_qkv).__name__

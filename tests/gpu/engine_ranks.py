@@ -79,14 +79,15 @@ HELD = ("weights", "gradients", "optimizer")  # what stays between the passes
 def planned_mib(folder: Path, utilization: float) -> dict[str, float]:
     """The plan's phases for one rank: what the policy holds in them, and what the engine may take."""
     from grpo_megatron.config import Config
-    from grpo_megatron.memory.parameters import count_parameters
+    from grpo_megatron.memory.parameters import parameters_from_table
     from grpo_megatron.memory.phases import memory_phases
     from grpo_megatron.models.families import read_architecture
 
     raw: dict[str, Any] = {"model": {"path": str(folder)}, "rollout": {"gpu_memory_utilization": utilization}}
     raw["actor"] = {"use_kl_loss": False, "megatron": {"offload_optimizer": True}}
     config, arch = Config.model_validate(raw), read_architecture(folder)
-    phases = {phase.name: phase for phase in memory_phases(config, arch, 1, count_parameters(arch, config, 1), [])}
+    stages = parameters_from_table(arch, config.actor.megatron)
+    phases = {phase.name: phase for phase in memory_phases(config, arch, 1, stages, [])}
     planned = {name: sum(phase.parts.get(part, 0.0) for part in HELD) / MIB for name, phase in phases.items()}
     planned["peak of load"] = planned["load"] + phases["load"].parts["copy of weights"] / MIB
     return {**planned, "engine": phases["rollout"].utilization * total_mib()}

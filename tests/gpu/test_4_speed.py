@@ -1,12 +1,11 @@
 """Steps of GRPO on one GPU in the shapes of Qwen2.5-0.5B and 1.5B: seconds of each phase, tokens/s, MFU.
 
 Not run on a GPU yet. A step is 32 prompts x 8 samples of 512 tokens, drawn with CUDA graphs, one update. The first step is
-left out, and the medians of the others are printed. TRL does the same work with its own vLLM where it is installed.
+left out, and the medians of the others are printed.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import Config
-from grpo_megatron.data.arithmetic import build_tokenizer, write_task
+from grpo_megatron.data.generated import build_tokenizer, write_example
 from grpo_megatron.device import read_hardware
 from grpo_megatron.models.layers.precision import hardware_problems
 from tests.gpu import conftest, training_ranks
@@ -33,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A shape's folder, with the quickstart's tokenizer. The model's other tokens decode to nothing."""
     root = tmp_path_factory.mktemp("speed")
     (root / "data").mkdir()
-    write_task(root / "data", seed=0, num_train=PROMPTS * STEPS, num_val=1)
+    write_example("arithmetic", root / "data", seed=0, num_train=PROMPTS * STEPS, num_val=1)
     shapes = {"0.5B": QWEN_HALF_B, "1.5B": QWEN_ONE_AND_A_HALF_B}
 
     def folder(size: str) -> Path:
@@ -112,31 +111,3 @@ def test_step_time(
     mfu = median(rows, "perf/mfu/actor")
     if mfu is not None and importlib.util.find_spec("transformer_engine") is not None:
         assert mfu >= LEAST_MFU
-
-
-def test_trl_beside_it(models: Callable[[str], Path], tmp_path: Path, record_figure: Callable[..., None]) -> None:
-    """The 0.5B shape with TRL's GRPOTrainer and vLLM colocated: the same prompts, samples and lengths."""
-    conftest.needs_gpu("TRL with vLLM colocated")
-    for package in ("trl", "datasets", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    model = models("0.5B")
-    path = tmp_path / "results.jsonl"
-    record = conftest.run_checks(
-        training_ranks.run_trl,
-        ["trl"],
-        path,
-        folder=model,
-        rows=model.parent / "data/train.jsonl",
-        output=tmp_path / "trl",
-        prompts=PROMPTS,
-        samples=SAMPLES,
-        response=RESPONSE,
-        steps=STEPS,
-    )["trl"]
-    seconds = sorted(record["figures"].get("seconds", [])[1:])
-    if seconds:
-        record_figure("step", seconds[len(seconds) // 2], "s")
-        record_figure("responses/s", PROMPTS * SAMPLES / seconds[len(seconds) // 2])
-        record_figure("TRL", importlib.metadata.version("trl"))
-    conftest.report_check(record, record_figure)

@@ -13,15 +13,15 @@ from unittest import mock
 import torch
 from megatron.core.tensor_parallel import layers
 
-from grpo_megatron.config import ActorConfig, ModelConfig
+from grpo_megatron.config import ActorConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models import build
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.layers.spec import Kernels
 from grpo_megatron.models.optimizer import each_optimizer
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.weights.load import unwrapped
 from grpo_megatron.models.weights.sharded_state import load_sharded, save_sharded
+from grpo_megatron.models.weights.stream import unwrapped
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from tests.models import policy_ranks
 
@@ -63,14 +63,14 @@ def _construct(folder: Path, recipe: str | None, mesh: Mesh, device: Device, roo
 
     def make(kernels: Kernels, actor: ActorConfig) -> Policy:
         with chosen(kernels), pretended_gpu():
-            policy = Policy(ModelConfig(path=folder, dtype="bfloat16"), actor, arch, mesh, device)
+            policy = Policy.load(folder, "bfloat16", arch, actor, mesh, device)
             policy.set_optimizer(actor.optim, 1)
         return policy
 
     kernels = Kernels(transformer_engine=True, compiled=True, fused_gradients=True)
     engine, local = make(kernels, actor), make(Kernels(), ActorConfig())
     with chosen(replace(kernels, fused_gradients=False)), pretended_gpu():
-        frozen = build.load_model(folder, arch, actor.megatron, "bfloat16", mesh, device)
+        frozen = build.build_model(arch, actor.megatron, "bfloat16", device)
     with device.megatron():
         engine.ddp.offload_grad_buffers(empty_cache=False)
         engine.ddp.restore_grad_buffers()

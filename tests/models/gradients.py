@@ -14,7 +14,7 @@ from tests import tiny
 
 def named_gradients(policy: Any) -> dict[str, torch.Tensor]:
     """This rank's summed gradients by global Megatron name."""
-    from grpo_megatron.models.weights.load import global_parameters
+    from grpo_megatron.models.weights.stream import global_parameters
 
     parameters = global_parameters(policy.ddp).items()
     return {name: p.main_grad.clone() for name, p in parameters if isinstance(p, torch.nn.Parameter)}  # type: ignore[attr-defined]

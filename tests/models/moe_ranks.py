@@ -9,7 +9,7 @@ import torch
 
 from tests import tiny
 from tests.models.gradients import named_gradients
-from tests.models.policy_ranks import loss, share, stream, whole
+from tests.models.policy_ranks import check_counts, loss, share, stream, whole
 
 Layout = tuple[int, int, int, int]
 
@@ -26,7 +26,7 @@ def world(layout: Layout, rollout_tp: int = 1) -> tuple[Any, Any]:
 def build(
     folder: Path, device: Any, mesh: Any, *, dtype: str = "float32", family: str | None = None, **megatron: Any
 ) -> Any:
-    from grpo_megatron.config import ActorConfig, ModelConfig
+    from grpo_megatron.config import ActorConfig
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
 
@@ -37,8 +37,9 @@ def build(
     }
     optim = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4}
     config = ActorConfig.model_validate({"megatron": megatron, "optim": optim, "logprob_chunk_size": 7})
-    policy = Policy(ModelConfig(path=folder, dtype=dtype), config, read_architecture(folder, family), mesh, device)
+    policy = Policy.load(folder, dtype, read_architecture(folder, family), config, mesh, device)
     policy.set_optimizer(config.optim, 1)
+    check_counts(policy)
     return policy
 
 
@@ -74,7 +75,7 @@ def bfloat16(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], flo
 def engine_cycles(folder: Path, layout: Layout, rollout_tp: int, rollout_ep: int) -> list[float]:
     """Twice: sync, generate, compute the policy's logprobs of the same tokens, update. The largest difference per cycle."""
     from grpo_megatron.config import RolloutConfig
-    from grpo_megatron.models.weights.sync_parameters import engine_tensors
+    from grpo_megatron.models.weights.stream import engine_tensors
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.rollout.build import build_engine
     from tests.colocated import colocate

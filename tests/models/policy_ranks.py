@@ -31,7 +31,7 @@ _meshes: dict[tuple[int, int], Any] = {}  # of this rank: a process has one layo
 def build(
     folder: Path, tp: int, pp: int, sp: bool, *, dtype: str = "float32", temperature: float = 1.0, **actor: Any
 ) -> Any:
-    from grpo_megatron.config import ActorConfig, ModelConfig
+    from grpo_megatron.config import ActorConfig
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
@@ -46,10 +46,19 @@ def build(
     device = Device("cpu")
     mesh = _meshes.get((tp, pp)) or _meshes.setdefault((tp, pp), build_mesh(device, tp=tp, pp=pp, rollout_tp=1))
     config = ActorConfig.model_validate({"megatron": megatron, "logprob_chunk_size": 7, **actor})
-    model = ModelConfig(path=folder, dtype=dtype)
-    policy = Policy(model, config, read_architecture(folder), mesh, device, temperature=temperature)
+    policy = Policy.load(folder, dtype, read_architecture(folder), config, mesh, device, temperature=temperature)
     policy.set_optimizer(config.optim, 1)
+    check_counts(policy)
     return policy
+
+
+def check_counts(policy: Any, has_output_head: bool = True) -> None:
+    """Megatron-Core's modules have as many parameters as the plan of the run counts in the weight table."""
+    from grpo_megatron.memory.parameters import parameters_from_table
+
+    stages = parameters_from_table(policy.arch, policy.actor.megatron, has_output_head=has_output_head)
+    held = {name: parameter.numel() for name, parameter in policy.ddp.named_parameters() if "score." not in name}
+    assert sum(held.values()) == stages[policy.mesh.pp_rank].total
 
 
 def share(count: int, dp_rank: int, dp: int) -> list[int]:
@@ -242,7 +251,7 @@ def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     """
     import torch.distributed as dist
 
-    from grpo_megatron.models.weights.load import model_rows
+    from grpo_megatron.models.weights.stream import model_rows
 
     mesh, are_equal = policy.mesh, not policy.actor.megatron.use_distributed_optimizer
     gathered: list[Any] = [None] * mesh.world_size

@@ -29,6 +29,7 @@ def build(folder: Path, layout: Layout, *, dtype: str = "float32", megatron: Any
     source, limits = read_reward_folder(folder), actor(layout, **megatron or {})
     model = ScalarPolicy(source, dtype, limits, mesh, device, places=last_token(source), optim=reward.optim)
     model.set_optimizer(reward.optim, 1)
+    policy_ranks.check_counts(model, has_output_head=False)
     return model
 
 
@@ -168,7 +169,7 @@ def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "
 
 def poisoned(folder: Path) -> dict[str, Any]:
     """Two ranks. In the second update the weights of rank 1 give NaN."""
-    from grpo_megatron.models.weights.load import unwrapped
+    from grpo_megatron.models.weights.stream import unwrapped
     from grpo_megatron.training.beside.preferences import pair_batch
     from grpo_megatron.training.beside.reward_model import update_pairs
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, common_settings
 from grpo_megatron.models.families.decoders import ModelFamily
-from grpo_megatron.models.weights.decoder_table import decoder_table
-from grpo_megatron.models.weights.table import WeightRow
+from grpo_megatron.models.weights.table import WeightRow, decoder_table
 
 
 def architecture_from(config: dict[str, Any]) -> Architecture:
@@ -21,7 +20,7 @@ def architecture_from(config: dict[str, Any]) -> Architecture:
 
 
 def weight_table(arch: Architecture) -> list[WeightRow]:
-    return decoder_table(qkv_bias=True, tied=arch.tied)
+    return decoder_table(arch)
 
 
 FAMILY = ModelFamily(architecture_from, weight_table)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_megatron.device import Device
-from grpo_megatron.models.packing import local_tokens, pack, target_share
+from grpo_megatron.models.forward import local_tokens, pack, target_share
 from tests import tiny, worlds
 
 
@@ -87,7 +87,7 @@ def shared() -> tuple[torch.Tensor, torch.Tensor]:
     """For y_i = w * x_i and the loss sum(c_i y_i^2): all ranks' y, and the gradient of w, summed over ranks as by DDP."""
     import torch.distributed as dist
 
-    from grpo_megatron.models.packing import gather_targets
+    from grpo_megatron.models.forward import gather_targets
     from grpo_megatron.parallel.mesh import build_mesh
 
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, cp=2, rollout_tp=1)

@@ -16,14 +16,13 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import moe_utils
 
-from grpo_megatron.config import ActorConfig, ConfigError, MegatronConfig, ModelConfig
+from grpo_megatron.config import ActorConfig, ConfigError, MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models import build
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.layers import spec
-from grpo_megatron.models.layers.spec import Kernels, choose_kernels, fused_without_apex
-from grpo_megatron.models.layers.transformer_config import transformer_config
+from grpo_megatron.models.layers.spec import Kernels, choose_kernels, fused_without_apex, transformer_config
 from grpo_megatron.models.weights import sharded_state
 from tests import tiny, worlds
 from tests.models import engine_ranks
@@ -143,7 +142,7 @@ def test_a_gpu_uses_what_is_installed(
 
 def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> None:
     """The policy and a learning reward model have them; the reference and a frozen reward model do not."""
-    from grpo_megatron.models import policy, reference
+    from grpo_megatron.models import policy
     from grpo_megatron.models.heads import scalar
     from grpo_megatron.models.heads.folder import RewardFolder
 
@@ -153,13 +152,13 @@ def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> N
     asked = mock.Mock(side_effect=Stop)
     mesh: Any = None
     arch = architecture_of({**tiny.COMMON, **tiny.FAMILIES["qwen3"]})
-    model, actor, device = ModelConfig(path=Path("x")), ActorConfig(), Device("cpu")
+    actor, device = ActorConfig(), Device("cpu")
     folder = RewardFolder(Path("x"), arch, has_head=False, pad_token_id=None)
     with mock.patch.object(build, "choose_kernels", asked):
         for make in (
-            lambda: policy.Policy(model, actor, arch, mesh, device),
+            lambda: policy.Policy.load(Path("x"), "float32", arch, actor, mesh, device),
             lambda: scalar.ScalarPolicy(folder, "float32", actor, mesh, device),
-            lambda: reference.Reference(Path("x"), model, actor, arch, mesh, device),
+            lambda: policy.Reference.load(Path("x"), "float32", arch, actor, mesh, device),
             lambda: scalar.FrozenScalar(folder, "float32", actor, mesh, device),
         ):
             with pytest.raises(Stop):

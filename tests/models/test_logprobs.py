@@ -39,7 +39,7 @@ def parallel(tp: int, chunk: int, scale: float, temperature: float) -> dict[str,
     import torch.distributed as dist
 
     from grpo_megatron.device import Device
-    from grpo_megatron.models.logprobs import vocab_parallel_logprobs
+    from grpo_megatron.models.build import vocab_parallel_logprobs
     from grpo_megatron.parallel.mesh import build_mesh
 
     mesh = build_mesh(Device("cpu"), tp=tp, pp=1, rollout_tp=1)

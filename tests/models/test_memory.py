@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_megatron.models.families import architecture_of, hf_shapes
-from grpo_megatron.models.weights.load import model_rows
+from grpo_megatron.models.weights.stream import model_rows
 from tests import tiny, worlds
 
 

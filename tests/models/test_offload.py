@@ -74,14 +74,13 @@ def trained(folder: Path, dtype: str, distributed: bool) -> dict[str, Any]:
 
 def referred(folder: Path, policy: Any, batch: Any) -> dict[str, Any]:
     """An offloaded reference gives the same logprobs as one on the device, before and after `copy_from`."""
-    from grpo_megatron.config import ModelConfig
-    from grpo_megatron.models.reference import Reference
+    from grpo_megatron.models.policy import Reference
 
-    model, out = ModelConfig(path=folder, dtype="float32"), []
+    out = []
     for offload in (False, True):
         megatron = policy.actor.megatron.model_copy(update={"offload_reference": offload})
         actor = policy.actor.model_copy(update={"megatron": megatron})
-        reference = Reference(folder, model, actor, policy.arch, policy.mesh, policy.device)
+        reference = Reference.load(folder, "float32", policy.arch, actor, policy.mesh, policy.device)
         first = reference.logprobs(batch)
         streamed = [t.sum() for bucket in reference.hf_weights(1) for _, t in bucket]
         reference.copy_from(policy)

@@ -125,12 +125,10 @@ def test_a_gradient_that_is_nan_on_one_rank_is_skipped_on_all(folder: Path) -> N
 
 def without_optimizer(folder: Path) -> dict[str, Any]:
     """A policy that has no optimizer yet: what works, and what an update raises."""
-    from grpo_megatron.config import ModelConfig
     from grpo_megatron.models.policy import Policy
 
     first = policy_ranks.build(folder, 1, 1, False, megatron={"offload_optimizer": True})
-    model = ModelConfig(path=folder, dtype="float32")
-    policy = Policy(model, first.actor, first.arch, first.mesh, first.device)
+    policy = Policy.load(folder, "float32", first.arch, first.actor, first.mesh, first.device)
     batch = tiny.make_batch(tiny.make_sequences(6), [[[0, 1, 2]]])
     policy.offload()
     logprobs = policy.logprobs(batch)

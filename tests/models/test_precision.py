@@ -24,17 +24,16 @@ from grpo_megatron.device import Device, Hardware
 from grpo_megatron.models import optimizer
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of
+from grpo_megatron.models.forward import pack
 from grpo_megatron.models.layers.precision import (
     QUANTIZATIONS,
     RECIPES,
-    dequantized,
     hardware_problems,
     precision_problems,
-    set_parameter,
     token_multiple,
 )
-from grpo_megatron.models.layers.transformer_config import transformer_config
-from grpo_megatron.models.packing import pack
+from grpo_megatron.models.layers.spec import transformer_config
+from grpo_megatron.models.weights.stream import dequantized, set_parameter
 from tests import tiny
 from tests.runs import make_run
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from grpo_megatron.device import Device
+from grpo_megatron.models.forward import pack, packed_lengths
 from grpo_megatron.models.layers.modules import Branch, TreeParams, tree_attention
-from grpo_megatron.models.packing import pack_trees, packed_lengths
 from tests import tiny
 
 PROMPT = [5, 6, 7]
@@ -27,15 +27,15 @@ def test_a_pack_by_hand() -> None:
     batch = tiny.make_batch(PAIRS, [[[0, 1, 2, 3]]])
     batch.shares_prompts = True
     options: dict[str, Any] = {"temperature": 1.0, "chunk": 8, "device": Device("cpu")}
-    pack = pack_trees(batch, [1, 0, 2, 3], multiple=8, **options)
+    built = pack(batch, [1, 0, 2, 3], multiple=8, **options)
     #                                 row 1       0     2           3           padding to 16
-    assert pack.tokens[0].tolist() == [5, 6, 7, 3, 1, 2, 5, 6, 7, 8, 5, 6, 7, 4, 0, 0]
-    assert pack.position_ids[0].tolist() == [0, 1, 2, 3, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
-    assert pack.rows == [1, 0, 2, 3] and pack.lengths == [1, 2, 2, 1]
-    assert pack.targets.tokens.tolist() == [3, 1, 2, 7, 8, 4]
-    assert pack.targets.state_indices.tolist() == [2, 2, 4, 7, 8, 12]
-    assert isinstance(pack.packed, TreeParams) and pack.packed.max_seqlen_q == 5
-    assert pack.packed.branches == [
+    assert built.tokens[0].tolist() == [5, 6, 7, 3, 1, 2, 5, 6, 7, 8, 5, 6, 7, 4, 0, 0]
+    assert built.position_ids[0].tolist() == [0, 1, 2, 3, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert built.rows == [1, 0, 2, 3] and built.lengths == [1, 2, 2, 1]
+    assert built.targets.tokens.tolist() == [3, 1, 2, 7, 8, 4]
+    assert built.targets.state_indices.tolist() == [2, 2, 4, 7, 8, 12]
+    assert isinstance(built.packed, TreeParams) and built.packed.max_seqlen_q == 5
+    assert built.packed.branches == [
         Branch(0, 4, 0, 0),
         Branch(4, 6, 0, 3),
         Branch(6, 10, 6, 6),  # another prompt, although it begins in the same way

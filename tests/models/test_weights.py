@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes, table_of
-from grpo_megatron.models.weights.load import SafetensorsFolder, WeightsError
-from grpo_megatron.models.weights.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.folder import SafetensorsFolder
+from grpo_megatron.models.weights.stream import WeightsError, engine_tensors
 from grpo_megatron.models.weights.table import QKV, GateUp, Vocabulary, WeightRow, expand_table
 from tests.sync.simulation import FAMILIES, architecture
 

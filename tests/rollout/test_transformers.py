@@ -167,7 +167,7 @@ class TransformersWorld(World):
 
     def __init__(self, kind: str, folder: str, mesh: Mesh) -> None:
         from grpo_megatron.models.families import read_architecture
-        from grpo_megatron.models.weights.sync_parameters import engine_tensors
+        from grpo_megatron.models.weights.stream import engine_tensors
 
         self.kind, self.folder, self.device, self.mesh = kind, folder, Device("cpu"), mesh
         self.models = {seed: tiny.model(kind, seed) for seed in (1, 2)}

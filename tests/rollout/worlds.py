@@ -21,7 +21,7 @@ from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
-from grpo_megatron.models.weights.sync_parameters import engine_tensors
+from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.build import build_engine

@@ -19,6 +19,7 @@ from tests.soak.soak import DAMAGES, MATRIX, Fault, Soak, make_workspace, rows_o
 from tests.stored import same_stored
 
 STEPS = 6
+ENGINE = "transformers"  # its imports take a third of vLLM's, which `make soak` has
 LAST = f"checkpoints/step_{STEPS:06d}"
 
 
@@ -30,8 +31,8 @@ def fault(name: str, point: str) -> Fault:
 @pytest.mark.slow
 def test_a_short_soak(tmp_path: Path) -> None:
     root, whole, output = make_workspace(tmp_path / "inputs"), tmp_path / "whole", tmp_path / "disturbed"
-    expected = worlds.run(run_ranks.train, 2, raw=soak_settings(root, whole, STEPS))
-    raw = soak_settings(root, output, STEPS)
+    expected = worlds.run(run_ranks.train, 2, raw=soak_settings(root, whole, STEPS, ENGINE))
+    raw = soak_settings(root, output, STEPS, ENGINE)
     soak = Soak(raw, tmp_path, rows_of(whole), random.Random(0))
     soak.attempt(fault("a rank is killed, saving in the background", "save: files"), 2)
     assert soak.steps_done == 3  # the first save was complete before the second began

@@ -49,7 +49,7 @@ class Run:
         return batch
 
     def save_weights(self, target: Path) -> None:
-        from grpo_megatron.models.weights.export import save_hf
+        from grpo_megatron.models.weights.folder import save_hf
 
         save_hf(self.policy.hf_weights(1), self.folder, self.folder, target, self.mesh)
 
@@ -127,7 +127,7 @@ def faults(folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> dict[
 
 def replayed(dumps: list[Path]) -> list[tuple[int, str]]:
     """Exit code and output of `replay` for each dump."""
-    from grpo_megatron.cli.inspecting import ReplayOptions, replay_dump
+    from grpo_megatron.cli.main import ReplayOptions, replay_dump
 
     results = []
     for dump in dumps:

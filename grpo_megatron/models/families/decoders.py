@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, common_settings, expert_settings
-from grpo_megatron.models.weights.decoder_table import decoder_table, expert_rows, post_norm_table
-from grpo_megatron.models.weights.table import WeightRow
+from grpo_megatron.models.weights.table import WeightRow, decoder_table
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class ModelFamily:
     """
 
     architecture_from: Callable[[dict[str, Any]], Architecture]
-    weight_table: Callable[[Architecture], list[WeightRow]]
+    weight_table: Callable[[Architecture], list[WeightRow]] = decoder_table
 
 
 def _family(
@@ -40,8 +39,8 @@ def _family(
     refused: Sequence[str] = (),
     *,
     window: str | None = None,
-    experts: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    table: Callable[[Architecture], list[WeightRow]] | None = None,
+    experts: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {},
+    table: Callable[[Architecture], list[WeightRow]] = decoder_table,
     **fields: Any,
 ) -> ModelFamily:
     """A family whose Architecture is `common_settings` and `fields`. Keys in `refused` must not be set.
@@ -56,19 +55,13 @@ def _family(
         settings = {"tied": bool(config.get("tie_word_embeddings", False)), **fields}
         if window is not None:
             settings["sliding_window"] = config.get("sliding_window") if not window or config.get(window) else None
-        moe = experts(config) if experts is not None else {}
-        return Architecture(family=config["model_type"], **{**common_settings(config), **settings, **moe})
+        return Architecture(family=config["model_type"], **{**common_settings(config), **settings, **experts(config)})
 
-    return ModelFamily(architecture_from, table or _plain_table)
-
-
-def _plain_table(arch: Architecture) -> list[WeightRow]:
-    mlp = expert_rows() if arch.num_experts else None
-    return decoder_table(qkv_bias=arch.qkv_bias, qk_norm=arch.qk_norm, tied=arch.tied, mlp=mlp)
+    return ModelFamily(architecture_from, table)
 
 
 def _mixtral_table(arch: Architecture) -> list[WeightRow]:
-    return decoder_table(tied=arch.tied, mlp=expert_rows("block_sparse_moe", "w1", "w3", "w2"))
+    return decoder_table(arch, ("block_sparse_moe", "w1", "w3", "w2"))
 
 
 def _mixtral_experts(config: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +79,7 @@ DECODERS = {
     "llama": _family("Llama", ["attention_bias", "mlp_bias"]),
     "mistral": _family(window=""),
     "mixtral": _family(window="", experts=_mixtral_experts, table=_mixtral_table),
-    "olmo2": _family("OLMo-2", ["attention_bias"], post_norms=True, table=lambda arch: post_norm_table(tied=arch.tied)),
+    "olmo2": _family("OLMo-2", ["attention_bias"], post_norms=True),
     "qwen2": _family(window="use_sliding_window", qkv_bias=True),
     "qwen3": _family("Qwen3", **_QWEN3),
     "qwen3_moe": _family("Qwen3-MoE", **_QWEN3, experts=_qwen_experts),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, hf_shapes, read_config
-from grpo_megatron.models.weights.load import SafetensorsFolder
+from grpo_megatron.models.weights.folder import SafetensorsFolder
 from grpo_megatron.types import WeightBucket
 
 HEAD, HEAD_BIAS = "score.weight", "score.bias"

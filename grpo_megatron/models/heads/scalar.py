@@ -37,11 +37,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from grpo_megatron.algo.losses import ValueInputs, value_loss
-from grpo_megatron.config import ActorConfig, MegatronConfig, ModelConfig, OptimConfig
+from grpo_megatron.config import ActorConfig, MegatronConfig, OptimConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.build import HeadOutput, LogprobModel, build_model
-from grpo_megatron.models.forward import MetricSums, ShardedModel, like_rows
+from grpo_megatron.models.build import HeadOutput, LogprobModel, Targets, build_model
+from grpo_megatron.models.forward import MetricSums, Pack, ShardedModel, like_rows, local_tokens, target_share, unpack
 from grpo_megatron.models.heads.folder import (
     HEAD,
     HEAD_BIAS,
@@ -51,13 +50,10 @@ from grpo_megatron.models.heads.folder import (
     exported_head,
     read_head,
 )
-from grpo_megatron.models.layers.precision import set_parameter
 from grpo_megatron.models.optimizer import OffloadedTensors
-from grpo_megatron.models.packing import Pack, Targets, local_tokens, target_share, unpack
-from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.reference import FrozenModel
-from grpo_megatron.models.weights.export import save_hf
-from grpo_megatron.models.weights.load import SafetensorsFolder, global_parameters, model_rows, unwrapped
+from grpo_megatron.models.policy import FrozenModel, Policy
+from grpo_megatron.models.weights.folder import SafetensorsFolder, save_hf
+from grpo_megatron.models.weights.stream import global_parameters, model_rows, set_parameter, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.types import Batch, WeightBucket
 
@@ -142,7 +138,7 @@ def last_token(folder: RewardFolder) -> Places:
 
 
 def response_tokens(batch: Batch, row: int) -> Sequence[int]:
-    """Every response token. The loss mask says which of these numbers are in the loss (data/scored.py)."""
+    """Every response token. The loss mask says which of these numbers are in the loss (data/written.py)."""
     return range(batch.prompt_lengths[row], len(batch.tokens[row]))
 
 
@@ -225,13 +221,8 @@ class ScalarPolicy(ScalarReader, Policy):
         megatron = actor.megatron
         megatron = megatron.model_copy(update={"offload_optimizer": offload or megatron.offload_optimizer})
         actor = actor.model_copy(update={"optim": optim or actor.optim, "megatron": megatron})
-        model = ModelConfig.model_validate({"path": folder.path, "dtype": dtype})
-        super().__init__(model, actor, folder.arch, mesh, device)
-
-    def _load(
-        self, model: ModelConfig, arch: Architecture, actor: ActorConfig, mesh: Mesh, device: Device
-    ) -> torch.nn.Module:
-        return load_scalar_model(self.folder, actor.megatron, model.dtype, mesh, device)
+        inner = load_scalar_model(folder, megatron, dtype, mesh, device)
+        super().__init__(inner, folder.arch, actor, mesh, device)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:

@@ -20,9 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from grpo_megatron.config import Config, Fp8Config, MegatronConfig
 from grpo_megatron.device import Hardware, read_hardware
 from grpo_megatron.importing import TE_INSTALL, TE_REQUIREMENT, Version
@@ -223,22 +220,3 @@ def _lacks(key: str, recipe: Recipe, hardware: Hardware) -> Iterator[str]:
 
 def _dotted(version: Version) -> str:
     return ".".join(map(str, version))
-
-
-# -- weights stored in FP8 ---------------------------------------------------------------------------------------------
-
-
-def dequantized(parameter: Tensor) -> Tensor:
-    """The parameter's values as an ordinary tensor. Only a parameter stored in FP8 (`fp8.param_gather`) is converted."""
-    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
-
-    return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
-
-
-@torch.no_grad()
-def set_parameter(parameter: Tensor, values: Tensor) -> None:
-    """Set a parameter's values. If it is stored in FP8, also set its exact values, which the optimizer copies to float32."""
-    parameter.copy_(values)
-    get_exact = getattr(parameter, "get_high_precision_init_val", None)
-    if get_exact is not None and (exact := get_exact()) is not None:
-        exact.copy_(values)

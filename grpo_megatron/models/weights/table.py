@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.sync.tensors import Piece
+from grpo_megatron.sync.plan import Piece
 
 # Name -> an object that can be sliced like a tensor and knows its shape: a safetensors slice, or a tensor.
 Read = Callable[[str], Any]
@@ -44,6 +44,11 @@ class WeightRow(ABC):
     layers: Literal["all", "dense", "experts"] = field(default="all", kw_only=True)
     is_constant: bool = field(default=False, kw_only=True)
     split_dim: ClassVar[int | None] = 0  # the dimension that tensor parallelism cuts; None: the parameter is replicated
+
+    @property
+    def axis(self) -> int:
+        """The dimension along which parts of the Hugging Face tensors are counted."""
+        return self.split_dim or 0
 
     def is_in(self, layer: int, arch: Architecture) -> bool:
         """Whether a layer has the parameter of this row of a table."""
@@ -89,9 +94,9 @@ class WeightRow(ABC):
         size = self.local_shape(arch, tp)[self.split_dim]
         if self.split_dim == 1:
             return (Piece(0, tp_rank * size, (tp_rank + 1) * size, 0),)
-        return tuple(self._pieces_within(arch, tp_rank * size, (tp_rank + 1) * size))
+        return tuple(self.pieces_within(arch, tp_rank * size, (tp_rank + 1) * size))
 
-    def _pieces_within(self, arch: Architecture, first: int, last: int) -> Iterator[Piece]:
+    def pieces_within(self, arch: Architecture, first: int, last: int) -> Iterator[Piece]:
         """The pieces in rows [first, last) of the whole Megatron tensor, which `segments` describes."""
         row, done = 0, [0] * len(self.hf)  # rows passed: of the Megatron tensor, of each Hugging Face tensor
         for tensor, length in self.segments(arch):
@@ -248,18 +253,95 @@ def expand_table(table: Sequence[WeightRow], arch: Architecture) -> Iterator[Wei
     yield from (row for row in table if not is_layered(row) and "embedding" not in row.megatron)
 
 
-# Transformer Engine fuses a norm into the linear layer that follows. Only the name of the tensor differs.
-TE_NAMES = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
-    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
-}
+# -- the table of a decoder --------------------------------------------------------------------------------------------
+
+_HF, _MCORE = "model.layers.{layer}.", "decoder.layers.{layer}."
+EXPERT_NAMES = ("mlp", "gate_proj", "up_proj", "down_proj")
 
 
-def local_name(megatron_name: str) -> str:
-    """The name of a parameter in the local layer spec. Transformer Engine's spec may use another name."""
-    for local, fused in TE_NAMES.items():
-        if megatron_name.endswith(fused):
-            return megatron_name.removesuffix(fused) + local
-    return megatron_name
+def decoder_table(arch: Architecture, expert_names: tuple[str, str, str, str] = EXPERT_NAMES) -> list[WeightRow]:
+    """The table of a decoder, from its Architecture. Megatron names are those of the local layer spec.
+
+    `expert_names`: in Hugging Face's model, the module with router and experts, and the linear layers of an expert.
+    """
+    attention = _grouped_query(arch) if arch.latent is None else _latent_attention(arch.latent.q_rank is not None)
+    layer = [*attention, *_mlp(arch, *expert_names)]
+    if arch.post_norms:  # models/layers/modules.py
+        norms = {
+            "self_attention.linear_proj.post_norm.weight": "post_attention_layernorm.weight",
+            "mlp.linear_fc2.post_norm.weight": "post_feedforward_layernorm.weight",
+        }
+        layer += [Replicated(_MCORE + mcore, (_HF + hf,)) for mcore, hf in norms.items()]
+    else:
+        layer.insert(0, Replicated(_MCORE + "input_layernorm.weight", (_HF + "input_layernorm.weight",)))
+        before_mlp = Replicated(_MCORE + "pre_mlp_layernorm.weight", (_HF + "post_attention_layernorm.weight",))
+        layer.insert(1 + len(attention), before_mlp)
+    embedding = Vocabulary("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
+    head = [] if arch.tied else [Vocabulary("output_layer.weight", ("lm_head.weight",))]
+    return [embedding, *layer, Replicated("decoder.final_layernorm.weight", ("model.norm.weight",)), *head]
+
+
+def _grouped_query(arch: Architecture) -> list[WeightRow]:
+    """Grouped-query attention: queries, keys and values with biases, or with norms per head or over all heads together."""
+    hf, mcore = _HF + "self_attn.", _MCORE + "self_attention."
+    rows: list[WeightRow] = [QKV(mcore + "linear_qkv.weight", tuple(f"{hf}{p}_proj.weight" for p in "qkv"))]
+    if arch.qkv_bias:
+        rows.append(QKV(mcore + "linear_qkv.bias", tuple(f"{hf}{p}_proj.bias" for p in "qkv"), bias=True))
+    for part, size in (("q", "attention_size"), ("k", "key_size")):
+        names = f"{mcore}{part}_layernorm.weight", (f"{hf}{part}_norm.weight",)
+        if arch.post_norms:
+            rows.append(HeadsNorm(*names, size))
+        elif arch.qk_norm:
+            rows.append(Replicated(*names, "head_dim"))
+    return [*rows, InputSplit(mcore + "linear_proj.weight", (hf + "o_proj.weight",), "attention_size")]
+
+
+def _latent_attention(has_query_latent: bool) -> list[WeightRow]:
+    """The projections to the latents are whole on every rank; those from them are cut by heads."""
+    hf, mcore = _HF + "self_attn.", _MCORE + "self_attention."
+    query: list[WeightRow] = [OutputSplit(mcore + "linear_q_proj.weight", (hf + "q_proj.weight",), "latent.key_dim")]
+    if has_query_latent:
+        up = mcore + "linear_q_up_proj.weight", (hf + "q_b_proj.weight",)
+        query = [
+            ReplicatedMatrix(mcore + "linear_q_down_proj.weight", (hf + "q_a_proj.weight",), "latent.q_rank"),
+            Replicated(mcore + "q_layernorm.weight", (hf + "q_a_layernorm.weight",), "latent.q_rank"),
+            OutputSplit(*up, "latent.key_dim", "latent.q_rank"),
+        ]
+    return [
+        *query,
+        ReplicatedMatrix(mcore + "linear_kv_down_proj.weight", (hf + "kv_a_proj_with_mqa.weight",), "latent.down_rows"),
+        Replicated(mcore + "kv_layernorm.weight", (hf + "kv_a_layernorm.weight",), "latent.kv_rank"),
+        OutputSplit(mcore + "linear_kv_up_proj.weight", (hf + "kv_b_proj.weight",), "latent.up_rows", "latent.kv_rank"),
+        InputSplit(mcore + "linear_proj.weight", (hf + "o_proj.weight",), "attention_size"),
+    ]
+
+
+def _mlp(arch: Architecture, block: str, gate: str, up: str, down: str) -> list[WeightRow]:
+    """One SwiGLU MLP, or a router and experts: routed ones, and one MLP that every token passes through."""
+    if not arch.num_experts:
+        return _swiglu("ffn_hidden_size", "mlp.")
+    hf, mcore = _HF + block + ".", _MCORE + "mlp."
+    hf_expert, mcore_expert = hf + "experts.{expert}.", mcore + "experts.local_experts.{expert}."
+    rows = [
+        ReplicatedMatrix(mcore + "router.weight", (hf + "gate.weight",), "num_experts"),
+        GateUp(mcore_expert + "linear_fc1.weight", (f"{hf_expert}{gate}.weight", f"{hf_expert}{up}.weight")),
+        InputSplit(mcore_expert + "linear_fc2.weight", (f"{hf_expert}{down}.weight",)),
+    ]
+    if arch.shared_ffn_hidden_size:
+        rows += _swiglu("shared_ffn_hidden_size", "mlp.shared_experts.")
+    if arch.routing is not None and arch.routing.is_sigmoid:
+        names = mcore + "router.expert_bias", (hf + "gate.e_score_correction_bias",)
+        rows.append(Replicated(*names, "num_experts", is_constant=True))
+    if not arch.num_dense_layers:
+        return rows
+    dense = [replace(row, layers="dense") for row in _swiglu("dense_ffn_hidden_size", "mlp.")]
+    return dense + [replace(row, layers="experts") for row in rows]
+
+
+def _swiglu(size: str, module: str) -> list[WeightRow]:
+    """`size` names the Architecture field with the width, `module` the MLP in either model."""
+    hf, mcore = _HF + module, _MCORE + module
+    return [
+        GateUp(mcore + "linear_fc1.weight", (hf + "gate_proj.weight", hf + "up_proj.weight"), size),
+        InputSplit(mcore + "linear_fc2.weight", (hf + "down_proj.weight",), size),
+    ]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_megatron.checks.model_folders import has_critic
+from grpo_megatron.checks.models import has_critic
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config, ScoringModel
 from grpo_megatron.device import Device
 from grpo_megatron.models.heads.folder import RewardFolder, read_reward_folder
 from grpo_megatron.models.heads.scalar import FrozenScalar, ScalarPolicy, ValueModel, last_token, response_tokens
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.weights.export import Serving, save_hf
+from grpo_megatron.models.weights.folder import Serving, save_hf
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.training.beside.critic import Critic, NoCritic
 from grpo_megatron.training.beside.references import policy_start
@@ -67,7 +67,8 @@ def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -
     if checked.scored_folder is not None:
         folder = checked.scored_folder
         return ScalarPolicy(folder, config.model.dtype, config.actor, mesh, device, places=response_tokens)
-    return Policy(config.model, config.actor, checked.arch, mesh, device, temperature=config.rollout.temperature)
+    model, temperature = config.model, config.rollout.temperature
+    return Policy.load(Path(model.path), model.dtype, checked.arch, config.actor, mesh, device, temperature=temperature)
 
 
 def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[[Path], None]:

@@ -17,10 +17,9 @@ from grpo_megatron.algo.losses import needs_reference, reads_reference
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.reference import Reference
+from grpo_megatron.models.policy import Policy, Reference
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.storage.atomic import remove_folder
+from grpo_megatron.storage.files import remove_folder
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Batch
 
@@ -48,7 +47,9 @@ class References:
         if needs_reference(algorithm, actor):
             path = self._copy_for(first_step) or config.ref.path or policy_start(config)
             temperature = config.rollout.temperature
-            self.reference = Reference(path, config.model, actor, arch, mesh, device, temperature=temperature)
+            self.reference = Reference.load(
+                path, config.model.dtype, arch, actor, mesh, device, temperature=temperature
+            )
 
     def logprobs(self, batch: Batch) -> Tensor | None:
         """None where nothing reads them, even if the run draws from the reference. Collective."""

@@ -27,7 +27,7 @@ from grpo_megatron.algo.scores import (
     ranking_accuracy,
 )
 from grpo_megatron.config import ActorConfig, RewardModelConfig, ScoringModel
-from grpo_megatron.data.scored import Decode, step_ends
+from grpo_megatron.data.prompts import Decode, step_ends
 from grpo_megatron.models.forward import LossFunction, MetricSums
 from grpo_megatron.models.heads.scalar import ScalarPolicy, ScalarReader
 from grpo_megatron.observability.metrics import Metrics

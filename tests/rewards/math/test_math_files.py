@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.data.rows import read_rows
-from grpo_megatron.data.tasks import get_task
+from grpo_megatron.data.task import get_task
 from grpo_megatron.rewards import rewards
 from grpo_megatron.rewards.math import structure, value
 from grpo_megatron.rewards.math.grader import boxed_prediction, equivalent

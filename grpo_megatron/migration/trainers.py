@@ -1,0 +1,269 @@
+"""The trainers whose configs are read: a YAML table each (verl.yaml, trl.yaml), and functions for the keys that need others.
+
+A function takes their value and all their settings. It returns our keys and values, or why there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config.section import ConfigKey
+from grpo_megatron.reading import MAX_YAML, parse_yaml, read_text
+
+Settings = dict[str, Any]  # their keys -> values
+Convert = Callable[[Any, Settings], "Mapping[str, Any] | str"]
+
+ACTOR = "actor_rollout_ref.actor."
+SINKS = {"file": "jsonl"} | {name: name for name in ("console", "tensorboard", "wandb", "swanlab", "mlflow")}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of one key. `ours`: the key of the same meaning; None: there is none, and `note` says why."""
+
+    ours: str | None = None
+    note: str = ""
+    cases: Mapping[Any, Mapping[str, Any] | str] = field(default_factory=dict)  # value -> what is written for it
+    convert: Convert | None = None
+
+    def apply(self, value: Any, settings: Settings) -> Mapping[str, Any] | str:
+        """Our keys and values for a value of theirs, or why there are none."""
+        if self.convert is not None:
+            return self.convert(value, settings)
+        if self.ours is None:
+            return self.note
+        same = self.cases.get("else", {self.ours: value})
+        return self.cases.get(value, same) if isinstance(value, str | int | float) else same
+
+
+@dataclass(frozen=True)
+class OtherTrainer:
+    """One trainer whose configs are read. A rule for `a.b` also holds for all keys below it that have no rule."""
+
+    name: str
+    rules: Mapping[str, Rule]
+    defaults: Settings  # that trainer's defaults, where this program's differ
+    implied: Settings  # our keys and values that hold for each run of that trainer
+    prefixes: tuple[str, ...] = ()  # a key without a rule has our key's meaning if it is one after this is removed
+
+    @classmethod
+    def read(
+        cls, name: str, converts: Mapping[str, tuple[str, Convert]], prefixes: tuple[str, ...] = ()
+    ) -> OtherTrainer:
+        """The table in `name`.yaml with these functions (their key -> our key, function)."""
+        table = parse_yaml(read_text(Path(__file__).parent / f"{name}.yaml", MAX_YAML))
+        rules = {theirs: Rule(ours) for theirs, ours in table["same"].items()}
+        for theirs, cases in table["cases"].items():
+            ours = next(key for case in cases.values() if isinstance(case, dict) for key in case)
+            rules[theirs] = Rule(ours, cases=cases)
+        rules |= {theirs: Rule(note=note) for theirs, note in table["none"].items()}
+        rules |= {theirs: Rule(ours, convert=convert) for theirs, (ours, convert) in converts.items()}
+        return cls(name, rules, table["defaults"], table["implied"], prefixes)
+
+    def rule(self, key: str, known: Mapping[str, ConfigKey]) -> Rule | None:
+        """The rule for their `key`; `known` are our keys. None: no key of that trainer that we know."""
+        if key in self.rules:
+            return self.rules[key]
+        for prefix in self.prefixes:
+            name = key.removeprefix(prefix)
+            free = (parent for parent in known if isinstance(known[parent].default, dict))
+            if name in known or any(name.startswith(f"{parent}.") for parent in free):
+                return Rule(name)
+        parts = key.split(".")
+        above = (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
+        return next((self.rules[name] for name in above if name in self.rules and not self.rules[name].ours), None)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+# -- verl --------------------------------------------------------------------------------------------------------------
+
+
+def _micro_batch(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    if settings.get(f"{ACTOR}use_dynamic_bsz"):
+        return "with use_dynamic_bsz the token bound alone holds: actor.ppo_max_token_len_per_gpu"
+    return {"actor.ppo_micro_batch_size_per_gpu": value}
+
+
+def _reward_function(value: Any, settings: Settings) -> Mapping[str, Any]:
+    """A file and a name; the folder of the YAML file is searched for modules, so that the file can lie beside it.
+
+    The function stays as it is: rewards/reward.py knows verl's.
+    """
+    name = settings.get("custom_reward_function.name") or "compute_score"
+    module = str(value).rpartition("/")[2].removesuffix(".py")
+    prefix = "custom_reward_function.reward_kwargs."
+    kwargs = {key.removeprefix(prefix): item for key, item in settings.items() if key.startswith(prefix)}
+    return {"reward.function": f"{module}:{name}", **{f"reward.kwargs.{key}": item for key, item in kwargs.items()}}
+
+
+def _overlong(value: Any, settings: Settings) -> Mapping[str, Any]:
+    switches = ("reward_model.overlong_buffer.enable", "reward_model.reward_kwargs.overlong_buffer_cfg.enable")
+    return {"reward.overlong_buffer.len": value if any(map(settings.get, switches)) else None}
+
+
+def _name(value: Any, settings: Settings) -> Mapping[str, Any]:
+    """The name, and the folder if there is none."""
+    folder = {} if settings.get("trainer.default_local_dir") is not None else {"trainer.output_dir": f"outputs/{value}"}
+    return {"trainer.experiment_name": value, **folder}
+
+
+VERL = OtherTrainer.read(
+    "verl",
+    {
+        "data.train_files": ("data.train_files", lambda value, _: {"data.train_files": _as_list(value)}),
+        "data.val_files": ("data.val_files", lambda value, _: {"data.val_files": _as_list(value)}),
+        f"{ACTOR}clip_ratio": (  # verl reads it where the two others are not set
+            "actor.clip_ratio_low",
+            lambda value, settings: {
+                f"actor.{end}": value
+                for end in ("clip_ratio_low", "clip_ratio_high")
+                if settings.get(ACTOR + end) is None
+            },
+        ),
+        f"{ACTOR}ppo_micro_batch_size_per_gpu": ("actor.ppo_micro_batch_size_per_gpu", _micro_batch),
+        f"{ACTOR}optim.lr_warmup_steps": (
+            "actor.optim.lr_warmup_steps",
+            lambda value, _: {"actor.optim.lr_warmup_steps": max(0, value)},
+        ),
+        f"{ACTOR}optim.lr_warmup_steps_ratio": (
+            "actor.optim.lr_warmup_steps",
+            lambda value, _: f"set it to {value:g} x the number of optimizer steps" if value else {},
+        ),
+        "custom_reward_function.path": ("reward.function", _reward_function),
+        "reward_model.model.path": (
+            "reward_model.path",
+            lambda value, settings: (
+                {"reward_model.path": value} if settings.get("reward_model.enable") else "reward_model.enable is false"
+            ),
+        ),
+        "reward_model.overlong_buffer.len": ("reward.overlong_buffer.len", _overlong),
+        "reward_model.reward_kwargs.overlong_buffer_cfg.len": ("reward.overlong_buffer.len", _overlong),
+        "trainer.experiment_name": ("trainer.experiment_name", _name),
+        "trainer.logger": (
+            "trainer.logger",
+            lambda value, _: {
+                "trainer.logger": list(dict.fromkeys(["jsonl", *(SINKS[n] for n in _as_list(value) if n in SINKS)]))
+            },
+        ),
+        "trainer.total_epochs": (  # verl's total_training_steps, where it is set, is the one that holds
+            "trainer.total_epochs",
+            lambda value, settings: (
+                {} if settings.get("trainer.total_training_steps") is not None else {"trainer.total_epochs": value}
+            ),
+        ),
+    },
+    prefixes=("actor_rollout_ref.", ""),
+)
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+OVERLONG = "get_soft_overlong_punishment"  # of the rewards that TRL's command knows by name
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+CORRECTION = "algorithm.rollout_correction."
+
+
+def _prompts(value: Any, settings: Settings) -> str:
+    """Prompts per step on one process, as far as one machine's config can tell."""
+    accumulated, n = settings.get("gradient_accumulation_steps", 1), settings.get("num_generations", 8)
+    return (
+        f"data.train_batch_size counts prompts: number of processes x {value} x {accumulated} samples / {n} per prompt ="
+        f" processes x {value * accumulated / n:g}"
+    )
+
+
+def _epsilon(value: Any, settings: Settings) -> Mapping[str, Any]:
+    ends = {"actor.clip_ratio_low": value}
+    return ends if settings.get("epsilon_high") is not None else {**ends, "actor.clip_ratio_high": value}
+
+
+def _correction(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    if not settings.get("vllm_importance_sampling_correction", True):
+        return {}
+    if value == "sequence_mask":  # sequences above the cap leave the loss; here its denominators, too
+        return {
+            f"{CORRECTION}rollout_is": None,
+            f"{CORRECTION}rollout_rs": "sequence",
+            f"{CORRECTION}rollout_rs_threshold": settings.get("vllm_importance_sampling_cap", 3.0),
+            f"{CORRECTION}rollout_rs_threshold_low": 1e-6,
+        }
+    kinds = {"token_truncate": "token", "sequence_truncate": "sequence"}
+    return {f"{CORRECTION}rollout_is": kinds[value]} if value in kinds else f"{CORRECTION}rollout_is: icepop is near"
+
+
+def _schedule(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    name = str(value).rpartition(".")[2].lower()
+    return {"actor.optim.lr_decay_style": SCHEDULES[name]} if name in SCHEDULES else "constant, linear, cosine, WSD"
+
+
+def _betas(value: Any, settings: Settings) -> Mapping[str, Any]:
+    return {"actor.optim.betas": [settings.get("adam_beta1", 0.9), settings.get("adam_beta2", 0.999)]}
+
+
+def _epochs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    if settings.get("max_steps", -1) > 0:
+        return {}
+    whole = int(value) == value and value >= 1
+    return {"trainer.total_epochs": int(value)} if whole else "set trainer.total_training_steps"
+
+
+def _reports(value: Any, settings: Settings) -> Mapping[str, Any]:
+    known = ("tensorboard", "wandb", "swanlab", "mlflow")
+    return {"trainer.logger": ["console", "jsonl", *(name for name in known if name in _as_list(value))]}
+
+
+def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    """Names as `trl grpo` reads them: functions of trl.rewards, or a dotted path. rewards/reward.py knows how to call them."""
+    names = [str(name) for name in _as_list(value)]
+    if OVERLONG in names:
+        return f"reward.overlong_buffer.len=256 is {OVERLONG}; name the other functions as reward.components"
+    functions = [name.rpartition(".") if "." in name else ("trl.rewards", ".", name) for name in names]
+    weights = settings.get("reward_weights")
+    if len(functions) == 1 and not weights:
+        return {"reward.function": f"{functions[0][0]}:{functions[0][2]}"}
+    if not isinstance(weights, list) or len(weights) != len(functions):
+        weights = [1.0] * len(functions)
+    parts = [
+        {"name": name, "function": f"{module}:{name}", "weight": weight}
+        for (module, _, name), weight in zip(functions, weights, strict=True)
+    ]
+    return {"reward.components": parts}
+
+
+TRL = OtherTrainer.read(
+    "trl",
+    {
+        "per_device_train_batch_size": ("data.train_batch_size", _prompts),
+        "generation_batch_size": (
+            "data.train_batch_size",
+            lambda value, settings: {"data.train_batch_size": max(1, value // settings.get("num_generations", 8))},
+        ),
+        "beta": (
+            "actor.kl_loss_coef",
+            lambda value, _: {"actor.use_kl_loss": bool(value)} | ({"actor.kl_loss_coef": value} if value else {}),
+        ),
+        "epsilon": ("actor.clip_ratio_low", _epsilon),
+        "vllm_importance_sampling_mode": (f"{CORRECTION}rollout_is", _correction),
+        "off_policy_mask_threshold": (
+            f"{CORRECTION}rollout_rs",
+            lambda value, _: {f"{CORRECTION}rollout_rs": "off_policy", f"{CORRECTION}rollout_rs_threshold": value},
+        ),
+        "reward_funcs": ("reward.components", _reward_funcs),
+        "adam_beta1": ("actor.optim.betas", _betas),
+        "adam_beta2": ("actor.optim.betas", _betas),
+        "lr_scheduler_type": ("actor.optim.lr_decay_style", _schedule),
+        "max_steps": (
+            "trainer.total_training_steps",
+            lambda value, _: {"trainer.total_training_steps": value} if value > 0 else {},
+        ),
+        "num_train_epochs": ("trainer.total_epochs", _epochs),
+        "report_to": ("trainer.logger", _reports),
+    },
+)
+
+OTHER_TRAINERS = {trainer.name: trainer for trainer in (VERL, TRL)}
