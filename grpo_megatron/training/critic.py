@@ -16,7 +16,7 @@ import torch
 
 from grpo_megatron.algo.plan import critic_plan, revise_plan
 from grpo_megatron.algo.returns import explained_variance, length_adaptive_lams, value_targets
-from grpo_megatron.checks.model_folders import has_critic
+from grpo_megatron.checks.models import has_critic
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.checks.layout import engine_expert_problems, expert_problems
+from grpo_megatron.checks.layout import engine_expert_problems, world_problems
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import engine_split_problems
 from grpo_megatron.models.families import architecture_of, read_architecture
@@ -230,7 +230,7 @@ LAYOUT_PROBLEMS = [  # world, tp, pp, ep, on_cpu, part of the message
     (4, 2, 1, 2, False, None),
     (4, 2, 2, 1, True, None),
     (4, 2, 1, 2, True, "expert_model_parallel_size=2 x actor.megatron.tensor_model_parallel_size=2 on the CPU: gloo"),
-    (6, 1, 1, 4, True, "expert_model_parallel_size=4 does not divide the data-parallel size 6 (world 6 / tp 1 / pp 1)"),
+    (6, 1, 1, 4, True, "expert_model_parallel_size=4 does not divide the 6 ranks that world size / (tp x pp) leaves"),
     (3, 1, 1, 3, True, "expert_model_parallel_size=3 does not divide the model's 8 experts; set one of 1, 2, 4, 8"),
 ]
 
@@ -245,7 +245,7 @@ def test_layouts_that_cannot_be_are_refused(
         "expert_model_parallel_size": ep,
     }
     arch = architecture_of({**tiny.COMMON, **QWEN3})
-    problems = texts(expert_problems(a_config({"megatron": megatron}, on_cpu=on_cpu), world, arch))
+    problems = texts(world_problems(a_config({"megatron": megatron}, on_cpu=on_cpu), world, arch))
     assert len(problems) == (message is not None)
     assert message is None or message in problems[0]
 
@@ -292,9 +292,9 @@ def test_a_vllm_whose_cpu_experts_cannot_be_divided_is_refused(monkeypatch: pyte
 
 def test_experts_need_experts_and_sequence_parallelism() -> None:
     dense = architecture_of({**tiny.COMMON, "model_type": "llama"})
-    [problem] = texts(expert_problems(a_config({"megatron": {"expert_model_parallel_size": 2}}), 2, dense))
+    [problem] = texts(world_problems(a_config({"megatron": {"expert_model_parallel_size": 2}}), 2, dense))
     assert "this model (llama) has no experts; set actor.megatron.expert_model_parallel_size=1" in problem
     megatron = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
     arch = architecture_of({**tiny.COMMON, **QWEN3})
-    [problem] = texts(expert_problems(a_config({"megatron": megatron}), 2, arch))
+    [problem] = texts(world_problems(a_config({"megatron": megatron}), 2, arch))
     assert "without sequence parallelism" in problem
