@@ -92,6 +92,7 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for name, sections in METHODS.items():
         output = folder / name.replace("again", "resumed").replace(" ", "_")  # both halves share one folder
         raw = run_ranks.settings(workspace, output, 2, **sections)
+        raw["rollout"]["engine"] = "transformers"  # the faster one; the other tests of this folder have vLLM
         if sections.get("algorithm", {}).get("source") == "file":
             raw["data"] |= {"train_files": [str(workspace / "data/written.jsonl")], "max_response_length": 32}
             raw["data"] |= {"max_prompt_length": 32}
