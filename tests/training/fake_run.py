@@ -345,7 +345,7 @@ def run(
         validation: {"exchange": local_exchange},
         build: {
             "save_hf": save_hf,
-            "Policy": build_policy,
+            "Policy": SimpleNamespace(load=build_policy),
         },
         colocation: {
             "build_rollout_engine": build_rollout_engine,
