@@ -1,20 +1,168 @@
-"""Imports large libraries with garbage collection paused. A rank starts in 8.0 s instead of 9.2 s (measured)."""
+"""Imports: of what a YAML file names, and of large libraries.
+
+    Registry, FactRegistry   names in a YAML file -> functions: a registered name, or `package.module:function`
+    large_imports            garbage collection is paused: a rank starts in 8.0 s instead of 9.2 s (measured)
+    Transformer Engine       whether this process can use it, decided before Megatron-Core is imported
+
+A `FactRegistry` also holds facts about its entries, declared where the entry is defined. The checks of a config read them, and
+so does every part whose behaviour depends on them:
+
+    @policy_losses.register("dpo", paired=True, needs_reference=True)  # in this package: under a name
+    @policy_losses.declare(paired=True, needs_reference=True)          # the user's own: `my.module:my_loss`
+
+The facts of a registry are the fields of one frozen dataclass, each with a default. A function without a declaration has the
+defaults. An unknown fact is a TypeError where it is declared.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
+import difflib
 import functools
 import gc
+import importlib
 import importlib.util
 import logging
+import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+F = TypeVar("F")
+
+# -- names in a YAML file ----------------------------------------------------------------------------------------------
+
+
+def find_modules(config: Path) -> None:
+    """Look for the user's modules in the current folder, and beside the config, too. What is found today stays what is found.
+
+    `python -m grpo_megatron` looks in the current folder first, the command `grpo-megatron` nowhere of the user's own.
+    Reward workers and environments get the same path from this process.
+    """
+    for folder in (os.getcwd(), str(config.parent.absolute())):
+        if folder not in sys.path and not ("" in sys.path and folder == os.getcwd()):
+            sys.path.append(folder)
+
+
+def import_function(path: str) -> object:
+    """Import `package.module:attribute`. Raises ValueError that says which half of the path is wrong.
+
+    Other exceptions of the module are passed on, except one that would end the process: it is a ValueError.
+    """
+    module_name, _, attribute = path.partition(":")
+    try:
+        with no_exit(f"{path!r}: importing module {module_name!r}"):
+            module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"{path!r}: cannot import module {module_name!r} ({error}); put it into the current folder or beside the"
+            " config, or its folder on PYTHONPATH"
+        ) from error
+    if not hasattr(module, attribute):
+        raise ValueError(f"{path!r}: module {module_name!r} has no attribute {attribute!r}")
+    return getattr(module, attribute)
+
+
+@contextlib.contextmanager
+def no_exit(what: str) -> Iterator[None]:
+    """Raises ValueError if a user's code in the block calls `sys.exit`: the run would end as if it had succeeded."""
+    try:
+        yield
+    except SystemExit as error:
+        raise ValueError(f"{what} ends the process (exit code {error.code}); take that call out of it") from error
+
+
+class Registry(Generic[T]):
+    """A table of functions of one kind. `kind` names it in errors ("policy loss", "reward", ...).
+
+    `modules` register further entries. They are imported when a name is first looked up.
+    """
+
+    def __init__(self, kind: str, modules: Sequence[str] = ()) -> None:
+        self.kind, self._modules = kind, modules
+        self._entries: dict[str, T] = {}
+
+    def register(self, *names: str) -> Callable[[T], T]:
+        """Decorator: `@tasks.register("gsm8k")`. Several names are synonyms."""
+
+        def add(entry: T) -> T:
+            for name in names:
+                assert name not in self._entries, f"{self.kind} {name!r} is registered twice"
+                self._entries[name] = entry
+            return entry
+
+        return add
+
+    def get(self, name: str) -> T:
+        """The entry called `name`, or the object at `package.module:attribute`. Raises ValueError."""
+        known = self.names()
+        if name in self._entries:
+            return self._entries[name]
+        if ":" in name:
+            return import_function(name)  # type: ignore[return-value]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(known)}; or package.module:function)")
+
+    def names(self) -> list[str]:
+        modules, self._modules = self._modules, ()
+        for module in modules:
+            importlib.import_module(module)
+        return sorted(self._entries)
+
+
+class FactRegistry(Registry[T], Generic[T, F]):
+    """A registry whose entries have facts. `defaults` holds the facts of an entry that declares none."""
+
+    def __init__(self, kind: str, defaults: F, modules: Sequence[str] = ()) -> None:
+        super().__init__(kind, modules)
+        self.defaults = defaults
+        self._declared: list[tuple[T, F]] = []  # a list, not a dict: an entry may be unhashable
+
+    def declare(self, **facts: Any) -> Callable[[T], T]:
+        """Decorator for a function that a config names as `package.module:function`. Raises TypeError: unknown fact."""
+        known = [field.name for field in dataclasses.fields(self.defaults)]  # type: ignore[arg-type]
+        if unknown := sorted(set(facts) - set(known)):
+            raise TypeError(f"unknown fact of a {self.kind}: {', '.join(unknown)} (known: {', '.join(known)})")
+        declared: F = dataclasses.replace(self.defaults, **facts)  # type: ignore[type-var]
+
+        def add(entry: T) -> T:
+            assert all(other is not entry for other, _ in self._declared), f"facts of {entry} are declared twice"
+            self._declared.append((entry, declared))
+            return entry
+
+        return add
+
+    def register(self, *names: str, **facts: Any) -> Callable[[T], T]:
+        """Decorator: `@policy_losses.register("gmpo", "geo_mean", geometric_correction=True)`."""
+        register, declare = super().register(*names), self.declare(**facts)
+        return lambda entry: declare(register(entry))
+
+    def facts_of(self, entry: T) -> F:
+        """The facts that were declared for `entry`, else the defaults."""
+        return next((facts for other, facts in self._declared if other is entry), self.defaults)
+
+    def facts(self, name: str) -> F:
+        """The facts of what `get(name)` returns, or the defaults where it raises: the checks report that as a problem."""
+        try:
+            return self.facts_of(self.get(name))
+        except Exception:  # noqa: BLE001 - whatever the user's module raises while it is imported
+            return self.defaults
+
+    def names_with(self, **facts: Any) -> list[str]:
+        """The registered names whose facts have these values."""
+        return [name for name in self.names() if facts.items() <= vars(self.facts(name)).items()]
+
+
+# -- large libraries ---------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -87,8 +235,6 @@ def silent_imports() -> Iterator[None]:
 
 
 # -- Transformer Engine ------------------------------------------------------------------------------------------------
-# Transformer Engine: whether this process can use it. That is decided before Megatron-Core is imported.
-#
 # Megatron-Core imports Transformer Engine if it is installed, and handles no error but ImportError. An installation that does
 # not fit raises others: FileNotFoundError without its torch part, AssertionError if its parts have different versions, OSError
 # if a library does not load. `import megatron` would then fail, although no layer of Transformer Engine was requested. So an
@@ -97,10 +243,7 @@ def silent_imports() -> Iterator[None]:
 
 Version = tuple[int, ...]
 TE_PACKAGE = "transformer_engine"
-TE_RANGE: tuple[Version, Version] = (
-    (2, 9),
-    (2, 12),
-)  # Megatron-Core 0.16's own: from the first to below the second
+TE_RANGE = (2, 9), (2, 12)  # Megatron-Core 0.16's own: from the first to below the second
 TE_REQUIREMENT = "Transformer Engine >=2.9,<2.12"
 TE_INSTALL = "pip install --no-build-isolation 'grpo-megatron[gpu]'"
 
@@ -124,29 +267,21 @@ def examine_transformer_engine() -> tuple[Version | None, str | None]:
         installed = version(TE_PACKAGE)
     except PackageNotFoundError:
         installed = "an unknown version"
-    parsed = parse_version(installed)
-    lowest, limit = TE_RANGE
-    problem = None
-    if not lowest <= parsed < limit:
-        problem = f"{installed} is installed"
-    else:
+    parsed, problem = parse_version(installed), f"{installed} is installed"
+    if TE_RANGE[0] <= parsed < TE_RANGE[1]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 import transformer_engine.pytorch  # noqa: F401
+
+            return parsed, None
         except Exception as error:  # noqa: BLE001 - whatever it raises, it cannot be used
             reason = str(error).partition("\n")[0]
-            problem = f"{installed} is installed, but its import raises {type(error).__name__}: {reason}"
-    if problem is None:
-        return parsed, None
-    _hide_transformer_engine()
-    return None, problem
-
-
-def _hide_transformer_engine() -> None:
+            problem += f", but its import raises {type(error).__name__}: {reason}"
     for name in [name for name in sys.modules if name.split(".")[0] in (TE_PACKAGE, f"{TE_PACKAGE}_torch")]:
         del sys.modules[name]
     sys.modules[TE_PACKAGE] = None  # type: ignore[assignment]
+    return None, problem
 
 
 class MegatronFinder(MetaPathFinder):

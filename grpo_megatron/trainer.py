@@ -22,10 +22,10 @@ from grpo_megatron.device import Device, keep_freed_memory
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.layers.spec import choose_kernels
 from grpo_megatron.models.policy import TooManySkippedSteps
+from grpo_megatron.observability.console import Summary
 from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.metrics import Metrics, percentile_limit
 from grpo_megatron.observability.progress import awaited
-from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh

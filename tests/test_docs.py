@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_megatron.cli.commands import COMMANDS, find_command
+from grpo_megatron.cli.main import COMMANDS, find_command
 from grpo_megatron.config import Config
 from grpo_megatron.config.options import parse
 from grpo_megatron.config.section import config_keys

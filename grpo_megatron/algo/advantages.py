@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_megatron.config import AlgorithmConfig
-from grpo_megatron.registry import FactRegistry
+from grpo_megatron.importing import FactRegistry
 from grpo_megatron.types import GroupTable
 
 EPSILON = 1e-6

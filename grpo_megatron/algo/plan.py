@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, informative_groups
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig, OverlongBuffer
-from grpo_megatron.registry import Registry
+from grpo_megatron.importing import Registry
 from grpo_megatron.types import GroupTable, MiniBatches, Plan, rows_of_mini_batch
 
 # -- Token weights -----------------------------------------------------------------------------------------------------

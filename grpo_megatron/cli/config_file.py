@@ -55,18 +55,16 @@ def load_config(path: Path | str, overrides: Sequence[str] | None = None, defaul
 
 def read_raw(path: Path | str, overrides: Sequence[str] | None = None) -> tuple[dict[str, Any], list[Problem]]:
     """(the file's content with the overrides, wrong overrides). Raises ConfigError: unreadable file."""
+    where = f"config {shown(str(path))}"
     try:
         text = read_text(path, MAX_YAML)
     except OSError as error:
-        raise ConfigError(f"cannot read config {shown(str(path))}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {where}: {error.strerror}") from error
     except ReadError as error:
-        raise ConfigError(f"config {shown(str(path))} {error}") from error
-    try:
-        raw = parse_yaml(text)
-    except ReadError as error:
-        raise ConfigError(f"config {shown(str(path))} is not valid YAML: {error}") from error
+        raise ConfigError(f"{where} {error}") from error
+    raw = _parsed(where, text)
     if not isinstance(raw, dict):
-        raise ConfigError(f"config {shown(str(path))} must be a mapping of sections, not {type(raw).__name__}")
+        raise ConfigError(f"{where} must be a mapping of sections, not {type(raw).__name__}")
     problems = []
     for override in overrides or ():
         try:
@@ -80,10 +78,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {shown(override)} is not of the form section.key=value")
-    try:
-        parsed = parse_yaml(value)
-    except ReadError as error:
-        raise ConfigError(f"override {shown(override)}: the value is not valid YAML: {error}") from error
+    parsed = _parsed(f"override {shown(override)}: the value", value)
     *sections, leaf = key.split(".")
     if len(sections) > MAX_LEVELS:
         raise ConfigError(f"override {shown(override)}: the key has {len(sections):,} sections within each other")
@@ -93,6 +88,13 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"override {shown(override)}: {shown(section)} is a value, not a section")
     node[leaf] = parsed
+
+
+def _parsed(what: str, text: str) -> Any:
+    try:
+        return parse_yaml(text)
+    except ReadError as error:
+        raise ConfigError(f"{what} is not valid YAML: {error}") from error
 
 
 def _read_right_keys(raw: dict[str, Any]) -> tuple[Config | None, list[Any]]:
@@ -150,7 +152,7 @@ def _explain(error: Any) -> str:
     """One line for one pydantic error; for an unknown key with the nearest known key."""
     location = cut(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
-        from grpo_megatron.migration.cli import explained, known_elsewhere
+        from grpo_megatron.migration.translation import explained, known_elsewhere
 
         known = _fields_at(error["loc"][:-1])
         close = difflib.get_close_matches(str(error["loc"][-1])[:100], known, n=1)

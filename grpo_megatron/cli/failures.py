@@ -102,6 +102,11 @@ def is_lost() -> bool:
     return reported or (folder.parents[2] / END_FILE).exists() or _has_dead_rank(folder.parent)
 
 
+def is_first() -> bool:
+    """Whether this process is rank 0, or no rank at all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def is_one_of_several() -> bool:
     """Whether this process is a rank of a world that has more."""
     return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
@@ -219,13 +224,24 @@ def explain_failure(error: Any, folder: Path) -> int:
     for code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         if any(failure.exitcode == code for failure in failures.values()):
             return code
-    reports = sorted(_read_reports(folder), key=lambda report: report.time_ns)
+    reports = []
+    for file in folder.rglob("error.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # torch's own report, of an error outside this program
+            reports.append(FailureReport(**json.loads(file.read_text())["report"]))
+    reports.sort(key=lambda report: report.time_ns)
     reasons = [report for report in reports if not report.is_symptom]
     silent = failures.keys() - {report.rank for report in reports}
     if silent and not reasons:
         # The agent ends the other ranks by SIGTERM: one that ended in another way is the reason.
         rank = min(silent, key=lambda rank: (failures[rank].exitcode in ENDED_BY_AGENT, rank))
-        return _explain_silence(rank, failures[rank])
+        code = int(failures[rank].exitcode)
+        if code >= 0:
+            _print(f"error: rank {rank} ended with exit code {code} and gave no reason\n")
+            return code
+        name = failures[rank].signal_name()
+        hint = " (the machine may have run out of memory: see dmesg)" if name == "SIGKILL" else ""
+        _print(f"error: rank {rank} was ended by {name}{hint}\n")
+        return 128 - code
     reason = (reasons or reports)[0]
     text = reason.text
     if not reason.is_expected:
@@ -233,22 +249,3 @@ def explain_failure(error: Any, folder: Path) -> int:
         text += f"error: rank {reason.rank}: {first_line} (its traceback is above)\n"
     _print(text)
     return reason.code
-
-
-def _read_reports(folder: Path) -> list[FailureReport]:
-    reports = []
-    for file in folder.rglob("error.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # torch's own report, of an error outside this program
-            reports.append(FailureReport(**json.loads(file.read_text())["report"]))
-    return reports
-
-
-def _explain_silence(rank: int, failure: Any) -> int:
-    """A rank has ended without a report; returns the exit code."""
-    if failure.exitcode < 0:
-        name = failure.signal_name()
-        hint = " (the machine may have run out of memory: see dmesg)" if name == "SIGKILL" else ""
-        _print(f"error: rank {rank} was ended by {name}{hint}\n")
-        return 128 - int(failure.exitcode)
-    _print(f"error: rank {rank} ended with exit code {failure.exitcode} and gave no reason\n")
-    return int(failure.exitcode)

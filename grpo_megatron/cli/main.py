@@ -7,16 +7,25 @@ when a run was stopped on request (training/stopping.py) and can be started agai
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import json
 import os
+import re
 import signal
 import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, Any
 
 from grpo_megatron.cli import failures, ranks
-from grpo_megatron.cli.commands import COMMANDS, RunOptions, find_command
-from grpo_megatron.config.options import parse
-from grpo_megatron.registry import find_modules
+from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.options import COMMAND_NAME, HIDDEN, Argument, Option, Options, parse
+from grpo_megatron.config.section import config_keys
+from grpo_megatron.importing import find_modules, import_function, large_imports
+from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-        if os.environ.get("RANK", "0") == "0" and failures.LAUNCHER_PID not in os.environ:
+        if failures.is_first() and failures.LAUNCHER_PID not in os.environ:
             print("interrupted", file=sys.stderr)
     except Exception as error:
         code = failures.report_failure(error)
@@ -44,14 +53,14 @@ def main(argv: list[str] | None = None) -> int:
 def _run_command(argv: list[str]) -> int:
     name, arguments = find_command(argv)
     command, is_rank = COMMANDS[name], "RANK" in os.environ
-    options = parse(command.options, arguments)
+    options, run = parse(command.options, arguments), command.run
     if command.is_prelude:
-        return _run_command(command.run(options))
+        return _run_command(run(options))
     if isinstance(options, RunOptions):
-        return command.run(options, argv, main)
+        return int(run(options, argv, main))
     failures.quieten(is_rank and command.starts_ranks, starts_ranks=False)
     if not command.starts_ranks:
-        return command.run(options)
+        return int(run(options))
     if is_rank:
         ranks.join_launcher()
         failures.mark_started()
@@ -59,11 +68,334 @@ def _run_command(argv: list[str]) -> int:
     def start_ranks(world_size: int, device: str) -> int:
         return ranks.start_ranks(main, world_size, argv, device)
 
-    return command.run(options, None if failures.LAUNCHER_PID in os.environ else start_ranks)
+    return int(run(options, None if failures.LAUNCHER_PID in os.environ else start_ranks))
 
 
-def _exit_at_once(code: int) -> NoReturn:
+def _exit_at_once(code: int) -> None:
     """Exit without the interpreter's clean-up, which threads of the engine and broken process groups can block for ever."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+# -- the table of all commands -----------------------------------------------------------------------------------------
+# A command's options and its function are imported only when it runs, so that the command line starts at once.
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its line in --help (none for an action of another command), its options and the function of them.
+
+    Both are `module:name` in this package. The function returns the exit code; with `starts_ranks` it also gets a StartRanks
+    (evaluation/cli.py). With `is_prelude` it returns the arguments of the command that is to run then.
+    """
+
+    help: str | None
+    options_path: str
+    run_path: str
+    starts_ranks: bool = False
+    is_prelude: bool = False
+
+    @property
+    def options(self) -> type[Options]:
+        """The class of the options."""
+        return _imported(self.options_path)
+
+    @property
+    def run(self) -> Callable[..., Any]:
+        """The function of the options."""
+        return _imported(self.run_path)
+
+
+def _imported(path: str) -> Any:
+    return import_function(f"grpo_megatron.{path}")
+
+
+COMMANDS = {  # in the order of --help: as a user meets them
+    "quickstart": Command(
+        "train a tiny model on this CPU in one to two minutes",
+        *("starting.quickstart:QuickstartOptions", "starting.quickstart:prepare_quickstart"),
+        is_prelude=True,
+    ),
+    "examples": Command(
+        "copy the examples and the Slurm scripts",
+        *("starting.quickstart:ExamplesOptions", "starting.quickstart:copy_examples"),
+    ),
+    "init": Command(
+        "write a commented config for a model and a task",
+        *("starting.new_config:InitOptions", "starting.new_config:write_config"),
+    ),
+    "import": Command(
+        "write a config from one of verl or TRL",
+        "migration.translation:ImportOptions",
+        "migration.translation:import_config",
+    ),
+    "plan": Command(
+        "what a config needs, whether it fits, and layouts that do", "cli.main:PlanOptions", "cli.run:train"
+    ),
+    "train": Command("train with the settings of a YAML file", "cli.main:TrainOptions", "cli.run:train"),
+    "train-reward": Command(
+        "train a reward model on pairs, or a process reward model on labelled steps",
+        *("cli.main:TrainRewardOptions", "cli.run:train"),
+    ),
+    "watch": Command("a run in the terminal, from its files", "report.cli:WatchOptions", "report.cli:watch"),
+    "report": Command(
+        "one page of a run, or of two beside each other, from their files",
+        "report.cli:ReportOptions",
+        "report.cli:report",
+    ),
+    "evaluate": Command(
+        "draw answers to GSM8K, MATH and others, grade and report them",
+        *("evaluation.options:EvaluateOptions", "evaluation.cli:run_evaluation"),
+        starts_ranks=True,
+    ),
+    "evaluate grade": Command(None, "evaluation.options:GradeOptions", "evaluation.cli:grade_rows"),
+    "evaluate compare": Command(None, "evaluation.options:CompareOptions", "evaluation.cli:print_comparison"),
+    "evaluate tasks": Command(None, "evaluation.options:TasksOptions", "evaluation.cli:list_tasks"),
+    "generate": Command(
+        "answers of a model to your prompts, or a chat",
+        *("generation.options:GenerateOptions", "generation.cli:generate"),
+        starts_ranks=True,
+    ),
+    "curate": Command(
+        "pass rates per prompt, filtered data, rows for SFT and DPO",
+        "curation.options:CurateOptions",
+        "curation.cli:curate",
+    ),
+    "convert": Command(
+        "Hugging Face <-> Megatron-Core checkpoints", "convert.options:ConvertOptions", "convert.cli:convert"
+    ),
+    "prepare": Command(
+        "the data of an example, or a model with random weights",
+        *("starting.prepare:PrepareOptions", "starting.prepare:prepare_inputs"),
+    ),
+    "replay": Command(
+        "compute the loss of a batch again that a guard has dumped", "cli.main:ReplayOptions", "cli.main:replay_dump"
+    ),
+    "keys": Command("list the keys of a config, with their defaults", "cli.main:KeysOptions", "cli.main:print_keys"),
+}
+
+
+def find_command(argv: list[str]) -> tuple[str, list[str]]:
+    """(the name of the command, its arguments). No command or an unknown one: prints the help or the mistake and ends."""
+    for length in (2, 1):
+        if (name := " ".join(argv[:length])) in COMMANDS and len(argv) >= length:
+            return name, argv[length:]
+    parser = argparse.ArgumentParser(
+        COMMAND_NAME,
+        description="GRPO training of language models on Megatron-Core.",
+        epilog=f"{COMMAND_NAME} COMMAND --help lists the options of a command.",
+    )
+    names = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        if command.help is not None:
+            names.add_parser(name, help=command.help, add_help=False)
+    parser.parse_args(argv)
+    raise AssertionError(f"argparse knows a command that COMMANDS lacks: {argv[:1]}")
+
+
+# -- options of the commands that read a config: `train`, `train-reward` and `plan` ------------------------------------
+
+MAX_PLANNED_RANKS = 1 << 20  # of --world-size
+MAX_COUNT = 9_999_999
+
+
+class _ListKeys(argparse.Action):
+    """Prints the keys of a section and ends, as --help does: no CONFIG is needed."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: Any, option: str | None = None
+    ) -> None:
+        print_keys(KeysOptions(section=values or ""))
+        parser.exit()
+
+
+def _steps(text: str) -> range:
+    """Of "3" or "3-5"."""
+    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if last < first:
+        raise ValueError(f"{text!r} is not a step like 3, or first and last step like 3-5")
+    return range(first, last + 1)
+
+
+class RunOptions(Options):
+    """The options of every command that reads a config. The last three are for plans: a run has its own machine and folder."""
+
+    epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
+    config: Annotated[Path, Argument("YAML file with sections model, data, actor, ...", "CONFIG")]
+    overrides: Annotated[tuple[str, ...], Argument("replace a value of the file", "section.key=value")] = ()
+    list_keys: Annotated[
+        str | None,
+        Option(
+            "print all keys of a config, or those of a section such as actor.optim, with their defaults, and stop",
+            "SECTION",
+            action=_ListKeys,
+        ),
+    ] = None
+    world_size: Annotated[int | None, Option("plan for N ranks on other machines", "N")] = None
+    gpu: Annotated[
+        Gpu | None,
+        Option(
+            f"plan for this GPU: {', '.join(GPUS)} (h100 is h100-80, a100 is a100-80), or GiB of memory",
+            "NAME|GIB",
+            flags=("--gpu", "--gpu-memory"),
+            read=find_gpu,
+        ),
+    ] = None
+    resolved_config: Annotated[
+        Path | None,
+        Option("the file that a plan writes every key and its value to (default: OUTPUT_DIR.resolved.yaml)", "FILE"),
+    ] = None
+
+    dry_run: Annotated[bool, Option(HIDDEN)] = False
+    profile: Annotated[range | None, Option(HIDDEN, read=_steps)] = None
+
+    @property
+    def settings(self) -> list[str]:
+        """All `section.key=value` that replace values of the file."""
+        return list(self.overrides)
+
+    def problems(self) -> Iterator[str]:
+        """Options of a plan without one."""
+        if self.world_size is not None and not (self.dry_run and 1 <= self.world_size <= MAX_PLANNED_RANKS):
+            yield (
+                f"--world-size N needs --dry-run and 1 <= N <= {MAX_PLANNED_RANKS:,}; a run has trainer.nnodes x"
+                " n_gpus_per_node ranks"
+            )
+        if self.gpu is not None and not self.dry_run:
+            yield "--gpu needs --dry-run; a run reads the memory of its own GPU"
+        if self.resolved_config is not None and not self.dry_run:
+            yield "--resolved-config needs --dry-run; a run writes its config to trainer.output_dir"
+        if self.profile is not None and self.dry_run:
+            yield "--profile measures a run, and --dry-run starts none; leave one of them out"
+
+
+class TrainOptions(RunOptions):
+    """The options of `train`."""
+
+    program, description = "train", "train with the settings of a YAML file."
+    dry_run: Annotated[
+        bool,
+        Option("check everything, print the plan, start nothing; --world-size, --gpu and --resolved-config need it"),
+    ] = False
+    profile: Annotated[
+        range | None,
+        Option(
+            "record these training steps, as 3 or 3-5, and write where their time went to trainer.output_dir/profile",
+            "STEPS",
+            read=_steps,
+        ),
+    ] = None
+
+
+class TrainRewardOptions(TrainOptions):
+    """The options of `train-reward`."""
+
+    program = "train-reward"
+    description = "train a reward model on pairs, or a process reward model on labelled steps."
+
+
+class PlanOptions(RunOptions):
+    """The options of `plan`. --dry-run is what a plan is: it may be given, and is not listed."""
+
+    program, description = "plan", "what a config needs, whether it fits, and layouts that do."
+    dry_run: Annotated[bool, Option(HIDDEN)] = True
+    search: Annotated[bool, Option("list the layouts that fit, the fastest first (estimated)")] = False
+    nodes_of: Annotated[
+        int | None, Option("GPUs per node (default: trainer.n_gpus_per_node)", "N", low=1, high=MAX_COUNT)
+    ] = None
+    top: Annotated[int | None, Option("layouts that --search lists (default 10)", "N", low=1, high=MAX_COUNT)] = None
+    mean_response: Annotated[
+        int | None,
+        Option(
+            "mean length of a response, for --search (default: half of data.max_response_length)",
+            "TOKENS",
+            low=1,
+            high=MAX_COUNT,
+        ),
+    ] = None
+
+    @property
+    def settings(self) -> list[str]:
+        """Also the keys that --nodes-of stands for."""
+        settings = list(self.overrides)
+        if self.nodes_of is not None:
+            settings.append(f"trainer.n_gpus_per_node={self.nodes_of}")
+            if self.world_size is not None:
+                settings.append(f"trainer.nnodes={-(-self.world_size // self.nodes_of)}")
+        return settings
+
+    def problems(self) -> Iterator[str]:
+        """Also options of a search without one."""
+        for name in ("top", "mean_response"):
+            if getattr(self, name) is not None and not self.search:
+                yield f"--{name.replace('_', '-')} needs --search"
+        if self.search and self.resolved_config is not None:
+            yield "--resolved-config writes one config, and --search lists many layouts; leave one of them out"
+        yield from super().problems()
+
+
+# -- `keys` of a config, and the loss of a dumped batch, computed again (`replay`) -------------------------------------
+
+WIDTH = 110  # of the comments on keys
+
+
+class KeysOptions(Options):
+    """The options of `keys`."""
+
+    program, description = "keys", "List the keys of a config: default, type and comment."
+    section: Annotated[str, Argument("actor, rollout.multi_turn, ... (default: all)", "SECTION")] = ""
+
+
+def print_keys(options: KeysOptions) -> int:
+    """Print every key of a section with its default, type and comment; returns the exit code. Raises ConfigError: no section."""
+    section, keys = options.section, list(config_keys(Config))
+    chosen = [key for key in keys if not section or f"{key.name}.".startswith(f"{section}.")]
+    if not chosen:
+        sections = sorted({".".join(key.name.split(".")[:depth]) for key in keys for depth in (1, 2, 3)})
+        close = difflib.get_close_matches(section, sections, n=1)
+        known = ", ".join(dict.fromkeys(key.name.partition(".")[0] for key in keys))
+        raise ConfigError(
+            f"no key of a config begins with {section!r}{f'; did you mean {close[0]!r}?' if close else ''} (sections: {known})"
+        )
+    for key in chosen:
+        default = "needed" if key.is_required else json.dumps(key.default, default=str)
+        print(f"{key.name}: {default}   ({key.kind})")
+        for line in textwrap.wrap(key.comment, WIDTH, initial_indent="    ", subsequent_indent="    "):
+            print(line)
+    return 0
+
+
+class ReplayOptions(Options):
+    """The options of `replay`."""
+
+    program = "replay"
+    description = "Compute the loss of a dumped mini-batch again, on one CPU process."
+    epilog = "Exit codes: 0 if the loss is that of the run, 1 if it is not, 2 if DUMP cannot be read."
+    dump: Annotated[Path, Argument("OUTPUT_DIR/dumps/step_000012_NAME", "DUMP")]
+    tolerance: Annotated[
+        float | None, Option("of the loss; default: 1e-6 in float32, 1e-2 in bfloat16", "X", low=0)
+    ] = None
+
+
+def replay_dump(options: ReplayOptions) -> int:
+    """Compute the loss of a dumped mini-batch again, in this process; returns the exit code of the epilog."""
+    with large_imports():
+        from grpo_megatron.training.dump import TOLERANCE, read_dump, recompute
+
+    dump = read_dump(options.dump)
+    incident = dump.incident
+    print(f"step {incident.step}, update {incident.update}, guard {incident.guard}: {len(dump.batch)} responses")
+    for text in incident.problems.values():
+        print(f"  {text}")
+    tolerance = TOLERANCE[dump.config.model.dtype] if options.tolerance is None else options.tolerance
+    compared = recompute(dump)
+    width = max(len(row.name) for row in compared)
+    print(f"{'':{width}}  {'recorded':>14}  {'replayed':>14}  {'difference':>10}")
+    for row in compared:
+        difference = row.recomputed - row.recorded
+        print(f"{row.name:{width}}  {row.recorded:14.8g}  {row.recomputed:14.8g}  {difference:10.1e}")
+    is_same = compared[0].is_equal(tolerance)
+    print(f"the loss is {'that of the run' if is_same else 'another one'} (tolerance {tolerance:g})")
+    return 0 if is_same else 1

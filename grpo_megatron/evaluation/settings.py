@@ -1,39 +1,138 @@
-"""Settings of one evaluation: read and checked before anything is started.
+"""What one evaluation is: its tasks, prompts and model, read and checked before anything is started.
 
-`EvaluationSettings.identity` is everything that decides the scores. The number of ranks and the batches do not affect
-them: every sample has a seed made of (seed, task, problem, sample).
+`EvaluationSettings.identity` is everything that decides the scores. The number of ranks and the batches do not affect them:
+every sample has a seed made of (seed, task, problem, sample).
+
+A task file may name an environment by the keys of `rollout.multi_turn`. Its trajectories have the environment, limits and
+driver of training:
+
+    name: my_env
+    version: 1
+    title: My environment
+    question: ["{question}"]
+    answer: [{field: answer}]
+    reward: math                     # left out where the environment gives the rewards itself
+    max_tokens: 2048                 # generated and observed tokens of all turns
+    multi_turn: {environment: tools, tools: [calculator], max_assistant_turns: 4}
+
+The reward function grades the last turn of the assistant. Where the environment gives the rewards, a trajectory is right if
+the sum of its rewards is at least 1.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.convert.source import Source
 from grpo_megatron.data.benchmarks import DataPlaces, Dataset, read_datasets
-from grpo_megatron.data.task import Task, get_tasks
-from grpo_megatron.data.tokenizer import read_end_tokens
-from grpo_megatron.evaluation.engine import engine_dtype, model_tokenizer, open_model, weights_sha256
+from grpo_megatron.data.prompts import encode_prompts
+from grpo_megatron.data.task import Example, Task, get_tasks
+from grpo_megatron.data.tokenizer import TurnRenderer, read_end_tokens, render_chat
+from grpo_megatron.environments.pool import find_environment, make_environment
+from grpo_megatron.evaluation.engine import EngineSettings, engine_dtype, model_tokenizer, open_policy, weights_sha256
 from grpo_megatron.evaluation.grading import grader_of
 from grpo_megatron.evaluation.ledger import Key, check_output
 from grpo_megatron.evaluation.options import EvaluateOptions
-from grpo_megatron.evaluation.prompting import (
-    ENVIRONMENT,
-    Arena,
-    PromptSet,
-    build_prompts,
-    choose_format,
-    gives_rewards,
-    read_arena,
-)
-from grpo_megatron.models.architecture import engine_split_problems, fitting_sizes
-from grpo_megatron.types import GREEDY, Prompt
+from grpo_megatron.sampling.generator import sample_indices
+from grpo_megatron.types import Prompt
+
+Format = Literal["chat", "text"]
+ENVIRONMENT = "environment"  # the grader of a task whose environment gives the rewards
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """A task's prompts, in the order of its file.
+
+    `asked_sha256` is of the prompts before a chat template: equal for all models. `prompts_sha256` is of the rendered
+    texts: equal for all models with one chat template.
+    """
+
+    prompts: list[Prompt]
+    format: Format
+    num_fewshot: int
+    stop: list[str]
+    asked_sha256: str
+    prompts_sha256: str
+
+
+def choose_format(task: Task, wanted: str, num_fewshot: int, tokenizer: Any) -> Format:
+    """Choose the format; `auto` is text for few-shot examples or a task of plain text, else a chat. Raises ConfigError."""
+    if wanted == "text" or (wanted == "auto" and (num_fewshot or task.user_prompt is None)):
+        return "text"
+    if task.user_prompt is None:
+        raise ConfigError(f"task {task.name!r} has plain text prompts only; set --format text")
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"task {task.name!r} needs a chat template, and the tokenizer has none; set --format text (for base models,"
+            " best with --num-fewshot), or --chat-template FILE"
+        )
+    return "chat"
+
+
+def build_prompts(
+    dataset: Dataset,
+    format: Format,
+    num_fewshot: int,
+    seed: int,
+    tokenizer: Any,
+    system_prompt: str | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> PromptSet:
+    """Render the prompts; `system_prompt` replaces the task's own. Raises ConfigError: failing template, empty prompt.
+
+    `tools` are JSON schemas for the chat template. An environment reads a prompt's `extra["row"]`: the row of the data
+    file, with the chat as "messages".
+    """
+    task, problems = dataset.task, dataset.problems
+    asked = list(zip(problems, _draw_examples(dataset, num_fewshot, seed), strict=True))
+    extras: list[dict[str, Any]] = [{} for _ in problems]
+    if format == "chat":
+        chats = [task.messages(problem.question, examples, system_prompt) for problem, examples in asked]
+        if task.multi_turn.environment is not None:
+            extras = [{"row": {**p.row, "messages": chat}} for p, chat in zip(problems, chats, strict=True)]
+        try:
+            texts = [render_chat(chat, tokenizer, p.uid, tools) for chat, p in zip(chats, problems, strict=True)]
+        except ConfigError as error:
+            raise ConfigError(f"{error}; set --format text, or --chat-template") from error
+        unrendered = [json.dumps(chat) for chat in chats]
+    else:
+        try:
+            unrendered = texts = [task.plain_text(problem.question, examples) for problem, examples in asked]
+        except ValueError as error:
+            raise ConfigError(f"task {task.name!r}: {error}; set --format chat") from error
+    encoded = encode_prompts(texts, tokenizer, is_chat=format == "chat")
+    prompts = [
+        Prompt(problem.uid, tuple(ids), text, problem.answer, task.name, task.reward or "", extra)
+        for problem, ids, text, extra in zip(problems, encoded, texts, extras, strict=True)
+    ]
+    stop = task.text.stop if format == "text" else []
+    hashes = (hashlib.sha256("\0".join(of).encode()).hexdigest() for of in (unrendered, texts))
+    return PromptSet(prompts, format, num_fewshot, stop, *hashes)
+
+
+def _draw_examples(dataset: Dataset, num_fewshot: int, seed: int) -> list[list[Example]]:
+    """The examples of every problem. `sample` depends only on the generator and the two sizes, not on the rows."""
+    count, fewshot = len(dataset.problems), dataset.task.fewshot
+    if not num_fewshot:
+        return [[] for _ in range(count)]
+    assert fewshot is not None, "read_datasets refuses this"
+    if fewshot.examples:
+        return [dataset.pool] * count  # in the task's order
+    generator = random.Random(seed if fewshot.seed is None else fewshot.seed)
+    if fewshot.rule == "per-problem":
+        return [generator.sample(dataset.pool, num_fewshot) for _ in range(count)]
+    return [generator.sample(dataset.pool, num_fewshot)] * count
 
 
 @dataclass(frozen=True)
 class Selected:
-    """A task as it will be run. `drawn`: samples per problem besides the greedy one."""
+    """A task as it will be run. `drawn`: samples per problem besides the greedy one. `renderer` None: single turns."""
 
     dataset: Dataset
     prompts: PromptSet
@@ -42,30 +141,32 @@ class Selected:
     temperature: float
     top_p: float
     max_tokens: int
-    arena: Arena | None = None  # None: single turns
+    renderer: TurnRenderer | None = None
+    gives_rewards: bool = False  # the environment does
 
     @property
     def graders(self) -> dict[str, str]:
         """Score -> grader, headline first."""
-        return {"solved": ENVIRONMENT} if self.arena and self.arena.gives_rewards else self.dataset.task.graders
+        return {"solved": ENVIRONMENT} if self.gives_rewards else self.dataset.task.graders
 
     @property
     def max_prompt_tokens(self) -> int:
         """Of the longest prompt. An environment may write its own."""
         longest = max(len(prompt.prompt_ids) for prompt in self.prompts.prompts)
-        return longest if self.arena is None else self.dataset.task.max_prompt_tokens or longest
+        return longest if self.renderer is None else self.dataset.task.max_prompt_tokens or longest
 
     @property
     def name(self) -> str:
         return self.dataset.task.name
 
-    def requests(self) -> list[tuple[Prompt, int]]:
-        """Every (prompt, sample index), prompt by prompt: the engine computes each prompt's key-value cache once."""
-        indices = ([GREEDY] if self.greedy else []) + list(range(self.drawn))
-        return [(prompt, index) for prompt in self.prompts.prompts for index in indices]
+    @property
+    def indices(self) -> list[int]:
+        """The indices of each problem's samples, in order."""
+        return sample_indices(self.drawn, greedy=self.greedy)
 
     def keys(self) -> list[Key]:
-        return [(prompt.uid, index) for prompt, index in self.requests()]
+        """(problem, sample index) of every sample, problem by problem."""
+        return [(prompt.uid, index) for prompt in self.prompts.prompts for index in self.indices]
 
     def identity(self) -> dict[str, Any]:
         task, prompts, dataset = self.dataset.task, self.prompts, self.dataset
@@ -88,17 +189,12 @@ class Selected:
         }
 
 
-@dataclass(frozen=True)
-class EvaluationSettings:
-    """Everything that was read for a run. `max_model_len`: tokens of the longest prompt plus completion."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings(EngineSettings):
+    """Everything that was read for a run. `fingerprint` is of the weights."""
 
     options: EvaluateOptions
-    source: Source
-    tokenizer: Any
     selected: list[Selected]
-    eos_token_ids: list[int]
-    max_model_len: int
-    dtype: str
     fingerprint: str
 
     def identity(self) -> dict[str, Any]:
@@ -114,9 +210,8 @@ class EvaluationSettings:
 
 def prepare(options: EvaluateOptions) -> EvaluationSettings:
     """Read and check everything. Raises ConfigError; nothing was written or started."""
-    tp = options.tp
     tasks = get_tasks(list(options.tasks))
-    _check_graders(tasks)
+    gives_rewards = _check_graders(tasks)
     places = DataPlaces(options.data, options.files)
     problems: list[str] = []
     datasets: list[Dataset] = []
@@ -126,49 +221,54 @@ def prepare(options: EvaluateOptions) -> EvaluationSettings:
     except ConfigError as error:
         problems.append(str(error))
     try:
-        source = open_model(options.model, options.hf, options.family)
-        if split_problems := engine_split_problems(source.arch, tp):
-            problems.append(
-                f"--tp {tp} cannot split the model {str(options.model)!r}: {', '.join(split_problems)}; set one of"
-                f" {fitting_sizes(source.arch, engine_split_problems)}"
-            )
+        source = open_policy(options)
         tokenizer = model_tokenizer(source, options.tokenizer, options.chat_template)
     except ConfigError as error:
         problems.append(str(error))
     if problems or source is None:
         raise ConfigError("\n".join(problems))
-    eos_token_ids = read_end_tokens(tokenizer, source.hf_folder, source.arch.vocab_size).ids
-    selected = [_select(options, dataset, tokenizer, eos_token_ids) for dataset in datasets]
+    ends = read_end_tokens(tokenizer, source.hf_folder, source.arch.vocab_size).ids
+    selected = [_select(options, dataset, tokenizer, ends, dataset.task.name in gives_rewards) for dataset in datasets]
+    if too_long := [text for one in selected if (text := _length_problem(one, source.arch.max_position_embeddings))]:
+        raise ConfigError("\n".join(too_long))
     settings = EvaluationSettings(
-        options,
-        source,
-        tokenizer,
-        selected,
-        eos_token_ids,
-        max(one.max_prompt_tokens + one.max_tokens for one in selected),
-        engine_dtype(source, options.dtype),
-        weights_sha256(source),
+        options=options,
+        source=source,
+        tokenizer=tokenizer,
+        eos_token_ids=ends,
+        max_model_len=max(one.max_prompt_tokens + one.max_tokens for one in selected),
+        dtype=engine_dtype(source, options.dtype),
+        selected=selected,
+        fingerprint=weights_sha256(source),
     )
-    _check_lengths(settings)
     check_output(options.folder, settings.identity())
     return settings
 
 
-def _check_graders(tasks: list[Task]) -> None:
-    problems = []
+def _check_graders(tasks: list[Task]) -> set[str]:
+    """The tasks whose environment gives the rewards. Raises ConfigError: a task without a grader, an unknown grader."""
+    problems, gives_rewards = [], set()
     for task in tasks:
+        name = task.multi_turn.environment
         try:
-            if not task.graders and not gives_rewards(task):
+            if name is not None and find_environment(name).gives_rewards:
+                gives_rewards.add(task.name)
+            elif not task.graders:
                 problems.append(f"task {task.name!r} has no grader; add `reward` or `graders` to its definition")
         except ConfigError as error:
-            problems.append(f"task {task.name!r}: {str(error).replace('rollout.multi_turn', 'multi_turn')}")
-    for grader in (grader for task in tasks for grader in task.graders.values()):
-        try:
-            grader_of(grader)
-        except ConfigError as error:
-            problems.append(str(error))
+            problems.append(_in_task(task, error))
+        for grader in task.graders.values():
+            try:
+                grader_of(grader)
+            except ConfigError as error:
+                problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
+    return gives_rewards
+
+
+def _in_task(task: Task, error: ConfigError) -> str:
+    return f"task {task.name!r}: {str(error).replace('rollout.multi_turn', 'multi_turn')}"
 
 
 def _num_fewshot(options: EvaluateOptions, task: Task) -> int:
@@ -176,48 +276,51 @@ def _num_fewshot(options: EvaluateOptions, task: Task) -> int:
     return default if options.num_fewshot is None else options.num_fewshot
 
 
-def _select(options: EvaluateOptions, dataset: Dataset, tokenizer: Any, eos_token_ids: list[int]) -> Selected:
+def _select(
+    options: EvaluateOptions, dataset: Dataset, tokenizer: Any, eos_token_ids: list[int], gives_rewards: bool
+) -> Selected:
     task, num_fewshot = dataset.task, _num_fewshot(options, dataset.task)
     format = choose_format(task, options.format, num_fewshot, tokenizer)
     if format == "text" and options.system_prompt is not None:
         raise ConfigError(f"--system-prompt needs a chat, and task {task.name!r} is plain text here; unset one of them")
-    arena = None
+    renderer = None
     if task.multi_turn.environment is not None:
         if format == "text":
             raise ConfigError(f"task {task.name!r} has an environment, whose turns are a chat; leave out --format text")
-        arena = read_arena(task, tokenizer, eos_token_ids)
-    tools = arena.renderer.tools if arena else ()
-    greedy_only = options.samples == 1 and not options.temperature
+        try:
+            tools = make_environment(task.multi_turn).tools()
+        except ConfigError as error:
+            raise ConfigError(_in_task(task, error)) from error
+        renderer = TurnRenderer(tokenizer, tools, f"task {task.name!r}", end_token_ids=eos_token_ids)
+        renderer.check()
+    schemas = renderer.tools if renderer else ()
     return Selected(
         dataset,
-        build_prompts(dataset, format, num_fewshot, options.fewshot_seed, tokenizer, options.system_prompt, tools),
-        drawn=0 if greedy_only else options.samples,
+        build_prompts(dataset, format, num_fewshot, options.fewshot_seed, tokenizer, options.system_prompt, schemas),
+        drawn=0 if options.samples == 1 and not options.temperature else options.samples,
         greedy=not options.no_greedy,
         temperature=options.temperature or task.sampling.temperature,
         top_p=task.sampling.top_p if options.top_p is None else options.top_p,
         max_tokens=options.max_tokens or task.max_tokens,
-        arena=arena,
+        renderer=renderer,
+        gives_rewards=gives_rewards,
     )
 
 
-def _check_lengths(settings: EvaluationSettings) -> None:
+def _length_problem(selected: Selected, limit: int) -> str | None:
     """Prompt plus completion must fit the model. No problem is left out: the scores are of the whole benchmark."""
-    problems = []
-    limit = settings.source.arch.max_position_embeddings
-    for selected in settings.selected:
-        longest = max(selected.prompts.prompts, key=lambda prompt: len(prompt.prompt_ids))
-        what = f"prompt {longest.uid}" if len(longest.prompt_ids) == selected.max_prompt_tokens else "max_prompt_tokens"
-        length = selected.max_prompt_tokens
-        if length + selected.max_tokens <= limit:
-            continue
-        total = f"task {selected.name!r}: {what} of {length} tokens + max_tokens {selected.max_tokens}"
-        total += f" = {length + selected.max_tokens} exceed the model's max_position_embeddings {limit}"
-        if length < limit:
-            remedy = f"set --max-tokens {limit - length} or less"
-        elif selected.prompts.num_fewshot:
-            remedy = f"set --num-fewshot {selected.prompts.num_fewshot // 2}"
-        else:
-            remedy = "set another model"
-        problems.append(f"{total}; {remedy}")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    length = selected.max_prompt_tokens
+    if length + selected.max_tokens <= limit:
+        return None
+    longest = max(selected.prompts.prompts, key=lambda prompt: len(prompt.prompt_ids))
+    what = f"prompt {longest.uid}" if len(longest.prompt_ids) == length else "max_prompt_tokens"
+    if length < limit:
+        remedy = f"set --max-tokens {limit - length} or less"
+    elif selected.prompts.num_fewshot:
+        remedy = f"set --num-fewshot {selected.prompts.num_fewshot // 2}"
+    else:
+        remedy = "set another model"
+    return (
+        f"task {selected.name!r}: {what} of {length} tokens + max_tokens {selected.max_tokens} ="
+        f" {length + selected.max_tokens} exceed the model's max_position_embeddings {limit}; {remedy}"
+    )

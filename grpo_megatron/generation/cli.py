@@ -1,7 +1,7 @@
 """`generate`: answers to one prompt, to a file of prompts, or in a chat. Exit codes: 0; 2 for a mistake of the user.
 
-One process checks everything. For more than one rank it then starts the ranks; under torchrun it is one of them. Rank 0
-writes. Standard output has the answers only.
+One process checks everything. For more than one rank it then starts the ranks; under torchrun it is one of them. The requests are
+those that training and validation make. Rank 0 writes. Standard output has the answers only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,38 @@ from grpo_megatron.data.prompts import encode_prompts
 from grpo_megatron.data.rows import Messages
 from grpo_megatron.data.tokenizer import render_chat
 from grpo_megatron.evaluation.cli import StartRanks
-from grpo_megatron.generation.drawing import Answerer
+from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, start_engine
 from grpo_megatron.generation.options import GenerateOptions
 from grpo_megatron.generation.settings import GenerationSettings, prepare_generation
 from grpo_megatron.parallel.mesh import destroy_mesh
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.rollout.engine import Request, StopTexts, sample_seed
+from grpo_megatron.storage.files import write_file
 
 
 def generate(options: GenerateOptions, start_ranks: StartRanks | None) -> int:
     """Answer the prompts, or hold the chat; returns the exit code. Raises ConfigError. `start_ranks`: see run_evaluation."""
     _check_output(options.output)
     settings = prepare_generation(options)
-    if options.chat:
-        check_chat(settings.tokenizer.chat_template)
+    if options.chat and settings.tokenizer.chat_template is None:
+        raise ConfigError(
+            "--chat needs a chat template, and the tokenizer has none; set --chat-template FILE, or use --prompt"
+        )
     if options.tp > 1 and start_ranks is not None and "RANK" not in os.environ:
         return start_ranks(options.tp, options.device)
-    _run_generation(settings)
+    answerer = Answerer(settings)
+    if answerer.mesh.rank == 0 and settings.style.run is not None:  # it would surprise a user who does not know
+        _tell(f"prompts as in {settings.style.run}: task {settings.style.task} (--task jsonl: as they are)")
+    if options.chat:
+        hold_chat(answerer)
+    elif options.samples == 1 and options.prompt is not None and options.output is None and not options.json:
+        [[answer]] = answerer.all_answers()
+        print(answer.text, flush=True)
+        if answer.finish_reason == "length":
+            _tell(f"(cut after {answer.num_tokens} tokens: --max-tokens)")
+    else:
+        _write_rows(answerer)
+    answerer.engine.shutdown()
+    destroy_mesh()
     return 0
 
 
@@ -52,69 +69,160 @@ def _check_output(output: Path | None) -> None:
         raise ConfigError(f"--output {str(output)!r}: its folder cannot be made ({error.strerror})") from error
 
 
-def _run_generation(settings: GenerationSettings) -> None:
-    options, answerer = settings.options, Answerer(settings)
-    if answerer.mesh.rank == 0:
-        _say_style(settings)
-    if options.chat:
-        hold_chat(answerer)
-    elif options.samples == 1 and options.prompt is not None and options.output is None and not options.json:
-        [[answer]] = answerer.all_answers()
-        print(answer.text, flush=True)
-        if answer.finish_reason == "length":
-            print(f"(cut after {answer.num_tokens} tokens: --max-tokens)", file=sys.stderr)
-    else:
-        _write_rows(answerer)
-    answerer.engine.shutdown()
-    destroy_mesh()
-
-
-def _say_style(settings: GenerationSettings) -> None:
-    """Prompts that are rendered in the way of a run would surprise a user who does not know."""
-    style = settings.style
-    if style.run is not None:
-        print(f"prompts as in {style.run}: task {style.task} (--task jsonl: as they are)", file=sys.stderr)
-
-
 def _write_rows(answerer: Answerer) -> None:
-    output = answerer.settings.options.output
-    start, counts = time.monotonic(), [0, 0]
-    rows = _rows(answerer, counts)
+    """One JSON line per answer, to the file or to standard output."""
+    output, start, counts = answerer.settings.options.output, time.monotonic(), [0, 0]
+
+    def rows() -> Iterator[str]:
+        for number, (prompt, answers) in enumerate(zip(answerer.settings.prompts, answerer.all_answers(), strict=True)):
+            for answer in answers:
+                row = {
+                    "row": number,
+                    "sample": answer.sample,
+                    "question": prompt.question,
+                    "prompt": prompt.text,
+                    "completion": answer.text,
+                    "tokens": answer.num_tokens,
+                    "finish_reason": answer.finish_reason,
+                }
+                counts[0] += 1
+                counts[1] += answer.num_tokens
+                yield json.dumps(row, ensure_ascii=False) + "\n"
+
     if answerer.mesh.rank != 0:
-        for _ in rows:
+        for _ in rows():
             pass
         return
-    if output is not None:
+    if output is None:
+        for row in rows():
+            print(row, end="", flush=True)
+    else:
         try:
-            write_file(output, rows)
+            write_file(output, rows())
         except OSError as error:
             raise ConfigError(f"--output {str(output)!r} cannot be written: {error.strerror}") from error
-    else:
-        for row in rows:
-            sys.stdout.write(row)
-            sys.stdout.flush()
-    seconds = time.monotonic() - start
     where = f" in {output}" if output is not None else ""
-    print(f"{counts[0]} answers{where}, {counts[1]} tokens in {seconds:.1f} s", file=sys.stderr)
+    _tell(f"{counts[0]} answers{where}, {counts[1]} tokens in {time.monotonic() - start:.1f} s")
 
 
-def _rows(answerer: Answerer, counts: list[int]) -> Iterator[str]:
-    """One JSON line per answer. `counts`: answers and tokens so far."""
-    prompts = answerer.settings.prompts
-    for number, (prompt, answers) in enumerate(zip(prompts, answerer.all_answers(), strict=True)):
-        for answer in answers:
-            row: dict[str, Any] = {
-                "row": number,
-                "sample": answer.sample,
-                "question": prompt.question,
-                "prompt": prompt.text,
-                "completion": answer.text,
-                "tokens": answer.num_tokens,
-                "finish_reason": answer.finish_reason,
-            }
-            counts[0] += 1
-            counts[1] += answer.num_tokens
-            yield json.dumps(row, ensure_ascii=False) + "\n"
+# -- drawing on the rollout engine -------------------------------------------------------------------------------------
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character decode to
+
+
+class TextStream:
+    """Writes the text that each new token adds. What it has written in the end is the decoded answer.
+
+    A token decodes to something else at the beginning of a text than within it. So the new tokens are decoded behind those
+    that were written last, and only what exceeds the latter is written, once its last character is complete.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], write: Callable[[str], None]) -> None:
+        self.ids: Sequence[int] = ()  # all tokens so far
+        self._decode, self._write = decode, write
+        self._first = self._end = 0  # of the tokens that were written last
+        self._written = ""
+
+    def add(self, ids: Sequence[int]) -> None:
+        """`ids` are all tokens so far, of which the last is new."""
+        self.ids = ids
+        text, before = self._decode(ids[self._first :]), self._decode(ids[self._first : self._end])
+        if len(text) > len(before) and not text.endswith(_INCOMPLETE):
+            self._write_piece(text[len(before) :])
+            self._first, self._end = self._end, len(ids)
+
+    def finish(self, ids: Sequence[int] | None = None) -> str:
+        """Write the rest, incomplete characters too. `ids`: the whole answer; None: the tokens so far. Returns its text."""
+        whole = self._decode(self.ids if ids is None else ids)
+        if not whole.startswith(self._written):  # a tokenizer that changes what it has decoded before
+            self._write_piece("\n" + whole)
+        elif len(whole) > len(self._written):
+            self._write_piece(whole[len(self._written) :])
+        return whole
+
+    def _write_piece(self, piece: str) -> None:
+        self._written += piece
+        self._write(piece)
+
+
+@dataclass(frozen=True)
+class ModelAnswer:
+    """One answer. `finish_reason`: "stop" at an end token or a stop text, "length" when it was cut, "user" by the user."""
+
+    sample: int
+    text: str
+    num_tokens: int
+    finish_reason: str
+
+
+class WatchedStop(StopTexts):
+    """Stop texts, or none, and a watcher of each token: engines ask after every token whether it completes a text."""
+
+    def __init__(self, stop: StopTexts | None, watch: Callable[[Sequence[int]], None]) -> None:
+        self.token_ids = stop.token_ids if stop else ()
+        self._stop, self._watch = stop, watch
+
+    def completed_by(self, response_ids: Sequence[int]) -> bool:
+        self._watch(response_ids)
+        return self._stop is not None and self._stop.completed_by(response_ids)
+
+
+class Answerer:
+    """The engine of this process, or this rank's part of it."""
+
+    def __init__(self, settings: GenerationSettings) -> None:
+        """Collective over the ranks. Raises RankError."""
+        self.settings, stop = settings, settings.style.stop
+        self._stop = StopTexts(settings.tokenizer, stop) if stop else None
+        self.engine, self.mesh = start_engine(settings)
+
+    def all_answers(self) -> Iterator[list[ModelAnswer]]:
+        """Of each prompt of the settings, in order; `--max-num-seqs` of them are drawn at a time."""
+        prompts, count = self.settings.prompts, self.settings.options.samples
+        size = max(1, self.settings.options.max_num_seqs // count)
+        for start in range(0, len(prompts), size):
+            batch = prompts[start : start + size]
+            drawn = self.answers([(one.prompt_ids, one.uid) for one in batch], self.settings.max_tokens)
+            yield from (drawn[n * count : (n + 1) * count] for n in range(len(batch)))
+
+    def answers(self, prompts: Sequence[tuple[Sequence[int], str]], max_tokens: int) -> list[ModelAnswer]:
+        """`--samples` answers of each (token ids, uid), prompt by prompt. The uid decides the draws."""
+        keys = [(ids, uid, sample) for ids, uid in prompts for sample in range(self.settings.options.samples)]
+        requests = [self._request(ids, uid, sample, max_tokens, self._stop) for ids, uid, sample in keys]
+        completions = self.engine.generate(requests, WEIGHTS_VERSION)
+        return [
+            ModelAnswer(sample, self._decode(one.response_ids), len(one.response_ids), one.finish_reason)
+            for (_, _, sample), one in zip(keys, completions, strict=True)
+        ]
+
+    def streamed(
+        self, ids: Sequence[int], uid: str, max_tokens: int, write: Callable[[str], None], is_ended: Callable[[], bool]
+    ) -> ModelAnswer:
+        """One answer, in one process. `write` gets its text in pieces. `is_ended`, asked after each step, ends it."""
+        text = TextStream(self._decode, write)
+        request = self._request(ids, uid, 0, max_tokens, WatchedStop(self._stop, text.add))
+        self.engine.submit(uid, request, WEIGHTS_VERSION)
+        while not is_ended():
+            for _, one in self.engine.poll():
+                return ModelAnswer(0, text.finish(one.response_ids), len(one.response_ids), one.finish_reason)
+        self.engine.abort([uid])
+        return ModelAnswer(0, text.finish(), len(text.ids), "user")
+
+    def _request(self, ids: Sequence[int], uid: str, sample: int, max_tokens: int, stop: StopTexts | None) -> Request:
+        options = self.settings.options
+        return Request(
+            prompt_ids=tuple(ids),
+            seed=sample_seed(options.seed, 0, uid, sample),
+            max_tokens=max_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p if options.temperature else 1.0,
+            top_k=(options.top_k or -1) if options.temperature else -1,
+            stop_token_ids=tuple(self.settings.style.stop_token_ids),
+            stop=stop,
+        )
+
+    def _decode(self, ids: Any) -> str:
+        return str(self.settings.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 # -- a conversation in the terminal ------------------------------------------------------------------------------------
@@ -127,7 +235,10 @@ EARLY_ENDS = {"length": "cut", "user": "ended by Ctrl-C"}  # of answers that hav
 
 def hold_chat(answerer: Answerer, read: Callable[[str], str] = input) -> None:
     """Answer line by line until the user ends. `read(prompt)` returns a line, or raises EOFError. Raises ConfigError."""
-    messages, turn = _beginning(answerer), 0
+    style, task = answerer.settings.style, answerer.settings.task
+    system = task.system_prompt if style.system_prompt is None else style.system_prompt
+    beginning: Messages = [{"role": "system", "content": system}] if system else []
+    messages, turn = beginning, 0
     _tell(HELP)
     while True:
         try:
@@ -141,26 +252,13 @@ def hold_chat(answerer: Answerer, read: Callable[[str], str] = input) -> None:
         if line == "/quit":
             return
         if line == "/new":
-            messages = _beginning(answerer)
+            messages = beginning
         elif line:
-            answer = _answer(answerer, [*messages, {"role": "user", "content": line}], turn)
+            asked: Messages = [*messages, {"role": "user", "content": line}]
+            answer = _answer(answerer, asked, turn)
             turn += 1
             if answer is not None:
-                messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
-
-
-def check_chat(template: str | None) -> None:
-    """Raise ConfigError unless there is a template to render a conversation."""
-    if template is None:
-        raise ConfigError(
-            "--chat needs a chat template, and the tokenizer has none; set --chat-template FILE, or use --prompt"
-        )
-
-
-def _beginning(answerer: Answerer) -> Messages:
-    style, task = answerer.settings.style, answerer.settings.task
-    system = task.system_prompt if style.system_prompt is None else style.system_prompt
-    return [{"role": "system", "content": system}] if system else []
+                messages = [*asked, {"role": "assistant", "content": answer}]
 
 
 def _answer(answerer: Answerer, messages: Messages, turn: int) -> str | None:
@@ -174,8 +272,12 @@ def _answer(answerer: Answerer, messages: Messages, turn: int) -> str | None:
             f"the conversation has {len(ids)} tokens, of at most {settings.max_model_len} (--max-length); /new begins a new one"
         )
         return None
+
+    def show(piece: str) -> None:
+        print(piece, end="", flush=True)
+
     with _ctrl_c_pressed() as is_pressed:
-        answer = answerer.streamed(ids, f"chat/{turn}", min(settings.max_tokens, room), _show, is_pressed)
+        answer = answerer.streamed(ids, f"chat/{turn}", min(settings.max_tokens, room), show, is_pressed)
     print(flush=True)
     if answer.finish_reason in EARLY_ENDS:
         _tell(f"({EARLY_ENDS[answer.finish_reason]} after {answer.num_tokens} tokens)")
@@ -197,10 +299,6 @@ def _ctrl_c_pressed() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(pressed)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _show(piece: str) -> None:
-    print(piece, end="", flush=True)
 
 
 def _tell(line: str) -> None:

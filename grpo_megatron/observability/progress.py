@@ -49,11 +49,10 @@ class StepProgress:
         _, phases, began, entered = self._state
         if not phases:
             return ""
-        now = self._clock()
-        where = [phases[0]] if phases[0] != STEP_PHASE else []
+        now, is_step = self._clock(), phases[0] == STEP_PHASE
+        outer = f"{phases[0]}: " if len(phases) > 1 and not is_step else ""
         inner = phases[-1] if phases[-1] != STEP_PHASE else "between phases"
-        text = " ".join([*(f"{name}:" for name in where if len(phases) > 1), inner, duration(now - entered)])
-        return text + (self._left(now - began, steps_left) if not where else "")
+        return f"{outer}{inner} {duration(now - entered)}" + (self._left(now - began, steps_left) if is_step else "")
 
     def line(self) -> str:
         """The text in a line for a log."""
@@ -65,11 +64,7 @@ class StepProgress:
         each = statistics.median(self._seconds)
         if passed >= each:
             return ", longer than the last steps"
-        of_run = (
-            f" and {duration(each * steps_left - passed)} of the run"
-            if steps_left is not None and steps_left > 1
-            else ""
-        )
+        of_run = f" and {duration(each * steps_left - passed)} of the run" if steps_left and steps_left > 1 else ""
         return f", about {duration(each - passed)} of the step{of_run} left"
 
 
@@ -107,13 +102,8 @@ def _count(what: str, stop: threading.Event, is_over: Callable[[], bool]) -> Non
     began, erase = time.monotonic(), ""
     while not (stop.wait(COUNT_PERIOD_S) or is_over()):
         erase = "\r\x1b[K"
-        _write_live(f"{erase}  {what}: {duration(time.monotonic() - began)}\r")  # other texts replace it
-    _write_live(erase)
-
-
-def _write_live(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+        print(f"{erase}  {what}: {duration(time.monotonic() - began)}\r", end="", flush=True)  # other texts replace it
+    print(erase, end="", flush=True)
 
 
 def _remind(what: str, stop: threading.Event, is_over: Callable[[], bool], first_s: float) -> None:

@@ -1,6 +1,7 @@
 """RunFolder: what the files of a run say about it, while it runs and afterwards, on any machine. No process is asked.
 
-The files are metrics.jsonl, config.yaml and config_attempts/, events.jsonl, report_samples.jsonl, and heartbeats/ of rank 0.
+The files are metrics.jsonl, config.yaml and config_attempts/, events.jsonl, report_samples.jsonl, and heartbeats/ of rank 0. A
+file may be absent, cut off or damaged.
 """
 
 from __future__ import annotations
@@ -14,67 +15,35 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from grpo_megatron.reading import ReadError, parse_yaml
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.reading import parse_yaml
+from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.run_files import read_events
 
-# -- metrics.jsonl -----------------------------------------------------------------------------------------------------
-# One JSON object per step, {"step": 3, "critic/score/mean": 0.25, ...}; null is a number that is not finite.
+# -- metrics.jsonl: one JSON object per step, {"step": 3, "critic/score/mean": 0.25, ...}; null: a number that is not finite
 
 METRICS_FILE = "metrics.jsonl"
 StepMetrics = dict[str, Any]  # one line: "step", and a number or null per metric
 READ_AT_ONCE = 1 << 24  # bytes
+MAX_BUCKETS = 400
+DIGITS = 6  # significant ones
 
 
-def parse_line(line: bytes) -> StepMetrics | None:
-    """Parse one line of metrics.jsonl; None for a line that is cut off or damaged, whatever its bytes."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):  # no JSON, no UTF-8
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+def metric_rows(lines: Iterable[bytes]) -> Iterator[StepMetrics]:
+    """The JSON objects of these lines that have a step. Lines that are cut off or damaged are left out, whatever their bytes."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):  # no JSON, no UTF-8
+            continue
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            yield row
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Read the objects of a metrics.jsonl in file order, without damaged lines. Raises OSError."""
-    return [row for line in path.read_bytes().splitlines() if (row := parse_line(line)) is not None]
-
-
-class MetricsTail:
-    """Reads a growing metrics.jsonl part by part."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._inode, self._offset, self._rest = path, 0, 0, b""  # the rest: a line that is not whole yet
-
-    def read(self) -> tuple[bool, list[StepMetrics]]:
-        """Read what is new: whether the file was replaced, so that all is read again, and the new whole lines."""
-        try:
-            file = self.path.open("rb")
-        except OSError:
-            return False, []
-        with file:
-            status = os.fstat(file.fileno())
-            is_new = status.st_ino != self._inode or status.st_size < self._offset
-            if is_new:
-                self._inode, self._offset, self._rest = status.st_ino, 0, b""
-            file.seek(self._offset)
-            rows: list[StepMetrics] = []
-            while part := file.read(READ_AT_ONCE):
-                self._offset += len(part)
-                *lines, self._rest = (self._rest + part).split(b"\n")
-                rows += [row for line in lines if (row := parse_line(line)) is not None]
-        return is_new, rows
-
-
-# -- curves ------------------------------------------------------------------------------------------------------------
-# The metrics of a run in at most MAX_BUCKETS places, however many steps it has.
-# A bucket covers `width` steps, a power of two: it keeps the mean, the smallest and the largest value of a metric. So a single
-# spike of a long run stays visible. The memory does not grow with the number of steps.
-
-MAX_BUCKETS = 400
-DIGITS = 6  # significant ones
+    return list(metric_rows(path.read_bytes().splitlines()))
 
 
 @dataclass(slots=True)
@@ -94,38 +63,34 @@ class Bucket:
         self.lost += other.lost
 
 
-def bucket_of(value: object) -> Bucket | None:
-    """The bucket of one value; null counts as lost. None: the value is not a number."""
-    if value is None:
-        return Bucket(lost=1)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    number = float(value)
-    return Bucket(1, number, number, number) if math.isfinite(number) else Bucket(lost=1)
-
-
 class Curves:
-    """The metrics of a run in buckets. Lines of metrics.jsonl are added in order of their steps."""
+    """The metrics of a run in at most MAX_BUCKETS places, however many steps it has. Rows are added in order of their steps.
+
+    A bucket covers `width` steps, a power of two: it keeps the mean, the smallest and the largest value of a metric. So a
+    single spike of a long run stays visible, and the memory does not grow with the number of steps.
+    """
 
     def __init__(self) -> None:
         self.width, self.last_step, self.num_rows = 1, -1, 0
-        self.last_row: dict[str, Any] = {}
         self._metrics: dict[str, dict[int, Bucket]] = {}
         self._places: set[int] = set()
 
-    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+    def add(self, rows: Iterable[StepMetrics]) -> None:
         for row in rows:
             step = row["step"]
-            self.last_step, self.num_rows, self.last_row = max(self.last_step, step), self.num_rows + 1, row
+            self.last_step, self.num_rows = max(self.last_step, step), self.num_rows + 1
             self._places.add(step // self.width)
             for name, value in row.items():
-                bucket = bucket_of(value) if name != "step" else None
-                if bucket is not None:
-                    self._metrics.setdefault(name, {}).setdefault(step // self.width, Bucket()).add(bucket)
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if name == "step" or not (is_number or value is None):
+                    continue
+                is_known = value is not None and math.isfinite(value)
+                bucket = Bucket(1, float(value), float(value), float(value)) if is_known else Bucket(lost=1)
+                self._metrics.setdefault(name, {}).setdefault(step // self.width, Bucket()).add(bucket)
             while len(self._places) > MAX_BUCKETS:
-                self._merge()
+                self._halve()
 
-    def _merge(self) -> None:
+    def _halve(self) -> None:
         self.width *= 2
         self._places = {place // 2 for place in self._places}
         for name, buckets in self._metrics.items():
@@ -158,11 +123,10 @@ class Curves:
 
         `count`: how many values the last bucket has.
         """
-        buckets = list(self._buckets(name))
-        last = buckets[-1]
+        buckets = self._buckets(name)
         result: dict[str, Any] = {
             "y": [rounded(value) for value in self.means(name)],
-            "count": last.count if last else 0,
+            "count": buckets[-1].count if buckets[-1] else 0,
         }
         if self.width > 1:
             result["low"] = [rounded(bucket.low) if bucket else None for bucket in buckets]
@@ -171,10 +135,9 @@ class Curves:
             result["lost"] = lost
         return result
 
-    def _buckets(self, name: str) -> Iterator[Bucket | None]:
+    def _buckets(self, name: str) -> list[Bucket | None]:
         buckets = self._metrics.get(name, {})
-        for place in sorted(self._places):
-            yield buckets.get(place)
+        return [buckets.get(place) for place in sorted(self._places)]
 
 
 def rounded(value: float | None) -> float | None:
@@ -182,8 +145,7 @@ def rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
 
 
-# -- report_samples.jsonl ----------------------------------------------------------------------------------------------
-# Two groups of some steps, with the log-probabilities of engine and policy at each token.
+# -- report_samples.jsonl: two groups of some steps, with the log-probabilities of engine and policy at each token -----
 # One line per step that is kept:
 #
 # {"step": 12, "groups": [{"uid", "source", "prompt", "answer", "samples": [SAMPLE, ...]}, ...]}
@@ -202,33 +164,20 @@ class KeptSamples:
     def __init__(self, folder: Path, first_step: int | None = None) -> None:
         """`first_step`: later steps of an earlier attempt are dropped; None keeps all."""
         self.path = folder / SAMPLES_FILE
-        self.steps = [step for step in _read(self.path) if first_step is None or step["step"] < first_step]
+        rows = read_metrics(self.path) if self.path.is_file() else []
+        self.steps = [
+            row
+            for row in rows
+            if isinstance(row.get("groups"), list) and (first_step is None or row["step"] < first_step)
+        ]
 
     def add(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
         """Keep the step, and write the file. Raises OSError."""
         self.steps = [*(kept for kept in self.steps if kept["step"] < step), {"step": step, "groups": list(groups)}]
-        if len(self.steps) > MAX_STEPS:
-            del self.steps[_superfluous([kept["step"] for kept in self.steps])]
+        if len(self.steps) > MAX_STEPS:  # the one whose neighbours are closest goes
+            steps = [kept["step"] for kept in self.steps]
+            del self.steps[min(range(1, len(steps) - NEWEST), key=lambda n: (steps[n + 1] - steps[n - 1], n))]
         write_file(self.path, (json.dumps(kept) + "\n" for kept in self.steps))
-
-
-def _superfluous(steps: Sequence[int]) -> int:
-    """The place of the step whose neighbours are closest; neither the first step nor one of the newest."""
-    return min(range(1, len(steps) - NEWEST), key=lambda place: (steps[place + 1] - steps[place - 1], place))
-
-
-def _read(path: Path) -> Iterable[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return
-    for line in lines:
-        try:
-            step = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(step, dict) and type(step.get("step")) is int and isinstance(step.get("groups"), list):
-            yield step
 
 
 # -- all files of a run ------------------------------------------------------------------------------------------------
@@ -239,16 +188,7 @@ ENDED = ("stopped", "stalled", "failed", "done")  # kinds of events
 FlatSettings = dict[str, Any]  # "section.key" -> value
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One start of the run. `changes`: the keys that differ from the first attempt's config, as (key, first, now)."""
-
-    number: int
-    changes: list[tuple[str, Any, Any]]
-
-
-@dataclass(frozen=True)
-class Now:
+class Now(NamedTuple):
     """What rank 0 was doing at its last heartbeat, `age_s` seconds ago, and its seconds in the phase and the step."""
 
     phase: str
@@ -259,15 +199,17 @@ class Now:
 
 
 class RunFolder:
-    """What the files of a run say; `update` reads what is new. A file may be absent, cut off or damaged."""
+    """What the files of a run say; `update` reads what is new.
+
+    `attempts` has the number of each further start, and the keys that differ from the first one's config as (key, first, now).
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.curves = Curves()
+        self.folder, self.curves = folder, Curves()
         self.settings: FlatSettings = {}
-        self.attempts: list[Attempt] = []
+        self.attempts: list[tuple[int, list[tuple[str, Any, Any]]]] = []
         self.events: list[dict[str, Any]] = []
-        self._tail = MetricsTail(folder / METRICS_FILE)
+        self._inode, self._offset, self._rest = 0, 0, b""  # of metrics.jsonl; the rest: a line that is not whole yet
         self._step_seconds: deque[float] = deque(maxlen=RECENT)
         self._configs: dict[Path, tuple[int, FlatSettings]] = {}  # time of the last change, content
 
@@ -276,32 +218,45 @@ class RunFolder:
         return self.settings.get("trainer.experiment_name") or self.folder.resolve().name
 
     def update(self) -> None:
-        is_new, rows = self._tail.read()
-        if is_new:
-            self.curves = Curves()
-            self._step_seconds.clear()
-        self.curves.add(rows)
-        seconds = [row.get("timing_s/step") for row in rows[-RECENT:]]
-        self._step_seconds.extend(value for value in seconds if isinstance(value, int | float))
+        self._read_metrics()
         self.events = read_events(self.folder)
-        self._read_config()
-
-    def _read_config(self) -> None:
         self.settings = self._config(self.folder / "config.yaml")
         self.attempts = []
         for path in sorted((self.folder / "config_attempts").glob("*.yaml")):
             if path.stem.isdecimal():
                 changes = [(key, self.settings.get(key), value) for key, value in self._config(path).items()]
-                self.attempts.append(Attempt(int(path.stem), changes))
+                self.attempts.append((int(path.stem), changes))
+
+    def _read_metrics(self) -> None:
+        """Add the new whole lines to the curves. A file that was replaced is read from its beginning."""
+        try:
+            file = (self.folder / METRICS_FILE).open("rb")
+        except OSError:
+            return
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode, self._offset, self._rest = status.st_ino, 0, b""
+                self.curves = Curves()
+                self._step_seconds.clear()
+            file.seek(self._offset)
+            while part := file.read(READ_AT_ONCE):
+                self._offset += len(part)
+                *lines, self._rest = (self._rest + part).split(b"\n")
+                rows = list(metric_rows(lines))
+                self.curves.add(rows)
+                seconds = [row.get("timing_s/step") for row in rows[-RECENT:]]
+                self._step_seconds.extend(value for value in seconds if isinstance(value, int | float))
 
     def _config(self, path: Path) -> FlatSettings:
         """Reading YAML takes some 20 ms, so an unchanged file is read once."""
         try:
             changed = path.stat().st_mtime_ns
-        except OSError:
+            if path not in self._configs or self._configs[path][0] != changed:
+                content = parse_yaml(path.read_text(encoding="utf-8"))
+                self._configs[path] = changed, flat_config(content if isinstance(content, dict) else {})
+        except (OSError, ValueError):
             return {}
-        if path not in self._configs or self._configs[path][0] != changed:
-            self._configs[path] = changed, flat_config(_yaml(path))
         return self._configs[path][1]
 
     def samples(self) -> list[dict[str, Any]]:
@@ -310,7 +265,7 @@ class RunFolder:
 
     def total_steps(self) -> int | None:
         """The steps of the newest config; None if it is not readable."""
-        settings = self.settings | {key: now for attempt in self.attempts for key, _, now in attempt.changes}
+        settings = self.settings | {key: now for _, changes in self.attempts for key, _, now in changes}
         total = settings.get("trainer.total_training_steps")
         return total if isinstance(total, int) else None
 
@@ -326,9 +281,9 @@ class RunFolder:
     def seconds_left(self) -> float | None:
         """For the steps that are left, without checkpoints; None: unknown, or the run has ended."""
         total, each = self.total_steps(), self.step_seconds()
-        return (
-            None if total is None or each is None or self.state() != "running" else each * (total - self.steps_done())
-        )
+        if total is None or each is None or self.state() != "running":
+            return None
+        return each * (total - self.steps_done())
 
     def state(self) -> str:
         """running, or one of ENDED: what the last event says. A run that was killed leaves no event: see `silent_since`."""
@@ -360,11 +315,3 @@ def flat_config(settings: Mapping[str, Any], prefix: str = "") -> FlatSettings:
         is_section = isinstance(value, Mapping) and bool(value)
         result |= flat_config(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return result
-
-
-def _yaml(path: Path) -> Mapping[str, Any]:
-    try:
-        content = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, ReadError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -16,12 +16,12 @@ from pydantic import ValidationError
 
 from grpo_megatron.config import ConfigError, RolloutConfig, Section
 from grpo_megatron.device import Device
+from grpo_megatron.importing import Registry
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.registry import Registry
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.rollout.transformers_engine import TransformersEngine
 from grpo_megatron.rollout.vllm import VllmEngine
-from grpo_megatron.sync.tensors import EngineTensors
+from grpo_megatron.sync.plan import EngineTensors
 
 engines: Registry[type[RolloutEngine]] = Registry("rollout engine")
 engines.register("vllm")(VllmEngine)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from grpo_megatron.config import RolloutConfig, Section
-from grpo_megatron.sync.tensors import EngineTensors, SyncTensor, shortened
+from grpo_megatron.sync.plan import EngineTensors, SyncTensor, shortened
 from grpo_megatron.types import WeightBucket
 
 if TYPE_CHECKING:

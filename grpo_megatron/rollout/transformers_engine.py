@@ -27,7 +27,7 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import Completion, Request, StatefulEngine, load_verified
 from grpo_megatron.rollout.transformers_model import FEWEST_ROWS, RowCache, RowModel, aligned
 from grpo_megatron.sync.digest import part_digest
-from grpo_megatron.sync.tensors import EngineTensors
+from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.types import WeightBucket
 
 # -- Drawing one token for each row by inverting its cumulative distribution: one uniform number per token -------------

@@ -88,20 +88,22 @@ class Generator:
         temperature: float,
         top_p: float = 1.0,
         greedy: bool = False,
+        uids: Sequence[str] | None = None,
         history: LengthHistory | None = None,
         metrics: Metrics,
     ) -> list[Sample]:
         """This block's samples, in (prompt, index) order. Collective. Only the block's leader knows their rewards.
 
         `draw_id` (the step) and the prompt's uid seed the draws. A prompt that is in `prompts` twice gets different
-        seeds. `greedy` adds one greedy response per prompt, with index `GREEDY`. `version` is that of the engine's
-        weights. `max_tokens` bounds a response, with the observations of its environment. `history` knows how long earlier
-        responses were, and learns how long these are; one of several turns does not read it. Raises RankError on every
-        rank when the workers of any rank cannot run at all, or when more than `max_failed_ratio` of all ranks' samples
-        get no reward.
+        seeds, unless `uids` says what seeds each prompt's draws. `greedy` adds one greedy response per prompt, with index
+        `GREEDY`. `version` is that of the engine's weights. `max_tokens` bounds a response, with the observations of its
+        environment. `history` knows how long earlier responses were, and learns how long these are; one of several turns does
+        not read it. Raises RankError on every rank when the workers of any rank cannot run at all, or when more than
+        `max_failed_ratio` of all ranks' samples get no reward.
         """
         indices = sample_indices(n, greedy=greedy)
-        wanted = _Request(prompts, distinct_uids(prompts), indices, draw_id, version, max_tokens, temperature, top_p)
+        names = distinct_uids(prompts) if uids is None else list(uids)
+        wanted = _Request(prompts, names, indices, draw_id, version, max_tokens, temperature, top_p)
         if not self.shares_work:
             history = None
         expected = None if history is None else history.expected(prompts)

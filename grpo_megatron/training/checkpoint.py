@@ -7,7 +7,7 @@
         trainer.json    step, place in the schedule, config, world size, data position, stored groups, KL coefficient
         manifest.json   size and sha256 of every file above; written last
 
-All ranks write into a hidden folder, which rank 0 renames when every rank is done (storage/atomic.py). With
+All ranks write into a hidden folder, which rank 0 renames when every rank is done (storage/files.py). With
 `trainer.async_save` the state is copied to the host, and threads write it while the run goes on (PendingSave). At most one
 save is under way: the next one, a request to stop and the end of the run wait for it.
 
@@ -40,15 +40,19 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.sharded_state import Writes, load_sharded, save_sharded
 from grpo_megatron.parallel.mesh import Mesh, RankError, on_every_rank, on_first_rank
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import (
+from grpo_megatron.storage.files import (
+    MANIFEST_FILE,
+    check_sizes,
     check_space,
     clear_leftovers,
     partial_of,
     publish_folder,
+    read_manifest,
     remove_folder,
+    sha256_of,
     write_file,
+    write_manifest,
 )
-from grpo_megatron.storage.manifest import MANIFEST_FILE, check_sizes, read_manifest, sha256_of, write_manifest
 from grpo_megatron.storage.run_files import STEP_FILE, on_disk, steps_of
 
 # -- Saving in the background ------------------------------------------------------------------------------------------
@@ -146,7 +150,7 @@ class Checkpoints:
         found: list[str] = []
         try:
             files = read_manifest(path) or {}
-            if self.mesh.rank == 0 and not check_sizes(path):
+            if self.mesh.rank == 0 and check_sizes(path) is None:
                 found.append(f"it has no {MANIFEST_FILE}")
             if self.verify == "full":
                 for name, entry in sorted(files.items())[self.mesh.rank :: self.mesh.world_size]:

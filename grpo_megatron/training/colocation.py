@@ -36,9 +36,9 @@ from grpo_megatron.observability.progress import awaited
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
-from grpo_megatron.sync.delta_sync import DeltaLimits
+from grpo_megatron.sync.delta import DeltaLimits
 from grpo_megatron.sync.digest import Expected, compare
-from grpo_megatron.sync.tensors import EngineTensors
+from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.types import Batch, Sample, WeightBucket
 
 # -- Probe -------------------------------------------------------------------------------------------------------------

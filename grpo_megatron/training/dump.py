@@ -29,7 +29,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh, on_every_rank, on_first_rank
-from grpo_megatron.storage.atomic import clear_leftovers, partial_of, publish_folder, write_file
+from grpo_megatron.storage.files import clear_leftovers, partial_of, publish_folder, write_file
 from grpo_megatron.training.correction_step import build_loss
 from grpo_megatron.types import Batch, rows_of_mini_batch
 

@@ -1,6 +1,6 @@
 """OutputFolder: trainer.output_dir while a run writes into it. One run at a time; an earlier run's files are kept.
 
-.lock         held by rank 0 (storage/lock.py)
+.lock         held by rank 0 (storage/files.py)
 earlier_001/  with trainer.resume_mode=disable: the files of the run that was here before
 """
 
@@ -15,11 +15,10 @@ import yaml
 
 from grpo_megatron.checks.resume import differences
 from grpo_megatron.config import ConfigError, TrainerConfig
-from grpo_megatron.observability.summary import OUTPUTS
+from grpo_megatron.observability.console import OUTPUTS
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import check_space, clear_leftovers, remove_folder, sync_path, write_file
-from grpo_megatron.storage.lock import FolderLock
+from grpo_megatron.storage.files import FolderLock, check_space, clear_leftovers, remove_folder, sync_path, write_file
 
 EARLIER = re.compile(r"earlier_(\d+)")
 # What a run writes besides what its summary names. Everything else in the folder is the user's, or slurm/train_70b.sh's.

@@ -19,7 +19,7 @@ import torch
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.profile import AFTER, PhaseClock, divide, phase_seconds, profile_tables
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.storage.atomic import new_folder
+from grpo_megatron.storage.files import new_folder
 
 PROFILE_FOLDER = "profile"
 MAX_TRACES = 8  # a trace of a real step may have a gigabyte before compression

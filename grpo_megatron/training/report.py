@@ -14,8 +14,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.flops import mfu_metrics, peaks, throughput
 from grpo_megatron.models.forward import MetricSums, num_padding_tokens, packed_lengths
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.observability.metrics import Metrics, group_table_metrics
-from grpo_megatron.observability.sinks import Sinks
+from grpo_megatron.observability.metrics import Metrics, Sinks, group_table_metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.trajectory import ENDINGS
 from grpo_megatron.training.guards import Guards

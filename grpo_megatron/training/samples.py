@@ -31,7 +31,7 @@ from grpo_megatron.config import TrainerConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import clear_leftovers, write_file
+from grpo_megatron.storage.files import clear_leftovers, write_file
 from grpo_megatron.storage.run_files import claim_rollout_folder, remove_rollouts_from, rollout_file
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample
 

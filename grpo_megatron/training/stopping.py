@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_megatron.config import TrainerConfig
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.run_files import add_event, on_disk, steps_of
 
 if TYPE_CHECKING:

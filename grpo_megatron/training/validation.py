@@ -18,14 +18,14 @@ from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, DataConfi
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.data.written import OfflineGroup
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.observability.console import Summary
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.observability.summary import Summary
 from grpo_megatron.parallel.exchange import exchange, gather_groups, gather_rows
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.grading import is_declined
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 from grpo_megatron.training.beside.references import References
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Batch, Prompt, Sample

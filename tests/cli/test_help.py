@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from grpo_megatron.cli import main
-from grpo_megatron.cli.commands import COMMANDS, PlanOptions, TrainOptions
+from grpo_megatron.cli.main import COMMANDS, PlanOptions, TrainOptions
 from grpo_megatron.config.options import COMMAND_NAME, parse, parser_of
 
 

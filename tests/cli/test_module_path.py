@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.cli.inspecting import list_keys
+from grpo_megatron.cli.main import KeysOptions, print_keys
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.section import config_keys
-from grpo_megatron.registry import find_modules, import_function
+from grpo_megatron.importing import find_modules, import_function
 
 
 def test_modules_beside_the_config_are_found_and_shadow_nothing(
@@ -31,10 +31,10 @@ def test_modules_beside_the_config_are_found_and_shadow_nothing(
     assert (import_function("mine_here:reward"), import_function("mine_beside:reward")) == (1, 2)
 
 
-def test_keys_are_listed_with_default_type_and_comment() -> None:
-    text = list_keys("rollout.val_kwargs")
-    assert "rollout.val_kwargs.temperature: 0.0   (float)\n    0: greedy\n" in text
-    assert "model.path: needed   (Path)" in list_keys("")
+def test_keys_are_listed_with_default_type_and_comment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_keys(KeysOptions(section="rollout.val_kwargs")) == 0
+    assert "rollout.val_kwargs.temperature: 0.0   (float)\n    0: greedy\n" in capsys.readouterr().out
+    assert print_keys(KeysOptions()) == 0 and "model.path: needed   (Path)" in capsys.readouterr().out
     assert len(list(config_keys(Config))) == len({key.name for key in config_keys(Config)})
     with pytest.raises(ConfigError, match="did you mean 'actor'"):
-        list_keys("actr")
+        print_keys(KeysOptions(section="actr"))

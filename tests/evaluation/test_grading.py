@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.data.benchmarks import BenchmarkProblem
 from grpo_megatron.evaluation.grading import Grade, grade, grade_file, grader_of, same_answers
 from grpo_megatron.evaluation.ledger import LedgerEntry
-from grpo_megatron.evaluation.results import _grades
+from grpo_megatron.evaluation.results import grade_samples
 from grpo_megatron.rewards.pool import RewardPool
 from tests.files import DATA, WHOLE
 from tests.runs import write_rows
@@ -21,25 +22,22 @@ def test_grades_of_gsm8k() -> None:
     answers = ["18", "1,234", "5", "18", "18"]
     texts = ["#### 18", "#### $1,234.00", "\\boxed{6}", "eighteen", "18"]
     expected = [Grade(True, "18"), Grade(True, "1234"), Grade(False, "6"), Grade(False, None), Grade(False, None)]
-    assert grade("gsm8k", answers, texts) == expected
-    assert grade("gsm8k", answers, texts, workers=2) == expected  # in processes
+    assert grade("svamp", answers, texts) == grade("gsm8k", answers, texts, workers=2) == expected
     assert [verdict.format_ok for verdict in expected] == [True, True, True, False, False]
-    assert grade("svamp", answers, texts) == expected
     assert [verdict.correct for verdict in grade("gsm8k_flexible", answers, texts)] == [True, False, False, False, True]
 
 
 def test_grades_between_answer_tags_and_behind_an_opened_thought() -> None:
-    """`gsm8k_r1`: in this process and in workers, numbers and texts. `format` needs the `<think>` that the prompt wrote."""
+    """`gsm8k_r1`: numbers and texts. `format` needs the `<think>` that the prompt wrote."""
     answers = ["18", "18", "Paris", "Paris"]
     texts = [f"6 + 12</think><answer>{text}</answer>" for text in ("18.0", "17", " paris.", "")]
     expected = [Grade(True, "18"), Grade(False, "17"), Grade(True, "paris"), Grade(False, None)]
-    assert grade("gsm8k_r1", answers, texts) == grade("graded_answer", answers, texts, workers=2) == expected
+    assert grade("gsm8k_r1", answers, texts) == expected
     assert same_answers("graded_answer", [("1/2", "0.5"), ("Rome", "ROME"), ("1", "2")]) == [True, True, False]
-    entries = [LedgerEntry("u", 0, text, 9, "stop") for text in texts[:2]]
+    problem = BenchmarkProblem("u", "", "")
     with RewardPool(1, 30.0) as pool:
-        for opened, kept in (("<think>\n", True), ("", False)):
-            grades = _grades("format", ["", ""], entries, pool, rows=[{}, {}], prompts=[opened, ""])
-            assert [verdict.correct for verdict in grades] == [kept, False]
+        drawn = [(problem, opened, LedgerEntry("u", 0, texts[0], 9, "stop")) for opened in ("<think>\n", "")]
+        assert [verdict.correct for verdict in grade_samples("format", drawn, pool)] == [True, False]
 
 
 def test_grades_of_math_and_a_failure_of_the_grader() -> None:
@@ -55,10 +53,9 @@ def test_grades_of_math_and_a_failure_of_the_grader() -> None:
 
 
 def test_a_reference_answer_that_is_not_a_number_is_an_error_of_its_row() -> None:
-    for workers in (1, 2):
-        verdicts = grade("gsm8k", ["many", "18"], ["#### 18", "#### 18"], workers=workers)
-        assert [(verdict.correct, verdict.status) for verdict in verdicts] == [(False, "error"), (True, "ok")]
-        assert "'many' is not a number" in verdicts[0].message
+    verdicts = grade("gsm8k", ["many", "18"], ["#### 18", "#### 18"])
+    assert [(verdict.correct, verdict.status) for verdict in verdicts] == [(False, "error"), (True, "ok")]
+    assert "'many' is not a number" in verdicts[0].message
 
 
 def test_names_of_graders() -> None:

@@ -16,10 +16,10 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.environments.environment import Environment, Step
 from grpo_megatron.evaluation import results
+from grpo_megatron.evaluation.cli import draw_task
 from grpo_megatron.evaluation.ledger import Ledger
 from grpo_megatron.evaluation.options import EvaluateOptions
 from grpo_megatron.evaluation.report import render_page
-from grpo_megatron.evaluation.run import draw_task
 from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import Completion, Request
@@ -80,6 +80,9 @@ class ScriptedEngine:
         return finished
 
     def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    def cache_statistics(self) -> tuple[int, int]:
+        return 0, 0
 
 
 def calculate(text: str) -> str:

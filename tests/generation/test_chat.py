@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.config import ConfigError
 from grpo_megatron.generation import cli as chat
-from grpo_megatron.generation.drawing import Answerer, TextStream
+from grpo_megatron.generation.cli import Answerer, TextStream
 from grpo_megatron.generation.options import GenerateOptions
 from grpo_megatron.generation.settings import prepare_generation
 from grpo_megatron.rollout.engine import Completion, Request, StopTexts
@@ -156,8 +155,3 @@ def test_a_second_ctrl_c_is_not_held_back(model: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         hold(model, iter(["Count"]), ["1 2 3"], {1: twice})
-
-
-def test_a_chat_needs_a_template() -> None:
-    with pytest.raises(ConfigError, match="--chat needs a chat template"):
-        chat.check_chat(None)

@@ -18,7 +18,7 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.options import parse
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.generation import cli
-from grpo_megatron.generation.drawing import Answerer, ModelAnswer
+from grpo_megatron.generation.cli import Answerer, ModelAnswer
 from grpo_megatron.generation.options import GenerateOptions
 from grpo_megatron.generation.settings import GenerationSettings, prepare_generation
 from tests.evaluation.models import byte_tokenizer, gsm8k_rows, make_folder
@@ -67,7 +67,7 @@ def test_the_prompts_are_those_of_the_run(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_step_has_the_template_of_its_run(run: Path, tmp_path: Path) -> None:
-    from grpo_megatron.convert.conversion import to_megatron
+    from grpo_megatron.convert import to_megatron
 
     step = tmp_path / "step_000001"
     to_megatron(run / "hf", step / "out", quiet=True)
@@ -112,6 +112,16 @@ def test_a_step_has_the_template_of_its_run(run: Path, tmp_path: Path) -> None:
 def test_mistakes_are_named(options: list[str], words: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--model", str(run / "hf"), *options]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_chat_needs_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_folder(tmp_path / "model")
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    assert main(["generate", "--model", str(model), "--chat"]) == 2
+    assert "--chat needs a chat template" in capsys.readouterr().err
 
 
 class Scripted(Answerer):

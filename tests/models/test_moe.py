@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.checks.layout import engine_expert_problems, expert_problems
+from grpo_megatron.checks.layout import engine_expert_problems, world_problems
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import engine_split_problems
 from grpo_megatron.models.families import architecture_of, read_architecture
@@ -220,7 +220,7 @@ def test_every_expert_has_one_owner(folders: list[Path]) -> None:
 def problems_of(
     check: Any, megatron: Any = None, rollout: Any = None, *, dense: bool = False, on_cpu: bool = False, **more: Any
 ) -> list[str]:
-    """What `check` finds: `expert_problems` of a layout, or `engine_expert_problems`."""
+    """What `check` finds: `world_problems` of a layout, or `engine_expert_problems`."""
     sections: dict[str, Any] = {"actor": {"megatron": megatron or {}}, "rollout": rollout or {}}
     sections["trainer"] = {"device": "cpu" if on_cpu else "cuda"}
     config = Config.model_validate({"model": {"path": "m"}, **sections})
@@ -236,7 +236,7 @@ LAYOUT_PROBLEMS = [  # world, tp, pp, ep, other options, part of the message
         *(4, 2, 1, 2, {"on_cpu": True}),
         "expert_model_parallel_size=2 x actor.megatron.tensor_model_parallel_size=2 on the CPU: gloo",
     ),
-    (6, 1, 1, 4, {}, "expert_model_parallel_size=4 does not divide the data-parallel size 6 (world 6 / tp 1 / pp 1)"),
+    (6, 1, 1, 4, {}, "expert_model_parallel_size=4 does not divide the 6 ranks that world size / (tp x pp) leaves"),
     (3, 1, 1, 3, {}, "expert_model_parallel_size=3 does not divide the model's 8 experts; set one of 1, 2, 4, 8"),
     (2, 1, 1, 2, {"dense": True}, "(llama) has no experts; set actor.megatron.expert_model_parallel_size=1"),
     (2, 2, 1, 1, {"sequence_parallel": False}, "without sequence parallelism"),
@@ -250,7 +250,7 @@ def test_layouts_that_cannot_be_are_refused(
     sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
     sizes |= {key: value for key, value in options.items() if key == "sequence_parallel"}
     options = {key: value for key, value in options.items() if key not in sizes}
-    problems = problems_of(expert_problems, sizes, world_size=world, **options)
+    problems = problems_of(world_problems, sizes, world_size=world, **options)
     assert len(problems) == (message is not None)
     assert message is None or message in problems[0]
 

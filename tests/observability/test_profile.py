@@ -91,8 +91,8 @@ def test_the_tables() -> None:
     means, table = profile_tables(range(4, 6), divide([rank(2, 3), rank(6, 1)]))
     title, _, *rows = means.splitlines()
     assert title == "Steps 4 to 5, 2 ranks: seconds per step, mean of the ranks"
-    assert rows[1].split() == ["reward", "3.000", "0.000", "2.000", "1.000", "0.000"]
+    assert rows[2].split() == ["reward", "3.000", "0.000", "2.000", "1.000", "0.000"]
     assert rows[-1].split() == ["whole", "10.000", "6.000", "2.000", "1.000", "1.000"]
-    assert [line.split()[:2] for line in table.splitlines()[2:]] == [
+    assert [line.split()[:2] for line in table.splitlines()[3:]] == [
         [str(rank), phase] for rank in range(2) for phase in ("gen", "reward", "update_actor")
     ]

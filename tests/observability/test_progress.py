@@ -15,12 +15,13 @@ import pytest
 
 from grpo_megatron.cli.ranks import announce_start
 from grpo_megatron.config import TrainerConfig
-from grpo_megatron.observability import console, sinks
+from grpo_megatron.observability import console
+from grpo_megatron.observability import metrics as sinks_module
 from grpo_megatron.observability import progress as progress_module
 from grpo_megatron.observability.console import ConsoleSink
 from grpo_megatron.observability.loggers import build_sinks
+from grpo_megatron.observability.metrics import JsonlSink, ReportSink
 from grpo_megatron.observability.progress import StepProgress, awaited, duration
-from grpo_megatron.observability.sinks import JsonlSink, ReportSink
 from grpo_megatron.pages.run_folder import METRICS_FILE
 from grpo_megatron.storage import run_files
 from tests.pages.material import group, make_run, sample
@@ -175,7 +176,7 @@ def test_every_step_is_in_the_report_which_takes_a_hundredth_of_the_time(
 
     folder = make_run(tmp_path / "run", steps=0)
     rows, page = JsonlSink(folder / METRICS_FILE), folder / "report.html"
-    monkeypatch.setattr(sinks, "write_file", write)
+    monkeypatch.setattr(sinks_module, "write_file", write)
     sink = ReportSink(folder, clock=clock)
     assert len(written) == 1 and "report.html" not in [path.name for path in folder.glob(".*")]
     seen = []
@@ -235,9 +236,9 @@ def test_a_report_that_cannot_be_written_ends_no_run_and_is_whole_again_later(
     sink, full = ReportSink(folder), mock.Mock(side_effect=OSError("no space left"))
     sink.log(0, {})
     with monkeypatch.context() as disk:
-        disk.setattr(sinks, "appended_step", full)
+        disk.setattr(sinks_module, "appended_step", full)
         sink.log(1, {})
-        disk.setattr(sinks, "write_file", full)
+        disk.setattr(sinks_module, "write_file", full)
         sink.log(2, {})
     assert "cannot write" in caplog.text and "report.html" in caplog.text
     (folder / "report.html").write_text("a part of a line")

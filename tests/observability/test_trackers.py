@@ -16,7 +16,7 @@ import pytest
 
 from grpo_megatron.config import TrainerConfig
 from grpo_megatron.observability.loggers import build_sinks, group_text
-from grpo_megatron.observability.sinks import Sinks
+from grpo_megatron.observability.metrics import Sinks
 from tests.observability.tracker_signatures import Recording
 from tests.pages.material import group, sample
 

@@ -35,14 +35,8 @@ RETURNED = {"wandb init": "Run.", "mlflow MlflowClient": "MlflowClient."}  # wha
 
 def recorded_signature(function: str) -> inspect.Signature:
     """Of one row of the table, former names included."""
-    parameters, kind = [], inspect.Parameter.POSITIONAL_OR_KEYWORD
-    for word in f"{PARAMETERS[function]} {FORMER_NAMES.get(function, '')}".split():
-        if word == "*":
-            kind = inspect.Parameter.KEYWORD_ONLY
-        else:
-            default = None if word.endswith("=") else inspect.Parameter.empty
-            parameters.append(inspect.Parameter(word.rstrip("="), kind, default=default))
-    return inspect.Signature(parameters)
+    words = f"{PARAMETERS[function]} {FORMER_NAMES.get(function, '')}".split()
+    return inspect.signature(eval(f"lambda {', '.join(f'{w}None' if w.endswith('=') else w for w in words)}: None"))
 
 
 class Recording:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.pages.run_folder import RunFolder
-from grpo_megatron.report.cli import WatchOptions, watch
-from grpo_megatron.report.watch import sparkline, watch_lines
+from grpo_megatron.report.cli import WatchOptions, sparkline, watch, watch_lines
 from tests.pages.material import HOSTILE, event, group, make_run, sample
 
 WORDS = "first second third"
@@ -40,7 +39,7 @@ def test_a_running_run(tmp_path: Path) -> None:
     )
     beat(folder)
     lines = lines_of(folder)
-    assert lines[0] == "run: running, 30 of 40 steps, 10 s per step, 2 min left"
+    assert lines[0] == "run: running, 30 of 40 steps, 10 s per step, 1 min 40 s left"
     assert lines[2].startswith("step 30: gen for 2 s, about 6 s of the step left")
     (reward,) = [line for line in lines if line.startswith("Training reward")]
     assert "0.2 -> 0.49" in reward and reward.rstrip()[-1] == "\u2588"

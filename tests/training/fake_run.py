@@ -20,9 +20,9 @@ import torch
 from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
 from grpo_megatron.data.written import WrittenResponse
-from grpo_megatron.observability import sinks
-from grpo_megatron.observability.sinks import Sink
-from grpo_megatron.observability.summary import Summary
+from grpo_megatron.observability import metrics as sinks_module
+from grpo_megatron.observability.console import Summary
+from grpo_megatron.observability.metrics import Sink
 from grpo_megatron.parallel.exchange import build_batch
 from grpo_megatron.sampling import generator
 from grpo_megatron.sync.digest import Expected
@@ -358,7 +358,7 @@ def run(
             "Generator": WatchedGenerator,
         },
         references: {"Reference": FakeReference},
-        sinks: {} if has_report else {"ReportSink": lambda *_: NoReport()},
+        sinks_module: {} if has_report else {"ReportSink": lambda *_: NoReport()},
     }
     with ExitStack() as stack:
         for module, names in stand_ins.items():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.cli import main
-from grpo_megatron.cli.commands import TrainOptions
+from grpo_megatron.cli.main import TrainOptions
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import parse
 from grpo_megatron.observability.metrics import Metrics
@@ -45,7 +45,7 @@ def test_it_records_the_wanted_steps(tmp_path: Path, first: int, recorded: list[
     assert names == [name for step in recorded for name in (f"training step {step}", "gen")]
     assert len(notes) == 1 and "mean of the ranks" in notes[0]
     table = (tmp_path / "profile" / "table.txt").read_text()
-    assert {line.split()[1] for line in table.splitlines()[2:]} == {"gen", "log"}
+    assert {line.split()[1] for line in table.splitlines()[3:]} == {"gen", "log"}
     assert metrics.reduce()["timing_s/gen"] > 0
 
 

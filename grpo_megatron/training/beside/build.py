@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_megatron.checks.model_folders import has_critic
+from grpo_megatron.checks.models import has_critic
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config, ScoringModel
 from grpo_megatron.device import Device

@@ -19,7 +19,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.policy import Policy, Reference
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.storage.atomic import remove_folder
+from grpo_megatron.storage.files import remove_folder
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Batch
 
