@@ -49,7 +49,7 @@ def actor(layout: Layout, megatron: Any = None) -> Any:
 
 def make_pairs(count: int = 5, *, seed: int = 0) -> Any:
     """Pairs of various lengths: each prompt of `tiny.make_sequences` with its own and another prompt's response."""
-    from grpo_megatron.training.beside.preferences import PreferencePair
+    from grpo_megatron.training.reward_model import PreferencePair
 
     drawn = tiny.make_sequences(2 * count, seed=seed)
     pairs = []
@@ -102,10 +102,11 @@ def decoded(ids: Any) -> str:
 
 def frozen_loop(outcome: Path, process: Path, layout: Layout, combine: str) -> dict[str, Any]:
     """A step rewarded by the sum of two frozen models: 2 x the outcome model's score, 0.5 x that of the process model."""
+
     from grpo_megatron.config import RewardModelConfig, ScoringModel
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.exchange import gather_groups
-    from grpo_megatron.training.beside.reward_model import FrozenReward, ProcessScorer, Scorer
+    from grpo_megatron.training.reward_model import FrozenReward, Scorer
 
     config = RewardModelConfig.model_validate({"path": outcome, "coefficient": 2.0, "combine": combine})
     steps = ScoringModel.model_validate({"path": process, "coefficient": 0.5, "step_separator": ";", "kind": "process"})
@@ -113,7 +114,7 @@ def frozen_loop(outcome: Path, process: Path, layout: Layout, combine: str) -> d
     limits = actor(layout)
     scorers = [
         Scorer("", config, frozen(outcome, layout), limits),
-        ProcessScorer("prm", steps, frozen(process, layout, "process"), limits, decoded),
+        Scorer("prm", steps, frozen(process, layout, "process"), limits, decoded),
     ]
     samples = make_samples(mesh, 0)
     table = gather_groups(samples, mesh)
@@ -128,8 +129,7 @@ def frozen_loop(outcome: Path, process: Path, layout: Layout, combine: str) -> d
 
 def update(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:
     """Whole gradients of one backward pass. Then, with the distributed optimizer, metrics and weights of an update."""
-    from grpo_megatron.training.beside.preferences import pair_batch
-    from grpo_megatron.training.beside.reward_model import pair_loss, update_pairs
+    from grpo_megatron.training.reward_model import pair_batch, pair_loss, update_pairs
 
     model = build(folder, layout, megatron={"use_distributed_optimizer": False})  # leaves whole gradients on every rank
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
@@ -150,8 +150,7 @@ def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "float32") -> torch.Tensor:
     """Two updates, then a Hugging Face folder and, beside it, a checkpoint. Returns the scores of the chosen sequences."""
     from grpo_megatron.models.weights.sharded_state import save_sharded
-    from grpo_megatron.training.beside.preferences import pair_batch
-    from grpo_megatron.training.beside.reward_model import update_pairs
+    from grpo_megatron.training.reward_model import pair_batch, update_pairs
 
     model = build(folder, layout, dtype=dtype)
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
@@ -166,8 +165,7 @@ def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "
 def poisoned(folder: Path) -> dict[str, Any]:
     """Two ranks. In the second update the weights of rank 1 give NaN."""
     from grpo_megatron.models.weights.stream import unwrapped
-    from grpo_megatron.training.beside.preferences import pair_batch
-    from grpo_megatron.training.beside.reward_model import update_pairs
+    from grpo_megatron.training.reward_model import pair_batch, update_pairs
 
     model = build(folder, (2, 1, 1, False))
     pairs = make_pairs()
@@ -246,7 +244,7 @@ def loop(
     """Outer iterations of two steps. Returns rewards and metrics of every step, and the final weights."""
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.exchange import gather_groups
-    from grpo_megatron.training.beside.reward_model import LearningReward
+    from grpo_megatron.training.reward_model import LearningReward
 
     settings = {"steps": 3, "train_batch_size": 4, "history_size": 8, "start_iteration": 1, **config}
     model = build(folder, layout, megatron=megatron, dtype=dtype)
