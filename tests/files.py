@@ -7,8 +7,10 @@ are deselected (tests/conftest.py).
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,3 +19,9 @@ CONFIGS = DATA / "hf_configs"
 QWEN_SMALL = DATA / "tokenizers" / "qwen_small" / "tokenizer.json"  # the first 3,840 of Qwen2's 151,387 merges
 WHOLE = Path(os.environ.get("GRPO_TEST_DATA") or DATA).resolve()
 SLICE_AND_WHOLE = [pytest.param(DATA, id="slice"), pytest.param(WHOLE, id="whole", marks=pytest.mark.real_data)]
+
+
+def row_files(path: Path, *rows: Any) -> list[Path]:
+    """A file of JSON lines, as the list of files that a run names."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return [path]

@@ -55,12 +55,10 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "pydantic": ("config", "cli.", "data.", "rollout.", "evaluation.", "generation.", "curation.", "convert."),
     "pydantic_core": ("config",),
     "yaml": ("reading", "planning.", "training."),
-    "jinja2": ("pages.",),
+    "jinja2": ("pages.", "starting."),
     "matplotlib": ("observability.", "pages."),
     "numpy": ("data.",),
     "msgspec": ("rewards.pool",),
-    "numba": ("sync.",),
-    "triton": ("sync.",),
     "pyarrow": ("data.",),
     "tqdm": ("data.", "observability.", "training.", "evaluation.", "convert."),
     "jsonschema": ("environments.",),
@@ -194,7 +192,7 @@ def test_files_are_ascii_and_have_a_header() -> None:
 
 
 def test_the_list_of_slow_tests_names_files_that_exist() -> None:
-    for name in (*conftest.SLOW, conftest.LONGEST):
+    for name in (*conftest.SLOW, *conftest.LONGEST):
         assert (ROOT / "tests" / name).exists(), f"tests/conftest.py names tests/{name}"
 
 

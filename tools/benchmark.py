@@ -141,7 +141,7 @@ def forget(folder: Path) -> None:
 
 
 def convert(args: argparse.Namespace) -> int:
-    from grpo_megatron.convert.conversion import to_hf, to_megatron
+    from grpo_megatron.convert import to_hf, to_megatron
 
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="benchmark-convert-") as root:
         hf, megatron, out = (Path(root) / name for name in ("hf", "megatron", "out"))
@@ -160,7 +160,7 @@ def convert(args: argparse.Namespace) -> int:
             "cp -r, then sha256sum": (hf, copy_and_hash),
             "to-megatron": (hf, lambda: to_megatron(hf, out, quiet=True)),
             "to-hf": (megatron, lambda: to_hf(megatron, out, quiet=True)),
-            "to-hf --no-hashes": (megatron, lambda: to_hf(megatron, out, quiet=True, check_hashes=False)),
+            "to-hf --no-hashes": (megatron, lambda: to_hf(megatron, out, quiet=True, no_hashes=True)),
         }
         times: dict[str, list[Times]] = {name: [] for name in rows}
         for _ in range(args.repeats):

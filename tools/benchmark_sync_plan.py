@@ -17,9 +17,8 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_architecture
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.planning.traffic import planned_sync
-from grpo_megatron.sync.plan import NETWORK
-from grpo_megatron.sync.rounds import RankPlan
-from grpo_megatron.sync.tensors import EngineSpans, Interval, SyncParameter
+from grpo_megatron.sync.exchange import RankPlan
+from grpo_megatron.sync.plan import NETWORK, EngineSpans, Interval, SyncParameter
 
 ITEMSIZE = 2  # bfloat16
 PER_NODE = 8

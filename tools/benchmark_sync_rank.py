@@ -34,11 +34,11 @@ from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.processes.process import die_with_parent
 from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.build import build_engine
-from grpo_megatron.sync.delta_sync import DeltaLimits
+from grpo_megatron.sync.delta import DeltaLimits
 from grpo_megatron.sync.digest import compare as compare_digests
 from grpo_megatron.sync.digest import part_digest
+from grpo_megatron.sync.exchange import RankPlan
 from grpo_megatron.sync.plan import NETWORK, NODE
-from grpo_megatron.sync.rounds import RankPlan
 from grpo_megatron.types import WeightBucket
 
 NOISE = 1 << 20  # random elements that the weights are made of

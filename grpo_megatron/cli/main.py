@@ -126,7 +126,9 @@ COMMANDS = {  # in the order of --help: as a user meets them
         *("starting.new_config:InitOptions", "starting.new_config:write_config"),
     ),
     "import": Command(
-        "write a config from one of verl or TRL", "migration.cli:ImportOptions", "migration.cli:import_config"
+        "write a config from one of verl or TRL",
+        "migration.translation:ImportOptions",
+        "migration.translation:import_config",
     ),
     "plan": Command(
         "what a config needs, whether it fits, and layouts that do", "cli.main:PlanOptions", "cli.run:train"
@@ -161,7 +163,7 @@ COMMANDS = {  # in the order of --help: as a user meets them
         "curation.cli:curate",
     ),
     "convert": Command(
-        "Hugging Face <-> Megatron-Core checkpoints", "convert.cli:ConvertOptions", "convert.cli:convert"
+        "Hugging Face <-> Megatron-Core checkpoints", "convert.options:ConvertOptions", "convert.cli:convert"
     ),
     "prepare": Command(
         "the data of an example, or a model with random weights",

@@ -19,8 +19,7 @@ from typing import Any
 from grpo_megatron.cli.failures import END_FILE, LAUNCHER_PID, explain_failure, has_started
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.processes.process import die_with_parent
-from grpo_megatron.storage.atomic import write_file
-from grpo_megatron.storage.lock import folder_until_exit, private_folder
+from grpo_megatron.storage.files import folder_until_exit, private_folder, write_file
 from grpo_megatron.storage.run_files import begin_start
 
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop

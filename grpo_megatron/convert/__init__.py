@@ -1,20 +1,16 @@
 """Hugging Face safetensors <-> Megatron-Core distributed checkpoints, on a CPU, in bounded memory, without a model.
 
-cli.py          the command line: to-megatron, to-hf, verify, inspect
+options.py      the options of to-megatron, to-hf, verify and inspect; cli.py: the command
 conversion.py   to-megatron and to-hf; inspection.py: verify and inspect
 source.py       a model in either format as Hugging Face tensors; hf.py and megatron.py are its two kinds, and write them too
 layout.py       names and places of the tensors in a distributed checkpoint
 output.py       the output folder and its files, hashed while they are written; progress
-
-From Python: `convert.to_megatron(hf_folder, out)` and `convert.to_hf(checkpoint, out)`, with the command's options as keywords.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from grpo_megatron.convert.conversion import to_hf, to_megatron
+from pathlib import Path
+from typing import Any
 
 __all__ = ["ConvertError", "listing_error", "to_hf", "to_megatron"]
 
@@ -28,10 +24,17 @@ def listing_error(heading: str, problems: list[str]) -> ConvertError:
     return ConvertError(heading + "".join(f"\n  {problem}" for problem in problems))
 
 
-def __getattr__(name: str) -> Any:
-    """`to_hf` and `to_megatron` are imported when they are asked for: the modules behind them import this one."""
-    if name not in ("to_hf", "to_megatron"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+def to_megatron(source: Path | str, target: Path | str, **options: Any) -> None:
+    """`convert to-megatron`, with its options as keywords: tp=2, dtype="bfloat16". Raises ConvertError, StorageError."""
+    from grpo_megatron.convert.conversion import hf_to_megatron
+    from grpo_megatron.convert.options import ToMegatronOptions
 
-    return getattr(import_module("grpo_megatron.convert.conversion"), name)
+    hf_to_megatron(ToMegatronOptions(source=Path(source), target=Path(target), **options))
+
+
+def to_hf(source: Path | str, target: Path | str, **options: Any) -> None:
+    """`convert to-hf`, with its options as keywords: shard_size=1 << 30. Raises ConvertError, StorageError."""
+    from grpo_megatron.convert.conversion import megatron_to_hf
+    from grpo_megatron.convert.options import ToHfOptions
+
+    megatron_to_hf(ToHfOptions(source=Path(source), target=Path(target), **options))

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,13 +37,11 @@ TORCH_DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 Shapes = dict[str, tuple[int, ...]]
 Dtypes = dict[str, torch.dtype]
 
 
-@dataclass(frozen=True)
-class _Stored:
+class _Stored(NamedTuple):
     """Where a tensor is: in a safetensors file, or in memory (mapped by torch) after unpickling."""
 
     dtype: torch.dtype
@@ -58,7 +55,6 @@ class HFFolder(Source):
     kind = "hf"
 
     def __init__(self, folder: Path, allow_pickle: bool = False, family: str | None = None) -> None:
-        super().__init__()
         self.folder = self.data_folder = self.hf_folder = self.tokenizer_folder = folder
         try:
             self.config = read_config(folder)
@@ -67,8 +63,7 @@ class HFFolder(Source):
         self.head = head_of_folder(self.config)
         start = None if self.head is None else read_start(folder, self.head, family)
         self.arch = architecture_of(self.config, family) if start is None else start.arch
-        quantized = self.config.get("quantization_config")
-        if quantized:
+        if quantized := self.config.get("quantization_config"):
             method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
             raise ConvertError(
                 f"{folder}: quantization_config ({method}) is not supported; convert the unquantized model"
@@ -98,8 +93,9 @@ class HFFolder(Source):
 
     def _safetensors(self) -> dict[str, _Stored]:
         index = self._index()
-        found = sorted(p.name for p in self.folder.glob("*.safetensors"))
-        files = found if index is None else sorted(set(index.values()))
+        files = (
+            sorted(p.name for p in self.folder.glob("*.safetensors")) if index is None else sorted({*index.values()})
+        )
         if not files:
             raise ConvertError(f"{self.folder}: no *.safetensors file")
         self.num_files = len(files)
@@ -111,12 +107,13 @@ class HFFolder(Source):
             except ConvertError as error:
                 problems.append(str(error))
                 continue
-            problems += [f"{tensor} is in two files, the second {name}" for tensor in held if tensor in tensors]
-            if index is not None:
-                problems += [
-                    f"{t}: the index says {index[t]}, it is in {name}" for t in held if index.get(t, name) != name
-                ]
-                problems += [f"{tensor} of {name} is not in the index" for tensor in held if tensor not in index]
+            for tensor in held:
+                if tensor in tensors:
+                    problems.append(f"{tensor} is in two files, the second {name}")
+                if index is not None and tensor not in index:
+                    problems.append(f"{tensor} of {name} is not in the index")
+                elif index is not None and index[tensor] != name:
+                    problems.append(f"{tensor}: the index says {index[tensor]}, it is in {name}")
             tensors.update(held)
         if index is not None and not problems:
             problems += [f"{t}: the index says {f}, it is in no file" for t, f in index.items() if t not in tensors]
@@ -131,14 +128,12 @@ class HFFolder(Source):
         if not path.exists():
             return None
         try:
-            weight_map = read_json(path)["weight_map"]
-            if not all(
-                isinstance(v, str) and Path(v).name == v and v.endswith(".safetensors") for v in weight_map.values()
-            ):
+            weight_map = dict(read_json(path)["weight_map"])
+            if not all(Path(file).name == file and file.endswith(".safetensors") for file in weight_map.values()):
                 raise ValueError("weight_map names something that is no *.safetensors file of this folder")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConvertError(f"{path}: not a readable index ({type(error).__name__}: {error})") from error
-        return dict(weight_map)
+        return weight_map
 
     def _pickled(self, allowed: bool) -> dict[str, _Stored] | None:
         if (self.folder / INDEX_FILE).exists() or any(self.folder.glob("*.safetensors")):
@@ -177,11 +172,8 @@ class HFFolder(Source):
                 problems.append(f"{name} has dtype {dtype_name(tensor.dtype)}, supported: {', '.join(FLOATS)}")
         if problems:
             raise listing_error(f"{self.folder} does not hold the model of its config.json:", problems)
-        if self.arch.tied and self.head is None and "lm_head.weight" in self.tensors:
-            self._check_tied_head()
-
-    def _check_tied_head(self) -> None:
-        if not torch.equal(self.read("lm_head.weight"), self.read("model.embed_tokens.weight")):
+        has_copy = self.arch.tied and self.head is None and "lm_head.weight" in self.tensors
+        if has_copy and not torch.equal(self.read("lm_head.weight"), self.read("model.embed_tokens.weight")):
             raise ConvertError(
                 f"{self.folder}: config.json ties the embeddings, but lm_head.weight differs from"
                 " model.embed_tokens.weight; set tie_word_embeddings=false, or remove lm_head.weight"
@@ -207,8 +199,7 @@ def _header(path: Path) -> dict[str, _Stored]:
 
 def plan_shards(shapes: Shapes, dtypes: Dtypes, shard_bytes: int) -> dict[str, Shapes]:
     """File -> tensors, in stream order. A file has at most `shard_bytes`, or one tensor."""
-    groups: list[Shapes] = [{}]
-    filled = 0
+    groups, filled = list[Shapes]([{}]), 0
     for name, shape in shapes.items():
         nbytes = math.prod(shape) * dtypes[name].itemsize
         if groups[-1] and filled + nbytes > shard_bytes:
@@ -223,11 +214,12 @@ def plan_shards(shapes: Shapes, dtypes: Dtypes, shard_bytes: int) -> dict[str, S
 
 def safetensors_header(shapes: Shapes, dtypes: Dtypes) -> bytes:
     """The length of the JSON, then the JSON, padded so that the data begins at a multiple of 8 bytes."""
+    names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
         end = offset + math.prod(shape) * dtypes[name].itemsize
-        entries[name] = {"dtype": SAFETENSORS_DTYPES[dtypes[name]], "shape": list(shape), "data_offsets": [offset, end]}
+        entries[name] = {"dtype": names[dtypes[name]], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -254,6 +246,8 @@ def write_shards(
                     block = tensor[first:last].to(dtypes[name]).contiguous().view(-1).view(torch.uint8)
                     files.write(memoryview(block.numpy()))  # type: ignore[arg-type]
                     progress.add(block.nbytes)
+                files.wait()
+                del tensor, block  # before the next one is read
     if len(shards) > 1:
         total = source.num_bytes(dtype)
         weight_map = {name: file_name for file_name, held in shards.items() for name in held}

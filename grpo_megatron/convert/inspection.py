@@ -1,4 +1,4 @@
-"""inspect: describes the model in a folder from headers alone, or with every hash compared."""
+"""inspect: describes the model in a folder from headers alone, or with every hash compared. verify: compares two models."""
 
 from __future__ import annotations
 
@@ -10,30 +10,36 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from grpo_megatron.convert.conversion import companions, model_layout_problems
+from grpo_megatron.convert.conversion import check_model_layout, companions, model_layout_problems, open_source
 from grpo_megatron.convert.layout import further_options, tracked_folder, unsupported_there
+from grpo_megatron.convert.options import InspectOptions, VerifyOptions
 from grpo_megatron.convert.output import Progress, format_bytes
 from grpo_megatron.convert.source import FLOATS, Source, dtype_name, row_blocks
 from grpo_megatron.models.heads.folder import WHAT
-from grpo_megatron.storage.manifest import MANIFEST_FILE, Verification, read_manifest
+from grpo_megatron.storage.files import MANIFEST_FILE, Verification, read_manifest
 
 KINDS = {"hf": "Hugging Face safetensors", "megatron": "Megatron-Core distributed checkpoint (torch_dist)"}
 
 
-def describe_model(source: Source, hashes: bool = False) -> str:
+def describe_model(options: InspectOptions) -> str:
     """About fifteen lines of text. With `hashes` every file is read; raises StorageError for files that have changed."""
+    source = open_source(options.source, hf=options.hf, allow_pickle=options.allow_pickle, family=options.family)
     arch = source.arch
+    check_model_layout(arch, options.tp, options.pp, options.ep)
     rope = f"theta {arch.rope_theta:g}"
     rope += f", llama3 x{arch.rope_factor:g}" if arch.rope_factor else ""
     rope += f", linear x{arch.rope_linear_factor:g}" if arch.rope_linear_factor else ""
     rope += f", yarn x{arch.rope_yarn.factor:g}" if arch.rope_yarn else ""
+    output = f"{'tied' if arch.tied else 'untied'} embeddings"
+    if source.head is not None:
+        output = f"scalar head ({WHAT[source.head]})"
     counts = Counter(source.dtypes.values()).most_common()
     stored = sum(p.stat().st_size for p in source.data_folder.rglob("*") if p.is_file())
     num_in_head = sum(math.prod(row.local_shape(arch, 1)) for row in source.head_rows)
     lines = {
         "folder": str(source.folder),
         "format": KINDS[source.kind],
-        "family": f"{arch.family} ({source.config.get('model_type')}), {_output(source)}",
+        "family": f"{arch.family} ({source.config.get('model_type')}), {output}",
         "parameters": f"{arch.num_parameters() + num_in_head:,}",
         "layers": f"{arch.num_layers} of hidden size {arch.hidden_size}, intermediate {arch.ffn_hidden_size}",
         "attention": f"{arch.num_attention_heads} heads of {arch.head_dim}, {arch.num_query_groups} key-value groups",
@@ -46,24 +52,14 @@ def describe_model(source: Source, hashes: bool = False) -> str:
         "copied along": ", ".join(p.name for p in companions(source.tokenizer_folder)) or "nothing",
     }
     if source.kind == "megatron" and source.head is None and tracked_folder(source.folder) is not None:
-        lines["Megatron-LM"] = _megatron_lm_options(source)
+        command = " ".join(filter(None, [f"--load {source.folder} --use-checkpoint-args", further_options(arch)]))
+        missing = unsupported_there(arch)
+        lines["Megatron-LM"] = command + (f" ({missing})" if missing else "")
     if arch.num_experts:
         lines["experts"] = f"{arch.num_experts} per layer; ep {_sizes(source, 'ep')}"
-    lines["hashes"] = _hashes(source, hashes)
+    lines["hashes"] = _hashes(source, options.hashes)
     width = max(map(len, lines))
     return "\n".join(f"{key.ljust(width)}  {text}" for key, text in lines.items())
-
-
-def _megatron_lm_options(source: Source) -> str:
-    options = " ".join(filter(None, [f"--load {source.folder} --use-checkpoint-args", further_options(source.arch)]))
-    missing = unsupported_there(source.arch)
-    return options + (f" ({missing})" if missing else "")
-
-
-def _output(source: Source) -> str:
-    if source.head is None:
-        return f"{'tied' if source.arch.tied else 'untied'} embeddings"
-    return f"scalar head ({WHAT[source.head]})"
 
 
 def _sizes(source: Source, axis: str) -> str:
@@ -100,21 +96,21 @@ class TensorComparison:
     name: str
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, torch.dtype]
-    count: int = 0
+    tolerance: float | None
     differing: int = 0
     largest: float = 0.0
-    tolerance: float | None = None
 
     @property
     def is_equal(self) -> bool:
         return not self.differing and (self.tolerance is not None or self.dtypes[0] == self.dtypes[1])
 
+    @property
+    def dtype_names(self) -> str:
+        return "/".join(dict.fromkeys(map(dtype_name, self.dtypes)))
+
     def add(self, a: Tensor, b: Tensor) -> None:
-        self.count += a.numel()
         if a.dtype == b.dtype:
             bits = INTEGERS[a.dtype.itemsize]
-            if torch.equal(a.view(bits), b.view(bits)):
-                return
             unequal = a.view(bits) != b.view(bits)
         else:
             unequal = a.float() != b.float()
@@ -123,45 +119,52 @@ class TensorComparison:
         gap = (a[unequal].double() - b[unequal].double()).abs().nan_to_num(torch.inf, torch.inf)
         if self.tolerance is not None:
             gap = gap[gap > self.tolerance]
-        self.differing += gap.numel()
-        self.largest = max(self.largest, float(gap.max())) if gap.numel() else self.largest
+        if gap.numel():
+            self.differing += gap.numel()
+            self.largest = max(self.largest, float(gap.max()))
 
 
-def different_settings(a: Source, b: Source) -> list[str]:
-    """The architecture fields that differ."""
+def verify(options: VerifyOptions) -> int:
+    """Compare two models and print the differences; returns 1 if there is one."""
+    a, b = (
+        open_source(path, hf=options.hf, allow_pickle=options.allow_pickle, family=options.family)
+        for path in (options.a, options.b)
+    )
     pairs = ((f.name, getattr(a.arch, f.name), getattr(b.arch, f.name)) for f in fields(a.arch))
-    return [f"{name}: {left!r} != {right!r}" for name, left, right in pairs if left != right]
-
-
-def compare_models(
-    a: Source, b: Source, quiet: bool = False, *, dtype: str | None = None, tolerance: float | None = None
-) -> tuple[list[TensorComparison], list[str]]:
-    """(the tensors that both models have with the same shape, the differences in names and shapes).
-
-    `dtype`: to which both are rounded first, constants excepted. `tolerance`: see TensorComparison.
-    """
-    rounded = [source.result_dtypes(FLOATS[dtype]) if dtype else source.dtypes for source in (a, b)]
+    other = [f"{name}: {left!r} != {right!r}" for name, left, right in pairs if left != right]
     left, right = a.shapes(), b.shapes()
-    structure = [f"only in {a.folder}: {name}" for name in left if name not in right]
-    structure += [f"only in {b.folder}: {name}" for name in right if name not in left]
-    both = [name for name in left if name in right]
-    structure += [f"{n}: shape {list(left[n])} != {list(right[n])}" for n in both if left[n] != right[n]]
+    other += [f"only in {a.folder}: {name}" for name in left if name not in right]
+    other += [f"only in {b.folder}: {name}" for name in right if name not in left]
+    other += [f"{n}: shape {list(left[n])} != {list(right[n])}" for n in left if left[n] != right.get(n, left[n])]
+    with a.checked(not options.no_hashes), b.checked(not options.no_hashes):
+        tensors = _compared(a, b, [name for name in left if left[name] == right.get(name)], options)
+    print(_table(tensors))
+    for line in other:
+        print(line)
+    differing = sum(not tensor.is_equal for tensor in tensors)
+    how = f" in {options.dtype}" if options.dtype else ""
+    how += f" within {options.tolerance:g}" if options.tolerance is not None else ""
+    verdict = "DIFFERENT" if differing or other else "the same"
+    print(f"{len(tensors)} tensors compared{how}, {differing} differ: the models are {verdict}")
+    return int(bool(differing or other))
+
+
+def _compared(a: Source, b: Source, names: list[str], options: VerifyOptions) -> list[TensorComparison]:
+    """The comparison of each tensor, which both models have with the same shape. `dtype` does not round constants."""
+    rounded = [source.result_dtypes(FLOATS[options.dtype]) if options.dtype else source.dtypes for source in (a, b)]
     out: list[TensorComparison] = []
     total = sum(source.num_bytes(next(iter(source.dtypes.values()))) for source in (a, b))
-    with Progress("verify", total, quiet) as progress:
-        for name in both:
-            if left[name] != right[name]:
-                continue
-            kinds = (rounded[0][name], rounded[1][name])
-            out.append(TensorComparison(name, left[name], kinds, tolerance=tolerance))
-            tensors = (a.read(name), b.read(name))
-            for first, last in row_blocks(left[name]):
-                out[-1].add(tensors[0][first:last].to(kinds[0]), tensors[1][first:last].to(kinds[1]))
+    with Progress("verify", total, options.quiet) as progress:
+        for name in names:
+            tensors, dtypes = (a.read(name), b.read(name)), (rounded[0][name], rounded[1][name])
+            out.append(TensorComparison(name, tuple(tensors[0].shape), dtypes, options.tolerance))
+            for first, last in row_blocks(tuple(tensors[0].shape)):
+                out[-1].add(tensors[0][first:last].to(dtypes[0]), tensors[1][first:last].to(dtypes[1]))
             progress.add(tensors[0].nbytes + tensors[1].nbytes)
-    return out, structure
+    return out
 
 
-def comparison_table(tensors: list[TensorComparison]) -> str:
+def _table(tensors: list[TensorComparison]) -> str:
     """One line per kind of tensor (all layers and experts together), and one per tensor that differs."""
     groups: dict[str, list[TensorComparison]] = {}
     for tensor in tensors:
@@ -169,16 +172,13 @@ def comparison_table(tensors: list[TensorComparison]) -> str:
     lines = [("tensor", "number", "shape", "dtype", "result")]
     for name, group in groups.items():
         wrong = [t for t in group if not t.is_equal]
-        result = "equal" if not wrong else f"{len(wrong)} of {len(group)} differ"
-        lines.append((name, str(len(group)), str(list(group[0].shape)), _dtypes(group[0]), result))
+        result = f"{len(wrong)} of {len(group)} differ" if wrong else "equal"
+        lines.append((name, str(len(group)), str(list(group[0].shape)), group[0].dtype_names, result))
         for tensor in wrong:
             difference = "values equal, dtypes not"
             if tensor.differing:
-                difference = f"{tensor.differing} of {tensor.count} elements, largest {tensor.largest:.3g}"
-            lines.append((f"  {tensor.name}", "", str(list(tensor.shape)), _dtypes(tensor), difference))
+                count = math.prod(tensor.shape)
+                difference = f"{tensor.differing} of {count} elements, largest {tensor.largest:.3g}"
+            lines.append((f"  {tensor.name}", "", str(list(tensor.shape)), tensor.dtype_names, difference))
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
     return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4]]) for line in lines)
-
-
-def _dtypes(tensor: TensorComparison) -> str:
-    return "/".join(dict.fromkeys(dtype_name(dtype) for dtype in tensor.dtypes))

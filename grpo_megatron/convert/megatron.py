@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -90,9 +91,9 @@ class Origin:
 
     def start(self) -> Path | None:
         """The Hugging Face folder that the model started from. None: the config does not say."""
-        keys = {"critic": "critic", "reward_model": "reward_model"}
-        path = self._path(keys[self.part], "path") if self.part in keys else None
-        return path or (None if self.part == "reward_model" else self._path("model", "path"))
+        if self.part == "reward_model":
+            return self._path("reward_model", "path")
+        return (self._path("critic", "path") if self.part == "critic" else None) or self._path("model", "path")
 
     def tokenizer(self) -> Path | None:
         """The folder whose tokenizer the run exports. None: the config does not say."""
@@ -100,8 +101,7 @@ class Origin:
 
     def family(self) -> str | None:
         """`model.family`. None: the key is not set."""
-        family = self._value("model", "family")
-        return family if isinstance(family, str) else None
+        return self._text("model", "family")
 
     def head(self, keys: set[str]) -> HeadKind | None:
         """The kind of scalar head of a checkpoint with these tensors. None: a language model. Raises ConvertError."""
@@ -120,34 +120,25 @@ class Origin:
             " reward model, which are exported differently; put back the file that the run wrote beside state/"
         )
 
-    def _value(self, section: str, key: str) -> Any:
+    def _text(self, section: str, key: str) -> str | None:
         values = self.config.get(section)
-        return values.get(key) if isinstance(values, dict) else None
+        value = values.get(key) if isinstance(values, dict) else None
+        return value if isinstance(value, str) else None
 
     def _path(self, section: str, key: str) -> Path | None:
-        value = self._value(section, key)
-        return self._resolved(Path(value)) if isinstance(value, str) else None
-
-    def _resolved(self, path: Path) -> Path:
         """A relative path belongs to the folder that the run was started in, which may not be the current one.
 
         That folder is found where `trainer.output_dir` is relative too: it is above the checkpoint.
         """
-        output_dir = self._value("trainer", "output_dir")
-        if path.is_absolute() or not isinstance(output_dir, str) or Path(output_dir).is_absolute():
-            return path
+        value, output_dir = self._text(section, key), self._text("trainer", "output_dir")
+        if value is None or output_dir is None or Path(value).is_absolute():
+            return None if value is None else Path(value)
+        end = Path(output_dir).parts
         for folder in self.folder.resolve().parents:
-            if (started_in := _without_end(folder, Path(output_dir))) is not None and (started_in / path).is_dir():
-                return Path(os.path.relpath(started_in / path))
-        return path
-
-
-def _without_end(folder: Path, end: Path) -> Path | None:
-    """`folder` without its last parts, if they are those of `end`."""
-    parts = [part for part in end.parts if part != "."]
-    if not parts or ".." in parts or list(folder.parts[-len(parts) :]) != parts:
-        return None
-    return Path(*folder.parts[: -len(parts)])
+            started_in = Path(*folder.parts[: len(folder.parts) - len(end)])
+            if end and started_in.joinpath(*end) == folder and (started_in / value).is_dir():
+                return Path(os.path.relpath(started_in / value))
+        return Path(value)
 
 
 def read_origin(data_folder: Path) -> Origin:
@@ -162,14 +153,6 @@ def read_origin(data_folder: Path) -> Origin:
     return Origin(folder, part, config if isinstance(config, dict) else {})
 
 
-def read_contents(path: Path) -> Any:
-    """The table of contents of a distributed checkpoint: `plain_data.read_table`. Raises ConvertError."""
-    try:
-        return plain_data.read_table(path)
-    except StorageError as error:
-        raise ConvertError(str(error)) from error
-
-
 class MegatronFolder(Source):
     """`folder` is a distributed checkpoint, or has one: in state/ a training step, or its critic/ or reward_model/, and in
     release/ or iter_*/ a folder of Megatron-LM.
@@ -181,9 +164,7 @@ class MegatronFolder(Source):
     kind = "megatron"
 
     def __init__(self, folder: Path, hf: Path | None = None, family: str | None = None) -> None:
-        super().__init__()
-        self.folder = folder
-        self.data_folder = folder
+        self.folder = self.data_folder = folder
         if not (folder / FORMAT_FILE).exists():
             self.data_folder = tracked_folder(folder) or folder / "state"
         origin = read_origin(self.data_folder)
@@ -193,9 +174,12 @@ class MegatronFolder(Source):
         except ValueError as error:
             raise ConvertError(f"{error}; name the Hugging Face folder with --hf") from error
         self._check_format()
-        contents = read_contents(self.data_folder / ".metadata")
+        try:
+            contents = plain_data.read_table(self.data_folder / ".metadata")
+        except StorageError as error:
+            raise ConvertError(str(error)) from error
         self._sizes = {k: v for k, v in contents.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
-        self._stored = {k: v for k, v in contents.storage_data.items() if k.fqn in self._sizes}
+        self._stored: dict[MetadataIndex, _StorageInfo] = contents.storage_data
         self._reader = FileSystemReader(self.data_folder)
         self._reader.set_up_storage_reader(contents, is_coordinator=True)
         self.head = origin.head(set(self._sizes))
@@ -235,9 +219,8 @@ class MegatronFolder(Source):
             found = read_json(self.data_folder / FORMAT_FILE)
             backend, version = found["sharded_backend"], found["sharded_backend_version"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConvertError(
-                f"{self.folder}: no Megatron-Core distributed checkpoint ({FORMAT_FILE}: {error})"
-            ) from error
+            what = f"no Megatron-Core distributed checkpoint ({FORMAT_FILE}: {error})"
+            raise ConvertError(f"{self.folder}: {what}") from error
         if (backend, version) != ("torch_dist", 1):
             raise ConvertError(
                 f"{self.data_folder}: format {backend} {version} is not supported (supported: torch_dist 1)"
@@ -249,39 +232,39 @@ class MegatronFolder(Source):
         problems: list[str] = []
         used: set[str] = set()
         for row in self.rows:
-            place = next((p for p in places(row, self.arch) if p.key in self._sizes), None)
+            known = places(row, self.arch)
+            place = next((p for p in known if p.key in self._sizes), None)
             if place is None:
                 problems.append(f"missing {row.megatron}")
                 continue
-            used |= {p.key for p in places(row, self.arch)}
+            used |= {p.key for p in known}
             self._where[row.megatron] = place
             problems += self._wrong_shape(row, place)
         of_model = {key for key in self._sizes if key.startswith(("decoder.", "embedding.", "output_layer.", "score."))}
         problems += [f"unexpected {key}" for key in sorted(of_model - used)]
-        ends = self._ends()
+        ends: dict[str, int] = {}  # file -> the byte after its last chunk: the least size that it can have
+        for info in self._used().values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in ends.items():
+            file = self.data_folder / name
             if Path(name).name != name:
                 problems.append(f"{name!r} is outside the folder according to .metadata")
-                continue
-            size = (self.data_folder / name).stat().st_size if (self.data_folder / name).exists() else -1
-            if size < end:
-                problems.append(f"missing file {name}" if size < 0 else f"{name} is truncated: {size} of {end} bytes")
+            elif not file.exists():
+                problems.append(f"missing file {name}")
+            elif (size := file.stat().st_size) < end:
+                problems.append(f"{name} is truncated: {size} of {end} bytes")
         if problems:
-            raise listing_error(
-                f"{self.folder} does not hold the model of {self.hf_folder / 'config.json'}:",
-                list(dict.fromkeys(problems)),
-            )
+            what = f"{self.folder} does not hold the model of {self.hf_folder / 'config.json'}:"
+            raise listing_error(what, list(dict.fromkeys(problems)))
+        stored = {row: self._sizes[self._where[row.megatron].key] for row in self.rows}
+        self.dtypes = {name: sizes.properties.dtype for row, sizes in stored.items() for name in row.hf}
+        if wrong := {d for d in self.dtypes.values() if d not in FLOATS.values()}:
+            names = ", ".join(map(dtype_name, wrong))
+            raise ConvertError(f"{self.folder}: dtype {names}; supported: {', '.join(FLOATS)}")
         self.num_files = len(ends)
-        self.dtypes = {}
-        for row in self.rows:
-            dtype = self._sizes[self._where[row.megatron].key].properties.dtype
-            self.dtypes.update(dict.fromkeys(row.hf, dtype))
-        wrong = {d for d in self.dtypes.values() if d not in FLOATS.values()}
-        if wrong:
-            raise ConvertError(
-                f"{self.folder}: dtype {', '.join(map(dtype_name, wrong))}; supported: {', '.join(FLOATS)}"
-            )
-        self.layout = self._layout()
+        cut = (len(self._sizes[p.key].chunks) // max(1, torch.Size(p.stack).numel()) for p in self._where.values())
+        objects = "with optimizer" if any(key.startswith("optimizer") for key in self._sizes) else "weights only"
+        self.layout = f"{len(ends)} files, {objects}, up to {max(cut)} chunks per tensor; loads in any layout"
 
     def _wrong_shape(self, row: WeightRow, place: Place) -> list[str]:
         size, wanted = tuple(self._sizes[place.key].size), (*place.stack, *whole_shape(row, self.arch))
@@ -305,19 +288,10 @@ class MegatronFolder(Source):
                     found.setdefault((key, index), []).append(chunk)
         return {place: found.get((place.key, place.index), []) for place in self._where.values()}
 
-    def _ends(self) -> dict[str, int]:
-        """File -> the byte after its last chunk: the least size that it can have."""
+    def _used(self) -> dict[MetadataIndex, _StorageInfo]:
+        """The stored chunks of the model; a training step has those of its optimizer besides."""
         used = {place.key for place in self._where.values()}
-        ends: dict[str, int] = {}
-        for where, info in self._stored.items():
-            if where.fqn in used:
-                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        return ends
-
-    def _layout(self) -> str:
-        cut = (len(self._sizes[p.key].chunks) // max(1, torch.Size(p.stack).numel()) for p in self._where.values())
-        objects = "with optimizer" if any(key.startswith("optimizer") for key in self._sizes) else "weights only"
-        return f"{self.num_files} files, {objects}, up to {max(cut)} chunks per tensor; loads in any layout"
+        return {where: info for where, info in self._stored.items() if where.fqn in used}
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -354,11 +328,10 @@ class MegatronFolder(Source):
             raise ConvertError(
                 f"{self.folder} has no manifest.json any more, and no other checksums; --no-hashes reads it unchecked"
             )
-        used = {place.key for place in self._where.values()}
         problems = [
             f"{info.relative_path}: the checksum of {where.fqn} at byte {info.offset} differs"
-            for where, info in self._stored.items()
-            if where.fqn in used and not _has_valid_checksums(self.data_folder, info)
+            for where, info in self._used().items()
+            if not _has_valid_checksums(self.data_folder, info)
         ]
         if problems:
             raise listing_error(f"{self.folder} is damaged:", problems)
@@ -411,66 +384,57 @@ def _has_valid_checksums(folder: Path, info: _StorageInfo) -> bool:
 def write_checkpoint(source: HFFolder, folder: Path, dtype: torch.dtype, progress: Progress) -> dict[str, str]:
     """Write the whole model as a distributed checkpoint into the existing `folder`. Returns file -> sha256.
 
-    A tensor is stored as chunks of rows, of which a rank of any tensor-, pipeline- and expert-parallel layout reads those
-    that overlap its part. torch makes the table of contents. Its own writer of files keeps a chunk of every tensor in
-    memory; here it is one.
+    torch makes the table of contents. Its own writer of files keeps a chunk of every tensor in memory; here it is one.
     """
+    items: list[list[WriteItem]] = []  # by file
+    results: list[list[WriteResult]] = []
     with HashedFiles(folder) as files:
-        writer = _ChunkWriter(files)
-        for key in extra_state_keys(source.rows, source.arch):
-            writer.add(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), [None])
-        for row in source.rows:
-            shape = whole_shape(row, source.arch)
-            whole = row.shard(source.read, source.arch, 0, 1)[: shape[0]]
-            for place in written_places(row, source.arch):
-                for first, last in row_blocks(shape):
-                    block = whole[first:last].to(row.dtype(dtype), copy=True)  # torch.save writes all memory of a view
-                    writer.add(*_chunk(place, shape, first, block))
-                    progress.add(block.nbytes)
-    _, contents = create_default_global_save_plan([SavePlan(items) for items in writer.items])
-    FileSystemWriter(folder, sync_files=False).finish(
-        contents, writer.results
-    )  # fsync comes before the folder's rename
+        for item, value in _chunks(source, dtype):
+            if not items or files.size >= FILE_BYTES:
+                files.begin(f"__0_{len(items)}.distcp")
+                items.append([])
+                results.append([])
+            archive, start = io.BytesIO(), files.size
+            with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined] # the manifest's sha256 is stronger
+                torch.save(value, archive)
+            buffer = archive.getbuffer()
+            try:
+                files.write(buffer)
+            finally:  # after a full disk, Python 3.12 crashed when it collected an archive whose buffer was still in use
+                files.wait()
+                buffer.release()
+            stored = _StorageInfo(f"__0_{len(items) - 1}.distcp", start, files.size - start)
+            items[-1].append(item)
+            results[-1].append(WriteResult(item.index, stored.length, stored))
+            progress.add(value.nbytes if isinstance(value, Tensor) else 0)
+    _, contents = create_default_global_save_plan([SavePlan(of_file) for of_file in items])
+    writer = FileSystemWriter(folder, sync_files=False)  # fsync comes before the folder's rename
+    writer.finish(contents, results)
     torch.save(common_state(source.arch), folder / "common.pt")
     (folder / FORMAT_FILE).write_text(json.dumps(TORCH_DIST))
     return files.hashes
 
 
-def _chunk(place: Place, shape: tuple[int, ...], first: int, block: Tensor) -> tuple[WriteItem, Tensor]:
-    """Rows from `first` on of the tensor of a place, as an item of torch's plan, and its data."""
-    offsets = torch.Size((*place.index, first, *(0 for _ in shape[1:])))
-    data = block.view(*(1 for _ in place.index), *block.shape)
-    info = TensorWriteData(
-        ChunkStorageMetadata(offsets, data.size()),
-        TensorProperties(dtype=block.dtype),
-        torch.Size((*place.stack, *shape)),
-    )
-    return WriteItem(MetadataIndex(place.key, offsets), WriteItemType.SHARD, tensor_data=info), data
+def _chunks(source: HFFolder, dtype: torch.dtype) -> Iterator[tuple[WriteItem, Any]]:
+    """All that is stored, as items of torch's plan, and the value of each.
 
-
-class _ChunkWriter:
-    """Writes items into numbered files. `items` and `results` have one list per file."""
-
-    def __init__(self, files: HashedFiles) -> None:
-        self._files = files
-        self.items: list[list[WriteItem]] = []
-        self.results: list[list[WriteResult]] = []
-
-    def add(self, item: WriteItem, value: Any) -> None:
-        if not self.items or self._files.tell() >= FILE_BYTES:
-            self._files.begin(f"__0_{len(self.items)}.distcp")
-            self.items.append([])
-            self.results.append([])
-        archive, start = io.BytesIO(), self._files.tell()
-        with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined] # the manifest's sha256 is stronger
-            torch.save(value, archive)
-        buffer = archive.getbuffer()
-        try:
-            self._files.write(buffer)
-        finally:  # after a full disk, Python 3.12 crashed when it collected an archive whose buffer was still in use
-            self._files.wait()
-            buffer.release()
-        length = self._files.tell() - start
-        name = f"__0_{len(self.items) - 1}.distcp"
-        self.items[-1].append(item)
-        self.results[-1].append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+    A tensor is stored as chunks of rows, of which a rank of any tensor-, pipeline- and expert-parallel layout reads those
+    that overlap its part.
+    """
+    for key in extra_state_keys(source.rows, source.arch):
+        yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), [None]
+    for row in source.rows:
+        shape, tensors = whole_shape(row, source.arch), [source.read(name) for name in row.hf]
+        for place in written_places(row, source.arch):
+            for first, last in row_blocks(shape):
+                pieces = row.pieces_within(source.arch, first, last)
+                block = torch.cat([tensors[piece.tensor][piece.start : piece.stop] for piece in pieces])
+                data = block.to(row.dtype(dtype)).view(*(1 for _ in place.index), *block.shape)
+                offsets = torch.Size((*place.index, first, *(0 for _ in shape[1:])))
+                info = TensorWriteData(
+                    ChunkStorageMetadata(offsets, data.size()),
+                    TensorProperties(dtype=data.dtype),
+                    torch.Size((*place.stack, *shape)),
+                )
+                yield WriteItem(MetadataIndex(place.key, offsets), WriteItemType.SHARD, tensor_data=info), data
+        del tensors  # before the next ones are read

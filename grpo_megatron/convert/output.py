@@ -17,8 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from grpo_megatron.convert import ConvertError
-from grpo_megatron.storage.atomic import new_folder
-from grpo_megatron.storage.manifest import MANIFEST_FILE
+from grpo_megatron.storage.files import MANIFEST_FILE, new_folder
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -49,15 +48,22 @@ def output_folder(target: Path, needed_bytes: int) -> Iterator[Path]:
     Raises ConvertError instead of an operating system error; after a full disk it says how much was free and needed.
     """
     parent = _existing_parent(target)
+    above = target.absolute().parents
+    missing = above[: above.index(parent)] if parent in above else ()  # the lowest first
     try:
         free = shutil.disk_usage(parent).free
         if free < needed_bytes:
             raise ConvertError(
                 f"output {str(target)!r} needs {format_bytes(needed_bytes)}, its disk has {format_bytes(free)} free"
             )
-        with _parents_of(target, parent), new_folder(target) as folder:
+        with new_folder(target) as folder:
             yield folder
-    except OSError as error:
+    except BaseException as error:
+        for made in missing:
+            with contextlib.suppress(OSError):  # another program has written there meanwhile
+                made.rmdir()
+        if not isinstance(error, OSError):
+            raise
         room = ""
         if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             free = shutil.disk_usage(parent).free
@@ -70,21 +76,6 @@ def _existing_parent(target: Path) -> Path:
     return next(path for path in target.absolute().parents if os.path.lexists(path))
 
 
-@contextlib.contextmanager
-def _parents_of(target: Path, existing: Path) -> Iterator[None]:
-    """The folders between `existing` and `target`, which are removed again after an error. Raises OSError."""
-    above = target.absolute().parents
-    missing = above[: above.index(existing)] if existing in above else ()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for folder in missing:  # the lowest first
-            with contextlib.suppress(OSError):  # another program has written there meanwhile
-                folder.rmdir()
-        raise
-
-
 class HashedFiles:
     """Writes the files of a folder one after the other. `hashes` (name -> sha256) is complete when the `with` ends.
 
@@ -94,9 +85,9 @@ class HashedFiles:
 
     def __init__(self, folder: Path) -> None:
         self.hashes: dict[str, str] = {}
-        self._folder, self._name, self._size = folder, "", 0
+        self.size = 0  # bytes of the current file
+        self._folder, self._name, self._sha = folder, "", hashlib.sha256()
         self._file: Any = None
-        self._sha = hashlib.sha256()
         self._thread = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
 
@@ -105,7 +96,7 @@ class HashedFiles:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if self._file is not None and kind is None:
+            if kind is None:
                 self._end()
         finally:
             self._thread.shutdown()
@@ -114,14 +105,9 @@ class HashedFiles:
 
     def begin(self, name: str) -> None:
         """End the current file. What is written from now on goes to a new file `name`."""
-        if self._file is not None:
-            self._end()
-        self._name, self._size, self._sha = name, 0, hashlib.sha256()
+        self._end()
+        self._name, self.size, self._sha = name, 0, hashlib.sha256()
         self._file = (self._folder / name).open("xb", buffering=0)
-
-    def tell(self) -> int:
-        """Bytes of the current file."""
-        return self._size
 
     def write(self, data: bytes | memoryview) -> None:
         """Append to the current file. Raises OSError."""
@@ -130,8 +116,8 @@ class HashedFiles:
         done = 0
         with memoryview(data) as view:
             while done < len(view):
-                count = self._file.write(view[done:])
-                self._size, done = self._size + count, done + count
+                done += self._file.write(view[done:])
+        self.size += done
 
     def wait(self) -> None:
         """Return when nothing reads the data of the last `write` any more."""
@@ -141,8 +127,9 @@ class HashedFiles:
 
     def _end(self) -> None:
         self.wait()
-        self._file.close()
-        self.hashes[self._name] = self._sha.hexdigest()
+        if self._file is not None:
+            self._file.close()
+            self.hashes[self._name] = self._sha.hexdigest()
 
 
 class Progress:
@@ -154,24 +141,23 @@ class Progress:
     def __init__(self, label: str, total: int, quiet: bool = False) -> None:
         self.label, self.total, self.quiet, self.done = label, total, quiet, 0
         self._start = self._last = time.monotonic()
-        self._bar = None
-        if sys.stderr.isatty() and not quiet:
-            self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
+        has_bar = sys.stderr.isatty() and not quiet
+        self._bar = tqdm(
+            total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=not has_bar
+        )
 
     def add(self, count: int) -> None:
         """Count `count` more bytes."""
         self.done += count
-        if self._bar is not None:
-            self._bar.update(count)
-        elif time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
+        self._bar.update(count)
+        if self._bar.disable and time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
             self._line()
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         if kind is None:
             self._line()
 

@@ -33,7 +33,7 @@ from grpo_megatron.models.heads.folder import (
 )
 from grpo_megatron.models.weights.stream import model_rows
 from grpo_megatron.models.weights.table import Replicated, WeightRow
-from grpo_megatron.storage.manifest import Verification
+from grpo_megatron.storage.files import Verification
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCK_ELEMENTS = 1 << 22  # what is cast, compared or written at a time

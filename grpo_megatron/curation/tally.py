@@ -1,17 +1,20 @@
-"""Tally: what is known of each problem after one pass over all responses. It holds places of responses, no texts."""
+"""Tally: what is known of each problem after one pass over all responses. It holds places of responses, no texts.
+
+rollouts      trainer.rollout_data_dir, or its files: one response per line (training/report.py)
+evaluation    the output folder of tools/evaluate.py, or files of its samples/: one problem per line, with its responses
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.curation.options import CurateOptions
-from grpo_megatron.data.pass_rates import wilson
 from grpo_megatron.data.rows import (
     LineFile,
     Question,
@@ -26,7 +29,7 @@ from grpo_megatron.reading import ReadError, cut, shown
 from grpo_megatron.storage.run_files import rollout_files
 
 # -- Responses with their scores, read one by one from rollout files and from the samples of an evaluation -------------
-# rollouts      trainer.rollout_data_dir, or its files: one response per line (training/samples.py)
+# rollouts      trainer.rollout_data_dir, or its files: one response per line (training/report.py)
 # evaluation    the output folder of tools/evaluate.py, or files of its samples/: one problem per line, with its responses
 #
 # A response remembers its place, so that its text can be read again later and need not be kept.
@@ -52,7 +55,7 @@ class Response:
     score: float | None
     num_tokens: int
     is_truncated: bool
-    step: int | None  # of the training run; None in an evaluation
+    step: int | None = None  # of the training run; None in an evaluation
     is_replayed: bool = False  # an earlier step of the run had it, too
 
 
@@ -106,30 +109,24 @@ class ResponseReader:
 
     def _responses(self, file: int, line: int, row: Any) -> list[Response]:
         try:
-            return responses_of(row)
+            row = checked_row(row)
+            return _of_evaluation(row) if "samples" in row else [_of_rollout(row)]
         except ValueError as error:
             lines = self.files[file]
             raise ConfigError(f"{shown(str(lines.path))} {lines.place(line)}: {cut(str(error), 500)}") from error
 
 
-def responses_of(row: Any) -> list[Response]:
-    """The responses of one line. Raises ValueError."""
-    row = checked_row(row)
-    return _of_evaluation(row) if "samples" in row else [_of_rollout(row)]
-
-
 def _of_rollout(row: dict[str, Any]) -> Response:
     metrics = _field(row, "metrics", dict)
-    scored = {**row, "acc": metrics["acc"]} if "acc" in metrics else row
     return Response(
-        question=read_question(row),
-        answer=text_field(row, "answer", empty=True),
-        text=None if "turns" in row else text_field(row, "response", empty=True),
-        score=_score(scored, "acc" if "acc" in metrics else "score"),
-        num_tokens=_field(row, "response_tokens", int),
-        is_truncated=_field(row, "finish_reason", str) == "length",
-        step=_field(row, "step", int),
-        is_replayed=_field(row, "replayed", bool),
+        read_question(row),
+        text_field(row, "answer", empty=True),
+        None if "turns" in row else text_field(row, "response", empty=True),
+        _score(metrics, "acc") if "acc" in metrics else _score(row, "score"),
+        _field(row, "response_tokens", int),
+        _field(row, "finish_reason", str) == "length",
+        _field(row, "step", int),
+        _field(row, "replayed", bool),
     )
 
 
@@ -139,27 +136,16 @@ def _of_evaluation(row: dict[str, Any]) -> list[Response]:
     samples = _field(row, "samples", list)
     if not all(isinstance(sample, dict) for sample in samples):
         raise ValueError("field 'samples' must be a list of objects")
-    drawn = [sample for sample in samples if sample.get("index") != "greedy"] or samples
-    return [
-        Response(
-            question=question,
-            answer=answer,
-            text=None if "turns" in sample else text_field(sample, "completion", empty=True),
-            score=_first_grade(sample),
-            num_tokens=_field(sample, "tokens", int),
-            is_truncated=_field(sample, "finish_reason", str) == "length",
-            step=None,
-        )
-        for sample in drawn
-    ]
-
-
-def _first_grade(sample: dict[str, Any]) -> float:
-    grades = _field(sample, "grades", dict)
-    first = next(iter(grades.values()), None)
-    if not isinstance(first, dict) or not isinstance(first.get("correct"), bool):
-        raise ValueError('field \'grades\' must have the verdict of a grader: {"accuracy": {"correct": true, ...}}')
-    return float(first["correct"])
+    responses = []
+    for sample in [sample for sample in samples if sample.get("index") != "greedy"] or samples:
+        first = next(iter(_field(sample, "grades", dict).values()), None)
+        if not isinstance(first, dict) or not isinstance(first.get("correct"), bool):
+            raise ValueError('field \'grades\' must have the verdict of a grader: {"accuracy": {"correct": true, ...}}')
+        text = None if "turns" in sample else text_field(sample, "completion", empty=True)
+        is_truncated = _field(sample, "finish_reason", str) == "length"
+        tokens = _field(sample, "tokens", int)
+        responses.append(Response(question, answer, text, float(first["correct"]), tokens, is_truncated))
+    return responses
 
 
 def _score(row: dict[str, Any], field: str) -> float | None:
@@ -171,9 +157,9 @@ def _score(row: dict[str, Any], field: str) -> float | None:
     return score
 
 
-def _field(row: Mapping[str, Any], field: str, *kinds: type) -> Any:
+def _field(row: dict[str, Any], field: str, *kinds: type) -> Any:
     if field not in row:
-        raise missing_field([field], dict(row))
+        raise missing_field([field], row)
     value = row[field]
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise ValueError(f"field {field!r} is {type_name(value)}, not {' or '.join(kind.__name__ for kind in kinds)}")
@@ -182,7 +168,7 @@ def _field(row: Mapping[str, Any], field: str, *kinds: type) -> Any:
 
 @dataclass
 class ProblemTally:
-    """`right` and `wrong` have the first few places of different complete texts, with a hash of the text each.
+    """`right` and `wrong` have the first few places of different complete texts, by a hash of the text.
 
     `best` and `worst` are (score, place) of complete responses.
     """
@@ -193,8 +179,8 @@ class ProblemTally:
     truncated: int = 0
     score_sum: float = 0.0
     token_sum: int = 0
-    right: list[tuple[ResponsePlace, int]] = field(default_factory=list)
-    wrong: list[tuple[ResponsePlace, int]] = field(default_factory=list)
+    right: dict[bytes, ResponsePlace] = field(default_factory=dict)
+    wrong: dict[bytes, ResponsePlace] = field(default_factory=dict)
     best: tuple[float, ResponsePlace] | None = None
     worst: tuple[float, ResponsePlace] | None = None
 
@@ -202,10 +188,6 @@ class ProblemTally:
     def rate(self) -> float:
         """The share of right responses."""
         return self.passes / self.n
-
-    def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % interval of the pass rate."""
-        return wilson(self.rate, self.n)
 
 
 @dataclass
@@ -223,6 +205,7 @@ class Tally:
 
     def add(self, place: ResponsePlace, response: Response) -> None:
         """Count a response."""
+        options = self.options
         if not self._counts(response):
             self.left_out += 1
             return
@@ -231,7 +214,7 @@ class Tally:
             return
         digest = problem_digest(response.question, response.answer)
         problem = self.problems.setdefault(digest, ProblemTally(place))
-        is_right = response.score >= self.options.right
+        is_right = response.score >= options.right
         problem.n += 1
         problem.passes += is_right
         problem.truncated += response.is_truncated
@@ -239,33 +222,19 @@ class Tally:
         problem.token_sum += response.num_tokens
         self.trajectories += response.text is None
         # A row ends with the end-of-sequence token, which a truncated response does not have
-        if response.text is not None and response.text.strip() and not response.is_truncated:
-            _keep(problem.right if is_right else problem.wrong, place, response.text, self.options.texts)
-            if problem.best is None or response.score > problem.best[0]:
-                problem.best = response.score, place
-            if problem.worst is None or response.score < problem.worst[0]:
-                problem.worst = response.score, place
+        if response.text is None or not response.text.strip() or response.is_truncated:
+            return
+        kept = problem.right if is_right else problem.wrong
+        if len(kept) < options.texts:  # texts that differ in white space only are equal
+            kept.setdefault(hashlib.sha256(" ".join(response.text.split()).encode()).digest()[:8], place)
+        if problem.best is None or response.score > problem.best[0]:
+            problem.best = response.score, place
+        if problem.worst is None or response.score < problem.worst[0]:
+            problem.worst = response.score, place
 
     def _counts(self, response: Response) -> bool:
         options, step = self.options, response.step
         if response.is_replayed or (options.drop_truncated and response.is_truncated):
             return False
-        return step is None or (options.first_step or 0) <= step <= (
-            step if options.last_step is None else options.last_step
-        )
-
-
-def tally_responses(responses: Iterable[tuple[ResponsePlace, Response]], options: CurateOptions) -> Tally:
-    """Counts all responses by problem."""
-    tally = Tally(options)
-    for place, response in responses:
-        tally.add(place, response)
-    return tally
-
-
-def _keep(kept: list[tuple[ResponsePlace, int]], place: ResponsePlace, text: str, limit: int) -> None:
-    """Add the place if there is room and no equal text. Texts that differ in white space only are equal."""
-    if len(kept) < limit:
-        digest = int.from_bytes(hashlib.sha256(" ".join(text.split()).encode()).digest()[:8], "big")
-        if all(digest != other for _, other in kept):
-            kept.append((place, digest))
+        last = math.inf if options.last_step is None else options.last_step
+        return step is None or (options.first_step or 0) <= step <= last

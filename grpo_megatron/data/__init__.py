@@ -7,5 +7,5 @@ prompts.py                 files of a task -> prompts, made when they are read
 written.py                 the same for rows with responses
 sampler.py pass_rates.py   which items a step sees; of several sources, or by their pass rates
 benchmarks.py              the problems of tasks, for validation and evaluation
-arithmetic.py tool_tasks.py    generated data and tokenizers: the quickstart's and the reward models', the agents'
+generated.py               generated data and tokenizers: of the quickstart, reward models and agents
 """

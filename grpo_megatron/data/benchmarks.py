@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.data.prompts import chat_of, encode_prompts, render_prompt, source_of_row
 from grpo_megatron.data.rows import Question, question_text, read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task, get_tasks
 from grpo_megatron.processes.process import time_limit
 from grpo_megatron.reading import shown
 from grpo_megatron.rewards import check_reward
-from grpo_megatron.storage.manifest import sha256_of
+from grpo_megatron.storage.files import sha256_of
 from grpo_megatron.types import Prompt
 
 REMOVE_S = 2.0  # processor seconds for a task's regular expression on one row
@@ -73,16 +74,11 @@ def read_datasets(
     Raises one ConfigError that names every file that is missing or wrong.
     """
     unknown = sorted(set(places.files) - {task.name for task in tasks})
-    errors = [f"--file {name}=...: {name!r} is not one of --tasks; add it there" for name in unknown]
-    datasets: list[Dataset] = []
-    for task in tasks:
-        try:
-            datasets.append(_read_dataset(task, places, num_fewshot(task), limit))
-        except ConfigError as error:
-            errors.append(str(error))
-    if errors:
-        raise ConfigError("\n".join(errors))
-    return datasets
+    problems = ProblemList()
+    problems.add(f"--file {name}=...: {name!r} is not one of --tasks; add it there" for name in unknown)
+    found = [problems.attempt("", _read_dataset, task, places, num_fewshot(task), limit) for task in tasks]
+    problems.raise_if_any()
+    return [dataset for dataset in found if dataset is not None]
 
 
 def _read_dataset(task: Task, places: DataPlaces, num_fewshot: int, limit: int | None) -> Dataset:
@@ -97,7 +93,7 @@ def _read_dataset(task: Task, places: DataPlaces, num_fewshot: int, limit: int |
         if fewshot is None:
             raise ConfigError(f"task {task.name!r} has no training file to draw examples from; set --num-fewshot 0")
         if fewshot.examples:
-            pool = [Example(one.question, one.solution) for one in fewshot.examples[:num_fewshot]]
+            pool = fewshot.examples[:num_fewshot]
             what, remedy = f"task {task.name!r} has {len(pool)} examples of its own", "set that or less"
         else:
             train = _find_file(task, "few-shot file", fewshot.files, places, "set --num-fewshot 0 to do without")
@@ -157,36 +153,34 @@ def read_task_prompts(data: DataConfig, reward_kwargs: Mapping[str, Any], tokeni
         tasks = get_tasks(data.val_tasks)
     except ConfigError as error:
         raise ConfigError(f"data.val_tasks: {error}") from error
-    problems = [problem for task in tasks for problem in _task_problems(task, data, reward_kwargs)]
+    problems = [_task_problem(task, data, reward_kwargs) for task in tasks]
+    found = [f"data.val_tasks: task {task.name!r}{text}" for task, text in zip(tasks, problems, strict=True) if text]
     datasets: list[Dataset] = []
     places = DataPlaces(data.val_data, {}, folder_option="data.val_data=DIR", file_option="data.val_files=[PATH]")
     try:
         datasets = read_datasets(tasks, places, lambda task: 0, data.val_max_samples)
     except ConfigError as error:
-        problems.append(f"data.val_tasks: {error}")
-    if problems:
-        raise ConfigError("\n".join(problems))
+        found.append(f"data.val_tasks: {error}")
+    if found:
+        raise ConfigError(*found)
     if tokenizer is None or (data.apply_chat_template and tokenizer.chat_template is None):
         return []  # reported where the tokenizer is read
     return [prompt for dataset in datasets for prompt in _load_prompts(dataset, data, tokenizer)]
 
 
-def _task_problems(task: Task, data: DataConfig, reward_kwargs: Mapping[str, Any]) -> list[str]:
-    """Why the task cannot be used in training."""
-    problem = None
+def _task_problem(task: Task, data: DataConfig, reward_kwargs: Mapping[str, Any]) -> str | None:
+    """Why the task cannot be used in training, to be put behind its name."""
     if task.multi_turn.environment is not None:
-        problem = "plays an environment: it is for the scripted evaluation; validate with data.val_files and rollout.multi_turn"
-    elif task.reward is None:
-        problem = "has no reward: it is for the scripted evaluation only; leave it out"
-    elif data.apply_chat_template and task.user_prompt is None:
-        problem = "has plain text prompts only; set data.apply_chat_template=false, or drop it"
-    if problem:
-        return [f"data.val_tasks: task {task.name!r} {problem}"]
+        return " plays an environment: it is for the scripted evaluation; validate with data.val_files and rollout.multi_turn"
+    if task.reward is None:
+        return " has no reward: it is for the scripted evaluation only; leave it out"
+    if data.apply_chat_template and task.user_prompt is None:
+        return " has plain text prompts only; set data.apply_chat_template=false, or drop it"
     try:
-        check_reward(task.reward or "", reward_kwargs)
+        check_reward(task.reward, reward_kwargs)
     except ValueError as error:
-        return [f"data.val_tasks: task {task.name!r}: {error}"]
-    return []
+        return f": {error}"
+    return None
 
 
 def _load_prompts(dataset: Dataset, data: DataConfig, tokenizer: Any) -> list[Prompt]:

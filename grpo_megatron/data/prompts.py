@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -113,11 +113,19 @@ class RowRenderer:
         """Tells prompts that certainly have at most data.max_prompt_length tokens."""
         return LengthBound(self.data.max_prompt_length, partial(self.text, 0), self.encode)
 
-    def check_first(self, number: int, question: Question) -> None:
-        """Warn if the tokenizer loses text of row 0."""
-        if number:
-            return
-        text = self.text(number, question)
+    def fit(self, questions: list[tuple[int, Question]]) -> list[bool]:
+        """Whether the prompt of each (row number, question) has at most data.max_prompt_length tokens."""
+        if questions and questions[0][0] == 0:
+            self._check_tokenizer(self.text(*questions[0]))
+        fits = [self.bound.fits(question) for _, question in questions]
+        unsure = [place for place, is_certain in enumerate(fits) if not is_certain]
+        encoded = self.encode([self.text(*questions[place]) for place in unsure])
+        for place, ids in zip(unsure, encoded, strict=True):
+            fits[place] = len(ids) <= self.data.max_prompt_length
+        return fits
+
+    def _check_tokenizer(self, text: str) -> None:
+        """Warn if the tokenizer loses text."""
         back = self.tokenizer.decode(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if _letters(back) != _letters(text):  # a tokenizer class that does not fit its files
             name = type(self.tokenizer).__name__
@@ -134,15 +142,6 @@ class PromptReader(RowRenderer):
 
     reward: str | None
     source: str | None
-
-    def fit(self, questions: list[tuple[int, Question]]) -> list[bool]:
-        """Whether the prompt of each (row number, question) has at most data.max_prompt_length tokens."""
-        for one in questions[:1]:
-            self.check_first(*one)
-        unsure = [one for one in questions if not self.bound.fits(one[1])]
-        encoded = self.encode([self.text(*one) for one in unsure])
-        lengths = {number: len(ids) for (number, _), ids in zip(unsure, encoded, strict=True)}
-        return [lengths.get(number, 0) <= self.data.max_prompt_length for number, _ in questions]
 
     def make(self, number: int) -> Prompt:
         """The prompt of a row. Raises ConfigError when the row cannot be read any more."""
@@ -165,11 +164,13 @@ class PromptReader(RowRenderer):
 
 
 class RowPrompt(Prompt):
-    """A Prompt whose text and tokens are made when they are first read. `fields` are the others of Prompt."""
+    """A Prompt whose text and tokens are made when they are first read. Made by `of`; `replace` sees the fields of Prompt."""
 
     @classmethod
-    def of(cls, render: Callable[[], str], encode: Callable[[Sequence[str]], list[list[int]]], **fields: Any) -> Self:
-        """A prompt of `fields`. Not in `__init__`, with which `dataclasses.replace` makes complete prompts."""
+    def of(
+        cls, render: Callable[[], str], encode: Callable[[Sequence[str]], list[list[int]]], **fields: Any
+    ) -> RowPrompt:
+        """`fields` are those of Prompt, but `text` and `prompt_ids`."""
         prompt = cls.__new__(cls)
         prompt.__dict__.update(_render=render, _encode=encode, **fields)
         return prompt

@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.importing import collection_paused
 from grpo_megatron.reading import (
     ReadError,
@@ -146,10 +147,6 @@ class RowFile:
         """Where a row stands, for messages: "line 17"."""
         return f"row {number}"
 
-    def line(self, number: int) -> bytes | None:
-        """The bytes of a row of JSON lines; None for another format."""
-        return None
-
 
 class LineFile(RowFile):
     """One JSON value per line, of at most `max_row` bytes. Blank lines are no rows. Raises ReadError, OSError.
@@ -189,8 +186,9 @@ class LineFile(RowFile):
                 count, left = count + block.count(b"\n"), left - len(block)
         return f"line {count}"
 
-    def line(self, number: int) -> bytes | None:
-        return next(self._lines(number, number + 1))
+    def line(self, number: int) -> str:
+        """A row as it is written."""
+        return next(self._lines(number, number + 1)).decode()
 
     def _lines(self, start: int, stop: int) -> Iterator[bytes]:
         """The lines of rows; of one that is too long, its beginning."""
@@ -256,10 +254,6 @@ class JoinedRows(RowFile):
     def place(self, number: int) -> str:
         file, row = self.locate(number)
         return f"shard {file}, {self.files[file].place(row)}" if self._are_shards else super().place(number)
-
-    def line(self, number: int) -> bytes | None:
-        file, row = self.locate(number)
-        return self.files[file].line(row)
 
     def locate(self, number: int) -> tuple[int, int]:
         """(file, row in the file) of a row."""
@@ -478,16 +472,10 @@ class RowSet(JoinedRows):
             raise ConfigError("no data files; set data.train_files (data.val_files, sft.train_files)")
         self.paths, self.source = list(map(Path, paths)), source
         self.labels = distinct_labels(self.paths)
-        files: list[RowFile] = []
-        problems = []
-        for path in self.paths:
-            try:
-                files.append(open_rows(path))
-            except ConfigError as error:
-                problems.append(str(error))
-        if problems:
-            raise ConfigError(*problems)
-        super().__init__(files)
+        problems = ProblemList()
+        files = [problems.attempt("", open_rows, path) for path in self.paths]
+        problems.raise_if_any()
+        super().__init__([file for file in files if file is not None])
 
     def uid(self, number: int) -> str:
         """Identifies a row over all runs that read a file of this name."""

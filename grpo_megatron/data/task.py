@@ -17,10 +17,10 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from fnmatch import fnmatch
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +28,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_vali
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig, Section
+from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.data.rows import (
     Messages,
     Question,
@@ -38,7 +39,7 @@ from grpo_megatron.data.rows import (
     type_name,
 )
 from grpo_megatron.importing import import_function, no_exit
-from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_regular, shown
+from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_text, shown
 from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.answers import box_start, last_boxed
 
@@ -58,11 +59,12 @@ class TextFormat(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = Field([])
 
 
-class GivenExample(Section):
-    """A worked example in a task file."""
+@validated_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Example:
+    """A worked example of a few-shot prompt."""
 
-    question: str = Field(min_length=1)
-    solution: str = Field(min_length=1)
+    question: Annotated[str, Field(min_length=1)]
+    solution: Annotated[str, Field(min_length=1)]
 
 
 class Fewshot(Section):
@@ -75,7 +77,7 @@ class Fewshot(Section):
 
     files: list[str] = Field([])
     solution: str = "solution"  # the field that holds a worked solution
-    examples: list[GivenExample] = Field([])
+    examples: list[Example] = Field([])
     remove: str | None = None  # a regular expression, deleted from solutions
     rule: Literal["fixed", "per-problem"] = "fixed"
     default: int = Field(0, ge=0)
@@ -96,14 +98,6 @@ class Sampling(Section):
 
     temperature: float = Field(1.0, gt=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-
-
-@dataclass(frozen=True)
-class Example:
-    """A worked example of a few-shot prompt."""
-
-    question: str
-    solution: str
 
 
 @validated_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -247,7 +241,7 @@ class RowFormat(Section):
         if found is None:
             return question, ""
         place, holder, field = found
-        answer = ANSWER_RULES[place.rule](holder, field)
+        answer = _answer_of(place.rule, holder, field)
         if answer or place.rule in ("verbatim", "any"):
             return question, answer
         for beginning, known in self.missing_answers.items():
@@ -309,60 +303,40 @@ def _filled_question(template: str, fields: Sequence[str], row: dict[str, Any]) 
     return fill_template(template, values)
 
 
-# -- answer rules: (row, field) -> the reference answer, "" where there is none; ValueError where the field is wrong ----
+# -- Answers: what the rule of a field makes of its value --------------------------------------------------------------
 
 
-def _after_hashes(row: dict[str, Any], field: str) -> str:
-    _, mark, answer = text_field(row, field).rpartition("####")
-    if not mark:
-        raise ValueError(f"field {field!r} has no #### before the final answer")
-    return answer.strip()
-
-
-def _boxed_answer(row: dict[str, Any], field: str) -> str:
-    answer = last_boxed(text_field(row, field))
-    if answer is None:
-        raise ValueError(f"field {field!r} has no closed \\boxed{{...}}")
-    return answer.strip()
-
-
-def _unboxed_answer(row: dict[str, Any], field: str) -> str:
-    answer = _text_answer(row, field)
-    return (last_boxed(answer) or "").strip() if box_start(answer) >= 0 else answer
-
-
-def _verbatim_answer(row: dict[str, Any], field: str) -> str:
-    return text_field(row, field, empty=True)
-
-
-def _text_answer(row: dict[str, Any], field: str) -> str:
+def _answer_of(rule: AnswerRule, row: dict[str, Any], field: str) -> str:
+    """The reference answer, "" where there is none. Raises ValueError where the field is wrong."""
     value = row[field]
-    return _number_text(value) if _is_number(value) else text_field(row, field, empty=True).strip()
-
-
-def _number_answer(row: dict[str, Any], field: str) -> str:
-    if not _is_number(row[field]) and not isinstance(row[field], str):
-        raise ValueError(f"field {field!r} is {type_name(row[field])}, not a number")
-    return _text_answer(row, field)
-
-
-def _integer_answer(row: dict[str, Any], field: str) -> str:
-    answer = text_field(row, field)
-    if not answer.removeprefix("-").isdecimal():
-        raise ValueError(f"field {field!r} is {answer[:40]!r}, not an integer")
-    return answer
-
-
-def _joined_answer(row: dict[str, Any], field: str) -> str:
-    value = row[field]
-    parts: Iterable[Any] = value if isinstance(value, list) else [value]
-    if value == [] or not all(_is_number(part) or isinstance(part, str) for part in parts):
-        raise ValueError(f"field {field!r} is not a list of texts or numbers")
-    return ", ".join(_number_text(part) if _is_number(part) else _without_dollars(part) for part in parts)
-
-
-def _any_answer(row: dict[str, Any], field: str) -> str:
-    return text_field(row, field, empty=True) if isinstance(row[field], str) else json.dumps(row[field])
+    if rule == "verbatim" or (rule == "any" and isinstance(value, str)):
+        return text_field(row, field, empty=True)
+    if rule == "any":
+        return json.dumps(value)
+    if rule == "list":
+        parts: list[Any] = value if isinstance(value, list) else [value]
+        if value == [] or not all(_is_number(part) or isinstance(part, str) for part in parts):
+            raise ValueError(f"field {field!r} is not a list of texts or numbers")
+        return ", ".join(_number_text(part) if _is_number(part) else _without_dollars(part) for part in parts)
+    if _is_number(value) and rule in ("text", "number", "unboxed"):
+        return _number_text(value)
+    if rule == "number" and not isinstance(value, str):
+        raise ValueError(f"field {field!r} is {type_name(value)}, not a number")
+    text = text_field(row, field, empty=rule in ("text", "number", "unboxed"))
+    if rule == "integer":
+        if not text.removeprefix("-").isdecimal():
+            raise ValueError(f"field {field!r} is {text[:40]!r}, not an integer")
+        return text
+    if rule == "hashes":
+        _, mark, text = text.rpartition("####")
+        if not mark:
+            raise ValueError(f"field {field!r} has no #### before the final answer")
+    elif rule == "boxed" or (rule == "unboxed" and box_start(text) >= 0):
+        boxed = last_boxed(text)
+        if boxed is None and rule == "boxed":
+            raise ValueError(f"field {field!r} has no closed \\boxed{{...}}")
+        text = boxed or ""
+    return text.strip()
 
 
 def _is_number(value: Any) -> bool:
@@ -379,19 +353,6 @@ def _without_dollars(text: str) -> str:
     text = text.strip()
     is_one_formula = len(text) > 1 and text.startswith("$") and text.endswith("$") and text.count("$") == 2
     return text[1:-1] if is_one_formula else text
-
-
-ANSWER_RULES: dict[str, Callable[[dict[str, Any], str], str]] = {
-    "hashes": _after_hashes,
-    "boxed": _boxed_answer,
-    "unboxed": _unboxed_answer,
-    "text": _text_answer,
-    "verbatim": _verbatim_answer,
-    "number": _number_answer,
-    "integer": _integer_answer,
-    "list": _joined_answer,
-    "any": _any_answer,
-}
 
 
 # -- Tasks by name: a file in `tasks/`, the path of another YAML file, or "my.module:function" of the user's own -------
@@ -433,30 +394,33 @@ def read_task_file(path: Path) -> Task:
     if rows is None or task is None or problems:
         raise ConfigError(f"task file {str(path)!r} is wrong:\n" + "\n".join(f"  {problem}" for problem in problems))
     names = sorted({*task.graders.values(), *([task.reward] if task.reward else [])} & {*extractors.names()})
-    return dataclasses.replace(
-        task,
-        read_row=partial(_checked_row, rows, [extractors.get(name).read_answer for name in names]),
-        read_question=rows.read_question,
-        sha256=hashlib.sha256(hashed).hexdigest(),
-    )
+    readers, read = [extractors.get(name).read_answer for name in names], rows.read
+
+    def read_row(row: dict[str, Any]) -> tuple[Question, str]:
+        question, answer = read(row)
+        for read_answer in readers:  # they refuse a reference answer that the reward cannot read
+            read_answer(answer)
+        return question, answer
+
+    sha256 = hashlib.sha256(hashed).hexdigest()
+    return dataclasses.replace(task, read_row=read_row, read_question=rows.read_question, sha256=sha256)
 
 
 def _load(path: Path) -> tuple[bytes, dict[str, Any]]:
     try:
-        content = read_regular(path, MAX_YAML)
-        raw: Any = parse_yaml(content.decode("utf-8"))
+        text = read_text(path, MAX_YAML)
+        raw: Any = parse_yaml(text)
     except OSError as error:
         raise ConfigError(f"cannot read task file {shown(str(path))}: {error.strerror}") from error
-    except (UnicodeDecodeError, ReadError) as error:
+    except ReadError as error:
         raise ConfigError(f"task file {shown(str(path))} cannot be used: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"task file {shown(str(path))} must be a mapping, not {type_name(raw)}")
-    return content, {str(key): value for key, value in raw.items()}
+    return text.encode(), {str(key): value for key, value in raw.items()}
 
 
 def _load_base(path: Path, name: Any) -> tuple[bytes, dict[str, Any]]:
-    known = sorted(file.stem for file in TASKS_FOLDER.glob("*.yaml"))
-    if name not in known:
+    if name not in (known := task_names()):
         raise ConfigError(
             f"task file {str(path)!r}: extends {shown(name)} is not a built-in task; set one of {', '.join(known)}"
         )
@@ -471,16 +435,6 @@ def _load_base(path: Path, name: Any) -> tuple[bytes, dict[str, Any]]:
 def _mistakes(error: ValidationError) -> list[str]:
     unknown = {"unexpected_keyword_argument": f"unknown key (known: {', '.join(KEYS)})"}
     return [f"{'.'.join(map(str, one['loc']))}: {unknown.get(one['type'], one['msg'])}" for one in error.errors()]
-
-
-def _checked_row(
-    rows: RowFormat, readers: Sequence[Callable[[str], object]], row: dict[str, Any]
-) -> tuple[Question, str]:
-    """As `RowFormat.read`; also refuses a reference answer that one of the rewards cannot read."""
-    question, answer = rows.read(row)
-    for read_answer in readers:
-        read_answer(answer)
-    return question, answer
 
 
 _read_built_in = cache(read_task_file)
@@ -511,23 +465,25 @@ def get_task(name: str) -> Task:
 
 def get_tasks(names: list[str]) -> list[Task]:
     """Several tasks. Raises one ConfigError for all that are wrong."""
-    tasks: list[Task] = []
-    problems: list[str] = []
-    for name in names:
-        try:
-            tasks.append(get_task(name))
-        except ConfigError as error:
-            problems.append(str(error))
-        except Exception as error:  # whatever the user's module raises while it is imported
-            problems.append(f"task {name!r}: importing it raised {type(error).__name__}: {error}; correct the module")
+    problems = ProblemList()
+    found = [problems.attempt("", _imported_task, name) for name in names]
+    tasks = [task for task in found if task is not None]
     labels = [task.name for task in tasks]
     repeated = sorted({label for label in labels if labels.count(label) > 1})
-    problems += [f"task {label!r} is given twice; name it once" for label in repeated]
-    if not names:
-        problems.append(f"no task is named; choose from {', '.join(task_names())}")
-    if problems:
-        raise ConfigError("\n".join(problems))
+    problems.add(f"task {label!r} is given twice; name it once" for label in repeated)
+    problems.add([] if names else [f"no task is named; choose from {', '.join(task_names())}"])
+    problems.raise_if_any()
     return tasks
+
+
+def _imported_task(name: str) -> Task:
+    try:
+        return get_task(name)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's module raises while it is imported
+        text = f"task {name!r}: importing it raised {type(error).__name__}: {error}; correct the module"
+        raise ConfigError(text) from error
 
 
 def _python_task(name: str) -> Task:

@@ -1,4 +1,7 @@
-"""The tokenizer of a Hugging Face folder: loaded from its files, never from the network, and never by running its code."""
+"""Text <-> tokens: a tokenizer and its end tokens, chats rendered by its template, and the tokens between a model's turns.
+
+A tokenizer is loaded from the files of a Hugging Face folder, never from the network, and never by running its code.
+"""
 
 from __future__ import annotations
 
@@ -127,22 +130,15 @@ def _tokens_of(path: Path, vocab_size: int | None) -> list[int]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); correct or remove it") from error
     value = config.get(EOS_KEY) if isinstance(config, dict) else None
-    named: list[Any] = value if isinstance(value, list) else [value]
-    tokens = [token for token in dict.fromkeys(map(_hashable, named)) if token is not None]
+    tokens = [token for token in (value if isinstance(value, list) else [value]) if token is not None]
     for token in tokens:
         if type(token) is not int or token < 0 or (vocab_size is not None and token >= vocab_size):
             ids = "a token id" if vocab_size is None else f"a token id below the vocabulary's {vocab_size}"
             raise ConfigError(f"{path}: {EOS_KEY} holds {shown(token)}, which is not {ids}; correct it")
-    return tokens
+    return list(dict.fromkeys(tokens))
 
 
-def _hashable(value: Any) -> Any:
-    return str(value) if isinstance(value, list | dict) else value
-
-
-# -- Rendering: a task's question -> the prompt's text -> token ids. Training, validation and evaluation share it ------
-
-# -- Limits on a chat template: it is a program that comes with a model, and it may loop or build a text of gigabytes --
+# -- Rendering by a chat template. It is a program that comes with a model, and may loop or build a text of gigabytes --
 
 TEMPLATE_S = 2.0  # processor seconds for one chat; a usual one takes a millisecond, and the first some 0.1 s to compile
 TEMPLATE_BYTES = 2 << 30  # that one chat may add to the memory
@@ -257,11 +253,7 @@ class TurnRenderer:
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of the first messages, up to the beginning of the assistant's turn. Raises ConfigError."""
-        return self._encode(self.prompt_text(messages))
-
-    def prompt_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of `prompt`. Raises ConfigError when the template fails."""
-        return render_chat(_with_call_ids(messages), self.tokenizer, self.where, self.tools)
+        return self._encode(self._render(_with_call_ids(messages), generate=True))
 
     def observation(self, messages: Sequence[Mapping[str, Any]], *, ended_with_eos: bool) -> list[int]:
         """Token ids between the end of the assistant's turn and the beginning of its next one.

@@ -201,12 +201,12 @@ def _load_groups(
     fits: list[bool] = []
     for chunk in rows.parsed(read):
         parts += [(number, item) for number, groups in chunk for item in range(len(groups))]
-        fits += reader.fit([(number, group) for number, groups in chunk for group in groups])
+        fits += reader.fit_groups([(number, group) for number, groups in chunk for group in groups])
     places = np.array(parts, np.int64)
 
     def make(index: int) -> OfflineGroup:
         number, item = map(int, places[index])
-        return reader.groups([(number, read(rows.row(number))[item])])[0]
+        return reader.group(number, read(rows.row(number))[item])
 
     what = f"rows exceed {data.max_prompt_length} prompt or {data.max_response_length} response tokens"
     kinds = np.zeros(len(fits), np.int8)
@@ -221,59 +221,60 @@ class GroupReader(RowRenderer):
     label: Callable[[WrittenResponse, Any], WrittenResponse] | None
     ends: Set[int]
 
-    def fit(self, written: list[tuple[int, WrittenGroup]]) -> list[bool]:
+    def fit_groups(self, written: list[tuple[int, WrittenGroup]]) -> list[bool]:
         """Whether the prompt and all responses of each (row number, group) have at most the configured lengths, in tokens."""
-        for number, group in written[:1]:
-            self.check_first(number, group[0])
-        unsure = [place for place, (_, group) in enumerate(written) if not self._certainly_fits(group)]
-        fits = [True] * len(written)
-        groups = self.groups([written[place] for place in unsure])
-        for place, (prompt, responses, _) in zip(unsure, groups, strict=True):
-            is_short = len(prompt.prompt_ids) <= self.data.max_prompt_length
-            fits[place] = is_short and max(map(len, responses), default=0) <= self.data.max_response_length
+        longest = self.data.max_response_length
+        fits = self.fit([(number, group[0]) for number, group in written])
+        unsure = [place for place, (_, group) in enumerate(written) if not self._certainly_short(group[1])]
+        for place, responses in zip(unsure, self.responses([written[place] for place in unsure]), strict=True):
+            fits[place] = fits[place] and max(map(len, responses), default=0) <= longest
         return fits
 
-    def _certainly_fits(self, group: WrittenGroup) -> bool:
-        """By the bytes of its texts. Labels are checked by their tokens, and turns by their rendering."""
-        question, responses, _ = group
+    def _certainly_short(self, responses: Sequence[Written]) -> bool:
+        """By the bytes of the texts. Labels are checked by their tokens, and turns by their rendering."""
         longest = self.data.max_response_length - 1  # the end-of-sequence token
-        are_short = all(isinstance(one, str) and most_tokens(one) <= longest for one in responses)
-        return self.label is None and are_short and self.bound.fits(question)
+        return self.label is None and all(isinstance(one, str) and most_tokens(one) <= longest for one in responses)
 
-    def groups(self, written: list[tuple[int, WrittenGroup]]) -> list[OfflineGroup]:
-        """The groups of (row number, group as written), in order. Raises ConfigError."""
-        texts = [self.text(number, group[0]) for number, group in written]
-        encoded = self.encode(texts)
-        responses = iter(self._render_responses([one for _, (_, ones, _) in written for one in ones]))
-        groups: list[OfflineGroup] = []
-        for (number, (_, ones, rewards)), text, ids in zip(written, texts, encoded, strict=True):
-            uid, own = self.rows.uid(number), [next(responses) for _ in ones]
+    def group(self, number: int, written: WrittenGroup) -> OfflineGroup:
+        """The group of a row. Raises ConfigError."""
+        text, [responses] = self.text(number, written[0]), self.responses([(number, written)])
+        prompt = Prompt(self.rows.uid(number), tuple(self.encode([text])[0]), text, "", self.task.name, "")
+        if self.label is None:
+            return prompt, responses, list(written[2])
+        return prompt, responses, [sum(value for _, value in one.labels) / len(one.labels) for one in responses]
+
+    def responses(self, written: list[tuple[int, WrittenGroup]]) -> list[list[WrittenResponse]]:
+        """The responses of each (row number, group). Raises ConfigError."""
+        rendered = iter(self._rendered([one for _, (_, ones, _) in written for one in ones]))
+        found = []
+        for number, (_, ones, rewards) in written:
+            own = [next(rendered) for _ in ones]
             if self.label is not None:
                 try:
                     own = [self.label(one, reward) for one, reward in zip(own, rewards, strict=True)]
                 except ValueError as error:
-                    raise ConfigError(f"row {uid}: {error}") from error
-                rewards = [sum(value for _, value in one.labels) / len(one.labels) for one in own]
-            groups.append((Prompt(uid, tuple(ids), text, "", self.task.name, ""), own, list(rewards)))
-        return groups
+                    raise ConfigError(f"row {self.rows.uid(number)}: {error}") from error
+            found.append(own)
+        return found
 
-    def _render_responses(self, written: list[Written]) -> list[WrittenResponse]:
+    def _rendered(self, written: list[Written]) -> list[WrittenResponse]:
         """The responses in order. Turns end with the template's end of turn.
 
         A text gets the tokenizer's end-of-sequence token, unless an end token is its last one already.
         """
-        tokenizer, renderer = self.tokenizer, self.renderer
+        tokenizer = self.tokenizer
         texts = [one for one in written if isinstance(one, str)]
+        chats = [one for one in written if not isinstance(one, str)]
         encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
-        if len(texts) < len(written):
-            if not self.data.apply_chat_template:
-                raise ConfigError(
-                    "responses of several turns are rendered by a chat template; set data.apply_chat_template=true"
-                )
-            renderer = renderer or TurnRenderer(tokenizer, where="rows with messages", end_token_ids=list(self.ends))
-            roles = {message["role"] for one in written if not isinstance(one, str) for message in one}
-            for role in sorted(roles - {"assistant"}):
-                renderer.check(role)
+        if chats and not self.data.apply_chat_template:
+            raise ConfigError(
+                "responses of several turns are rendered by a chat template; set data.apply_chat_template=true"
+            )
+        where = "rows with messages"
+        renderer = self.renderer or (TurnRenderer(tokenizer, (), where, (), list(self.ends)) if chats else None)
+        for role in sorted({message["role"] for one in chats for message in one} - {"assistant"}):
+            assert renderer is not None
+            renderer.check(role)
         responses = []
         for one in written:
             if isinstance(one, str):

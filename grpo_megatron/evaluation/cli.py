@@ -31,9 +31,9 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh, destroy_mesh
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine
-from grpo_megatron.sampling.answers import EnvironmentAnswers
-from grpo_megatron.sampling.generator import Generator, TrajectoryGenerator
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.sampling.generator import Generator
+from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, TrajectoryGenerator
+from grpo_megatron.storage.files import write_file
 from grpo_megatron.types import Sample
 
 REPORT_EVERY_S = 10.0

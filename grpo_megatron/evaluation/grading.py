@@ -24,7 +24,7 @@ from grpo_megatron.data.task import get_task, task_names
 from grpo_megatron.rewards import check_reward, extractors
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardItem
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 
 GRADER_TIMEOUT_S = 10.0
 CHUNK = 512  # completions between two updates of the progress bar

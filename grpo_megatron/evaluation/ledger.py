@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.pages.run_folder import flat_config
-from grpo_megatron.storage.atomic import try_lock, write_file
+from grpo_megatron.storage.files import try_lock, write_file
 
 Key = tuple[str, int]  # the problem's uid, the sample's index
 

@@ -34,7 +34,7 @@ from grpo_megatron.observability.console import format_table
 from grpo_megatron.reading import read_json
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import opened_thought
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 from grpo_megatron.types import GREEDY
 
 RESULT_FORMAT = 2  # of results.json

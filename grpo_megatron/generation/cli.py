@@ -27,7 +27,7 @@ from grpo_megatron.generation.options import GenerateOptions
 from grpo_megatron.generation.settings import GenerationSettings, prepare_generation
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.rollout.engine import Request, StopTexts, sample_seed
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 
 
 def generate(options: GenerateOptions, start_ranks: StartRanks | None) -> int:

@@ -30,7 +30,7 @@ import numpy as np
 from grpo_megatron.pages.kit import appended_step, render_report
 from grpo_megatron.pages.run_folder import KeptSamples, RunFolder, read_metrics
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.run_files import add_event, finish_start, read_events
 from grpo_megatron.types import GroupTable
 

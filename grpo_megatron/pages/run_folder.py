@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_megatron.reading import parse_yaml
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.run_files import read_events
 
 # -- metrics.jsonl: one JSON object per step, {"step": 3, "critic/score/mean": 0.25, ...}; null: a number that is not finite

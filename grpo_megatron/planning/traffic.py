@@ -30,8 +30,8 @@ from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.planning.cost import Workload
 from grpo_megatron.planning.layout import Layout
 from grpo_megatron.rollout.build import find_engine
-from grpo_megatron.sync.plan import NETWORK, NODE, SyncPlan
-from grpo_megatron.sync.rounds import RankPlan, Rounds, Traffic, plan_rounds
+from grpo_megatron.sync.exchange import RankPlan
+from grpo_megatron.sync.plan import NETWORK, NODE, Rounds, SyncPlan, Traffic, plan_rounds
 
 # -- One weight sync ---------------------------------------------------------------------------------------------------
 # The seconds are an estimate: in every round all ranks wait for the one that sends or receives most. The network and the

@@ -15,7 +15,7 @@ from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.observability.progress import duration
 from grpo_megatron.pages.kit import page_panels, render_report, visible, visible_line
 from grpo_megatron.pages.run_folder import METRICS_FILE, RunFolder
-from grpo_megatron.storage.atomic import write_file
+from grpo_megatron.storage.files import write_file
 
 PLAIN_WIDTH = 100  # characters of a line where there is no terminal
 CLEAR, HIDE, SHOW = "\x1b[H\x1b[J", "\x1b[?25l", "\x1b[?25h"  # the screen; the cursor

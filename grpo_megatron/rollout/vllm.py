@@ -25,7 +25,7 @@ from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.engine import BROKEN, Completion, Request, StatefulEngine, StopTexts, load_verified
 from grpo_megatron.rollout.vllm_arguments import ENGINE_KWARGS, VllmOptions
 from grpo_megatron.rollout.vllm_memory import EngineMemory
-from grpo_megatron.sync.tensors import EngineTensors
+from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.types import WeightBucket
 
 # -- VllmQueue: the requests that vLLM's engine serves, fed and stepped from outside -----------------------------------
@@ -216,7 +216,7 @@ class VllmEngine(StatefulEngine):
 
     def digests(self) -> dict[str, int]:
         """See RolloutEngine, and EngineMemory for what is digested where."""
-        self._require_weights()
+        self._require_usable(awake=False)
         with vllm_process.inside(self._device):
             return self._memory.digests()
 

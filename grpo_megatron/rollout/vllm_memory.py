@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_megatron.sync.digest import part_digest
-from grpo_megatron.sync.tensors import EngineTensors, SyncTensor
+from grpo_megatron.sync.plan import EngineTensors, SyncTensor
 
 _FUSED = {  # last part of a module's Hugging Face name -> vLLM's module, the tensors in it from top to bottom
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("qkv_proj", ("q_proj", "k_proj", "v_proj"))),

@@ -14,7 +14,7 @@ from typing import Annotated
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.starting.prepare import ArithmeticOptions, ModelOptions, prepare_inputs
-from grpo_megatron.storage.atomic import new_folder
+from grpo_megatron.storage.files import new_folder
 
 # -- the examples and Slurm scripts that come with the package ---------------------------------------------------------
 # In a checkout, grpo_megatron/shipped/ has links to the folders of the root. A wheel has copies of the files.

@@ -1,8 +1,7 @@
 """Files that are complete or absent, and folders whose content can be verified. Standard library only.
 
-atomic.py     write a file or a folder under a temporary name beside its target, then rename it; free space
-manifest.py   size and sha256 of every file of a folder
-lock.py       one run at a time writes into a folder; what a killed process tree leaves behind
+files.py      write a file or a folder under a temporary name beside its target, then rename it; manifests of folders; one run at
+              a time writes into a folder; what a killed process tree leaves behind
 run_files.py  names of checkpoints and rollout files, events of a run, how long a start takes
 """
 

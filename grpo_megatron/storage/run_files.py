@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import sync_path, write_file
+from grpo_megatron.storage.files import sync_path, write_file
 
 STEP_FILE = "trainer.json"
 CRITIC_FOLDER, CRITIC_FILE = "critic", "critic.json"

@@ -4,33 +4,227 @@ Engines cut their own shard out of a whole tensor. They are handed tensors of th
 engine's fused layout needs to be known here; what is outside this rank's part is undefined. A part that this rank has
 itself, in one piece, is not copied: the tensor is a window on the parameter.
 
-    round          k        k+1      k+2      k+3
-    over network                     posted   posted
-    within nodes   waited   posted
-    loaded         yielded
-
 Every rank posts all its messages, also after a local failure: its peers then finish, and learn of the failure when the
 ranks agree at the end. Nothing on the host is exchanged between the rounds.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.sync.plan import NETWORK, NODE, SyncPart
-from grpo_megatron.sync.rounds import AHEAD, DEPTH, Copy, Message, RankPlan, Slot
-from grpo_megatron.sync.tensors import SyncTensor
+from grpo_megatron.sync.digest import Share
+from grpo_megatron.sync.plan import (
+    AHEAD,
+    DEPTH,
+    NETWORK,
+    NODE,
+    PHASES,
+    Interval,
+    Rounds,
+    SyncParameter,
+    SyncPart,
+    SyncPlan,
+    SyncTensor,
+)
 from grpo_megatron.types import WeightBucket
+
+# -- One rank's side of a plan: its messages round by round, and the parts it takes from its own parameters ------------
+
+
+class Copy(NamedTuple):
+    """`[start, stop)` of a tensor's axis, at `local_start` of the parameter that has it."""
+
+    tensor: int
+    start: int
+    stop: int
+    local_start: int
+
+
+class Slot(NamedTuple):
+    """Elements `[start, stop)` of a buffer: a part, in its shape. `origin`: where the sender of the part has it, in its own
+    parameter or among what it has received over the network."""
+
+    part: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    origin: Copy | Slot | None = None
+
+
+class Message(NamedTuple):
+    """Parts that travel together, end to end in the order of their numbers. All messages of a phase share a buffer."""
+
+    peer: int
+    slots: list[Slot]
+
+    @property
+    def parts(self) -> list[int]:
+        return [slot.part for slot in self.slots]
+
+    @property
+    def span(self) -> Interval:
+        """Elements of the buffer."""
+        return self.slots[0].start, self.slots[-1].stop
+
+
+@dataclass
+class Round:
+    """What one rank sends and receives in a round, by phase and peer, and the tensors that are complete after it."""
+
+    sends: dict[int, dict[int, Message]]
+    receives: dict[int, dict[int, Message]]
+    complete: list[int]
+
+    def elements(self, phase: int, is_receiver: bool) -> int:
+        """The size of a buffer for the messages of a phase."""
+        messages = (self.receives if is_receiver else self.sends)[phase]
+        return max((message.span[1] for message in messages.values()), default=0)
+
+    def messages(self) -> int:
+        return sum(len(side[phase]) for side in (self.sends, self.receives) for phase in PHASES)
+
+
+class RankPlan:
+    """`own[tensor]`: what this rank's engine reads and the rank itself holds. `sent`: the parts that the rank sends from its
+    own parameters, each once; `received`: those that it receives. Elements are counted by `SyncPlan.numel`."""
+
+    def __init__(self, plan: SyncPlan, rounds: Rounds, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self._lane = plan.lanes[rank]
+        self.engine_rank = plan.grid.engine_rank(rank)
+        self._stage, self._tp_rank = plan.grid.stage(rank), rank % plan.grid.tp
+        self._holds = [rank in routes.holders for routes in plan.routes]
+        self._mine: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
+        self.own = self._own()
+        self.rounds = [self._round(rounds, number) for number in range(rounds.count)]
+        last = {
+            plan.parts[index].tensor: number
+            for number in range(rounds.count)
+            for index in rounds.parts(self._lane, number)
+        }
+        for tensor in range(len(plan.tensors)):
+            self.rounds[last[tensor]].complete.append(tensor)
+        sent = {part for current in self.rounds for part in _parts(current.sends) if self.holds(plan.parts[part])}
+        self.sent = sorted(sent)
+        self.received = sorted(part for current in self.rounds for part in _parts(current.receives))
+
+    def holds(self, part: SyncPart) -> bool:
+        return self._holds[part.kind]
+
+    def local(self, part: SyncPart) -> Copy:
+        """Where this rank, which holds the part, has it."""
+        index = part.tensor - self.plan.first[part.tensor]
+        for piece in self.parameter(part.tensor).pieces[self._tp_rank]:
+            if piece.tensor == index and piece.start <= part.start < piece.stop:
+                return Copy(part.tensor, part.start, part.stop, piece.local_start + part.start - piece.start)
+        raise AssertionError(f"rank {self.rank} does not hold {part} of {self.tensor(part.tensor).name}")
+
+    def parameter(self, tensor: int) -> SyncParameter:
+        return self.plan.parameters[self.plan.owner[tensor]]
+
+    def tensor(self, number: int) -> SyncTensor:
+        return self.plan.tensors[number]
+
+    def parameters(self) -> list[SyncParameter]:
+        """The parameters that this rank has."""
+        held = {self.plan.owner[part.tensor] for part in self.plan.parts if self.holds(part)}
+        return [self.plan.parameters[index] for index in sorted(held)]
+
+    def shares(self) -> list[Share]:
+        """What this rank digests for the attestation, those of a parameter next to each other."""
+        witnessed = sorted(p for p in self.plan.parts if self.plan.witnesses[p.tensor, p.kind] == self.rank)
+        return _merged(
+            Share(
+                self.parameter(part.tensor).name,
+                self.tensor(part.tensor),
+                *self.local(part)[1:],
+                self.plan.kinds[part.kind].readers,
+            )
+            for part in witnessed
+        )
+
+    def _round(self, rounds: Rounds, number: int) -> Round:
+        sent: dict[int, dict[int, list[int]]] = {phase: {} for phase in PHASES}  # phase -> peer -> parts
+        received: dict[int, dict[int, list[int]]] = {phase: {} for phase in PHASES}
+        for lane in range(rounds.num_lanes):
+            if lane != self._lane and rounds.stage(lane, number) != self._stage:
+                continue  # other lanes receive only what this rank holds
+            for index in rounds.parts(lane, number):
+                part = self.plan.parts[index]
+                for phase, peer, is_sender in self._transfers(part.kind, part.turn):
+                    if lane == (self.plan.lanes[peer] if is_sender else self._lane):
+                        (sent if is_sender else received)[phase].setdefault(peer, []).append(index)
+        receives = {phase: self._laid_out(received[phase]) for phase in PHASES}
+        forwarded = {slot.part: slot for message in receives[NETWORK].values() for slot in message.slots}
+        return Round({phase: self._laid_out(sent[phase], forwarded) for phase in PHASES}, receives, [])
+
+    def _laid_out(self, by_peer: dict[int, list[int]], forwarded: dict[int, Slot] | None = None) -> dict[int, Message]:
+        """Messages whose parts have their places in the buffer of the phase. `forwarded`: of messages that this rank sends."""
+        out, end = {}, 0
+        for peer, numbers in by_peer.items():
+            out[peer] = Message(peer, [])
+            for number in numbers:
+                part = self.plan.parts[number]
+                whole = self.tensor(part.tensor)
+                shape = (*whole.shape[: whole.axis], part.stop - part.start, *whole.shape[whole.axis + 1 :])
+                origin: Copy | Slot | None = None
+                if forwarded is not None:
+                    origin = self.local(part) if self.holds(part) else forwarded[number]
+                start, end = end, end + self.plan.numel(part)
+                out[peer].slots.append(Slot(number, start, end, shape, origin))
+        return out
+
+    def _transfers(self, kind: int, turn: int) -> list[tuple[int, int, bool]]:
+        """(phase, peer, is this rank the sender) of this rank's transfers in a turn."""
+        key = (kind, turn)
+        if key not in self._mine:
+            self._mine[key] = [
+                (t.phase, t.target if t.source == self.rank else t.source, t.source == self.rank)
+                for t in self.plan.routes[kind].transfers(turn)
+                if self.rank in (t.source, t.target)
+            ]
+        return self._mine[key]
+
+    def _own(self) -> dict[int, list[Copy]]:
+        own: dict[int, list[Copy]] = {}
+        for part in sorted(self.plan.parts):
+            if self.holds(part) and self.engine_rank in self.plan.kinds[part.kind].readers:
+                own.setdefault(part.tensor, []).append(self.local(part))
+        return {tensor: _merged(copies) for tensor, copies in own.items()}
+
+
+_Piece = TypeVar("_Piece", Copy, Share)
+
+
+def _merged(pieces: Iterable[_Piece]) -> list[_Piece]:
+    """Neighbours become one, so that a tensor's own rows are copied, or digested, at once."""
+    out: list[_Piece] = []
+    for piece in pieces:
+        if out:
+            last = out[-1]
+            follows = last._replace(
+                start=last.stop, stop=piece.stop, local_start=last.local_start + last.stop - last.start
+            )
+            if piece == follows:
+                piece = out.pop()._replace(stop=piece.stop)
+        out.append(piece)
+    return out
+
+
+def _parts(messages: dict[int, dict[int, Message]]) -> list[int]:
+    return [part for by_peer in messages.values() for message in by_peer.values() for part in message.parts]
+
 
 # -- Pool: memory on the host that is used again as soon as no tensor refers to it -------------------------------------
 # torch has such an allocator for GPUs, not for the CPU: there every large tensor gets fresh pages from the system, and
@@ -125,91 +319,96 @@ def _window(local: Tensor, whole: SyncTensor, start: int) -> Tensor | None:
     return local.as_strided(whole.shape, local.stride(), first)
 
 
-# -- Transport: how the messages of one phase travel. Point-to-point operations of torch.distributed -------------------
+# -- How messages travel -----------------------------------------------------------------------------------------------
 
 Envelope = tuple[int, Tensor]  # (peer, contiguous one-dimensional buffer)
+Wait = Callable[[], None]
+# Starts all messages of a phase of a round, sent and received, at once. `Wait` returns when the buffers may be read and reused.
+Post = Callable[[list[Envelope], list[Envelope]], Wait]
 
 
-class Transport(Protocol):
-    """What moves the messages of one phase of a round."""
-
-    def post(self, sends: list[Envelope], receives: list[Envelope]) -> Callable[[], None]:
-        """Start all of them at once. The function that is returned waits until the buffers may be read and reused."""
-
-
-class PointToPoint:
-    """Messages in one group of operations per phase: NCCL runs them as one kernel, gloo side by side.
+def point_to_point(sends: list[Envelope], receives: list[Envelope]) -> Wait:
+    """A `Post`: one group of operations of torch.distributed. NCCL runs them as one kernel, gloo side by side.
 
     All ranks post the phases of a sync in the same order, so messages between two ranks need no tag.
     """
+    operations = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in receives]
+    operations += [dist.P2POp(dist.isend, buffer, peer) for peer, buffer in sends]
+    if not operations:
+        return lambda: None
+    works = dist.batch_isend_irecv(operations)
+    peers = [peer for peer, _ in (*receives, *sends)]
+    names = peers if len(works) == len(peers) else [sorted(set(peers))] * len(works)  # NCCL: one work for the group
 
-    def post(self, sends: list[Envelope], receives: list[Envelope]) -> Callable[[], None]:
-        operations = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in receives]
-        operations += [dist.P2POp(dist.isend, buffer, peer) for peer, buffer in sends]
-        if not operations:
-            return lambda: None
-        works = dist.batch_isend_irecv(operations)
-        peers = [peer for peer, _ in (*receives, *sends)]
-        names = peers if len(works) == len(peers) else [sorted(set(peers))] * len(works)  # NCCL: one work for the group
+    def wait() -> None:
+        for work, peer in zip(works, names, strict=True):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RankError(f"the weight sync lost its connection to rank {peer}: {error}") from error
 
-        def wait() -> None:
-            for work, peer in zip(works, names, strict=True):
-                try:
-                    work.wait()
-                except RuntimeError as error:
-                    raise RankError(f"the weight sync lost its connection to rank {peer}: {error}") from error
-
-        return wait
+    return wait
 
 
-T = TypeVar("T")
+def in_rounds(count: int, post: Callable[[int, int], Wait]) -> Iterator[int]:
+    """Call `post(phase, number)` for all rounds, and yield the number of each round when its messages have arrived.
+
+    round          k        k+1      k+2      k+3
+    over network                     posted   posted
+    within nodes   waited   posted
+    loaded         yielded
+    """
+    over_network = deque(post(NETWORK, number) for number in range(min(AHEAD, count)))
+    within_node: Wait | None = None
+    for number in range(count + 1):
+        following = None
+        if number < count:
+            over_network.popleft()()
+            following = post(NODE, number)
+            if number + AHEAD < count:
+                over_network.append(post(NETWORK, number + AHEAD))
+        if within_node is not None:
+            within_node()
+            yield number - 1
+        within_node = following
 
 
 class Exchange:
     """One sync. Its message buffers are allocated when it is made, so that no rank runs out of memory between messages."""
 
-    def __init__(self, plan: RankPlan, read: ReadParameter, transport: Transport, pool: Pool) -> None:
-        self._plan, self._transport, self._pool = plan, transport, pool
-        self._shard = Shard(plan, read, pool)
-        self._buffers = {key: self._allocate(*key) for key in DEPTH}
+    def __init__(self, plan: RankPlan, read: ReadParameter, post: Post, pool: Pool) -> None:
+        self._plan, self._post, self._shard = plan, post, Shard(plan, read, pool)
+        self._buffers = {}
+        for key, depth in DEPTH.items():
+            size = max(current.elements(*key) for current in plan.rounds)
+            self._buffers[key] = [pool.empty((size,)) for _ in range(depth)]
         self._tensors: dict[int, Tensor] = {}  # begun, not yet complete
         self._problem: Exception | None = None
 
     def stream(self) -> Iterator[WeightBucket]:
         """The buckets. After a local failure nothing more is yielded, and the failure is raised when all messages are through."""
-        rounds = self._plan.rounds
-        over_network = deque(self._post(NETWORK, number) for number in range(min(AHEAD, len(rounds))))
-        within_node: Callable[[], None] | None = None
-        for number in range(len(rounds) + 1):
-            following = None
-            if number < len(rounds):
-                over_network.popleft()()
-                following = self._post(NODE, number)
-                if number + AHEAD < len(rounds):
-                    over_network.append(self._post(NETWORK, number + AHEAD))
-            if within_node is not None:
-                within_node()
-                bucket = self._attempt(functools.partial(self._finish, number - 1)) or []
-                if bucket and self._problem is None:
-                    yield bucket
-                del bucket
-            within_node = following
+        for number in in_rounds(len(self._plan.rounds), self._post_round):
+            bucket: WeightBucket = []
+            with self._kept_problem():
+                bucket = self._finish(number)
+            if bucket and self._problem is None:
+                yield bucket
+            del bucket
         if self._problem is not None:
             raise self._problem
 
-    # -- messages ------------------------------------------------------------------------------------------------------
-
-    def _post(self, phase: int, number: int) -> Callable[[], None]:
+    def _post_round(self, phase: int, number: int) -> Wait:
         current = self._plan.rounds[number]
         buffer = self._buffer(phase, False, number)
         sends = []
         for message in current.sends[phase].values():
-            packed = self._attempt(functools.partial(self._packed, message, buffer, number))
-            sends.append((message.peer, buffer[slice(*message.span)] if packed is None else packed))
+            packed = buffer[slice(*message.span)]
+            with self._kept_problem():
+                packed = self._packed(message, buffer, number)
+            sends.append((message.peer, packed))
         self._shard.forget()
         buffer = self._buffer(phase, True, number)
-        receives = [(m.peer, buffer[slice(*m.span)]) for m in current.receives[phase].values()]
-        return self._transport.post(sends, receives)
+        return self._post(sends, [(m.peer, buffer[slice(*m.span)]) for m in current.receives[phase].values()])
 
     def _packed(self, message: Message, buffer: Tensor, number: int) -> Tensor:
         """The contents of a message, one-dimensional. A single part that is contiguous where it is needs no buffer."""
@@ -228,44 +427,33 @@ class Exchange:
         assert slot.origin is not None, "only what is sent has an origin"
         return self._shard.local(slot.origin)
 
-    # -- tensors -------------------------------------------------------------------------------------------------------
-
     def _finish(self, number: int) -> WeightBucket:
         """Write what a round has brought, and hand over the tensors that are complete."""
         current = self._plan.rounds[number]
-        for phase in (NETWORK, NODE):
+        for phase in PHASES:
             buffer = self._buffer(phase, True, number)
             for message in current.receives[phase].values():
                 for slot in message.slots:
-                    self._write(slot, buffer)
+                    part = self._plan.plan.parts[slot.part]
+                    if part.tensor not in self._tensors:
+                        self._tensors[part.tensor] = self._shard.begin(part.tensor)
+                    axis = self._plan.tensor(part.tensor).axis
+                    part_of(self._tensors[part.tensor], part, axis).copy_(_view(buffer, slot))
         return [(self._plan.tensor(tensor).name, self._completed(tensor)) for tensor in current.complete]
-
-    def _write(self, slot: Slot, buffer: Tensor) -> None:
-        part = self._plan.plan.parts[slot.part]
-        if part.tensor not in self._tensors:
-            self._tensors[part.tensor] = self._shard.begin(part.tensor)
-        axis = self._plan.tensor(part.tensor).axis
-        part_of(self._tensors[part.tensor], part, axis).copy_(_view(buffer, slot))
 
     def _completed(self, tensor: int) -> Tensor:
         return self._tensors.pop(tensor) if tensor in self._tensors else self._shard.begin(tensor)
 
-    # -- memory --------------------------------------------------------------------------------------------------------
-
-    def _allocate(self, phase: int, is_receiver: bool) -> list[Tensor]:
-        size = max(current.elements(phase, is_receiver) for current in self._plan.rounds)
-        return [self._pool.empty((size,)) for _ in range(DEPTH[phase, is_receiver])]
-
     def _buffer(self, phase: int, is_receiver: bool, number: int) -> Tensor:
         return self._buffers[phase, is_receiver][number % DEPTH[phase, is_receiver]]
 
-    def _attempt(self, call: Callable[[], T]) -> T | None:
-        """The value of a local step, or None after a failure, which is kept for the end."""
+    @contextlib.contextmanager
+    def _kept_problem(self) -> Iterator[None]:
+        """A local failure is kept for the end."""
         try:
-            return call()
+            yield
         except Exception as error:
             self._problem = self._problem or error
-            return None
 
 
 def _view(buffer: Tensor, slot: Slot) -> Tensor:

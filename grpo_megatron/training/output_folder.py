@@ -1,6 +1,6 @@
 """OutputFolder: trainer.output_dir while a run writes into it. One run at a time; an earlier run's files are kept.
 
-.lock         held by rank 0 (storage/lock.py)
+.lock         held by rank 0 (storage/files.py)
 earlier_001/  with trainer.resume_mode=disable: the files of the run that was here before
 """
 
@@ -18,8 +18,7 @@ from grpo_megatron.config import ConfigError, TrainerConfig
 from grpo_megatron.observability.console import OUTPUTS
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.atomic import check_space, clear_leftovers, remove_folder, sync_path, write_file
-from grpo_megatron.storage.lock import FolderLock
+from grpo_megatron.storage.files import FolderLock, check_space, clear_leftovers, remove_folder, sync_path, write_file
 
 EARLIER = re.compile(r"earlier_(\d+)")
 # What a run writes besides what its summary names. Everything else in the folder is the user's, or slurm/train_70b.sh's.
@@ -86,17 +85,6 @@ class OutputFolder:
         """Collective: raise RankError on every rank when a checkpoint of `needed` bytes does not fit."""
         task = f"cannot save in {self.path}; set another trainer.output_dir, or trainer.save_freq=-1"
         on_first_rank(self.mesh, task, lambda: check_space(self.path, needed, "a checkpoint"))
-
-    def check(self) -> None:
-        """Collective: raise RankError on every rank when the folder was deleted or replaced since the run began."""
-        on_first_rank(self.mesh, f"cannot go on in {self.path}", self._check)
-
-    def _check(self) -> None:
-        if self.lock is not None and not self.lock.is_in_place():
-            raise StorageError(
-                "the folder was deleted or replaced while the run was writing into it, and earlier metrics and checkpoints"
-                " with it; put it back, or start again"
-            )
 
     def close(self) -> None:
         if self.lock is not None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.environment import check_environment, environment_lines, environment_problems
 from grpo_megatron.checks.methods import method_problems
-from grpo_megatron.checks.names import reward_name_problems
+from grpo_megatron.checks.names import check_environment, environment_problems, reward_name_problems
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.environments.environment import ChatMessage, Environment, Step
 from tests.runs import texts
@@ -47,10 +46,6 @@ def config(multi_turn: dict[str, Any], **sections: dict[str, Any]) -> Config:
 TALK = {"environment": f"{HERE}:Talk"}
 GAME = {"environment": f"{HERE}:Game"}
 CASES: dict[str, tuple[Config, str]] = {
-    "no environment": (
-        config({"tools": ["calculator"]}),
-        "rollout.multi_turn.tools has no effect without an environment; set rollout.multi_turn.environment",
-    ),
     "unknown": (config({"environment": "tool"}), "unknown environment 'tool'; did you mean 'tools'?"),
     "no module": (config({"environment": "no.such:Thing"}), "cannot import module 'no.such'"),
     "no class": (config({"environment": f"{HERE}:not_an_environment"}), "is no subclass of"),
@@ -107,14 +102,3 @@ def test_an_environment_is_made_once_before_the_run() -> None:
         check_environment(config({**GAME, "kwargs": {"depth": 3}}), Tokenizer())
     with pytest.raises(ConfigError, match="the tokenizer has none; set data.chat_template"):
         check_environment(config(GAME), Tokenizer())
-
-
-def test_the_plan_names_environment_tools_and_limits() -> None:
-    multi_turn = {"environment": "tools", "tools": ["calculator", "search"], "max_assistant_turns": 5, "num_workers": 2}
-    lines = dict(environment_lines(config(multi_turn), [{"role": "user", "content": "What is\n7 x 8?"}]))
-    assert lines == {
-        "environment": "tools with calculator, search; 2 workers per engine, 30 s per call",
-        "trajectory": "at most 5 turns and 2,048 tokens with observations, 256 per tool response",
-        "message 1": "user: What is 7 x 8?",
-    }
-    assert list(environment_lines(config({}), [])) == []

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.model_folders import trains_scores
-from grpo_megatron.checks.scoring import score_head_problems
+from grpo_megatron.checks.models import score_head_problems, trains_scores
 from grpo_megatron.checks.validate import Checked, validate
 from grpo_megatron.cli.config_file import load_config, reward_defaults
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.data.arithmetic import STEP_SEPARATOR
+from grpo_megatron.data.generated import STEP_SEPARATOR
 from tests import runs
 from tests.runs import texts
 

@@ -93,7 +93,7 @@ RAISED = ["KeyError: 'boom'", "error: rank 1: KeyError: 'boom' (its traceback is
 @pytest.mark.parametrize(
     ("kind", "device", "code", "errors"),
     [
-        ("good", "cpu", 0, []),
+        pytest.param("good", "cpu", 0, [], marks=pytest.mark.soak),  # as whole runs of tests/e2e
         ("good", "cuda", 0, []),
         ("refused by all", "cpu", 2, ["error: trainer.device=cuda, but there is none"]),
         ("raised by one", "cpu", 1, RAISED),
@@ -139,7 +139,12 @@ ANNOUNCED = "{}: the run stops after this step and saves; a second signal ends i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "device"), [(signal.SIGINT, "cpu"), (signal.SIGKILL, "cpu"), (signal.SIGKILL, "cuda")]
+    ("number", "device"),
+    [
+        (signal.SIGINT, "cpu"),
+        pytest.param(signal.SIGKILL, "cpu", marks=pytest.mark.soak),
+        (signal.SIGKILL, "cuda"),
+    ],
 )
 def test_no_rank_outlives_the_process_that_started_it(
     run: Path, tmp_path: Path, number: signal.Signals, device: str
@@ -166,7 +171,7 @@ def test_no_rank_outlives_the_process_that_started_it(
     [
         (signal.SIGINT, "launcher", "cpu", 130),
         (signal.SIGTERM, "launcher", "cuda", 75),
-        (signal.SIGTERM, "rank", "cpu", 75),
+        pytest.param(signal.SIGTERM, "rank", "cpu", 75, marks=pytest.mark.soak),
         (signal.SIGUSR1, "rank", "cuda", 75),
     ],
 )

@@ -165,7 +165,7 @@ def test_tied_embeddings_with_another_head(tmp_path: Path, refused: Refused) -> 
 
 
 @pytest.mark.parametrize(
-    ("flag", "error"), [("--tp=3", "num_attention_heads 4"), ("--pp=3", "num_hidden_layers 4"), ("--ep=2", "experts")]
+    ("flag", "error"), [("--tp=3", "4 attention heads over 3"), ("--pp=3", "4 layers over 3"), ("--ep=2", "no experts")]
 )
 def test_a_layout_that_does_not_divide(flag: str, error: str, hf: Path, tmp_path: Path, refused: Refused) -> None:
     assert error in refused("to-megatron", hf, tmp_path / "out", flag)

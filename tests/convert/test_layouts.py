@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.convert.megatron import read_contents
+from grpo_megatron.models.weights.plain_data import read_table
 from tests import tiny, worlds
 from tests.convert import folders
 from tests.convert.folders import convert, same_bits, tensors_of
@@ -104,7 +104,7 @@ def test_training_writes_what_converts(family: str, tp: int, pp: int, dtype: str
     assert convert("verify", step, source) == 1
     part = min((step / "state").glob("*.distcp"))  # there is no manifest, but each archive has a checksum
     data = bytearray(part.read_bytes())
-    contents = read_contents(step / "state" / ".metadata")
+    contents = read_table(step / "state" / ".metadata")
     stored = [(k, i) for k, i in contents.storage_data.items() if i.relative_path == part.name and k.offset]
     info = next(i for k, i in stored if k.fqn.startswith("decoder"))
     data[info.offset + info.length // 2] ^= 1

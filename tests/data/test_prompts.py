@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from grpo_megatron.config import DataConfig
-from grpo_megatron.data.arithmetic import build_tokenizer
-from grpo_megatron.data.prompts import load_prompts
+from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data import sampler
+from grpo_megatron.data.generated import build_tokenizer
+from grpo_megatron.data.prompts import BOUNDARY, LengthBound, load_prompts, most_tokens
+from grpo_megatron.data.rows import Question
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.data.written import load_supervised
-from tests.files import DATA, QWEN_SMALL, WHOLE
+from tests.files import DATA, QWEN_SMALL, WHOLE, row_files
 
 ROOT = Path(__file__).resolve().parents[2]
 CHATML = ROOT / "examples" / "templates" / "chatml.jinja"
@@ -27,26 +32,22 @@ def tokenizer() -> Any:
     return build_tokenizer()
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def _sums(path: Path, lengths: list[int]) -> Path:
-    return _write(path, [{"prompt": "1" * length, "answer": "1"} for length in lengths])
+    return row_files(path, *({"prompt": "1" * length, "answer": "1"} for length in lengths))[0]
 
 
 def test_fields_of_a_prompt(tmp_path: Path, tokenizer: Any) -> None:
-    file = _write(tmp_path / "val.jsonl", [{"prompt": "Tom has 23 apples<sep>", "answer": "23"}])
+    [file] = row_files(tmp_path / "val.jsonl", {"prompt": "Tom has 23 apples<sep>", "answer": "23"})
     (prompt,) = load_prompts(PLAIN, [file], tokenizer)
     found = prompt.uid, prompt.answer, prompt.source, prompt.reward
     assert found == ("arithmetic/val/0", "23", "arithmetic", "arithmetic")
     assert prompt.text == "Tom has 23 apples<sep>" == tokenizer.decode(prompt.prompt_ids)
     assert len(prompt.prompt_ids) == 7
+    assert replace(prompt, text="23").prompt_ids == prompt.prompt_ids  # as for trajectories and stored samples
     (prompt,) = load_prompts(PLAIN, [file], tokenizer, reward_override="my.module:score")
     assert prompt.reward == "my.module:score" and prompt.data_source == "" and prompt.messages is None
     row = {"prompt": "1+1", "answer": "2", "data_source": "sums", "extra_info": {"level": 3}, "hints": ["two"]}
-    (prompt,) = load_prompts(PLAIN, [_write(tmp_path / "a.jsonl", [row])], tokenizer)
+    (prompt,) = load_prompts(PLAIN, row_files(tmp_path / "a.jsonl", row), tokenizer)
     assert (prompt.columns, prompt.data_source) == (row, "sums")  # what reward functions may read
 
 
@@ -62,7 +63,7 @@ def test_overlong_prompts_and_a_tokenizer_that_loses_text_are_reported(
     with pytest.raises(ValueError, match="2 of 5 prompts are longer .*data.filter_overlong_prompts=true"):
         load_prompts(strict, [file], tokenizer)
     caplog.clear()
-    load_prompts(PLAIN, [_write(tmp_path / "val.jsonl", [{"prompt": "Paul has 2", "answer": "2"}])], tokenizer)
+    load_prompts(PLAIN, row_files(tmp_path / "val.jsonl", {"prompt": "Paul has 2", "answer": "2"}), tokenizer)
     assert "(Qwen2Tokenizer) turns 'Paul has 2' into ' has 2'" in caplog.text
     with pytest.raises(ValueError, match="5 of 5 prompts .*nothing is left; raise data.max_prompt_length"):
         load_prompts(data, [_sums(tmp_path / "long.jsonl", [9] * 5)], tokenizer)
@@ -84,9 +85,9 @@ def test_several_files_and_a_maximum(tmp_path: Path, tokenizer: Any) -> None:
         load_prompts(PLAIN, [], tokenizer)
 
 
-def test_errors_name_the_key_to_change(tmp_path: Path, tokenizer: Any) -> None:
+def test_errors_name_the_key_to_change(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     file = _sums(tmp_path / "a.jsonl", [1])
-    chat = _write(tmp_path / "chat.jsonl", [{"prompt": [{"role": "user", "content": "1"}], "answer": "1"}])
+    [chat] = row_files(tmp_path / "chat.jsonl", {"prompt": [{"role": "user", "content": "1"}], "answer": "1"})
     with pytest.raises(ValueError, match="no chat template; set data.chat_template .* data.apply_chat_template=false"):
         load_prompts(DataConfig(task="arithmetic"), [file], tokenizer)
     with pytest.raises(ValueError, match="data.task='jsonl' has no reward of its own; set reward.function"):
@@ -94,47 +95,36 @@ def test_errors_name_the_key_to_change(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="jsonl/chat/0 is a list of chat messages"):
         load_prompts(DataConfig(task="jsonl", apply_chat_template=False), [chat], tokenizer, "gsm8k")
     with pytest.raises(ValueError, match="'gsm8k_lm_eval' has plain text prompts only; set data.apply_chat_template"):
-        row = _write(tmp_path / "row.jsonl", [{"question": "1", "answer": "#### 1"}])
-        load_prompts(DataConfig(task="gsm8k_lm_eval"), [row], tokenizer, "gsm8k")
+        rows = row_files(tmp_path / "row.jsonl", {"question": "1", "answer": "#### 1"})
+        load_prompts(DataConfig(task="gsm8k_lm_eval"), rows, tokenizer, "gsm8k")
     with pytest.raises(ValueError, match="data.system_prompt needs a chat template"):
         load_prompts(PLAIN.model_copy(update={"system_prompt": "x"}), [file], tokenizer)
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    try:
-        with pytest.raises(ValueError, match="template fails on jsonl/chat/0: TemplateError: no system role"):
-            load_prompts(DataConfig(task="jsonl"), [chat], tokenizer, "gsm8k")
-    finally:
-        tokenizer.chat_template = None
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no system role') }}")
+    with pytest.raises(ValueError, match="template fails on jsonl/chat/0: TemplateError: no system role"):
+        load_prompts(DataConfig(task="jsonl"), [chat], tokenizer, "gsm8k")
 
 
-def test_system_prompts(tmp_path: Path, tokenizer: Any) -> None:
+def test_system_prompts(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the task, or of the config, "" for none; a system turn in the row wins over both."""
-    rows = [[("user", "1")], [("system", "2"), ("user", "3")]]
-    file = _write(
-        tmp_path / "chat.jsonl",
-        [{"prompt": [{"role": r, "content": c} for r, c in turns], "answer": ""} for turns in rows],
-    )
-    tokenizer.chat_template = TEMPLATE
-    try:
-        for system_prompt, expected in [(None, "1?"), ("", "1?"), ("9", "<sep>91?")]:
-            data = DataConfig(task="jsonl", system_prompt=system_prompt)
-            prompts = load_prompts(data, [file], tokenizer, "gsm8k")
-            assert [prompt.text for prompt in prompts] == [expected, "<sep>23?"]
-            assert tokenizer.decode(prompts[1].prompt_ids) == "<sep>23?"
-        assert prompts[0].messages == [{"role": "system", "content": "9"}, {"role": "user", "content": "1"}]
-    finally:
-        tokenizer.chat_template = None
+    system, *users = ({"role": role, "content": text} for role, text in (("system", "2"), ("user", "1"), ("user", "3")))
+    rows = [{"prompt": turns, "answer": ""} for turns in (users[:1], [system, users[1]])]
+    files = row_files(tmp_path / "chat.jsonl", *rows)
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    for system_prompt, expected in [(None, "1?"), ("", "1?"), ("9", "<sep>91?")]:
+        prompts = load_prompts(DataConfig(task="jsonl", system_prompt=system_prompt), files, tokenizer, "gsm8k")
+        assert [prompt.text for prompt in prompts] == [expected, "<sep>23?"]
+        assert tokenizer.decode(prompts[1].prompt_ids) == "<sep>23?"
+    assert prompts[0].messages == [{"role": "system", "content": "9"}, {"role": "user", "content": "1"}]
 
 
 def test_supervised_rows_end_with_eos_and_are_rendered_like_prompts(tmp_path: Path, tokenizer: Any) -> None:
-    file = _write(
-        tmp_path / "sft.jsonl",
-        [{"prompt": "1+1<sep>", "response": "<answer>2</answer>"}, {"prompt": "2<sep>", "response": "2<eos>"}],
-    )
-    pairs = load_supervised(PLAIN, [file], tokenizer)
+    rows = [{"prompt": "1+1<sep>", "response": "<answer>2</answer>"}, {"prompt": "2<sep>", "response": "2<eos>"}]
+    files = row_files(tmp_path / "sft.jsonl", *rows)
+    pairs = load_supervised(PLAIN, files, tokenizer)
     assert [tokenizer.decode(prompt) for prompt, _ in pairs] == ["1+1<sep>", "2<sep>"]
     assert [tokenizer.decode(response.ids) for _, response in pairs] == ["<answer>2</answer><eos>", "2<eos>"]
     short = PLAIN.model_copy(update={"max_response_length": 3})
-    assert len(load_supervised(short, [file], tokenizer)) == 1
+    assert len(load_supervised(short, files, tokenizer)) == 1
     with pytest.raises(ValueError, match="line 1: field 'response' is missing"):
         load_supervised(PLAIN, [_sums(tmp_path / "x.jsonl", [1])], tokenizer)
 
@@ -182,3 +172,108 @@ def test_real_gsm8k_with_qwens_real_tokenizer_in_chatml(source: Path, im_start: 
     assert tokenizer.decode(first.prompt_ids) == first.text
     assert [first.prompt_ids.count(token) for token in (im_start, im_end)] == [3, 2]
     assert tokenizer.eos_token_id == im_end
+
+
+# -- Which prompts are tokenised before the run: those whose bytes do not show that they fit. Draws tokenise what they draw
+
+
+class CountedTokenizer:
+    """The quickstart's tokenizer, which counts the texts that it is given."""
+
+    def __init__(self) -> None:
+        self.tokenizer, self.texts = build_tokenizer(), list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, texts: Any, **options: Any) -> Any:
+        self.texts += [texts] if isinstance(texts, str) else texts
+        return self.tokenizer(texts, **options)
+
+
+def test_only_prompts_that_may_be_too_long_are_tokenised(tmp_path: Path) -> None:
+    """The quickstart's tokenizer has one token per digit. Of 40 tokens, BOUNDARY = 32 and the stand-in's 1 are taken."""
+
+    tokenizer = CountedTokenizer()
+    file = _sums(tmp_path / "a.jsonl", [7, 8, 40, 41])
+    data = PLAIN.model_copy(update={"max_prompt_length": 8 + BOUNDARY})
+    prompts = load_prompts(data, [file], tokenizer)
+    lengths = [len(text) for text in tokenizer.texts]
+    assert lengths == [7, 1, 8, 40, 41]  # the check of the first text, the stand-in, rows that may be too long
+    assert [len(prompt.text) for prompt in prompts] == [7, 8, 40]
+    tokenizer.texts.clear()
+    assert len(prompts[0].prompt_ids) == 7 and prompts[0].prompt_ids and tokenizer.texts == ["1" * 7]
+    tokenizer.texts.clear()  # and rows with responses
+    rows = [{"prompt": "1", "response": "2" * length} for length in (1, 9, 10)]
+    data = PLAIN.model_copy(update={"max_response_length": 10})
+    groups = load_supervised(data, row_files(tmp_path / "b.jsonl", *rows), tokenizer)
+    assert tokenizer.texts == ["1", "1", "2" * 10] and len(groups) == 2
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<sep>{{ m['content'] | trim }}{% endfor %}?",
+        "{% for m in messages %}{{ m['content'] | tojson }}{% endfor %}",  # longer by what JSON escapes: no bound
+        "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}",  # no bound
+        "{% if messages | length > 2 %}{{ raise_exception('no') }}{% endif %}{{ messages[0]['content'] }}",
+    ],
+)
+def test_templates_give_a_bound_only_where_contents_stay(template: str) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+
+    def render(question: Question) -> str:
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception as error:
+            raise ConfigError(str(error)) from error
+
+    bound = LengthBound(64, render, lambda texts: tokenizer(list(texts))["input_ids"])
+    long_chat = [{"role": role, "content": "1"} for role in ("system", "user", "user")]
+    stays = "tojson" not in template and template.count("m['content']") < 2
+    assert bound.fits("1" * 20) == bound.fits(long_chat[1:]) == stays
+    assert bound.fits(long_chat) == (stays and "raise" not in template)
+    assert not bound.fits("1" * 40) and not bound.fits([{"role": "user", "content": "1", "name": "x"}])
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(text=st.text(max_size=30))
+def test_a_text_has_no_more_tokens_than_bytes(text: str) -> None:
+    """By a byte-level tokenizer without merges, after each of the normalisations that tokenizers use."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for normalizer in (normalizers.NFC(), normalizers.NFD(), normalizers.NFKC(), normalizers.NFKD()):
+        tokenizer.normalizer = normalizer
+        assert len(tokenizer.encode(text).ids) <= most_tokens(text)
+
+
+def test_prompts_are_made_when_they_are_read_and_the_last_ones_are_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "KEPT", 10)
+    rows = [{"prompt": "1+1", "answer": "2", "notes": f"x{n}"} for n in range(100)]
+    prompts = load_prompts(PLAIN, row_files(tmp_path / "a.jsonl", *rows), build_tokenizer())
+    prompt = prompts[34]
+    assert (prompt.uid, prompt.answer, prompt.columns["notes"]) == ("arithmetic/a/34", "2", "x34")
+    assert prompts[34] is prompt
+    made = [prompts[n] for n in range(9)]
+    assert prompts[34] is prompt and prompts[8] is made[8]
+    assert all(prompts[n] for n in range(40, 50)) and prompts[34] is not prompt
+
+
+def test_a_plan_of_many_rows_measures_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("grpo_megatron.data.prompts.SAMPLED_FROM", 90)
+    monkeypatch.setattr("grpo_megatron.data.rows.ROWS_PER_CHUNK", 16)
+    file, tokenizer = _sums(tmp_path / "a.jsonl", [n % 9 + 1 for n in range(90)]), build_tokenizer()
+    data = PLAIN.model_copy(update={"max_prompt_length": 7})
+    assert len(load_prompts(data, [file], tokenizer)) == 70
+    caplog.clear()
+    assert len(load_prompts(data, [file], tokenizer, is_plan=True)) == 90
+    assert "of 48 prompts are longer than 7 tokens" in caplog.text  # 8 of each of 6 chunks

@@ -41,7 +41,7 @@ def build(
     from grpo_megatron.models.weights.stream import engine_tensors
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
-    from grpo_megatron.sync.delta_sync import DeltaLimits
+    from grpo_megatron.sync.delta import DeltaLimits
 
     device = Device("cpu")
     mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=rollout_tp)

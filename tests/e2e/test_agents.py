@@ -9,7 +9,7 @@ import pytest
 
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
-from grpo_megatron.data import arithmetic
+from grpo_megatron.data.generated import ROWS_PER_STEP
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_examples import ROOT, gsm8k, rows
@@ -26,7 +26,7 @@ def test_the_calculators_share_of_calls_rises(tmp_path: Path) -> None:
     tokenizer = ["--tokenizer", str(data / "tokenizer")]
     assert main.main(["prepare", "model", "--preset", "quickstart", str(tmp_path / "model"), *tokenizer]) == 0
     lines = (data / "sft.jsonl").read_text().splitlines(keepends=True)
-    size = arithmetic.ROWS_PER_STEP
+    size = ROWS_PER_STEP
     (data / "sft.jsonl").write_text("".join(lines[: 80 * size] + lines[-20 * size :]))
     overrides = [
         f"model.path={tmp_path}/model",

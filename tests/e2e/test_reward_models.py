@@ -35,11 +35,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    from grpo_megatron.data.arithmetic import write_feedback
+    from grpo_megatron.data.generated import write_example
 
     folder = tmp_path_factory.mktemp("reward_models")
     (folder / "data").mkdir()
-    write_feedback(folder / "data", seed=0, num_train=256, num_val=64)
+    write_example("feedback", folder / "data", seed=0, num_train=256, num_val=64)
     raws = {name: trained(workspace, folder, name, sections) for name, sections in TRAINED.items()}
     results = worlds.run(run_ranks.train_in_turn, 2, timeout_s=1000, raws=list(raws.values()))[0]
     for raw, result in zip(raws.values(), results, strict=True):

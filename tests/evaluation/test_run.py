@@ -25,8 +25,7 @@ from safetensors.torch import load_file
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import parse
-from grpo_megatron.convert import ConvertError
-from grpo_megatron.convert.conversion import to_megatron
+from grpo_megatron.convert import ConvertError, to_megatron
 from grpo_megatron.evaluation.cli import draw_task, evaluate, ledger_entry
 from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, engine_dtype, open_model, start_engine, stream_weights
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, claim_output, write_identity

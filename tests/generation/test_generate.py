@@ -67,7 +67,7 @@ def test_the_prompts_are_those_of_the_run(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_step_has_the_template_of_its_run(run: Path, tmp_path: Path) -> None:
-    from grpo_megatron.convert.conversion import to_megatron
+    from grpo_megatron.convert import to_megatron
 
     step = tmp_path / "step_000001"
     to_megatron(run / "hf", step / "out", quiet=True)

@@ -125,21 +125,16 @@ def host_copies() -> dict[str, Any]:
 
 @probe
 def digests() -> dict[str, Any]:
-    """The kernel that digests weights, and torch's form of it: the same numbers, and bytes per second of each."""
-    needs_package("triton", "Triton")
-    from grpo_megatron.sync import digest
-    from grpo_megatron.sync.digest_gpu import row_sums
+    """The digest of a weight: the same number as on the CPU, and bytes per second."""
+    needs_gpu()
+    from grpo_megatron.sync.digest import part_digest
+    from grpo_megatron.sync.plan import SyncTensor
 
-    words = torch.randint(-(2**63), 2**63 - 1, (1 << 15, 1 << 12), device="cuda")
-    factors = digest._numbers(digest._WORDS, 0, words.shape[1], words.device)
-    for cut in (words, words[:, 5:1027]):
-        of_cut = factors[: cut.shape[1]]
-        assert torch.equal(row_sums(cut, of_cut), (cut * of_cut).sum(1))
-    forms = {"kernel": row_sums, "torch": lambda words, factors: (words * factors).sum(1)}
-    return {
-        name: (words.nbytes / 1e9 / _median_seconds(lambda form=form: form(words, factors)), "GB/s")
-        for name, form in forms.items()
-    }
+    weight = torch.randn(1 << 14, 1 << 14, device="cuda").bfloat16()
+    whole = SyncTensor("weight", tuple(weight.shape), 1)
+    for cut in (weight, weight[:, 5:1027]):
+        assert int(part_digest(cut, whole, 5)) == int(part_digest(cut.cpu(), whole, 5))
+    return {"digest": (weight.nbytes / 1e9 / _median_seconds(lambda: part_digest(weight, whole, 0)), "GB/s")}
 
 
 # -- torch and Megatron-Core -------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import Config
-from grpo_megatron.data.arithmetic import build_tokenizer, write_task
+from grpo_megatron.data.generated import build_tokenizer, write_example
 from grpo_megatron.device import read_hardware
 from grpo_megatron.models.layers.precision import hardware_problems
 from tests.gpu import conftest, training_ranks
@@ -32,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A shape's folder, with the quickstart's tokenizer. The model's other tokens decode to nothing."""
     root = tmp_path_factory.mktemp("speed")
     (root / "data").mkdir()
-    write_task(root / "data", seed=0, num_train=PROMPTS * STEPS, num_val=1)
+    write_example("arithmetic", root / "data", seed=0, num_train=PROMPTS * STEPS, num_val=1)
     shapes = {"0.5B": QWEN_HALF_B, "1.5B": QWEN_ONE_AND_A_HALF_B}
 
     def folder(size: str) -> Path:

@@ -6,20 +6,22 @@ C code that keeps Python's lock; the time of a stall is a few seconds there.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_megatron.parallel.stalls import Beat, Watch, behind, read_beat, table
+from grpo_megatron.parallel.heartbeat import Beat, Heartbeat, Watch, behind, table
 from tests import worlds
 from tests.runs import make_run, stand_in_trainer
 
@@ -91,10 +93,13 @@ def test_who_is_behind_and_the_table() -> None:
     ]
 
 
-def test_a_beat_that_is_being_written_is_not_read() -> None:
-    beat = beats()[0]
-    assert read_beat(beat.text()) == beat
-    assert read_beat("") is read_beat(beat.text()[:40]) is read_beat("[]") is None
+def test_a_beat_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    heartbeat: Any = Heartbeat(tmp_path, SimpleNamespace(rank=0, world_size=5), None)  # type: ignore[arg-type]
+    heartbeat.folder.mkdir()
+    text = json.dumps(asdict(beats()[0]))
+    for rank, content in enumerate((text, "", text[:40], "[]")):
+        heartbeat._file(rank, "json").write_text(content)
+    assert heartbeat._read() == {0: beats()[0]}
 
 
 # -- real ranks --------------------------------------------------------------------------------------------------------
@@ -222,9 +227,8 @@ def healthy(folder: Path) -> list[str]:
 def late(folder: Path) -> Any:
     """Nothing is watched, and rank 1 comes too late for a collective: the error that rank 0 gets."""
     from grpo_megatron.device import Device
-    from grpo_megatron.parallel.heartbeat import Heartbeat
+    from grpo_megatron.parallel.heartbeat import Heartbeat, StalledRank
     from grpo_megatron.parallel.mesh import build_mesh
-    from grpo_megatron.parallel.stalls import StalledRank
 
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1, timeout_s=4.0)
     over = folder / "over"

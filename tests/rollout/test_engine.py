@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from grpo_megatron.rollout.engine import StopTexts, load_verified, sample_seed
-from grpo_megatron.sync.tensors import SyncTensor
+from grpo_megatron.sync.plan import SyncTensor
 from grpo_megatron.types import WeightBucket
 
 

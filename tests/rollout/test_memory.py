@@ -18,8 +18,8 @@ from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu
-from grpo_megatron.sync.digest import Expected, compare, expected_digests
-from grpo_megatron.sync.tensors import Interval, Share, SyncTensor
+from grpo_megatron.sync.digest import Expected, Share, compare, expected_digests
+from grpo_megatron.sync.plan import Interval, SyncTensor
 from grpo_megatron.types import WeightBucket
 from tests.sync.simulation import FAMILIES, SMALL
 from tests.worlds import run

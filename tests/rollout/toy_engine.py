@@ -17,7 +17,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, load_verified
 from grpo_megatron.sync.digest import part_digest
-from grpo_megatron.sync.tensors import EngineTensors
+from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.types import WeightBucket
 
 

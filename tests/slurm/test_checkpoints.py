@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.storage.manifest import MANIFEST_FILE, read_manifest
+from grpo_megatron.storage.files import MANIFEST_FILE, read_manifest
 from grpo_megatron.storage.run_files import read_events
 from tests import tiny, worlds
 from tests.runs import stand_in_trainer

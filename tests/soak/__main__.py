@@ -21,7 +21,7 @@ from pathlib import Path
 from unittest import mock
 
 from grpo_megatron.observability.console import format_table
-from grpo_megatron.storage import lock
+from grpo_megatron.storage import files
 from tests.soak.soak import FIRST, LAST, MATRIX, Fault, Soak, make_workspace, rows_of, run_command, soak_settings
 
 RSS_GROWTH = 1.05  # largest ratio of a rank's memory in the last quarter to that in the second quarter
@@ -94,8 +94,8 @@ def _growth(folder: Path) -> list[str]:
 
 def _leftovers(temporary: Path) -> list[str]:
     """Temporary files of killed attempts that the clean-up at a start does not remove once they are old enough."""
-    with mock.patch.object(lock, "MIN_AGE_S", 0.0), mock.patch.object(lock, "PATTERNS", ()):
-        lock.remove_leftovers()
+    with mock.patch.object(files, "MIN_AGE_S", 0.0), mock.patch.object(files, "PATTERNS", ()):
+        files.remove_leftovers()
     left = sorted(path.name for path in temporary.iterdir())
     print(f"temporary files after the clean-up: {len(left)}\n")
     return [f"temporary files are left: {left}"] if left else []

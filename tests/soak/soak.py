@@ -280,10 +280,10 @@ class Soak:
 
 def make_workspace(root: Path) -> Path:
     """Write data/ and model/ into `root`: the arithmetic task and an untrained two-layer model with its tokenizer."""
-    from grpo_megatron.data.arithmetic import build_tokenizer, write_task
+    from grpo_megatron.data.generated import build_tokenizer, write_example
 
     (root / "data").mkdir(parents=True)
-    write_task(root / "data", seed=0, num_train=64, num_val=16)
+    write_example("arithmetic", root / "data", seed=0, num_train=64, num_val=16)
     tiny.make_model(root / "model", "qwen2-tied", num_hidden_layers=2, vocab_size=80, std=0.05)
     build_tokenizer().save_pretrained(root / "model")
     return root

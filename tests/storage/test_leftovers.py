@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.storage import lock
+from grpo_megatron.storage import files
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = """
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Temporary files of this test, and of its children, are here; so is the shared memory that is looked at."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(lock, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
     yield tmp_path
     tempfile.tempdir = None
 
@@ -49,13 +49,13 @@ def test_fork_server(folder: Path, is_killed: bool) -> None:
         assert launcher.stdout is not None and launcher.stdout.readline() == "serving\n"
         (private,) = folder.iterdir()
         make_old(private)
-        lock.remove_leftovers()  # leaves what is locked
+        files.remove_leftovers()  # leaves what is locked
         assert private.stat().st_mode & 0o077 == 0 and any(private.iterdir())  # the socket
         if is_killed:
             launcher.kill()
     if is_killed:
         make_old(private)
-        lock.remove_leftovers()
+        files.remove_leftovers()
     assert not list(folder.iterdir())
 
 
@@ -64,7 +64,7 @@ def test_a_folder_that_was_just_made_and_those_of_others_stay(folder: Path) -> N
     for path in (young, other):
         path.mkdir()
     make_old(other)
-    lock.remove_leftovers()
+    files.remove_leftovers()
     assert young.exists() and other.exists()
 
 
@@ -72,7 +72,7 @@ def test_semaphores_and_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The third one is mapped under another name, as glibc does; the fourth is young, the last has nobody's name."""
     names = ["sem.mp-lost", "29500-tp:0-[0-1]-cpushm_0", "sem.mp-used", "sem.mp-young", "sem.user"]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        monkeypatch.setattr(lock, "SHARED_MEMORY", folder := Path(name))
+        monkeypatch.setattr(files, "SHARED_MEMORY", folder := Path(name))
         paths = [folder / name for name in names]
         for path in paths:
             path.write_bytes(b"x" * 32)
@@ -80,9 +80,9 @@ def test_semaphores_and_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         paths[2].rename(folder / "sem.nv1eHJ")
         with (folder / "sem.nv1eHJ").open("r+b") as file, mmap.mmap(file.fileno(), 32):
             (folder / "sem.nv1eHJ").rename(paths[2])
-            lock.remove_leftovers()
+            files.remove_leftovers()
         assert [path.name for path in paths if path.exists()] == ["sem.mp-used", "sem.mp-young", "sem.user"]
-        lock.remove_leftovers()
+        files.remove_leftovers()
         assert not paths[2].exists()
 
 
@@ -91,5 +91,5 @@ def test_a_semaphore_that_another_process_has_yet_to_open() -> None:
     held = multiprocessing.get_context("spawn").Lock()
     path = Path("/dev/shm") / f"sem.{held._semlock.name.removeprefix('/')}"  # type: ignore[attr-defined]
     make_old(path)
-    lock.remove_leftovers()
+    files.remove_leftovers()
     assert path.exists()

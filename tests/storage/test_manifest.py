@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.storage import StorageError, manifest
-from grpo_megatron.storage.manifest import (
+from grpo_megatron.storage import StorageError, files
+from grpo_megatron.storage.files import (
     MANIFEST_FILE,
     Verification,
     check_sizes,
@@ -43,11 +43,11 @@ def test_every_file_is_in_it(folder: Path) -> None:
 
 
 def test_known_hashes_are_not_computed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "READ_BYTES", 2)
+    monkeypatch.setattr(files, "READ_BYTES", 2)
     assert sha256_of(folder / "a.txt") == ABC  # of several blocks
     write_manifest(folder, "test", {"a.txt": "known"})
-    files = read_manifest(folder)
-    assert files is not None and files["a.txt"]["sha256"] == "known" and files["sub/empty"]["sha256"] == EMPTY
+    listed = read_manifest(folder)
+    assert listed is not None and listed["a.txt"]["sha256"] == "known" and listed["sub/empty"]["sha256"] == EMPTY
 
 
 def test_without_a_manifest_nothing_is_compared(tmp_path: Path) -> None:

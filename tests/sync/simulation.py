@@ -21,10 +21,8 @@ from grpo_megatron.models.weights.stream import engine_tensors, stages_of_parame
 from grpo_megatron.models.weights.table import WeightRow, expand_table
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.digest import Expected, compare, expected_digests, part_digest
-from grpo_megatron.sync.exchange import Envelope, Exchange, Pool
-from grpo_megatron.sync.plan import SyncPlan
-from grpo_megatron.sync.rounds import RankPlan, Rounds, Traffic, plan_rounds
-from grpo_megatron.sync.tensors import EngineTensors
+from grpo_megatron.sync.exchange import Envelope, Exchange, Pool, RankPlan
+from grpo_megatron.sync.plan import EngineTensors, Rounds, SyncPlan, Traffic, plan_rounds
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 from benchmark_sync_plan import floor_of as floor_of
@@ -151,7 +149,7 @@ def run(simulated: World) -> tuple[list[dict[str, Tensor]], list[Counts]]:
         transport = Queues(rank, queues, counts[rank])
         rank_plan, shard = simulated.rank_plan(rank), simulated.shard(rank)
         dtype = next(iter(simulated.whole.values())).dtype
-        exchange = Exchange(rank_plan, shard.__getitem__, transport, Pool(dtype, torch.device("cpu")))
+        exchange = Exchange(rank_plan, shard.__getitem__, transport.post, Pool(dtype, torch.device("cpu")))
         for bucket in exchange.stream():
             handed[rank].update(bucket)
 

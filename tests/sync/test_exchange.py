@@ -113,7 +113,7 @@ def test_own_parts_are_windows_on_the_parameters() -> None:
     world = simulation.world(architecture("llama-groups", vocab_size=128), grid, [4], budget=1 << 22)
     plan, shard = world.rank_plan(1), world.shard(1)
     transport = simulation.Queues(1, {}, simulation.Counts())
-    stream = Exchange(plan, shard.__getitem__, transport, Pool(torch.bfloat16, torch.device("cpu"))).stream()
+    stream = Exchange(plan, shard.__getitem__, transport.post, Pool(torch.bfloat16, torch.device("cpu"))).stream()
     address = next(iter(shard.values())).untyped_storage().data_ptr()
     own = [name for bucket in stream for name, tensor in bucket if tensor.untyped_storage().data_ptr() == address]
     in_pieces = [name for name in world.whole if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")]

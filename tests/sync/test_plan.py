@@ -11,8 +11,8 @@ import pytest
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.parallel.mesh import Grid
+from grpo_megatron.sync.exchange import RankPlan
 from grpo_megatron.sync.plan import NETWORK, NODE, module_of
-from grpo_megatron.sync.rounds import RankPlan
 from tests.sync import simulation
 from tests.sync.simulation import architecture, floor_of
 from tests.sync.test_exchange import LAYOUTS, budget_of
@@ -90,7 +90,7 @@ def test_a_lane_receives_stage_by_stage_and_every_module_at_once(family: str, gr
         numbers = [number for k in range(rounds.count) for number in rounds.parts(lane, k)]
         assert sorted(numbers) == list(range(len(plan.parts)))
         owners = [plan.parameters[plan.owner[plan.parts[number].tensor]] for number in numbers]
-        for received in ([p.stage for p in owners], [(p.stage, module_of(p.name)) for p in owners]):
+        for received in ([p.stage for p in owners], [module_of(p) for p in owners]):
             assert len(list(itertools.groupby(received))) == len(set(received))
     for k in range(rounds.count):
         sending = [rounds.stage(lane, k) for lane in set(plan.lanes)]

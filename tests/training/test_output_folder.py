@@ -20,20 +20,21 @@ from safetensors import safe_open
 from grpo_megatron.config import Config, ConfigError, TrainerConfig
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.storage import StorageError, atomic, lock
+from grpo_megatron.storage import StorageError, files
 from grpo_megatron.storage.run_files import on_disk, steps_of
 from grpo_megatron.training import checkpoint
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes
 from grpo_megatron.training.output_folder import OutputFolder, record_config
+from grpo_megatron.training.stopping import Stopping
 from tests import tiny
 from tests.sampling.fakes import LoneMesh
-from tests.training.fake_run import only, run
+from tests.training.fake_run import FakeStopping, only, run
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys
 from pathlib import Path
-from grpo_megatron.storage.lock import FolderLock
+from grpo_megatron.storage.files import FolderLock
 with FolderLock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -70,7 +71,7 @@ def test_a_requeued_job_waits_for_the_lock_of_its_dead_machine(tmp_path: Path) -
     """The lock is free after the first wait, as when the file system notices that the machine has died."""
     with mock.patch.dict(os.environ, SLURM_JOB_ID="17"):
         first = open_folder(tmp_path)
-        with mock.patch.object(lock.time, "sleep", lambda seconds: first.close()):
+        with mock.patch.object(files.time, "sleep", lambda seconds: first.close()):
             open_folder(tmp_path).close()
         second = open_folder(tmp_path)
     with mock.patch.dict(os.environ, SLURM_JOB_ID="18"), pytest.raises(ConfigError, match=r"\(Slurm job 17\)"):
@@ -82,26 +83,13 @@ def test_a_folder_that_is_deleted_during_the_run(tmp_path: Path) -> None:
     """Also when something has made a new folder of the same name, as the next save does."""
     out = tmp_path / "out"
     with open_folder(out) as folder:
-        folder.check()
+        stopping = Stopping(TrainerConfig(output_dir=out), LoneMesh(), folder.lock)
+        stopping.after(1, lambda steps_done: out)
         shutil.rmtree(out)
-        with pytest.raises(RankError, match="was deleted or replaced"):
-            folder.check()
-        open_folder(out).close()
-        with pytest.raises(RankError, match="was deleted or replaced"):
-            folder.check()
-
-
-def test_a_run_whose_folder_is_deleted_does_not_end_well(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-
-    check = OutputFolder.check
-
-    def deleted(self: OutputFolder) -> None:
-        shutil.rmtree(out)
-        check(self)
-
-    with mock.patch.object(OutputFolder, "check", deleted), pytest.raises(RankError, match="was deleted or replaced"):
-        run(out)
+        for _ in range(2):
+            with pytest.raises(RankError, match=r"cannot go on in .*/out: the folder was deleted or replaced"):
+                stopping.after(2, lambda steps_done: out)
+            open_folder(out).close()
 
 
 # -- an earlier run ----------------------------------------------------------------------------------------------------
@@ -186,11 +174,11 @@ def test_no_checkpoint_has_a_step_that_metrics_lack(tmp_path: Path) -> None:
     """Killed right after each save: the row of its last step, with the validation before it, is in metrics.jsonl."""
     seen = []
 
-    def killed(self: OutputFolder) -> None:
+    def after(self: FakeStopping, steps_done: int, save: Any) -> None:
         rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         seen.append((len(on_disk(tmp_path)), rows[-1]["step"], any(name.startswith("val-core") for name in rows[-1])))
 
-    with mock.patch.object(OutputFolder, "check", killed):
+    with mock.patch.object(FakeStopping, "after", after):
         run(tmp_path, trainer={"total_training_steps": 3, "save_freq": 1, "test_freq": 2})
     assert seen == [(1, 0, False), (2, 1, False), (3, 2, True)]
 
@@ -201,7 +189,7 @@ def test_a_config_that_cannot_be_written(tmp_path: Path) -> None:
     record_config(tmp_path, LoneMesh(), {"model": "old"}, resumed=False)
     for resumed, path in ((False, r"config\.yaml"), (True, "config_attempts")):
         expected = pytest.raises(RankError, match=rf"cannot write .*/{path}: .*No space left on device")
-        with mock.patch.object(atomic.os, "fsync", side_effect=full), expected:
+        with mock.patch.object(files.os, "fsync", side_effect=full), expected:
             record_config(tmp_path, LoneMesh(), {"model": "new"}, resumed=resumed)
     assert (tmp_path / "config.yaml").read_text() == "model: old\n"
 
@@ -211,7 +199,7 @@ def test_a_config_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
 
 
 @pytest.mark.usefixtures("full_disk")
@@ -220,20 +208,20 @@ def test_free_space_is_compared_with_the_size_of_a_checkpoint(tmp_path: Path) ->
     with open_folder(tmp_path / "out") as folder, pytest.raises(RankError, match=text):
         folder.check_space(2**21)
     with pytest.raises(StorageError, match=text):
-        atomic.check_space(tmp_path / "out", 2**21, "a checkpoint")
+        files.check_space(tmp_path / "out", 2**21, "a checkpoint")
 
 
 def test_free_space_is_checked_before_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, LoneMesh(), keep=3)
     size = sum(file.stat().st_size for file in save(checkpoints, 1).rglob("*"))
-    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: SimpleNamespace(free=size - 1))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=size - 1))
     with pytest.raises(RankError, match=r"cannot write checkpoint .*step_000002: no space left: a checkpoint takes"):
         save(checkpoints, 2)
     assert names(tmp_path / "checkpoints") == {"step_000001"}
 
 
 def test_a_run_that_could_not_save_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: SimpleNamespace(free=-1))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=-1))
     with pytest.raises(RankError, match=r"cannot save in .*trainer\.save_freq=-1: no space left"):
         run(tmp_path, trainer={"save_freq": 1})
     events, _ = run(tmp_path, trainer={"save_freq": -1})

@@ -138,7 +138,7 @@ def last_token(folder: RewardFolder) -> Places:
 
 
 def response_tokens(batch: Batch, row: int) -> Sequence[int]:
-    """Every response token. The loss mask says which of these numbers are in the loss (data/scored.py)."""
+    """Every response token. The loss mask says which of these numbers are in the loss (data/written.py)."""
     return range(batch.prompt_lengths[row], len(batch.tokens[row]))
 
 

@@ -22,7 +22,7 @@ from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.weights.stream import WeightsError, global_parameters, model_rows, set_parameter
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.reading import read_json
-from grpo_megatron.storage.atomic import new_folder
+from grpo_megatron.storage.files import new_folder
 from grpo_megatron.types import WeightBucket
 
 

@@ -43,8 +43,7 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.plain_data import check_plain, plain_data_only
 from grpo_megatron.models.weights.stream import unwrapped
 from grpo_megatron.parallel.mesh import Mesh, on_every_rank
-from grpo_megatron.storage.atomic import describe_space
-from grpo_megatron.storage.manifest import sha256_of
+from grpo_megatron.storage.files import describe_space, sha256_of
 
 
 class ShardedWrite:

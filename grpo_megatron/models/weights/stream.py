@@ -21,11 +21,10 @@ from grpo_megatron.models.architecture import ENGINE_VOCABULARY_MULTIPLE, Archit
 from grpo_megatron.models.families import table_of
 from grpo_megatron.models.weights.table import QKV, HeadsNorm, Replicated, Vocabulary, WeightRow, expand_table
 from grpo_megatron.parallel.mesh import Grid, Mesh, RankError, all_gather_values
-from grpo_megatron.sync.delta_sync import DeltaLimits, DeltaSync
-from grpo_megatron.sync.digest import Expected, expected_digests, load_kernel
-from grpo_megatron.sync.exchange import Exchange, PointToPoint, Pool
-from grpo_megatron.sync.rounds import RankPlan, plan_rounds
-from grpo_megatron.sync.tensors import EngineTensors, Interval, Share, SyncParameter, SyncTensor
+from grpo_megatron.sync.delta import DeltaLimits, DeltaSync
+from grpo_megatron.sync.digest import Expected, Share, expected_digests
+from grpo_megatron.sync.exchange import Exchange, Pool, RankPlan, point_to_point
+from grpo_megatron.sync.plan import EngineTensors, Interval, SyncParameter, SyncTensor, plan_rounds
 from grpo_megatron.types import WeightBucket
 
 CONSTANTS = (".router.expert_bias",)  # buffers with a row in the weight table
@@ -225,23 +224,15 @@ class Resharding:
                 tensor = SyncTensor(row.hf[0], row.hf_shapes(arch)[0], 0)
                 self._constants.setdefault(stage_of[row.megatron], []).append((row.megatron, tensor))
         self._shares = [*self.plan.shares(), *self._constant_shares()]
-        if device.type == "cpu":
-            load_kernel(self._digested() * dtype.itemsize)
         self._shapes = {p.name: rows[p.name].local_shape(arch, grid.tp) for p in self.plan.parameters()}
         if len(set(mesh.all_gather(plan.digest))) > 1:
             raise RankError("the ranks have planned different weight syncs: their configs or their versions differ")
         self._delta = None if delta is None else self._build_delta(delta)
 
-    def _digested(self) -> int:
-        """Elements of which this rank computes digests at a sync: of its shares, and of what its engine reads."""
-        own = sum(share.tensor.numel_of((share.start, share.stop)) for share in self._shares)
-        spans = ((tensor, self.tensors.spans[name]) for name, tensor in self.tensors.tensors.items())
-        return own + sum(tensor.numel_of(of_ranks[self.plan.engine_rank]) for tensor, of_ranks in spans)
-
     def _build_delta(self, limits: DeltaLimits) -> DeltaSync:
         problem, delta = None, None
         try:
-            delta = DeltaSync(self.plan, PointToPoint(), self.mesh, pool=self._pool, limits=limits)
+            delta = DeltaSync(self.plan, point_to_point, self.mesh, pool=self._pool, limits=limits)
         except RuntimeError as error:  # out of memory
             problem = f"no memory on the host for what rollout.sync=delta keeps there: {error}; set rollout.sync=full"
         self.mesh.agree(problem)
@@ -254,7 +245,7 @@ class Resharding:
         if self._delta is not None:
             return self._delta.bytes_received
         plan = self.plan.plan
-        return sum(plan.numel(plan.parts[part]) for part in self.plan.received()) * self.dtype.itemsize
+        return sum(plan.numel(plan.parts[part]) for part in self.plan.received) * self.dtype.itemsize
 
     @property
     def density(self) -> float | None:
@@ -280,7 +271,7 @@ class Resharding:
                 if tuple(parameters[name].shape) != shape:
                     raise ValueError(f"{name} has shape {tuple(parameters[name].shape)}, expected {shape}")
             if self._delta is None:
-                exchange = Exchange(self.plan, read, PointToPoint(), self._pool)
+                exchange = Exchange(self.plan, read, point_to_point, self._pool)
         except (ValueError, RuntimeError) as error:  # RuntimeError: out of memory
             problem = f"cannot send weights: {error}"
         self.mesh.agree(problem)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.sync.tensors import Piece
+from grpo_megatron.sync.plan import Piece
 
 # Name -> an object that can be sliced like a tensor and knows its shape: a safetensors slice, or a tensor.
 Read = Callable[[str], Any]
@@ -94,9 +94,9 @@ class WeightRow(ABC):
         size = self.local_shape(arch, tp)[self.split_dim]
         if self.split_dim == 1:
             return (Piece(0, tp_rank * size, (tp_rank + 1) * size, 0),)
-        return tuple(self._pieces_within(arch, tp_rank * size, (tp_rank + 1) * size))
+        return tuple(self.pieces_within(arch, tp_rank * size, (tp_rank + 1) * size))
 
-    def _pieces_within(self, arch: Architecture, first: int, last: int) -> Iterator[Piece]:
+    def pieces_within(self, arch: Architecture, first: int, last: int) -> Iterator[Piece]:
         """The pieces in rows [first, last) of the whole Megatron tensor, which `segments` describes."""
         row, done = 0, [0] * len(self.hf)  # rows passed: of the Megatron tensor, of each Hugging Face tensor
         for tensor, length in self.segments(arch):

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.storage import StorageError, atomic
-from grpo_megatron.storage.atomic import is_partial, new_folder, partial_of, publish_folder, write_file
+from grpo_megatron.storage import StorageError, files
+from grpo_megatron.storage.files import is_partial, new_folder, partial_of, publish_folder, write_file
 
 
 def names(folder: Path) -> list[str]:
@@ -181,7 +181,7 @@ def test_a_kill_between_the_renames_loses_nothing(
 
 def test_everything_is_on_disk_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    sync, rename = atomic.sync_path, Path.rename
+    sync, rename = files.sync_path, Path.rename
 
     def note_sync(path: Path) -> None:
         calls.append(path.name)
@@ -191,7 +191,7 @@ def test_everything_is_on_disk_before_the_rename(tmp_path: Path, monkeypatch: py
         calls.append("rename")
         rename(path, new)
 
-    monkeypatch.setattr(atomic, "sync_path", note_sync)
+    monkeypatch.setattr(files, "sync_path", note_sync)
     monkeypatch.setattr(Path, "rename", note_rename)
     with new_folder(tmp_path / "out") as folder:
         fill(folder, "text")

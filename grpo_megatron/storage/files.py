@@ -1,0 +1,456 @@
+"""Files and folders that are complete or absent, also after a kill or a power failure; manifests and locks of folders.
+
+Files and folders are written under a hidden name in the same folder as their target, so that the last step is a rename within one
+file system, which is atomic. fsync comes before the rename: the new name must not be on disk before the content is.
+
+    file    .NAME.XXXXXXXX.partial   removed when writing fails; only a kill leaves it behind
+    folder  .NAME.partial            the same; the next writer of the same target replaces it
+            .NAME.replaced           the target's old content, between the two renames of a replacement
+            .NAME.removed            a folder that is being deleted
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import errno
+import fcntl
+import hashlib
+import itertools
+import json
+import logging
+import os
+import platform
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.storage import StorageError
+
+PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
+
+
+def write_file(path: Path, content: str | Iterable[str]) -> None:
+    """Write or replace a text file (UTF-8) in an existing folder. Raises OSError; an old file then stays as it was."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
+    try:
+        with partial.open("x", encoding="utf-8") as file:
+            file.writelines([content] if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_path(path.parent)
+
+
+def partial_of(target: Path) -> Path:
+    """The name under which a folder is written before it becomes `target`."""
+    return target.with_name(f".{target.name}{PARTIAL}")
+
+
+def is_partial(folder: Path) -> bool:
+    """Whether `folder` has the name of one that is still being written, or that a kill has left behind."""
+    return folder.name.startswith(".") and folder.name.endswith(PARTIAL)
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """An empty folder that becomes `target`, or replaces it, when the block ends; after an error it is removed.
+
+    Parent folders are created. Raises StorageError when another process is writing the same target, and OSError.
+    """
+    partial = partial_of(target)
+    partial.mkdir(parents=True, exist_ok=True)
+    with _opened(partial) as lock:
+        if not try_lock(lock):
+            raise StorageError(f"{partial} is being written by another process; wait for it")
+        try:
+            for path in partial.iterdir():
+                _remove(path)
+            yield partial
+            publish_folder(partial, target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def publish_folder(partial: Path, target: Path) -> None:
+    """Rename the complete folder `partial` to `target` in the same parent folder, in place of an existing one.
+
+    A kill between the two renames of a replacement leaves no target, but both folders. Raises OSError.
+    """
+    for path in partial.rglob("*"):
+        sync_path(path)
+    sync_path(partial)
+    old = target.with_name(f".{target.name}{REPLACED}")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    partial.rename(target)
+    sync_path(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder so that its name never stands for a part of it, also after a kill. Raises OSError."""
+    removed = folder.with_name(f".{folder.name}{REMOVED}")
+    shutil.rmtree(removed, ignore_errors=True)
+    folder.rename(removed)
+    sync_path(folder.parent)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def clear_leftovers(parent: Path) -> None:
+    """Delete what a kill has left in `parent`, while nobody writes there. A replaced folder without successor returns."""
+    for path in parent.glob(f".*{REPLACED}"):
+        target = path.with_name(path.name[1:].removesuffix(REPLACED))
+        if not target.exists():
+            path.rename(target)
+    for ending in (PARTIAL, REPLACED, REMOVED):
+        for path in parent.glob(f".*{ending}"):
+            with contextlib.suppress(OSError):
+                _remove(path)
+
+
+def sync_path(path: Path) -> None:
+    """fsync of a file, or of a folder's list of names."""
+    with _opened(path) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Take the lock (flock) of an open file. False while another process holds it. Raises OSError for other reasons."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+# -- Free space of a file system, asked before hours of work depend on it. Quotas are not seen -------------------------
+
+
+def check_space(folder: Path, needed: int, what: str) -> None:
+    """Raise StorageError when the file system of `folder` has less than `needed` bytes for `what`.
+
+    `folder` and its parents may be missing.
+    """
+    free = _free(folder)
+    if free < needed:
+        raise StorageError(
+            f"no space left: {what} takes {_gib(needed)}, the file system of {folder} has {_gib(free)} free"
+        )
+
+
+def describe_space(folder: Path) -> str:
+    """For errors of libraries that do not say that the disk is full."""
+    try:
+        return f"{folder} has {_gib(_free(folder))} free"
+    except OSError as error:
+        return str(error)
+
+
+def _free(folder: Path) -> int:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB"
+
+
+# -- manifest.json: size and sha256 of every file of a folder. It is written last, and compared before a folder is used
+
+MANIFEST_FILE = "manifest.json"
+MANIFEST_VERSION = 1
+READ_BYTES = 1 << 20
+
+
+def sha256_of(path: Path) -> str:
+    """The digest of a file's content in hexadecimal digits. Raises OSError."""
+    sha = hashlib.sha256()
+    buffer = memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            sha.update(buffer[:count])
+    return sha.hexdigest()
+
+
+def write_manifest(folder: Path, kind: str, known: Mapping[str, str]) -> None:
+    """Write the manifest of every file of `folder`. Files that are not in `known` (relative path -> sha256) are hashed."""
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST_FILE):
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"size": path.stat().st_size, "sha256": known.get(name) or sha256_of(path)}
+    content = {"version": MANIFEST_VERSION, "kind": kind, "files": files}
+    write_file(folder / MANIFEST_FILE, json.dumps(content, indent=2) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """File -> {size, sha256}, or None when there is no manifest. Raises StorageError when it cannot be read."""
+    path = folder / MANIFEST_FILE
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        return {name: _checked_entry(name, entry) for name, entry in content["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise StorageError(f"{path}: not a readable manifest ({type(error).__name__}: {error})") from error
+
+
+def _checked_entry(name: str, entry: dict[str, Any]) -> dict[str, Any]:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"it names {name!r}, outside its folder")
+    return {"size": int(entry["size"]), "sha256": str(entry["sha256"])}
+
+
+def check_sizes(folder: Path) -> dict[str, Any] | None:
+    """As `read_manifest`, with the presence and size of every file compared. Raises StorageError with all differences."""
+    files = read_manifest(folder)
+    if files is None:
+        return None
+    problems = []
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"missing {name}")
+        elif path.stat().st_size != entry["size"]:
+            problems.append(f"{name} has {path.stat().st_size} bytes, expected {entry['size']}")
+    weights = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.suffix in (".safetensors", ".distcp"))
+    problems += [f"{name} is not in the manifest" for name in sorted(weights) if name not in files]
+    if problems:
+        raise _differs(folder, problems)
+    return files
+
+
+def _differs(folder: Path, problems: list[str]) -> StorageError:
+    return StorageError("\n  ".join([f"{folder} is not what its {MANIFEST_FILE} says:", *problems]))
+
+
+class Verification:
+    """Compares the hash of every file in a thread while the caller works. Call `finish` before publishing a result."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.problems = folder, list[str]()
+        files = check_sizes(folder)
+        self.exists, self._files = files is not None, files or {}
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        if self.exists:
+            self._thread.start()
+
+    def _run(self) -> None:
+        for name, entry in self._files.items():
+            if self._stop:
+                return
+            try:
+                if sha256_of(self.folder / name) != entry["sha256"]:
+                    self.problems.append(f"{name}: sha256 differs, its content has changed since it was written")
+            except OSError as error:
+                self.problems.append(f"{name}: {error.strerror}")
+
+    def finish(self) -> bool:
+        """Wait for the thread. False when there is no manifest. Raises StorageError that names every changed file."""
+        if self.exists:
+            self._thread.join()
+        if self.problems:
+            raise _differs(self.folder, self.problems)
+        return self.exists
+
+    def stop(self) -> None:
+        """End the thread early: its result is not needed."""
+        self._stop = True
+
+
+# -- FolderLock: one run at a time writes into a folder ----------------------------------------------------------------
+# The lock is flock(2) on a file in the folder. The kernel releases it when its holder ends, however that happens. A network
+# file system may need a while to notice that the holder's machine has died, so a lock of the same Slurm job, which has been
+# requeued, is waited for. A file system without locks is used without one, with a warning.
+
+LOCK_FILE = ".lock"
+SAME_JOB_S = 180.0  # a server of NFS releases the locks of a dead machine after 90 s
+JOB = "SLURM_JOB_ID"
+
+
+class FolderLock:
+    """Held from construction to `close`; a context manager. Raises StorageError while another process holds it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOCK_FILE
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._take(time.monotonic() + SAME_JOB_S)
+            self._sign()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def is_in_place(self) -> bool:
+        """False when the folder, or the lock's file, was deleted or replaced while the lock was held."""
+        try:
+            there = os.stat(self.path)
+        except OSError:
+            return False
+        here = os.fstat(self._descriptor)
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _take(self, deadline: float) -> None:
+        try:
+            while not try_lock(self._descriptor):
+                holder = _signature(self.path)
+                if not _is_of_this_job(holder) or time.monotonic() > deadline:
+                    raise StorageError(in_use_by(holder))
+                time.sleep(1)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            text = "%s: this file system has no locks; start no second run in this folder"
+            logging.getLogger(__name__).warning(text, self.path)
+
+    def _sign(self) -> None:
+        since = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        text = f"process {os.getpid()} on {platform.node()} since {since}{_job_suffix()}\n"
+        with contextlib.suppress(OSError):  # a full disk: the name of the holder is a help, no part of the lock
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, text.encode(), 0)
+
+
+def lock_holder(folder: Path) -> str | None:
+    """Who holds the lock of `folder`; None if nobody does, or only this Slurm job, whose lock is waited for.
+
+    Writes nothing. A folder without the lock's file, or one that cannot be read, counts as free.
+    """
+    path = folder / LOCK_FILE
+    try:
+        if _is_free(path, fcntl.LOCK_SH):
+            return None
+    except OSError:
+        return None
+    holder = _signature(path)
+    return None if _is_of_this_job(holder) else holder
+
+
+def _is_free(path: Path, kind: int, flags: int = 0) -> bool:
+    """Whether nobody holds a lock of a file or folder. Raises OSError."""
+    with _opened(path, flags) as descriptor:
+        return try_lock(descriptor, kind)
+
+
+def in_use_by(holder: str) -> str:
+    """A message about a folder."""
+    return f"it is in use by {holder or 'another process'}; wait for its end, stop it, or use another folder"
+
+
+def _signature(path: Path) -> str:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8").strip()
+    return ""
+
+
+def _job_suffix() -> str:
+    return f" (Slurm job {os.environ[JOB]})" if JOB in os.environ else ""
+
+
+def _is_of_this_job(holder: str) -> bool:
+    return JOB in os.environ and holder.endswith(_job_suffix())
+
+
+# -- What a process tree that was killed as a whole leaves on its machine, and its removal at the next start -----------
+# grpo_megatron-* among the temporary files    private folders of a launcher, which holds a lock on them
+# /dev/shm/sem.mp-*                            semaphores of Python's multiprocessing
+# /dev/shm/*-cpushm_*                          shared memory of vLLM on CPU
+#
+# Only this user's are removed, only after MIN_AGE_S, and shared memory only when no visible process has mapped it. Files are
+# compared by inode: glibc maps a semaphore under a temporary name, and another process may still open it by its own.
+
+PREFIX = "grpo_megatron-"
+SHARED_MEMORY = Path("/dev/shm")
+PATTERNS = ("sem.mp-*", "*-cpushm_*")
+MIN_AGE_S = 60.0  # a younger one may be between its creation and its lock, or its first use
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A new temporary folder that only this user can read; it is locked until the block ends, and then removed."""
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as name, _opened(Path(name)) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield Path(name)
+
+
+def folder_until_exit() -> Path:
+    """As `private_folder`, but until this process ends. A killed process leaves it to `remove_leftovers`."""
+    held = contextlib.ExitStack()
+    atexit.register(held.close)
+    return held.enter_context(private_folder())
+
+
+def remove_leftovers() -> None:
+    """Remove what killed runs of this user have left. Errors are ignored: another process may clean up, too."""
+    for folder in _own_and_old(Path(tempfile.gettempdir()), f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if _is_free(folder, fcntl.LOCK_EX, os.O_DIRECTORY | os.O_NOFOLLOW):
+                shutil.rmtree(folder, ignore_errors=True)
+    candidates = _own_and_old(SHARED_MEMORY, *PATTERNS)
+    mapped = _mapped_files() if candidates else set()
+    for path in candidates:
+        with contextlib.suppress(OSError):
+            if path.lstat().st_ino not in mapped:
+                path.unlink()
+
+
+def _own_and_old(parent: Path, *patterns: str) -> list[Path]:
+    found = []
+    for path in itertools.chain(*map(parent.glob, patterns)):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > MIN_AGE_S:
+                found.append(path)
+    return found
+
+
+def _mapped_files() -> set[int]:
+    """Inodes of the files below /dev/shm that any process has mapped, of those whose maps this user can read."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            for line in maps.read_text(errors="replace").splitlines():
+                if str(SHARED_MEMORY) in line:
+                    found.add(int(line.split(maxsplit=5)[4]))  # address, permissions, offset, device, inode, path
+    return found
