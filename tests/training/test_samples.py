@@ -13,7 +13,7 @@ from grpo_megatron.checks.methods import rollout_file_problems
 from grpo_megatron.config import Config
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.training.samples import (
+from grpo_megatron.training.report import (
     HEAD,
     TAIL,
     RolloutFiles,
