@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.checks.model_folders import check_reward_folder, read_critic
 from grpo_megatron.data.generated import build_tokenizer
+from grpo_megatron.models.heads.folder import check_reward_weights, read_reward_folder
 from tests import worlds
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.e2e import run_ranks
@@ -241,7 +241,7 @@ def test_ppo_trains_its_critic_and_resumes_with_it(
     assert set(critics[0]) == set(critics[1]) >= {"score.weight", "score.bias"}
     assert all(torch.equal(tensor, critics[1][name]) for name, tensor in critics[0].items())
     assert not torch.equal(critics[0]["model.norm.weight"], run["weights"]["model.norm.weight"])
-    check_reward_folder(read_critic(run["output_dir"] / "critic"), "critic")  # critic.path accepts it
+    check_reward_weights(read_reward_folder(run["output_dir"] / "critic", "value"))  # critic.path accepts it
     part = resumed["output_dir"] / "checkpoints/step_000003/critic"
     assert convert("to-hf", part, tmp_path / "critic", "--quiet") == 0
     same_bits(critics[1], tensors_of(tmp_path / "critic"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.model_folders import read_models
+from grpo_megatron.checks.models import read_models
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import parse
