@@ -216,7 +216,7 @@ class VllmEngine(StatefulEngine):
 
     def digests(self) -> dict[str, int]:
         """See RolloutEngine, and EngineMemory for what is digested where."""
-        self._require_weights()
+        self._require_usable(awake=False)
         with vllm_process.inside(self._device):
             return self._memory.digests()
 

@@ -86,17 +86,6 @@ class OutputFolder:
         task = f"cannot save in {self.path}; set another trainer.output_dir, or trainer.save_freq=-1"
         on_first_rank(self.mesh, task, lambda: check_space(self.path, needed, "a checkpoint"))
 
-    def check(self) -> None:
-        """Collective: raise RankError on every rank when the folder was deleted or replaced since the run began."""
-        on_first_rank(self.mesh, f"cannot go on in {self.path}", self._check)
-
-    def _check(self) -> None:
-        if self.lock is not None and not self.lock.is_in_place():
-            raise StorageError(
-                "the folder was deleted or replaced while the run was writing into it, and earlier metrics and checkpoints"
-                " with it; put it back, or start again"
-            )
-
     def close(self) -> None:
         if self.lock is not None:
             self.lock.close()

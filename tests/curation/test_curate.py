@@ -26,7 +26,7 @@ from grpo_megatron.evaluation.grading import Grade
 from grpo_megatron.evaluation.ledger import LedgerEntry
 from grpo_megatron.evaluation.results import GradedProblem, GradedSample, write_samples
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.training.samples import RolloutFiles
+from grpo_megatron.training.report import RolloutFiles
 from grpo_megatron.types import GREEDY, GroupTable, Plan, Prompt, Sample, Turn
 from tests.sampling.fakes import LoneMesh
 
