@@ -11,44 +11,40 @@ import torch
 from tests import tiny
 from tests.models import policy_ranks
 from tests.models.gradients import named_gradients
-from tests.models.policy_ranks import stream
+from tests.models.policy_ranks import Layout, stream, world
 
-Layout = tuple[int, int, int, bool]
 HEADS = ("score.weight", "score.bias")
-_meshes: dict[tuple[int, int], Any] = {}  # of this rank: a process has one layout for its whole life
+OPTIM = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}
 
 
-def build(folder: Path, layout: Layout, *, dtype: str = "float32", megatron: Any = None, **config: Any) -> Any:
-    from grpo_megatron.config import RewardModelConfig
+def scalar(
+    folder: Path, kind: Any, layout: Layout, *, model_class: Any = None, dtype: str = "float32", **options: Any
+) -> Any:
+    """A ScalarPolicy, or `model_class`, with an optimizer. `megatron` and `places` are among the options."""
+    from grpo_megatron.config import OptimConfig
     from grpo_megatron.models.heads.folder import read_reward_folder
-    from grpo_megatron.models.heads.scalar import ScalarPolicy, last_token
+    from grpo_megatron.models.heads.scalar import ScalarPolicy
 
-    settings = {"path": folder, "optim": {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}, **config}
     device, mesh = world(layout)
-    reward = RewardModelConfig.model_validate(settings)
-    source, limits = read_reward_folder(folder), actor(layout, **megatron or {})
-    model = ScalarPolicy(source, dtype, limits, mesh, device, places=last_token(source), optim=reward.optim)
-    model.set_optimizer(reward.optim, 1)
-    policy_ranks.check_counts(model, has_output_head=False)
+    limits, optim = actor(layout, options.pop("megatron", None)), OptimConfig.model_validate(OPTIM)
+    source = read_reward_folder(folder, kind)
+    model = (model_class or ScalarPolicy)(source, dtype, limits, mesh, device, optim=optim, **options)
+    with model.in_use():
+        model.set_optimizer(optim, 2)
+        policy_ranks.check_counts(model, has_output_head=False)
     return model
 
 
-def world(layout: Layout) -> tuple[Any, Any]:
-    from grpo_megatron.device import Device
-    from grpo_megatron.parallel.mesh import build_mesh
+def build(folder: Path, layout: Layout, **options: Any) -> Any:
+    """A reward model that learns."""
+    from grpo_megatron.models.heads.folder import read_reward_folder
+    from grpo_megatron.models.heads.scalar import last_token
 
-    _, tp, pp, _ = layout
-    device = Device("cpu")
-    mesh = _meshes.get((tp, pp)) or _meshes.setdefault((tp, pp), build_mesh(device, tp=tp, pp=pp, rollout_tp=1))
-    return device, mesh
+    return scalar(folder, "outcome", layout, places=last_token(read_reward_folder(folder)), **options)
 
 
-def actor(layout: Layout, **megatron: Any) -> Any:
-    from grpo_megatron.config import ActorConfig
-
-    _, tp, pp, sp = layout
-    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
-    return ActorConfig.model_validate({"megatron": {**sizes, **megatron}, "ppo_max_token_len_per_gpu": 120})
+def actor(layout: Layout, megatron: Any = None) -> Any:
+    return policy_ranks.actor(layout, megatron=megatron, ppo_max_token_len_per_gpu=120)
 
 
 def make_pairs(count: int = 5, *, seed: int = 0) -> Any:
@@ -83,7 +79,7 @@ def frozen(folder: Path, layout: Layout, kind: Any = "outcome") -> Any:
 
     device, mesh = world(layout)
     model = FrozenScalar(
-        read_reward_folder(folder, kind), "float32", actor(layout, offload_reference=True), mesh, device
+        read_reward_folder(folder, kind), "float32", actor(layout, {"offload_reference": True}), mesh, device
     )
 
     def check(forward: Any) -> Any:
@@ -251,7 +247,7 @@ def loop(
     from grpo_megatron.training.reward_model import LearningReward
 
     settings = {"steps": 3, "train_batch_size": 4, "history_size": 8, "start_iteration": 1, **config}
-    model = build(folder, layout, megatron=megatron, dtype=dtype, **settings)
+    model = build(folder, layout, megatron=megatron, dtype=dtype)
     rewards = LearningReward(
         model_config(folder, settings), model, model.actor, iteration_steps=2, total_steps=8, seed=5
     )
@@ -279,5 +275,4 @@ def loop(
 def model_config(folder: Path, settings: dict[str, Any]) -> Any:
     from grpo_megatron.config import RewardModelConfig
 
-    optim = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}
-    return RewardModelConfig.model_validate({"path": folder, "optim": optim, **settings})
+    return RewardModelConfig.model_validate({"path": folder, "optim": OPTIM, **settings})

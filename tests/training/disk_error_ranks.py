@@ -64,7 +64,7 @@ def _build(folder: Path) -> tuple[Any, Any]:
     from tests.models import policy_ranks, reward_ranks
 
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1, timeout_s=TIMEOUT_S)
-    policy_ranks._meshes[1, 1] = reward_ranks._meshes[1, 1] = mesh
+    policy_ranks._meshes[1, 1] = mesh
     policy = policy_ranks.build(folder, 1, 1, False)
     policy.set_optimizer(OptimConfig(), 10)
     model = reward_ranks.build(folder, LAYOUT)
