@@ -315,7 +315,7 @@ def _gate_problems(part: RewardComponent, names: list[str]) -> Iterator[str]:
     if gate is None:
         return
     if gate.component not in names:
-        yield f"gate.component={gate.component!r} is none of the components {', '.join(names)}"
+        yield f"gate.component={gate.component!r} is no component; set one of {', '.join(names)}"
     if gate.min is None and gate.max is None:
         yield "a gate needs a bound; set gate.min or gate.max"
     elif gate.min is not None and gate.max is not None and gate.min > gate.max:

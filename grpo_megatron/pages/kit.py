@@ -13,7 +13,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +100,8 @@ class PagePanel:
     references: Sequence[tuple[float, str]] = ()
     curves: Sequence[tuple[str, str]] = ()
     always: bool = False
-    guard: str = field(default="", repr=False)
-    rules: Sequence[tuple[str, str]] = field(default=(), repr=False)
+    guard: str = ""
+    rules: Sequence[tuple[str, str]] = ()
 
     def found(self, names: Iterable[str]) -> list[tuple[str, str]]:
         """The curves of those metrics that the rules name, in the order of the rules."""

@@ -12,7 +12,6 @@ import yaml
 
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.inputs import read_train_prompts
-from grpo_megatron.checks.methods import effect_problems
 from grpo_megatron.checks.models import ModelFolders, beside_problems
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
@@ -35,7 +34,6 @@ def problems(run: Path, reward: Path, overrides: list[str], world: int = 2) -> l
     config = load_config(run / "run.yaml", [override.replace("REWARD", str(reward)) for override in overrides])
     found = ProblemList()
     folders = ModelFolders.read(config, found)
-    found.add(effect_problems(config))
     found.add(beside_problems(config, world, folders))
     folders.check_weights(config, found, policy=False)
     return runs.texts(found.problems)
@@ -57,10 +55,6 @@ def test_a_language_model_can_give_rewards_from_the_second_iteration_on(run: Pat
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (
-            ["reward_model.steps=7"],
-            "reward_model.steps=7 has no effect with reward_model.path=null; set reward_model.path",
-        ),
         ([*WORKS, "reward_model.path=nowhere"], "reward_model.path='nowhere' is not a folder"),
         ([*WORKS[:2]], "new head scores every response 0 until trained; set reward_model.start_iteration=1"),
         ([*WORKS[:1]], "new head scores every response 0 until trained; set algorithm.iteration_steps"),
@@ -68,10 +62,6 @@ def test_a_language_model_can_give_rewards_from_the_second_iteration_on(run: Pat
         ([*WORKS, "algorithm.adv_estimator=remax"], "'remax' needs the reward of a greedy response"),
         ([*WORKS, "rollout.n=1"], "set rollout.n=2 or more"),
         ([*WORKS, "actor.ppo_max_token_len_per_gpu=63"], "a pair of full sequences, 2 x 32"),
-        (
-            ["reward_model.kind=process"],
-            "reward_model.kind=process has no effect with reward_model.path=null and actor.loss",
-        ),
         ([*WORKS, "reward_model.kind=process"], "would learn from pairs of whole responses, which is for kind=outcome"),
         ([WORKS[0], "algorithm.adv_estimator=grpo_process"], "set reward_model.kind=process with such a model"),
         (

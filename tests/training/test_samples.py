@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.checks.methods import method_problems, rollout_file_problems
+from grpo_megatron.checks.methods import rollout_file_problems
 from grpo_megatron.config import Config
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
@@ -124,27 +124,6 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
     assert "is trainer.output_dir; set a folder in it" in problems(tmp_path / "run", tmp_path / "run")[0]
     sft = {"algorithm": {"source": "file", "adv_estimator": "constant"}, "actor": {"loss_mode": "sft"}}
     assert "algorithm.source=file draws no responses" in problems(tmp_path / "run", tmp_path / "rollouts", **sft)[0]
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"sampling": {"weight": "1-p"}}, "data.sampling.weight=1-p has no effect with data.sampling.pass_rates=null"),
-        (
-            {"sampling": {"max_pass_rate": 0.5}},
-            "data.sampling.max_pass_rate=0.5 has no effect with data.sampling.pass_rates",
-        ),
-        (
-            {"sampling": {"pass_rates": "p", "min_pass_rate": 0.5, "max_pass_rate": 0.4}},
-            "0.5 is above max_pass_rate=0.4",
-        ),
-        ({"shuffle": False, "sampling": {"pass_rates": "p", "weight": "1-p"}}, "set shuffle=true, or weight=uniform"),
-        ({"sampling": {"pass_rates": "p", "uniform_share": 0.5}}, "uniform_share=0.5 has no effect with"),
-    ],
-)
-def test_sampling_that_cannot_be(data: dict[str, Any], message: str) -> None:
-    [problem] = texts(method_problems(Config.model_validate({"model": {"path": "m"}, "data": data})))
-    assert message in problem
 
 
 # -- single lines ------------------------------------------------------------------------------------------------------
