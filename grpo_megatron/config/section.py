@@ -186,6 +186,7 @@ def config_keys(
             yield from config_keys(inner, f"{prefix}{name}.", kept, needed, default)
             continue
         needed = tuple(re.sub(r"(?<![\w.])\.", prefix, text) for text in needed)
+        needed = tuple(text for text in needed if re.split("[:=!>]", text)[0] != prefix + name)  # not itself
         yield ConfigKey(prefix + name, kinds[name], default, is_required, comments[name], kept or "applies", needed)
 
 

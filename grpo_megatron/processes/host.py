@@ -33,14 +33,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from grpo_megatron.importing import import_function
-from grpo_megatron.processes.pool import (
-    PIPE_CHUNK,
-    FloodedError,
-    JsonLines,
-    Limits,
-    ProcessAnswer,
-    printable,
-)
+from grpo_megatron.processes.pool import PIPE_CHUNK, FloodedError, JsonLines, Limits, ProcessAnswer, printable
 from grpo_megatron.processes.process import (
     adopt_orphans,
     describe,

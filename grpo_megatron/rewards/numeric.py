@@ -37,6 +37,25 @@ _COT_STRICT = re.compile(r"The answer is (\-?[0-9\.\,]+).")  # the last dot is a
 _FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 
 
+def normalized(text: str) -> str:
+    """What the harness compares. A reference may be the bare answer or the whole solution."""
+    text = text.replace(",", "").replace("$", "")
+    text = text[text.rfind("#### ") + 5 :] if "#### " in text else text  # (?s).*####, in linear time
+    return re.sub(r"\.$", "", text).lower()
+
+
+def _register(name: str, find: Callable[[str], str | None]) -> None:
+    """The reward `name`, 1 where `find` gives the answer, else 0. None, where the harness has "[invalid]", is its text."""
+
+    def reward(completion: str, answer: str) -> dict[str, float]:
+        prediction = find(completion)
+        correct = float(normalized(INVALID if prediction is None else prediction) == normalized(answer))
+        return {"score": correct, "acc": correct, "extracted": float(prediction is not None)}
+
+    rewards.register(name)(reward)
+    extractors.register(name)(Extractor(find, str.strip, normalized))
+
+
 def _first(pattern: re.Pattern[str], text: str) -> str | None:
     match = pattern.search(text)
     return match[1].strip() if match else None
@@ -49,46 +68,9 @@ def _flexible(text: str) -> str | None:
     return (last[1] or last[2]).strip() if last else None
 
 
-FILTERS: dict[str, Callable[[str], str | None]] = {  # None where the harness has "[invalid]"
-    "gsm8k_strict": functools.partial(_first, _STRICT),
-    "gsm8k_cot_strict": functools.partial(_first, _COT_STRICT),
-    "gsm8k_flexible": _flexible,
-}
-
-
-def normalized(text: str) -> str:
-    """What the harness compares. A reference may be the bare answer or the whole solution."""
-    text = text.replace(",", "").replace("$", "")
-    text = text[text.rfind("#### ") + 5 :] if "#### " in text else text  # (?s).*####, in linear time
-    return re.sub(r"\.$", "", text).lower()
-
-
-def _exact_match(name: str, completion: str, answer: str) -> dict[str, float]:
-    prediction = FILTERS[name](completion)
-    correct = float(normalized(INVALID if prediction is None else prediction) == normalized(answer))
-    return {"score": correct, "acc": correct, "extracted": float(prediction is not None)}
-
-
-@rewards.register("gsm8k_strict")
-def gsm8k_strict_reward(completion: str, answer: str) -> dict[str, float]:
-    """1 where the harness' strict-match is 1, else 0."""
-    return _exact_match("gsm8k_strict", completion, answer)
-
-
-@rewards.register("gsm8k_cot_strict")
-def gsm8k_cot_strict_reward(completion: str, answer: str) -> dict[str, float]:
-    """1 where the strict-match of the harness' task gsm8k_cot is 1, else 0."""
-    return _exact_match("gsm8k_cot_strict", completion, answer)
-
-
-@rewards.register("gsm8k_flexible")
-def gsm8k_flexible_reward(completion: str, answer: str) -> dict[str, float]:
-    """1 where the harness' flexible-extract is 1, else 0."""
-    return _exact_match("gsm8k_flexible", completion, answer)
-
-
-for _name, _filter in FILTERS.items():
-    extractors.register(_name)(Extractor(_filter, str.strip, normalized))
+_register("gsm8k_strict", functools.partial(_first, _STRICT))
+_register("gsm8k_cot_strict", functools.partial(_first, _COT_STRICT))
+_register("gsm8k_flexible", _flexible)
 
 
 # -- graded rewards: 1 for the right answer, less for one that is nearly there -----------------------------------------

@@ -22,6 +22,7 @@ from tests import worlds
 from tests.files import CONFIGS, DATA, QWEN_SMALL
 from tests.generation.serving import argv_of, ask, served
 from tests.listeners import is_loopback, listeners
+from tests.stored import metric_rows
 
 ROOT = Path(__file__).parents[2]
 MODEL = "outputs/gsm8k/model"
@@ -56,10 +57,6 @@ def watched_command(*arguments: str, cwd: Path, timeout: float = 1100) -> tuple[
     assert process.returncode == 0, out[-3000:] + err[-3000:]
     assert "Warning" not in err, err  # of libraries: the user cannot act on it
     return out, addresses
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +98,7 @@ def test_quickstart_in_short(quickstart: tuple[Path, str, set[str]]) -> None:
     recorded = yaml.safe_load((out / "config.yaml").read_text())
     assert recorded["sft"]["steps"] == 12
     assert [recorded[section]["seed"] for section in ("data", "rollout", "trainer")] == [1, 1, 1]
-    steps = rows(out)
+    steps = metric_rows(out)
     assert [row["step"] for row in steps] == [0, 1, 2, 3]
     assert steps[0]["training/rollout_logp_diff_mean"] < 1e-6
     assert {"timing_s/gen", "timing_s/update_actor", "perf/throughput", "critic/zero_variance_ratio"} <= steps[1].keys()
@@ -259,7 +256,7 @@ def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
     ]
     _, command = header_commands()
     watched_command(*shlex.split(command.replace("GSM8K/", "gsm8k/"))[1:], *shorter, cwd=gsm8k)
-    first, second, last = rows(gsm8k / "outputs/gsm8k/run")
+    first, second, last = metric_rows(gsm8k / "outputs/gsm8k/run")
     for row in (first, second):
         assert row["training/rollout_logp_diff_mean"] < 1e-6
         assert row["prompt_length/mean"] > 60  # chat template and a real question

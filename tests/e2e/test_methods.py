@@ -22,6 +22,7 @@ from tests import worlds
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.e2e import run_ranks
 from tests.models.test_reward_model import make_classifier, make_step_classifier
+from tests.stored import metric_rows
 
 SFT = {"loss_mode": "sft", "use_kl_loss": False}
 DPO = {"loss_mode": "dpo", "use_kl_loss": False, "loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 6}
@@ -92,6 +93,7 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for name, sections in METHODS.items():
         output = folder / name.replace("again", "resumed").replace(" ", "_")  # both halves share one folder
         raw = run_ranks.settings(workspace, output, 2, **sections)
+        raw["rollout"]["engine"] = "transformers"  # the faster one; the other tests of this folder have vLLM
         if sections.get("algorithm", {}).get("source") == "file":
             raw["data"] |= {"train_files": [str(workspace / "data/written.jsonl")], "max_response_length": 32}
             raw["data"] |= {"max_prompt_length": 32}
@@ -101,9 +103,8 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     results, other_rank = worlds.run(run_ranks.train_many, 2, timeout_s=2300, raws=raws)
     for raw, result, other in zip(raws, results, other_rank, strict=True):
         result["token_weights"] = list(zip(result["token_weights"], other["token_weights"], strict=True))
-        lines = (Path(raw["trainer"]["output_dir"]) / "metrics.jsonl").read_text().splitlines()
         result["output_dir"] = Path(raw["trainer"]["output_dir"])
-        result["metrics"] = [json.loads(line) for line in lines]
+        result["metrics"] = metric_rows(result["output_dir"])
     return dict(zip(METHODS, results, strict=True))
 
 
