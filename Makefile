@@ -59,7 +59,8 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint docs
+test:
+	@$(MAKE) --jobs 2 lint docs
 	$(BIN)/python $(PYTEST) -m "not soak"
 	$(if $(HAS_PYTHON312),$(MAKE) test-vllm026,@echo "make test-vllm026 is left out: there is no $(PYTHON312) here")
 

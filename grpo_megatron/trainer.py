@@ -12,13 +12,15 @@ from pathlib import Path
 
 import torch
 
-from grpo_megatron.algo.losses import reasons_for_old_pass
+from grpo_megatron.algo.losses import needs_reference, reasons_for_old_pass
 from grpo_megatron.algo.plan import make_plan, with_overlong_penalty
 from grpo_megatron.checks.names import resolved_components
 from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
+from grpo_megatron.data.sampler import rewards_of
 from grpo_megatron.device import Device, keep_freed_memory
+from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.layers.spec import choose_kernels
 from grpo_megatron.models.policy import TooManySkippedSteps
@@ -29,28 +31,26 @@ from grpo_megatron.observability.progress import awaited
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh
+from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.sampling.collector import numbered_samples
-from grpo_megatron.sampling.generator import Generator, build_generator
+from grpo_megatron.sampling.generator import Generator
+from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, TrajectoryGenerator
 from grpo_megatron.sampling.wrappers import build_collector
-from grpo_megatron.storage.run_files import on_disk, steps_of
-from grpo_megatron.training.beside.build import (
-    build_critic,
-    build_export,
-    build_policy,
-    build_reward_model,
-)
-from grpo_megatron.training.beside.references import References
-from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, run_state
-from grpo_megatron.training.colocation import Colocation, build_colocation
+from grpo_megatron.storage.run_files import steps_of
+from grpo_megatron.training.checkpoint import Checkpoints, TrainedModel, checkpoint_bytes, run_state
+from grpo_megatron.training.colocation import build_colocation, build_export, build_policy
 from grpo_megatron.training.correction_step import CorrectionStep, build_loss
+from grpo_megatron.training.critic import build_critic
 from grpo_megatron.training.guards import Guards, GuardStop
 from grpo_megatron.training.output_folder import OutputFolder, record_config
 from grpo_megatron.training.profiler import Profiler
-from grpo_megatron.training.report import build_report, record_update
+from grpo_megatron.training.references import References
+from grpo_megatron.training.report import StepReport, record_update
+from grpo_megatron.training.reward_model import build_reward_model
 from grpo_megatron.training.stopping import Cadence, Stopping
 from grpo_megatron.training.validation import Validator, build_validation_loss
 from grpo_megatron.training.warm_up import warm_up
-from grpo_megatron.types import Batch, GroupTable, Plan, Sample
+from grpo_megatron.types import BY_MODEL, Batch, GroupTable, Plan, Sample
 
 
 class Trainer:
@@ -64,9 +64,9 @@ class Trainer:
         self.tokenizer_path = config.model.tokenizer_path or config.model.path
         with contextlib.ExitStack() as opened:
             self._build(config, checked, opened)
-            self.profiler = Profiler(
-                profiled, self.metrics, self.mesh, output_dir=config.trainer.output_dir, note=self.sinks.note
-            )
+            self.profiler = None
+            if profiled is not None:
+                self.profiler = Profiler(profiled, self.metrics, self.mesh, self.output_dir, self.sinks.note)
             self.opened = opened.pop_all()  # reward workers and sinks, which `run` closes
 
     # -- construction --------------------------------------------------------------------------------------------------
@@ -113,12 +113,14 @@ class Trainer:
         self.policy.set_optimizer(self.actor.optim, max(1, num_updates), period=period)
         self.reward_model = build_reward_model(config, checked, self.mesh, self.device)
         self.critic = build_critic(config, checked, self.mesh, self.device)
+        self.trained = [model for model in (self.reward_model, self.critic) if isinstance(model, TrainedModel)]
         if checkpoint is not None:
-            self.checkpoints.load(checkpoint, self.policy, [self.reward_model, self.critic])
+            self.checkpoints.load(checkpoint, self.policy, self.trained)
             self.sinks.note(f"resumed from {checkpoint}: {self.first_step} steps done")
             if changed:
                 self.sinks.note(announcement(changed, self.policy.num_updates, num_updates))
-        self.references = References(config, checked.arch, self.mesh, self.device, self.cadence, self.first_step)
+        parts = (config, checked.arch, self.mesh, self.device, self.cadence, self.first_step)
+        self.references = References(*parts) if needs_reference(self.algorithm, self.actor) else None
 
         # The parts of the step that use these models.
         self.collector = build_collector(
@@ -131,35 +133,45 @@ class Trainer:
             mesh=self.mesh,
             sync_initial=self._sync_initial_model,
         )
-        self.validator = Validator(generator, checked.val_prompts, self.data, rollout, self.mesh, trainer)
-        self.validation_loss = build_validation_loss(config, checked, self.policy, self.references, self.cadence)
+        self.validator = None
+        if generator is not None and checked.val_prompts:
+            self.validator = Validator(generator, checked.val_prompts, self.data, rollout, self.mesh, trainer)
+        self.validation_loss = build_validation_loss(config, checked, self.policy, self.references)
         self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data)
         self.loss = self.correction_step.corrected(build_loss(self.actor))
         self.guards = Guards(config, self.mesh, self._save_hf, self.heartbeat.phase)
         self.metrics = Metrics(self.device.synchronize, percentile_limit(self.mesh.world_size))
         self.metrics.within = self.heartbeat.phase
-        self.report = build_report(config, checked, self.policy, self.sinks, self.guards)
+        self.report = StepReport(config, checked, self.policy, self.sinks, self.guards)
         self.summary = Summary(self.output_dir, config if checked.scored_folder is None else None)
-        self.stopping = Stopping(trainer, self.mesh)
+        self.stopping = Stopping(trainer, self.mesh, self.folder.lock)
         if checkpoint is not None:
             self._restore_run(checkpoint)
 
     def _build_generator(self, config: Config, checked: Checked, opened: contextlib.ExitStack) -> Generator | None:
-        """The generator of samples and rewards; None in a run that draws nothing. `opened` will close its worker processes."""
-        colocation, environment = self.colocation, checked.environment
-        if not isinstance(colocation, Colocation):
+        """The generator of samples and rewards; None in a run that draws nothing. `opened` will close its worker processes.
+
+        Raises RuntimeError when a reward function of any prompt fails its test.
+        """
+        colocation, environment, rollout, reward = self.colocation, checked.environment, config.rollout, config.reward
+        if colocation is None:
             return None
-        return build_generator(
-            colocation.engine,
-            lambda: colocation.weights_digest,
-            self.mesh,
-            checked.tokenizer,
-            (config.rollout, config.reward, config.data),
-            opened,
-            renderer=None if environment is None else environment.renderer,
-            gives_rewards=environment is not None and environment.gives_rewards,
-            prompts=(checked.train_prompts, checked.val_prompts),
-            components=resolved_components(config),
+        pool, gives_rewards = None, environment is not None and environment.gives_rewards
+        if self.mesh.is_block_leader and not gives_rewards:
+            pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs, resolved_components(config))
+            opened.callback(pool.close)
+            names = {name for part in (checked.train_prompts, checked.val_prompts) for name in rewards_of(part)}
+            pool.self_test(sorted(names - {BY_MODEL}))
+        parts = (colocation.engine, pool, checked.tokenizer, self.mesh, rollout, lambda: colocation.weights_digest)
+        if environment is None:
+            return Generator(*parts, max_failed_ratio=reward.max_failed_ratio)
+        environments = opened.enter_context(build_pool(rollout.multi_turn)) if self.mesh.is_block_leader else None
+        return TrajectoryGenerator(
+            *parts,
+            answers=EnvironmentAnswers(environments, environment.renderer, rollout.multi_turn, self.mesh),
+            gives_rewards=gives_rewards,
+            max_prompt_length=self.data.max_prompt_length,
+            max_failed_ratio=reward.max_failed_ratio,
         )
 
     def _restore_run(self, checkpoint: Path) -> None:
@@ -169,7 +181,8 @@ class Trainer:
             self.collector.load_state(run["collector"])
         if run.get("kl"):
             self.correction_step.kl.load_state(run["kl"])
-        self.colocation.provenance.load_state(run.get("weights_digests", {}))
+        if self.colocation is not None:
+            self.colocation.provenance.load_state(run.get("weights_digests", {}))
         self.summary.recall()
 
     # -- the run -------------------------------------------------------------------------------------------------------
@@ -186,13 +199,14 @@ class Trainer:
         self.close()  # not after a failure: it is collective, and other ranks may not get here
 
     def train(self) -> None:
-        for step in self.profiler.over(range(self.first_step, self.num_steps)):
+        steps = range(self.first_step, self.num_steps)
+        for step in steps if self.profiler is None else self.profiler.over(steps):
             self.heartbeat.step = step
             with self.metrics.phase("step"):
                 self.begin_iteration(step)  # the reference becomes the policy, where the run is iterative
-                self.validation_loss.before(step, self.metrics, self.summary)  # of held-out rows, when due
-                with self.colocation.rollout(step, self.metrics):  # weights into the engine, checked; engine awake
-                    self.validate(step)
+                self.validate_loss(step)  # of held-out rows, when due
+                with self.rollout(step):  # weights into the engine, checked; engine awake
+                    self.validate(step)  # held-out problems, when due
                     samples = self.collect(step)  # prompts -> samples -> rewards
                 table = self.rewards(step, samples)  # every sample's reward, on every rank
                 plan = self.plan(table)  # advantages, token weights, who trains on what
@@ -200,38 +214,45 @@ class Trainer:
                 batch.old_logprobs = self.old_logprobs(batch)  # None: the update's own
                 batch.ref_logprobs = self.ref_logprobs(batch)
                 table, plan = self.correction_step.apply(batch, table, plan, self.metrics)  # mismatch, KL in the reward
-                plan = self.critic.estimate(step, batch, table, plan, self.metrics)  # PPO: values, GAE
-                self.critic.update(batch, table, plan, self.metrics)
+                plan = self.update_critic(step, batch, table, plan)  # PPO: values, GAE
                 self.update(step, batch)  # mini-batches, clipping, optimizer
                 self.end_iteration(step)  # the reward model learns from the iteration's samples
             self.log(step, samples, table, plan, batch)  # before the save: no checkpoint has a step that was not logged
             self.save(step + 1)
-            self.folder.check()
-            self.stopping.after(step + 1, lambda done: self.checkpoints.waited_for(self.save_now(done)))
+            self.stopping.after(step + 1, self.save_at_once)
 
     def begin_iteration(self, step: int) -> None:
-        if self.references.is_due(step):
+        if self.references is not None and self.cadence.renews_reference_before(step):
             with self.metrics.phase("renew_reference"):
-                oldest = next(map(steps_of, on_disk(self.output_dir)), 0)
-                self.references.renew(step, self.policy, self._save_hf, oldest)
+                self.references.renew(step, self.policy, self._save_hf)
+
+    def rollout(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.colocation is None else self.colocation.rollout(step, self.metrics)
 
     def validate(self, step: int) -> None:
-        """Held-out problems before step `step`, when due. The result is logged with that step."""
-        if not self.validator.prompts or not self.cadence.validates_before(step):
-            return
-        results = self.validator.run(step, self.metrics)
+        if self.validator is not None and self.cadence.validates_before(step):
+            self._log_validation(step, self.validator.run(step, self.metrics))
+
+    def validate_loss(self, step: int) -> None:
+        if self.validation_loss is not None and self.cadence.validates_before(step):
+            self._log_validation(step, self.validation_loss.run(self.metrics))
+
+    def _log_validation(self, step: int, results: dict[str, float]) -> None:
+        """The results, of the weights before step `step`, are logged with that step."""
         self.summary.add(step, results)
         for name, value in results.items():
             self.metrics.constant(name, value)
 
     def collect(self, step: int) -> list[Sample]:
         samples = numbered_samples(self.collector.groups(step, self.data.train_batch_size, self.metrics))
-        self.colocation.provenance.check(step, samples)
+        if self.colocation is not None and self.algorithm.source != "file":
+            self.colocation.provenance.check(step, samples)
         return samples
 
     def rewards(self, step: int, samples: list[Sample]) -> GroupTable:
         table = gather_groups(samples, self.mesh)
-        table = self.reward_model.reward(step, samples, table, self.metrics)
+        if self.reward_model is not None:
+            table = self.reward_model.reward(step, samples, table, self.metrics)
         self.guards.begin(step, table)
         return with_overlong_penalty(table, self.config.reward.overlong_buffer, self.data.max_response_length)
 
@@ -255,10 +276,18 @@ class Trainer:
 
     def ref_logprobs(self, batch: Batch) -> torch.Tensor | None:
         with self.metrics.phase("ref"):
-            return self.references.logprobs(batch)
+            return None if self.references is None else self.references.logprobs(batch)
+
+    def update_critic(self, step: int, batch: Batch, table: GroupTable, plan: Plan) -> Plan:
+        """The plan with the advantages of the critic's values."""
+        if self.critic is None:
+            return plan
+        plan = self.critic.estimate(step, batch, table, plan, self.metrics)
+        self.critic.update(batch, table, plan, self.metrics)
+        return plan
 
     def update(self, step: int, batch: Batch) -> None:
-        if not self.critic.trains_policy(step):
+        if self.critic is not None and not self.critic.trains_policy(step):
             return
         with self.metrics.phase("update_actor"):
             complete = self.correction_step.complete(self.metrics)
@@ -268,20 +297,26 @@ class Trainer:
         record_update(self.metrics, sums, constants, self.mesh.is_first_replica_rank)
 
     def end_iteration(self, step: int) -> None:
-        if self.cadence.reward_model_learns_after(step):
+        if self.reward_model is not None and self.cadence.reward_model_learns_after(step):
             self.reward_model.learn(step, self.metrics)
 
     def save(self, steps_done: int) -> None:
         if self.cadence.saves_after(steps_done):
             with self.metrics.phase("save_checkpoint"):
                 self.save_now(steps_done)
-        else:
-            self.checkpoints.poll(self.metrics.phase)
+        elif self.checkpoints.pending is not None:
+            with self.metrics.phase("save_checkpoint"):
+                self.checkpoints.poll()
 
     def save_now(self, steps_done: int) -> Path:
         run = {"collector": self.collector.state(), "kl": self.correction_step.kl.state()}
-        run["weights_digests"] = self.colocation.provenance.state()
-        return self.checkpoints.save(steps_done, self.policy, self.config, run, [self.reward_model, self.critic])
+        run["weights_digests"] = {} if self.colocation is None else self.colocation.provenance.state()
+        return self.checkpoints.save(steps_done, self.policy, self.config, run, self.trained)
+
+    def save_at_once(self, steps_done: int) -> Path:
+        checkpoint = self.save_now(steps_done)
+        self.checkpoints.wait()
+        return checkpoint
 
     def log(self, step: int, samples: list[Sample], table: GroupTable, plan: Plan, batch: Batch) -> None:
         self.report.log(step, self.metrics, samples, table, plan, batch, epoch=self.collector.epoch())
@@ -292,29 +327,31 @@ class Trainer:
         """Validate and export the final weights, draw the curves, print the first and the last validation."""
         self.checkpoints.wait()
         if self.cadence.validates_at_end():
-            results = self.validation_loss.run(self.metrics)
-            if self.validator.prompts:
-                with self.colocation.rollout(self.num_steps, self.metrics):
+            results = {} if self.validation_loss is None else self.validation_loss.run(self.metrics)
+            if self.validator is not None:
+                with self.rollout(self.num_steps):
                     results |= self.validator.run(self.num_steps, self.metrics)
             self.summary.add(self.num_steps, results)
             self.metrics.reduce(self.mesh.all_gather)  # clears the timings of this validation, which belong to no step
             self.sinks.log(self.num_steps, results)
         if self.config.trainer.save_hf_at_end:
             self._save_hf(self.output_dir / "hf")
-            self.reward_model.save_hf(self.output_dir / "reward_model", self.tokenizer_path)
-            self.critic.save_hf(self.output_dir / "critic", self.tokenizer_path)
+            for model in self.trained:
+                model.save_hf(self.output_dir / model.folder_name, self.tokenizer_path)
         if self.mesh.rank == 0:
             self.summary.show(self.sinks)
         self.stopping.finished(self.num_steps, self.checkpoints.last)
 
     def close(self) -> None:
         """Release the engine and leave the process groups. Collective."""
-        self.colocation.close()
+        if self.colocation is not None:
+            self.colocation.engine.shutdown()
         destroy_mesh()
 
     def _sync_initial_model(self, step: int, metrics: Metrics) -> None:
         """The engine draws from the model that the run, or its outer iteration, started from. Collective."""
-        self.colocation.sync_weights_from(self.references.weight_source(), step, metrics)
+        assert self.colocation is not None and self.references is not None, "algorithm.source=initial draws"
+        self.colocation.sync_weights_from(self.references.reference, step, metrics)
 
 
 def join_world(config: Config, device: Device) -> Mesh:

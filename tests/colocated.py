@@ -33,5 +33,4 @@ def colocate(
         delta=delta,
     )
     probe = Probe(policy.arch.vocab_size, max_length, dtype=dtype, tolerance=tolerance)
-    provenance = Provenance(mesh, max_staleness=0, is_drawn=True)
-    return Colocation(policy, engine, mesh, resharding, probe=probe, provenance=provenance)
+    return Colocation(policy, engine, resharding, probe=probe, provenance=Provenance(mesh, max_staleness=0))

@@ -50,7 +50,19 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "sync/test_delta.py",
     "sync/test_exchange.py",
 )
-LONGEST = "slurm/test_jobs.py"  # runs first, so that one worker does not end long after the other
+LONGEST = (  # run first, the longest one before the others, so that no worker ends long after the others
+    "slurm/test_jobs.py",
+    "e2e/test_examples.py",
+    "soak/test_soak.py",
+    "distributed/test_sync.py",
+    "rollout/test_vllm.py",
+    "e2e/test_recipes.py",
+    "e2e/test_methods.py",
+    "cli/test_main.py",
+    "convert/test_layouts.py",
+    "e2e/test_determinism.py",
+    "e2e/test_trajectories.py",
+)
 
 
 @pytest.fixture(scope="session")
@@ -74,8 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("real_data")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("real_data")]
-    root = Path(__file__).parent
-    items.sort(key=lambda item: item.path.relative_to(root).as_posix() != LONGEST)
+    root, rank = Path(__file__).parent, {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.relative_to(root).as_posix(), len(rank)))
     for item in items:
         if item.path.relative_to(root).as_posix().startswith(SLOW):
             item.add_marker(pytest.mark.slow)

@@ -72,7 +72,7 @@ def make_run(folder: Path) -> Path:
 
 def texts(problems: Iterable[object]) -> list[str]:
     """The problems of a check, as a user reads them."""
-    return [str(problem) for problem in problems]
+    return [str(problem).replace("\0", "") for problem in problems]  # without the marks of keys
 
 
 STAND_INS = """

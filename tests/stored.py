@@ -1,10 +1,26 @@
-"""The tensors of a checkpoint: weights and optimizer state, whole. (Its files differ from run to run in pickled parts.)"""
+"""What a run has stored: the rows of its metrics, and the tensors of its checkpoints, whole.
+
+The files of a checkpoint differ from run to run in pickled parts.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
+
+TIMES = ("timing", "perf/")  # beginnings of metrics that differ from run to run
+
+
+def metric_rows(output_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows_without(output_dir: Path, names: tuple[str, ...] = TIMES) -> list[dict[str, Any]]:
+    """The rows without the metrics that begin with one of `names`."""
+    return [{key: value for key, value in row.items() if not key.startswith(names)} for row in metric_rows(output_dir)]
 
 
 def stored(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -115,6 +115,24 @@ def test_optimizer_steps_of_five_training_steps(
         ("reward.components=[{name: a, weight: yes}]", "reward.components.0.weight=True: a number is needed"),
         ("reward.components=[{name: a, gate: {component: b, min: .inf}}]", "reward.components.0.gate.min=inf"),
         ("reward.components=[{name: a/b}]", "reward.components.0.name='a/b': String should match pattern"),
+        (
+            "rollout.temperature=3",
+            "rollout.temperature=3: it is outside the engine's 0.01 to 2; set a value in between",
+        ),
+        (
+            "rollout.val_kwargs.temperature=0.001",
+            "rollout.val_kwargs.temperature=0.001: it is outside the engine's 0.01",
+        ),
+        (
+            "rollout.top_p=0.9",
+            "rollout.top_p=0.9: the policy's log-probabilities are of the full distribution; leave it out",
+        ),
+        (
+            "rollout.top_k=1",
+            "rollout.top_k=1: the policy's log-probabilities are of the full distribution; leave it out",
+        ),
+        ('rollout.stop=["###",""]', "rollout.stop.1='': String should have at least 1 character"),
+        ("reward.components=[" + ", ".join(17 * ["{name: a}"]) + "]", "List should have at most 16 items"),
     ],
 )
 def test_a_wrong_key_or_value_is_reported(path: Path, override: str, expected: str) -> None:

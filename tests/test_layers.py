@@ -192,7 +192,7 @@ def test_files_are_ascii_and_have_a_header() -> None:
 
 
 def test_the_list_of_slow_tests_names_files_that_exist() -> None:
-    for name in (*conftest.SLOW, conftest.LONGEST):
+    for name in (*conftest.SLOW, *conftest.LONGEST):
         assert (ROOT / "tests" / name).exists(), f"tests/conftest.py names tests/{name}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ def make_classifier(
     randomise(model, seed, 0.06, score_std)
     model.save_pretrained(folder)
     return folder
+
+
+def load_classifier(folder: Path) -> Any:
+    """transformers' model of the class that config.json names. Every tensor of the folder is in it, and no other."""
+    import transformers
+
+    [name] = json.loads((folder / "config.json").read_text())["architectures"]
+    model, lost = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+    assert not any(lost[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), lost
+    return model.eval()
 
 
 def randomise(model: torch.nn.Module, seed: int, std: float, score_std: float | None = None) -> torch.Generator:

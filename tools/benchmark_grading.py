@@ -83,7 +83,7 @@ def _pool_rate(task: str, pairs: Pairs) -> tuple[int, int, float]:
     with RewardPool(1) as pool:
         pool.self_test([task])
         start = time.monotonic()
-        grades = grade(task, [answer for answer, _ in pairs], [text for _, text in pairs], pool=pool)
+        grades = grade(task, [answer for answer, _ in pairs], [text for _, text in pairs], pool)
         seconds = time.monotonic() - start
     return len(pairs), sum(verdict.correct for verdict in grades), len(pairs) / seconds
 

@@ -156,7 +156,7 @@ def partial(engine: Any, mesh: Any, steps: int) -> str:
 def shared(engine: Any, mesh: Any, repeats: int) -> str:
     """Seconds until the last rank is done with 128 requests of known lengths, the longest ones first in the file."""
     from grpo_megatron.rollout.engine import Request
-    from grpo_megatron.sampling.assignment import assign_samples, stream_shared
+    from grpo_megatron.sampling.generator import assign_samples, stream_shared
 
     generator = random.Random(0)
     sizes = [min(MAX_TOKENS, int(generator.lognormvariate(4, 1))) + 1 for _ in range(128 // SAMPLES)]

@@ -49,7 +49,7 @@ def ranking_accuracy(scores: Sequence[float], pairs: Sequence[tuple[int, int]]) 
 
 
 # -- Calibration -------------------------------------------------------------------------------------------------------
-# Calibration: do the probabilities of a reward model agree with how often it is right?
+# Do the probabilities of a reward model agree with how often it is right?
 #
 # A pair's probability is p = sigmoid(s_chosen - s_rejected), a step's p = sigmoid(s). The prediction is the more probable
 # side. Its confidence is max(p, 1 - p), from 0.5 to 1. It is right where this side has the label (p = 1/2: half). With the
@@ -88,37 +88,29 @@ class Calibration:
 
 def calibration(log_odds: Sequence[float], labels: Sequence[bool]) -> Calibration:
     """`log_odds[i]` of label True. Raises ZeroDivisionError without predictions."""
-    n = len(log_odds)
-    rows = [_prediction(x, label) for x, label in zip(log_odds, labels, strict=True)]
-    members: list[list[tuple[float, float]]] = [[] for _ in range(NUM_BINS)]
-    for confidence, correct, _, _ in rows:
-        index = math.ceil((confidence - 0.5) * 2 * NUM_BINS) - 1
-        members[min(max(index, 0), NUM_BINS - 1)].append((confidence, correct))
-    bins = [_bin(0.5 + i / (2 * NUM_BINS), 0.5 + (i + 1) / (2 * NUM_BINS), held) for i, held in enumerate(members)]
+    losses, rights, members = [], [], [([], []) for _ in range(NUM_BINS)]  # type: ignore[var-annotated]
+    for odds, label in zip(log_odds, labels, strict=True):
+        signed = odds if label else -odds
+        losses.append(max(-signed, 0.0) + math.log1p(math.exp(-abs(signed))))  # softplus(-signed) for any size
+        rights.append(0.5 if signed == 0 else float(signed > 0))
+        confidence = 1.0 / (1.0 + math.exp(-abs(odds)))
+        place = math.ceil((confidence - 0.5) * 2 * NUM_BINS) - 1
+        for held, value in zip(members[min(max(place, 0), NUM_BINS - 1)], (rights[-1], confidence), strict=True):
+            held.append(value)
+    edges = [0.5 + i / (2 * NUM_BINS) for i in range(NUM_BINS + 1)]
+    bins = [
+        Bin(low, high, len(held[0]), *(math.fsum(values) / len(values) if values else math.nan for values in held))
+        for low, high, held in zip(edges, edges[1:], members, strict=False)
+    ]
+    n = len(losses)
     return Calibration(
         count=n,
-        accuracy=math.fsum(correct for _, correct, _, _ in rows) / n,
-        log_loss=math.fsum(loss for _, _, loss, _ in rows) / n,
-        brier=math.fsum(square for _, _, _, square in rows) / n,
+        accuracy=math.fsum(rights) / n,
+        log_loss=math.fsum(losses) / n,
+        brier=math.fsum((1.0 - math.exp(-loss)) ** 2 for loss in losses) / n,
         ece=math.fsum(b.count / n * abs(b.accuracy - b.confidence) for b in bins if b.count),
         bins=bins,
     )
-
-
-def _prediction(log_odds: float, label: bool) -> tuple[float, float, float, float]:
-    """(confidence, 1 if right else 0, -log of the label's probability, squared error)."""
-    signed = log_odds if label else -log_odds
-    loss = max(-signed, 0.0) + math.log1p(math.exp(-abs(signed)))  # softplus(-signed) for any size
-    confidence = 1.0 / (1.0 + math.exp(-abs(log_odds)))
-    correct = 0.5 if signed == 0 else float(signed > 0)
-    return confidence, correct, loss, (1.0 - math.exp(-loss)) ** 2
-
-
-def _bin(low: float, high: float, held: Sequence[tuple[float, float]]) -> Bin:
-    n = len(held)
-    accuracy = math.fsum(correct for _, correct in held) / n if n else math.nan
-    confidence = math.fsum(confidence for confidence, _ in held) / n if n else math.nan
-    return Bin(low, high, n, accuracy, confidence)
 
 
 def calibration_table(result: Calibration) -> str:
@@ -132,7 +124,7 @@ def calibration_table(result: Calibration) -> str:
 
 
 # -- Combination -------------------------------------------------------------------------------------------------------
-# Combination: the reward of every sample from the scores of one or more reward models and, if asked for, the rule's reward.
+# The reward of every sample from the scores of one or more reward models and, if asked for, the rule's reward.
 #
 #     r_i = sum over the models m of  coefficient_m * s_mi     (combine: replace)
 #     r_i = the rule's reward + the same sum                   (combine: add)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.problems import Findings, check, keys_of
-from grpo_megatron.device import Device, count_cuda_devices
+from grpo_megatron.config.problems import Problem, Problems, keys_of
+from grpo_megatron.device import count_cuda_devices
 from grpo_megatron.observability.loggers import check_loggers
 from grpo_megatron.rollout.build import engine_packages
 from grpo_megatron.storage.files import in_use_by, lock_holder
@@ -16,33 +15,28 @@ from grpo_megatron.storage.files import in_use_by, lock_holder
 NO_DEVICE = "torch sees no CUDA device on this machine"
 
 
-@check
-def output_problems(config: Config) -> Findings:
+def output_problems(config: Config) -> Problems:
     """The output folder can be made and written, and the loggers' packages are installed."""
-    k = keys_of(config)
-    folder = config.trainer.output_dir
+    k, folder = keys_of(config), config.trainer.output_dir
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
-        yield (f"{k.trainer.output_dir}: {str(existing)!r} is a file, not a folder; choose another")
+        yield f"{k.trainer.output_dir}: {str(existing)!r} is a file, not a folder; choose another"
     elif not os.access(existing, os.W_OK | os.X_OK):
-        yield (f"{k.trainer.output_dir}: {str(existing)!r} is not writable; choose another")
+        yield f"{k.trainer.output_dir}: {str(existing)!r} is not writable; choose another"
     try:
         check_loggers(config.trainer.logger)
     except ConfigError as error:
-        yield from (problem.about("trainer.logger") for problem in error.problems)
+        yield from (Problem.of(problem, "trainer.logger") for problem in error.problems)
 
 
-@check
-def in_use_problems(config: Config) -> Findings:
+def in_use_problems(config: Config) -> Problems:
     """No other run writes into the output folder. Nothing is locked: the run itself will do that."""
-    k = keys_of(config)
     holder = lock_holder(config.trainer.output_dir)
     if holder is not None:
-        yield (f"{k.trainer.output_dir}: {in_use_by(holder)}")
+        yield f"{keys_of(config).trainer.output_dir}: {in_use_by(holder)}"
 
 
-@check
-def package_problems(config: Config) -> Findings:
+def package_problems(config: Config) -> Problems:
     """Megatron-Core and the engine's packages are installed. They are looked up, not imported: an import takes seconds."""
     of_engine = engine_packages(config.rollout) if config.draws else {}
     for name, package in {"megatron": "megatron-core", **of_engine}.items():
@@ -50,17 +44,15 @@ def package_problems(config: Config) -> Findings:
             yield f"the package {name!r} is not installed; pip install {package}, as requirements/ pins it"
 
 
-@check
-def device_problems(config: Config, world_size: int) -> Findings:
+def device_problems(config: Config, world_size: int) -> Problems:
     """This machine has the CUDA devices that `trainer.device` asks for, one for each of its ranks."""
-    k = keys_of(config)
-    device, count = config.trainer.device, count_cuda_devices()
+    k, device, count = keys_of(config), config.trainer.device, count_cuda_devices()
     if device == "cpu" or (device == "auto" and count == 0):
         return
     if config.rollout.engine == "transformers":
-        yield (f"{k.rollout.engine} on GPUs: this engine has no GPU path; set rollout.engine=vllm")
+        yield f"{k.rollout.engine} on GPUs: this engine has no GPU path; set rollout.engine=vllm"
     if count == 0:
-        yield (f"{k.trainer.device}, but {NO_DEVICE}; set trainer.device=cpu or auto")
+        yield f"{k.trainer.device}, but {NO_DEVICE}; set trainer.device=cpu or auto"
         return
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size if config.trainer.nnodes == 1 else 0))
     if ranks > count:
@@ -69,29 +61,3 @@ def device_problems(config: Config, world_size: int) -> Findings:
             f" {k.trainer.n_gpus_per_node:key}={count}, or let every rank see all devices of its machine"
             " (CUDA_VISIBLE_DEVICES)"
         )
-
-
-def is_for_this_machine(config: Config) -> bool:
-    """Whether the ranks can run here; `trainer.device=auto` is the CPU on a machine without CUDA devices."""
-    return config.trainer.device in ("cpu", "auto") or count_cuda_devices() > 0
-
-
-def device_lines(config: Config) -> Iterator[tuple[str, str]]:
-    """For the plan, (name, text): whether it is a plan for this machine, and the kernels that a rank would use here."""
-    device = config.trainer.device
-    if device != "cpu" and count_cuda_devices() == 0:
-        meaning = "here a run would be on the CPU" if device == "auto" else "a plan for another machine"
-        yield "device", f"{device}, and {NO_DEVICE}: {meaning}"
-        return
-    yield "kernels", _kernels(config)
-
-
-def _kernels(config: Config) -> str:
-    try:
-        from grpo_megatron.models.layers.spec import choose_kernels
-    except ImportError:
-        return "unknown: Megatron-Core is not installed here"
-    try:
-        return choose_kernels(config.actor.megatron, Device(config.trainer.device), config.model.dtype).describe()
-    except ConfigError as error:
-        return f"not available on this machine: {error}"

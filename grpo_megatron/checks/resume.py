@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.problems import Findings, check, keys_of, marked
+from grpo_megatron.config.problems import Problems, keys_of, marked
 from grpo_megatron.config.section import ResumeClass, config_keys
 from grpo_megatron.storage.run_files import on_disk, saved_config, steps_of
 
@@ -72,8 +72,7 @@ def _value_differences(key: str, old: Any, new: Any) -> Iterator[Difference]:
         yield Difference(key, old, new)
 
 
-@check
-def resume_problems(config: Config) -> Findings:
+def resume_problems(config: Config) -> Problems:
     """Before ranks start: what the newest checkpoint on disk refuses. A damaged one is left to training/checkpoint.py."""
     found = on_disk(config.trainer.output_dir) if config.trainer.resume_mode == "auto" else []
     if found:
@@ -92,8 +91,7 @@ def check_resume(checkpoint: Path, config: Config) -> list[Difference]:
     return list(differences(saved, config.model_dump(mode="json")))
 
 
-@check
-def refusals(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> Findings:
+def refusals(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> Problems:
     """Why the run cannot continue from `checkpoint`, which was written with the config `saved`."""
     done, total = steps_of(checkpoint), config.trainer.total_training_steps
     if total < done:

@@ -344,7 +344,10 @@ WIDTH = 110  # of the comments on keys
 class KeysOptions(Options):
     """The options of `keys`."""
 
-    program, description = "keys", "List the keys of a config: default, type and comment."
+    program, description = (
+        "keys",
+        "List the keys of a config: default, type, resume class (docs/training.md), the key it needs, and comment.",
+    )
     section: Annotated[str, Argument("actor, rollout.multi_turn, ... (default: all)", "SECTION")] = ""
 
 
@@ -361,7 +364,8 @@ def print_keys(options: KeysOptions) -> int:
         )
     for key in chosen:
         default = "needed" if key.is_required else json.dumps(key.default, default=str)
-        print(f"{key.name}: {default}   ({key.kind})")
+        resume = "" if key.resume == "applies" else f"; resume: {key.resume}"
+        print(f"{key.name}: {default}   ({key.kind}{resume}{''.join(f'; needs {one}' for one in key.needs)})")
         for line in textwrap.wrap(key.comment, WIDTH, initial_indent="    ", subsequent_indent="    "):
             print(line)
     return 0

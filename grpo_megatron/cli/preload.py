@@ -26,7 +26,7 @@ def import_engine(name: str) -> None:
 
             preload()
         elif name == "transformers":
-            from grpo_megatron.rollout.transformers_model import import_transformers
+            from grpo_megatron.rollout.transformers_engine import import_transformers
 
             import_transformers()
 

@@ -18,7 +18,7 @@ from grpo_megatron.cli import failures, ranks
 from grpo_megatron.cli.config_file import WrongKeys, in_file_order, load_config, reward_defaults, with_other_mistakes
 from grpo_megatron.cli.main import PlanOptions, RunOptions, TrainRewardOptions
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.problems import Findings, check, keys_of
+from grpo_megatron.config.problems import Problems, keys_of
 from grpo_megatron.importing import find_modules, large_imports
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.storage.files import remove_leftovers
@@ -111,11 +111,10 @@ def _validate(options: RunOptions, argv: list[str], config: Config, *, wrong_key
     )
 
 
-@check
-def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config, world_size: int) -> Findings:
+def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config, world_size: int) -> Problems:
     """A command for another kind of config, a file that cannot be written, ranks that this process cannot start."""
     if isinstance(options, TrainRewardOptions):
-        from grpo_megatron.checks.model_folders import trains_scores
+        from grpo_megatron.checks.models import trains_scores
 
         if not trains_scores(config):
             yield (
@@ -123,7 +122,7 @@ def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config,
                 " loss_mode=bradley_terry (pairs) or step_labels (steps), or use the command train"
             )
     if options.resolved_config is not None:
-        from grpo_megatron.planning.resolved import resolved_problem
+        from grpo_megatron.planning.page import resolved_problem
 
         if problem := resolved_problem(options.resolved_config):
             yield problem
@@ -190,27 +189,22 @@ def _run(config: Config, checked: Checked, profiled: range | None) -> int:
 
 def _print_plan(config: Config, checked: Checked, world_size: int, options: RunOptions) -> None:
     """Raises ConfigError, after the plan, if the run cannot fit the GPU. Then the resolved config is not written."""
-    from grpo_megatron.planning.page import PAGE_WIDTH, plan_page
-    from grpo_megatron.planning.resolved import write_beside_run, write_resolved
+    from grpo_megatron.planning.page import PAGE_WIDTH, plan_page, write_resolved
 
     width = min(max(shutil.get_terminal_size((PAGE_WIDTH, 24)).columns, 80), PAGE_WIDTH)
     page = plan_page(config, checked, world_size, options.gpu, elsewhere=options.world_size is not None, width=width)
     if page.problem is not None:
         print(page, flush=True)
         raise ConfigError(page.problem)
-    if options.resolved_config is None:
-        written = write_beside_run(config)
-    else:
-        write_resolved(config, options.resolved_config)
-        written = str(options.resolved_config)
-    print(page.with_section("Every key with its value, as a config", [written]), flush=True)
+    page.sections["Every key with its value, as a config"] = [write_resolved(config, options.resolved_config)]
+    print(page, flush=True)
 
 
 def _print_search(config: Config, options: PlanOptions) -> int:
     """Returns the exit code. Raises ConfigError."""
     failures.quieten(is_rank=False, starts_ranks=False)
     with large_imports():
-        from grpo_megatron.planning.search_page import search_page
+        from grpo_megatron.planning.search import search_page
 
     print(search_page(config, options.world_size, options.gpu, top=options.top, mean_response=options.mean_response))
     return 0

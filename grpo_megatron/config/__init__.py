@@ -8,9 +8,9 @@ checks its own values here; checks that need two sections, the world size or a f
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from grpo_megatron.config.problems import ConfigError as ConfigError
@@ -22,6 +22,7 @@ from grpo_megatron.config.section import (
     Files,
     Fixed,
     Frequency,
+    Needs,
     Processes,
     Schedule,
     Seconds,
@@ -52,7 +53,8 @@ class OptimConfig(Section):
     lr_warmup_steps: Schedule[int] = Field(0, ge=0)
     # WSD: constant, then linear decay
     lr_decay_style: Schedule[Literal["constant", "linear", "cosine", "WSD"]] = "constant"
-    lr_wsd_decay_steps: Schedule[int | None] = Field(None, ge=1)  # WSD needs it: optimizer steps of the linear decay
+    # WSD needs it: optimizer steps of the linear decay
+    lr_wsd_decay_steps: Annotated[Schedule[int | None], Needs(".lr_decay_style=WSD")] = Field(None, ge=1)
     min_lr: Schedule[float] = Field(0.0, ge=0, le=1)  # the rate that a decay ends with
 
 
@@ -143,7 +145,7 @@ class RefConfig(Section):
     path: Fixed[Path | None] = None
 
 
-# -- The section `critic` ----------------------------------------------------------------------------------------------
+HAS_CRITIC = Needs("algorithm.adv_estimator:needs_values")
 
 
 class CriticConfig(Section):
@@ -191,7 +193,8 @@ class SamplingConfig(Section):
     pass_rates: Path | None = None  # written by `grpo-megatron curate`; null: every prompt once per epoch
     # 1-p: Kimi k1.5, arXiv 2501.12599; p(1-p): learnability, arXiv 2502.12272; file: the rows' own "weight"
     weight: Literal["uniform", "1-p", "p(1-p)", "file"] = "uniform"
-    uniform_share: float = Field(0.0, ge=0, le=1)  # this share of the draws ignores the weights
+    # this share of the draws ignores the weights
+    uniform_share: Annotated[float, Needs(".pass_rates"), Needs(".weight!=uniform")] = Field(0.0, ge=0, le=1)
     min_pass_rate: float = Field(0.0, ge=0, le=1)  # prompts below it are left out
     max_pass_rate: float = Field(1.0, ge=0, le=1)  # prompts above it are left out
     default_pass_rate: float | None = Field(None, ge=0, le=1)  # of prompts that the file lacks; null: an error
@@ -221,7 +224,8 @@ class DataConfig(Section):
     sources: Fixed[list[DataSource]] = []  # several data sets, with weights; instead of train_files
     val_files: Files = []
     train_batch_size: Schedule[Count] = 512
-    gen_batch_size: Count | None = None  # prompts per round of dynamic sampling; null: train_batch_size
+    # prompts per round of dynamic sampling; null: train_batch_size
+    gen_batch_size: Annotated[Count | None, Needs("algorithm.filter_groups.enable=true")] = None
     val_tasks: list[str] = []  # tasks to validate on (gsm8k, math500, ...), with or without val_files
     val_data: Path | None = None  # folder with the files of val_tasks
     val_loss_files: Files = []  # responses, or pairs for a loss of pairs: their loss is part of each validation
@@ -231,7 +235,7 @@ class DataConfig(Section):
     filter_overlong_prompts: Fixed[bool] = True  # drop prompts above max_prompt_length; false: they are an error
     shuffle: Fixed[bool] = True  # the training prompts, in a new order in each epoch
     seed: Fixed[Seed] = 42  # of the shuffling
-    sampling: Fixed[SamplingConfig] = SamplingConfig()
+    sampling: Annotated[Fixed[SamplingConfig], Needs("data.sampling.pass_rates")] = SamplingConfig()
     apply_chat_template: Fixed[bool] = True  # false: the task's plain text prompt
     chat_template: Fixed[Path | None] = None  # Jinja file; null: the tokenizer's template
     system_prompt: Fixed[str | None] = None  # null: the task's system prompt
@@ -259,7 +263,8 @@ class FilterGroups(Section):
 
     enable: Fixed[bool] = False
     max_num_gen_batches: Count = 10  # rounds per step; after them the step trains on a smaller batch
-    max_staleness: int = Field(1, ge=0)  # largest age of a left-over group, in steps; older ones are dropped
+    # largest age of a left-over group, in steps; older ones are dropped
+    max_staleness: Annotated[int, Needs(".enable=true")] = Field(1, ge=0)
 
 
 class ReplayConfig(Section):
@@ -299,9 +304,11 @@ class AlgorithmConfig(Section):
     adv_estimator: str = "grpo"  # a registered advantage estimator, or module:function
     norm_adv_by_std_in_grpo: bool = True  # grpo: divide by the standard deviation of the group's rewards
     gamma: float = Field(1.0, gt=0, le=1)  # reinforce_plus_plus, gae: discount per token
-    lam: float = Field(1.0, ge=0, le=1)  # gae: weight of later values; 1: returns, 0: the next value alone
+    # gae: weight of later values; 1: returns, 0: the next value alone
+    lam: Annotated[float, HAS_CRITIC] = Field(1.0, ge=0, le=1)
     rft_threshold: float = 1.0  # rft: a response with at least this reward is right
-    use_kl_in_reward: bool = False  # subtract kl_ctrl.kl_coef * KL to the reference from each token's reward
+    # subtract kl_ctrl.kl_coef * KL to the reference from each token's reward
+    use_kl_in_reward: Annotated[bool, Needs(".adv_estimator:ignores_token_penalties=false")] = False
     kl_penalty: str = "kl"  # the estimator of that KL: a name as in actor.kl_loss_type
     kl_ctrl: KlCtrl = KlCtrl()
     rollout_correction: RolloutCorrection = RolloutCorrection()
@@ -348,24 +355,28 @@ class RewardConfig(Section):
 
     function: str | None = None  # a registered reward, or module:function; null: the task's own
     # the reward is their weighted sum (rewards/calling.py); not with `function`
-    components: list[RewardComponent] = []
+    components: list[RewardComponent] = Field([], max_length=16)
     num_workers: Processes = 1  # processes per engine
     timeout_s: Seconds = 10.0  # wall-clock seconds per sample; then its worker is killed
     max_failed_ratio: float = Field(0.5, ge=0, le=1)  # the run stops if a larger share of a draw has no reward
-    kwargs: dict[str, Any] = {}  # keyword arguments of the reward function
+    kwargs: Annotated[dict[str, Any], Needs(".components=[]")] = {}  # keyword arguments of the reward function
     overlong_buffer: OverlongBuffer = OverlongBuffer()
 
 
 # -- The sections `reward_model` and `reward_models`: models that score responses --------------------------------------
 
 
+HAS_STEPS = Needs("reward_model.path or actor.loss_mode:scores=step")
+
+
 class ScoringModel(Section):
     """One model. `reward_models` has any number of them, frozen, each under a name of its own."""
 
     path: Fixed[Path | None] = None  # Hugging Face folder (models/heads/folder.py); null: there is none
-    kind: Fixed[Literal["outcome", "process"]] = "outcome"  # one score per response, or one per step
+    kind: Annotated[Fixed[Literal["outcome", "process"]], HAS_STEPS] = "outcome"  # one score per response, or per step
     coefficient: float = Field(1.0, gt=0, le=1e4)  # multiplies its score in the sum (algo/scores.py)
-    step_separator: str = Field("\n", min_length=1)  # process: the text that ends a step (data/prompts.py)
+    # process: the text that ends a step (data/prompts.py)
+    step_separator: Annotated[str, HAS_STEPS] = Field("\n", min_length=1)
 
 
 class RewardModelConfig(ScoringModel):
@@ -374,8 +385,10 @@ class RewardModelConfig(ScoringModel):
     With algorithm.iteration_steps it learns after every outer iteration (iterative GRPO); without, it is frozen.
     """
 
-    start_iteration: int = Field(0, ge=0)  # in earlier outer iterations, the reward function alone gives the reward
-    combine: Literal["replace", "add"] = "replace"  # the sum of all models replaces the function's reward, or is added
+    # in earlier outer iterations, the reward function alone gives the reward
+    start_iteration: Annotated[int, Needs(".path"), Needs("algorithm.iteration_steps")] = Field(0, ge=0)
+    # the sum of all models replaces the function's reward, or is added
+    combine: Annotated[Literal["replace", "add"], Needs("reward_model.path or reward_models")] = "replace"
     max_pairs_per_group: int | None = Field(4, ge=1)  # (better, worse) pairs among one prompt's samples; null: all
     steps: Schedule[int] = Field(50, ge=1)  # its optimizer steps after each outer iteration
     train_batch_size: Count = 32  # pairs per optimizer step
@@ -394,12 +407,36 @@ class RewardModelConfig(ScoringModel):
 ENGINE_TEMPERATURES = (0.01, 2.0)
 
 
+def _of_the_engine(temperature: float) -> float:
+    low, high = ENGINE_TEMPERATURES
+    if temperature and not low <= temperature <= high:
+        raise PydanticCustomError(
+            "temperature", f"it is outside the engine's {low:g} to {high:g}; set a value in between"
+        )
+    return temperature
+
+
+def _only(full: float) -> AfterValidator:
+    """For top_p and top_k: the one value that leaves the distribution as it is."""
+
+    def check(value: float) -> float:
+        if value != full:
+            text = "the policy's log-probabilities are of the full distribution; leave it out (rollout.val_kwargs may differ)"
+            raise PydanticCustomError("full", text)
+        return value
+
+    return AfterValidator(check)
+
+
 class ValKwargs(Section):
     """How validation samples: its own values, instead of those of `rollout`."""
 
     n: int = Field(1, ge=1, le=65536)  # samples per prompt
-    temperature: float = Field(0.0, ge=0)  # 0: greedy
+    temperature: Annotated[float, AfterValidator(_of_the_engine)] = Field(0.0, ge=0)  # 0: greedy
     top_p: float = Field(1.0, gt=0, le=1)
+
+
+OF_TOOLS = Needs("rollout.multi_turn.environment=tools")
 
 
 class MultiTurnConfig(Section):
@@ -407,10 +444,11 @@ class MultiTurnConfig(Section):
 
     environment: str | None = None  # a registered environment, or module:Class (environments/environment.py)
     kwargs: dict[str, Any] = {}  # keyword arguments of the environment's class
-    tools: list[str] = []  # environment=tools: registered tools, or module:function
-    format: str = "hermes"  # how the model writes a tool call (environments/tool_environment.py)
+    tools: Annotated[list[str], OF_TOOLS] = []  # registered tools, or module:function
+    format: Annotated[str, OF_TOOLS] = "hermes"  # how the model writes a tool call (environments/tool_environment.py)
     max_assistant_turns: int = Field(8, ge=1)  # a trajectory ends after so many
-    max_parallel_calls: int = Field(4, ge=1)  # tool calls of one turn that are answered; the others get an error
+    # tool calls of one turn that are answered; the others get an error
+    max_parallel_calls: Annotated[int, OF_TOOLS] = Field(4, ge=1)
     max_tool_response_length: int = Field(256, ge=1)  # tokens of one message of an observation; longer ones are cut
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"  # what is cut
     latency_ticks: int = Field(8, ge=1)  # engine steps from the end of a turn to the observation (trajectories/)
@@ -438,9 +476,10 @@ class RolloutConfig(Section):
     engine: str = "vllm"  # a registered engine, or module:Class (rollout/engine.py)
     engine_options: dict[str, Any] = {}  # the engine's own section, validated by its class (rollout/vllm_arguments.py)
     n: int = Field(8, ge=1, le=65536)  # samples per prompt
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = 1.0  # no other value may be set: the policy's logprobs are of the full distribution
-    top_k: int = -1  # no other value may be set, either
+    temperature: Annotated[float, AfterValidator(_of_the_engine)] = Field(1.0, gt=0)
+    # no other value may be set: the policy's logprobs are of the full distribution
+    top_p: Annotated[float, _only(1.0)] = 1.0
+    top_k: Annotated[int, _only(-1)] = -1
     seed: Seed = 42  # each sample's seed is a hash of this, the step, the prompt and the sample's index
     tensor_model_parallel_size: int = Field(1, ge=1)
     expert_parallel_size: int = Field(1, ge=1)  # = tensor_model_parallel_size: whole experts per rank; 1: each is cut
@@ -459,10 +498,11 @@ class RolloutConfig(Section):
     probe_tolerance: float | None = Field(None, gt=0)
     engine_kwargs: dict[str, Any] = {}  # further arguments of vllm.LLM; wrong names are errors
     val_kwargs: ValKwargs = ValKwargs()
-    stop: list[str] = []  # texts that end a response (or a turn); the token that completes one stays in it
+    # texts that end a response (or a turn); the token that completes one stays in it
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     stop_token_ids: list[int] = []  # further tokens that end it
-    partial: PartialConfig = PartialConfig()
-    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    partial: Annotated[PartialConfig, Needs("rollout.partial.over_sample>1")] = PartialConfig()
+    multi_turn: Annotated[MultiTurnConfig, Needs("rollout.multi_turn.environment")] = MultiTurnConfig()
 
     @property
     def has_whole_experts(self) -> bool:
@@ -513,9 +553,13 @@ class GuardsConfig(Section):
     weights: Literal["warn", "stop"] = "stop"  # after the step, before a checkpoint is saved
     grad_norm: Band = Band()  # before clipping
     entropy: Band = Band()  # nats per token, as actor/entropy
-    kl: Band = Band()  # as actor/kl_loss; needs actor.use_kl_loss
+    # as actor/kl_loss
+    kl: Annotated[Band, Needs("actor.use_kl_loss=true"), Needs("actor.kl_loss_coef>0")] = Band()
     response_length: Band = Band()  # tokens, the mean of the training step
-    rollout_gap: Band = Band()  # mean |old - rollout log-probability|, as training/rollout_logp_diff_mean
+    # mean |old - rollout log-probability|, as training/rollout_logp_diff_mean
+    rollout_gap: Annotated[Band, Needs("actor.loss_mode:is_likelihood=false or algorithm.use_kl_in_reward=true")] = (
+        Band()
+    )
     # batches written to output_dir/dumps, with the weights, each time the run is started
     max_dumps: int = Field(3, ge=0)
 
@@ -529,7 +573,8 @@ class TrainerConfig(Section):
     output_dir: Path = Path("outputs/run")
     save_freq: Frequency = 20  # steps between checkpoints; the last step is saved, too; -1: no checkpoint at all
     test_freq: Frequency = 5  # steps between validations; -1: only val_before_train's
-    critic_warmup: Schedule[int] = Field(0, ge=0)  # the first steps train the critic alone
+    # the first steps train the critic alone
+    critic_warmup: Annotated[Schedule[int], HAS_CRITIC] = Field(0, ge=0)
     val_before_train: bool = True  # validate before the first step, and after the last
     # auto: from the newest checkpoint in output_dir; disable: from the start, an earlier run's files move to earlier_001/
     resume_mode: Literal["auto", "disable"] = "auto"
@@ -568,10 +613,10 @@ class Config(Section):
     sft: SftConfig = SftConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
-    critic: CriticConfig = CriticConfig()
+    critic: Annotated[CriticConfig, HAS_CRITIC] = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
-    reward_model: RewardModelConfig = RewardModelConfig()
+    reward_model: Annotated[RewardModelConfig, Needs("reward_model.path")] = RewardModelConfig()
     reward_models: dict[str, ScoringModel] = {}  # further frozen models: name -> model
     algorithm: AlgorithmConfig = AlgorithmConfig()
     guards: GuardsConfig = GuardsConfig()

@@ -85,45 +85,35 @@ _NEVER = "this program does not support it; leave it out"
 _STAGES = "cut uneven stages by num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
 _LOADED = "weights are always loaded; leave it out"
 
-# TransformerConfig fields that this program sets, and what to do instead
-OWNED_BY_TRAINING: dict[str, str] = {
-    **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"), _MODEL),
-    **dict.fromkeys(("num_query_groups", "kv_channels"), _MODEL),
-    **dict.fromkeys(("normalization", "layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm"), _MODEL),
-    **dict.fromkeys(("gated_linear_unit", "activation_func", "num_moe_experts", "multi_latent_attention"), _MODEL),
-    **dict.fromkeys(("window_size", "rotary_interleaved", "softmax_scale", "layernorm_zero_centered_gamma"), _MODEL),
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "set model.dtype"),
-    **dict.fromkeys(("calculate_per_token_loss", "grad_scale_func", "finalize_model_grads_func"), _LOSS),
-    **dict.fromkeys(("virtual_pipeline_model_parallel_size", "hybrid_context_parallel"), _NEVER),
-    **dict.fromkeys(("fp4", "fp4_recipe", "fp4_param", "fp8_quantizer_factory"), _NEVER),
-    **dict.fromkeys(("variable_seq_lengths", "moe_token_dispatcher_type", "no_sync_func", "test_mode"), _NEVER),
-    **dict.fromkeys(("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"), _STAGES),
-    "account_for_loss_in_pipeline_split": _STAGES,
-    **dict.fromkeys(("moe_router_topk", "moe_router_pre_softmax", "moe_ffn_hidden_size"), _MODEL),
-    **dict.fromkeys(("moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk"), _MODEL),
-    **dict.fromkeys(("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_layer_freq"), _MODEL),
-    "moe_shared_expert_intermediate_size": _MODEL,
-    "moe_router_bias_update_rate": "the routers' biases stay as they were loaded; leave it out",
-    **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"), _LOSS),
-    "perform_initialization": _LOADED,
-    "use_cpu_initialization": _LOADED,
-    "init_model_with_meta_device": _LOADED,
-    "transformer_impl": "set actor.megatron.transformer_impl",
-    "context_parallel_size": "set actor.megatron.context_parallel_size",
-    "fp8": "set actor.megatron.fp8.recipe (and .format)",
-    "fp8_param": "set actor.megatron.fp8.param_gather",
-    **{
-        name: f"set actor.megatron.fp8.{name.removeprefix('fp8_')}"
-        for name in (
-            *("fp8_recipe", "fp8_wgrad", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
-            *("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-        )
-    },
-    "tensor_model_parallel_size": "set actor.megatron.tensor_model_parallel_size",
-    "pipeline_model_parallel_size": "set actor.megatron.pipeline_model_parallel_size",
-    "expert_model_parallel_size": "set actor.megatron.expert_model_parallel_size",
-    "sequence_parallel": "set actor.megatron.sequence_parallel",
+# What to do instead of setting a field of TransformerConfig that this program sets itself -> these fields
+_REMEDIES = {
+    _MODEL: "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization"
+    " layernorm_epsilon add_bias_linear add_qkv_bias qk_layernorm gated_linear_unit activation_func num_moe_experts"
+    " multi_latent_attention window_size rotary_interleaved softmax_scale layernorm_zero_centered_gamma moe_router_topk"
+    " moe_router_pre_softmax moe_ffn_hidden_size moe_router_score_function moe_router_num_groups moe_router_group_topk"
+    " moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_layer_freq moe_shared_expert_intermediate_size",
+    "set model.dtype": "params_dtype pipeline_dtype bf16 fp16",
+    _LOSS: "calculate_per_token_loss grad_scale_func finalize_model_grads_func moe_aux_loss_coeff moe_z_loss_coeff"
+    " moe_router_load_balancing_type",
+    _NEVER: "virtual_pipeline_model_parallel_size hybrid_context_parallel fp4 fp4_recipe fp4_param fp8_quantizer_factory"
+    " variable_seq_lengths moe_token_dispatcher_type no_sync_func test_mode",
+    _STAGES: "pipeline_model_parallel_layout account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+    _LOADED: "perform_initialization use_cpu_initialization init_model_with_meta_device",
+    "the routers' biases stay as they were loaded; leave it out": "moe_router_bias_update_rate",
+    "set actor.megatron.fp8.recipe (and .format)": "fp8",
+    "set actor.megatron.fp8.param_gather": "fp8_param",
 }
+OWNED_BY_TRAINING = {name: remedy for remedy, names in _REMEDIES.items() for name in names.split()}
+for _name in (
+    *("fp8_recipe", "fp8_wgrad", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
+    *("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+):
+    OWNED_BY_TRAINING[_name] = f"set actor.megatron.fp8.{_name.removeprefix('fp8_')}"
+for _name in (
+    *("transformer_impl", "context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("expert_model_parallel_size", "sequence_parallel"),
+):
+    OWNED_BY_TRAINING[_name] = f"set actor.megatron.{_name}"
 DROPOUTS = ("hidden_dropout", "attention_dropout")
 
 

@@ -1,13 +1,12 @@
 """Problem: one mistake of the user, as an object that knows the keys it is about until it is printed.
 
-A check is a generator of messages under the decorator `check`. With `k = keys_of(config)` the message
-`f"{k.actor.ppo_epochs} is ..."` prints `actor.ppo_epochs=2 is ...`, and the problem is about this key. All problems of a
-start are gathered in a ProblemList and raised as one ConfigError.
+A check is a generator of messages. With `k = keys_of(config)` the message `f"{k.actor.ppo_epochs} is ..."` prints
+`actor.ppo_epochs=2 is ...`, and the problem is about this key. All problems of a start are gathered in a ProblemList and
+raised as one ConfigError.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,12 @@ class Problem:
     message: str
     others: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, given: Problem | str, *keys: str) -> Problem:
+        """A message as a problem. `keys`: those that it is about, where it names none itself."""
+        problem = given if isinstance(given, Problem) else cls(given)
+        return problem if problem.keys else cls(problem.message, keys)
+
     @property
     def text(self) -> str:
         """The message as the user reads it."""
@@ -39,14 +44,6 @@ class Problem:
         """
         return tuple(dict.fromkeys([*self.message.split(KEY_MARK)[1::2], *self.others]))
 
-    def about(self, *keys: str) -> Problem:
-        """The problem, if it knows no keys, as one about `keys`."""
-        return self if self.keys else Problem(self.message, keys)
-
-    def is_of(self, section: str) -> bool:
-        """Whether its first key is in a section."""
-        return bool(self.keys) and self.keys[0].startswith(f"{section}.")
-
     def __str__(self) -> str:
         return self.text
 
@@ -55,8 +52,7 @@ class Problem:
         return self.message
 
 
-Problems = Iterator[Problem]  # what a check yields
-Findings = Iterator[Problem | str]  # what it yields before `check` has made problems of its messages
+Problems = Iterator[Problem | str]  # what a check yields
 
 
 class ConfigError(ValueError):
@@ -65,7 +61,7 @@ class ConfigError(ValueError):
     tells_what_to_do = True  # the command line prints it without a traceback
 
     def __init__(self, *problems: Problem | str) -> None:
-        self.problems = [given if isinstance(given, Problem) else Problem(given) for given in problems]
+        self.problems = [Problem.of(given) for given in problems]
         super().__init__("\n".join(problem.text for problem in self.problems))
 
 
@@ -80,7 +76,7 @@ class ProblemList:
 
         `keys`: those that a plain text is about. Rooms that know no keys of a config yield plain texts.
         """
-        found = [(given if isinstance(given, Problem) else Problem(given)).about(*keys) for given in problems]
+        found = [Problem.of(given, *keys) for given in problems]
         self.problems += found
         return not found
 
@@ -101,23 +97,12 @@ class ProblemList:
             raise ConfigError(*{problem.text: problem for problem in self.problems}.values())
 
 
-def check(function: Callable[P, Findings]) -> Callable[P, Problems]:
-    """Decorates a generator of messages, in which `keys_of(config)` has written the keys: it then yields problems."""
-
-    @functools.wraps(function)
-    def check_problems(*args: P.args, **kwargs: P.kwargs) -> Problems:
-        for message in function(*args, **kwargs):
-            yield message if isinstance(message, Problem) else Problem(message)
-
-    return check_problems
-
-
-def keys_of(config: T) -> T:
+def keys_of(config: T, name: str = "") -> T:
     """The config as its keys, for messages: `f"{keys_of(config).trainer.seed}"` is `trainer.seed=42`, with the key marked.
 
-    `!r` quotes the value, and the format `key` leaves it out.
+    `!r` quotes the value, and the format `key` leaves it out. `name`: of the section that `config` is.
     """
-    return cast("T", _Keys(config, ""))
+    return cast("T", _Keys(config, name))
 
 
 def marked(key: str) -> str:

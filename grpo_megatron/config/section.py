@@ -9,10 +9,10 @@ import inspect
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, PydanticUndefined
@@ -39,6 +39,18 @@ Schedule = Annotated[T, Resume("schedule")]
 Fixed = Annotated[T, Resume("fixed")]  # of a section: all of its keys
 
 
+@dataclass(frozen=True)
+class Needs:
+    """A condition without which a key, or every key of a section, has no effect. It is part of the key's type.
+
+    `any_of`: alternatives, separated by " or ". Each is KEY (it is set, and not false), KEY=VALUE, KEY!=VALUE, KEY>NUMBER,
+    KEY:FACT or KEY:FACT=VALUE, a fact of the function that the key names (registry.py). `.KEY` is of the same section.
+    A key's own conditions replace those of its section. checks/methods.py refuses keys that are set without them.
+    """
+
+    any_of: str
+
+
 class Section(BaseModel):
     """The base of all sections: frozen, without unknown keys, and without values that nothing can use."""
 
@@ -60,6 +72,21 @@ class Section(BaseModel):
         if problem := next(_unusable(value), None):
             raise PydanticCustomError("unusable", "{problem}", {"problem": problem})
         return value
+
+    def at(self, key: str) -> Any:
+        """The value of a key below this section: `actor.optim.lr` of a Config."""
+        value: Any = self
+        for part in key.split("."):
+            value = getattr(value, part)
+        return value
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """With other values of keys below this section. They are not validated."""
+        update: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
+        for name in {key.partition(".")[0] for key in values} - update.keys():
+            inner = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+            update[name] = getattr(self, name).with_values(inner)
+        return self.model_copy(update=update)
 
 
 def _unusable(value: Any) -> Iterator[str]:
@@ -130,46 +157,57 @@ class ConfigKey:
     is_required: bool
     comment: str
     resume: ResumeClass = "applies"  # what a change means for a run that resumes
+    needs: tuple[str, ...] = ()  # all of these conditions (`Needs`), or the key has no effect
 
     @property
     def section(self) -> str:
         return self.name.rpartition(".")[0]
 
 
-def config_keys(config: type[Section], prefix: str = "", resume: ResumeClass | None = None) -> Iterator[ConfigKey]:
-    """The keys of a section and of the sections in it, in the order of the sources. `resume`: the class of them all."""
+def config_keys(
+    config: type[Section],
+    prefix: str = "",
+    resume: ResumeClass | None = None,
+    needs: tuple[str, ...] = (),
+    defaults: Section | None = None,
+) -> Iterator[ConfigKey]:
+    """The keys of a section and of the sections in it, in the order of the sources.
+
+    `resume`, `needs`: of the whole section. `defaults`: the section as it is where the file does not have it.
+    """
     kinds, comments = _written(config)
     for name, field in config.model_fields.items():
         inner = field.annotation
-        own = resume or next((mark.kind for mark in field.metadata if isinstance(mark, Resume)), None)
-        if isinstance(inner, type) and issubclass(inner, Section):
-            yield from config_keys(inner, f"{prefix}{name}.", own)
-            continue
+        kept = resume or next((mark.kind for mark in field.metadata if isinstance(mark, Resume)), None)
+        needed = tuple(mark.any_of for mark in field.metadata if isinstance(mark, Needs)) or needs
         is_required = field.default is PydanticUndefined
-        default = None if is_required else field.default
-        written = kinds.get(name, ""), default, is_required, comments.get(name, "")
-        yield ConfigKey(prefix + name, *written, resume=own or "applies")
+        default = getattr(defaults, name) if defaults else None if is_required else field.default
+        if isinstance(inner, type) and issubclass(inner, Section):
+            yield from config_keys(inner, f"{prefix}{name}.", kept, needed, default)
+            continue
+        needed = tuple(re.sub(r"(?<![\w.])\.", prefix, text) for text in needed)
+        needed = tuple(text for text in needed if re.split("[:=!>]", text)[0] != prefix + name)  # not itself
+        yield ConfigKey(prefix + name, kinds[name], default, is_required, comments[name], kept or "applies", needed)
 
 
 @functools.cache
 def _written(section: type[Section]) -> tuple[dict[str, str], dict[str, str]]:
     """Field -> its type, and field -> its comment: beside it, within its brackets, or in the lines above it."""
-    lines = inspect.getsource(section).splitlines()
-    tree = ast.parse("\n".join(lines)).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    kinds, comments = {}, {}
-    for node in tree.body:
-        if not isinstance(node, ast.AnnAssign):
-            continue
-        name = ast.unparse(node.target)
-        kinds[name] = re.sub(r"^(?:Fixed|Schedule)\[(.*)\]$", r"\1", ast.unparse(node.annotation))
-        above = list(itertools.takewhile(lambda line: line.strip().startswith("#"), reversed(lines[: node.lineno - 1])))
-        comments[name] = " ".join(
-            filter(None, map(_comment, [*reversed(above), *lines[node.lineno - 1 : node.end_lineno]]))
-        )
+    kinds: dict[str, str] = {}
+    comments: dict[str, str] = {}
+    for owner in reversed(section.__mro__[: section.__mro__.index(Section)]):
+        lines = inspect.getsource(owner).splitlines()
+        tree = ast.parse("\n".join(lines)).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        for node in tree.body:
+            if not isinstance(node, ast.AnnAssign):
+                continue
+            name, kind = ast.unparse(node.target), node.annotation
+            while isinstance(kind, ast.Subscript) and ast.unparse(kind.value) in ("Fixed", "Schedule", "Annotated"):
+                kind = kind.slice.elts[0] if isinstance(kind.slice, ast.Tuple) else kind.slice
+            kinds[name] = ast.unparse(kind)
+            start, own = node.lineno - 1, lines[node.lineno - 1 : node.end_lineno]
+            above = list(itertools.takewhile(lambda line: line.strip().startswith("#"), reversed(lines[:start])))
+            found = (re.search(r"#\s(.*)$", line) for line in (*reversed(above), *own))
+            comments[name] = " ".join(match[1].strip() for match in found if match)
     return kinds, comments
-
-
-def _comment(line: str) -> str:
-    found = re.search(r"#\s(.*)$", line)
-    return found[1].strip() if found else ""

@@ -19,7 +19,7 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.curation.options import PAIRS, PASS_RATES, SUPERVISED, CurateOptions
 from grpo_megatron.curation.tally import ProblemTally, ResponsePlace, ResponseReader, Tally, source_files
 from grpo_megatron.data.pass_rates import wilson
-from grpo_megatron.data.rows import checked_row, open_rows, problem_digest, question_text
+from grpo_megatron.data.rows import LineFile, checked_row, open_rows, problem_digest, question_text
 from grpo_megatron.data.task import Task, get_task
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import new_folder, write_file
@@ -142,8 +142,7 @@ def _filtered_lines(path: Path, task: Task, tally: Tally, counts: Counter[str]) 
             reason = None if tally.options.keep_unmeasured else "not measured"
         counts[reason or "kept"] += 1
         if reason is None:
-            line = rows.line(number)  # of JSON lines, so that the row is written as it was
-            yield (json.dumps(row) if line is None else line.decode()) + "\n"
+            yield (rows.line(number) if isinstance(rows, LineFile) else json.dumps(row)) + "\n"
     if not measured:
         raise ConfigError(
             f"data file {str(path)!r}: none of its questions and answers, as --task {task.name} reads them, is among the"

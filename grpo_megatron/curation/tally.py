@@ -1,6 +1,6 @@
 """Tally: what is known of each problem after one pass over all responses. It holds places of responses, no texts.
 
-rollouts      trainer.rollout_data_dir, or its files: one response per line (training/samples.py)
+rollouts      trainer.rollout_data_dir, or its files: one response per line (training/report.py)
 evaluation    the output folder of tools/evaluate.py, or files of its samples/: one problem per line, with its responses
 """
 
@@ -27,6 +27,12 @@ from grpo_megatron.data.rows import (
 )
 from grpo_megatron.reading import ReadError, cut, shown
 from grpo_megatron.storage.run_files import rollout_files
+
+# -- Responses with their scores, read one by one from rollout files and from the samples of an evaluation -------------
+# rollouts      trainer.rollout_data_dir, or its files: one response per line (training/report.py)
+# evaluation    the output folder of tools/evaluate.py, or files of its samples/: one problem per line, with its responses
+#
+# A response remembers its place, so that its text can be read again later and need not be kept.
 
 MAX_SAMPLES_LINE = 1 << 28  # bytes: a problem of an evaluation has all its responses in one line
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -164,11 +164,13 @@ class PromptReader(RowRenderer):
 
 
 class RowPrompt(Prompt):
-    """A Prompt whose text and tokens are made when they are first read. `fields` are the others of Prompt."""
+    """A Prompt whose text and tokens are made when they are first read. Made by `of`; `replace` sees the fields of Prompt."""
 
     @classmethod
-    def of(cls, render: Callable[[], str], encode: Callable[[Sequence[str]], list[list[int]]], **fields: Any) -> Self:
-        """A prompt of `fields`. Not in `__init__`, with which `dataclasses.replace` makes complete prompts."""
+    def of(
+        cls, render: Callable[[], str], encode: Callable[[Sequence[str]], list[list[int]]], **fields: Any
+    ) -> RowPrompt:
+        """`fields` are those of Prompt, but `text` and `prompt_ids`."""
         prompt = cls.__new__(cls)
         prompt.__dict__.update(_render=render, _encode=encode, **fields)
         return prompt

@@ -147,10 +147,6 @@ class RowFile:
         """Where a row stands, for messages: "line 17"."""
         return f"row {number}"
 
-    def line(self, number: int) -> bytes | None:
-        """The bytes of a row of JSON lines; None for another format."""
-        return None
-
 
 class LineFile(RowFile):
     """One JSON value per line, of at most `max_row` bytes. Blank lines are no rows. Raises ReadError, OSError.
@@ -190,8 +186,9 @@ class LineFile(RowFile):
                 count, left = count + block.count(b"\n"), left - len(block)
         return f"line {count}"
 
-    def line(self, number: int) -> bytes | None:
-        return next(self._lines(number, number + 1))
+    def line(self, number: int) -> str:
+        """A row as it is written."""
+        return next(self._lines(number, number + 1)).decode()
 
     def _lines(self, start: int, stop: int) -> Iterator[bytes]:
         """The lines of rows; of one that is too long, its beginning."""
@@ -257,10 +254,6 @@ class JoinedRows(RowFile):
     def place(self, number: int) -> str:
         file, row = self.locate(number)
         return f"shard {file}, {self.files[file].place(row)}" if self._are_shards else super().place(number)
-
-    def line(self, number: int) -> bytes | None:
-        file, row = self.locate(number)
-        return self.files[file].line(row)
 
     def locate(self, number: int) -> tuple[int, int]:
         """(file, row in the file) of a row."""

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from fnmatch import fnmatch
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,7 +39,7 @@ from grpo_megatron.data.rows import (
     type_name,
 )
 from grpo_megatron.importing import import_function, no_exit
-from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_regular, shown
+from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_text, shown
 from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.answers import box_start, last_boxed
 
@@ -394,30 +394,33 @@ def read_task_file(path: Path) -> Task:
     if rows is None or task is None or problems:
         raise ConfigError(f"task file {str(path)!r} is wrong:\n" + "\n".join(f"  {problem}" for problem in problems))
     names = sorted({*task.graders.values(), *([task.reward] if task.reward else [])} & {*extractors.names()})
-    return dataclasses.replace(
-        task,
-        read_row=partial(_checked_row, rows, [extractors.get(name).read_answer for name in names]),
-        read_question=rows.read_question,
-        sha256=hashlib.sha256(hashed).hexdigest(),
-    )
+    readers, read = [extractors.get(name).read_answer for name in names], rows.read
+
+    def read_row(row: dict[str, Any]) -> tuple[Question, str]:
+        question, answer = read(row)
+        for read_answer in readers:  # they refuse a reference answer that the reward cannot read
+            read_answer(answer)
+        return question, answer
+
+    sha256 = hashlib.sha256(hashed).hexdigest()
+    return dataclasses.replace(task, read_row=read_row, read_question=rows.read_question, sha256=sha256)
 
 
 def _load(path: Path) -> tuple[bytes, dict[str, Any]]:
     try:
-        content = read_regular(path, MAX_YAML)
-        raw: Any = parse_yaml(content.decode("utf-8"))
+        text = read_text(path, MAX_YAML)
+        raw: Any = parse_yaml(text)
     except OSError as error:
         raise ConfigError(f"cannot read task file {shown(str(path))}: {error.strerror}") from error
-    except (UnicodeDecodeError, ReadError) as error:
+    except ReadError as error:
         raise ConfigError(f"task file {shown(str(path))} cannot be used: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"task file {shown(str(path))} must be a mapping, not {type_name(raw)}")
-    return content, {str(key): value for key, value in raw.items()}
+    return text.encode(), {str(key): value for key, value in raw.items()}
 
 
 def _load_base(path: Path, name: Any) -> tuple[bytes, dict[str, Any]]:
-    known = sorted(file.stem for file in TASKS_FOLDER.glob("*.yaml"))
-    if name not in known:
+    if name not in (known := task_names()):
         raise ConfigError(
             f"task file {str(path)!r}: extends {shown(name)} is not a built-in task; set one of {', '.join(known)}"
         )
@@ -432,16 +435,6 @@ def _load_base(path: Path, name: Any) -> tuple[bytes, dict[str, Any]]:
 def _mistakes(error: ValidationError) -> list[str]:
     unknown = {"unexpected_keyword_argument": f"unknown key (known: {', '.join(KEYS)})"}
     return [f"{'.'.join(map(str, one['loc']))}: {unknown.get(one['type'], one['msg'])}" for one in error.errors()]
-
-
-def _checked_row(
-    rows: RowFormat, readers: Sequence[Callable[[str], object]], row: dict[str, Any]
-) -> tuple[Question, str]:
-    """As `RowFormat.read`; also refuses a reference answer that one of the rewards cannot read."""
-    question, answer = rows.read(row)
-    for read_answer in readers:
-        read_answer(answer)
-    return question, answer
 
 
 _read_built_in = cache(read_task_file)

@@ -42,9 +42,8 @@ class Environment(ABC):
     and numpy (seeded with `seed`) belong to it alone.
     """
 
-    gives_rewards: ClassVar[bool] = (
-        False  # True: `Step.reward` is all the reward there is; no reward function is called
-    )
+    # True: `Step.reward` is all the reward there is; no reward function is called
+    gives_rewards: ClassVar[bool] = False
 
     @classmethod  # noqa: B027 - optional
     def preload(cls, **kwargs: Any) -> None:
@@ -108,12 +107,11 @@ def plain_messages(messages: object, max_characters: int) -> list[ChatMessage]:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise TypeError(f"a message's {key!r} is {type(message.get(key)).__name__}, not a text")
-    characters = 0
-    for part in json.JSONEncoder(ensure_ascii=False, allow_nan=False).iterencode([dict(one) for one in messages]):
-        characters += len(part)
-        if characters > max_characters:
-            raise FloodedError(f"the messages have more than {max_characters} characters")
-    copied: list[ChatMessage] = [_valid_text(json.loads(json.dumps(dict(message)))) for message in messages]
+    text = json.dumps([dict(message) for message in messages], ensure_ascii=False, allow_nan=False)
+    if len(text) > max_characters:
+        raise FloodedError(f"the messages have more than {max_characters} characters")
+    # lone surrogates, which no tokenizer can encode, become U+FFFD
+    copied: list[ChatMessage] = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     return copied
 
 
@@ -121,10 +119,9 @@ def plain_step(step: object, max_characters: int) -> dict[str, Any]:
     """The fields of a Step, checked. Raises TypeError, ValueError or FloodedError."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned {type(step).__name__}, not a Step")
-    if not isinstance(step.done, bool):
-        raise TypeError(f"Step.done is {type(step.done).__name__}, not True or False")
-    if not isinstance(step.metrics, Mapping):
-        raise TypeError(f"Step.metrics is {type(step.metrics).__name__}, not a dict")
+    if not isinstance(step.done, bool) or not isinstance(step.metrics, Mapping):
+        found = f"Step.done is {type(step.done).__name__} and Step.metrics {type(step.metrics).__name__}"
+        raise TypeError(f"{found}; they must be bool and dict")
     if len(step.metrics) > MAX_STEP_METRICS:
         raise ValueError(f"Step.metrics has {len(step.metrics)} entries; at most {MAX_STEP_METRICS}")
     return {
@@ -159,17 +156,6 @@ def _number(name: str, value: object) -> float:
     return number
 
 
-def _valid_text(value: Any) -> Any:
-    """Without lone surrogates, which no tokenizer can encode: U+FFFD instead."""
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, list):
-        return [_valid_text(item) for item in value]
-    if isinstance(value, dict):
-        return {_valid_text(key): _valid_text(item) for key, item in value.items()}
-    return value
-
-
 # -- in a process ------------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +170,7 @@ def open_environments(settings: dict[str, Any]) -> Callable[[], Callable[[dict[s
 
     def open_session() -> Callable[[dict[str, Any]], Any]:
         limit_memory(settings["memory_bytes"])
-        return _Session(lambda: found(**settings["kwargs"]), settings["max_characters"]).serve
+        return _Session(found, settings).serve
 
     return open_session
 
@@ -192,11 +178,10 @@ def open_environments(settings: dict[str, Any]) -> Callable[[], Callable[[dict[s
 class _Session:
     """One trajectory's environment and its answers."""
 
-    def __init__(self, make: Callable[[], Environment], max_characters: int) -> None:
-        self._make = make
-        self._max_characters = max_characters
+    def __init__(self, found: type[Environment], settings: dict[str, Any]) -> None:
+        self._found, self._kwargs, self._max_characters = found, settings["kwargs"], settings["max_characters"]
         self._environment: Environment | None = None
-        self._runner: asyncio.Runner | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to one step; or to the last call of a start, which resets and repeats the steps so far."""
@@ -205,7 +190,7 @@ class _Session:
         random.seed(request["seed"])  # two runs of one trajectory draw the same numbers
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(request["seed"] % (1 << 32))
-        self._environment = self._make()
+        self._environment = self._found(**self._kwargs)
         messages = self._call(self._environment.reset(request["start"], request["seed"]))
         step = {"messages": plain_messages(messages, self._max_characters)}
         for completion in request["completions"]:
@@ -220,9 +205,5 @@ class _Session:
         """What a method returned, after it has run if it is a coroutine. All run in one event loop."""
         if not inspect.isawaitable(returned):
             return returned
-        self._runner = self._runner or asyncio.Runner()
-
-        async def run() -> Any:
-            return await returned
-
-        return self._runner.run(run())
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(returned)

@@ -10,14 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
-from grpo_megatron.environments.environment import (
-    ChatMessage,
-    Environment,
-    Outcome,
-    environment_class,
-    read_outcome,
-)
+from grpo_megatron.environments.environment import ChatMessage, Environment, Outcome, environment_class, read_outcome
 from grpo_megatron.processes.pool import Limits, ProcessAnswer, ProcessPool
+from grpo_megatron.processes.process import describe
 
 MAX_OUTPUT = 1 << 20  # bytes that one call may print
 MAX_PROCESSES = 64  # that one environment may run at a time
@@ -42,8 +37,7 @@ class EnvironmentPool:
     ) -> None:
         self._timeout_s, self._max_characters = timeout_s, max_characters
         self._starts: dict[str, dict[str, Any]] = {}  # key -> its first request, with all completions so far
-        self._pending: set[str] = set()
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, Outcome | None] = {}  # key -> what nobody has read yet; None: not there yet
         settings = {
             "name": name,
             "kwargs": dict(kwargs or {}),
@@ -55,12 +49,8 @@ class EnvironmentPool:
         # The order of sets must not depend on the process. One thread: libraries' pools of threads do not survive forks.
         variables = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         program = "grpo_megatron.environments.environment:open_environments"
-        try:
-            self._processes = ProcessPool(
-                "environment", program, settings, limits, self._accept, num_workers, variables
-            )
-        except ValueError as error:
-            raise ValueError(f"rollout.multi_turn.kwargs {error}") from None
+        what = "environment", "rollout.multi_turn.kwargs"
+        self._processes = ProcessPool(*what, program, settings, limits, self._accept, num_workers, variables)
 
     def __enter__(self) -> EnvironmentPool:
         return self
@@ -79,20 +69,23 @@ class EnvironmentPool:
         """
         assert key not in self._starts, f"trajectory {key!r} exists; end it first"
         self._starts[key] = {"start": dict(row), "seed": seed, "completions": list(completions)}
-        self._submit(key, *self._replay(key))
+        self._submit(key, self._starts[key])
 
     def step(self, key: str, completion: str) -> None:
         """Give `completion` to an environment whose last outcome has been read. Returns at once."""
-        assert key not in self._pending, f"trajectory {key!r} has not answered yet"
+        assert key not in self._outcomes, f"trajectory {key!r} has not answered yet, or its answer was not read"
         self._starts[key]["completions"].append(completion)
-        self._submit(key, {"step": completion}, self._timeout_s)
+        self._submit(key, {"step": completion})
 
     def wait(self, keys: Iterable[str]) -> dict[str, Outcome]:
         """The outcomes of these keys, in their order. Blocks until all have answered."""
-        wanted = list(keys)
-        while not self._pending.isdisjoint(wanted):
-            self._processes.serve(block=True)
-        return {key: self._outcomes.pop(key) for key in wanted}
+        found: dict[str, Outcome] = {}
+        for key in keys:
+            while (outcome := self._outcomes[key]) is None:
+                self._processes.serve(block=True)
+            found[key] = outcome
+            del self._outcomes[key]
+        return found
 
     def end(self, keys: Iterable[str]) -> None:
         """Forget these trajectories, whatever their state, and kill their processes. Unknown keys are ignored."""
@@ -100,21 +93,18 @@ class EnvironmentPool:
             self._processes.end(key)
             self._starts.pop(key, None)
             self._outcomes.pop(key, None)
-            self._pending.discard(key)
         self._processes.serve(block=False)
 
-    def _replay(self, key: str) -> tuple[dict[str, Any], float]:
-        """The request that leads a new process to the present state, and its time limit."""
+    def _submit(self, key: str, request: dict[str, Any]) -> None:
+        """`start` leads a new process to the state after `request`, by repeating all steps; it has the time of all."""
         start = self._starts[key]
-        return start, self._timeout_s * (1 + len(start["completions"]))
-
-    def _submit(self, key: str, request: dict[str, Any], timeout_s: float) -> None:
-        self._pending.add(key)
-        self._processes.submit(key, request, timeout_s, replay=self._replay(key))
+        num_calls = 1 + len(start["completions"])
+        self._outcomes[key] = None
+        seconds = self._timeout_s * (num_calls if request is start else 1)
+        self._processes.submit(key, request, seconds, replay=(start, self._timeout_s * num_calls))
         self._processes.serve(block=False)
 
     def _accept(self, key: str, answer: ProcessAnswer) -> None:
-        self._pending.discard(key)
         self._outcomes[key] = read_outcome(answer, self._max_characters)
 
 
@@ -130,9 +120,7 @@ def find_environment(name: str) -> type[Environment]:
     except ValueError as error:
         raise ConfigError(f"{_KEY}: {error}") from error
     except Exception as error:  # whatever the user's module raises while it is imported
-        raise ConfigError(
-            f"{_KEY}={name!r}: importing it raised {type(error).__name__}: {error}; correct the module"
-        ) from error
+        raise ConfigError(f"{_KEY}={name!r}: importing it raised {describe(error)}; correct the module") from error
 
 
 def environment_kwargs(multi_turn: MultiTurnConfig) -> dict[str, Any]:
@@ -151,7 +139,7 @@ def make_environment(multi_turn: MultiTurnConfig) -> Environment:
         return found(**kwargs)
     except Exception as error:  # whatever the user's class raises
         raise ConfigError(
-            f"{_KEY}={multi_turn.environment!r} cannot be made with {kwargs}: {type(error).__name__}: {error}; correct"
+            f"{_KEY}={multi_turn.environment!r} cannot be made with {kwargs}: {describe(error)}; correct"
             " rollout.multi_turn.kwargs, or the class"
         ) from error
 

@@ -28,7 +28,7 @@ from grpo_megatron.processes.process import describe
 # llama3_json   the text is {"name": "f", "parameters": {...}}, or several with ";" between; <|python_tag|> may precede
 # python_tag    <|python_tag|>f.call(x=1) or f(x=1), else the text is the `code` of the tool "python" (Llama 3.1)
 #
-# What precedes the last `</think>` is not read. A call that cannot be read is a CallError, which is shown to the model.
+# What precedes the last `</think>` is not read. For a call that cannot be read there is a text, which is shown to the model.
 
 END_OF_TURN = re.compile(r"(?:<\|[\w ]*\|>|</s>|\s)+\Z")  # at the end of a turn
 PYTHON_TAG = "<|python_tag|>"
@@ -42,58 +42,52 @@ class Call:
     arguments: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class CallError:
-    """One call that cannot be read, and why."""
-
-    message: str
-
-
-Parser = Callable[[str], list[Call | CallError]]
+Calls = list[Call | str]  # a text: why the call in its place cannot be read
+Parser = Callable[[str], Calls]
 call_formats: Registry[Parser] = Registry("format of tool calls")
 
 
-def parse_calls(call_format: str, completion: str) -> list[Call | CallError]:
+def parse_calls(call_format: str, completion: str) -> Calls:
     """The calls of one turn. Raises ValueError for an unknown format only."""
     return call_formats.get(call_format)(END_OF_TURN.sub("", completion.rpartition("</think>")[2]))
 
 
 @call_formats.register("hermes")
-def hermes(text: str) -> list[Call | CallError]:
+def hermes(text: str) -> Calls:
     """Calls as Qwen and Hermes write them."""
-    calls: list[Call | CallError] = []
+    calls: Calls = []
     for part in text.split("<tool_call>")[1:]:
         body, closing, _ = part.partition("</tool_call>")
         if not closing:
-            calls.append(CallError("a <tool_call> has no </tool_call>"))
+            calls.append("a <tool_call> has no </tool_call>")
             continue
         try:
-            calls.append(_call(_loads(body)))
+            calls.append(_call(DECODER.decode(body)))
         except (ValueError, RecursionError) as error:
-            calls.append(CallError(f"the text in <tool_call> is not a call in JSON: {error}"))
+            calls.append(f"the text in <tool_call> is not a call in JSON: {error}")
     return calls
 
 
 @call_formats.register("llama3_json")
-def llama3_json(text: str) -> list[Call | CallError]:
+def llama3_json(text: str) -> Calls:
     """Calls as Llama 3 writes them in JSON."""
     tagged = text.lstrip().startswith(PYTHON_TAG)
     text = text.lstrip().removeprefix(PYTHON_TAG).lstrip()
     if not tagged and not (text.startswith("{") and '"name"' in text):
         return []
-    calls: list[Call | CallError] = []
+    calls: Calls = []
     while text.startswith("{") or not calls:
         try:
             value, end = DECODER.raw_decode(text)
             calls.append(_call(value))
         except (ValueError, RecursionError) as error:
-            return [*calls, CallError(f"the text is not a call in JSON: {error}")]
+            return [*calls, f"the text is not a call in JSON: {error}"]
         text = text[end:].lstrip("; \n\t,")
     return calls
 
 
 @call_formats.register("python_tag")
-def python_tag(text: str) -> list[Call | CallError]:
+def python_tag(text: str) -> Calls:
     """A call or a program behind Llama 3.1's tag."""
     _, tag, code = text.partition(PYTHON_TAG)
     if not tag:
@@ -122,7 +116,7 @@ def _call(value: Any) -> Call:
     if not isinstance(name, str):
         raise ValueError('"name" is missing or is no text')
     if isinstance(arguments, str):  # as OpenAI's API writes them
-        arguments = _loads(arguments)
+        arguments = DECODER.decode(arguments)
     if not isinstance(arguments, dict):
         raise ValueError(f'"arguments" is {type(arguments).__name__}, not an object')
     return Call(name, arguments)
@@ -133,12 +127,6 @@ def _no_constant(name: str) -> Any:
 
 
 DECODER = json.JSONDecoder(parse_constant=_no_constant)
-
-
-def _loads(text: str) -> Any:
-    return DECODER.decode(text)
-
-
 MAX_ANSWERS = 100_000  # characters of all results of a turn; the tokens of an observation are limited elsewhere
 MAX_ERROR = 500  # characters of what is wrong with a call
 
@@ -156,20 +144,12 @@ class ToolEnvironment(Environment):
     ) -> None:
         call_formats.get(format)
         self._tools = {tool.name: tool for tool in _find(tools, options)}
-        self._format = format
-        self._max_parallel_calls = max_parallel_calls
+        self._format, self._max_parallel_calls = format, max_parallel_calls
 
     @classmethod
-    def preload(
-        cls,
-        tools: Sequence[str] = (),
-        format: str = "hermes",
-        max_parallel_calls: int = 4,
-        **options: Mapping[str, Any],
-    ) -> None:
+    def preload(cls, **kwargs: Any) -> None:
         """Load what each tool shares. Raises ValueError where the constructor does."""
-        call_formats.get(format)
-        for tool in _find(tools, options):
+        for tool in cls(**kwargs)._tools.values():
             tool.preload()
 
     def tools(self) -> list[dict[str, Any]]:
@@ -197,10 +177,10 @@ class ToolEnvironment(Environment):
         }
         return Step(messages, done=not calls, metrics=metrics)
 
-    async def _answer(self, call: Call | CallError) -> tuple[str, str, bool, float]:
+    async def _answer(self, call: Call | str) -> tuple[str, str, bool, float]:
         """(name of the tool, text for the model, whether it is an error, seconds)."""
-        if isinstance(call, CallError):
-            return "error", f"Error: {call.message}", True, 0.0
+        if isinstance(call, str):
+            return "error", f"Error: {call}", True, 0.0
         tool = self._tools.get(call.name)
         if tool is None:
             return "error", f"Error: unknown tool {call.name[:80]!r} (known: {', '.join(self._tools)})", True, 0.0

@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-import difflib
 import json
 import os
 import time
@@ -24,7 +23,7 @@ from grpo_megatron.data.task import get_tasks, task_names
 from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.evaluation import report, results
 from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, start_engine
-from grpo_megatron.evaluation.grading import grade_file
+from grpo_megatron.evaluation.grading import GRADER_TIMEOUT_S, grade_file
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn, claim_output, write_identity
 from grpo_megatron.evaluation.options import CompareOptions, EvaluateOptions, GradeOptions, TasksOptions
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected, prepare
@@ -32,12 +31,11 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh, destroy_mesh
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine
-from grpo_megatron.sampling.answers import EnvironmentAnswers
-from grpo_megatron.sampling.generator import Generator, TrajectoryGenerator
+from grpo_megatron.sampling.generator import Generator
+from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, TrajectoryGenerator
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.types import Sample
 
-GRADER_TIMEOUT_S = 10.0
 REPORT_EVERY_S = 10.0
 StartRanks = Callable[[int, str], int]  # (world size, device) -> exit code: starts the ranks of this machine
 
@@ -61,15 +59,12 @@ def evaluate(
 
     Samples that `output` holds are not drawn again. Raises ConfigError; RankError where memory or weights are missing.
     """
-    known = [field.name for field in dataclasses.fields(EvaluateOptions)]
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"evaluate() has no option {name!r}{f'; did you mean {close[0]!r}?' if close else ''} (known: {', '.join(known)})"
-            )
     given: dict[str, Any] = {"model": model, "output": output, "data": data, "tasks": tasks}
-    chosen = EvaluateOptions(**given, samples=samples, limit=limit, **options)
+    try:
+        chosen = EvaluateOptions(**given, samples=samples, limit=limit, **options)
+    except TypeError as error:  # an option that it does not have
+        known = ", ".join(field.name for field in dataclasses.fields(EvaluateOptions))
+        raise ConfigError(f"evaluate(): {str(error).rpartition('() ')[2]} (known: {known})") from error
 
     def refuse(ranks: int, device: str) -> int:
         raise ConfigError(

@@ -13,7 +13,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -48,23 +47,16 @@ def reported_ks(n: int) -> list[int]:
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
 
 
-def resampled_means(values: Sequence[float], seed: int = 0) -> Any:
-    """The mean of each resampling of `values` with replacement, [RESAMPLES]."""
-    generator = np.random.default_rng(seed)
-    array, size = np.asarray(values, dtype=np.float64), len(values)
-    rows = max(1, 1_000_000 // size)  # resamplings that are in memory together
-    parts = []
-    for first in range(0, RESAMPLES, rows):
-        chosen = generator.integers(0, size, (min(rows, RESAMPLES - first), size), dtype=np.int32)
-        parts.append(array[chosen].mean(axis=1))
-    return np.concatenate(parts)
-
-
-def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+def interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % bootstrap interval of the mean. Of equal values, both ends are that value."""
     if len(set(values)) == 1:
         return float(values[0]), float(values[0])
-    low, high = np.percentile(resampled_means(values, seed), [2.5, 97.5])
+    generator, array = np.random.default_rng(0), np.asarray(values, dtype=np.float64)
+    rows, means = max(1, 1_000_000 // len(array)), []  # resamplings that are in memory together
+    for first in range(0, RESAMPLES, rows):
+        chosen = generator.integers(0, len(array), (min(rows, RESAMPLES - first), len(array)), dtype=np.int32)
+        means.append(array[chosen].mean(axis=1))
+    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
     return float(low), float(high)
 
 

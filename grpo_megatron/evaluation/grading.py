@@ -6,7 +6,6 @@ gsm8k, math, gsm8k_strict, gsm8k_cot_strict and gsm8k_flexible (as lm-evaluation
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
@@ -27,6 +26,7 @@ from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardItem
 from grpo_megatron.storage.files import write_file
 
+GRADER_TIMEOUT_S = 10.0
 CHUNK = 512  # completions between two updates of the progress bar
 SPELLING = {  # how a completion writes an answer, per grader
     "math": "\\boxed{%s}",
@@ -67,22 +67,17 @@ def grade(
     task: str,
     answers: Sequence[str],
     completions: Sequence[str],
+    pool: RewardPool,
     *,
-    workers: int = 1,
-    timeout_s: float = 10.0,
-    quiet: bool = True,
-    pool: RewardPool | None = None,
     rows: Sequence[Mapping[str, Any]] = (),
     prompts: Sequence[str] = (),
+    shows_progress: bool = False,
 ) -> list[Grade]:
-    """Grade every completion, in order. `answers` are the reference answers, `pool` has running workers.
+    """Grade every completion, in order. `answers` are the reference answers.
 
-    `rows` and `prompts`, of each completion if given, are for rewards that read them.
-
-    Raises ConfigError for a task that has no grader, RuntimeError when the workers cannot run.
+    `rows` and `prompts`, of each completion if given, are for rewards that read them. Raises ConfigError for a task that has
+    no grader, RuntimeError when the workers cannot run.
     """
-    if len(answers) != len(completions):
-        raise ValueError(f"{len(answers)} answers for {len(completions)} completions")
     name = grader_of(task)
     extract = extractors.get(name).extract if name in extractors.names() else lambda completion: None
     predictions = [extract(completion) for completion in completions]
@@ -92,8 +87,8 @@ def grade(
         if name == "math" and prediction == answer
     }
     todo = [number for number in range(len(answers)) if number not in grades]
-    bar = tqdm(total=len(answers), initial=len(grades), unit="answers", disable=quiet or None)
-    with bar, contextlib.nullcontext(pool) if pool else RewardPool(workers, timeout_s) as graders:
+    disable = None if shows_progress else True  # None: where there is no terminal
+    with tqdm(total=len(answers), initial=len(grades), unit="answers", disable=disable) as bar:
         for chunk in (todo[start : start + CHUNK] for start in range(0, len(todo), CHUNK)):
             items = [
                 RewardItem(
@@ -106,28 +101,21 @@ def grade(
                 )
                 for number in chunk
             ]
-            for number, result in zip(chunk, graders.grade(items), strict=True):
+            for number, result in zip(chunk, pool.grade(items), strict=True):
                 correct = result.metrics.get("acc", result.reward) == 1.0
                 grades[number] = Grade(correct, predictions[number], result.status, result.message)
             bar.update(len(chunk))
     return [grades[number] for number in range(len(answers))]
 
 
-def same_answers(task: str, pairs: Sequence[tuple[str, str]], **options: Any) -> list[bool]:
-    """Whether the task's grader finds the two predictions of each pair equal. `options` are those of `grade`."""
+def same_answers(task: str, pairs: Sequence[tuple[str, str]], pool: RewardPool) -> list[bool]:
+    """Whether the task's grader finds the two predictions of each pair equal."""
     spelling = SPELLING.get(grader_of(task), "%s")
-    grades = grade(task, [one for one, _ in pairs], [spelling % other for _, other in pairs], **options)
+    grades = grade(task, [one for one, _ in pairs], [spelling % other for _, other in pairs], pool)
     return [verdict.correct for verdict in grades]
 
 
-def grade_file(
-    task: str,
-    rows_path: Path | str,
-    output_path: Path | str,
-    workers: int = 1,
-    timeout_s: float = 10.0,
-    quiet: bool = False,
-) -> dict[str, int]:
+def grade_file(task: str, rows_path: Path | str, output_path: Path | str, workers: int = 1) -> dict[str, int]:
     """Grade a .jsonl file of {"answer", "completion", ...}: the same rows with "correct" and "prediction", in order.
 
     The older name "gold" for the reference answer is accepted too, and wins where a row has both. A row whose grader
@@ -157,9 +145,8 @@ def grade_file(
     except ValueError as error:
         raise ConfigError(f"cannot grade task {task!r}: {error}") from None
     prompts = [row["prompt"] if isinstance(row.get("prompt"), str) else "" for row in rows]
-    grades = grade(
-        task, answers, completions, rows=rows, prompts=prompts, workers=workers, timeout_s=timeout_s, quiet=quiet
-    )
+    with RewardPool(workers, GRADER_TIMEOUT_S) as pool:
+        grades = grade(task, answers, completions, pool, rows=rows, prompts=prompts, shows_progress=True)
     graded = (
         {
             **row,

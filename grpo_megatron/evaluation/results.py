@@ -103,7 +103,7 @@ def grade_samples(
         grader,
         [problem.answer for problem, _, _ in drawn],
         [opened_thought(prompt) + entry.text for _, prompt, entry in drawn],
-        pool=pool,
+        pool,
         rows=[problem.row for problem, _, _ in drawn],
         prompts=[prompt for _, prompt, _ in drawn],
     )
@@ -147,7 +147,7 @@ def _grader_scores(
         scores[f"pass@{k}"] = estimate([pass_at_k(n, sum(one.correct for one in row), k) for row in rows])
     if n > 1 and grader != ENVIRONMENT:
         predictions = [[(one.correct, one.prediction) for one in row] for row in rows]
-        votes = vote_classes(predictions, lambda pairs: same_answers(grader, pairs, pool=pool))
+        votes = vote_classes(predictions, lambda pairs: same_answers(grader, pairs, pool))
         scores[f"maj@{n}"] = estimate([majority(row) for row in votes])
     return scores
 

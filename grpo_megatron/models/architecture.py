@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grpo_megatron.reading import shown
@@ -14,6 +14,22 @@ class UnsupportedModel(ValueError):
     """A config.json with a feature that Megatron-Core or this project cannot express. The message names it."""
 
     tells_what_to_do = True  # the command line prints it without a traceback
+
+
+def _size(largest: int, **default: Any) -> Any:
+    """A positive integer of at most `largest`, or its default: some hundred times what the largest model has.
+
+    A number beyond would fill the memory.
+    """
+    return field(metadata={"largest": largest}, **default)
+
+
+def _number(low: float, high: float, **default: Any) -> Any:
+    """A number from `low` to `high`, or its default. One beyond would fill the weights with NaN."""
+    return field(metadata={"range": (low, high)}, **default)
+
+
+_LAYERS, _HEADS, _WIDTH = 10_000, 1 << 16, 1 << 24  # the largest
 
 
 @dataclass(frozen=True)
@@ -50,11 +66,11 @@ class Latent:
     `logit_scale`: the m that YaRN multiplies the logits with, as (0.1 m ln(factor) + 1) ** 2. 0: it does not.
     """
 
-    kv_rank: int
-    rope_dim: int
-    nope_dim: int
-    value_dim: int
-    q_rank: int | None = None
+    kv_rank: int = _size(_HEADS)
+    rope_dim: int = _size(_HEADS)
+    nope_dim: int = _size(_HEADS)
+    value_dim: int = _size(_HEADS)
+    q_rank: int | None = _size(_HEADS, default=None)
     logit_scale: float = 0.0
 
     @property
@@ -97,9 +113,9 @@ class Routing:
 
     is_sigmoid: bool
     scale: float
-    groups: int
-    groups_per_token: int
-    best_of_group: int
+    groups: int = _size(_HEADS)
+    groups_per_token: int = _size(_HEADS)
+    best_of_group: int = _size(_HEADS)
 
 
 @dataclass(frozen=True)
@@ -110,33 +126,36 @@ class Architecture:
     """
 
     family: str
-    hidden_size: int
-    ffn_hidden_size: int  # of the MLP, or of one expert
-    num_layers: int
-    num_attention_heads: int
-    num_query_groups: int
-    head_dim: int
-    vocab_size: int
-    norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
     tied: bool
+    hidden_size: int = _size(1 << 20)
+    ffn_hidden_size: int = _size(_WIDTH)  # of the MLP, or of one expert
+    num_layers: int = _size(_LAYERS)
+    num_attention_heads: int = _size(_HEADS)
+    num_query_groups: int = _size(_HEADS)
+    head_dim: int = _size(_HEADS)
+    vocab_size: int = _size(1 << 27)
+    norm_eps: float = _number(0.0, 1.0)
+    rope_theta: float = _number(1.0, 1e15)
+    max_position_embeddings: int = _size(1 << 30)
     qkv_bias: bool = False
     qk_norm: bool = False  # of every head alone
     post_norms: bool = False  # norms after attention and MLP, none before them; q and k norms over all heads together
-    rope_factor: float | None = None
-    rope_linear_factor: float | None = None
+    rope_factor: float | None = _number(1.0, 1e6, default=None)
+    rope_linear_factor: float | None = _number(1.0, 1e6, default=None)
     rope_yarn: Yarn | None = None
-    sliding_window: int | None = None  # longer sequences are refused: windows are not implemented
-    num_experts: int = 0  # 0: dense
-    experts_per_token: int = 0
+    sliding_window: int | None = _size(
+        1 << 40, default=None
+    )  # longer sequences are refused: windows are not implemented
+    num_experts: int = _size(_HEADS, default=0)  # 0: dense
+    experts_per_token: int = _size(_HEADS, default=0)
     renormalise_experts: bool = True  # the selected experts' probabilities are scaled to sum to 1
     routing: Routing | None = None  # None: softmax scores, no groups, no scale
-    num_dense_layers: int = 0
-    dense_ffn_hidden_size: int = 0  # of the MLPs of these layers
-    shared_ffn_hidden_size: int = 0  # of the experts that every token passes through, together; 0: none
+    num_dense_layers: int = _size(_LAYERS, default=0)
+    dense_ffn_hidden_size: int = _size(_WIDTH, default=0)  # of the MLPs of these layers
+    shared_ffn_hidden_size: int = _size(_WIDTH, default=0)  # of the experts of every token, together; 0: none
     latent: Latent | None = None  # None: grouped-query attention
-    num_extra_layers: int = 0  # after the last: they predict further tokens, and are neither trained nor written
+    # Layers after the last one, which predict further tokens. They are neither trained nor written.
+    num_extra_layers: int = _size(100, default=0)
 
     @property
     def attention_size(self) -> int:
@@ -176,50 +195,26 @@ class Architecture:
 
 # -- config.json ---------------------------------------------------------------------------------------------------------
 
-# Some hundred times the largest model that exists. A number beyond them would fill the memory, or the weights with NaN.
-# The largest value of a positive integer, and the value that stands for "none".
-_LAYERS, _HEADS, _WIDTH, _NEVER = 10_000, 1 << 16, 1 << 24, "never"
-SIZES: dict[str, tuple[int, object]] = {
-    "hidden_size": (1 << 20, _NEVER),
-    "ffn_hidden_size": (_WIDTH, _NEVER),
-    "num_layers": (_LAYERS, _NEVER),
-    **dict.fromkeys(("num_attention_heads", "num_query_groups", "head_dim"), (_HEADS, _NEVER)),
-    "vocab_size": (1 << 27, _NEVER),
-    "max_position_embeddings": (1 << 30, _NEVER),
-    "sliding_window": (1 << 40, None),
-    **dict.fromkeys(("num_experts", "experts_per_token"), (_HEADS, 0)),
-    "num_dense_layers": (_LAYERS, 0),
-    **dict.fromkeys(("dense_ffn_hidden_size", "shared_ffn_hidden_size"), (_WIDTH, 0)),
-    "num_extra_layers": (100, 0),
-    "latent.q_rank": (_HEADS, None),
-    **{f"latent.{name}": (_HEADS, _NEVER) for name in ("kv_rank", "rope_dim", "nope_dim", "value_dim")},
-    **{f"routing.{name}": (_HEADS, _NEVER) for name in ("groups", "groups_per_token", "best_of_group")},
-}
 MAX_BLOCKS = 1 << 20  # experts of all layers together
-RANGES = {  # smallest and largest
-    "norm_eps": (0.0, 1.0),
-    "rope_theta": (1.0, 1e15),
-    **dict.fromkeys(("rope_factor", "rope_linear_factor"), (1.0, 1e6)),
-}
 
 
 def check_bounds(arch: Architecture) -> None:
     """Raises UnsupportedModel that names the first number which no model can have."""
-    for name, (largest, absent) in SIZES.items():
-        part, _, field = name.rpartition(".")
-        owner = getattr(arch, part) if part else arch
-        if owner is None or (value := getattr(owner, field)) == absent:
-            continue
-        if type(value) is not int or value < 1:
-            raise UnsupportedModel(f"config.json gives {name}={shown(value)}, not a positive integer")
-        if value > largest:
-            raise UnsupportedModel(f"config.json gives {name}={value}; at most {largest:,} is accepted")
-    for name, (low, high) in RANGES.items():
-        value = getattr(arch, name)
-        if value is None and name.endswith("factor"):
-            continue
-        if type(value) not in (int, float) or not low <= value <= high:  # false for NaN
-            raise UnsupportedModel(f"config.json gives {name}={shown(value)}, not a number from {low:g} to {high:g}")
+    for part, owner in (("", arch), ("latent.", arch.latent), ("routing.", arch.routing)):
+        for declared in fields(owner) if owner is not None else ():
+            name, value, facts = part + declared.name, getattr(owner, declared.name), declared.metadata
+            if not facts or value == declared.default:
+                continue
+            if "range" in facts:
+                low, high = facts["range"]
+                if type(value) not in (int, float) or not low <= value <= high:  # false for NaN
+                    raise UnsupportedModel(
+                        f"config.json gives {name}={shown(value)}, not a number from {low:g} to {high:g}"
+                    )
+            elif type(value) is not int or value < 1:
+                raise UnsupportedModel(f"config.json gives {name}={shown(value)}, not a positive integer")
+            elif value > facts["largest"]:
+                raise UnsupportedModel(f"config.json gives {name}={value}; at most {facts['largest']:,} is accepted")
     if arch.num_layers * arch.num_experts > MAX_BLOCKS:
         raise UnsupportedModel(
             f"config.json gives {arch.num_layers} layers of {arch.num_experts} experts; at most {MAX_BLOCKS:,} experts"

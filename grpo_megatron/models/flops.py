@@ -78,10 +78,6 @@ def linear_flops_per_pass(arch: Architecture, sequence_lengths: Sequence[int], f
 # bf16 peak without sparsity, in TFLOP/s, of SXM parts. For a PCIe or NVL card set trainer.peak_tflops (H100 PCIe 756,
 # H100 NVL 835).
 _PEAK_BF16 = {
-    **dict.fromkeys(("H100", "H800", "H200"), 989.0),
-    **dict.fromkeys(("A100", "A800"), 312.0),
-}
-_PEAK_BF16 |= {
     "H20": 148.0,
     "L20": 119.5,
     "L40S": 362.0,
@@ -90,6 +86,7 @@ _PEAK_BF16 |= {
     "GB200": 2500.0,
     "MI300X": 1307.0,
 }
+_PEAK_BF16 |= {**dict.fromkeys(("H100", "H800", "H200"), 989.0), **dict.fromkeys(("A100", "A800"), 312.0)}
 _WITHOUT_FP8 = ("A100", "A800")
 
 

@@ -13,7 +13,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,12 @@ def html_page(kind: str, title: str, data: Any, **parts: Any) -> str:
     The page ends with a script element, without closing tags, so that further ones can be appended to the file.
     """
     texts = {"title": visible(title), "kind": kind, "data": embedded_json(data)}
-    return _environment().get_template(f"{kind}.html").render(**texts, **parts) + "\n"
+    return _environment(is_html=True).get_template(f"{kind}.html").render(**texts, **parts) + "\n"
+
+
+def text_page(kind: str, **parts: Any) -> str:
+    """Fill the template page/KIND.txt, for the terminal. Nothing is escaped; texts are made visible."""
+    return _environment(is_html=False).get_template(f"{kind}.txt").render(**parts)
 
 
 def embedded_json(value: Any) -> str:
@@ -62,13 +67,13 @@ def _all_visible(value: Any) -> Any:
 
 
 @functools.cache
-def _environment() -> Environment:
+def _environment(*, is_html: bool) -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     def printed(value: Any) -> Any:
         return visible(value) if type(value) is str else value  # markup of our own stays
 
-    options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True}
+    options: dict[str, Any] = {"autoescape": is_html, "undefined": StrictUndefined, "trim_blocks": is_html}
     environment = Environment(loader=FileSystemLoader(PAGE_PARTS), finalize=printed, **options)
     environment.globals["source"] = lambda name: (PAGE_PARTS / name).read_text(encoding="utf-8")
     return environment
@@ -95,8 +100,8 @@ class PagePanel:
     references: Sequence[tuple[float, str]] = ()
     curves: Sequence[tuple[str, str]] = ()
     always: bool = False
-    guard: str = field(default="", repr=False)
-    rules: Sequence[tuple[str, str]] = field(default=(), repr=False)
+    guard: str = ""
+    rules: Sequence[tuple[str, str]] = ()
 
     def found(self, names: Iterable[str]) -> list[tuple[str, str]]:
         """The curves of those metrics that the rules name, in the order of the rules."""

@@ -11,15 +11,29 @@ from dataclasses import dataclass
 
 from grpo_megatron.algo.losses import needs_old_logprobs, policy_losses, reads_reference, reasons_for_old_pass
 from grpo_megatron.config import Config
-from grpo_megatron.memory.engine import kv_token_bytes
 from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
+from grpo_megatron.memory.phases import kv_token_bytes
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.flops import active_parameters, flops_per_pass
-from grpo_megatron.planning import speeds
-from grpo_megatron.planning.gpus import Gpu
+from grpo_megatron.planning.gpus import (
+    ENGINE_STEP_S,
+    EXPERTS,
+    FP8_SPEEDUP,
+    HALF_TOKENS,
+    HOST,
+    LINK,
+    MATMUL,
+    MEMORY,
+    NETWORK,
+    NETWORK_REDUCE_S,
+    REDUCE_S,
+    SAMPLE_S,
+    SWITCH_S,
+    Gpu,
+)
 from grpo_megatron.planning.layout import Layout
 
-# -- The machine -------------------------------------------------------------------------------------------------------
+# -- The machine --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -33,16 +47,16 @@ class PlannedMachine:
     def link(self, neighbours: int) -> float:
         """Bytes per second and GPU within a group of `neighbours` consecutive ranks."""
         if neighbours <= self.per_node:
-            return self.gpu.nvlink_bytes_per_s * speeds.LINK
-        return self.gpu.network_bytes_per_s * speeds.NETWORK
+            return self.gpu.nvlink_bytes_per_s * LINK
+        return self.gpu.network_bytes_per_s * NETWORK
 
     def read_seconds(self, size: float) -> float:
         """Of reading `size` bytes from the GPU's memory."""
-        return size / (self.gpu.memory_bytes_per_s * speeds.MEMORY)
+        return size / (self.gpu.memory_bytes_per_s * MEMORY)
 
     def host_seconds(self, size: float) -> float:
         """Of copying `size` bytes to the host or back."""
-        return size / (self.gpu.host_bytes_per_s * speeds.HOST)
+        return size / (self.gpu.host_bytes_per_s * HOST)
 
 
 # -- The workload of a step --------------------------------------------------------------------------------------------
@@ -143,13 +157,13 @@ def _step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, seque
     cache = sequences * in_flight * kv_token_bytes(arch, tp, work.itemsize)
     memory = machine.read_seconds(_visited_weights(arch, sequences) * work.itemsize / tp + cache)
     active = active_parameters(arch)
-    compute = 2 * active * sequences / (tp * machine.gpu.tflops * 1e12 * speeds.MATMUL)
+    compute = 2 * active * sequences / (tp * machine.gpu.tflops * 1e12 * MATMUL)
     reduce = 0.0
     if tp > 1:
-        latency = speeds.REDUCE_S if tp <= machine.per_node else speeds.NETWORK_REDUCE_S
+        latency = REDUCE_S if tp <= machine.per_node else NETWORK_REDUCE_S
         size = 2 * sequences * arch.hidden_size * work.itemsize * (tp - 1) / tp
         reduce = 2 * arch.num_layers * (latency + size / machine.link(tp))
-    return max(memory, compute) + reduce + speeds.ENGINE_STEP_S + speeds.SAMPLE_S * sequences
+    return max(memory, compute) + reduce + ENGINE_STEP_S + SAMPLE_S * sequences
 
 
 def _visited_weights(arch: Architecture, tokens: float) -> float:
@@ -166,7 +180,7 @@ def _prompt_seconds(work: Workload, layout: Layout, machine: PlannedMachine, sam
     """Computing each prompt once per engine: its samples are neighbours, and share the prefix."""
     prompts = math.ceil(samples / work.samples_per_prompt)
     flops = 2 * active_parameters(work.arch) * prompts * work.prompt_tokens
-    return flops / (layout.rollout_tp * machine.gpu.tflops * 1e12 * speeds.MATMUL)
+    return flops / (layout.rollout_tp * machine.gpu.tflops * 1e12 * MATMUL)
 
 
 # -- Training ----------------------------------------------------------------------------------------------------------
@@ -198,8 +212,8 @@ def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, bac
     count = max(1, math.ceil(per_update / micro_batch))
     flops = work.samples * _flops_per_sample(work.arch, round(work.sample_tokens)) / (1 if backward else 3)
     recompute = 4 / 3 if backward and layout.recompute else 1.0
-    fraction = speeds.EXPERTS if work.arch.num_experts else speeds.MATMUL
-    fraction *= micro_batch / (micro_batch + speeds.HALF_TOKENS) * (speeds.FP8_SPEEDUP if work.is_fp8 else 1.0)
+    fraction = EXPERTS if work.arch.num_experts else MATMUL
+    fraction *= micro_batch / (micro_batch + HALF_TOKENS) * (FP8_SPEEDUP if work.is_fp8 else 1.0)
     compute = flops * recompute / (machine.world_size * machine.gpu.tflops * 1e12 * fraction)
     exchange = _exchange_seconds(work, layout, machine) * (3 * recompute if backward else 1)
     return (compute + exchange) * layout.largest_stage(work.arch.num_layers) * (count + layout.pp - 1) / count
@@ -294,6 +308,6 @@ def sync_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> flo
     ranks_of_stage = machine.world_size // layout.pp
     stages_in_node = max(1, per_node // ranks_of_stage)
     missing = 1 - min(1.0, stages_in_node / layout.pp)
-    network = size * missing / per_node / (machine.gpu.network_bytes_per_s * speeds.NETWORK)
-    within = size / layout.rollout_tp / (machine.gpu.nvlink_bytes_per_s * speeds.LINK)
-    return max(network, within) + speeds.SWITCH_S
+    network = size * missing / per_node / (machine.gpu.network_bytes_per_s * NETWORK)
+    within = size / layout.rollout_tp / (machine.gpu.nvlink_bytes_per_s * LINK)
+    return max(network, within) + SWITCH_S

@@ -10,8 +10,8 @@ from typing import Any
 
 from grpo_megatron.checks.layout import divisors, world_problems
 from grpo_megatron.config import Config, MegatronConfig
-from grpo_megatron.memory.activations import recomputes_all
-from grpo_megatron.memory.parameters import FIRST, LAST
+from grpo_megatron.config.problems import written
+from grpo_megatron.memory.parameters import FIRST, LAST, recomputes_all
 from grpo_megatron.models.architecture import Architecture, engine_split_problems, split_problems
 from grpo_megatron.models.layers.precision import precision_problems
 
@@ -54,44 +54,21 @@ class Layout:
     @classmethod
     def of(cls, config: Config) -> Layout:
         megatron = config.actor.megatron
-        return cls(
-            tp=megatron.tensor_model_parallel_size,
-            pp=megatron.pipeline_model_parallel_size,
-            first_layers=megatron.override_transformer_config.get(FIRST) or 0,
-            ep=megatron.expert_model_parallel_size,
-            rollout_tp=config.rollout.tensor_model_parallel_size,
-            tokens=config.actor.ppo_max_token_len_per_gpu,
-            recompute=recomputes_all(megatron),
-            offload_optimizer=megatron.offload_optimizer,
-            offload_reference=megatron.offload_reference,
-            distributed_optimizer=megatron.use_distributed_optimizer,
-            utilization=config.rollout.gpu_memory_utilization,
-        )
+        values = {name: config.at(key) for name, key in LAYOUT_KEYS.items() if key != OVERRIDES}
+        first = megatron.override_transformer_config.get(FIRST) or 0
+        return cls(first_layers=first, recompute=recomputes_all(megatron), **values)
 
     def applied(self, config: Config) -> Config:
         """`config` in this layout. Its values are not validated again: `shapes` makes valid ones."""
-        megatron = config.actor.megatron.model_copy(update=self._megatron(config.actor.megatron))
-        actor = config.actor.model_copy(update={"megatron": megatron, "ppo_max_token_len_per_gpu": self.tokens})
-        rollout = config.rollout.model_copy(
-            update={
-                "tensor_model_parallel_size": self.rollout_tp,
-                "expert_parallel_size": self.rollout_tp if config.rollout.has_whole_experts else 1,
-                "gpu_memory_utilization": self.utilization,
+        megatron = config.actor.megatron
+        return config.with_values(
+            {
+                **{key: getattr(self, name) for name, key in LAYOUT_KEYS.items()},
+                OVERRIDES: self._overrides(megatron),
+                "actor.megatron.sequence_parallel": megatron.sequence_parallel if self.tp > 1 else None,
+                "rollout.expert_parallel_size": self.rollout_tp if config.rollout.has_whole_experts else 1,
             }
         )
-        return config.model_copy(update={"actor": actor, "rollout": rollout})
-
-    def _megatron(self, megatron: MegatronConfig) -> dict[str, Any]:
-        return {
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
-            "expert_model_parallel_size": self.ep,
-            "sequence_parallel": megatron.sequence_parallel if self.tp > 1 else None,
-            "use_distributed_optimizer": self.distributed_optimizer,
-            "offload_optimizer": self.offload_optimizer,
-            "offload_reference": self.offload_reference,
-            "override_transformer_config": self._overrides(megatron),
-        }
 
     def _overrides(self, megatron: MegatronConfig) -> dict[str, Any]:
         """The table with or without recomputation, and with this pipeline's first stage."""
@@ -128,24 +105,15 @@ class Layout:
 
     def overrides(self, config: Config) -> Iterator[str]:
         """The arguments of the command line that change `config` to this layout."""
-        before, after = Layout.of(config), self.applied(config)
-        for name in self.changed(before):
-            if LAYOUT_KEYS[name] != OVERRIDES:
-                yield f"{LAYOUT_KEYS[name]}={_written(getattr(self, name))}"
-        if (ep := after.rollout.expert_parallel_size) != config.rollout.expert_parallel_size:
-            yield f"rollout.expert_parallel_size={ep}"
-        table = after.actor.megatron.override_transformer_config
-        if table != config.actor.megatron.override_transformer_config:
-            yield f"{OVERRIDES}={{{', '.join(f'{key}: {_written(value)}' for key, value in table.items())}}}"
-        if after.actor.megatron.sequence_parallel != config.actor.megatron.sequence_parallel:
-            yield "actor.megatron.sequence_parallel=null"
-
-
-def _written(value: Any) -> str:
-    """As YAML."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        after = self.applied(config)
+        for key in dict.fromkeys(
+            [*LAYOUT_KEYS.values(), "rollout.expert_parallel_size", "actor.megatron.sequence_parallel"]
+        ):
+            value = after.at(key)
+            if value != config.at(key) and isinstance(value, dict):
+                yield f"{key}={{{', '.join(f'{name}: {written(one)}' for name, one in value.items())}}}"
+            elif value != config.at(key):
+                yield f"{key}={written(value)}"
 
 
 def _levels(name: str, new: Any, old: Any) -> float:
@@ -192,11 +160,7 @@ def _pipelines(num_layers: int, sizes: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _is_valid(config: Config, arch: Architecture, world_size: int) -> bool:
-    problems = itertools.chain(
-        world_problems(config, world_size, arch),
-        precision_problems(config, arch),
-    )
-    return next(problems, None) is None
+    return not any(world_problems(config, world_size, arch)) and not any(precision_problems(config, arch))
 
 
 def micro_batches(config: Config) -> list[int]:

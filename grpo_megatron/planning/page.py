@@ -1,28 +1,287 @@
-"""The page of a plan: run_page.py's description of the run, node borders, estimated step, warnings, verdict."""
+"""The printed plan: what a config means in numbers before anything is started, warnings, and whether it fits a GPU.
+
+The texts are in the template pages/page/plan.txt; tables, warnings and the verdict are made here. `train --dry-run` and `plan`
+print it, and `plan --search` prints the layouts that fit.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
+from grpo_megatron.algo import losses
 from grpo_megatron.checks.layout import ROLLOUT_TP, TP, data_parallel_size
-from grpo_megatron.checks.machine import is_for_this_machine
-from grpo_megatron.config import Config
-from grpo_megatron.device import device_bytes
-from grpo_megatron.memory.parameters import RunModels
-from grpo_megatron.memory.phases import GIB, shortage
+from grpo_megatron.checks.machine import NO_DEVICE
+from grpo_megatron.checks.methods import steps_of_epochs
+from grpo_megatron.checks.names import sources_of
+from grpo_megatron.checks.reward_call import reward_lines, trial_lines
+from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.data.sampler import Mixture
+from grpo_megatron.device import Device, count_cuda_devices, device_bytes
+from grpo_megatron.memory.parameters import (
+    DTYPE_BYTES,
+    SAVED_OPTIMIZER_BYTES,
+    RunModels,
+    Stages,
+    memory_of_stages,
+)
+from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, engine_cache, memory_phases, shortage
+from grpo_megatron.pages.kit import text_page
 from grpo_megatron.planning.cost import PlannedMachine, Workload, step_seconds
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
-from grpo_megatron.planning.run_page import describe_run
 from grpo_megatron.planning.search import Fit, PlannedLayout, fit, nearest_layouts
-from grpo_megatron.planning.traffic import border_traffic
+from grpo_megatron.planning.traffic import border_traffic, weight_sync_lines
+from grpo_megatron.storage.files import write_file
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
+
+PAGE_WIDTH = 120  # characters per line of a plan, where the width of the terminal is not known
+NAME_WIDTH = 18  # of a row: all texts begin in the same column, and long ones go on below it
+
+
+@dataclass(frozen=True)
+class PlanPage:
+    """`sections`: title -> lines. `problem`: why the run cannot fit, if this is certain. The text ends with the verdict."""
+
+    sections: dict[str, list[str]]
+    verdict: list[str]
+    problem: str | None
+
+    def __str__(self) -> str:
+        sections = {**self.sections, "Verdict": self.verdict}.items()
+        return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections)
+
+
+def plan_page(
+    config: Config,
+    checked: Checked,
+    world_size: int,
+    gpu: Gpu | None,
+    *,
+    elsewhere: bool = False,
+    width: int = PAGE_WIDTH,
+) -> PlanPage:
+    """The page of a valid config, in lines of at most `width` characters where that is possible.
+
+    `gpu`: the one to fit; None: that of this machine, if it has one. `elsewhere`: the plan is for other machines.
+    """
+    gpu = gpu if gpu is not None or elsewhere else _own_gpu(config)
+    models, per_node = checked.models, min(config.trainer.n_gpus_per_node, world_size)
+    work = Workload.of(config, models)
+    machine = PlannedMachine(gpu or GPUS[REFERENCE], world_size, per_node)
+    is_on_gpus = config.trainer.device != "cpu"
+    found = fit(config, models, world_size, machine.gpu.usable_bytes) if gpu is not None and is_on_gpus else None
+    cache = found.cache if found is not None else None
+    stages = models.stages(config)
+    stage = max(stage.total for stage in stages[0])
+    itemsize, rows = DTYPE_BYTES[config.model.dtype], checked.num_trained
+    warnings = list(plan_warnings(config, models, work, machine, found, checked))
+    if not elsewhere and is_for_this_machine(config):
+        warnings += core_warning(config, world_size)
+    phases = []
+    if is_on_gpus:
+        all_phases = memory_phases(config, models.arch, world_size, *stages)
+        phases = list(_phase_lines(config, models, all_phases, gpu.usable_gib if gpu is not None else None, width - 2))
+    text = text_page(
+        "plan",
+        config=config,
+        checked=checked,
+        world_size=world_size,
+        dp=data_parallel_size(config, world_size),
+        n=work.samples_per_prompt,
+        losses=losses,
+        device=_row(*_device(config)),
+        rewards=_rows(reward_lines(config, checked.reward_calls)),
+        trials=_rows(trial_lines(checked.reward_calls)),
+        memory="\n".join(_memory_lines(config, world_size, *stages)),
+        saved_copy=stage * (itemsize + SAVED_OPTIMIZER_BYTES) / GIB,
+        engine_shard=models.arch.num_parameters() * itemsize / config.rollout.tensor_model_parallel_size / GIB,
+        sent=stage * itemsize / GIB,
+        weight_sync=_rows(weight_sync_lines(config, models.arch, world_size)) if config.draws else "",
+        steps=steps_of_epochs(config, rows),
+        tasks={source.name: source.data.task for source in sources_of(config)},
+        sources=checked.train_prompts.sources if isinstance(checked.train_prompts, Mixture) else (),
+        prompt="\n".join(_prompt_lines(checked)),
+        phases="\n".join(phases),
+        borders="\n".join(_border_lines(config, models, work, world_size)),
+        fit=found,
+        cache=cache,
+        machine=machine,
+        work=work,
+        seconds=None if found is None else step_seconds(work, found.layout, machine, cache.tokens if cache else 0),
+        warnings="\n".join(line for warning in warnings for line in wrapped_item(warning, width - 2)),
+        counted=counted,
+        divided=lambda number, parts: f"{number // parts:,}" if number % parts == 0 else f"{number / parts:,.1f}",
+        commas=lambda number, places=None: f"{number:,}" if places is None else f"{number:,.{places}f}",
+        repr=repr,
+        GIB=GIB,
+    )
+    if found is None:
+        return PlanPage(_laid_out(text, width - 2), list(verdict_without_gpu(config, models, world_size)), None)
+    verdict = list(verdict_lines(config, models, work, machine, found, width - 2))
+    return PlanPage(_laid_out(text, width - 2), verdict, misfit(found))
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """1 node, 2 nodes."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def _row(name: str, text: str) -> str:
+    """As the template has it."""
+    return f"{name} :: {' '.join(text.split())}"
+
+
+def _rows(pairs: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(itertools.starmap(_row, pairs))
+
+
+def _laid_out(text: str, width: int) -> dict[str, list[str]]:
+    """Title -> lines of the sections that have lines. Rows have their texts in one column, at most `width` wide."""
+    sections: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in filter(str.strip, text.splitlines()):
+        name, is_row, rest = line.partition(" :: ")
+        if line.startswith("# "):
+            lines = sections[line[2:]] = []
+        elif is_row and len(name) < NAME_WIDTH:
+            row, indent = f"{name:<{NAME_WIDTH}}{rest}", " " * NAME_WIDTH
+            lines += textwrap.wrap(row, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+        else:
+            lines.append(line.rstrip())
+    return {title: lines for title, lines in sections.items() if lines}
+
+
+def wrapped_item(text: str, width: int) -> list[str]:
+    """Lines of an item of a list."""
+    return textwrap.wrap(
+        text, width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+
+
+# -- This machine ------------------------------------------------------------------------------------------------------
+
+
+def is_for_this_machine(config: Config) -> bool:
+    """Whether the ranks can run here; `trainer.device=auto` is the CPU on a machine without CUDA devices."""
+    return config.trainer.device in ("cpu", "auto") or count_cuda_devices() > 0
+
+
+def _own_gpu(config: Config) -> Gpu | None:
+    """With the peaks of REFERENCE. Not run on a GPU yet."""
+    size = device_bytes(config.trainer.device)
+    return None if size is None else replace(GPUS[REFERENCE], name="this machine's GPU", usable_gib=size / GIB)
+
+
+def _device(config: Config) -> tuple[str, str]:
+    """A row: whether it is a plan for this machine, or the kernels that a rank would use here."""
+    device = config.trainer.device
+    if device != "cpu" and count_cuda_devices() == 0:
+        meaning = "here a run would be on the CPU" if device == "auto" else "a plan for another machine"
+        return "device", f"{device}, and {NO_DEVICE}: {meaning}"
+    try:
+        from grpo_megatron.models.layers.spec import choose_kernels
+    except ImportError:
+        return "kernels", "unknown: Megatron-Core is not installed here"
+    try:
+        return "kernels", choose_kernels(config.actor.megatron, Device(device), config.model.dtype).describe()
+    except ConfigError as error:
+        return "kernels", f"not available on this machine: {error}"
+
+
+# -- Tables, and one prompt with special tokens as the tokenizer writes them -------------------------------------------
+
+MAX_CHARACTERS = 3000  # of a long prompt, both ends
+LABEL_WIDTH, CELL_WIDTH = 22, 8  # of the table of phases
+
+
+def _prompt_lines(checked: Checked) -> Iterator[str]:
+    """The prompt on which the reward was called, else the first one of the run. Nothing without prompts or a tokenizer."""
+    called = [trial.prompt for trial in checked.reward_calls[:1]]
+    offline = [group[0] for group in checked.offline_groups[:1]]
+    prompt = next((found[0] for found in (called, checked.train_prompts, checked.val_prompts, offline) if found), None)
+    if prompt is None or checked.tokenizer is None:
+        return
+    yield f"{prompt.uid}, {counted(len(prompt.prompt_ids), 'token')}:"
+    text = str(checked.tokenizer.decode(list(prompt.prompt_ids), skip_special_tokens=False))
+    if len(text) > MAX_CHARACTERS:
+        half = MAX_CHARACTERS // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters are not shown ...]\n{text[-half:]}"
+    yield from (f"  | {line}" for line in text.split("\n"))
+
+
+def _memory_lines(
+    config: Config, world_size: int, policy: Stages, reward_models: list[Stages], critic: Stages | None
+) -> Iterator[str]:
+    """One line per pipeline stage: what `memory/` counts, and the sum."""
+    others = [name for name, models in (("reward model", reward_models), ("critic", critic)) if models]
+    titles = ["weights", "gradients", "optimizer", "reference", *others]
+    widths = [max(9, len(title)) for title in (*titles, "together")]
+    header = " ".join(f"{title:>{width}}" for title, width in zip((*titles, "together"), widths, strict=True))
+    yield f"{'stage':>5} {'layers':>6} {'parameters':>15} {header}"
+    for number, memory in enumerate(memory_of_stages(config, world_size, policy, reward_models, critic)):
+        sizes = [*(getattr(memory, title.replace(" ", "_")) for title in titles), memory.total]
+        cells = " ".join(f"{size / GIB:>{width}.3f}" for size, width in zip(sizes, widths, strict=True))
+        yield f"{number:>5} {policy[number].layers:>6} {policy[number].total:>15,} {cells}"
+
+
+def _phase_lines(
+    config: Config, models: RunModels, phases: list[Phase], device_gib: float | None, width: int
+) -> Iterator[str]:
+    """A column per phase, a row per part; then the smallest device that fits, or whether `device_gib` does."""
+    count = (width - LABEL_WIDTH) // CELL_WIDTH
+    for start in range(0, len(phases), count):
+        for label, *cells in _phase_table(config, models, phases[start : start + count], device_gib):
+            yield f"{label:<{LABEL_WIDTH}}" + "".join(f"{cell:>{CELL_WIDTH}}" for cell in cells)
+    if device_gib is None:
+        yield "--gpu NAME (or GIB) marks the phases that do not fit."
+
+
+def _phase_table(
+    config: Config, models: RunModels, phases: list[Phase], device_gib: float | None
+) -> Iterator[Sequence[str]]:
+    yield "", *(phase.name for phase in phases)
+    if config.actor.megatron.pipeline_model_parallel_size > 1:
+        yield "fullest stage", *(str(phase.stage) for phase in phases)
+    for name in PARTS:
+        sizes = [phase.parts.get(name) for phase in phases]
+        if any(sizes):
+            label = f"~ {name}" if name in ESTIMATED else name
+            yield label, *("-" if size is None else f"{size / GIB:.2f}" for size in sizes)
+    if device_gib is None:
+        if config.draws:
+            yield "engine's share", *(f"{p.utilization:g} x" if p.utilization else "-" for p in phases)
+        yield "a device of", *(f"{phase.smallest_device / GIB:.2f}" for phase in phases)
+        return
+    device = device_gib * GIB
+    shares = [phase.utilization * device_gib for phase in phases]
+    if config.draws:
+        yield "engine's share", *(f"{share:.2f}" if share else "-" for share in shares)
+        cache = engine_cache(config, models.arch, DTYPE_BYTES[config.model.dtype], device)
+        has_share = [
+            phase.utilization > 0 and phase.name != "start" for phase in phases
+        ]  # at the start it must be free
+        for label, size in (("weights", cache.weights), ("~ workspace", cache.workspace), ("~ KV cache", cache.cache)):
+            yield f"  of it {label}", *(f"{max(0.0, size) / GIB:.2f}" if has else "-" for has in has_share)
+    yield "together", *(f"{p.total / GIB + share:.2f}" for p, share in zip(phases, shares, strict=True))
+    yield f"of {device_gib:.5g}", *("fits" if phase.fits(device) else "NO" for phase in phases)
+
+
+def _border_lines(config: Config, models: RunModels, work: Workload, world_size: int) -> Iterator[str]:
+    traffic = border_traffic(config, models, work, world_size)
+    for item in traffic:
+        yield f"{item.name if item.is_exact else f'~ {item.name}':<18}{item.size / 1e9:>12,.1f} GB"
+    if traffic:
+        yield f"{'together':<18}{sum(item.size for item in traffic) / 1e9:>12,.1f} GB"
 
 
 # -- Warnings: what works, but costs more than the user may think ------------------------------------------------------
@@ -145,8 +404,6 @@ def _few_rows(config: Config, checked: Checked) -> Iterator[str]:
 
 # -- The verdict: whether the run fits a GPU, what to change if not, and the nearest layouts that do -------------------
 
-PAGE_WIDTH = 120  # characters per line of a plan, where the width of the terminal is not known
-
 
 def verdict_lines(
     config: Config, models: RunModels, work: Workload, machine: PlannedMachine, found: Fit, width: int = PAGE_WIDTH
@@ -180,13 +437,6 @@ def _verdict(gpu: Gpu, found: Fit) -> str:
     return f"{'FITS' if found.fits else 'DOES NOT FIT'} {room} ({fullest})"
 
 
-def wrapped_item(text: str, width: int) -> list[str]:
-    """Lines of an item of a list."""
-    return textwrap.wrap(
-        text, width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
-    )
-
-
 def misfit(found: Fit) -> str | None:
     """What is wrong, for the end of a dry run; None unless the exact parts alone are too large."""
     if not found.is_impossible:
@@ -216,100 +466,47 @@ def verdict_without_gpu(config: Config, models: RunModels, world_size: int) -> I
     yield f"FITS {', '.join(good) or 'none of the known GPUs'}" + (f"; DOES NOT FIT {', '.join(bad)}" if bad else "")
 
 
-@dataclass(frozen=True)
-class PlanPage:
-    """`problem`: why the run cannot fit, if this is certain. As a string, the page ends with the verdict."""
+# -- The resolved configuration: every key with its value, as a file that can be run -----------------------------------
+# A run finds nothing in its folder that it has not written itself, so the file is beside it.
 
-    sections: tuple[str, ...]
-    verdict: str
-    problem: str | None
-
-    def __str__(self) -> str:
-        return "\n\n".join([*self.sections, self.verdict])
-
-    def with_section(self, title: str, lines: Sequence[str]) -> PlanPage:
-        """With one more section before the verdict."""
-        return replace(self, sections=(*self.sections, _section(title, lines)))
+HEADER = "# Every key of a run with its value. A dry run has written this file, and the next one replaces it.\n"
 
 
-def plan_page(
-    config: Config,
-    checked: Checked,
-    world_size: int,
-    gpu: Gpu | None,
-    *,
-    elsewhere: bool = False,
-    width: int = PAGE_WIDTH,
-) -> PlanPage:
-    """The page of a valid config, in lines of at most `width` characters where that is possible.
+def resolved_problem(path: Path) -> str | None:
+    """Why --resolved-config cannot be written; None if nothing is known against it."""
+    if path.exists():
+        return f"--resolved-config {path} exists; name another file, or remove it"
+    if not path.absolute().parent.is_dir():
+        return f"--resolved-config {path}: no folder {str(path.parent)!r}; make it, or name another file"
+    return None
 
-    `gpu`: the one to fit; None: that of this machine, if it has one. `elsewhere`: the plan is for other machines.
+
+def write_resolved(config: Config, path: Path | None) -> str:
+    """Write the file of --resolved-config; None: write or replace OUTPUT_DIR.resolved.yaml, where this can be done.
+
+    Returns its path, or why it was not written. Raises ConfigError for --resolved-config. Only a relative output folder may
+    get a new parent folder: an absolute one may be that of another machine.
     """
-    gpu = gpu if gpu is not None or elsewhere else _own_gpu(config)
-    models = checked.models(config)
-    work = Workload.of(config, models)
-    machine = PlannedMachine(gpu or GPUS[REFERENCE], world_size, min(config.trainer.n_gpus_per_node, world_size))
-    fits_gpu = gpu is not None and config.trainer.device != "cpu"
-    found = fit(config, models, world_size, machine.gpu.usable_bytes) if fits_gpu else None
-    warnings = list(plan_warnings(config, models, work, machine, found, checked))
-    if not elsewhere and is_for_this_machine(config):
-        warnings += core_warning(config, world_size)
-    sections = {
-        "Bytes over the borders of nodes in a step, at the largest lengths (~: estimated)": list(
-            _border_lines(config, models, work, world_size)
-        ),
-        "KV cache of an engine, per GPU": list(_cache_lines(config, found)) if found is not None else [],
-        f"Seconds of a step (estimated, at half of the largest lengths; {machine.gpu.name})": list(
-            _step_lines(work, machine, found)
-        ),
-        "Warnings": [line for warning in warnings for line in wrapped_item(warning, width - 2)],
-    }
-    verdict = list(
-        verdict_without_gpu(config, models, world_size)
-        if found is None
-        else verdict_lines(config, models, work, machine, found, width - 2)
-    )
-    text = describe_run(config, checked, world_size, gpu.usable_gib if gpu is not None else None, width=width)
-    parts = [_section(title, lines) for title, lines in sections.items() if lines]
-    problem = misfit(found) if found is not None else None
-    return PlanPage((text, *parts), _section("Verdict", verdict), problem)
-
-
-def _section(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(f"  {line}" for line in lines)])
-
-
-def _own_gpu(config: Config) -> Gpu | None:
-    """With the peaks of REFERENCE. Not run on a GPU yet."""
-    size = device_bytes(config.trainer.device)
-    return None if size is None else replace(GPUS[REFERENCE], name="this machine's GPU", usable_gib=size / GIB)
-
-
-def _border_lines(config: Config, models: RunModels, work: Workload, world_size: int) -> Iterator[str]:
-    traffic = border_traffic(config, models, work, world_size)
-    for item in traffic:
-        yield f"{item.name if item.is_exact else f'~ {item.name}':<18}{item.size / 1e9:>12,.1f} GB"
-    if traffic:
-        yield f"{'together':<18}{sum(item.size for item in traffic) / 1e9:>12,.1f} GB"
-
-
-def _cache_lines(config: Config, found: Fit) -> Iterator[str]:
-    cache = found.cache
-    if cache is None:
-        return
-    size = max(0.0, cache.cache) / GIB
-    yield f"~ {size:.2f} GiB = {cache.tokens:,} tokens of {cache.token_bytes / 1024:g} KiB"
-    yield (
-        f"{cache.sequences(found.length):,} sequences of {found.length:,} tokens at once"
-        f" (rollout.max_num_seqs={config.rollout.max_num_seqs})"
-    )
-
-
-def _step_lines(work: Workload, machine: PlannedMachine, found: Fit | None) -> Iterator[str]:
-    if found is None:
-        return
-    seconds = step_seconds(work, found.layout, machine, found.cache.tokens if found.cache is not None else 0)
-    parts = {"generate": seconds.generate, "score": seconds.score, "update": seconds.update, "sync": seconds.sync}
-    terms = " + ".join(f"{name} {value:.1f}" for name, value in parts.items() if value)
-    yield f"{seconds.step:.1f} = {terms}"
-    yield f"{work.tokens / seconds.step / machine.world_size:,.0f} tokens/s per GPU"
+    values = config.model_dump(mode="json")
+    text = str(yaml.safe_dump(values, sort_keys=False, width=100, default_flow_style=None))
+    if path is not None:
+        if problem := resolved_problem(path):
+            raise ConfigError(problem)
+        try:
+            write_file(path, text)
+        except OSError as error:
+            raise ConfigError(f"cannot write --resolved-config {path}: {error.strerror}") from error
+        return str(path)
+    output_dir, elsewhere = config.trainer.output_dir, "--resolved-config FILE writes it elsewhere"
+    path = output_dir / "run.resolved.yaml"  # of a folder without a name of its own, such as "."
+    if output_dir.name not in ("", ".."):
+        path = output_dir.with_name(f"{output_dir.name}.resolved.yaml")
+    try:
+        if path.exists() and not path.read_bytes().startswith(HEADER.encode()):
+            return f"not written: {path} is not of a dry run; {elsewhere}"
+        if not output_dir.is_absolute():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, HEADER + text)
+    except OSError as error:
+        return f"not written: {path}: {error.strerror}; {elsewhere}"
+    return str(path)

@@ -6,7 +6,7 @@ can neither hang nor die with the user's code. `program` returns a function that
 function from request to value. A process per key keeps keys apart: a hang in C, an exit, a changed working directory, a
 patched module or a seeded generator concerns its own. Memory is shared, and copied by the kernel where it is written to.
 
-    <- {"sys_path": [...], "program": "module:function", "settings": {...}, "limits": {...}}
+    <- {"kind": "reward", "sys_path": [...], "program": "module:function", "settings": {...}, "limits": {...}}
                                                      -> {"ready": true} or {"error": "ValueError: ..."}
     <- {"key": KEY, "request": {...}, "timeout_s": 9.5}
                                                      -> {"key": KEY, "answer": {"status": "ok", "value": ..., "seconds": 0.1}}
@@ -25,14 +25,15 @@ import gc
 import json
 import os
 import resource
+import select
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from grpo_megatron.importing import import_function
-from grpo_megatron.processes.pool import PIPE_CHUNK, FloodedError, JsonLines, Limits, ProcessAnswer, last_line
+from grpo_megatron.processes.pool import PIPE_CHUNK, FloodedError, JsonLines, Limits, ProcessAnswer, printable
 from grpo_megatron.processes.process import (
     adopt_orphans,
     describe,
@@ -46,6 +47,7 @@ from grpo_megatron.processes.process import (
 MAX_RUNNING = 64  # requests in execution at a time; the others wait, and their time does not run
 CHECK_S = 1.0  # seconds between counts of the processes that processes have started
 LAST_MOMENT_S = 1.0  # between the closing of a process's connection and its end
+MAX_CONSOLE = 1 << 16  # characters a minute of the processes' output that a host prints
 OUT_OF_MEMORY = 77  # exit code of a process that has no memory left to report that
 STATUSES = ("ok", "raised", "memory", "flooded")  # that a process reports itself
 
@@ -56,8 +58,9 @@ OpenSession = Callable[[], Serve]  # called in each new process
 class Host:
     """The loop of the program. `requests` and `replies` are the descriptors of the pool's pipes."""
 
-    def __init__(self, open_session: OpenSession, limits: Limits, requests: int, replies: int) -> None:
+    def __init__(self, kind: str, open_session: OpenSession, limits: Limits, requests: int, replies: int) -> None:
         self.open_session, self.limits = open_session, limits
+        self._kind, self._shown, self._minute = kind, 0, 0.0
         self.running = asyncio.Semaphore(MAX_RUNNING)
         self._requests, self._replies = requests, replies
         self._lines = JsonLines(requests, replies)
@@ -66,10 +69,11 @@ class Host:
 
     async def serve(self) -> None:
         """Serve until the pool closes its pipe; then kill all."""
-        asyncio.get_running_loop().add_reader(self._requests, self._receive)
-        checks = asyncio.create_task(self._check())
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_crash)
+        loop.add_reader(self._requests, self._receive)
+        start_task(self._check())
         await self._end.wait()
-        checks.cancel()
         for key in list(self._guests):
             self._remove(key)
         end_adopted(set())
@@ -78,6 +82,20 @@ class Host:
         """To the pool."""
         self._lines.send(message)
         write_rest(self._lines, self._replies)
+
+    def show(self, printed: bytes) -> None:
+        """Print what a process has printed, as far as stderr takes it at once: a host must not wait."""
+        if time.monotonic() > self._minute + 60:
+            self._shown, self._minute = 0, time.monotonic()
+        text = printable(printed.decode(errors="replace"))[: MAX_CONSOLE - self._shown]
+        self._shown += len(text)
+        if text and self._shown >= MAX_CONSOLE:
+            text += f"\n[further output of {self._kind} workers is not shown for a minute]\n"
+        data = text.encode()
+        poll = select.poll()
+        poll.register(2, select.POLLOUT)
+        while data and poll.poll(0):
+            data = data[os.write(2, data[: select.PIPE_BUF]) :]
 
     def end_lost(self) -> bool:
         """End what processes that have ended have left: it is a child of this process now. Returns whether there was any."""
@@ -118,7 +136,7 @@ class Guest:
     def __init__(self, host: Host, key: Any) -> None:
         self.requests: asyncio.Queue[tuple[dict[str, Any], float]] = asyncio.Queue()
         self.process: Process | None = None
-        self.task = asyncio.create_task(self._serve(host, key))
+        self.task = start_task(self._serve(host, key))
 
     async def _serve(self, host: Host, key: Any) -> None:
         while True:
@@ -178,7 +196,8 @@ class Process:
             self.close()
             is_asked = self._answer is not None and not self._answer.done()
             seconds = time.monotonic() - self._began if is_asked else 0.0
-            output = last_line(self._tail)
+            line = printable(self._tail.decode(errors="replace")).strip().rpartition("\n")[2][-200:]
+            output = f" (last output: {line})" if line else ""
             self.failure = {"status": status, "message": message, "output": output, "seconds": seconds}
             self.ended_idle = not is_asked
             if self._answer is not None and is_asked:
@@ -234,7 +253,7 @@ class Process:
         self._printed += len(text)
         self._tail = (self._tail + text)[-1000:]
         with contextlib.suppress(OSError):
-            os.write(2, text)  # to the pool; what it does not read in time is lost
+            self._host.show(bytes(text))
         if limit is not None and self._printed > limit:
             self.fail("flooded", f"it has printed more than {limit} bytes in one call")
 
@@ -250,6 +269,19 @@ class Process:
             else:
                 self.fail("died", f"has ended: {describe_exit(code)}")
             self._host.end_lost()
+
+
+def start_task(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task whose exception ends the host; the pool then starts another one."""
+    task = asyncio.create_task(coroutine)
+    task.add_done_callback(lambda done: None if done.cancelled() else done.result())
+    return task
+
+
+def _crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """For example, there is no memory or no descriptor for another process."""
+    loop.default_exception_handler(context)
+    os._exit(1)
 
 
 def write_rest(lines: JsonLines, descriptor: int) -> None:
@@ -339,11 +371,10 @@ def main() -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     _inherited.update(set(os.listdir("/proc/self/fd")) - {str(requests), str(replies)})
-    os.set_blocking(2, False)
     gc.collect()
     gc.freeze()  # else a collection in a forked process would copy every page that it looks at
     os.write(replies, b'{"ready": true}\n')
-    host = Host(open_session, Limits(**settings["limits"]), requests, replies)
+    host = Host(settings["kind"], open_session, Limits(**settings["limits"]), requests, replies)
     asyncio.new_event_loop().run_until_complete(host.serve())
     os._exit(0)
 

@@ -13,7 +13,6 @@ one after the other, and the one in work when that host dies, too, has killed bo
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import itertools
 import json
@@ -36,7 +35,6 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 MAX_FAILED_STARTS = 3  # of a pool's hosts, in a row; then the pool raises RuntimeError
 STARTUP_TIMEOUT_S = 120.0  # for the interpreter to start, and for the import of a user's module
 GRACE_S = 60.0  # beyond the longest time limit of a request, after which a silent host is lost
-MAX_CONSOLE = 1 << 16  # characters of the processes' output that a pool prints, until `show_again`
 PIPE_CHUNK = 1 << 16  # bytes per system call
 
 ProcessAnswer = dict[str, Any]
@@ -137,12 +135,6 @@ def printable(text: str) -> str:
     return _CONTROL.sub("", _ESCAPE.sub("", text).replace("\r", "\n"))
 
 
-def last_line(printed: bytes) -> str:
-    """The end of what a process has printed, in brackets, for a message; "" if it has printed nothing."""
-    line = printable(printed.decode(errors="replace")).strip().rpartition("\n")[2][-200:]
-    return f" (last output: {line})" if line else ""
-
-
 # -- keys and hosts ----------------------------------------------------------------------------------------------------
 
 
@@ -171,21 +163,18 @@ class _HostLink:
             [sys.executable, "-u", "-m", "grpo_megatron.processes.host", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             env=os.environ | variables | own,
             start_new_session=True,  # a process group, so that `kill` reaches what the host has started
             bufsize=0,
         )
-        assert self._process.stdin and self._process.stdout and self._process.stderr
-        self.stdin, self.stdout, self.stderr = self._process.stdin, self._process.stdout, self._process.stderr
-        os.set_blocking(self.stderr.fileno(), False)
+        assert self._process.stdin and self._process.stdout
+        self.stdin, self.stdout = self._process.stdin, self._process.stdout
         with contextlib.suppress(OSError, AttributeError):  # else the rest of a burst would wait for the next `serve`
             fcntl.fcntl(self.stdin, fcntl.F_SETPIPE_SZ, 1 << 20)
         self.lines = JsonLines(self.stdout.fileno(), self.stdin.fileno(), 2 * setup["limits"]["max_line"])
         self.is_ready = False
         self.records: dict[int, _Record] = {}
         self.suspects: deque[_Record] = deque()
-        self.tail = b""  # of what it has printed
         self.silence = 0.0  # seconds for which the pool has listened to it in vain
         self._patience = 0.0  # the longest time limit of what is in work
         self.lines.send(setup)
@@ -219,15 +208,6 @@ class _HostLink:
             if self.suspects:
                 self.send(self.suspects[0])
 
-    def read_log(self) -> tuple[str, bool]:
-        """(what has been printed, at most 64 KiB per call; whether more can come)."""
-        try:
-            chunk = os.read(self.stderr.fileno(), PIPE_CHUNK)
-        except BlockingIOError:
-            return "", True
-        self.tail = (self.tail + chunk)[-1000:]
-        return printable(chunk.decode(errors="replace")), bool(chunk)
-
     def kill(self) -> str:
         """Send SIGKILL to it and to all that it has started, and close the pipes; returns how it ended."""
         if self._process.returncode is None:
@@ -236,22 +216,24 @@ class _HostLink:
                 os.killpg(self._process.pid, signal.SIGKILL)
         ending = describe_exit(self._process.wait())
         self.lines.close()
-        for pipe in (self.stdin, self.stdout, self.stderr):
-            pipe.close()
+        self.stdin.close()
+        self.stdout.close()
         return ending
 
 
 class ProcessPool:
     """Processes that serve `program(settings)`; see host.py. Use it from one thread, and `close` it.
 
-    `kind` names the code in messages ("reward"). `answer(key, answer)` is called, within `serve`, with each answer: status,
-    "value" or "message" and "output" (the last line printed, in brackets), seconds. `num_hosts` share the keys. Raises
-    ValueError for settings that are no JSON. Any method raises RuntimeError when hosts cannot start or load the program.
+    `kind` and `key` name the code and the settings' config key in messages. `answer(key, answer)` is called, within `serve`,
+    with each answer: status, "value" or "message" and "output" (the last line printed, in brackets), seconds. `num_hosts`
+    share the keys. Raises ValueError for settings that are no JSON. Any method raises RuntimeError when hosts cannot start or
+    load the program.
     """
 
     def __init__(
         self,
         kind: str,
+        key: str,
         program: str,
         settings: dict[str, Any],
         limits: Limits,
@@ -261,26 +243,23 @@ class ProcessPool:
     ) -> None:
         self._kind, self._answer, self._variables = kind, answer, variables or {}
         paths = [os.path.abspath(entry) for entry in sys.path]
-        setup = {"sys_path": paths, "program": program, "settings": settings, "limits": dataclasses.asdict(limits)}
+        setup = {"kind": kind, "sys_path": paths, "program": program, "settings": settings, "limits": vars(limits)}
         try:
-            json.dumps(setup)
+            json.dumps(settings)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"cannot be passed to the workers as JSON: {error}") from None
+            raise ValueError(f"{key} cannot be passed to the workers as JSON: {error}") from None
         end_orphans()
         self._setup = setup
         self._records: dict[str, _Record] = {}
         self._numbers = itertools.count()
-        self._selector = selectors.DefaultSelector()
         self._failed_starts = 0
-        self._shown = 0
-        self._hosts = [self._new_host() for _ in range(num_hosts)]
+        self._hosts = [_HostLink(setup, self._variables) for _ in range(num_hosts)]
 
     def close(self) -> None:
         """Kill all processes. Idempotent."""
         for host in self._hosts:
-            self._discard(host)
+            host.kill()
         self._hosts, self._records = [], {}
-        self._selector.close()
 
     def submit(self, key: str, body: dict[str, Any], timeout_s: float, replay: TimedRequest | None = None) -> None:
         """Queue a request to the process called `key`, which is started if there is none. Returns at once.
@@ -307,27 +286,24 @@ class ProcessPool:
             record.host.lines.send({"end": record.number})
             record.host.try_next()
 
-    def show_again(self) -> None:
-        """Print MAX_CONSOLE further characters of what processes print."""
-        self._shown = 0
-
     def serve(self, *, block: bool) -> None:
         """Pass messages on. `block`: wait until something has arrived, but not for long."""
         if not self._hosts:
             raise RuntimeError(f"the pool of {self._kind} workers is closed")
-        for host in self._hosts:
-            self._watch(host.stdin, selectors.EVENT_WRITE if host.lines.wants_to_write else 0, host)
-        began = time.monotonic()
-        events = self._selector.select(1.0 if block else 0)
-        waited = time.monotonic() - began
+        with selectors.DefaultSelector() as selector:
+            for host in self._hosts:
+                selector.register(host.stdout, selectors.EVENT_READ, host)
+                if host.lines.wants_to_write:
+                    selector.register(host.stdin, selectors.EVENT_WRITE, host)
+            began = time.monotonic()
+            events = selector.select(1.0 if block else 0)
+            waited = time.monotonic() - began
         for key, _ in events:
             host = key.data
             if host not in self._hosts:
                 continue  # an earlier event of this loop has replaced it
             if key.fileobj is host.stdin:
                 host.lines.write()
-            elif key.fileobj is host.stderr:
-                self._show(host)
             elif (end := host.lines.receive(lambda message, host=host: self._accept(host, message))) is not None:
                 self._replace(host, end)
         for host in list(self._hosts):
@@ -336,24 +312,6 @@ class ProcessPool:
                 self._replace(host, "it does not answer")
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
-
-    def _new_host(self) -> _HostLink:
-        host = _HostLink(self._setup, self._variables)
-        for pipe in (host.stdout, host.stderr):
-            self._watch(pipe, selectors.EVENT_READ, host)
-        return host
-
-    def _discard(self, host: _HostLink) -> str:
-        for pipe in (host.stdin, host.stdout, host.stderr):
-            self._watch(pipe, 0, host)
-        return host.kill()
-
-    def _watch(self, pipe: Any, events: int, host: _HostLink) -> None:
-        is_watched = pipe in self._selector.get_map()
-        if events and not is_watched:
-            self._selector.register(pipe, events, host)
-        elif is_watched and not events:
-            self._selector.unregister(pipe)
 
     def _accept(self, host: _HostLink, message: dict[str, Any]) -> None:
         host.silence = 0.0
@@ -371,15 +329,14 @@ class ProcessPool:
 
     def _replace(self, host: _HostLink, problem: str) -> None:
         """Give the keys of a host that is lost to a new one."""
-        self._show(host)
-        ending = self._discard(host)
-        ending = (problem or ending) + last_line(host.tail)
+        ending = host.kill()
+        ending = problem or ending
         if not host.is_ready:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 self._hosts.remove(host)
                 raise RuntimeError(f"{self._kind} workers do not start: {ending}")
-        new = self._new_host()
+        new = _HostLink(self._setup, self._variables)
         self._hosts[self._hosts.index(host)] = new
         new.records = host.records
         culprit = host.suspects[0] if host.suspects and host.is_ready else None
@@ -398,17 +355,6 @@ class ProcessPool:
         record.pending.clear()
         for _ in range(num_requests):
             self._answer(record.key, answer)
-
-    def _show(self, host: _HostLink) -> None:
-        """Print what processes print, up to MAX_CONSOLE characters."""
-        text, more = host.read_log()
-        if not more:
-            self._watch(host.stderr, 0, host)
-        if text and self._shown < MAX_CONSOLE:
-            sys.stderr.write(text[: MAX_CONSOLE - self._shown])
-            self._shown += len(text)
-            if self._shown >= MAX_CONSOLE:
-                sys.stderr.write(f"\n[further output of {self._kind} workers is not shown]\n")
 
 
 # -- failures that all ranks must hear of ------------------------------------------------------------------------------

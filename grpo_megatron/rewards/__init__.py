@@ -23,13 +23,6 @@ from grpo_megatron.rewards import (  # noqa: F401 - importing registers them
     process_rewards,
     style,
 )
-from grpo_megatron.rewards.reward import (
-    Extractor,
-    RewardFunction,
-    RewardResult,
-    check_reward,
-    extractors,
-    rewards,
-)
+from grpo_megatron.rewards.reward import Extractor, RewardFunction, RewardResult, check_reward, extractors, rewards
 
 __all__ = ["Extractor", "RewardFunction", "RewardResult", "check_reward", "extractors", "rewards"]

@@ -96,20 +96,22 @@ _CONTINUATION = re.compile(
 )
 
 
+def tagged_answer(text: str) -> str | None:
+    """What the last `<answer>...</answer>` holds; None when the last tag is not closed, or when there is none."""
+    _, opened, content = text.rpartition("<answer>")
+    content, closed, _ = content.partition("</answer>")
+    return content.strip() if opened and closed else None
+
+
 def marked_text(text: str) -> str | None:
     """What stands behind the text's last mark: the line, the content of the tags or of the box. None: nothing is marked."""
-    hashes, tag = text.rfind("####"), text.rfind("<answer>")
-    box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    hashes, tag, box = text.rfind("####"), text.rfind("<answer>"), box_start(text)
     last = max(hashes, tag, box)
     if last < 0:
         return None
     if last == hashes:
         return text[last + 4 : last + 4 + 16 * WINDOW].lstrip().partition("\n")[0]
-    if last == tag:
-        start = last + len("<answer>")
-        end = text.find("</answer>", start)
-        return text[start:end].strip() if end >= 0 else None
-    return last_boxed(text[last : last + WINDOW], joined=False)
+    return tagged_answer(text) if last == tag else last_boxed(text[last : last + WINDOW], joined=False)
 
 
 def marked_number(text: str) -> Fraction | None:

@@ -1,12 +1,12 @@
 """What a reward worker does: it calls reward functions and answers with one result per sample (processes/host.py runs it).
 
-    {"name": "gsm8k", "kwargs": {}, "samples": [{"completion": "...", "answer": "72"}], "timeout_s": 10.0}
+    {"name": "gsm8k", "is_test": false, "samples": [{"completion": "...", "answer": "72"}], "timeout_s": 10.0}
         -> for each sample the fields of a RewardResult. A call without samples imports the reward.
 
 Several samples are one call of a batched reward, or an async reward's samples that wait at the same time, or several calls
 of a quick one. A batched reward that raises is called again for one sample at a time, so that only the samples fail that it
-cannot grade. A user's reward may print, read stdin, raise, exit or crash. A reward of this package may map MEMORY_LIMIT
-bytes more than were mapped before it; a user's own has no such limit.
+cannot grade. The self-test has no `reward.kwargs`. A user's reward may print, read stdin, raise, exit or crash. A reward of
+this package may map MEMORY_LIMIT bytes more than were mapped before it; a user's own has no such limit.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from grpo_megatron.processes.process import describe, limit_memory
 from grpo_megatron.rewards.reward import (
+    FORM_NAMES,
     OF_TRL_ROW,
     OURS,
     TRL_PASSES,
@@ -40,17 +41,19 @@ NamedValues = dict[str, Any]
 
 def open_graders(settings: dict[str, Any]) -> Callable[[], Callable[[dict[str, Any]], list[dict[str, Any]]]]:
     """The program of the hosts: one process per worker of a RewardPool."""
-    return lambda: _Grader().serve
+    return lambda: _Grader(settings).serve
 
 
 class _Grader:
-    def __init__(self) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._kwargs, self._components = settings["kwargs"], settings["components"]
         self._problems: dict[str, str] = {}  # name -> why it cannot be loaded; "": it can
         self._is_limited = False
 
     def serve(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         """The results of the samples of one call."""
-        name, kwargs, samples = request["name"], request["kwargs"], request["samples"]
+        name, samples = request["name"], request["samples"]
+        kwargs = {"components": self._components} if name == COMPOSITE else {} if request["is_test"] else self._kwargs
         if name not in self._problems:
             self._problems[name] = _load(name, kwargs)
         if not samples:
@@ -211,18 +214,16 @@ class BoundReward:
 
     def _values(self, sample: ItemFields) -> tuple[NamedValues, NamedValues]:
         """(what can be named, what **kwargs gets beside `reward.kwargs`)."""
-        columns = sample.get("columns", {})
+        columns, answer = sample.get("columns", {}), sample["answer"]
+        extra = {} if columns.get("extra_info") is None else columns["extra_info"]
         values = {name: sample[name] for name in OURS if name in sample}
-        extra = columns.get("extra_info")
-        values |= {"prompt_text": sample.get("prompt", ""), "extra_info": {} if extra is None else extra}
+        values |= {"prompt_text": sample.get("prompt", ""), "extra_info": extra}
         if self.signature.form.startswith("verl"):
-            values |= _verl_values(sample, values["extra_info"], plural=self.signature.takes_lists)
-            return {**columns, **values}, {}
-        others = {name: value for name, value in columns.items() if name not in OURS}
-        if not self.facts.takes_columns:
-            others = {}
-        if self.facts.reads_prompt:
-            others["prompt_text"] = values["prompt_text"]
+            scored = columns.get("reward_model")
+            truth = scored.get("ground_truth", answer) if isinstance(scored, Mapping) else answer
+            of_verl = (sample.get("data_source", ""), sample["completion"], truth, extra)
+            return {**columns, **values, **dict(zip(FORM_NAMES[self.signature.form], of_verl, strict=True))}, {}
+        others = {name: value for name, value in columns.items() if self.facts.takes_columns and name not in OURS}
         if self.facts.reads_item:
             values["item"] = sample
         return {**columns, **values}, others
@@ -248,32 +249,15 @@ class BoundReward:
 
     def _with_logged(self, entries: list[Any]) -> list[Any]:
         """With what a function of TRL has logged, as further entries of a dict. None stays None."""
-        logged = [(name, values) for name, values in self._logged if len(values) == len(entries)]
-        if not logged:
+        if not (logged := [(name, values) for name, values in self._logged if len(values) == len(entries)]):
             return entries
-        return [
-            None if entry is None else {**{name: values[place] for name, values in logged}, "score": entry}
-            for place, entry in enumerate(entries)
-        ]
+        more = [{name: values[place] for name, values in logged} for place in range(len(entries))]
+        return [None if entry is None else {**own, "score": entry} for entry, own in zip(entries, more, strict=True)]
 
 
 def _lists(rows: Sequence[NamedValues]) -> NamedValues:
     """One list per name that all rows have."""
     return {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
-
-
-def _verl_values(sample: ItemFields, extra_info: Any, *, plural: bool) -> NamedValues:
-    scored = sample.get("columns", {}).get("reward_model")
-    answer = sample["answer"]
-    values = {
-        "data_source": sample.get("data_source", ""),
-        "solution_str": sample["completion"],
-        "ground_truth": scored.get("ground_truth", answer) if isinstance(scored, Mapping) else answer,
-        "extra_info": extra_info,
-    }
-    if not plural:
-        return values
-    return {"extra_infos" if name == "extra_info" else f"{name}s": value for name, value in values.items()}
 
 
 def _trl_prompt(sample: ItemFields) -> Any:

@@ -61,8 +61,9 @@ async def judge_reward(
     """
     if not low < high:
         raise ValueError(f"judge: low={low:g} must be below high={high:g}")
-    fields = {"question": _cut(prompt_text, max_characters), "response": _cut(completion, max_characters)}
-    text = _filled(prompt, {**fields, "answer": answer})
+    question, response = (_cut(text, max_characters) for text in (prompt_text, completion))
+    fields = {"question": question, "response": response, "answer": answer}
+    text = FIELDS.sub(lambda match: fields[match[1]], _template(prompt))  # once: braces in a response stay as they are
     url = _url(base_url)
     message = {"role": "user", "content": text.encode("utf-8", "replace").decode()}  # no halves of surrogate pairs
     body = json.dumps({"model": model, "messages": [message], **OPTIONS, **(options or {})}).encode()
@@ -70,8 +71,9 @@ async def judge_reward(
     attempts = 0
     if (verdict := _verdicts.get(place)) is None:
         reply, attempts = await _ask(url, body, _key(api_key_env), retries, timeout_s)
-        verdict = _verdict(reply, pattern, low, high)
-        _keep(place, verdict, cache_size)
+        _verdicts[place] = verdict = _verdict(reply, pattern, low, high)
+        while len(_verdicts) > cache_size:
+            _verdicts.popitem(last=False)
     score = (verdict - low) / (high - low)
     return {"score": score, "verdict": verdict, "attempts": attempts, "cached": float(not attempts)}
 
@@ -125,11 +127,6 @@ def _template(path: str) -> str:
     return text
 
 
-def _filled(path: str, values: Mapping[str, str]) -> str:
-    """The template with its fields replaced, once: braces in a response are kept as they are."""
-    return FIELDS.sub(lambda match: values[match[1]], _template(path))
-
-
 def _cut(text: str, length: int) -> str:
     """A long text without its middle: the answer stands at the end."""
     if len(text) <= length:
@@ -145,18 +142,9 @@ def _verdict(reply: bytes, pattern: str, low: float, high: float) -> float:
         content = None
     if not isinstance(content, str):
         raise ValueError(f"the judge's reply is no chat completion: {reply[:200]!r}")
-    found = None
-    for match in re.finditer(pattern, content):
-        found = match
-    if found is None:
+    found = [match[1] for match in re.finditer(pattern, content)]
+    if not found:
         raise ValueError(f"the judge's reply has no verdict that `pattern` finds; it ends with {content[-200:]!r}")
-    verdict = float(found[1])
-    if not low <= verdict <= high:
-        raise ValueError(f"the judge's verdict {found[1]} is not between {low:g} and {high:g}")
-    return verdict
-
-
-def _keep(place: bytes, verdict: float, size: int) -> None:
-    _verdicts[place] = verdict
-    while len(_verdicts) > size:
-        _verdicts.popitem(last=False)
+    if not low <= float(found[-1]) <= high:
+        raise ValueError(f"the judge's verdict {found[-1]} is not between {low:g} and {high:g}")
+    return float(found[-1])

@@ -15,11 +15,19 @@ compares values instead of strings (18.00 is 18), and reads nothing without a ma
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from grpo_megatron.rewards.answers import contains_number, marked_number, marked_text, numeric_prediction, parse_number
+from grpo_megatron.rewards.answers import (
+    contains_number,
+    marked_number,
+    marked_text,
+    numeric_prediction,
+    parse_number,
+    tagged_answer,
+)
 from grpo_megatron.rewards.reward import Extractor, extractors, rewards
 
 INVALID = "[invalid]"
@@ -29,26 +37,6 @@ _COT_STRICT = re.compile(r"The answer is (\-?[0-9\.\,]+).")  # the last dot is a
 _FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 
 
-def strict_match(text: str) -> str | None:
-    """The harness' filter strict-match; None where it has "[invalid]"."""
-    match = _STRICT.search(text)
-    return match[1].strip() if match else None
-
-
-def cot_strict_match(text: str) -> str | None:
-    """The filter strict-match of task gsm8k_cot; None where it has "[invalid]"."""
-    match = _COT_STRICT.search(text)
-    return match[1].strip() if match else None
-
-
-def flexible_extract(text: str) -> str | None:
-    """The harness' filter flexible-extract; None where it has "[invalid]"."""
-    last = None
-    for match in _FLEXIBLE.finditer(text):
-        last = match
-    return (last[1] or last[2]).strip() if last else None
-
-
 def normalized(text: str) -> str:
     """What the harness compares. A reference may be the bare answer or the whole solution."""
     text = text.replace(",", "").replace("$", "")
@@ -56,33 +44,33 @@ def normalized(text: str) -> str:
     return re.sub(r"\.$", "", text).lower()
 
 
-def _exact_match(extract: Callable[[str], str | None], completion: str, answer: str) -> dict[str, float]:
-    prediction = extract(completion)
-    correct = float(normalized(INVALID if prediction is None else prediction) == normalized(answer))
-    return {"score": correct, "acc": correct, "extracted": float(prediction is not None)}
+def _register(name: str, find: Callable[[str], str | None]) -> None:
+    """The reward `name`, 1 where `find` gives the answer, else 0. None, where the harness has "[invalid]", is its text."""
+
+    def reward(completion: str, answer: str) -> dict[str, float]:
+        prediction = find(completion)
+        correct = float(normalized(INVALID if prediction is None else prediction) == normalized(answer))
+        return {"score": correct, "acc": correct, "extracted": float(prediction is not None)}
+
+    rewards.register(name)(reward)
+    extractors.register(name)(Extractor(find, str.strip, normalized))
 
 
-@rewards.register("gsm8k_strict")
-def gsm8k_strict_reward(completion: str, answer: str) -> dict[str, float]:
-    """1 where the harness' strict-match is 1, else 0."""
-    return _exact_match(strict_match, completion, answer)
+def _first(pattern: re.Pattern[str], text: str) -> str | None:
+    match = pattern.search(text)
+    return match[1].strip() if match else None
 
 
-@rewards.register("gsm8k_cot_strict")
-def gsm8k_cot_strict_reward(completion: str, answer: str) -> dict[str, float]:
-    """1 where the strict-match of the harness' task gsm8k_cot is 1, else 0."""
-    return _exact_match(cot_strict_match, completion, answer)
+def _flexible(text: str) -> str | None:
+    last = None
+    for match in _FLEXIBLE.finditer(text):
+        last = match
+    return (last[1] or last[2]).strip() if last else None
 
 
-@rewards.register("gsm8k_flexible")
-def gsm8k_flexible_reward(completion: str, answer: str) -> dict[str, float]:
-    """1 where the harness' flexible-extract is 1, else 0."""
-    return _exact_match(flexible_extract, completion, answer)
-
-
-extractors.register("gsm8k_strict")(Extractor(strict_match, str.strip, normalized))
-extractors.register("gsm8k_cot_strict")(Extractor(cot_strict_match, str.strip, normalized))
-extractors.register("gsm8k_flexible")(Extractor(flexible_extract, str.strip, normalized))
+_register("gsm8k_strict", functools.partial(_first, _STRICT))
+_register("gsm8k_cot_strict", functools.partial(_first, _COT_STRICT))
+_register("gsm8k_flexible", _flexible)
 
 
 # -- graded rewards: 1 for the right answer, less for one that is nearly there -----------------------------------------
@@ -115,13 +103,6 @@ def plain(text: str) -> str:
     return joined.strip(OUTER) or joined
 
 
-def tagged_answer(text: str) -> str | None:
-    """What the last `<answer>...</answer>` holds; None when the last tag is not closed, or when there is none."""
-    start = text.rfind("<answer>")
-    end = text.find("</answer>", start) if start >= 0 else -1
-    return text[start + len("<answer>") : end][:MAX_COMPARED].strip() if end >= 0 else None
-
-
 def is_answer(text: str, expected: Fraction | str) -> bool:
     """Whether the text is the expected answer."""
     return parse_number(text) == expected if isinstance(expected, Fraction) else plain(text[:MAX_COMPARED]) == expected
@@ -152,12 +133,17 @@ def graded_reward(completion: str, answer: str) -> dict[str, float]:
 @rewards.register("graded_answer")
 def graded_answer_reward(completion: str, answer: str) -> dict[str, float]:
     """1, 0.5, 0.01 or 0, as the header says. "extracted": 1 when there is a pair of answer tags."""
-    expected, given = reference(answer), tagged_answer(completion)
+    expected, given = reference(answer), _tagged(completion)
     if given is None:
         return {"score": NONE, "acc": 0.0, "extracted": 0.0}
     if is_answer(given, expected):
         return {"score": RIGHT, "acc": 1.0, "extracted": 1.0}
     return {"score": INSIDE if holds_answer(given, expected) else WRONG, "acc": 0.0, "extracted": 1.0}
+
+
+def _tagged(text: str) -> str | None:
+    given = tagged_answer(text)
+    return None if given is None else given[:MAX_COMPARED]
 
 
 def _marked_prediction(text: str) -> str | None:
@@ -167,7 +153,7 @@ def _marked_prediction(text: str) -> str | None:
 
 
 def _tagged_prediction(text: str) -> str | None:
-    given = tagged_answer(text)
+    given = _tagged(text)
     return None if given is None else numeric_prediction(f"<answer>{given}</answer>") or plain(given) or None
 
 
@@ -202,17 +188,11 @@ def arithmetic_reward(completion: str, answer: str) -> dict[str, float]:
     """
     expected = int(answer)
     prediction = final_integer(completion)
+    thought, closed, _ = completion.partition("<think>")[2].partition("</think>")
     correct = float(prediction is not None and int(prediction) == expected)
     return {
         "score": correct,
         "acc": correct,
         "format": float(prediction is not None),
-        "worked": float(bool(_thought(completion))),
+        "worked": float(bool(closed and thought.strip())),
     }
-
-
-def _thought(text: str) -> str:
-    """What stands in the first `<think>...</think>`, without outer white space."""
-    start = text.find("<think>")
-    end = text.find("</think>", start) if start >= 0 else -1
-    return text[start + len("<think>") : end].strip() if end >= 0 else ""

@@ -18,7 +18,6 @@ import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Literal
 
 import msgspec
@@ -26,14 +25,11 @@ import msgspec
 from grpo_megatron.processes.pool import STARTUP_TIMEOUT_S, Limits, ProcessAnswer, ProcessPool, printable
 from grpo_megatron.rewards.calling import COMPOSITE, Components, functions_of
 from grpo_megatron.rewards.reward import (
-    ITEM_FIELDS,
     ItemFields,
     Kwargs,
-    Reads,
     RewardItem,
     RewardResult,
     RewardSignature,
-    check_json,
     read_signature,
     rewards,
 )
@@ -49,25 +45,17 @@ Item = RewardItem | tuple[str, str, str] | tuple[str, str, str, str]  # (reward 
 
 
 @dataclass
-class PendingCall:
-    """One call of the reward `name` for some items; of none: the import of the reward."""
-
-    name: str
-    numbers: list[int]
-
-
-@dataclass
 class Worker:
-    """One process: `key` names it. `calls` are not answered yet, oldest first. `loaded`: the rewards that it has imported."""
+    """One process: `key` names it. `calls` are not answered yet, oldest first: (reward, items); without items: its import."""
 
     key: str
-    calls: deque[PendingCall] = field(default_factory=deque)
-    loaded: set[str] = field(default_factory=set)
+    calls: deque[tuple[str, list[int]]] = field(default_factory=deque)
+    loaded: set[str] = field(default_factory=set)  # the rewards whose import was asked for
 
     @property
     def num_calls(self) -> int:
         """Calls with items."""
-        return sum(1 for call in self.calls if call.numbers)
+        return sum(1 for _, numbers in self.calls if numbers)
 
 
 class RewardPool:
@@ -92,12 +80,14 @@ class RewardPool:
         self._workers = [Worker(next(self._keys)) for _ in range(num_workers)]
         self._tested: set[str] = set()
         self._named: set[tuple[str, str]] = set()  # (reward, entry) that was reported to be no metric
-        check_json([self.kwargs, self._composite])
         hosts = -(-num_workers // WORKERS_PER_HOST)
         program = "grpo_megatron.rewards.calling:open_graders"
-        self._processes = ProcessPool("reward", program, {}, Limits(MAX_REPLY), self._accept, hosts)
+        settings = {"kwargs": self.kwargs, **self._composite}
+        what = "reward", "reward.kwargs"
+        self._processes = ProcessPool(*what, program, settings, Limits(MAX_REPLY), self._accept, hosts)
         self._seconds: dict[str, float] = {}  # reward -> per sample, in its last call
         # the batch in progress
+        self._is_test = False
         self._queue = CallQueue({}, {}, {})
         self._items: list[RewardItem] = []
         self._results: list[RewardResult | None] = []
@@ -130,7 +120,7 @@ class RewardPool:
         What an earlier batch has left, because it was interrupted, is dropped.
         """
         self.self_test([name for name in names if name not in self._tested])
-        self._begin(self.kwargs)
+        self._begin()
 
     def submit(self, item: Item) -> None:
         """Add an item to the batch. Returns at once: the workers grade while the caller does other work."""
@@ -168,7 +158,7 @@ class RewardPool:
         """
         for name in [part for reward in names for part in functions_of(reward, self._composite)]:
             known = KNOWN_REWARDS.get(name, [])
-            self._begin({})
+            self._begin(is_test=True)
             for completion, answer, _ in known:
                 self.submit((name, completion, answer))
             for (completion, answer, reward), result in zip(known, self._wait(), strict=True):
@@ -179,10 +169,10 @@ class RewardPool:
                     )
         self._tested.update(names)
 
-    def _begin(self, kwargs: Kwargs) -> None:
+    def _begin(self, *, is_test: bool = False) -> None:
         self._drop_batch()
-        self._queue = CallQueue(kwargs, self._composite, self._seconds)
-        self._processes.show_again()
+        self._is_test = is_test
+        self._queue = CallQueue({} if is_test else self.kwargs, self._composite, self._seconds)
         self._processes.serve(block=False)  # notices what has ended between two batches; raises in a closed pool
 
     def _drop_batch(self) -> None:
@@ -222,12 +212,12 @@ class RewardPool:
             self._fail(numbers, "error", self._unloadable[name])
             return
         reward = self._queue.reward(name)
-        request = {"name": name, "kwargs": reward.kwargs, "samples": [], "timeout_s": self.timeout_s}
+        request = {"name": name, "is_test": self._is_test, "samples": [], "timeout_s": self.timeout_s}
         if name not in worker.loaded:  # a request of its own: imports have more time than samples
             worker.loaded.add(name)
-            worker.calls.append(PendingCall(name, []))
+            worker.calls.append((name, []))
             self._processes.submit(worker.key, request, STARTUP_TIMEOUT_S)
-        worker.calls.append(PendingCall(name, numbers))
+        worker.calls.append((name, numbers))
         samples = [reward.sample(self._items[number]) for number in numbers]
         seconds = self.timeout_s * (1 if reward.is_quick else len(numbers))
         self._processes.submit(worker.key, {**request, "samples": samples}, seconds)
@@ -237,37 +227,37 @@ class RewardPool:
         worker = next((worker for worker in self._workers if worker.key == key), None)
         if worker is None:
             return  # it has been replaced, and answers its later calls
-        call = worker.calls.popleft()
+        name, numbers = worker.calls.popleft()
         if answer["status"] == "ok":
             try:  # the user's code runs in the process that sent it, and may change anything
                 results = msgspec.convert(answer["value"], list[RewardResult])
-                for number, result in zip(call.numbers, results, strict=True):
-                    self._results[number] = self._presented(call.name, result)
+                for number, result in zip(numbers, results, strict=True):
+                    self._results[number] = self._presented(name, result)
             except (ValueError, KeyError):
                 answer = {**answer, "status": "died", "message": "has sent a wrong answer", "output": ""}
             else:
                 if results:
-                    self._seconds[call.name] = sum(result.seconds for result in results) / len(results)
+                    self._seconds[name] = sum(result.seconds for result in results) / len(results)
                 return
-        self._lose(worker, call, answer)
+        self._lose(worker, name, numbers, answer)
 
-    def _lose(self, worker: Worker, call: PendingCall, answer: ProcessAnswer) -> None:
+    def _lose(self, worker: Worker, name: str, numbers: list[int], answer: ProcessAnswer) -> None:
         """A process has failed in a call: fail its items, or grade them one by one, and return the others to the queue."""
         status: Literal["error", "timeout"] = "timeout" if answer["status"] == "timeout" else "error"
         message = f"the reward's process {answer['message']}"
         if status == "timeout":
-            seconds = self.timeout_s if call.numbers else STARTUP_TIMEOUT_S
-            message = f"no result after {seconds:g} s{' (reward.timeout_s)' if call.numbers else ''}; killed"
+            limit = f"{self.timeout_s:g} s (reward.timeout_s)" if numbers else f"{STARTUP_TIMEOUT_S:g} s"
+            message = f"no result after {limit}; killed"
         message += answer["output"]
-        for other in reversed(worker.calls):
-            self._queue.put_back(other.name, other.numbers, one_by_one=len(other.numbers) == 1)
+        for other, items in reversed(worker.calls):
+            self._queue.put_back(other, items, one_by_one=len(items) == 1)
         self._replace(worker)
-        if not call.numbers:  # it died while importing: do not import again in this batch
-            self._unloadable[call.name] = f"its module could not be imported; {message}"
-        elif len(call.numbers) > 1 and not self._queue.reward(call.name).compares:
-            self._queue.put_back(call.name, call.numbers, one_by_one=True)
+        if not numbers:  # it died while importing: do not import again in this batch
+            self._unloadable[name] = f"its module could not be imported; {message}"
+        elif len(numbers) > 1 and not self._queue.reward(name).compares:
+            self._queue.put_back(name, numbers, one_by_one=True)
         else:
-            self._fail(call.numbers, status, message)
+            self._fail(numbers, status, message)
 
     def _replace(self, worker: Worker) -> None:
         """Kill the process of a worker. The worker's next call starts another one."""
@@ -306,27 +296,22 @@ class PlannedReward:
     def __init__(self, name: str, kwargs: Kwargs, seconds: float = math.inf) -> None:
         signature = _signature(name)
         facts = rewards.facts(name) if signature else rewards.defaults
-        self.kwargs = kwargs
         self.compares = facts.compares
         self.is_quick = seconds < QUICK_S and ":" not in name and name != COMPOSITE  # a message may have several items
         is_shared = signature and (signature.takes_lists or inspect.iscoroutinefunction(rewards.get(name)))
         self.size = facts.batch_size if is_shared else 1  # the most items of one call
         self.shares_calls = self.size > 1 or self.compares
-        if name == COMPOSITE:
-            self._reads = reduce(
-                Reads.joined, (_reads(p["function"], p["kwargs"]) for p in kwargs["components"]), Reads()
-            )
-        else:
-            self._reads = _reads(name, kwargs)
+        parts: Components = [{"function": name, "kwargs": kwargs}]
+        parts = kwargs["components"] if name == COMPOSITE else parts
+        self._columns = [_columns(part["function"], part["kwargs"]) for part in parts]
 
     def sample(self, item: RewardItem) -> ItemFields:
-        """What the worker gets of an item: completion, answer, and what the function reads."""
-        sample: ItemFields = {"completion": item.completion, "answer": item.answer}
-        sample |= {name: getattr(item, name) for name in sorted(self._reads.fields)}
-        wanted = item.columns if self._reads.columns is None else sorted(self._reads.columns)
-        if columns := {name: item.columns[name] for name in wanted if name in item.columns}:
-            sample["columns"] = columns
-        return sample
+        """What the worker gets of an item: all but the columns that nothing reads."""
+        columns = item.columns
+        if None not in self._columns:
+            read = set().union(*filter(None, self._columns))
+            columns = {name: value for name, value in columns.items() if name in read}
+        return {**item._asdict(), "columns": dict(columns)}
 
 
 def _signature(name: str) -> RewardSignature | None:
@@ -338,14 +323,11 @@ def _signature(name: str) -> RewardSignature | None:
         return None
 
 
-def _reads(name: str, kwargs: Kwargs) -> Reads:
+def _columns(name: str, kwargs: Kwargs) -> set[str] | None:
+    """The columns that a function reads; None: all."""
     signature = _signature(name)
-    if signature is None:
-        return Reads(frozenset(ITEM_FIELDS) - {"columns"}, None)
-    facts = rewards.facts(name)
-    reads = signature.reads(kwargs)
-    fields = reads.fields | ({"prompt"} if facts.reads_prompt else set())
-    return Reads(fields, reads.columns if facts.takes_columns else reads.columns or frozenset())
+    columns = signature.columns(kwargs) if signature else None
+    return columns if signature is None or rewards.facts(name).takes_columns else columns or set()
 
 
 class CallQueue:

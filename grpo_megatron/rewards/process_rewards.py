@@ -7,6 +7,8 @@ quickstart's `8+3=11,1+7+1=9`. A step earns 1 when every equation in it holds an
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 from collections.abc import Iterator
 from fractions import Fraction
@@ -14,7 +16,7 @@ from typing import Any
 
 from grpo_megatron.rewards.reward import MAX_STEPS, parse_reward, rewards
 
-# -- equations, checked exactly by a small parser ----------------------------------------------------------------------
+# -- equations, checked exactly ----------------------------------------------------------------------
 # An equation is a chain `48/2=24` or `2*3 = 6 = 12/2` of sides without variables; at least one side has an operator.
 # GSM8K's calculator annotations `<<48/2=24>>` are equations, and so is the text around them. Numbers may have `$`, `%` (a
 # hundredth) and thousands commas. Operators are + - * / x ^ and LaTeX's \times \cdot \div \frac. Values are exact
@@ -118,75 +120,61 @@ def _is_rounded(text: str, value: Fraction, exact: Fraction) -> bool:
     return (places >= 2 or is_endless) and value * exact >= 0 and (abs(error) * 2 <= unit or -unit < error < 0)
 
 
+_BINARY: dict[Any, Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
 def value_of(text: str) -> Fraction | None:
     """The exact value of an arithmetic expression; None when it is malformed, divides by zero, or is too large."""
-    tokens: list[str] = []
+    numbers = [Fraction(1, 100)]  # the expression for Python's parser holds their places
+    expression: list[str] = []
     position = 0
     text = text.rstrip()
     while position < len(text):
         match = _ARITHMETIC_TOKEN.match(text, position)
-        if match is None or len(match[1]) > MAX_DIGITS or len(tokens) > 400:
+        if match is None or len(match[1]) > MAX_DIGITS or len(expression) > 400:
             return None
-        tokens.append(match[1])
-        position = match.end()
+        position, token = match.end(), match[1]
+        follows_value = bool(expression) and (expression[-1] == ")" or expression[-1].isdigit())
+        if token == "%" and follows_value and expression[-1] != ")":
+            numbers[-1] /= 100
+        elif token == "%":
+            expression += ["*", "0"]
+        elif token == "(":
+            expression += ["*", "("] if follows_value else ["("]
+        elif token[-1].isdigit():
+            expression.append(str(len(numbers)))
+            numbers.append(Fraction(token.replace(",", "")))
+        else:
+            expression.append("**" if token == "^" else token)
     try:
-        value, rest = _sum(tokens, 0, 0)
-    except (ValueError, ZeroDivisionError, IndexError):
+        return _evaluated(ast.parse(" ".join(expression), mode="eval").body, numbers)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
-    return value if rest == len(tokens) else None
 
 
-def _sum(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
-    value, at = _product(tokens, at, depth)
-    while at < len(tokens) and tokens[at] in "+-":
-        sign = 1 if tokens[at] == "+" else -1
-        other, at = _product(tokens, at + 1, depth)
-        value += sign * other
-    return value, at
-
-
-def _product(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
-    value, at = _power(tokens, at, depth)
-    while at < len(tokens) and (tokens[at] in "*/" or tokens[at] == "("):
-        divide = tokens[at] == "/"
-        other, at = _power(tokens, at + (tokens[at] != "("), depth)
-        value = value / other if divide else value * other
-        _bound(value)
-    return value, at
-
-
-def _power(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
-    if at < len(tokens) and tokens[at] in "+-":
-        value, end = _power(tokens, at + 1, depth + 1)
-        return (-value if tokens[at] == "-" else value), end
-    value, at = _atom(tokens, at, depth)
-    if at < len(tokens) and tokens[at] in ("^", "**"):
-        exponent, at = _power(tokens, at + 1, depth + 1)
-        if exponent.denominator != 1 or abs(exponent) > MAX_POWER:
-            raise ValueError("the exponent is not a small integer")
-        value = value ** int(exponent)
-        _bound(value)
-    return value, at
-
-
-def _atom(tokens: list[str], at: int, depth: int) -> tuple[Fraction, int]:
-    if depth > 40:
-        raise ValueError("brackets are nested too deeply")
-    if tokens[at] == "(":
-        value, at = _sum(tokens, at + 1, depth + 1)
-        if tokens[at] != ")":
-            raise ValueError("a bracket is not closed")
-    else:
-        value = Fraction(tokens[at].replace(",", ""))  # ValueError for an operator
-    at += 1
-    while at < len(tokens) and tokens[at] == "%":
-        value, at = value / 100, at + 1
-    return value, at
-
-
-def _bound(value: Fraction) -> None:
-    if value.numerator.bit_length() > 2000 or value.denominator.bit_length() > 2000:
-        raise ValueError("the value is too large")
+def _evaluated(node: ast.expr, numbers: list[Fraction]) -> Fraction:
+    match node:
+        case ast.Constant(value=int(place)):
+            return numbers[place]
+        case ast.UnaryOp(op=sign, operand=operand):
+            value = _evaluated(operand, numbers)
+            return -value if isinstance(sign, ast.USub) else value
+        case ast.BinOp(left=left, op=operation, right=right):
+            value, other = _evaluated(left, numbers), _evaluated(right, numbers)
+            if isinstance(operation, ast.Pow):
+                if other.denominator != 1 or abs(other) > MAX_POWER:
+                    raise ValueError("the exponent is not a small integer")
+                value = value ** int(other)
+            else:
+                value = _BINARY[type(operation)](value, other)
+            if max(value.numerator.bit_length(), value.denominator.bit_length()) <= 2000:
+                return value
+    raise ValueError("the value is too large, or this is no arithmetic")
 
 
 MAX_TEXT = 200_000  # characters that are cut into steps
@@ -197,14 +185,12 @@ _STEP_END = re.compile(r"\n|</think>|(?<=[0-9]),(?![0-9]{3}(?![0-9]))(?=[0-9]+[-
 def split_steps(text: str) -> Iterator[tuple[int, str]]:
     """(end, text) of every step that is not blank. White space at the end of a step does not belong to it."""
     start = 0
-    for match in _STEP_END.finditer(text, 0, MAX_TEXT):
-        piece = text[start : match.start()].rstrip()
-        if piece.strip():
+    borders = [match.span() for match in _STEP_END.finditer(text, 0, MAX_TEXT)]
+    for end, after in [*borders, (len(text), len(text))]:
+        piece = text[start:end].rstrip()
+        if piece:
             yield start + len(piece), piece
-        start = match.end()
-    piece = text[start:].rstrip()
-    if piece.strip():
-        yield start + len(piece), piece
+        start = after
 
 
 @rewards.register("arithmetic_steps", gives_steps=True, takes_columns=False)

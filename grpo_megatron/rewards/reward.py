@@ -19,9 +19,7 @@ number of characters of the completion up to the end of the step. Ends increase;
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +32,7 @@ from grpo_megatron.importing import FactRegistry, Registry
 
 
 class RewardItem(NamedTuple):
-    """`name` is the reward function's. Only what the function reads travels to its worker."""
+    """`name` is the reward function's. Of the columns, only those that the function reads travel to its worker."""
 
     name: str
     completion: str  # with the `<think>` that the prompt has opened, if it has
@@ -48,8 +46,7 @@ class RewardItem(NamedTuple):
     is_chat: bool = False  # TRL calls such a row conversational
 
 
-ITEM_FIELDS = RewardItem._fields[1:]  # all but the name
-ItemFields = dict[str, Any]  # the part of an item that a worker gets: field -> value
+ItemFields = dict[str, Any]  # an item as a worker gets it: field -> value
 
 PROMPT_END = 64  # characters of a prompt that are searched
 # an open <think>, or an empty thought: Qwen3's template with enable_thinking=false
@@ -82,29 +79,16 @@ OURS = (
     *("completion", "answer", "prompt", "messages", "extra_info", "data_source", "completion_ids", "step"),
     "prompt_text",  # the same as `prompt`, for a function whose own argument has that name
 )
-VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
-VERL_LIST_NAMES = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-TRL_NAMES = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric")
 TRL_PASSES = ("prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")  # to **kwargs, too
 FORM_NAMES: dict[Form, tuple[str, ...]] = {
     "ours": OURS,
     "position": OURS,
-    "verl": VERL_NAMES,
-    "verl list": VERL_LIST_NAMES,
-    "TRL": TRL_NAMES,
+    "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+    "verl list": ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
+    "TRL": (*TRL_PASSES, "completions", "completions_ids"),
 }
 OF_TRL_ROW = ("prompt", "completion", "completion_ids")  # columns that TRL's trainer does not pass
-SOURCES = {  # name -> the fields of a RewardItem that it is made of
-    **{name: (name,) for name in OURS if name in ITEM_FIELDS},
-    "prompt_text": ("prompt",),
-    "data_sources": ("data_source",),
-    "prompts": ("prompt", "messages", "is_chat"),
-    "completions": ("is_chat",),
-    **dict.fromkeys(["solution_str", "solution_strs", "log_extra", "log_metric"], ()),
-    "completions_ids": ("completion_ids",),
-    "trainer_state": ("step",),
-}
-COLUMNS_OF = {  # name -> the columns that it is made of
+COLUMNS_OF = {  # name -> the column that it is made of
     "extra_info": "extra_info",
     "extra_infos": "extra_info",
     "ground_truth": "reward_model",
@@ -116,19 +100,6 @@ ADAPTED = {
     "verl list": "called as verl's batched compute_score(data_sources, solution_strs, ground_truths, extra_infos)",
     "TRL": "called as TRL's reward(prompts, completions, **columns), with lists",
 }
-
-
-@dataclass(frozen=True)
-class Reads:
-    """What a function reads of a RewardItem besides completion and answer. `columns` None: all of them."""
-
-    fields: frozenset[str] = frozenset()
-    columns: frozenset[str] | None = frozenset()
-
-    def joined(self, other: Reads) -> Reads:
-        """What both read."""
-        both = None if self.columns is None or other.columns is None else self.columns | other.columns
-        return Reads(self.fields | other.fields, both)
 
 
 @dataclass(frozen=True)
@@ -146,16 +117,12 @@ class RewardSignature:
         """How another trainer's function is called; "" for one of ours."""
         return ADAPTED.get(self.form, "")
 
-    def reads(self, kwargs: Iterable[str]) -> Reads:
-        """What must be sent to the function's worker, beside `reward.kwargs`."""
-        names = [*self.names, *(TRL_PASSES if self.form == "TRL" and self.takes_others else ())]
-        read = [name for name in names if name not in kwargs]
-        fields = {field for name in read for field in SOURCES.get(name, ())}
-        columns = {COLUMNS_OF.get(name, name) for name in read if name in COLUMNS_OF or name not in SOURCES}
-        if not self.form.startswith("verl"):
-            columns |= {name for name in read if name not in FORM_NAMES[self.form]}
-        takes_columns = self.takes_others and not self.form.startswith("verl")
-        return Reads(frozenset(fields), None if takes_columns else frozenset(columns))
+    def columns(self, kwargs: Iterable[str]) -> set[str] | None:
+        """The columns that must be sent to the function's worker; None: all."""
+        if self.takes_others and not self.form.startswith("verl"):
+            return None
+        own = FORM_NAMES[self.form]
+        return {COLUMNS_OF.get(n, n) for n in self.names if n not in kwargs and (n in COLUMNS_OF or n not in own)}
 
     def problem(self, kwargs: Iterable[str], columns: Iterable[str] | None = None) -> str | None:
         """Why it cannot be called with `reward.kwargs` and rows of these `columns`. `columns` None: not known yet."""
@@ -182,21 +149,12 @@ class RewardSignature:
 def read_signature(function: Callable[..., Any], *, batch: bool = False) -> RewardSignature:
     """The signature of a reward function; `batch`: one that was declared so. Raises ValueError: it reads no completion."""
     try:
-        return _read(function, batch)
-    except TypeError:  # an object that cannot be hashed
-        return _read.__wrapped__(function, batch)
-
-
-@functools.lru_cache(maxsize=256)
-def _read(function: Callable[..., Any], batch: bool) -> RewardSignature:
-    try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature: only the first call can tell
         return RewardSignature("position", ("completion", "answer"), frozenset(), False, batch)
-    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    names = tuple(p.name for p in by_name)
+    names = _names(parameters)
     others = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    required = frozenset(p.name for p in by_name if p.default is p.empty)
+    required = frozenset(p.name for p in parameters if p.name in names and p.default is p.empty)
     recognised: dict[str, Form] = {"solution_str": "verl", "solution_strs": "verl list", "completions": "TRL"}
     for name, form in recognised.items():
         if name in names:
@@ -204,29 +162,27 @@ def _read(function: Callable[..., Any], batch: bool) -> RewardSignature:
     only_by_position = any(p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in parameters)
     if not only_by_position and {"completion", "completion_ids"} & set(names):
         return RewardSignature("ours", names, required, others, batch)
-    rest = _after_two(parameters)
-    named = [p.name for p in rest if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = _names(_after_two(parameters))
     return RewardSignature("position", ("completion", "answer", *named), required & {*named}, others, batch)
 
 
-def _after_two(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
+def _names(parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+def _after_two(parameters: Sequence[inspect.Parameter]) -> Sequence[inspect.Parameter]:
     """The parameters after the two that get completion and answer by position. Raises ValueError."""
-    listed = ", ".join(map(str, parameters)) or "none"
-    remedy = "name one `completion` (and `answer`, or what else it reads)"
-    places: list[str] = []
-    for number, parameter in enumerate(parameters):
-        if parameter.kind == parameter.VAR_POSITIONAL:
+    for number, p in enumerate(parameters[:2]):
+        if p.kind == p.VAR_POSITIONAL:
             return parameters[number:]
-        if len(places) == 2:
-            return parameters[number:]
-        if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            break
-        places.append(parameter.name)
-        if parameter.name in OURS and parameter.name != ("completion", "answer")[number]:
+        is_another = p.name in OURS and p.name != ("completion", "answer")[number]
+        if is_another or p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
             break
     else:
-        if len(places) == 2:
-            return []
+        if len(parameters) > 1:
+            return parameters[2:]
+    listed = ", ".join(map(str, parameters)) or "none"
+    remedy = "name one `completion` (and `answer`, or what else it reads)"
     raise ValueError(f"it reads no completion (its parameters: {listed}); {remedy}")
 
 
@@ -243,7 +199,6 @@ class RewardFacts:
     """What validation must know about a registered reward."""
 
     gives_steps: bool = False  # returns "steps": the rewards of single steps
-    reads_prompt: bool = False  # its **kwargs get `prompt_text`, too; a function that names it gets it anyway
     takes_columns: bool = True  # its **kwargs get the row's columns
     batch: bool = False  # takes lists, and returns a list
     batch_size: int = 16  # the most samples of a batch; and of an async function, those in work at a time
@@ -322,14 +277,6 @@ def check_reward(name: str, kwargs: Kwargs | None = None, columns: Iterable[str]
     if problem is not None:
         raise ValueError(f"reward {name!r} cannot be called: {problem}")
     return function
-
-
-def check_json(kwargs: object) -> None:
-    """Raises ValueError unless `kwargs` can be written as JSON, which takes them to the workers."""
-    try:
-        json.dumps(kwargs)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"reward.kwargs cannot be passed to the workers as JSON: {error}") from None
 
 
 def parse_reward(returned: object, length: int | None = None) -> RewardResult:

@@ -31,18 +31,10 @@ SPACED = (
 UNSPACED = ("han", "hiragana", "katakana", "thai", "lao", "khmer", "myanmar")  # a letter counts as a word
 SCRIPTS = (*SPACED, *UNSPACED)
 
-_SYMBOLS = (
-    "MATHEMATICAL",
-    "DOUBLE-STRUCK",
-    "SCRIPT",
-    "BLACK-LETTER",
-    "MODIFIER",
-    "MICRO",
-    "OHM",
-    "KELVIN",
-    "ANGSTROM",
-    "PLANCK",
-)
+_SYMBOLS = {
+    *("MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MODIFIER"),
+    *("MICRO", "OHM", "KELVIN", "ANGSTROM", "PLANCK"),
+}
 _NO_LANGUAGE = re.compile(r"\\[A-Za-z]+|</?(?:think|answer)>")  # commands of LaTeX, tags
 
 

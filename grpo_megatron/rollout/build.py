@@ -21,7 +21,6 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.rollout.transformers_engine import TransformersEngine
 from grpo_megatron.rollout.vllm import VllmEngine
-from grpo_megatron.sync.plan import EngineTensors
 
 engines: Registry[type[RolloutEngine]] = Registry("rollout engine")
 engines.register("vllm")(VllmEngine)
@@ -75,17 +74,12 @@ def engine_problems(rollout: RolloutConfig) -> Iterator[str]:
         yield from str(error).splitlines()
         return
     yield from engine.problems(rollout, options)
-    if rollout.sync == "delta":
-        yield from _delta_problems(rollout, engine)
-
-
-def _delta_problems(rollout: RolloutConfig, engine: type[RolloutEngine]) -> Iterator[str]:
-    if not engine.reads_shards:
+    if rollout.sync == "delta" and not engine.reads_shards:
         yield (
             f"rollout.sync=delta with rollout.engine={rollout.engine!r}: a delta is sent for the part of each tensor that"
             " a rank's engine reads, and this engine reads whole tensors (reads_shards=False); set rollout.sync=full"
         )
-    if rollout.quantization is not None:
+    if rollout.sync == "delta" and rollout.quantization is not None:
         yield (
             f"rollout.sync=delta with rollout.quantization={rollout.quantization}: a delta builds on the weights as they"
             " were loaded, and the engine keeps quantised ones; set rollout.sync=full, or leave rollout.quantization out"
@@ -101,26 +95,9 @@ def engine_packages(rollout: RolloutConfig) -> dict[str, str]:
 
 
 def build_engine(
-    rollout: RolloutConfig,
-    model_path: Path | str,
-    mesh: Mesh,
-    device: Device,
-    *,
-    dtype: str,
-    max_model_len: int,
-    eos_token_ids: list[int],
-    tensors: EngineTensors,
+    rollout: RolloutConfig, model_path: Path | str, mesh: Mesh, device: Device, **arguments: Any
 ) -> RolloutEngine:
     """The engine of the `rollout` section. Collective over the world; arguments as in `RolloutEngine`. Raises ConfigError."""
     engine = find_engine(rollout.engine)
-    return engine(
-        model_path,
-        rollout,
-        mesh,
-        device,
-        options=read_options(engine, rollout.engine_options),
-        dtype=dtype,
-        max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids,
-        tensors=tensors,
-    )
+    options = read_options(engine, rollout.engine_options)
+    return engine(model_path, rollout, mesh, device, options=options, **arguments)

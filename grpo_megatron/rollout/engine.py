@@ -36,31 +36,32 @@ if TYPE_CHECKING:
     from grpo_megatron.parallel.mesh import Mesh
 
 
-# -- StopTexts: which token of a response completes one of several texts, exactly --------------------------------------
-# Token t completes a text when it is the first token for which decode(ids[: t + 1]) contains the text. Decoding all tokens
-# again after each token would be quadratic, so most tokens are ruled out by what they decode to alone: the last character of a
-# stop text is always part of the token that completes it. For the others the end of the response is decoded. A text found
-# there is confirmed in the whole response, because the beginning of a window may decode to something else.
-
-_CLEANED = (
-    ".?!,'tmse "  # last characters of " .", " n't" and the like, where the clean-up of a tokenizer removes a space
-)
+# Last characters of " .", " n't" and the like, where the clean-up of a tokenizer removes a space.
+_CLEANED = ".?!,'tmse "
 _MARGIN = 8  # characters: what decodes differently at the beginning of a window (parts of a character, a space)
 
 
 class StopTexts:
     """Texts that end a response. `token_ids` are those which are one token of the vocabulary, special tokens too.
 
-    Special tokens are left out of the decoded text. One tokenizer and no other state: all ranks decide the same.
+    Token t completes a text when it is the first token for which decode(ids[: t + 1]) contains the text. Special tokens are left
+    out of the decoded text. Decoding all tokens again after each token would be quadratic, so most tokens are ruled out by
+    what they decode to alone: the last character of a stop text is always part of the token that completes it. For the others
+    the end of the response is decoded. A text found there is confirmed in the whole response, because the beginning of a
+    window may decode to something else. One tokenizer and no other state: all ranks decide the same.
     """
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
         assert texts and all(texts), f"an empty stop text is found everywhere: {texts!r}"
-        self.texts = tuple(texts)
-        self.token_ids = tuple(_single_tokens(self.texts, tokenizer))
-        self._tokenizer = tokenizer
+
+        def encode(text: str) -> list[int]:
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        self.texts, self._tokenizer, vocabulary = tuple(texts), tokenizer, tokenizer.get_vocab()
+        known = [text for text in texts if text in vocabulary]
+        self.token_ids = tuple(vocabulary[text] for text in known if encode(text) == [vocabulary[text]])
         self._last = {text[-1] for text in texts}
-        if self._decode(_encode("x .", tokenizer)) != "x .":
+        if self._decode(encode("x .")) != "x .":
             self._last.update(_CLEANED)
         self._may_end_in_bytes = any(not character.isascii() for character in self._last)
         self._longest = max(map(len, texts))
@@ -71,12 +72,10 @@ class StopTexts:
         token = response_ids[-1]
         if token not in self._lengths:
             text = self._decode([token, token])  # twice: a tokenizer may drop the space that begins the first token
-            self._lengths[token] = len(text) if self._can_complete(text) else 0
+            may_be_part = self._may_end_in_bytes and "\N{REPLACEMENT CHARACTER}" in text
+            self._lengths[token] = len(text) if may_be_part or not self._last.isdisjoint(text) else 0
         length = self._lengths[token]
         return length > 0 and self._is_near_end(response_ids, length) and self._is_in(self._decode(response_ids))
-
-    def _can_complete(self, text: str) -> bool:
-        return not self._last.isdisjoint(text) or (self._may_end_in_bytes and "\N{REPLACEMENT CHARACTER}" in text)
 
     def _is_near_end(self, response_ids: Sequence[int], last_length: int) -> bool:
         """Whether the last tokens contain a text. They decode to enough characters for each that the last can complete."""
@@ -91,15 +90,6 @@ class StopTexts:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def _single_tokens(texts: Sequence[str], tokenizer: Any) -> list[int]:
-    vocabulary = tokenizer.get_vocab()
-    return [vocabulary[text] for text in texts if text in vocabulary and _encode(text, tokenizer) == [vocabulary[text]]]
-
-
-def _encode(text: str, tokenizer: Any) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @dataclass(frozen=True)
@@ -132,10 +122,6 @@ class Completion:
     finish_reason: str  # "stop" | "length"
 
 
-class NoOptions(Section):
-    """The section of an engine without options of its own."""
-
-
 class RolloutEngine(ABC):
     """One rank's engine. Methods that draw or compute are collective over a block, all others over the world.
 
@@ -145,11 +131,9 @@ class RolloutEngine(ABC):
     the module of an engine class must not import them at its top.
     """
 
-    Options: ClassVar[type[Section]] = NoOptions  # the type of the section `rollout.engine_options`
+    Options: ClassVar[type[Section]] = Section  # the type of the section `rollout.engine_options`
     requires: ClassVar[Mapping[str, str]] = {}  # package to import -> what `pip install` calls it
-    reads_shards: ClassVar[bool] = (
-        False  # True: of each tensor it reads only its rank's part, `engine_tensors` (models/)
-    )
+    reads_shards: ClassVar[bool] = False  # True: of each tensor it reads only its rank's part (`engine_tensors`)
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: Any) -> Iterator[str]:
@@ -330,7 +314,7 @@ class StatefulEngine(RolloutEngine):
         return 0 if self._broken is not None else len(self._queue)
 
     def poll(self) -> list[tuple[str, Completion]]:
-        self._require_ready()
+        self._require_usable()
         if not self._queue:
             return []
         with self._breaking(), self._working():
@@ -338,7 +322,8 @@ class StatefulEngine(RolloutEngine):
         return finished
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        self._require_unbroken()
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
         if unknown := [request_id for request_id in request_ids if request_id not in self._queue]:
             raise ValueError(f"no unfinished request has the id {', '.join(map(repr, unknown))}")
         with self._breaking(), self._working():
@@ -371,7 +356,7 @@ class StatefulEngine(RolloutEngine):
             self._asleep -= {part}
 
     def require(self, version: int) -> None:
-        self._require_ready()
+        self._require_usable()
         super().require(version)
 
     def _require_new(self, request_id: str, request: Request) -> None:
@@ -388,7 +373,7 @@ class StatefulEngine(RolloutEngine):
 
     def _require_sequences(self, sequences: Sequence[Sequence[int]]) -> None:
         """Raise unless the engine is idle, and can compute the log-probabilities of all of these."""
-        self._require_ready()
+        self._require_usable()
         self._require_idle("logprobs")
         for ids in sequences:
             if not 1 <= len(ids) < self._max_model_len:
@@ -415,17 +400,12 @@ class StatefulEngine(RolloutEngine):
         asleep = "the weights are asleep: call wake_weights" if "weights" in self._asleep else None
         return self._broken or asleep or self._unfinished()
 
-    def _require_ready(self) -> None:
-        if self._broken is None and self._asleep:
-            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}): wake it first")
-        self._require_weights()
-
-    def _require_unbroken(self) -> None:
+    def _require_usable(self, *, awake: bool = True) -> None:
+        """Raise unless the engine works, is awake (if `awake`), and has a complete set of weights."""
         if self._broken is not None:
             raise RuntimeError(self._broken)
-
-    def _require_weights(self) -> None:
-        self._require_unbroken()
+        if awake and self._asleep:
+            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}): wake it first")
         if self._version is None:
             raise RuntimeError("the engine has no complete set of weights: call load_weights first")
 

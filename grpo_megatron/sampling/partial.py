@@ -5,6 +5,10 @@ tokens. After a round in which enough groups are complete, the step takes these.
 with them under its own weights. Each token keeps the log-probability and the version of the weights that drew it
 (Sample.draws), so that the rollout correction covers every step's age.
 
+A response that has been drawn to its token t goes on as a request whose prompt is prompt and response so far. It has a seed of
+its own, made of run, draw, prompt, sample and t: not of the step, the rank, or what else is drawn. The first chunk has the seed
+of a response that is drawn at once.
+
 A round is a tick of a logical clock: what is cut, and where, follows from lengths of responses only. It depends neither on
 the time that anything takes, nor on the layout, nor on where a run was resumed. Ranks wait for each other at the end of a
 round only.
@@ -17,71 +21,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import Any
 
-from grpo_megatron.config import DataConfig, RolloutConfig
-from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rollout.engine import Request, sample_seed
 from grpo_megatron.sampling.collector import Group, PolicyCollector, State, pack_groups, unpack_groups
-from grpo_megatron.sampling.generator import Generator, distinct_uids, sample_indices
-from grpo_megatron.types import UNFINISHED, Draw, Prompt, Sample
-
-# -- Chunks ------------------------------------------------------------------------------------------------------------
-# Chunks: the next tokens of unfinished responses, so many of each. What `rollout.partial` draws with.
-#
-# A response that has been drawn to its token t goes on as a request whose prompt is prompt and response so far. It has a seed
-# of its own, made of run, draw, prompt, sample and t: not of the step, the rank, or what else is drawn. The first chunk
-# has the seed of a response that is drawn at once.
-
-
-class Chunks:
-    """`size` tokens at a time, of responses of at most `max_tokens`, drawn at `temperature`."""
-
-    def __init__(self, generator: Generator, *, size: int, max_tokens: int, temperature: float) -> None:
-        self.generator, self.size, self.max_tokens, self.temperature = generator, size, max_tokens, temperature
-
-    def begin(self, prompt: Prompt, index: int, version: int) -> Sample:
-        """A response without tokens. `advance` sets its digest."""
-        return Sample(prompt, 0, index, [], [], UNFINISHED, version)
-
-    def advance(self, responses: Sequence[tuple[Sample, int, str]], version: int) -> None:
-        """Draw up to `size` tokens of each unfinished (sample, draw id, uid), by weights `version`. Collective over the block.
-
-        What becomes complete goes to the reward workers at once.
-        """
-        generator = self.generator
-        requests = [self._request(*response) for response in responses]
-        for finished in generator.engine.stream(requests, version):
-            for number, completion in finished:
-                sample = responses[number][0]
-                self._extend(sample, completion.response_ids, completion.logprobs, version)
-                is_cut = completion.finish_reason == "length" and len(sample.response_ids) < self.max_tokens
-                sample.finish_reason = UNFINISHED if is_cut else completion.finish_reason
-                if not is_cut:
-                    generator.grading.add(sample)
-            generator.grading.serve()
-
-    def _request(self, sample: Sample, draw_id: int, uid: str) -> Request:
-        start = len(sample.response_ids)
-        request = self.generator.request(
-            (*sample.prompt.prompt_ids, *sample.response_ids),
-            sample.index,
-            sample_seed(self.generator.seed, draw_id, f"{uid}@{start}" if start else uid, sample.index),
-            min(self.size, self.max_tokens - start),
-            self.temperature,
-            top_p=1.0,
-        )
-        return replace(request, num_written=start)
-
-    def _extend(self, sample: Sample, ids: list[int], logprobs: list[float], version: int) -> None:
-        start, digest = len(sample.response_ids), self.generator.weights_digest()
-        if not sample.draws or sample.draws[-1].version != version:
-            sample.draws.append(Draw(start, start, version, digest))
-        sample.response_ids.extend(ids)
-        sample.rollout_logprobs.extend(logprobs)
-        sample.loss_mask.extend([1] * len(ids))
-        sample.draws[-1] = replace(sample.draws[-1], end=len(sample.response_ids))
-        sample.weights_digest = sample.draws[0].weights_digest
+from grpo_megatron.sampling.generator import distinct_uids, sample_indices
+from grpo_megatron.types import UNFINISHED, Draw, Sample
 
 
 @dataclass
@@ -95,27 +41,17 @@ class _InProgress:
     num_unfinished: int  # responses
     samples: list[Sample] = field(default_factory=list)  # empty on other blocks
 
+    def unfinished(self) -> list[Sample]:
+        """The unfinished samples that this rank holds."""
+        return [sample for sample in self.samples if sample.finish_reason == UNFINISHED]
+
 
 class PartialCollector(PolicyCollector):
     """Goes on with the unfinished responses of earlier steps. See the header."""
 
-    def __init__(
-        self,
-        generator: Generator,
-        prompts: Sampler[Prompt],
-        data: DataConfig,
-        rollout: RolloutConfig,
-        *,
-        greedy: bool = False,
-    ) -> None:
-        super().__init__(generator, prompts, data, rollout, greedy=greedy)
-        self.mesh, self.partial = generator.mesh, rollout.partial
-        self.chunks = Chunks(
-            generator,
-            size=rollout.partial.chunk_tokens,
-            max_tokens=data.max_response_length,
-            temperature=rollout.temperature,
-        )
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **named)
+        self.mesh, self.partial = self.generator.mesh, self.rollout.partial
         self.waiting: list[_InProgress] = []  # oldest first
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
@@ -123,7 +59,7 @@ class PartialCollector(PolicyCollector):
         waiting = [group for group in self.waiting if step - group.version <= self.partial.max_staleness]
         num_dropped, self.waiting = len(self.waiting) - len(waiting), waiting
         in_progress = self.waiting + self._begin(step, count, metrics)
-        unfinished = [sample for group in in_progress for sample in _unfinished(group)]
+        unfinished = [sample for group in in_progress for sample in group.unfinished()]
         functions = {sample.prompt.reward for group in in_progress for sample in group.samples}
         self.generator.grading.begin(functions, len(unfinished))
         with metrics.phase("gen"):
@@ -176,18 +112,54 @@ class PartialCollector(PolicyCollector):
             block = load.index(min(load))
             load[block] += len(indices)
             mine = block == self.mesh.rollout_block
-            samples = [self.chunks.begin(prompt, index, step) for index in indices] if mine else []
+            samples = [Sample(prompt, 0, index, [], [], UNFINISHED, step) for index in indices] if mine else []
             begun.append(_InProgress(draw_id, uid, step, block, len(indices), samples))
         return begun
 
     def _advance(self, in_progress: Sequence[_InProgress], step: int) -> None:
-        """One round. Then every rank knows how many responses of each group are unfinished."""
-        self.chunks.advance(
-            [(sample, group.draw_id, group.uid) for group in in_progress for sample in _unfinished(group)], step
-        )
-        local = [len(_unfinished(group)) if self.mesh.is_block_leader else 0 for group in in_progress]
+        """One round. What becomes complete goes to the reward workers at once.
+
+        Collective: then every rank knows how many responses of each group are unfinished.
+        """
+        generator = self.generator
+        responses = [(group, sample) for group in in_progress for sample in group.unfinished()]
+        for finished in generator.engine.stream([self._request(*response) for response in responses], step):
+            for number, completion in finished:
+                sample = responses[number][1]
+                self._extend(sample, completion.response_ids, completion.logprobs, step)
+                is_cut = (
+                    completion.finish_reason == "length" and len(sample.response_ids) < self.data.max_response_length
+                )
+                sample.finish_reason = UNFINISHED if is_cut else completion.finish_reason
+                if not is_cut:
+                    generator.grading.add(sample)
+            generator.grading.serve()
+        local = [len(group.unfinished()) if self.mesh.is_block_leader else 0 for group in in_progress]
         for group, num_unfinished in zip(in_progress, self.mesh.total(local), strict=True):
             group.num_unfinished = num_unfinished
+
+    def _request(self, group: _InProgress, sample: Sample) -> Request:
+        start = len(sample.response_ids)
+        uid = f"{group.uid}@{start}" if start else group.uid
+        request = self.generator.request(
+            (*sample.prompt.prompt_ids, *sample.response_ids),
+            sample.index,
+            sample_seed(self.generator.seed, group.draw_id, uid, sample.index),
+            min(self.partial.chunk_tokens, self.data.max_response_length - start),
+            self.rollout.temperature,
+            top_p=1.0,
+        )
+        return replace(request, num_written=start)
+
+    def _extend(self, sample: Sample, ids: list[int], logprobs: list[float], version: int) -> None:
+        start = len(sample.response_ids)
+        if not sample.draws or sample.draws[-1].version != version:
+            sample.draws.append(Draw(start, start, version, self.generator.weights_digest()))
+        sample.response_ids.extend(ids)
+        sample.rollout_logprobs.extend(logprobs)
+        sample.loss_mask.extend([1] * len(ids))
+        sample.draws[-1] = replace(sample.draws[-1], end=len(sample.response_ids))
+        sample.weights_digest = sample.draws[0].weights_digest
 
     def _has_enough(self, in_progress: Sequence[_InProgress], step: int, count: int) -> bool:
         complete = [group for group in in_progress if group.num_unfinished == 0]
@@ -211,8 +183,3 @@ class PartialCollector(PolicyCollector):
             old = sum(draw.end - draw.start for draw in sample.draws if draw.version < step)
             leader.mean("rollout/partial/staleness_mean", age, len(sample.response_ids))  # over tokens
             leader.mean("rollout/partial/earlier_token_ratio", old, len(sample.response_ids))
-
-
-def _unfinished(group: _InProgress) -> list[Sample]:
-    """The unfinished samples of the group that this rank holds."""
-    return [sample for sample in group.samples if sample.finish_reason == UNFINISHED]

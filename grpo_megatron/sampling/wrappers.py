@@ -29,10 +29,8 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.collector import (
     Collector,
-    EmptyCollector,
     FileCollector,
     Group,
-    InitialModelCollector,
     PolicyCollector,
     State,
     pack_groups,
@@ -44,7 +42,7 @@ from grpo_megatron.sampling.partial import PartialCollector
 from grpo_megatron.types import Prompt
 
 
-class DynamicSampling:
+class DynamicSampling(Collector):
     """`round_size` is in prompts, `max_staleness` in steps (0: left-over groups are never used)."""
 
     def __init__(self, inner: Collector, mesh: Mesh, *, round_size: int, max_rounds: int, max_staleness: int) -> None:
@@ -106,7 +104,7 @@ class DynamicSampling:
 # fresh samples alike.
 
 
-class Replay:
+class Replay(Collector):
     """Takes up to `replay.ratio` of a step's groups from a buffer, and the others from `inner`."""
 
     def __init__(self, inner: Collector, replay: ReplayConfig, mesh: Mesh) -> None:
@@ -164,15 +162,15 @@ def build_collector(
     """
     size = data.train_batch_size
     if not prompts and not offline_groups:
-        return EmptyCollector()
+        return Collector()
     if algorithm.source == "file":
         return FileCollector(Sampler(offline_groups, size, data.shuffle, data.seed), mesh)
     assert generator is not None, "a run that trains on drawn samples has an engine"
     greedy = advantage_estimators.facts(algorithm.adv_estimator).needs_greedy_reward
     from_policy = PartialCollector if rollout.partial.is_on else PolicyCollector
-    collector: Collector = from_policy(generator, prompt_sampler(prompts, data), data, rollout, greedy=greedy)
-    if algorithm.source == "initial":
-        collector = InitialModelCollector(collector, sync_initial)
+    prepare = sync_initial if algorithm.source == "initial" else None
+    sampler = prompt_sampler(prompts, data)
+    collector: Collector = from_policy(generator, sampler, data, rollout, greedy=greedy, prepare=prepare)
     if algorithm.filter_groups.enable:
         collector = DynamicSampling(
             collector,

@@ -91,41 +91,40 @@ COLUMN = 36  # of the comments
 TEMPLATE = Path(__file__).with_suffix(".yaml.jinja")
 
 
-@dataclass(frozen=True)
-class NewRun:
-    """What the user has asked for, and what was read of the model. Lengths in tokens."""
-
-    options: InitOptions
-    arch: Architecture
-    has_template: bool
-    max_prompt: int
-    max_response: int
-
-
-def config_text(run: NewRun, machine: Machine, planned: PlannedLayout | None = None) -> str:
-    """`planned` None: on the CPU, or without a layout, to plan one."""
-    gpu, parameters = machine.gpu, run.arch.num_parameters()
+def config_text(
+    options: InitOptions,
+    arch: Architecture,
+    machine: Machine,
+    has_template: bool,
+    planned: PlannedLayout | None = None,
+) -> str:
+    """`planned` None: on the CPU, or without a layout, to plan one. `has_template`: the tokenizer has a chat template."""
+    gpu, parameters, room = machine.gpu, arch.num_parameters(), arch.max_position_embeddings
+    max_response = min(2048 if gpu else 256, room // 2)
+    max_prompt = min(1024 if gpu else 512, room - max_response)
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters["yaml"] = _scalar
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        vars(run),
+        options=options,
+        arch=arch,
         machine=machine,
         gpu=gpu,
+        has_template=has_template,
         planned=planned,
         where=f"{machine.nodes} x {machine.per_node} GPUs, {gpu.name}" if gpu else f"{machine.ranks} ranks on a CPU",
         parameters=f"{parameters / 1e9:.1f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million",
         batch=64 if gpu else 8,  # prompts per step
         group=8 if gpu else 4,  # samples per prompt
-        tokens=planned.layout.tokens if planned else max(16384 if gpu else 4096, run.max_prompt + run.max_response),
+        max_prompt=max_prompt,
+        max_response=max_response,
+        tokens=planned.layout.tokens if planned else max(16384 if gpu else 4096, max_prompt + max_response),
         copies=machine.ranks // (planned.layout.tp * planned.layout.pp) if planned else 0,
         recomputation=FULL_RECOMPUTATION,
-        output_dir=Path("outputs") / run.options.output.stem,
+        output_dir=Path("outputs") / options.output.stem,
     )
+    parts = (line.partition(" ## ") for line in text.splitlines())
     # a comment needs the space before it, also behind a long value
-    lines = (
-        f"{key:<{COLUMN - 1}} # {comment}" for key, _, comment in (line.partition(" ## ") for line in text.splitlines())
-    )
-    return "\n".join(line.removesuffix(" # ").rstrip() for line in lines) + "\n"
+    return "\n".join(f"{key:<{COLUMN - 1}} # {comment}" if mark else key for key, mark, comment in parts) + "\n"
 
 
 def _scalar(value: object) -> str:
@@ -141,34 +140,35 @@ def write_config(options: InitOptions) -> int:
     if output.exists():
         raise ConfigError(f"{output} exists; name another file with --output, or remove it")
     find_modules(output)  # the user's reward is called
-    arch = _architecture(options.model)
+    try:
+        arch = read_architecture(options.model)
+    except ValueError as error:
+        raise ConfigError(
+            f"MODEL {str(options.model)!r}: {error}; name a Hugging Face folder of a supported model"
+        ) from error
     machine = _machine(options)
-    run = _new_run(options, arch, machine)
+    if options.reward is None and not get_task(options.task).graders:
+        raise ConfigError(
+            f"task {options.task} does not grade answers; name your function with --reward my_module:reward"
+        )
+    try:
+        has_template = load_tokenizer(options.model, DataConfig()).chat_template is not None
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n  (for init, put the tokenizer's files into MODEL)") from error
 
-    text = config_text(run, machine)
+    text = config_text(options, arch, machine, has_template)
     if machine.gpu is not None:
-        text = config_text(run, machine, suggest(_config(text), arch, machine))
+        text = config_text(options, arch, machine, has_template, suggest(_config(text), arch, machine))
     validate(_config(text), machine.ranks, dry_run=True, rehearsed=True)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_file(output, text)
+    gpu = ""  # for a plan on a machine without that GPU
+    if machine.gpu is not None:
+        gpu = f" --gpu {machine.gpu.name if machine.gpu.name in GPUS else f'{machine.gpu.usable_gib:g}'}"
     print(f"wrote {output}. Read its comments, then:")
-    print(f"  grpo-megatron train {output} --dry-run{_gpu_option(machine)}")
+    print(f"  grpo-megatron train {output} --dry-run{gpu}")
     print(f"  grpo-megatron train {output}")
     return 0
-
-
-def _gpu_option(machine: Machine) -> str:
-    """For a plan on a machine without that GPU."""
-    if machine.gpu is None:
-        return ""
-    return f" --gpu {machine.gpu.name if machine.gpu.name in GPUS else f'{machine.gpu.usable_gib:g}'}"
-
-
-def _architecture(folder: Path) -> Architecture:
-    try:
-        return read_architecture(folder)
-    except ValueError as error:
-        raise ConfigError(f"MODEL {str(folder)!r}: {error}; name a Hugging Face folder of a supported model") from error
 
 
 def _machine(options: InitOptions) -> Machine:
@@ -182,24 +182,6 @@ def _machine(options: InitOptions) -> Machine:
     except ValueError as error:
         raise ConfigError(f"--gpu {error}") from error
     return Machine(options.gpus // per_node, per_node, gpu)
-
-
-def _new_run(options: InitOptions, arch: Architecture, machine: Machine) -> NewRun:
-    if options.reward is None and not get_task(options.task).graders:
-        raise ConfigError(
-            f"task {options.task} does not grade answers; name your function with --reward my_module:reward"
-        )
-    on_cpu, room = machine.gpu is None, arch.max_position_embeddings
-    max_response = min(256 if on_cpu else 2048, room // 2)
-    max_prompt = min(512 if on_cpu else 1024, room - max_response)
-    return NewRun(options, arch, _has_template(options.model), max_prompt, max_response)
-
-
-def _has_template(model: Path) -> bool:
-    try:
-        return load_tokenizer(model, DataConfig()).chat_template is not None
-    except ConfigError as error:
-        raise ConfigError(f"{error}\n  (for init, put the tokenizer's files into MODEL)") from error
 
 
 def _config(text: str) -> Config:

@@ -16,9 +16,9 @@ from typing import Annotated, Any, ClassVar
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.options import Argument, Option, Options
-from grpo_megatron.data.generated import VOCABULARY_SIZE, write_example
+from grpo_megatron.data.generated import write_example
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.reading import read_json
+from grpo_megatron.reading import ReadError, read_json
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import new_folder
 
@@ -139,38 +139,12 @@ def prepare_inputs(options: PrepareOptions) -> int:
 
 # -- a model with random weights, drawn from a seed ---------------------------------------------------------------------
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "quickstart": {  # 405 k parameters: learns data/generated.py in about two minutes on two cores
-        "architectures": ["Qwen2ForCausalLM"],
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "hidden_size": 128,
-        "initializer_range": 0.05,
-        "intermediate_size": 384,
-        "max_position_embeddings": 128,
-        "model_type": "qwen2",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": VOCABULARY_SIZE,
-    },
-}
-COPIED_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
+# 405 k parameters: learns the sums of data/generated.py in about two minutes on two cores
+QUICKSTART_MODEL = Path(__file__).with_name("quickstart.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt"
 )
+COPIED_FILES = (*_TOKENIZER_FILES.split(), "tokenizer.model", "chat_template.jinja")
 
 
 def write_model(out: Path, options: ModelOptions) -> None:
@@ -185,11 +159,10 @@ def write_model(out: Path, options: ModelOptions) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    raw = PRESETS[options.preset] if options.config is None else _read_config(options.config)
+    raw = _read_config(options.config or QUICKSTART_MODEL)
     tokenizer_dir = options.tokenizer
-    quiet: Any = logging.disable_progress_bar
     build: Any = AutoModelForCausalLM.from_config
-    quiet()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     for file in COPIED_FILES:
         if (tokenizer_dir / file).exists():
             shutil.copyfile(tokenizer_dir / file, out / file)
@@ -197,7 +170,6 @@ def write_model(out: Path, options: ModelOptions) -> None:
     tokenizer = load_tokenizer(out if named else tokenizer_dir, DataConfig())
     if "model_type" not in raw:
         raise ConfigError("the model config has no model_type; is it a Hugging Face config.json?")
-    raw = copy.deepcopy(raw)
     if named:  # else transformers warns that the tokenizer may be one of Mistral's
         raw.setdefault("transformers_version", transformers.__version__)
     raw["dtype" if "dtype" in raw else "torch_dtype"] = "float32"  # loaders use the dtype of the config
@@ -218,7 +190,9 @@ def write_model(out: Path, options: ModelOptions) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # a tied tensor comes once, under its first name
             if parameter.dim() >= 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=_generator(options.seed, name)) * options.std)
+                digest = hashlib.sha256(f"{options.seed}/{name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * options.std)
     model.save_pretrained(out, max_shard_size="1000GB")
     (out / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
     shutil.copymode(out / "config.json", out / "model.safetensors")  # transformers makes it 0600
@@ -245,13 +219,6 @@ def _name_tokens(folder: Path, options: ModelOptions) -> bool:
     about = read_json(file) if file.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
     file.write_text(json.dumps({**about, **given}, indent=2, sort_keys=True) + "\n")
     return True
-
-
-def _generator(seed: int, name: str) -> Any:
-    import torch
-
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def _apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -286,8 +253,8 @@ def _apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> None:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        raw = read_json(path)
+    except (OSError, ReadError) as error:
         raise ConfigError(f"cannot read the model config {str(path)!r}: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"the model config {str(path)!r} is not a JSON object")

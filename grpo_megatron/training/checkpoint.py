@@ -2,14 +2,15 @@
 
     output_dir/checkpoints/step_000020/
         state/          Megatron-Core distributed checkpoint: policy, optimizer, random state of every rank
-        reward_model/   the same for a reward model that learns (training/beside/reward_model.py)
-        critic/         the same for the critic of PPO (training/beside/critic.py)
+        reward_model/   a reward model that learns: plain values in a JSON file, weights and optimizer in state/
+        critic/         the same for the critic of PPO
         trainer.json    step, place in the schedule, config, world size, data position, stored groups, KL coefficient
         manifest.json   size and sha256 of every file above; written last
 
 All ranks write into a hidden folder, which rank 0 renames when every rank is done (storage/files.py). With
-`trainer.async_save` the state is copied to the host, and threads write it while the run goes on (PendingSave). At most one
-save is under way: the next one, a request to stop and the end of the run wait for it.
+`trainer.async_save` the state is copied to the host, and a thread of each rank writes it while the run goes on. Between steps
+the ranks compare whether all threads are done; the main threads then complete the checkpoint. At most one save is under way:
+the next one, a request to stop and the end of the run wait for it.
 
 Before a run resumes, it looks for lost, truncated and changed files. A damaged checkpoint is renamed to
 step_000020.damaged, with a warning, and the checkpoint before it is used. The ranks share the hashing. At a save, each
@@ -27,15 +28,15 @@ import logging
 import math
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.memory.parameters import DTYPE_BYTES, SAVED_OPTIMIZER_BYTES
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes
+from grpo_megatron.models.heads.scalar import ScalarPolicy
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.sharded_state import Writes, load_sharded, save_sharded
 from grpo_megatron.parallel.mesh import Mesh, RankError, on_every_rank, on_first_rank
@@ -55,60 +56,67 @@ from grpo_megatron.storage.files import (
 )
 from grpo_megatron.storage.run_files import STEP_FILE, on_disk, steps_of
 
-# -- Saving in the background ------------------------------------------------------------------------------------------
-# PendingSave: a checkpoint whose files a thread writes while the run goes on (trainer.async_save).
-#
-# The thread of each rank writes that rank's files from copies, and does not communicate. Between steps the ranks compare whether
-# all threads are done; the main thread then finishes the checkpoint. Until then its name is hidden, and the one before it stays.
-
-
-class PendingSave:
-    """Starts its thread at once. `complete` is called once, by the main thread of every rank, when all files are written."""
-
-    def __init__(self, step: int, writes: Writes, mesh: Mesh, task: str, complete: Callable[[], None]) -> None:
-        self.step, self.mesh, self.task, self.complete = step, mesh, task, complete
-        self._writes, self._error = writes, ""
-        self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._writes.write()
-        except Exception as error:  # it must reach all ranks: a thread's error is only printed
-            self._error = f"{self.task}: {type(error).__name__}: {error}"
-
-    def poll(self) -> bool:
-        """Collective: True once the checkpoint is complete. Raises RankError on every rank when any rank could not write."""
-        is_done = not self._thread.is_alive()
-        try:
-            self.mesh.agree(self._problem())
-        except RankError:
-            self._thread.join()  # nothing is written after the error
-            raise
-        if not all(self.mesh.all_gather(is_done)):
-            return False
-        self.complete()
-        return True
-
-    def wait(self) -> None:
-        """Collective: as `poll`, and returns when the checkpoint is complete."""
-        self._thread.join()
-        self.poll()
-
-    def _problem(self) -> str | None:
-        return self._error or self._writes.problem()
-
-
 DAMAGED = ".damaged"
 log = logging.getLogger(__name__)
 
 
-class Part(Protocol):
-    """Anything besides the policy that saves its state in a checkpoint, in its own folder. Both methods are collective."""
+class TrainedModel:
+    """A model that is trained beside the policy: the critic, or a reward model that learns.
 
-    def save(self, folder: Path, writes: Writes | None = None) -> None: ...
+    `folder_name` is its folder in a checkpoint, and `file_name` the JSON file in it.
+    """
 
-    def load(self, folder: Path, *, same_world: bool) -> None: ...
+    model: ScalarPolicy
+    folder_name: str
+    file_name: str
+
+    def content(self) -> Any:
+        """The plain values that the JSON file holds."""
+        return self.model.state()
+
+    def restore(self, content: Any) -> None:
+        """The inverse of `content`."""
+        self.model.load_state(content)
+
+    def save(self, folder: Path, writes: Writes | None = None) -> None:
+        """Collective: write a new folder inside the existing `folder`. `writes`: see `save_sharded`. Raises RankError."""
+        target, content = folder / self.folder_name, self.content()
+
+        def write() -> None:
+            target.mkdir()
+            (target / self.file_name).write_text(json.dumps(content))
+
+        on_first_rank(self.model.mesh, f"cannot write checkpoint {target}", write)
+        with self.model.in_use():
+            save_sharded(self.model, target / "state", writes)
+
+    def load(self, folder: Path, *, same_world: bool) -> None:
+        """Collective: the inverse of `save`, in any layout. Raises RankError."""
+        target = folder / self.folder_name
+        content = _read_json(self.model.mesh, target, self.file_name)
+        with self.model.in_use():
+            load_sharded(self.model, target / "state", same_world=same_world)
+        self.restore(content)
+
+    def save_hf(self, target: Path, tokenizer_path: Path) -> None:
+        """Collective: write a Hugging Face folder, which `reward_model.path` or `critic.path` accepts."""
+        with self.model.in_use():
+            self.model.save_hf(target, tokenizer_path)
+
+
+class PendingSave(threading.Thread):
+    """Writes this rank's files of one checkpoint from copies, while the run goes on. It does not communicate."""
+
+    def __init__(self, step: int, writes: Writes, task: str, complete: Callable[[], None]) -> None:
+        super().__init__(name="checkpoint writer", daemon=True)
+        self.step, self.writes, self.task, self.complete = step, writes, task, complete
+        self.error = ""
+
+    def run(self) -> None:
+        try:
+            self.writes.write()
+        except Exception as error:  # it must reach all ranks: a thread's error is only printed
+            self.error = f"{self.task}: {type(error).__name__}: {error}"
 
 
 class Checkpoints:
@@ -125,7 +133,7 @@ class Checkpoints:
     ) -> None:
         self.root, self.mesh, self.keep, self.verify = output_dir / "checkpoints", mesh, keep, verify
         self.in_background = in_background
-        self._pending: PendingSave | None = None
+        self.pending: PendingSave | None = None  # the save that is under way
         self.last: Path | None = None  # the last one that this run has saved or loaded
 
     # -- finding -------------------------------------------------------------------------------------------------------
@@ -181,7 +189,7 @@ class Checkpoints:
         policy: Policy,
         config: Config,
         run: dict[str, Any] | None = None,
-        parts: Sequence[Part] = (),
+        parts: Sequence[TrainedModel] = (),
     ) -> Path:
         """Collective: write the state after `step` steps, unless this run has saved it already. Returns its folder.
 
@@ -190,7 +198,7 @@ class Checkpoints:
         Raises RankError on every rank when any rank cannot write.
         """
         final = self.root / f"step_{step:06d}"
-        if self._pending is not None and self._pending.step == step:
+        if self.pending is not None and self.pending.step == step:
             return final
         self.wait()
         if final == self.last:
@@ -215,41 +223,34 @@ class Checkpoints:
             parts = self.mesh.gather(writes.hashes(partial))
             hashes = {name: sha for of_rank in parts for name, sha in of_rank.items()}
             on_first_rank(self.mesh, task, lambda: self._publish(partial, final, step, text, hashes))
-            self.last, self._pending = final, None
+            self.last, self.pending = final, None
 
         if self.in_background:
-            self._pending = PendingSave(step, writes, self.mesh, task, complete)
+            self.pending = PendingSave(step, writes, task, complete)
+            self.pending.start()
         else:
             complete()
         return final
 
-    def poll(self, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Collective: complete the save that is under way, if all ranks have written their files. Raises as `save` does.
-
-        Without such a save nothing is done; otherwise it is timed as `phase("save_checkpoint")`.
-        """
-        if self._pending is not None:
-            with phase("save_checkpoint"), self._forgotten_on_errors():
-                self._pending.poll()
+    def poll(self) -> None:
+        """Collective: complete the save that is under way, if all ranks have written their files. Raises as `save` does."""
+        if self.pending is None:
+            return
+        is_written = not self.pending.is_alive()
+        try:
+            self.mesh.agree(self.pending.error or self.pending.writes.problem())
+            if all(self.mesh.all_gather(is_written)):
+                self.pending.complete()
+        except RankError:
+            self.pending.join()  # nothing is written after the error
+            self.pending = None
+            raise
 
     def wait(self) -> None:
         """Collective: wait until no save is under way. Raises as `save` does."""
-        if self._pending is not None:
-            with self._forgotten_on_errors():
-                self._pending.wait()
-
-    @contextlib.contextmanager
-    def _forgotten_on_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except RankError:
-            self._pending = None
-            raise
-
-    def waited_for(self, checkpoint: Path) -> Path:
-        """Collective: `checkpoint`, once it is complete. Raises as `save` does."""
-        self.wait()
-        return checkpoint
+        if self.pending is not None:
+            self.pending.join()
+            self.poll()
 
     def _start(self, partial: Path) -> None:
         if self.last is not None and self.last.exists():  # the next one has about its size
@@ -271,11 +272,9 @@ class Checkpoints:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def load(self, path: Path, policy: Policy, parts: Sequence[Part] = ()) -> int:
+    def load(self, path: Path, policy: Policy, parts: Sequence[TrainedModel] = ()) -> int:
         """Collective: restore the policy and the parts. Returns the number of steps that the checkpoint has done."""
-        content = on_every_rank(
-            self.mesh, f"cannot read checkpoint {path}", lambda: json.loads((path / STEP_FILE).read_text())
-        )
+        content = _read_json(self.mesh, path, STEP_FILE)
         same_world = content["world_size"] == self.mesh.world_size
         load_sharded(policy, path / "state", same_world=same_world)
         policy.load_state(content["policy"])
@@ -283,6 +282,10 @@ class Checkpoints:
             part.load(path, same_world=same_world)
         self.last = path
         return int(content["step"])
+
+
+def _read_json(mesh: Mesh, folder: Path, name: str) -> Any:
+    return on_every_rank(mesh, f"cannot read checkpoint {folder}", lambda: json.loads((folder / name).read_text()))
 
 
 def checkpoint_bytes(arch: Architecture, dtype: str) -> int:

@@ -1,7 +1,5 @@
 """Colocation: policy and engine share a device. Hands its memory from one to the other, syncs and checks the weights.
 
-A run that draws nothing has a `PolicyAlone` instead: no engine, so nothing to hand over and nothing to sync.
-
 Entering `rollout()`:
   1. The optimizer states and gradients are offloaded (`actor.megatron.offload_optimizer`).
   2. The engine's weights wake up, and the policy's weights are streamed into them.
@@ -18,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +27,11 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.forward import LanguageModel
+from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
 from grpo_megatron.models.layers.spec import DTYPES
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.weights.folder import Serving, save_hf
 from grpo_megatron.models.weights.stream import Resharding, engine_tensors
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.progress import awaited
@@ -39,7 +41,7 @@ from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sync.delta import DeltaLimits
 from grpo_megatron.sync.digest import Expected, compare
 from grpo_megatron.sync.plan import EngineTensors
-from grpo_megatron.types import Batch, Sample, WeightBucket
+from grpo_megatron.types import Batch, Sample
 
 # -- Probe -------------------------------------------------------------------------------------------------------------
 # Probe: engine and policy must compute the same log-probabilities of fixed tokens after a sync.
@@ -72,23 +74,19 @@ class Probe:
         self.dtype, self.tolerance = dtype, tolerance
         self._healthy: dict[str, deque[float]] = {}  # model -> means of its last healthy probes
 
-    def bound(self, model: str, *, is_attested: bool) -> float:
-        """The largest mean |difference| that the next probe of a model may have."""
-        if self.tolerance is not None:
-            return self.tolerance
-        if model not in self._healthy:
-            return (FIRST_ATTESTED if is_attested else FIRST)[self.dtype]
-        return _factor(is_attested) * max(FLOOR[self.dtype], *self._healthy[model])
-
     def problem(self, model: str, difference: Tensor, *, is_attested: bool) -> str | None:
         """Says why the differences of the batch's log-probabilities are too large, if they are. Remembers a healthy probe."""
-        mean, bound = difference.abs().mean().item(), self.bound(model, is_attested=is_attested)
+        mean, factor, origin = difference.abs().mean().item(), FACTOR_ATTESTED if is_attested else FACTOR, ""
+        if self.tolerance is not None:
+            bound, origin = self.tolerance, "rollout.probe_tolerance="
+        elif model in self._healthy:
+            bound = factor * max(FLOOR[self.dtype], *self._healthy[model])
+            origin = f"{factor:g} times that of healthy probes of this run: "
+        else:
+            bound = (FIRST_ATTESTED if is_attested else FIRST)[self.dtype]
         if mean <= bound:  # false for NaN
             self._healthy.setdefault(model, deque(maxlen=NUM_HEALTHY)).append(mean)
             return None
-        origin = "" if self.tolerance is None else "rollout.probe_tolerance="
-        if self.tolerance is None and model in self._healthy:
-            origin = f"{_factor(is_attested):g} times that of healthy probes of this run: "
         return (
             "after the weight sync the engine's log-probabilities of fixed tokens differ from those of the model that was"
             f" sent by {mean:.3g} on average (at most {difference.abs().max().item():.3g}), more than {origin}{bound:.3g}: "
@@ -122,10 +120,6 @@ def logprobs_problem(model: str, logprobs: Tensor) -> str | None:
     )
 
 
-def _factor(is_attested: bool) -> float:
-    return FACTOR_ATTESTED if is_attested else FACTOR
-
-
 def fixed_tokens(vocab_size: int, length: int) -> Batch:
     """Random but fixed tokens: the first of each sequence is the prompt, the others get log-probabilities."""
     generator = torch.Generator().manual_seed(0)
@@ -149,13 +143,10 @@ def fixed_tokens(vocab_size: int, length: int) -> Batch:
 
 
 class Provenance:
-    """The digest of the weights of each step's last sync, for as many steps as a sample may be old.
+    """The digest of the weights of each step's last sync, for as many steps as a sample may be old."""
 
-    `is_drawn` False: the samples are read from a file.
-    """
-
-    def __init__(self, mesh: Mesh, *, max_staleness: int, is_drawn: bool) -> None:
-        self.mesh, self.max_staleness, self.is_drawn = mesh, max_staleness, is_drawn
+    def __init__(self, mesh: Mesh, max_staleness: int) -> None:
+        self.mesh, self.max_staleness = mesh, max_staleness
         self._digests: dict[int, str] = {}
 
     def record(self, version: int, digest: str) -> None:
@@ -164,30 +155,27 @@ class Provenance:
         for old in [v for v in self._digests if v < version - self.max_staleness]:
             del self._digests[old]
 
-    def digest(self, version: int) -> str:
-        """Empty if it is not known: the checkpoint that the run resumed from had none."""
-        return self._digests.get(version, "")
-
     def check(self, step: int, samples: Sequence[Sample]) -> None:
-        """Each sample was drawn by the weights that were synced for its version. Collective. Raises RankError."""
-        wrong = [(sample, draw) for sample in samples if (draw := self._wrong_draw(sample)) is not None]
+        """Each sample was drawn by the weights that were synced for its version. Collective. Raises RankError.
+
+        A digest is "" where it is not known: the checkpoint that the run resumed from had none.
+        """
+        wrong = []
+        for sample in samples:
+            draws = [(draw.version, draw.weights_digest) for draw in sample.draws]
+            for version, digest in draws or [(sample.version, sample.weights_digest)]:
+                if digest != self._digests.get(version, ""):
+                    wrong.append((sample, version, digest))
+                    break
         problem = None
-        if wrong and self.is_drawn:
-            first, (version, digest) = wrong[0]
+        if wrong:
+            first, version, digest = wrong[0]
             problem = (
                 f"step {step} cannot train on {len(wrong)} of {len(samples)} samples: prompt {first.prompt.uid!r}, sample "
-                f"{first.index} was drawn by weights with digest {digest or 'unknown'}, but the sync of step "
-                f"{version} sent weights with digest {self.digest(version) or 'unknown'}; resume from the last checkpoint"
+                f"{first.index} was drawn by weights with digest {digest or 'unknown'}, but the sync of step {version} sent"
+                f" weights with digest {self._digests.get(version) or 'unknown'}; resume from the last checkpoint"
             )
         self.mesh.agree(problem)
-
-    def _wrong_draw(self, sample: Sample) -> tuple[int, str] | None:
-        """Version and digest of the first weights of the sample that the syncs did not send."""
-        draws = [(draw.version, draw.weights_digest) for draw in sample.draws]
-        for version, digest in draws or [(sample.version, sample.weights_digest)]:
-            if digest != self.digest(version):
-                return version, digest
-        return None
 
     def state(self) -> dict[str, Any]:
         """Plain JSON, whose keys are text."""
@@ -197,55 +185,20 @@ class Provenance:
         self._digests = {int(version): digest for version, digest in state.items()}
 
 
-class WeightSource(Protocol):
-    """A model whose weights the engine can hold: the policy or the reference."""
-
-    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]: ...
-
-    def expected_digests(self, resharding: Resharding) -> Expected: ...
-
-    def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor: ...
-
-
-class PolicyAlone:
-    """The policy of a run that draws nothing: supervised training from files, validated by its loss."""
-
-    engine: RolloutEngine | None = None
-
-    def __init__(self, provenance: Provenance) -> None:
-        self.provenance = provenance
-
-    @contextlib.contextmanager
-    def rollout(self, version: int, metrics: Metrics) -> Iterator[None]:
-        """Does nothing; `Colocation` wakes its engine. Nothing may be drawn inside."""
-        yield
-
-    def sync_weights_from(self, source: WeightSource, version: int, metrics: Metrics) -> None:
-        """Must not be called: there is no engine."""
-        raise AssertionError("this run draws nothing, so it has no engine that could hold weights")
-
-    def close(self) -> None:
-        """Release the engine. Collective."""
-
-
-class Colocation(PolicyAlone):
+class Colocation:
     """Shares the device between `policy` and `engine`, which sleeps from its construction to the first rollout."""
-
-    engine: RolloutEngine
 
     def __init__(
         self,
         policy: Policy,
         engine: RolloutEngine,
-        mesh: Mesh,
         resharding: Resharding,
         *,
         probe: Probe,
         provenance: Provenance,
     ) -> None:
-        super().__init__(provenance)
-        self.policy, self.engine, self.mesh = policy, engine, mesh
-        self.resharding, self.probe = resharding, probe
+        self.policy, self.engine, self.mesh = policy, engine, policy.mesh
+        self.resharding, self.probe, self.provenance = resharding, probe, provenance
         self.weights_digest = ""  # of the weights that the engine holds
         self._is_attested = False  # the last sync
         self._has_synced = False  # since this process was started
@@ -273,16 +226,12 @@ class Colocation(PolicyAlone):
         self.policy.device.empty_cache()
         self.policy.onload()
 
-    def sync_weights_from(self, source: WeightSource, version: int, metrics: Metrics) -> None:
+    def sync_weights_from(self, source: LanguageModel, version: int, metrics: Metrics) -> None:
         """Stream another model into the awake engine, which holds it until `rollout` is entered again. Collective."""
         self._sync("reference", source, version, metrics)
         self._probe("reference", source, metrics)
 
-    def close(self) -> None:
-        """Release the engine. Collective."""
-        self.engine.shutdown()
-
-    def _sync(self, name: str, source: WeightSource, version: int, metrics: Metrics) -> None:
+    def _sync(self, name: str, source: LanguageModel, version: int, metrics: Metrics) -> None:
         """Collective. Raises RankError."""
         self.weights_digest = ""
         with metrics.phase("attest"):
@@ -310,7 +259,7 @@ class Colocation(PolicyAlone):
             return None
         return compare(expected, held, self.resharding.tensors, self.mesh.rank % self.mesh.rollout_tp, self.mesh.rank)
 
-    def _probe(self, name: str, source: WeightSource, metrics: Metrics) -> None:
+    def _probe(self, name: str, source: LanguageModel, metrics: Metrics) -> None:
         """Compare the engine with `source` on fixed tokens at temperature 1. Collective. Raises RankError."""
         with metrics.phase("probe"):
             expected = source.logprobs(self.probe.batch, temperature=1.0)
@@ -325,21 +274,45 @@ class Colocation(PolicyAlone):
 # -- Construction ------------------------------------------------------------------------------------------------------
 
 
-def build_colocation(config: Config, checked: Checked, policy: Policy) -> PolicyAlone:
-    """The policy, with a sleeping engine beside it if the run draws. Collective. Raises RankError if too little memory is free.
+def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -> Policy:
+    """The model that is trained: a language model, or one that scores (actor.loss_mode). Collective."""
+    if checked.scored_folder is not None:
+        folder = checked.scored_folder
+        return ScalarPolicy(folder, config.model.dtype, config.actor, mesh, device, places=response_tokens)
+    model, temperature = config.model, config.rollout.temperature
+    return Policy.load(Path(model.path), model.dtype, checked.arch, config.actor, mesh, device, temperature=temperature)
+
+
+def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[[Path], None]:
+    """The function that writes the policy as a Hugging Face folder. Calling it is collective.
+
+    A server of the folder stops where rollouts stop: at every end token, and at `rollout.stop_token_ids`.
+    """
+    tokenizer_path = config.model.tokenizer_path or config.model.path
+    ends = set(checked.end_tokens.ids if checked.end_tokens else []) | set(config.rollout.stop_token_ids)
+    template = None if config.data.chat_template is None else checked.tokenizer.chat_template
+    serving = Serving(template, sorted(ends))
+
+    def export(target: Path) -> None:
+        if isinstance(policy, ScalarPolicy):
+            policy.save_hf(target, tokenizer_path)
+            return
+        stream = policy.hf_weights(config.rollout.update_weights_bucket_megabytes)
+        save_hf(stream, config.model.path, tokenizer_path, target, policy.mesh, serving=serving)
+
+    return export
+
+
+def build_colocation(config: Config, checked: Checked, policy: Policy) -> Colocation | None:
+    """The policy with a sleeping engine beside it. None in a run that draws nothing, which has no engine.
+
+    Collective. Raises RankError if too little memory is free.
 
     The engine is built while nothing but the policy's weights is on the device. (Without `offload_optimizer` the gradient
     buffers are, too; they are then beside the engine in every rollout, so that freeing them here would help no run.)
     """
-    max_length = config.data.max_prompt_length + config.data.max_response_length
-    algorithm = config.algorithm
-    provenance = Provenance(
-        policy.mesh,
-        max_staleness=config.max_staleness,
-        is_drawn=algorithm.source != "file",
-    )
     if not config.draws:
-        return PolicyAlone(provenance)
+        return None
     policy.offload()
     policy.device.empty_cache()
     with awaited("building the engine of the rollouts (importing it, loading weights)", policy.mesh.rank == 0):
@@ -347,12 +320,14 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Policy
     colocation = Colocation(
         policy,
         engine,
-        policy.mesh,
         build_resharding(config, policy),
         probe=Probe(
-            policy.arch.vocab_size, max_length, dtype=config.model.dtype, tolerance=config.rollout.probe_tolerance
+            policy.arch.vocab_size,
+            config.data.max_prompt_length + config.data.max_response_length,
+            dtype=config.model.dtype,
+            tolerance=config.rollout.probe_tolerance,
         ),
-        provenance=provenance,
+        provenance=Provenance(policy.mesh, config.max_staleness),
     )
     policy.device.empty_cache()
     policy.onload()

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from grpo_megatron.algo.divergence import (
     KlController,
-    MetricRecords,
     correction_weights,
     importance_weights,
     kl_penalties,
@@ -76,13 +75,7 @@ class CorrectionStep:
         if not columns:
             return table, plan
         table = replace(table, **columns)
-        plan = revise_plan(
-            plan,
-            table,
-            self.algorithm,
-            self.actor,
-            max_response_length=self.max_response_length,
-        )
+        plan = revise_plan(plan, table, self.algorithm, self.actor, max_response_length=self.max_response_length)
         apply_plan(batch, plan, self.mesh.dp_rank)
         return table, plan
 
@@ -128,12 +121,12 @@ class CorrectionStep:
         """
         assert batch.old_logprobs is not None
         config, old, rollout = self.algorithm.rollout_correction, batch.old_logprobs, batch.rollout_logprobs
-        kept, records = rejection_mask(old, rollout, batch.loss_mask, batch.advantages, config)
-        _add_records(metrics, records)
+        kept, rejected = rejection_mask(old, rollout, batch.loss_mask, batch.advantages, config)
         if kept is not None:
             batch.loss_mask = kept
-        batch.correction, records = correction_weights(old, rollout, batch.loss_mask, config)
-        _add_records(metrics, records)
+        batch.correction, weighted = correction_weights(old, rollout, batch.loss_mask, config)
+        for name, (method, values) in (*rejected.items(), *weighted.items()):
+            getattr(metrics, method)(name, values)
         if kept is None:
             return None
         return dict(zip(batch.rows, kept.sum(1).tolist(), strict=True))
@@ -149,22 +142,13 @@ class CorrectionStep:
         coefficient = self.kl.kl_coef
         rows_with_tokens = [row for row, count in zip(batch.rows, mask.sum(1).tolist(), strict=True) if count]
         kl_of_row = gather_rows(dict(zip(rows_with_tokens, sequence_kl(kl, mask).tolist(), strict=True)), self.mesh)
-        mean = _mean_in_row_order(kl_of_row)
+        # In row order, so that no layout changes a bit.
+        mean = sum(kl_of_row[row] for row in sorted(kl_of_row)) / len(kl_of_row) if kl_of_row else 0.0
         metrics.constant("actor/reward_kl_penalty", mean)
         metrics.constant("actor/reward_kl_penalty_coeff", coefficient)
         self.kl.update(mean, num_samples)
         lengths = [len(t) - p for t, p in zip(batch.tokens, batch.prompt_lengths, strict=True)]
         return {row: (coefficient * kl[i, : lengths[i]]).tolist() for i, row in enumerate(batch.rows)}
-
-
-def _add_records(metrics: Metrics, records: MetricRecords) -> None:
-    for name, (method, values) in records.items():
-        getattr(metrics, method)(name, values)
-
-
-def _mean_in_row_order(values: dict[int, float]) -> float:
-    """The mean of the values, added in row order, so that no layout changes a bit; 0 without any."""
-    return sum(values[row] for row in sorted(values)) / len(values) if values else 0.0
 
 
 def build_loss(actor: ActorConfig) -> LossFunction:

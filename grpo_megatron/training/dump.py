@@ -11,7 +11,6 @@ entropy_coeff * entropy_loss, each summed over all ranks. Numbers that are not f
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -79,9 +78,15 @@ def write_dump(
     Raises RankError on every rank when any rank cannot write.
     """
     partial, task = partial_of(target), f"cannot write {target}"
-    on_first_rank(mesh, task, functools.partial(_start, partial))
+
+    def start() -> None:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(partial.parent)
+        partial.mkdir()
+
+    on_first_rank(mesh, task, start)
     is_writer = mesh.is_first_replica_rank
-    totals = mesh.all_gather({name: _floats(part) for name, part in sums.items()} if is_writer else {})
+    totals = mesh.all_gather(_floats(sums) if is_writer else {})
     path = partial / f"batch_{mesh.dp_rank:05d}.safetensors"
     on_every_rank(mesh, task, lambda: save_file(_tensors(batch, micro_batches), path) if is_writer else None)
     save_weights(partial / WEIGHTS)
@@ -95,18 +100,12 @@ def write_dump(
         "metrics": {name: _number(value) for name, value in metric_values(totals, config.actor).items()},
         "config": config.model_dump(mode="json"),
     }
-    on_first_rank(mesh, task, functools.partial(_publish, partial, target, content))
 
+    def publish() -> None:
+        write_file(partial / DUMP_FILE, json.dumps(content, indent=2) + "\n")
+        publish_folder(partial, target)
 
-def _start(partial: Path) -> None:
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    clear_leftovers(partial.parent)
-    partial.mkdir()
-
-
-def _publish(partial: Path, target: Path, content: dict[str, Any]) -> None:
-    write_file(partial / DUMP_FILE, json.dumps(content, indent=2) + "\n")
-    publish_folder(partial, target)
+    on_first_rank(mesh, task, publish)
 
 
 def _tensors(batch: Batch, micro_batches: list[list[int]]) -> dict[str, Tensor]:
@@ -126,8 +125,12 @@ def _tensors(batch: Batch, micro_batches: list[list[int]]) -> dict[str, Tensor]:
     return tensors
 
 
-def _floats(part: MetricSum) -> tuple[float, float | None]:
-    return float(part.total), None if part.num_tokens is None else float(part.num_tokens)
+def _floats(sums: Mapping[str, MetricSum]) -> dict[str, tuple[float, float | None]]:
+    """name -> (total, number of tokens)."""
+    return {
+        name: (float(part.total), None if part.num_tokens is None else float(part.num_tokens))
+        for name, part in sums.items()
+    }
 
 
 def metric_values(totals: list[dict[str, tuple[float, float | None]]], actor: ActorConfig) -> dict[str, float]:
@@ -222,49 +225,26 @@ class Comparison(NamedTuple):
 
 def recompute(dump: Dump) -> list[Comparison]:
     """The loss first, then the gradient's norm and the other metrics. Needs a process without process groups."""
-    device = Device("cpu")
-    mesh = build_mesh(device, tp=1, pp=1, rollout_tp=1, seed=dump.config.trainer.seed)
-    try:
-        values, norm = _compute(
-            dump,
-            Policy.load(
-                dump.folder / WEIGHTS,
-                dump.config.model.dtype,
-                read_architecture(dump.folder / WEIGHTS, dump.config.model.family),
-                _without_layout(dump.config.actor),
-                mesh,
-                device,
-                temperature=dump.config.rollout.temperature,
-            ),
-        )
-    finally:
-        destroy_mesh()
-    rest = [Comparison(name, dump.metrics[name], values.get(name, math.nan)) for name in dump.metrics if name != "loss"]
-    return [
-        Comparison("loss", dump.metrics["loss"], values["loss"]),
-        Comparison("grad_norm", dump.incident.norm, norm),
-        *rest,
-    ]
-
-
-def _without_layout(actor: ActorConfig) -> ActorConfig:
-    """The config of the same loss on one CPU rank: no parallelism, no FP8, nothing offloaded, one skipped update allowed."""
-    overrides = actor.megatron.override_transformer_config
-    megatron = MegatronConfig(transformer_impl="local", override_transformer_config=overrides)
-    return actor.model_copy(update={"megatron": megatron, "max_skipped_steps": 1})
-
-
-def _compute(dump: Dump, policy: Policy) -> tuple[dict[str, float], float]:
+    device, config = Device("cpu"), dump.config
+    mesh = build_mesh(device, tp=1, pp=1, rollout_tp=1, seed=config.trainer.seed)
     norms: list[float] = []
 
     def measure(batch: Batch, micro_batches: list[list[int]], sums: Mapping[str, MetricSum], norm: float) -> bool:
         norms.append(norm)
         return False
 
-    policy.set_optimizer(dump.config.actor.optim, 1)
-    (sums,), _ = policy.update(dump.batch, build_loss(policy.actor), guard=measure)
-    totals = {
-        name: (float(part.total), None if part.num_tokens is None else float(part.num_tokens))
-        for name, part in sums.items()
-    }
-    return metric_values([totals], policy.actor), norms[0]
+    try:
+        # The same loss on one CPU rank: no parallelism, no FP8, nothing offloaded, one skipped update allowed.
+        overrides = config.actor.megatron.override_transformer_config
+        megatron = MegatronConfig(transformer_impl="local", override_transformer_config=overrides)
+        actor = config.actor.model_copy(update={"megatron": megatron, "max_skipped_steps": 1})
+        folder, temperature = dump.folder / WEIGHTS, config.rollout.temperature
+        arch = read_architecture(folder, config.model.family)
+        policy = Policy.load(folder, config.model.dtype, arch, actor, mesh, device, temperature=temperature)
+        policy.set_optimizer(actor.optim, 1)
+        (sums,), _ = policy.update(dump.batch, build_loss(actor), guard=measure)
+    finally:
+        destroy_mesh()
+    values = metric_values([_floats(sums)], actor) | {"grad_norm": norms[0]}
+    recorded = {"loss": dump.metrics["loss"], "grad_norm": dump.incident.norm, **dump.metrics}
+    return [Comparison(name, value, values.get(name, math.nan)) for name, value in recorded.items()]

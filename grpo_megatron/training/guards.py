@@ -97,9 +97,19 @@ class Guards:
         self.num_updates += 1
         if not problems:
             return True
-        for name in problems:
+        actions, lines = {name: self._action(name) for name in problems}, []
+        for name, text in problems.items():
             self.counts[name] += 1
-        return self._act(problems, own, batch, micro_batches, sums, norm)
+            where = self._ranks_with(bool(getattr(own, name))) if name in ("logprobs", "gradients") else ""
+            lines.append(f"guards.{name}={actions[name]}: step {self.step}, update {self.num_updates}: {text}{where}")
+        cause = next(iter(problems))
+        if self.num_dumps < self.guards.max_dumps and cause not in self.dumped:  # one per step and guard
+            self.dumped.add(cause)
+            self.num_dumps += 1
+            incident = Incident(self.step, self.num_updates, cause, problems, norm)
+            lines.append(self._dump(incident, batch, micro_batches, sums))
+        self._report("\n".join(lines), stops="stop" in actions.values())
+        return "skip" not in actions.values()
 
     def record(self, metrics: Metrics, has_finite_weights: bool) -> None:
         """Add the counts of this step to its metrics. Call `check_weights` when they are reduced and written."""
@@ -111,21 +121,39 @@ class Guards:
         """The guard of the weights, from the reduced metrics of the step. Raises GuardStop on every rank."""
         if not reduced.get("guards/weights"):
             return
-        text = (
+        self._report(
             f"guards.weights={self.guards.weights}: step {self.step} made weights that are not finite; lower"
-            " actor.optim.lr, or start again from the last checkpoint, which is from before this step"
+            " actor.optim.lr, or start again from the last checkpoint, which is from before this step",
+            stops=self.guards.weights == "stop",
         )
-        self._record_event(text)
-        if self.guards.weights == "stop":
+
+    def _report(self, text: str, stops: bool) -> None:
+        if self.mesh.rank == 0:
+            add_event(self.config.trainer.output_dir, "guard", self.step, text)
+        if stops:
             raise GuardStop(text)
         if self.mesh.rank == 0:
             logger.warning(text)
 
-    def _record_event(self, text: str) -> None:
-        if self.mesh.rank == 0:
-            add_event(self.config.trainer.output_dir, "guard", self.step, text)
+    def _ranks_with(self, is_found: bool) -> str:
+        """Collective: where it was found, as text."""
+        ranks = [rank for rank, found in enumerate(self.mesh.all_gather(is_found)) if found]
+        return " on all ranks" if len(ranks) == self.mesh.world_size else f" on rank {', '.join(map(str, ranks))}"
 
-    # -- finding -------------------------------------------------------------------------------------------------------
+    def _dump(
+        self, incident: Incident, batch: Batch, micro_batches: list[list[int]], sums: Mapping[str, MetricSum]
+    ) -> str:
+        """Write the mini-batch. Returns a line for the message. Collective.
+
+        A dump that cannot be written, for lack of space for instance, is no reason to end a run.
+        """
+        target = self.config.trainer.output_dir / "dumps" / f"step_{self.step:06d}_{incident.guard}"
+        try:
+            with self.phase("dump"):
+                write_dump(target, incident, batch, micro_batches, sums, self.config, self.mesh, self.save_weights)
+        except RankError as error:
+            return f"  no dump: {error}"
+        return f"  dumped; `python -m grpo_megatron replay {target}` computes its loss again"
 
     def _findings(self, batch: Batch, rows: list[int], sums: Mapping[str, MetricSum], norm: float) -> Detected:
         """Returns the findings of this rank. One rank of each replica adds what is summed over tokens."""
@@ -177,61 +205,3 @@ class Guards:
 
     def _action(self, name: str) -> str:
         return self._band(name).action if name in BANDS else str(getattr(self.guards, name))
-
-    # -- acting --------------------------------------------------------------------------------------------------------
-
-    def _act(
-        self,
-        problems: dict[str, str],
-        own: Detected,
-        batch: Batch,
-        micro_batches: list[list[int]],
-        sums: Mapping[str, MetricSum],
-        norm: float,
-    ) -> bool:
-        """Dump, then warn, skip or stop: what the most severe action of the guards in `problems` says. Collective."""
-        actions = {name: self._action(name) for name in problems}
-        ranks = {name: self._ranks(bool(getattr(own, name))) for name in problems if name in ("logprobs", "gradients")}
-        dumped = self._dump(problems, batch, micro_batches, sums, norm)
-        lines = [
-            f"guards.{name}={actions[name]}: step {self.step}, update {self.num_updates}: {text}{ranks.get(name, '')}"
-            for name, text in problems.items()
-        ]
-        text = "\n".join(lines) + dumped
-        self._record_event(text)
-        if "stop" in actions.values():
-            raise GuardStop(text)
-        if self.mesh.rank == 0:
-            logger.warning(text)
-        return "skip" not in actions.values()
-
-    def _ranks(self, is_found: bool) -> str:
-        """Collective: where it was found, as text."""
-        ranks = [rank for rank, found in enumerate(self.mesh.all_gather(is_found)) if found]
-        return " on all ranks" if len(ranks) == self.mesh.world_size else f" on rank {', '.join(map(str, ranks))}"
-
-    def _dump(
-        self,
-        problems: dict[str, str],
-        batch: Batch,
-        micro_batches: list[list[int]],
-        sums: Mapping[str, MetricSum],
-        norm: float,
-    ) -> str:
-        """Write the mini-batch, once per step for each guard. Returns a line for the message. Collective.
-
-        A dump that cannot be written, for lack of space for instance, is no reason to end a run.
-        """
-        name = next(iter(problems))
-        if self.num_dumps >= self.guards.max_dumps or name in self.dumped:
-            return ""
-        self.dumped.add(name)
-        self.num_dumps += 1
-        target = self.config.trainer.output_dir / "dumps" / f"step_{self.step:06d}_{name}"
-        incident = Incident(self.step, self.num_updates, name, problems, norm)
-        try:
-            with self.phase("dump"):
-                write_dump(target, incident, batch, micro_batches, sums, self.config, self.mesh, self.save_weights)
-        except RankError as error:
-            return f"\n  no dump: {error}"
-        return f"\n  dumped; `python -m grpo_megatron replay {target}` computes its loss again"

@@ -26,22 +26,22 @@ MAX_TRACES = 8  # a trace of a real step may have a gigabyte before compression
 
 
 class Profiler:
-    """Records `steps`; None records nothing. `note` shows text on the console."""
+    """Records `steps`. `note` shows text on the console."""
 
     def __init__(
-        self, steps: range | None, metrics: Metrics, mesh: Mesh, *, output_dir: Path, note: Callable[[str], None]
+        self, steps: range, metrics: Metrics, mesh: Mesh, output_dir: Path, note: Callable[[str], None]
     ) -> None:
         self.steps, self.metrics, self.mesh, self.note = steps, metrics, mesh, note
         self.folder = output_dir / PROFILE_FOLDER
 
     def over(self, steps: range) -> Iterator[int]:
         """The steps of the run, in order; those of the profile are recorded until the next one is asked for. Collective."""
-        wanted = range(0) if self.steps is None else range(max(self.steps.start, steps.start), self.steps.stop)
-        if self.steps is not None and not wanted:
-            self.note(f"no profile: the run starts at step {steps.start}, after the last step of --profile")
-        yield from range(steps.start, min(wanted.start, steps.stop)) if wanted else steps
+        wanted = range(max(self.steps.start, steps.start), self.steps.stop)
         if not wanted:
+            self.note(f"no profile: the run starts at step {steps.start}, after the last step of --profile")
+            yield from steps
             return
+        yield from range(steps.start, min(wanted.start, steps.stop))
         clock, recording = PhaseClock(), torch.profiler.profile(activities=torch.profiler.supported_activities())
         with recording, self._phases_of(clock):
             for step in wanted:

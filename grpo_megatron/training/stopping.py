@@ -34,6 +34,7 @@ from grpo_megatron.storage.run_files import add_event, on_disk, steps_of
 
 if TYPE_CHECKING:
     from grpo_megatron.parallel.mesh import Mesh
+    from grpo_megatron.storage.files import FolderLock
 
 
 # -- Signals -----------------------------------------------------------------------------------------------------------
@@ -155,14 +156,25 @@ def is_done(config: TrainerConfig) -> bool:
 
 
 class Stopping:
-    """Decides after every step whether the run stops. Call `after` on every rank after every step."""
+    """Decides after every step whether the run stops. Call `after` on every rank after every step.
 
-    def __init__(self, config: TrainerConfig, mesh: Mesh) -> None:
-        self.config, self.mesh = config, mesh
+    `lock`: of the output folder, on the rank that holds it. A run whose folder is gone ends with an error.
+    """
+
+    def __init__(self, config: TrainerConfig, mesh: Mesh, lock: FolderLock | None = None) -> None:
+        self.config, self.mesh, self.lock = config, mesh, lock
         self._longest, self._last = 0.0, float("inf")
 
     def after(self, steps_done: int, save: Callable[[int], Path]) -> None:
-        """Collective: write the heartbeat; if a stop was requested, call `save(steps_done)` and raise Stopped."""
+        """Collective: write the heartbeat; if a stop was requested, call `save(steps_done)` and raise Stopped.
+
+        Raises RankError on every rank when the output folder was deleted or replaced since the run began.
+        """
+        lost = (
+            f"cannot go on in {self.config.output_dir}: the folder was deleted or replaced while the run was writing into"
+            " it, and earlier metrics and checkpoints with it; put it back, or start again"
+        )
+        self.mesh.agree(lost if self.lock is not None and not self.lock.is_in_place() else None)
         now = time.monotonic()
         self._longest, self._last = max(self._longest, now - self._last), now
         if self.mesh.rank == 0:

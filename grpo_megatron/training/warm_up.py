@@ -23,11 +23,11 @@ from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.storage.run_files import add_event, steps_of
-from grpo_megatron.training.beside.references import WARMUP_FOLDER
 from grpo_megatron.training.checkpoint import Checkpoints, run_state
 from grpo_megatron.training.correction_step import build_loss
 from grpo_megatron.training.guards import Guards
-from grpo_megatron.training.report import build_report, record_update
+from grpo_megatron.training.references import WARMUP_FOLDER
+from grpo_megatron.training.report import StepReport, record_update
 from grpo_megatron.training.stopping import Cadence, Stopping
 from grpo_megatron.types import Prompt
 
@@ -81,9 +81,15 @@ def warm_up(
     stage, mesh = stage_config(config), policy.mesh
     trainer, batch_size = stage.trainer, stage.data.train_batch_size
     policy.set_optimizer(stage.actor.optim, config.sft.steps)
-    collector = FileCollector(Sampler(_groups(checked), batch_size, shuffle=False), mesh)
+    collector = FileCollector(Sampler(_rows(checked), batch_size, shuffle=False), mesh)
     checkpoints = Checkpoints(trainer.output_dir, mesh, 1, trainer.verify_checkpoints)
-    first_step = _resume(checkpoints, stage, policy, collector, note)
+    first_step, checkpoint = 0, checkpoints.newest()
+    if checkpoint is not None:
+        check_resume(checkpoint, stage)
+        checkpoints.load(checkpoint, policy)
+        collector.load_state(run_state(checkpoint)["collector"])
+        first_step = steps_of(checkpoint)
+        note(f"the warm-up resumed from {checkpoint}")
     cadence, stopping, loss = Cadence(trainer, None), Stopping(config.trainer, mesh), build_loss(stage.actor)
     guards = Guards(stage, mesh, save_hf, heartbeat.phase)
     metrics = Metrics(policy.device.synchronize)
@@ -91,11 +97,11 @@ def warm_up(
     follow = heartbeat.listener  # the console of the whole run, whose steps are others
 
     def save(steps_done: int) -> Path:
-        return checkpoints.save(steps_done, policy, stage, {"collector": collector.state()}, [])
+        return checkpoints.save(steps_done, policy, stage, {"collector": collector.state()})
 
     heartbeat.listener = lambda step, phases: follow(step, [STAGE_NAME, *phases] if phases else [])
     with build_sinks(trainer, rank=mesh.rank, first_step=first_step) as sinks, heartbeat.naming_timeouts():
-        report = build_report(stage, checked, policy, sinks, guards)
+        report = StepReport(stage, checked, policy, sinks, guards)
         for step in range(first_step, config.sft.steps):
             heartbeat.step = step
             with metrics.phase("step"):
@@ -129,25 +135,11 @@ def warm_up(
     save_hf(config.trainer.output_dir / WARMUP_FOLDER)
 
 
-def _groups(checked: Checked) -> Sequence[OfflineGroup]:
+def _rows(checked: Checked) -> Sequence[OfflineGroup]:
     """The rows of the warm-up as rows of a file source."""
 
-    def group(number: int) -> OfflineGroup:
+    def row(number: int) -> OfflineGroup:
         prompt, response = checked.supervised_rows[number]
         return Prompt(f"{STAGE_FOLDER}/{number}", tuple(prompt), "", "", STAGE_FOLDER, ""), [response], [1.0]
 
-    return LazySequence(len(checked.supervised_rows), group)
-
-
-def _resume(
-    checkpoints: Checkpoints, stage: Config, policy: Policy, collector: FileCollector, note: Callable[[str], None]
-) -> int:
-    """Load the warm-up's newest checkpoint, if there is one. Returns the steps that it has done."""
-    checkpoint = checkpoints.newest()
-    if checkpoint is None:
-        return 0
-    check_resume(checkpoint, stage)
-    checkpoints.load(checkpoint, policy, [])
-    collector.load_state(run_state(checkpoint)["collector"])
-    note(f"the warm-up resumed from {checkpoint}")
-    return steps_of(checkpoint)
+    return LazySequence(len(checked.supervised_rows), row)

@@ -24,7 +24,7 @@ from grpo_megatron.types import GroupTable
 from tests.algo.inputs import actor, make_inputs, run, value
 from tests.algo.tables import make_table
 from tests.algo.tables import run as run_estimator
-from tests.algo.test_correction import numbers
+from tests.algo.test_divergence import numbers
 
 Mask = list[int]
 NAN = math.nan

@@ -22,7 +22,7 @@ reward: {components: [{name: format, wieght: 2}, {name: length}, {weight: 3}]}
 FOUND = [  # of which key, and what
     ("trainer.nnods", "unknown key 'trainer.nnods'; did you mean 'trainer.nnodes'"),
     ("rollout.n", "compares the samples of a prompt with each other, and one alone has advantage 0"),
-    ("rollout.temperature", "is outside the engine's 0.01 to 2"),
+    ("rollout.temperature", "it is outside the engine's 0.01 to 2"),
     ("model.path", "is not a folder"),
     ("actor.loss_mode", "unknown policy loss 'vanila'"),
     ("actor.clip_ratio_high", "unable to parse string as a number"),
@@ -99,6 +99,7 @@ def test_what_is_left_of_a_file_with_wrong_keys(config: Path) -> None:
     assert (left.rollout.n, left.actor.clip_ratio_high, left.trainer.nnodes) == (1, 0.2, 1)
     assert [part.name for part in left.reward.components] == ["format"]
     expected = {"trainer.nnods", "trainer.nnodes", "actor.clip_ratio_high", "reward.components.wieght"}
+    expected |= {"rollout.temperature"}
     assert wrong.value.keys == expected | {"reward.components.weight", "reward.components.name"}
     config.write_text("trainer: [1]\nrollout: {n: 0}\n")
     with pytest.raises(WrongKeys) as wrong:

@@ -109,10 +109,6 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["actor.ppo_mini_batch_size=3"], ["=3 does not divide data.train_batch_size=8", "leaves 2", "set it to 2"]),
     # sampling
     (["rollout.n=1"], ["rollout.n=1", "algorithm.adv_estimator='grpo'", "set rollout.n=2 or more"]),
-    (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "full distribution", "set rollout.top_p=1"]),
-    (["rollout.temperature=3"], ["rollout.temperature=3 is outside", "0.01 to 2"]),
-    (["rollout.val_kwargs.temperature=0.001"], ["rollout.val_kwargs.temperature=0.001", "0.01 to 2"]),
-    (['rollout.stop=["###",""]'], ["rollout.stop=['###', '']: an empty text", "remove it"]),
     (
         ["rollout.stop_token_ids=[100,101,-1]"],
         ["rollout.stop_token_ids=[100, 101, -1]: 101, -1 is outside", "vocabulary of 0 to 100", "rollout.stop"],
@@ -204,7 +200,7 @@ def test_a_wrong_value_is_refused(refused: Callable[..., str], overrides: list[s
 
 
 def test_all_problems_are_reported_at_once(refused: Callable[..., str]) -> None:
-    message = refused("rollout.n=1", "actor.loss_mode=x", "data.val_files=[]", f"{PP}=3", "rollout.top_p=0.5")
+    message = refused("rollout.n=1", "actor.loss_mode=x", "data.val_files=[]", f"{PP}=3", "rollout.stop_token_ids=[-1]")
     assert len(message.splitlines()) == 6  # 3 divides neither the world nor the layers
     assert all(line.startswith("error: ") for line in message.splitlines())
 

@@ -7,19 +7,14 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.layout import batch_problems
-from grpo_megatron.checks.methods import method_problems, schedule_problems
-from grpo_megatron.checks.model_folders import check_reward_folder, read_critic
-from grpo_megatron.checks.names import name_problems, reward_name_problems
+from grpo_megatron.checks.models import ModelFolders, beside_problems
 from grpo_megatron.checks.resume import refusals
-from grpo_megatron.checks.scoring import critic_problems
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
 from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.memory.parameters import memory_of_stages
-from grpo_megatron.models.families import read_architecture
-from grpo_megatron.planning.run_page import describe_run
+from grpo_megatron.planning.page import plan_page
 from tests import runs
 from tests.checks.test_reward_model import changed
 
@@ -29,86 +24,6 @@ GAE = {"adv_estimator": "gae"}
 def config_of(**sections: Any) -> Config:
     raw = {"model": {"path": "m"}, "data": {"task": "arithmetic"}, "trainer": {"total_training_steps": 10}}
     return Config.model_validate({**raw, **sections})
-
-
-def problems(**sections: Any) -> list[str]:
-    config = config_of(**sections)
-    checks = (method_problems, name_problems, reward_name_problems, schedule_problems, batch_problems)
-    return runs.texts(
-        [*critic_problems(config, 2, None, None), *(problem for check in checks for problem in check(config))]
-    )
-
-
-def test_ppo_needs_no_key_of_its_own_and_no_group() -> None:
-    assert problems(algorithm=GAE, rollout={"n": 1}) == []
-    trained = {"lam": 1.0, "lam_alpha": 0.05, "pretrain_steps": 4, "ppo_mini_batch_size": 8, "cliprange_value": None}
-    sizes = {"task": "arithmetic", "train_batch_size": 16}
-    trainer = {"total_training_steps": 10, "critic_warmup": 9}
-    assert problems(algorithm=GAE, critic=trained, data=sizes, trainer=trainer) == []
-
-
-CASES = {
-    "critic of grpo": (
-        {"critic": {"lam": 0.5}},
-        "critic.lam has no effect: algorithm.adv_estimator='grpo' needs no critic",
-    ),
-    "optimizer of nothing": ({"critic": {"optim": {"lr": 0.5}}}, "critic.optim has no effect"),
-    "warm-up of nothing": ({"trainer": {"critic_warmup": 3}}, "trainer.critic_warmup has no effect"),
-    "lambda of grpo": ({"algorithm": {"lam": 0.95}}, "algorithm.lam has no effect"),
-    "two lambdas": (
-        {"algorithm": {**GAE, "lam": 0.95}, "critic": {"lam_alpha": 0.05}},
-        "critic.lam_alpha=0.05 gives each response a lambda by its length",
-    ),
-    "no step for the policy": (
-        {"algorithm": GAE, "trainer": {"total_training_steps": 10, "critic_warmup": 10}},
-        "trainer.critic_warmup=10 leaves no step of trainer.total_training_steps=10 to train the policy",
-    ),
-    "only pretraining": (
-        {"algorithm": GAE, "critic": {"pretrain_steps": 12}},
-        "critic.pretrain_steps=12 leaves no step",
-    ),
-    "values of a file": (
-        {"algorithm": {**GAE, "source": "file"}, "actor": {"loss_mode": "sft"}},
-        "reads responses without rewards",
-    ),
-    "pairs": (
-        {"algorithm": GAE, "actor": {"loss_mode": "dpo", "loss_agg_mode": "seq-mean-token-mean"}},
-        "needs pairs",
-    ),
-    "advantages that come later": (
-        {"algorithm": {**GAE, "rollout_correction": {"rollout_rs": "off_policy"}}},
-        "rollout_rs=off_policy drops responses of negative advantage",
-    ),
-    "aggregation": ({"algorithm": GAE, "critic": {"loss_agg_mode": "token-men"}}, "critic.loss_agg_mode: unknown"),
-    "mini-batch": (
-        {
-            "algorithm": GAE,
-            "critic": {"ppo_mini_batch_size": 7},
-            "data": {"task": "arithmetic", "train_batch_size": 16},
-        },
-        "critic.ppo_mini_batch_size=7 does not divide data.train_batch_size=16",
-    ),
-    "warm-up of the rate": (
-        {"algorithm": GAE, "critic": {"ppo_epochs": 2, "optim": {"lr_warmup_steps": 20}}},
-        "critic.optim.lr_warmup_steps=20 leaves no step at the full rate: the critic's 20 updates; set it to 19 or less",
-    ),
-    "warm-up of the policy": (
-        {
-            "algorithm": GAE,
-            "actor": {"optim": {"lr_warmup_steps": 6}},
-            "trainer": {"total_training_steps": 10, "critic_warmup": 4},
-        },
-        "trainer.total_training_steps=10 - 4 that train the critic alone; set it to 5 or less",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_refused_with_the_reason(name: str) -> None:
-    sections, message = CASES[name]
-    found = problems(**sections)
-    assert any(message in problem for problem in found), found
-    assert all("; set" in problem or "leave" in problem or "known:" in problem for problem in found), found
 
 
 def test_a_checkpoint_without_a_critic_cannot_go_on_with_one() -> None:
@@ -131,10 +46,9 @@ def found_in(run: Path, folder: Path) -> list[str]:
     """What `validate` finds about the critic in `folder`."""
     config = load_config(run / "run.yaml", ["algorithm.adv_estimator=gae", f"critic.path={folder}"])
     found = ProblemList()
-    critic = found.attempt("critic.path", read_critic, folder)
-    found.add(critic_problems(config, 2, read_architecture(config.model.path), critic))
-    if critic is not None:
-        found.attempt("critic.path", check_reward_folder, critic, "critic")
+    folders = ModelFolders.read(config, found)
+    found.add(beside_problems(config, 2, folders))
+    folders.check_weights(config, found, policy=False)
     return runs.texts(found.problems)
 
 
@@ -165,13 +79,13 @@ def test_the_plan_counts_the_critic(run: Path) -> None:
     overrides = ["algorithm.adv_estimator=gae", "algorithm.lam=0.95", "critic.lam=1", "critic.pretrain_steps=1"]
     config = load_config(run / "run.yaml", [*overrides, "critic.ppo_epochs=3"])
     checked = validate(config, 2, dry_run=True)
-    plan = describe_run(config, checked, 2)
+    plan = str(plan_page(config, checked, 2, None))
     row = (
         "critic the model that the policy starts from, new head, gamma 1, lambda 0.95 (targets 1), 3 updates per step, trained"
         " alone before step 1"
     )
     assert row in " ".join(plan.split())  # it is wrapped
-    policy, _, critic = checked.models(config).stages(config)
+    policy, _, critic = checked.models.stages(config)
     assert critic is not None and critic[0].total == policy[0].total - checked.arch.padded_vocab_size(1) * 64
     (memory,) = memory_of_stages(config, 2, policy, [], critic)
     assert memory.critic_weights == 4 * critic[0].total and memory.critic == (4 + 4 + 8 / 2) * critic[0].total

@@ -30,6 +30,7 @@ def test_the_plan_shows_the_first_messages(run: Path, capsys: pytest.CaptureFixt
     assert dry_run(run, "tests.environments.games:Guess", f"{KEY}.kwargs={{most: 7}}") == 0
     text = capsys.readouterr().out
     assert "tests.environments.games:Guess; 1 worker per engine, 30 s per call" in text
+    assert "trajectory        at most 8 turns and 64 tokens with observations, 16 per tool response" in text
     assert "user: Guess my number from 1 to 7." in text
 
 
@@ -44,7 +45,11 @@ def test_the_plan_shows_the_first_messages(run: Path, capsys: pytest.CaptureFixt
             "reset fails on the first row of the data (raised: KeyError: 'secret')",
         ),
         ("tests.environments.hostile:Mute", [], "gives no message for the first row"),
-        ("tests.environments.games:Guess", [f"{KEY}.format=hermes"], "multi_turn.format is for environment=tools"),
+        (
+            "tests.environments.games:Guess",
+            [f"{KEY}.format=json"],
+            "format=json has no effect with rollout.multi_turn.environment=",
+        ),
         ("tools", [], "must name at least one tool"),
         ("tools", [f"{KEY}.tools=[calculater]"], "did you mean 'calculator'"),
         ("tools", [f"{KEY}.tools=[search]"], "tool 'search' needs the option corpus"),

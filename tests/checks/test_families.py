@@ -30,7 +30,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({**V3, "kv_lora_rank": 256}, {"rollout": {"engine": "my.module:Engine"}}, None),
     ({**V3, "kv_lora_rank": 256}, {"trainer": {"device": "cuda"}}, None),
     (OLMO, {"actor": {"megatron": {"transformer_impl": "transformer_engine"}}}, "set transformer_impl=auto"),
-    (OLMO, {"actor": {"megatron": {"context_parallel_size": 2}}}, "context_parallel_size=2 needs Transformer Engine's"),
+    (OLMO, {"actor": {"megatron": {"context_parallel_size": 2}}}, "context_parallel_size=2 needs Transformer Engine"),
 ]
 
 

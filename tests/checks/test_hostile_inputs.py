@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.model_folders import read_model
+from grpo_megatron.checks.models import read_model
 from grpo_megatron.checks.names import name_problems, reward_name_problems
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config

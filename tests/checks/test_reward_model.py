@@ -12,13 +12,11 @@ import yaml
 
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.inputs import read_train_prompts
-from grpo_megatron.checks.model_folders import check_reward_folder, read_reward_model, scoring_models
-from grpo_megatron.checks.scoring import reward_model_problems
+from grpo_megatron.checks.models import ModelFolders, beside_problems
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.problems import ProblemList
-from grpo_megatron.models.families import read_architecture
 from grpo_megatron.types import BY_MODEL
 from tests import runs
 
@@ -35,11 +33,9 @@ def problems(run: Path, reward: Path, overrides: list[str], world: int = 2) -> l
     """What `validate` finds about the reward model, in its order."""
     config = load_config(run / "run.yaml", [override.replace("REWARD", str(reward)) for override in overrides])
     found = ProblemList()
-    read = {key: found.attempt(key, read_reward_model, model, key) for key, model in scoring_models(config).items()}
-    folders = {key: folder for key, folder in read.items() if folder is not None}
-    found.add(reward_model_problems(config, world, read_architecture(config.model.path), folders))
-    for key, folder in folders.items():
-        found.attempt(key, check_reward_folder, folder, key)
+    folders = ModelFolders.read(config, found)
+    found.add(beside_problems(config, world, folders))
+    folders.check_weights(config, found, policy=False)
     return runs.texts(found.problems)
 
 
@@ -59,7 +55,6 @@ def test_a_language_model_can_give_rewards_from_the_second_iteration_on(run: Pat
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["reward_model.steps=7"], "reward_model.steps has no effect without a reward model; set reward_model.path"),
         ([*WORKS, "reward_model.path=nowhere"], "reward_model.path='nowhere' is not a folder"),
         ([*WORKS[:2]], "new head scores every response 0 until trained; set reward_model.start_iteration=1"),
         ([*WORKS[:1]], "new head scores every response 0 until trained; set algorithm.iteration_steps"),
@@ -67,7 +62,6 @@ def test_a_language_model_can_give_rewards_from_the_second_iteration_on(run: Pat
         ([*WORKS, "algorithm.adv_estimator=remax"], "'remax' needs the reward of a greedy response"),
         ([*WORKS, "rollout.n=1"], "set rollout.n=2 or more"),
         ([*WORKS, "actor.ppo_max_token_len_per_gpu=63"], "a pair of full sequences, 2 x 32"),
-        (["reward_model.kind=process"], "reward_model.kind has no effect without a reward model"),
         ([*WORKS, "reward_model.kind=process"], "would learn from pairs of whole responses, which is for kind=outcome"),
         ([WORKS[0], "algorithm.adv_estimator=grpo_process"], "set reward_model.kind=process with such a model"),
         (

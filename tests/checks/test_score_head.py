@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.model_folders import trains_scores
-from grpo_megatron.checks.scoring import score_head_problems
 from grpo_megatron.checks.validate import Checked, validate
 from grpo_megatron.cli.config_file import load_config, reward_defaults
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.data.generated import STEP_SEPARATOR
 from tests import runs
-from tests.runs import texts
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples/reward_models"
 
 
 @pytest.fixture(scope="module")
@@ -53,28 +47,6 @@ def test_the_defaults_of_train_reward_are_a_valid_run(run: Path, rows: str, kind
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["algorithm.source=policy"], "it draws no responses; set algorithm.source=file"),
-        (["data.val_tasks=[gsm8k]"], "cannot answer data.val_files or data.val_tasks"),
-        (["actor.use_kl_loss=true"], "there is no KL to a reference; set actor.use_kl_loss=false"),
-        (["actor.entropy_coeff=0.1"], "it has no entropy"),
-        (["sft.steps=3"], "cannot learn from sft.steps=3"),
-        (["reward_model.path=x"], "give rewards to drawn responses; leave them out"),
-        (["algorithm.adv_estimator=constant"], "has no labels for it; set preference"),
-        (
-            ["actor.loss_mode=dpo"],
-            "adv_estimator=preference labels what a scalar head scores, and actor.loss_mode=dpo does",
-        ),
-        (["actor.megatron.context_parallel_size=2"], "it reads whole sequences on each rank"),
-    ],
-)
-def test_keys_against_keys(run: Path, overrides: list[str], expected: str) -> None:
-    found = texts(score_head_problems(config_of(run, *overrides)))
-    assert any(expected in line for line in found), found
-
-
-@pytest.mark.parametrize(
     ("row", "expected"),
     [
         (
@@ -88,17 +60,6 @@ def test_wrong_rows_are_named(run: Path, tmp_path: Path, row: dict[str, Any], ex
     file = runs.write_rows(tmp_path / "rows.jsonl", [row])
     with pytest.raises(ConfigError, match=f"(?s)data.train_files: .*{expected}"):
         checked(config_of(run, f"data.train_files=[{file}]"))
-
-
-@pytest.mark.parametrize("name", ["outcome", "process", "grpo"])
-def test_the_examples_have_no_problem(name: str) -> None:
-    defaults = None if name == "grpo" else reward_defaults
-    config = load_config(EXAMPLES / f"{name}.yaml", defaults=defaults)
-    assert texts(score_head_problems(config)) == []
-    assert config.draws == (name == "grpo") and not (name == "grpo" and config.has_rule)
-    assert trains_scores(config) == (name != "grpo")
-    if name == "process":
-        assert config.reward_model.step_separator == STEP_SEPARATOR
 
 
 def test_the_command_refuses_the_loss_of_a_language_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

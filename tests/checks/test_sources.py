@@ -13,7 +13,7 @@ from grpo_megatron.checks.validate import Checked, validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.sampler import Mixture
-from grpo_megatron.planning.run_page import data_lines
+from grpo_megatron.planning.page import plan_page
 from grpo_megatron.sampling.wrappers import prompt_sampler
 from tests.runs import make_run, write_rows
 
@@ -104,10 +104,10 @@ def test_each_source_has_its_task_reward_prompt_and_share(run: Path) -> None:
     config = load_config(run / "run.yaml", [o.replace("{run}", str(run)) for o in BOTH])
     batch = prompt_sampler(mixture, config.data).batch(0)
     assert [prompt.source for prompt in batch].count("verl") == 2 == len(batch) // 4
-    lines = dict(data_lines(config, found))
-    assert lines["training"].startswith("12 prompts of task arithmetic, verl; 4 steps x 8")
-    assert lines["  sums"] == "9 prompts of task arithmetic; 75.0% = 6.0 per step = 2.67 epochs"
-    assert lines["  verl"] == "3 prompts of task verl; 25.0% = 2.0 per step = 2.67 epochs"
+    lines = plan_page(config, found, 2, None).sections["Data"]
+    assert lines[0].startswith("training          12 prompts of task arithmetic, verl; 4 steps x 8")
+    assert lines[1] == "  sums            9 prompts of task arithmetic; 75.0% = 6.0 per step = 2.67 epochs"
+    assert lines[2] == "  verl            3 prompts of task verl; 25.0% = 2.0 per step = 2.67 epochs"
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {

@@ -34,7 +34,10 @@ def test_modules_beside_the_config_are_found_and_shadow_nothing(
 def test_keys_are_listed_with_default_type_and_comment(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_keys(KeysOptions(section="rollout.val_kwargs")) == 0
     assert "rollout.val_kwargs.temperature: 0.0   (float)\n    0: greedy\n" in capsys.readouterr().out
-    assert print_keys(KeysOptions()) == 0 and "model.path: needed   (Path)" in capsys.readouterr().out
+    assert print_keys(KeysOptions()) == 0 and "model.path: needed   (Path; resume: fixed)" in capsys.readouterr().out
     assert len(list(config_keys(Config))) == len({key.name for key in config_keys(Config)})
+    assert print_keys(KeysOptions(section="critic.optim.lr")) == 0
+    needs = "needs algorithm.adv_estimator:needs_values"
+    assert f"critic.optim.lr: 1e-05   (float; resume: schedule; {needs})" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="did you mean 'actor'"):
         print_keys(KeysOptions(section="actr"))

@@ -1,32 +1,133 @@
-"""From a run's rollouts, or an evaluation, through `curate` to the rows of the next run; and every refusal of it."""
+"""From a run's rollouts, or an evaluation, through `curate` to the rows of the next run; and every refusal of it.
+
+The rollout files and evaluations of the quickstart's task have known verdicts. The code that a run uses writes them.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_megatron.checks.inputs import only_present, read_train_prompts
 from grpo_megatron.cli.main import main
-from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config import Config, ConfigError, DataConfig
+from grpo_megatron.data.benchmarks import BenchmarkProblem
+from grpo_megatron.data.generated import bare_response, build_tokenizer, problem_rows, worked_response
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.written import load_offline_groups, load_supervised
-from grpo_megatron.types import Prompt
-from tests.curation import material
-from tests.curation.material import DATA, PASSES, TOKENIZER
+from grpo_megatron.evaluation.grading import Grade
+from grpo_megatron.evaluation.ledger import LedgerEntry
+from grpo_megatron.evaluation.results import GradedProblem, GradedSample, write_samples
+from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.training.report import RolloutFiles
+from grpo_megatron.types import GREEDY, GroupTable, Plan, Prompt, Sample, Turn
+from tests.sampling.fakes import LoneMesh
+
+DATA = DataConfig(task="arithmetic", apply_chat_template=False, max_prompt_length=32, max_response_length=32)
+TOKENIZER = build_tokenizer()
+PASSES = [0, 1, 2, 4, 4, 3]  # of 4 responses to each of six problems
+
+
+def write_data(path: Path) -> list[Prompt]:
+    """Six rows, two of them with a field that no task reads, in spellings that a rewrite would not keep."""
+    rows = problem_rows(3, 6, held_out=False)
+    lines = [json.dumps(row) for row in rows]
+    lines[1] = json.dumps({**rows[1], "note": "\u00fc"}, ensure_ascii=False)
+    lines[2] = json.dumps({"answer": rows[2]["answer"], "prompt": rows[2]["prompt"]}, separators=(" , ", ":"))
+    path.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    return load_prompts(DATA, [path], TOKENIZER)
+
+
+def right(prompt: Prompt, number: int) -> str:
+    """Two different right responses; those of other numbers differ in white space only."""
+    total = int(prompt.answer)
+    text = worked_response(total // 2, total - total // 2) if number % 2 else bare_response(total, 0)
+    return text if number < 2 else f"{text} "
+
+
+def wrong(prompt: Prompt, number: int) -> str:
+    return bare_response(int(prompt.answer), number + 1)
+
+
+def texts_of(prompt: Prompt, passes: int) -> list[tuple[str, float]]:
+    """(text, score) of four responses, the right ones last."""
+    wrongs = [(wrong(prompt, number), 0.0) for number in range(4 - passes)]
+    return wrongs + [(right(prompt, number), 1.0) for number in range(passes)]
+
+
+def sample(prompt: Prompt, group: int, index: int, text: str, score: float, **fields: Any) -> Sample:
+    ids = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
+    plain = {"finish_reason": "stop", "version": 0, "text": text, "reward": score, **fields}
+    return Sample(prompt, group, index, ids, [0.0] * len(ids), **plain)
+
+
+def write_rollouts(folder: Path, step: int, samples: Sequence[Sample]) -> None:
+    mesh: Any = LoneMesh()
+    table = GroupTable(
+        [one.prompt_index for one in samples],
+        [one.index for one in samples],
+        [one.reward for one in samples],
+        [len(one.prompt.prompt_ids) for one in samples],
+        [len(one.response_ids) for one in samples],
+        [one.finish_reason == "length" for one in samples],
+        [0] * len(samples),
+    )
+    plan = Plan([None] * len(samples), [], [[]])
+    RolloutFiles(folder, folder / "run", mesh, TOKENIZER).write(step, Metrics(), samples, table, plan)
+
+
+def rollouts(folder: Path, prompts: Sequence[Prompt]) -> Path:
+    """Two steps of three problems each."""
+    for step in range(2):
+        chosen = list(zip(prompts, PASSES, strict=True))[3 * step : 3 * step + 3]
+        drawn = [
+            sample(prompt, group, index, text, score)
+            for group, (prompt, passes) in enumerate(chosen)
+            for index, (text, score) in enumerate(texts_of(prompt, passes))
+        ]
+        write_rollouts(folder, step, drawn)
+    return folder
+
+
+def trajectory(prompt: Prompt, group: int, score: float) -> Sample:
+    one = sample(prompt, group, 9, right(prompt, 0), score)
+    one.turns = [Turn(0, len(one.response_ids), "assistant", 0, 0)]
+    return one
+
+
+def evaluation(folder: Path, prompts: Sequence[Prompt]) -> Path:
+    """The same responses and a wrong greedy one, as the scripted evaluation writes them."""
+    graded = []
+    for number, (prompt, passes) in enumerate(zip(prompts, PASSES, strict=True)):
+        uid = f"arithmetic/{number}"
+        drawn = [(GREEDY, "nothing", 0.0), *((i, *pair) for i, pair in enumerate(texts_of(prompt, passes)))]
+        samples = [
+            GradedSample(
+                LedgerEntry(uid, index, text, len(TOKENIZER(text)["input_ids"]) + 1, "stop"),
+                (Grade(score == 1.0, text),),
+            )
+            for index, text, score in drawn
+        ]
+        graded.append(GradedProblem(BenchmarkProblem(uid, prompt.question, prompt.answer), prompt.text, samples))
+    selected: Any = SimpleNamespace(graders={"accuracy": "arithmetic"})
+    write_samples(folder / "samples" / "arithmetic.jsonl", selected, graded)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """data.jsonl, rollouts/ and evaluation/, of which no test changes anything."""
     folder = tmp_path_factory.mktemp("curation")
-    prompts = material.write_data(folder / "data.jsonl")
-    material.rollouts(folder / "rollouts", prompts)
-    material.evaluation(folder / "evaluation", prompts)
+    prompts = write_data(folder / "data.jsonl")
+    rollouts(folder / "rollouts", prompts)
+    evaluation(folder / "evaluation", prompts)
     return folder
 
 
@@ -85,26 +186,13 @@ def test_right_responses_become_the_tokens_that_were_drawn(folder: Path, prompts
     """At most 3 per problem, and different ones: `right` has two texts, of which others differ in white space only."""
     out = tmp_path / "out"
     assert curate(folder / "rollouts", "--output", out, "--sft", 3, "--drop-all-wrong") == 0
-    read = load_supervised(DATA, [out / "sft.jsonl"], TOKENIZER)
-    expected = [
-        (
-            list(prompt.prompt_ids),
-            material.sample(prompt, 0, 0, material.right(prompt, number), 1.0).response_ids,
-        )
-        for prompt, passes in zip(prompts, PASSES, strict=True)
-        for number in range(min(passes, 2))
-    ]
-    assert [(ids, response.ids) for ids, response in read] == expected
-
-
-def test_a_rollout_file_is_a_file_of_supervised_rows(folder: Path, prompts: list[Prompt]) -> None:
-    read = load_supervised(DATA, [folder / "rollouts" / "step_000000.jsonl"], TOKENIZER)
-    drawn = [
-        (list(prompt.prompt_ids), material.sample(prompt, 0, 0, text, score).response_ids)
-        for prompt, passes in zip(prompts[:3], PASSES, strict=False)
-        for text, score in material.texts_of(prompt, passes)
-    ]
-    assert [(ids, response.ids) for ids, response in read] == drawn
+    measured = list(zip(prompts, PASSES, strict=True))
+    kept = [(prompt, right(prompt, number)) for prompt, passes in measured for number in range(min(passes, 2))]
+    # and a rollout file is a file of supervised rows
+    drawn = [(prompt, text) for prompt, passes in measured[:3] for text, _ in texts_of(prompt, passes)]
+    for file, expected in ((out / "sft.jsonl", kept), (folder / "rollouts" / "step_000000.jsonl", drawn)):
+        tokens = [(list(prompt.prompt_ids), sample(prompt, 0, 0, text, 1.0).response_ids) for prompt, text in expected]
+        assert [(ids, response.ids) for ids, response in load_supervised(DATA, [file], TOKENIZER)] == tokens
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("right-wrong", 2), ("best-worst", 1)])
@@ -121,8 +209,8 @@ def test_pairs_are_read_as_preferences(
     made = rows(out / "pairs.jsonl")
     assert made[0] == {
         "prompt": prompts[1].question,
-        "chosen": material.right(prompts[1], 0),
-        "rejected": material.wrong(prompts[1], 0),
+        "chosen": right(prompts[1], 0),
+        "rejected": wrong(prompts[1], 0),
     }
     assert len({row["chosen"] for row in made}) == len({row["rejected"] for row in made}) == len(made)
 
@@ -178,13 +266,13 @@ def test_which_responses_count(prompts: list[Prompt], tmp_path: Path) -> None:
     before score; what was replayed counts where it was drawn."""
     prompt = prompts[0]
     first = [
-        material.sample(prompt, 0, 0, material.right(prompt, 0), 1.0, finish_reason="length"),
-        material.sample(prompt, 0, 1, material.right(prompt, 1), float("nan")),
-        material.sample(prompt, 0, 2, material.wrong(prompt, 0), 0.6, reward_metrics={"acc": 0.0}),
+        sample(prompt, 0, 0, right(prompt, 0), 1.0, finish_reason="length"),
+        sample(prompt, 0, 1, right(prompt, 1), float("nan")),
+        sample(prompt, 0, 2, wrong(prompt, 0), 0.6, reward_metrics={"acc": 0.0}),
     ]
-    material.write_rollouts(tmp_path / "r", 3, first)
-    replayed = material.sample(prompt, 0, 1, material.wrong(prompt, 1), 0.0, is_replayed=True)
-    material.write_rollouts(tmp_path / "r", 4, [material.sample(prompt, 0, 0, "late", 0.6), replayed])
+    write_rollouts(tmp_path / "r", 3, first)
+    replayed = sample(prompt, 0, 1, wrong(prompt, 1), 0.0, is_replayed=True)
+    write_rollouts(tmp_path / "r", 4, [sample(prompt, 0, 0, "late", 0.6), replayed])
 
     def counted(name: str, *options: Any) -> tuple[int, int, int]:
         assert curate(tmp_path / "r", "--output", tmp_path / name, *options) == 0
@@ -247,12 +335,12 @@ def test_memory_does_not_grow_with_the_responses(prompts: list[Prompt], tmp_path
 def test_trajectories_are_counted_and_make_no_rows(
     prompts: list[Prompt], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    material.write_rollouts(tmp_path / "r", 0, [material.trajectory(prompts[0], 0, 1.0)])
+    write_rollouts(tmp_path / "r", 0, [trajectory(prompts[0], 0, 1.0)])
     assert curate(tmp_path / "r", "--output", tmp_path / "rates") == 0
     assert curate(tmp_path / "r", "--output", tmp_path / "out", "--sft", 1) == 2
     assert "1 responses are trajectories, which are left out" in capsys.readouterr().err
-    mixed = [material.trajectory(prompts[0], 0, 1.0), material.sample(prompts[1], 1, 0, "yes", 1.0)]
-    material.write_rollouts(tmp_path / "mixed", 0, mixed)
+    mixed = [trajectory(prompts[0], 0, 1.0), sample(prompts[1], 1, 0, "yes", 1.0)]
+    write_rollouts(tmp_path / "mixed", 0, mixed)
     assert curate(tmp_path / "mixed", "--output", tmp_path / "out", "--sft", 1) == 0
     assert "1 rows from 2 problems (1 trajectories of several turns are left out)" in capsys.readouterr().out
 

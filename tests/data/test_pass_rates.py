@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,13 @@ import pytest
 from grpo_megatron.config import ConfigError, SamplingConfig
 from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.types import Prompt
+from tests.files import row_files
 
 RATES = [0.0, 0.25, 0.5, 1.0]
 
 
 def prompts(count: int = 4) -> list[Prompt]:
     return [Prompt(f"t/train/{i}", (i,), f"<{i}>", f"a{i}", "t", "r", question=f"q{i}") for i in range(count)]
-
-
-def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def rows(**extra: Any) -> list[dict[str, Any]]:
@@ -48,7 +43,7 @@ def selected(path: Path, **sampling: Any) -> list[Prompt]:
 def test_prompts_are_selected_and_weighted(
     tmp_path: Path, sampling: dict[str, Any], weights: list[float | None]
 ) -> None:
-    kept = {prompt.uid: prompt for prompt in selected(write(tmp_path / "p.jsonl", rows()), **sampling)}
+    kept = {prompt.uid: prompt for prompt in selected(row_files(tmp_path / "p.jsonl", *rows())[0], **sampling)}
     found = [kept[f"t/train/{i}"].weight if f"t/train/{i}" in kept else None for i in range(4)]
     assert found == [None if weight is None else pytest.approx(weight) for weight in weights]
     assert all(prompt.pass_rate == RATES[int(uid[-1])] for uid, prompt in kept.items())
@@ -56,27 +51,29 @@ def test_prompts_are_selected_and_weighted(
 
 def test_weights_of_the_file(tmp_path: Path) -> None:
     given = [{**row, "weight": 3 * (row["question"] == "q2")} for row in rows()]
-    path = write(tmp_path / "p.jsonl", given)
+    path = row_files(tmp_path / "p.jsonl", *given)[0]
     assert [prompt.weight for prompt in selected(path, weight="file")] == [0, 0, 4, 0]
     del given[1]["weight"]
     with pytest.raises(ConfigError, match='needs a number "weight" in every row, and some have none'):
-        selected(write(path, given), weight="file")
+        selected(row_files(path, *given)[0], weight="file")
 
 
 def test_prompts_without_a_pass_rate(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", rows()[1:])  # q3 is missing
+    path = row_files(tmp_path / "p.jsonl", *rows()[1:])[0]  # q3 is missing
     with pytest.raises(ConfigError, match=r"lacks 1 of the 4 prompts \(the first: t/train/3\); measure them"):
         selected(path)
     assert [prompt.pass_rate for prompt in selected(path, default_pass_rate=0.75)] == [0, 0.25, 0.5, 0.75]
     with pytest.raises(ConfigError, match="lacks 1 of the 4 prompts .* data.sampling.weight=file needs a weight"):
-        selected(write(path, [{**row, "weight": 1} for row in rows()[1:]]), weight="file", default_pass_rate=0.5)
+        selected(
+            row_files(path, *({**row, "weight": 1} for row in rows()[1:]))[0], weight="file", default_pass_rate=0.5
+        )
     other_answer = [{**row, "answer": "other"} if row["question"] == "q1" else row for row in rows()]
     with pytest.raises(ConfigError, match="the first: t/train/1"):
-        selected(write(path, other_answer))
+        selected(row_files(path, *other_answer)[0])
 
 
 def test_nothing_is_left(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", rows())
+    path = row_files(tmp_path / "p.jsonl", *rows())[0]
     with pytest.raises(
         ConfigError, match="3 of 4 prompts have a pass rate below 0.6, and 1 above 0.9: nothing is left"
     ):
@@ -95,7 +92,7 @@ def test_wrong_rows_are_named(tmp_path: Path) -> None:
         ({**right, "weight": -1}, "field 'weight' is -1, not a number of 0 or more"),
     ):
         with pytest.raises(ConfigError, match=message):
-            read_pass_rates(write(tmp_path / "p.jsonl", [row]))
+            read_pass_rates(row_files(tmp_path / "p.jsonl", row)[0])
     chat = {**rows()[0], "question": [{"role": "user", "content": "q3"}]}  # the same question as a chat
     with pytest.raises(ConfigError, match="line 5: has the question and the answer of an earlier row"):
-        read_pass_rates(write(tmp_path / "p.jsonl", [*rows(), chat]))
+        read_pass_rates(row_files(tmp_path / "p.jsonl", *rows(), chat)[0])

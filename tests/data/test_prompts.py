@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def test_fields_of_a_prompt(tmp_path: Path, tokenizer: Any) -> None:
     assert found == ("arithmetic/val/0", "23", "arithmetic", "arithmetic")
     assert prompt.text == "Tom has 23 apples<sep>" == tokenizer.decode(prompt.prompt_ids)
     assert len(prompt.prompt_ids) == 7
+    assert replace(prompt, text="23").prompt_ids == prompt.prompt_ids  # as for trajectories and stored samples
     (prompt,) = load_prompts(PLAIN, [file], tokenizer, reward_override="my.module:score")
     assert prompt.reward == "my.module:score" and prompt.data_source == "" and prompt.messages is None
     row = {"prompt": "1+1", "answer": "2", "data_source": "sums", "extra_info": {"level": 3}, "hints": ["two"]}

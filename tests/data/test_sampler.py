@@ -49,8 +49,12 @@ def test_a_batch_depends_only_on_the_step(steps: list[int], batch_size: int) -> 
 
 
 def test_epochs_and_seeds_are_shuffled_differently() -> None:
+    """Equal weights draw every item once per epoch, too."""
     orders = {tuple(Sampler(range(50), 50, seed=seed).batch(epoch)) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
+    weighted = WeightedSampler(range(20), [0.3] * 20, 20, seed=1)
+    orders = {tuple(weighted.batch(epoch)) for epoch in range(4)}
+    assert len(orders) == 4 and all(sorted(order) == list(range(20)) for order in orders)
 
 
 def test_the_order_is_the_same_on_every_machine_and_python() -> None:
@@ -97,13 +101,6 @@ def test_every_epoch_has_the_rounded_average_of_each_item(weights: list[int], ba
         counts = Counter(stream[epoch * size : (epoch + 1) * size])
         exact = [size * weight / total for weight in weights]
         assert all(abs(counts[item] - exact[item]) < 1 + 1e-6 for item in range(size))
-
-
-def test_equal_weights_draw_every_item_once_per_epoch_in_new_orders() -> None:
-    sampler = WeightedSampler(range(20), [0.3] * 20, 20, seed=1)
-    epochs = [sampler.batch(step) for step in range(4)]
-    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
 def test_small_weights_stay_above_zero() -> None:
@@ -158,10 +155,7 @@ def test_shares_are_exact_for_decimals() -> None:
     assert whole_weights([0.1, 0.3, 2]) == [1, 3, 20]
     drawn = sampler([9, 9], [0.1, 0.3])
     assert all([k for k, _ in drawn.items_from(4 * n, 4)].count(0) == 1 for n in range(50))  # type: ignore[misc]
-
-
-def test_a_mixture_is_a_sequence() -> None:
-    mixture = sampler([2, 1], [1, 1]).mixture
+    mixture = sampler([2, 1], [1, 1]).mixture  # a mixture is a sequence
     assert list(mixture) == [(0, 0), (0, 1), (1, 0)] == mixture[:]
     with pytest.raises(IndexError):
         mixture[3]

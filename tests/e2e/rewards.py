@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 
 def length_reward(completion: str, answer: str) -> float:
     """0 to 6: the samples of a random model get different rewards, so that every step has a gradient."""
@@ -26,7 +28,7 @@ def troubled_reward(completion: str, answer: str) -> float:
     if kind in (0, 3):
         raise KeyError("no such answer")
     while kind == 5:
-        pass
+        time.sleep(1)
     return float(kind)
 
 

@@ -12,8 +12,9 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.data.generated import ROWS_PER_STEP
 from tests import worlds
 from tests.e2e import run_ranks
-from tests.e2e.test_examples import ROOT, gsm8k, rows
+from tests.e2e.test_examples import ROOT, gsm8k
 from tests.files import CONFIGS, DATA, QWEN_SMALL
+from tests.stored import metric_rows
 
 __all__ = ["gsm8k"]  # the fixture
 
@@ -48,7 +49,7 @@ def test_the_calculators_share_of_calls_rises(tmp_path: Path) -> None:
     ]
     raw = load_config(ROOT / "examples/agents/calculator.yaml", overrides).model_dump(mode="json")
     worlds.run(run_ranks.train, 1, raw=raw, keep_weights=False)
-    steps = rows(out)
+    steps = metric_rows(out)
     calls = [row["trajectory/tool_calls/mean"] for row in steps if "trajectory/tool_calls/mean" in row]
     assert len(calls) == 4
     # The share begins near 0.14, the share of calls in the last rows, with a standard error of 0.02 (256 trajectories).
@@ -86,7 +87,7 @@ def test_gsm8k_with_python_on_a_shrunk_model(gsm8k: Path, tmp_path: Path) -> Non
     ]
     raw = load_config(ROOT / "examples/agents/gsm8k_python.yaml", overrides).model_dump(mode="json")
     worlds.run(run_ranks.train, 2, raw=raw, keep_weights=False)
-    first, second, last = rows(tmp_path / "run")
+    first, second, last = metric_rows(tmp_path / "run")
     for row in (first, second):
         assert row["training/rollout_logp_diff_mean"] < 1e-6
         assert row["prompt_length/mean"] > 200  # the template shows the tool's schema

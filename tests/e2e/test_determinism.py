@@ -12,6 +12,7 @@ import torch
 from grpo_megatron.observability.profile import AFTER, BETWEEN
 from tests import worlds
 from tests.e2e import run_ranks
+from tests.stored import TIMES, metric_rows, rows_without
 
 DELTA = {  # at this learning rate all elements change
     "rollout": {"sync": "delta", "delta_max_density": 1.0, "engine_options": {"kv_cache_gib": 0.05, "sleep_level": 1}}
@@ -38,8 +39,7 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl without times, throughput, memory and what the syncs sent."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/", "sync/"))} for row in rows]
+    return rows_without(folder, (*TIMES, "sync/"))
 
 
 def assert_profiled(folder: Path, step: int) -> None:
@@ -51,10 +51,10 @@ def assert_profiled(folder: Path, step: int) -> None:
         events = json.loads(gzip.decompress((folder / f"trace_rank{rank}.json.gz").read_bytes()))["traceEvents"]
         (whole,) = (event for event in events if event["name"] == f"training step {step}")
         assert {"gloo:all_reduce", "gloo:all_gather"} <= {event["name"] for event in events}
-        rows = {line[6:].rsplit(maxsplit=5)[0].strip(): line for line in lines if line.split()[0] == str(rank)}
-        assert {"update_weights", "gen", "reward", "update_actor", "save_checkpoint"} <= set(rows)
-        assert set(rows) - {BETWEEN, AFTER} <= {event["name"] for event in events}
-        seconds = [[float(number) for number in line.split()[-5:]] for line in rows.values()]
+        phases = {line[6:].rsplit(maxsplit=5)[0].strip(): line for line in lines if line.split()[0] == str(rank)}
+        assert {"update_weights", "gen", "reward", "update_actor", "save_checkpoint"} <= set(phases)
+        assert set(phases) - {BETWEEN, AFTER} <= {event["name"] for event in events}
+        seconds = [[float(number) for number in line.split()[-5:]] for line in phases.values()]
         assert abs(sum(row[0] for row in seconds) - whole["dur"] / 1e6) < 0.05
         for total, *parts in seconds:
             assert abs(total - sum(parts)) < 0.003  # each is rounded to a millisecond
@@ -90,8 +90,14 @@ def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Pa
         for name in ("whole", "halves")
     ]
     assert written[0] == written[1] and len(written[0]) == 5  # four steps, and run.json
-    rows = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
-    assert [row.get("sync/density", 0) > 0 for row in rows if "sync/bytes_received" in row] == [0, 1, 0, 1]
+    assert [
+        row.get("sync/density", 0) > 0 for row in metric_rows(tmp_path / "halves") if "sync/bytes_received" in row
+    ] == [
+        0,
+        1,
+        0,
+        1,
+    ]
     before = first[0]["weights"]
     assert any(not torch.equal(before[n], whole[0]["weights"][n]) for n in before)  # the last two steps moved weights
 
@@ -115,6 +121,6 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path
         drawn.append(run_ranks.all_samples(results))
     assert drawn[0] == drawn[1]
     assert len(drawn[0][0]) == 21
-    (first, _) = (json.loads(line) for line in (tmp_path / "4" / "metrics.jsonl").read_text().splitlines())
+    first, _ = metric_rows(tmp_path / "4")
     assert 0 < first["perf/shared_prompt_ratio"] < 1 and first["training/rollout_logp_diff_max"] < 1e-4
     assert drawn[0][0] != drawn[0][1]

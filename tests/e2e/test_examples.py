@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from tests import worlds
 from tests.files import CONFIGS, DATA, QWEN_SMALL
 from tests.generation.serving import argv_of, ask, served
 from tests.listeners import is_loopback, listeners
+from tests.stored import metric_rows
 
 ROOT = Path(__file__).parents[2]
 MODEL = "outputs/gsm8k/model"
@@ -57,10 +59,6 @@ def watched_command(*arguments: str, cwd: Path, timeout: float = 1100) -> tuple[
     return out, addresses
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, set[str]]:
     """12 warm-up and 3 GRPO steps of the real quickstart, from an empty folder: (the folder, what was printed, addresses)."""
@@ -70,7 +68,9 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, set
         "sft.steps=12",
         "sft.optim.lr_warmup_steps=2",
         "sft.optim.lr_wsd_decay_steps=4",
-        "data.val_max_samples=32",
+        "data.val_max_samples=16",
+        "data.train_batch_size=8",
+        "rollout.n=4",
         "rollout.val_kwargs.temperature=0",
         "trainer.num_logged_samples=8",
         "trainer.total_training_steps=3",
@@ -98,7 +98,7 @@ def test_quickstart_in_short(quickstart: tuple[Path, str, set[str]]) -> None:
     recorded = yaml.safe_load((out / "config.yaml").read_text())
     assert recorded["sft"]["steps"] == 12
     assert [recorded[section]["seed"] for section in ("data", "rollout", "trainer")] == [1, 1, 1]
-    steps = rows(out)
+    steps = metric_rows(out)
     assert [row["step"] for row in steps] == [0, 1, 2, 3]
     assert steps[0]["training/rollout_logp_diff_mean"] < 1e-6
     assert {"timing_s/gen", "timing_s/update_actor", "perf/throughput", "critic/zero_variance_ratio"} <= steps[1].keys()
@@ -119,7 +119,24 @@ def logged_answers(folder: Path) -> list[tuple[str, str, bool]]:
     return [(prompt, answer, int(tokens) < 32) for prompt, tokens, answer in found]
 
 
-@pytest.mark.slow
+def test_vllm_reads_the_printed_command(quickstart: tuple[Path, str, set[str]]) -> None:
+    [line] = re.findall(r"^to serve it: (.*)$", quickstart[1], re.MULTILINE)
+    program, command, *words = shlex.split(line)
+    assert (program, command) == ("vllm", "serve")
+    expected = ("outputs/quickstart/run/hf", "float32", 64, True)
+    assert worlds.run(served_settings, 1, words=words) == [expected]
+
+
+def served_settings(words: list[str]) -> tuple[str, str, int, bool]:
+    """In a rank: what the arguments of `vllm serve` are to vLLM."""
+    from vllm import EngineArgs
+
+    parsed = EngineArgs.add_cli_args(argparse.ArgumentParser()).parse_args(["--model", *words])
+    engine = EngineArgs.from_cli_args(parsed)
+    return engine.model, engine.dtype, engine.max_model_len, engine.enforce_eager
+
+
+@pytest.mark.soak
 def test_the_printed_command_serves_the_trainers_answers(
     quickstart: tuple[Path, str, set[str]], tmp_path: Path
 ) -> None:
@@ -227,7 +244,8 @@ def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
         f"data.sources=[{{name: verl, files: {verl}, task: verl, weight: 1}},"
         " {name: published, files: gsm8k/train.jsonl, weight: 3}]",
         "data.val_max_samples=4",
-        "data.max_response_length=24",
+        "data.max_prompt_length=256",
+        "data.max_response_length=12",  # every token is drawn from a real vocabulary, of 152,000 entries
         "data.train_batch_size=4",
         "actor.ppo_mini_batch_size=2",
         "rollout.n=3",
@@ -238,7 +256,7 @@ def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
     ]
     _, command = header_commands()
     watched_command(*shlex.split(command.replace("GSM8K/", "gsm8k/"))[1:], *shorter, cwd=gsm8k)
-    first, second, last = rows(gsm8k / "outputs/gsm8k/run")
+    first, second, last = metric_rows(gsm8k / "outputs/gsm8k/run")
     for row in (first, second):
         assert row["training/rollout_logp_diff_mean"] < 1e-6
         assert row["prompt_length/mean"] > 60  # chat template and a real question

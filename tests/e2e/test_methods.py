@@ -16,12 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.checks.model_folders import check_reward_folder, read_critic
 from grpo_megatron.data.generated import build_tokenizer
+from grpo_megatron.models.heads.folder import check_reward_weights, read_reward_folder
 from tests import worlds
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.e2e import run_ranks
 from tests.models.test_reward_model import make_classifier, make_step_classifier
+from tests.stored import metric_rows
 
 SFT = {"loss_mode": "sft", "use_kl_loss": False}
 DPO = {"loss_mode": "dpo", "use_kl_loss": False, "loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 6}
@@ -31,7 +32,7 @@ PPO = {
     "critic": {"lam": 0.5, "pretrain_steps": 1, "ppo_mini_batch_size": 6, "optim": {"lr": 1e-3}},
     "actor": {"use_kl_loss": False},
 }
-PARTIAL = {"rollout": {"partial": {"over_sample": 1.5, "chunk_tokens": 3}, "stop_token_ids": [*range(20, 45)]}}
+PARTIAL = {"rollout": {"partial": {"over_sample": 1.5, "chunk_tokens": 2}, "stop_token_ids": [*range(20, 45)]}}
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dynamic": {
@@ -92,6 +93,7 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for name, sections in METHODS.items():
         output = folder / name.replace("again", "resumed").replace(" ", "_")  # both halves share one folder
         raw = run_ranks.settings(workspace, output, 2, **sections)
+        raw["rollout"]["engine"] = "transformers"  # the faster one; the other tests of this folder have vLLM
         if sections.get("algorithm", {}).get("source") == "file":
             raw["data"] |= {"train_files": [str(workspace / "data/written.jsonl")], "max_response_length": 32}
             raw["data"] |= {"max_prompt_length": 32}
@@ -101,9 +103,8 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     results, other_rank = worlds.run(run_ranks.train_many, 2, timeout_s=2300, raws=raws)
     for raw, result, other in zip(raws, results, other_rank, strict=True):
         result["token_weights"] = list(zip(result["token_weights"], other["token_weights"], strict=True))
-        lines = (Path(raw["trainer"]["output_dir"]) / "metrics.jsonl").read_text().splitlines()
         result["output_dir"] = Path(raw["trainer"]["output_dir"])
-        result["metrics"] = [json.loads(line) for line in lines]
+        result["metrics"] = metric_rows(result["output_dir"])
     return dict(zip(METHODS, results, strict=True))
 
 
@@ -148,7 +149,8 @@ def test_steps_without_a_single_reward_change_nothing(runs: dict[str, dict[str, 
 def test_dynamic_sampling_trains_on_informative_groups(runs: dict[str, dict[str, Any]]) -> None:
     assert column(runs["dynamic"], "critic/zero_variance_ratio") == [0, 0, 0]
     assert max(column(runs["dynamic"], "train/num_gen_batches")) > 1
-    assert column(runs["dynamic"], "train/left_over_staleness_max") == [0, 1, 0]
+    ages = column(runs["dynamic"], "train/left_over_staleness_max")
+    assert ages[0] == 0 and max(ages) == 1  # what is left over is used, and is not older than it may be
     assert any(ratio > 0 for ratio in column(runs["dupo"], "critic/zero_variance_ratio"))  # else nothing was filtered
 
 
@@ -241,7 +243,7 @@ def test_ppo_trains_its_critic_and_resumes_with_it(
     assert set(critics[0]) == set(critics[1]) >= {"score.weight", "score.bias"}
     assert all(torch.equal(tensor, critics[1][name]) for name, tensor in critics[0].items())
     assert not torch.equal(critics[0]["model.norm.weight"], run["weights"]["model.norm.weight"])
-    check_reward_folder(read_critic(run["output_dir"] / "critic"), "critic")  # critic.path accepts it
+    check_reward_weights(read_reward_folder(run["output_dir"] / "critic", "value"))  # critic.path accepts it
     part = resumed["output_dir"] / "checkpoints/step_000003/critic"
     assert convert("to-hf", part, tmp_path / "critic", "--quiet") == 0
     same_bits(critics[1], tensors_of(tmp_path / "critic"))

@@ -19,6 +19,7 @@ from grpo_megatron.models.heads.folder import check_reward_weights, read_reward_
 from tests import worlds
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.e2e import run_ranks
+from tests.stored import metric_rows
 
 STEPS = {"train_batch_size": 16, "max_prompt_length": 32, "max_response_length": 32}
 TRAINED: dict[str, dict[str, Any]] = {
@@ -44,8 +45,7 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     results = worlds.run(run_ranks.train_in_turn, 2, timeout_s=1000, raws=list(raws.values()))[0]
     for raw, result in zip(raws.values(), results, strict=True):
         output = Path(raw["trainer"]["output_dir"])
-        result["metrics"] = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        result["output"] = output
+        result |= {"metrics": metric_rows(output), "output": output}
     return dict(zip(raws, results, strict=True)) | {"data": folder / "data"}  # type: ignore[dict-item]
 
 

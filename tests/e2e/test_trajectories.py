@@ -5,7 +5,6 @@ The policy has random weights, so its turns end at a digit (`stop_token_ids`) or
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_determinism import assert_same, metrics
+from tests.stored import metric_rows
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '<sep>' }}{% endfor %}"
 
@@ -41,10 +41,6 @@ def settings(root: Path, output_dir: Path, world: int, environment: str, **secti
     return raw
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_trajectories_depend_neither_on_ranks_nor_on_delays_nor_on_the_cache(workspace: Path, tmp_path: Path) -> None:
     """7 x 3 trajectories, spread over 1, 2 and 4 engines. Every call of a tool takes a random time, except on one rank.
 
@@ -56,7 +52,7 @@ def test_trajectories_depend_neither_on_ranks_nor_on_delays_nor_on_the_cache(wor
         raw["rollout"]["enable_prefix_caching"] = cache
         raw["actor"] = {"optim": {"lr": 0.0}}  # the second step is comparable, too
         drawn.append(run_ranks.all_samples(worlds.run(run_ranks.train, world, raw=raw, keep_weights=False)))
-        for row in rows(tmp_path / str(world)):
+        for row in metric_rows(tmp_path / str(world)):
             assert row["training/rollout_logp_diff_mean"] <= 1e-6
             assert row["training/rollout_logp_diff_max"] <= 1e-5
             assert row["trajectory/turns/mean"] > 1.2 and row["trajectory/observation_share"] > 0.1
@@ -100,6 +96,6 @@ def test_a_kill_in_the_middle_of_trajectories_changes_nothing(workspace: Path, t
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "killed")
     assert {step: whole[0]["samples"][step] for step in (2, 3)} == resumed[0]["samples"]
     assert without_rewards(whole[0]["samples"]) == without_rewards(whole[1]["samples"])  # of one block
-    reported = rows(tmp_path / "whole")
+    reported = metric_rows(tmp_path / "whole")
     assert any(row["trajectory/status/raised"] > 0 for row in reported)
     assert any(row["train/left_over_staleness_max"] == 1 for row in reported)

@@ -108,40 +108,38 @@ def test_wrong_settings(kwargs: dict[str, Any], problem: str) -> None:
         turns([""], **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("expression", "result"),
-    [
-        ("12.5 * (3 + 4)", "87.5"),
-        ("0.1 + 0.2", "0.3"),
-        ("2^10 - 7 // 2 % 2", "1023"),
-        ("-1 / 3", "-0.333333333333"),
-        ("sqrt(2)", "1.41421356237"),
-        ("round(2.567, 2) + max(1, 2)", "4.57"),
-        ("2**300", str(2**300)),
-        ("(-1)**(9**60)", "-1"),
-        ("9**9**9", None),
-        ("10**99 * 10**99", None),
-        ("1e400", None),
-        ("1 / 0", None),
-        ("(-8) ** (1/3)", None),
-        ("round(1, 2, 3)", None),
-        ("__import__('os').system('ls')", None),
-        ("().__class__", None),
-        ("True + 1", None),
-        ("x", None),
-        ("2 +", None),
-        ("(" * 400 + ")" * 400, None),
-        ("1" * 1001, None),
-    ],
-)
-def test_calculator(expression: str, result: str | None) -> None:
-    """None: an error for the model, of one short line."""
-    if result is not None:
-        assert calculator(expression) == result
-        return
-    with pytest.raises(ToolError) as error:
-        calculator(expression)
-    assert len(str(error.value)) < 200
+RESULTS = {
+    "12.5 * (3 + 4)": "87.5",
+    "0.1 + 0.2": "0.3",
+    "2^10 - 7 // 2 % 2": "1023",
+    "-1 / 3": "-0.333333333333",
+    "sqrt(2)": "1.41421356237",
+    "round(2.567, 2) + max(1, 2)": "4.57",
+    "2**300": str(2**300),
+    "(-1)**(9**60)": "-1",
+}
+REFUSED = [
+    *(
+        "9**9**9",
+        "10**99 * 10**99",
+        "1e400",
+        "1 / 0",
+        "(-8) ** (1/3)",
+        "round(1, 2, 3)",
+        "().__class__",
+        "True + 1",
+        "x",
+    ),
+    *("__import__('os').system('ls')", "2 +", "(" * 400 + ")" * 400, "1" * 1001),
+]
+
+
+def test_calculator() -> None:
+    assert {expression: calculator(expression) for expression in RESULTS} == RESULTS
+    for expression in REFUSED:
+        with pytest.raises(ToolError) as error:
+            calculator(expression)
+        assert len(str(error.value)) < 200, expression  # one short line for the model
 
 
 PROGRAMS = {  # code -> (whether it is an error, part of the text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,44 +19,45 @@ from tests.files import DATA, WHOLE
 from tests.runs import write_rows
 
 
-def test_grades_of_gsm8k() -> None:
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    with RewardPool(2, 30.0) as pool:
+        yield pool
+
+
+def test_grades_of_gsm8k(pool: RewardPool) -> None:
     answers = ["18", "1,234", "5", "18", "18"]
     texts = ["#### 18", "#### $1,234.00", "\\boxed{6}", "eighteen", "18"]
     expected = [Grade(True, "18"), Grade(True, "1234"), Grade(False, "6"), Grade(False, None), Grade(False, None)]
-    assert grade("svamp", answers, texts) == grade("gsm8k", answers, texts, workers=2) == expected
+    assert grade("svamp", answers, texts, pool) == grade("gsm8k", answers, texts, pool) == expected
     assert [verdict.format_ok for verdict in expected] == [True, True, True, False, False]
-    assert [verdict.correct for verdict in grade("gsm8k_flexible", answers, texts)] == [True, False, False, False, True]
+    assert [one.correct for one in grade("gsm8k_flexible", answers, texts, pool)] == [True, False, False, False, True]
+    bad = grade("gsm8k", ["many", "18"], ["#### 18", "#### 18"], pool)  # an error of its row
+    assert [(verdict.correct, verdict.status) for verdict in bad] == [(False, "error"), (True, "ok")]
+    assert "'many' is not a number" in bad[0].message
 
 
-def test_grades_between_answer_tags_and_behind_an_opened_thought() -> None:
+def test_grades_between_answer_tags_and_behind_an_opened_thought(pool: RewardPool) -> None:
     """`gsm8k_r1`: numbers and texts. `format` needs the `<think>` that the prompt wrote."""
     answers = ["18", "18", "Paris", "Paris"]
     texts = [f"6 + 12</think><answer>{text}</answer>" for text in ("18.0", "17", " paris.", "")]
     expected = [Grade(True, "18"), Grade(False, "17"), Grade(True, "paris"), Grade(False, None)]
-    assert grade("gsm8k_r1", answers, texts) == expected
-    assert same_answers("graded_answer", [("1/2", "0.5"), ("Rome", "ROME"), ("1", "2")]) == [True, True, False]
-    problem = BenchmarkProblem("u", "", "")
-    with RewardPool(1, 30.0) as pool:
-        drawn = [(problem, opened, LedgerEntry("u", 0, texts[0], 9, "stop")) for opened in ("<think>\n", "")]
-        assert [verdict.correct for verdict in grade_samples("format", drawn, pool)] == [True, False]
+    assert grade("gsm8k_r1", answers, texts, pool) == expected
+    assert same_answers("graded_answer", [("1/2", "0.5"), ("Rome", "ROME"), ("1", "2")], pool) == [True, True, False]
+    entry, problem = LedgerEntry("u", 0, texts[0], 9, "stop"), BenchmarkProblem("u", "", "")
+    grades = grade_samples("format", [(problem, "<think>\n", entry), (problem, "", entry)], pool)
+    assert [verdict.correct for verdict in grades] == [True, False]
 
 
-def test_grades_of_math_and_a_failure_of_the_grader() -> None:
+def test_grades_of_math_and_a_failure_of_the_grader(pool: RewardPool) -> None:
     answers = ["x^2+2x+1", "(1,2)", "5", "x^2+1", "7"]
     texts = [r"\boxed{(x+1)^2}", r"\boxed{[1,2]}", "five", r"\boxed{(x+y+z+1)^{999}}", r"\boxed{7}"]
-    with RewardPool(1, 30.0) as pool:
-        grades = grade("math", answers, texts, pool=pool)
-        assert same_answers("math", [(r"\frac12", "0.5"), ("1", "2")], pool=pool) == [True, False]
+    grades = grade("math", answers, texts, pool)
+    assert same_answers("math", [(r"\frac12", "0.5"), ("1", "2")], pool) == [True, False]
     assert [(verdict.correct, verdict.status) for verdict in grades] == [
         *((True, "ok"), (False, "ok"), (False, "ok"), (False, "timeout"), (True, "ok"))
     ]
     assert [verdict.prediction for verdict in grades] == ["(x+1)^2", "[1,2]", None, "(x+y+z+1)^{999}", "7"]
-
-
-def test_a_reference_answer_that_is_not_a_number_is_an_error_of_its_row() -> None:
-    verdicts = grade("gsm8k", ["many", "18"], ["#### 18", "#### 18"])
-    assert [(verdict.correct, verdict.status) for verdict in verdicts] == [(False, "error"), (True, "ok")]
-    assert "'many' is not a number" in verdicts[0].message
 
 
 def test_names_of_graders() -> None:
@@ -82,7 +84,7 @@ def test_a_file_keeps_its_rows(tmp_path: Path) -> None:
         },  # a whole solution beside the older name, which wins
     ]
     output = tmp_path / "out.jsonl"
-    counts = grade_file("gsm8k", write_rows(tmp_path / "in.jsonl", rows), output, quiet=True)
+    counts = grade_file("gsm8k", write_rows(tmp_path / "in.jsonl", rows), output)
     assert counts == {"rows": 4, "correct": 3, "without_answer": 1, "timeout": 0, "error": 0}
     verdicts = [(True, "18"), (False, None), (True, "2.5"), (True, "18")]
     assert [json.loads(line) for line in output.read_text().splitlines()] == [
@@ -106,7 +108,7 @@ def test_bad_rows_are_named_and_nothing_is_written(tmp_path: Path, task: str) ->
         bad["field 'answer' is a list, not a string"] = {"answer": ["1"], "completion": ""}
     path = write_rows(tmp_path / "in.jsonl", [{"answer": "1", "completion": "#### 1"}, *bad.values()])
     with pytest.raises(ConfigError, match=f"{len(bad)} of {len(bad) + 1} rows are wrong") as error:
-        grade_file(task, path, tmp_path / "out.jsonl", quiet=True)
+        grade_file(task, path, tmp_path / "out.jsonl")
     for line, message in enumerate(bad, start=2):
         assert f"line {line}: {message}" in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
@@ -116,7 +118,7 @@ def test_an_output_that_cannot_be_written_is_found_first(tmp_path: Path) -> None
     path = write_rows(tmp_path / "in.jsonl", [{"answer": "1", "completion": "#### 1"}])
     for output in (tmp_path, tmp_path / "gone" / "out.jsonl"):
         with pytest.raises(ConfigError, match="cannot write"):
-            grade_file("gsm8k", path, output, quiet=True)
+            grade_file("gsm8k", path, output)
     with pytest.raises(ConfigError, match="cannot read data file"):
         grade_file("gsm8k", tmp_path / "none.jsonl", tmp_path / "out.jsonl")
 
@@ -127,7 +129,7 @@ def test_the_solutions_of_real_math_as_a_file(
 ) -> None:
     rows = [json.loads(line) for line in (data / "math" / "train.jsonl").read_text().splitlines()]
     path = write_rows(tmp_path / "in.jsonl", [{"answer": r["answer"], "completion": r["solution"]} for r in rows])
-    counts = grade_file("math", path, tmp_path / "out.jsonl", quiet=True)
+    counts = grade_file("math", path, tmp_path / "out.jsonl")
     # two reference answers of the file are "", and their solutions have an empty box
     assert counts == {"rows": count, "correct": count, "without_answer": 2, "timeout": 0, "error": 0}
     assert f"2 of {count} reference answers are empty" in capsys.readouterr().err
@@ -140,10 +142,10 @@ def test_a_file_gives_its_columns_to_a_reward(tmp_path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(tmp_path)
     rows = [{"completion": "5", "answer": "7", "margin": margin} for margin in (1, 2)]
     write_rows(tmp_path / "rows.jsonl", rows)
-    done = grade_file("by_column:near", tmp_path / "rows.jsonl", tmp_path / "graded.jsonl", quiet=True)
+    done = grade_file("by_column:near", tmp_path / "rows.jsonl", tmp_path / "graded.jsonl")
     assert (done["correct"], done["error"]) == (1, 0)
     (tmp_path / "rows.jsonl").write_text('{"completion": "5", "answer": "7"}\n')
     with pytest.raises(
         ConfigError, match="nothing gives its parameter 'margin'.*the row's columns|there are completion"
     ):
-        grade_file("by_column:near", tmp_path / "rows.jsonl", tmp_path / "graded.jsonl", quiet=True)
+        grade_file("by_column:near", tmp_path / "rows.jsonl", tmp_path / "graded.jsonl")

@@ -14,7 +14,6 @@ from grpo_megatron.checks.names import task_problem
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.benchmarks import read_task_prompts
-from grpo_megatron.environments.environment import Environment, Step
 from grpo_megatron.evaluation import results
 from grpo_megatron.evaluation.cli import draw_task
 from grpo_megatron.evaluation.ledger import Ledger
@@ -41,21 +40,6 @@ TASK = {
     "max_tokens": 600,
     "multi_turn": {"environment": "tools", "tools": ["calculator"], "max_assistant_turns": 3},
 }
-
-
-class Doubling(Environment):
-    """Gives the rewards itself: half a point for each of two turns that write the row's number."""
-
-    gives_rewards = True
-
-    def reset(self, row: Any, seed: int) -> list[dict[str, Any]]:
-        self.number, self.turns = str(row["answer"]), 0
-        return [{"role": "user", "content": f"Write {self.number} twice."}]
-
-    def step(self, completion: str) -> Step:
-        self.turns += 1
-        again = [] if self.turns == 2 else [{"role": "user", "content": "again"}]
-        return Step(again, reward=0.5 * (self.number in completion), done=self.turns == 2)
 
 
 class ScriptedEngine:
@@ -148,7 +132,7 @@ def test_a_task_file_with_tools_is_played_graded_and_shown_turn_by_turn(root: Pa
 
 
 def test_an_environment_that_gives_the_rewards_is_the_grader(root: Path, tmp_path: Path) -> None:
-    name = "tests.evaluation.test_playing:Doubling"
+    name = "tests.evaluation.doubling:Doubling"
     made = settings(root, tmp_path / "out", reward=None, multi_turn={"environment": name}, max_prompt_tokens=200)
     assert made.max_model_len == 200 + 600
     result, graded, _ = played(made, lambda text: "5")  # right twice for the first row, never for the second

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from grpo_megatron.data.task import Task, get_task, get_tasks, task_names
 from grpo_megatron.evaluation.cli import cut_at_stop
 from grpo_megatron.evaluation.grading import grade
 from grpo_megatron.evaluation.settings import build_prompts, choose_format
+from grpo_megatron.rewards.pool import RewardPool
 from tests.evaluation.models import byte_tokenizer, gsm8k_rows
 from tests.files import WHOLE
 from tests.runs import write_rows
@@ -38,6 +40,12 @@ FLEXIBLE = "40864a854d99700da8db80d3d76bec45307f9704e7a1a054dc792edda7ace63f"
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    with RewardPool(1, 30.0) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +134,7 @@ def test_examples_in_the_task_make_the_published_prompts(name: str) -> None:
         _read(name, shots=9)
 
 
-def test_what_a_chain_of_thought_is_graded_by() -> None:
+def test_what_a_chain_of_thought_is_graded_by(pool: RewardPool) -> None:
     texts = [
         " So 9 x 2 = 18. The answer is 18.",
         " The answer is $18.00.",
@@ -134,11 +142,17 @@ def test_what_a_chain_of_thought_is_graded_by() -> None:
         " 18",
         "The answer is 18",
     ]
-    assert [one.correct for one in grade("gsm8k_cot_strict", ["18"] * 5, texts)] == [True, False, True, False, False]
+    assert [one.correct for one in grade("gsm8k_cot_strict", ["18"] * 5, texts, pool)] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.real_data
-def test_the_scores_are_those_of_lm_evaluation_harness(tokenizer: Any) -> None:
+def test_the_scores_are_those_of_lm_evaluation_harness(tokenizer: Any, pool: RewardPool) -> None:
     (dataset,) = _read("gsm8k_lm_eval")
     answers = [problem.answer for problem in dataset.problems]
     stop = dataset.task.text.stop
@@ -146,7 +160,7 @@ def test_the_scores_are_those_of_lm_evaluation_harness(tokenizer: Any) -> None:
     for (name, grader), (right, digest) in zip(
         dataset.task.graders.items(), ((348, STRICT), (773, FLEXIBLE)), strict=True
     ):
-        verdicts = "".join(str(int(g.correct)) for g in grade(grader, answers, texts))
+        verdicts = "".join(str(int(g.correct)) for g in grade(grader, answers, texts, pool))
         assert (verdicts.count("1"), hashlib.sha256(verdicts.encode()).hexdigest()) == (right, digest), name
 
 

@@ -6,7 +6,6 @@ Tolerances are derived from the number of bits, not measured: bfloat16 has a rel
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from grpo_megatron.device import read_hardware
 from grpo_megatron.models.layers.precision import RECIPES, hardware_problems
 from tests.gpu import conftest, engine_ranks, training_ranks
 from tests.gpu.building import KIND, ON_CPU, mean_error, worst_angle
+from tests.stored import metric_rows
 
 TE, LOCAL = {"transformer_impl": "transformer_engine"}, {"transformer_impl": "local"}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -184,9 +184,9 @@ def test_sixty_steps_of_grpo_learn_the_quickstarts_task(tmp_path: Path, record_f
     ]
     raw = load_config(ROOT / "examples/quickstart.yaml", overrides).model_dump(mode="json")
     conftest.run(training_ranks.train, raw=raw, limit_s=1500 if ON_CPU else 500)
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "critic/score/mean" in row]
-    accuracy = {row["step"]: row[ACCURACY] for row in rows if ACCURACY in row}
+    logged = metric_rows(out)
+    steps = [row for row in logged if "critic/score/mean" in row]
+    accuracy = {row["step"]: row[ACCURACY] for row in logged if ACCURACY in row}
     gaps = [row[GAP] for row in steps]
     record_figure("accuracy before and every 20 steps", list(accuracy.values()))
     record_figure("mean reward, first and last 5 steps", [_mean(steps[:5]), _mean(steps[-5:])])

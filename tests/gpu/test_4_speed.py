@@ -7,7 +7,6 @@ left out, and the medians of the others are printed.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from grpo_megatron.device import read_hardware
 from grpo_megatron.models.layers.precision import hardware_problems
 from tests.gpu import conftest, training_ranks
 from tests.gpu.building import KIND, ON_CPU, QWEN_HALF_B, QWEN_ONE_AND_A_HALF_B, write_random_model
+from tests.stored import metric_rows
 
 PROMPTS, SAMPLES, RESPONSE = (4, 2, 16) if ON_CPU else (32, 8, 512)
 STEPS = 4
@@ -76,8 +76,8 @@ def settings(model: Path, out: Path, recipe: str | None) -> dict[str, Any]:
     }
 
 
-def median(rows: list[dict[str, float]], name: str) -> float | None:
-    values = sorted(row[name] for row in rows if name in row)
+def median(steps: list[dict[str, float]], name: str) -> float | None:
+    values = sorted(row[name] for row in steps if name in row)
     return values[len(values) // 2] if values else None
 
 
@@ -93,21 +93,21 @@ def test_step_time(
     if problems := list(hardware_problems(Config.model_validate(raw), read_hardware(KIND))):  # type: ignore[arg-type]
         pytest.skip(problems[0])
     conftest.run(training_ranks.train, raw=raw)
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][1:]
-    assert len(rows) == STEPS - 1
-    times = {phase: median(rows, f"timing_s/{phase}") for phase in PHASES}
+    steps = metric_rows(tmp_path / "run")[1:]
+    assert len(steps) == STEPS - 1
+    times = {phase: median(steps, f"timing_s/{phase}") for phase in PHASES}
     for phase, seconds in times.items():
         if seconds is not None:
             record_figure(phase, seconds, "s")
-    record_figure("tokens/s", median(rows, "perf/throughput"))
+    record_figure("tokens/s", median(steps, "perf/throughput"))
     for name in ("perf/mfu/actor", "perf/mfu/actor_infer", "perf/tflops/actor", "perf/max_memory_allocated_gb"):
-        if (value := median(rows, name)) is not None:
+        if (value := median(steps, name)) is not None:
             record_figure(name.removeprefix("perf/"), value)
-    record_figure("log-probability gap", max(row["training/rollout_logp_diff_mean"] for row in rows))
+    record_figure("log-probability gap", max(row["training/rollout_logp_diff_mean"] for row in steps))
     whole = times.pop("step")
     assert whole is not None
-    assert all(row["response_length/mean"] == RESPONSE for row in rows) or ON_CPU  # the work that was to be measured
+    assert all(row["response_length/mean"] == RESPONSE for row in steps) or ON_CPU  # the work that was to be measured
     assert sum(seconds or 0 for seconds in times.values()) >= 0.8 * whole or ON_CPU  # no phase is missing
-    mfu = median(rows, "perf/mfu/actor")
+    mfu = median(steps, "perf/mfu/actor")
     if mfu is not None and importlib.util.find_spec("transformer_engine") is not None:
         assert mfu >= LEAST_MFU

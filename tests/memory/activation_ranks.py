@@ -31,7 +31,7 @@ def peaks(folders: dict[str, Path], cases: list[tuple[str, str, dict[str, Any]]]
 
 
 def peak(folder: Path, dtype: str, recompute: dict[str, Any], tokens: int) -> tuple[tuple[float, float], ...]:
-    from grpo_megatron.memory.activations import forward_bytes, head_bytes, kept_bytes, working_bytes
+    from grpo_megatron.memory.parameters import forward_bytes, head_bytes, kept_bytes, working_bytes
 
     policy = policy_ranks.build(
         folder,

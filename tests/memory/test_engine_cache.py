@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import Config
-from grpo_megatron.memory.engine import EngineCache, engine_cache, engine_weights, kv_token_bytes
-from grpo_megatron.memory.phases import GIB
+from grpo_megatron.memory.phases import GIB, EngineCache, engine_cache, engine_weights, kv_token_bytes
 from grpo_megatron.models.families import architecture_of
 from tests import tiny
 from tests.memory.test_phases import P, arch_8b

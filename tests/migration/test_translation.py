@@ -9,6 +9,8 @@ import pytest
 
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.section import config_keys
+from grpo_megatron.migration.trainers import OTHER_TRAINERS
 from grpo_megatron.migration.translation import ImportOptions, import_config, known_elsewhere
 
 VERL_SCRIPT = r"""
@@ -155,3 +157,14 @@ def test_an_unknown_key_of_theirs_is_explained(key: str, hint: str, tmp_path: Pa
 
 def test_a_key_that_nobody_knows_has_no_hint() -> None:
     assert known_elsewhere("data.colour") is None and known_elsewhere("colour") is None
+
+
+def test_the_tables_name_keys_of_ours() -> None:
+    known = [key.name for key in config_keys(Config)]
+    for trainer in OTHER_TRAINERS.values():
+        ours = {
+            key for rule in trainer.rules.values() for case in rule.cases.values() if case != str(case) for key in case
+        }
+        ours |= {*trainer.implied, *(rule.ours for rule in trainer.rules.values() if rule.ours)}
+        assert not [key for key in ours if not any(key == one or key.startswith(f"{one}.") for one in known)]
+        assert all(trainer.rule(key, {}) or trainer.prefixes for key in trainer.defaults)

@@ -25,27 +25,37 @@ LAYOUTS: dict[str, tuple[int, int, int, bool]] = {
 }
 
 
+Layout = tuple[int, int, int, bool]
 _meshes: dict[tuple[int, int], Any] = {}  # of this rank: a process has one layout for its whole life
 
 
-def build(
-    folder: Path, tp: int, pp: int, sp: bool, *, dtype: str = "float32", temperature: float = 1.0, **actor: Any
-) -> Any:
-    from grpo_megatron.config import ActorConfig
+def world(layout: Layout) -> tuple[Any, Any]:
     from grpo_megatron.device import Device
-    from grpo_megatron.models.families import read_architecture
-    from grpo_megatron.models.policy import Policy
     from grpo_megatron.parallel.mesh import build_mesh
 
-    megatron = {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "sequence_parallel": sp,
-        **actor.pop("megatron", {}),
-    }
+    _, tp, pp, _ = layout
     device = Device("cpu")
     mesh = _meshes.get((tp, pp)) or _meshes.setdefault((tp, pp), build_mesh(device, tp=tp, pp=pp, rollout_tp=1))
-    config = ActorConfig.model_validate({"megatron": megatron, "logprob_chunk_size": 7, **actor})
+    return device, mesh
+
+
+def actor(layout: Layout, *, megatron: Any = None, **values: Any) -> Any:
+    from grpo_megatron.config import ActorConfig
+
+    _, tp, pp, sp = layout
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
+    return ActorConfig.model_validate({"megatron": {**sizes, **(megatron or {})}, **values})
+
+
+def build(
+    folder: Path, tp: int, pp: int, sp: bool, *, dtype: str = "float32", temperature: float = 1.0, **values: Any
+) -> Any:
+    from grpo_megatron.models.families import read_architecture
+    from grpo_megatron.models.policy import Policy
+
+    layout = (0, tp, pp, sp)
+    device, mesh = world(layout)
+    config = actor(layout, **{"logprob_chunk_size": 7, **values})
     policy = Policy.load(folder, dtype, read_architecture(folder), config, mesh, device, temperature=temperature)
     policy.set_optimizer(config.optim, 1)
     check_counts(policy)

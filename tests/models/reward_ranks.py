@@ -11,49 +11,45 @@ import torch
 from tests import tiny
 from tests.models import policy_ranks
 from tests.models.gradients import named_gradients
-from tests.models.policy_ranks import stream
+from tests.models.policy_ranks import Layout, stream, world
 
-Layout = tuple[int, int, int, bool]
 HEADS = ("score.weight", "score.bias")
-_meshes: dict[tuple[int, int], Any] = {}  # of this rank: a process has one layout for its whole life
+OPTIM = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}
 
 
-def build(folder: Path, layout: Layout, *, dtype: str = "float32", megatron: Any = None, **config: Any) -> Any:
-    from grpo_megatron.config import RewardModelConfig
+def scalar(
+    folder: Path, kind: Any, layout: Layout, *, model_class: Any = None, dtype: str = "float32", **options: Any
+) -> Any:
+    """A ScalarPolicy, or `model_class`, with an optimizer. `megatron` and `places` are among the options."""
+    from grpo_megatron.config import OptimConfig
     from grpo_megatron.models.heads.folder import read_reward_folder
-    from grpo_megatron.models.heads.scalar import ScalarPolicy, last_token
+    from grpo_megatron.models.heads.scalar import ScalarPolicy
 
-    settings = {"path": folder, "optim": {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}, **config}
     device, mesh = world(layout)
-    reward = RewardModelConfig.model_validate(settings)
-    source, limits = read_reward_folder(folder), actor(layout, **megatron or {})
-    model = ScalarPolicy(source, dtype, limits, mesh, device, places=last_token(source), optim=reward.optim)
-    model.set_optimizer(reward.optim, 1)
-    policy_ranks.check_counts(model, has_output_head=False)
+    limits, optim = actor(layout, options.pop("megatron", None)), OptimConfig.model_validate(OPTIM)
+    source = read_reward_folder(folder, kind)
+    model = (model_class or ScalarPolicy)(source, dtype, limits, mesh, device, optim=optim, **options)
+    with model.in_use():
+        model.set_optimizer(optim, 2)
+        policy_ranks.check_counts(model, has_output_head=False)
     return model
 
 
-def world(layout: Layout) -> tuple[Any, Any]:
-    from grpo_megatron.device import Device
-    from grpo_megatron.parallel.mesh import build_mesh
+def build(folder: Path, layout: Layout, **options: Any) -> Any:
+    """A reward model that learns."""
+    from grpo_megatron.models.heads.folder import read_reward_folder
+    from grpo_megatron.models.heads.scalar import last_token
 
-    _, tp, pp, _ = layout
-    device = Device("cpu")
-    mesh = _meshes.get((tp, pp)) or _meshes.setdefault((tp, pp), build_mesh(device, tp=tp, pp=pp, rollout_tp=1))
-    return device, mesh
+    return scalar(folder, "outcome", layout, places=last_token(read_reward_folder(folder)), **options)
 
 
-def actor(layout: Layout, **megatron: Any) -> Any:
-    from grpo_megatron.config import ActorConfig
-
-    _, tp, pp, sp = layout
-    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
-    return ActorConfig.model_validate({"megatron": {**sizes, **megatron}, "ppo_max_token_len_per_gpu": 120})
+def actor(layout: Layout, megatron: Any = None) -> Any:
+    return policy_ranks.actor(layout, megatron=megatron, ppo_max_token_len_per_gpu=120)
 
 
 def make_pairs(count: int = 5, *, seed: int = 0) -> Any:
     """Pairs of various lengths: each prompt of `tiny.make_sequences` with its own and another prompt's response."""
-    from grpo_megatron.training.beside.preferences import PreferencePair
+    from grpo_megatron.training.reward_model import PreferencePair
 
     drawn = tiny.make_sequences(2 * count, seed=seed)
     pairs = []
@@ -83,7 +79,7 @@ def frozen(folder: Path, layout: Layout, kind: Any = "outcome") -> Any:
 
     device, mesh = world(layout)
     model = FrozenScalar(
-        read_reward_folder(folder, kind), "float32", actor(layout, offload_reference=True), mesh, device
+        read_reward_folder(folder, kind), "float32", actor(layout, {"offload_reference": True}), mesh, device
     )
 
     def check(forward: Any) -> Any:
@@ -106,10 +102,11 @@ def decoded(ids: Any) -> str:
 
 def frozen_loop(outcome: Path, process: Path, layout: Layout, combine: str) -> dict[str, Any]:
     """A step rewarded by the sum of two frozen models: 2 x the outcome model's score, 0.5 x that of the process model."""
+
     from grpo_megatron.config import RewardModelConfig, ScoringModel
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.exchange import gather_groups
-    from grpo_megatron.training.beside.reward_model import FrozenReward, ProcessScorer, Scorer
+    from grpo_megatron.training.reward_model import FrozenReward, Scorer
 
     config = RewardModelConfig.model_validate({"path": outcome, "coefficient": 2.0, "combine": combine})
     steps = ScoringModel.model_validate({"path": process, "coefficient": 0.5, "step_separator": ";", "kind": "process"})
@@ -117,7 +114,7 @@ def frozen_loop(outcome: Path, process: Path, layout: Layout, combine: str) -> d
     limits = actor(layout)
     scorers = [
         Scorer("", config, frozen(outcome, layout), limits),
-        ProcessScorer("prm", steps, frozen(process, layout, "process"), limits, decoded),
+        Scorer("prm", steps, frozen(process, layout, "process"), limits, decoded),
     ]
     samples = make_samples(mesh, 0)
     table = gather_groups(samples, mesh)
@@ -132,8 +129,7 @@ def frozen_loop(outcome: Path, process: Path, layout: Layout, combine: str) -> d
 
 def update(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:
     """Whole gradients of one backward pass. Then, with the distributed optimizer, metrics and weights of an update."""
-    from grpo_megatron.training.beside.preferences import pair_batch
-    from grpo_megatron.training.beside.reward_model import pair_loss, update_pairs
+    from grpo_megatron.training.reward_model import pair_batch, pair_loss, update_pairs
 
     model = build(folder, layout, megatron={"use_distributed_optimizer": False})  # leaves whole gradients on every rank
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
@@ -154,8 +150,7 @@ def whole(model: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "float32") -> torch.Tensor:
     """Two updates, then a Hugging Face folder and, beside it, a checkpoint. Returns the scores of the chosen sequences."""
     from grpo_megatron.models.weights.sharded_state import save_sharded
-    from grpo_megatron.training.beside.preferences import pair_batch
-    from grpo_megatron.training.beside.reward_model import update_pairs
+    from grpo_megatron.training.reward_model import pair_batch, update_pairs
 
     model = build(folder, layout, dtype=dtype)
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
@@ -170,8 +165,7 @@ def saved(folder: Path, pairs: Any, layout: Layout, target: Path, dtype: str = "
 def poisoned(folder: Path) -> dict[str, Any]:
     """Two ranks. In the second update the weights of rank 1 give NaN."""
     from grpo_megatron.models.weights.stream import unwrapped
-    from grpo_megatron.training.beside.preferences import pair_batch
-    from grpo_megatron.training.beside.reward_model import update_pairs
+    from grpo_megatron.training.reward_model import pair_batch, update_pairs
 
     model = build(folder, (2, 1, 1, False))
     pairs = make_pairs()
@@ -250,10 +244,10 @@ def loop(
     """Outer iterations of two steps. Returns rewards and metrics of every step, and the final weights."""
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.exchange import gather_groups
-    from grpo_megatron.training.beside.reward_model import LearningReward
+    from grpo_megatron.training.reward_model import LearningReward
 
     settings = {"steps": 3, "train_batch_size": 4, "history_size": 8, "start_iteration": 1, **config}
-    model = build(folder, layout, megatron=megatron, dtype=dtype, **settings)
+    model = build(folder, layout, megatron=megatron, dtype=dtype)
     rewards = LearningReward(
         model_config(folder, settings), model, model.actor, iteration_steps=2, total_steps=8, seed=5
     )
@@ -281,5 +275,4 @@ def loop(
 def model_config(folder: Path, settings: dict[str, Any]) -> Any:
     from grpo_megatron.config import RewardModelConfig
 
-    optim = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}
-    return RewardModelConfig.model_validate({"path": folder, "optim": optim, **settings})
+    return RewardModelConfig.model_validate({"path": folder, "optim": OPTIM, **settings})

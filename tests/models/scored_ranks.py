@@ -6,21 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.models.gradients import named_gradients
-from tests.models.reward_ranks import Layout, actor, whole, world
+from tests.models.policy_ranks import Layout
+from tests.models.reward_ranks import scalar, whole
 
 Row = tuple[list[int], list[int], list[tuple[int, float]]]  # prompt, response, (scored token, advantage)
 
 
 def build(folder: Path, kind: Any, layout: Layout, **megatron: Any) -> Any:
-    from grpo_megatron.config import OptimConfig
-    from grpo_megatron.models.heads.folder import read_reward_folder
-    from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
+    from grpo_megatron.models.heads.scalar import response_tokens
 
-    device, mesh = world(layout)
-    source, limits = read_reward_folder(folder, kind), actor(layout, **megatron)
-    policy = ScalarPolicy(source, "float32", limits, mesh, device, places=response_tokens)
-    policy.set_optimizer(OptimConfig.model_validate({"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.0}), 1)
-    return policy
+    return scalar(folder, kind, layout, places=response_tokens, megatron=megatron)
 
 
 def batch_of(rows: list[Row], paired: bool, policy: Any) -> Any:

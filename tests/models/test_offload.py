@@ -204,7 +204,7 @@ def test_the_order_frees_memory_before_it_is_needed() -> None:
     engine: Any = Recorder("engine", calls)
     nothing: Any = SimpleNamespace()
     resharding: Any = SimpleNamespace(accept=lambda digest: calls.append("accept"))
-    colocation = Colocation(policy, engine, nothing, resharding, probe=nothing, provenance=nothing)
+    colocation = Colocation(policy, engine, resharding, probe=nothing, provenance=nothing)
     colocation._sync = lambda *args: calls.append("sync")  # type: ignore[method-assign,assignment,func-returns-value]
     colocation._probe = lambda *args: calls.append("probe")  # type: ignore[method-assign,assignment,func-returns-value]
     assert calls == ["engine.sleep"]  # at construction: a warmup trains before the first rollout

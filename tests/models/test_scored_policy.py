@@ -41,15 +41,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 def want(folder: Path, paired: bool) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and its gradients, by transformers. Two labels: the gradient of their difference is half the difference."""
-    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
-
+    model = tiny.load_classifier(folder)
     if paired:
-        model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
         scores = torch.stack([model(torch.tensor([p + r])).logits[0, 0] for p, r, _ in PAIRS])
         differences = scores[0::2] - scores[1::2] - torch.tensor(MARGINS)
         loss = -torch.nn.functional.logsigmoid(differences).mean()
     else:
-        model = AutoModelForTokenClassification.from_pretrained(folder).eval()
         losses = []
         for prompt, response, labels in STEPS:
             logits = model(torch.tensor([prompt + response])).logits[0]
@@ -84,18 +81,14 @@ def test_gradients_equal_those_of_the_loss_over_transformers(
 
 
 def check_folder(folder: Path, scores: dict[int, torch.Tensor], rows: list[scored_ranks.Row], paired: bool) -> None:
-    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
-
     config = json.loads((folder / "config.json").read_text())
     kind = "Sequence" if paired else "Token"
     assert config["architectures"] == [f"Qwen2For{kind}Classification"]
     assert list(config["id2label"].values()) == (["LABEL_0"] if paired else ["wrong", "right"])
-    cls: Any = AutoModelForSequenceClassification if paired else AutoModelForTokenClassification
-    model, lost = cls.from_pretrained(folder, output_loading_info=True)
-    assert not any(lost[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), lost
+    model = tiny.load_classifier(folder)
     for row, (prompt, response, labels) in enumerate(rows):
         with torch.no_grad():
-            logits = model.eval()(torch.tensor([prompt + response])).logits[0]
+            logits = model(torch.tensor([prompt + response])).logits[0]
         for token, _ in labels:
             expected = logits[0] if paired else logits[len(prompt) + token, 1] - logits[len(prompt) + token, 0]
             assert scores[row][token].item() == pytest.approx(expected.item(), abs=1e-5)

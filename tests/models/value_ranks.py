@@ -11,27 +11,16 @@ import torch
 from tests import tiny
 from tests.models import policy_ranks, reward_ranks
 from tests.models.gradients import named_gradients
+from tests.models.policy_ranks import Layout
 
 CLIPRANGE = 0.5  # the default of critic.cliprange_value
 
 
-def build(
-    folder: Path, layout: reward_ranks.Layout, *, offload: bool = False, dtype: str = "float32", **megatron: Any
-) -> Any:
-    from grpo_megatron.config import CriticConfig
-    from grpo_megatron.models.heads.folder import read_reward_folder
+def build(folder: Path, layout: Layout, *, offload: bool = False, dtype: str = "float32", **megatron: Any) -> Any:
     from grpo_megatron.models.heads.scalar import ValueModel
 
-    optim = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "weight_decay": 0.0}
-    config = CriticConfig.model_validate({"offload": offload, "optim": optim})
-    device, mesh = reward_ranks.world(layout)
-    actor = reward_ranks.actor(layout, **megatron)
-    model = ValueModel(
-        read_reward_folder(folder, "value"), dtype, actor, mesh, device, optim=config.optim, offload=offload
-    )
-    with model.in_use():
-        model.set_optimizer(config.optim, 2)
-    return model
+    options: dict[str, Any] = {"model_class": ValueModel, "dtype": dtype, "offload": offload, "megatron": megatron}
+    return reward_ranks.scalar(folder, "value", layout, **options)
 
 
 def make_batch(pairs: Any, rows: list[int], micro: int = 2) -> Any:
@@ -44,13 +33,13 @@ def make_batch(pairs: Any, rows: list[int], micro: int = 2) -> Any:
     return batch
 
 
-def values(folders: dict[str, Path], pairs: Any, layout: reward_ranks.Layout) -> dict[str, torch.Tensor]:
+def values(folders: dict[str, Path], pairs: Any, layout: Layout) -> dict[str, torch.Tensor]:
     """Family -> values, in micro-batches of different sizes, one of them empty."""
     batch = tiny.make_batch(pairs, [[[0, 1], [2], [], [3, 4, 5]]])
     return {family: build(folder, layout).numbers(batch) for family, folder in folders.items()}
 
 
-def update(folder: Path, pairs: Any, layout: reward_ranks.Layout) -> dict[str, Any]:
+def update(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:
     """Gradients of one backward pass; then values, metrics and weights of two updates, with and without offloading."""
     model = build(folder, layout, use_distributed_optimizer=False)  # leaves whole gradients on every rank
     batch = make_batch(pairs, policy_ranks.share(len(pairs), model.mesh.dp_rank, model.mesh.dp))
@@ -62,7 +51,7 @@ def update(folder: Path, pairs: Any, layout: reward_ranks.Layout) -> dict[str, A
     return {"gradients": gradients, **trained_offloaded_or_not(folder, batch, layout)}
 
 
-def trained_offloaded_or_not(folder: Path, batch: Any, layout: reward_ranks.Layout, **options: Any) -> dict[str, Any]:
+def trained_offloaded_or_not(folder: Path, batch: Any, layout: Layout, **options: Any) -> dict[str, Any]:
     """What `trained` returns, which must be the same bits with and without offloading."""
     plain, offloaded = (trained(build(folder, layout, offload=offload, **options), batch) for offload in (False, True))
     assert all(torch.equal(plain["weights"][name], offloaded["weights"][name]) for name in plain["weights"])
@@ -73,7 +62,7 @@ def trained_offloaded_or_not(folder: Path, batch: Any, layout: reward_ranks.Layo
 
 def in_bfloat16(folder: Path, pairs: Any) -> dict[str, Any]:
     """Two ranks, and weights that are gathered during the next forward pass."""
-    batch = make_batch(pairs, policy_ranks.share(len(pairs), reward_ranks.world((2, 1, 1, False))[1].dp_rank, 2))
+    batch = make_batch(pairs, policy_ranks.share(len(pairs), policy_ranks.world((2, 1, 1, False))[1].dp_rank, 2))
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     return trained_offloaded_or_not(folder, batch, (2, 1, 1, False), dtype="bfloat16", **overlap)
 
@@ -85,12 +74,12 @@ def trained(model: Any, batch: Any) -> dict[str, Any]:
             sums, metrics = model.update_values(batch, CLIPRANGE, epochs=1)
     on_device = sum(parameter.untyped_storage().nbytes() for parameter in model.ddp.parameters())
     with model.in_use():
-        weights = reward_ranks.stream(model)
+        weights = policy_ranks.stream(model)
     totals = {name: (float(part.total), part.num_tokens) for name, part in sums[0].items()}
     return {"values": first, "metrics": metrics, "sums": totals, "weights": weights, "on_device": on_device}
 
 
-def saved(folder: Path, pairs: Any, layout: reward_ranks.Layout, target: Path) -> torch.Tensor:
+def saved(folder: Path, pairs: Any, layout: Layout, target: Path) -> torch.Tensor:
     """Two updates of an offloaded model, then a Hugging Face folder. Returns the values of all rows."""
     model = build(folder, layout, offload=True)
     trained(model, make_batch(pairs, policy_ranks.share(len(pairs), model.mesh.dp_rank, model.mesh.dp)))

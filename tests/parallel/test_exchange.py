@@ -195,7 +195,7 @@ def shown_groups(held: list[Sample], table: Any, plan: Any, batch: Any, mesh: An
     """What rank 0 shows. The policy's log-probabilities are the engine's plus 0.25; a token's text is its id."""
     from types import SimpleNamespace
 
-    from grpo_megatron.training.samples import ShownSamples
+    from grpo_megatron.training.report import ShownSamples
 
     batch.old_logprobs = batch.rollout_logprobs + 0.25
     tokenizer = SimpleNamespace(decode=lambda ids, **options: "".join(f"<{i}>" for i in ids))
@@ -208,14 +208,14 @@ def write_rollouts(out: Path, held: list[Sample], table: Any, plan: Any, mesh: A
     """Write step 0, then step 1 on a full disk, then step 2. Returns the message of step 1's failure."""
     from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import RankError
-    from grpo_megatron.training import samples as samples_module
+    from grpo_megatron.training import report
 
-    files = samples_module.RolloutFiles(out, out / "run", mesh, tokenizer=None)
+    files = report.RolloutFiles(out, out / "run", mesh, tokenizer=None)
     refused = ""
-    with mock.patch.object(samples_module, "TOKENS_PER_PART", 20):
+    with mock.patch.object(report, "TOKENS_PER_PART", 20):
         files.write(0, Metrics(), held, table, plan)
         try:
-            with mock.patch.object(samples_module, "write_file", full_disk):
+            with mock.patch.object(report, "write_file", full_disk):
                 files.write(1, Metrics(), held, table, plan)
         except RankError as error:
             refused = str(error)

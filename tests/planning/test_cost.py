@@ -16,7 +16,6 @@ from dataclasses import replace
 import pytest
 
 from grpo_megatron.models.flops import active_parameters
-from grpo_megatron.planning import speeds
 from grpo_megatron.planning.cost import (
     PlannedMachine,
     Workload,
@@ -26,7 +25,7 @@ from grpo_megatron.planning.cost import (
     step_seconds,
     update_seconds,
 )
-from grpo_megatron.planning.gpus import GPUS
+from grpo_megatron.planning.gpus import ENGINE_STEP_S, GPUS, REDUCE_S, SAMPLE_S
 from grpo_megatron.planning.layout import Layout
 from tests.planning import published
 
@@ -60,8 +59,8 @@ def test_decoding_by_hand() -> None:
     weights = 2 * WORK.arch.num_parameters() / 8
     cache = 64 * 1500 * 40960
     memory = (weights + cache) / (0.7 * 3.35e12)
-    reduce = 160 * (speeds.REDUCE_S + 2 * 64 * 8192 * 2 * 7 / 8 / (0.75 * 450e9))
-    step = memory + reduce + speeds.ENGINE_STEP_S + 64 * speeds.SAMPLE_S
+    reduce = 160 * (REDUCE_S + 2 * 64 * 8192 * 2 * 7 / 8 / (0.75 * 450e9))
+    step = memory + reduce + ENGINE_STEP_S + 64 * SAMPLE_S
     prompts = 2 * active_parameters(WORK.arch) * 16 * 1000 / (8 * 989e12 * 0.46)
     assert generation_seconds(WORK, LAYOUT, H100, 1e9) == pytest.approx(2000 * step + prompts)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from grpo_megatron.checks.layout import layout_problems
-from grpo_megatron.checks.model_folders import read_models
+from grpo_megatron.checks.layout import world_problems
+from grpo_megatron.checks.models import read_models
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
 from grpo_megatron.memory.parameters import RunModels, stage_layers
@@ -46,7 +46,7 @@ def test_the_arguments_of_a_layout_make_its_config(monkeypatch: pytest.MonkeyPat
     strict = load_config(EXAMPLE, ["actor.megatron.sequence_parallel=true"])
     alone = Layout(tp=1, pp=8)
     assert "actor.megatron.sequence_parallel=null" in list(alone.overrides(strict))
-    assert not list(layout_problems(alone.applied(strict), 64, models.arch))
+    assert not list(world_problems(alone.applied(strict), 64, models.arch))
 
 
 def test_uneven_stages_belong_to_their_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:

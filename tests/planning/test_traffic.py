@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.checks.model_folders import read_models
+from grpo_megatron.checks.models import read_models
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
 from grpo_megatron.memory.parameters import RunModels

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_megatron.rewards.pool import CallQueue, PlannedReward, RewardPool
 from grpo_megatron.rewards.reward import RewardItem, check_reward
-from tests.processes.waiting import PATIENCE_S, wait_until
+from tests.rewards.waiting import PATIENCE_S, wait_until
 
 TIMEOUT_S = 1.5
 MODULE = """
@@ -232,8 +232,7 @@ def test_a_worker_gets_what_the_function_reads() -> None:
         planned = PlannedReward(name, {"components": components} if name == "composite" else {})
         return planned.sample(RewardItem(name, "c", "a", **about))  # type: ignore[arg-type]
 
-    assert sent("gsm8k") == {"completion": "c", "answer": "a"}
-    assert sent("shared_calls:many") == {"completion": "c", "answer": "a", "columns": {"level": 1}}
-    assert sent("composite") == {"completion": "c", "answer": "a", "prompt": "P", "columns": {"level": 1}}
-    unknown = sent("a_module_that_was_not_imported:function")
-    assert unknown == {"completion": "c", "answer": "a", **about, "data_source": "", "step": 0, "is_chat": False}
+    columns = {"gsm8k": {}, "shared_calls:many": {"level": 1}, "composite": {"level": 1}, "absent:f": about["columns"]}
+    for name, expected in columns.items():
+        known = {"name": name, "completion": "c", "answer": "a", "data_source": "", "step": 0, "is_chat": False}
+        assert sent(name) == {**known, **about, "columns": expected}

@@ -38,16 +38,13 @@ class Stub(BaseHTTPRequestHandler):
             self.send_error(503) if asked == "busy" else self.connection.close()
             return
         content = {"busy": "Score: 5", "none": None, "many": "Score: 1\nthen\n**Score: 9.5**"}.get(asked, asked)
-        status = {"later": 429, "denied": 401, "hangs": 500, "moved": 302}.get(asked, 200)
+        status = {"later": 429, "denied": 401, "hangs": 500}.get(asked, 200)
         reply = json.dumps({"choices": [{"message": {"content": content}}]})
-        text = {"denied": f"wrong key: {self.headers.get('Authorization')}", "html": "<html>", "list": "[1]"}.get(
-            asked, reply
-        )
+        texts = {"denied": f"wrong key: {self.headers.get('Authorization')}", "html": "<html>", "list": "[1]"}
         self.send_response(status)
-        self.send_header("Location", "/stolen")
         self.send_header("Retry-After", "1000" if asked == "later" else "soon")
         self.end_headers()
-        self.wfile.write(text.encode())
+        self.wfile.write(texts.get(asked, reply).encode())
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -109,7 +106,6 @@ def test_a_hostile_response_fills_no_field_and_is_cut(options: dict[str, Any]) -
     ("completion", "more", "error", "message"),
     [
         ("lost", {"retries": 1}, ConnectionError, "after 2 attempts: RemoteDisconnected"),
-        ("moved", {}, ConnectionError, "after 1 attempts: HTTP status 302"),
         ("denied", {}, ConnectionError, r"HTTP status 401: wrong key: Bearer \*\*\*$"),
         ("hangs", {"retries": 100, "timeout_s": 0.25}, TimeoutError, r"no answer within 0.25 s \(HTTP status 500\)"),
         ("later", {}, TimeoutError, r"no answer within 8 s \(HTTP status 429\)"),  # which would come in 1000 s
@@ -148,7 +144,7 @@ def test_a_prompt_that_cannot_be_used(options: dict[str, Any], tmp_path: Path) -
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             judged("Score: 5", options, prompt=str(path))
-    assert "Score: N" in judge._filled(str(EXAMPLE), {"question": "", "response": "", "answer": ""})
+    assert "Score: N" in judge._template(str(EXAMPLE))
 
 
 def test_in_workers_alone_and_as_a_component(options: dict[str, Any]) -> None:

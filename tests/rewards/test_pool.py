@@ -14,15 +14,18 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from grpo_megatron.processes.pool import ProcessPool
+from grpo_megatron.processes.process import MARK, new_mark
 from grpo_megatron.rewards import rewards
-from grpo_megatron.rewards.pool import KNOWN_REWARDS, PendingCall, RewardPool
+from grpo_megatron.rewards.pool import KNOWN_REWARDS, RewardPool
 from grpo_megatron.rewards.reward import RewardResult, parse_reward
-from tests.processes.waiting import PATIENCE_S, wait_until
+from tests.rewards.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 3.0
@@ -59,7 +62,16 @@ def reward(completion, answer, **kwargs):
             time.sleep(600)
         case "alarm":  # the main thread, so that signals of the user's own work
             signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 0.05); signal.pause()
-        case "child": os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "601.375"); time.sleep(600)
+        case "daemon" | "naked daemon" | "daemon, then exit":
+            environment = {} if completion == "naked daemon" else os.environ
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0: os.execve("/bin/sleep", ["sleep", "601.375"], environment)
+                os._exit(0)
+            os.wait()
+            if completion == "daemon, then exit": os._exit(3)
+            time.sleep(600)
+        case "escapes": print("\\033[2J\\033]0;title\\007a\\rb\\tc\\x9b5m", file=sys.stderr); raise ValueError("\\033[31mred")
         case "announced regex": print("it hangs now", flush=True); re.match(r"(a+)+$", "a" * 60 + "b")
         case "bonus": return kwargs["bonus"]
         case "steps": return {"score": 1, "steps": [(2, 0.5), (len(completion), 1)]}
@@ -160,20 +172,15 @@ def _check_failure(result: RewardResult, status: str, message: str) -> None:
     assert len(result.message) < 1000
 
 
-@pytest.mark.parametrize("completion", ["huge print", "forge", "read stdin", "alarm"])
-def test_prints_and_signals_do_not_disturb(pool: RewardPool, completion: str) -> None:
+@pytest.mark.parametrize("completion", ["huge print", "forge", "read stdin", "alarm", "close"])
+def test_prints_signals_and_closed_streams_do_not_disturb(pool: RewardPool, completion: str) -> None:
     (result,) = _grade_among_good(pool, completion)
     assert (result.reward, result.status, result.message) == (1.0, "ok", "")
 
 
-def test_closing_the_standard_streams_does_not_disturb(user_module: str) -> None:
-    with RewardPool(1) as pool:
-        assert _grade_among_good(pool, "close")[0].reward == 1.0
-
-
-def test_kwargs_reach_the_reward_and_names_may_be_mixed(pool: RewardPool) -> None:
-    results = pool.grade([("user_reward:reward", "bonus", ""), ("user_reward:reward", "bonus", "")])
-    assert [result.reward for result in results] == [7.0, 7.0]
+def test_kwargs_reach_the_reward_steps_the_caller_and_names_may_be_mixed(pool: RewardPool) -> None:
+    bonus, steps = _grade_among_good(pool, "bonus", "steps")
+    assert (bonus.reward, steps.reward, steps.metrics, steps.steps) == (7.0, 1.0, {}, ((2, 0.5), (5, 1.0)))
     with RewardPool(2) as plain:
         results = plain.grade([("gsm8k", "#### 42", "42"), ("format", "42", ""), ("arithmetic", "", "x")])
     assert [result.reward for result in results[:2]] == [1.0, 0.0]
@@ -181,21 +188,18 @@ def test_kwargs_reach_the_reward_and_names_may_be_mixed(pool: RewardPool) -> Non
     assert results[2].status == "error" and "invalid literal for int()" in results[2].message
 
 
-def test_steps_reach_the_caller(pool: RewardPool) -> None:
-    (result,) = _grade_among_good(pool, "steps")
-    assert (result.reward, result.metrics, result.steps) == (1.0, {}, ((2, 0.5), (5, 1.0)))
-
-
-def test_printing_is_passed_on_up_to_a_limit(pool: RewardPool, capfd: pytest.CaptureFixture[str]) -> None:
-    _grade_among_good(pool, "forge")
-    assert '"reward": 99.0' in capfd.readouterr().err
-    _grade_among_good(pool, "huge print")
+def test_printing_is_passed_on_up_to_a_limit(user_module: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with RewardPool(1, PATIENCE_S) as pool:  # its host writes to the stderr of this test
+        _grade_among_good(pool, "forge")
+        assert '"reward": 99.0' in capfd.readouterr().err
+        _grade_among_good(pool, "huge print")
+        error = capfd.readouterr().err
+        assert "further output of reward workers is not shown" in error and len(error) < 100_000
+    with RewardPool(1, PATIENCE_S) as pool:
+        (result,) = _grade_among_good(pool, "escapes")
+    assert "ValueError: red" in result.message
     error = capfd.readouterr().err
-    assert "further output of reward workers is not shown" in error and len(error) < 100_000
-
-
-def test_all_workers_share_the_work(pool: RewardPool) -> None:
-    assert len(_worker_pids(pool, 2)) == 2
+    assert "a\nb\tc5m\n" in error and "\033" not in error  # nothing that a terminal would obey
 
 
 def test_many_bad_samples_in_a_row(impatient_pool: RewardPool) -> None:
@@ -218,14 +222,13 @@ def test_a_name_the_worker_cannot_load(pool: RewardPool, monkeypatch: pytest.Mon
     results = pool.grade(items)
     assert [result.status for result in results] == ["error", "ok", "error"]
     assert "cannot import module 'no_such_module'" in results[2].message
-    started = []
+    submit, started = ProcessPool.submit, []
 
-    class CountedCall(PendingCall):
-        def __init__(self, name: str, numbers: Sequence[int] = ()) -> None:
-            started.extend([name] if not numbers else [])
-            super().__init__(name, list(numbers))
+    def counted(self: ProcessPool, key: str, body: dict[str, Any], *more: Any) -> None:
+        started.extend([] if body["samples"] else [body["name"]])
+        submit(self, key, body, *more)
 
-    monkeypatch.setattr("grpo_megatron.rewards.pool.PendingCall", CountedCall)
+    monkeypatch.setattr(ProcessPool, "submit", counted)
     results = pool.grade([("dying_import:reward", "", "")] * 50)
     assert {result.status for result in results} == {"error"}
     assert "could not be imported; the reward's process has ended: signal SIGKILL" in results[-1].message
@@ -293,10 +296,28 @@ def test_a_worker_lost_between_two_calls_is_replaced(pool: RewardPool) -> None:
     assert {result.status for result in pool.grade([("user_reward:reward", "1", "")] * 20)} == {"ok"}
 
 
-def test_what_a_reward_has_started_is_killed_with_it(impatient_pool: RewardPool) -> None:
-    (result,) = _grade_among_good(impatient_pool, "child")
-    assert result.status == "timeout"
-    wait_until(lambda: not any(line.endswith("sleep 601.375") for line in _command_lines()))
+@pytest.mark.parametrize("completion", ["daemon", "naked daemon", "daemon, then exit"])
+def test_what_a_reward_has_started_is_killed_with_it(impatient_pool: RewardPool, completion: str) -> None:
+    """A daemon has its own session and has lost its parent. "naked": it has an empty environment, too."""
+    (result,) = _grade_among_good(impatient_pool, completion)
+    assert result.status == ("error" if completion == "daemon, then exit" else "timeout"), result
+    wait_until(lambda: not any(line == "sleep 601.375" for line in _command_lines()))
+
+
+def test_a_pool_ends_what_a_killed_run_has_left() -> None:
+    """The run that owns the first process has ended. A process of a run that lives is left alone."""
+    with subprocess.Popen(["true"]) as owner:
+        pass
+    marks = f"{owner.pid}.1.x", new_mark()
+    left, kept = (subprocess.Popen(["sleep", "603"], env={MARK: mark}) for mark in marks)
+    try:
+        RewardPool(1).close()
+        assert left.wait(PATIENCE_S) == -signal.SIGKILL
+        assert kept.poll() is None
+    finally:
+        for process in (left, kept):
+            process.kill()
+            process.wait()
 
 
 def test_a_closed_pool_leaves_no_process_and_refuses_work(user_module: str) -> None:

@@ -28,9 +28,8 @@ def test_built_in_rewards() -> None:
             "graded_answer",
             "gsm8k",
             "gsm8k_cot_strict",
-            "gsm8k_flexible",
         ),
-        *("gsm8k_strict", "judge", "language", "length", "math", "repetition", "tag_count"),
+        *("gsm8k_flexible", "gsm8k_strict", "judge", "language", "length", "math", "repetition", "tag_count"),
     ]
 
 

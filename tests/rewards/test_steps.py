@@ -9,7 +9,6 @@ division by 2/3, "0900-0130 = 0730 hours", "$2.50 - $2.24 = 26 cents"). The test
 from __future__ import annotations
 
 import json
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -21,65 +20,25 @@ from grpo_megatron.data.generated import bare_response, worked_response
 from grpo_megatron.rewards.process_rewards import arithmetic_steps_reward, equations, split_steps, value_of
 from tests.files import SLICE_AND_WHOLE
 
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<<48/2=24>>",
-        "48/2=24",
-        "She makes 9 * 2 = $<<9*2=18>>18 a day.",
-        "80,000*1.5=<<80000*1.5=120000>>120,000",
-        "2 x 3 = 6",
-        "2 \u00d7 3 = 6 and 6 \u00f7 2 = 3",
-        r"\frac{1}{2} + \frac{1}{4} = 0.75",
-        "(2+3)*4 = 20",
-        "2*3 = 6 = 12/2",
-        "10% * 50 = 5",
-        "3 / 4 * 100 = 75%",
-        "100/7 = 14.29",
-        "$1.005 * 3 = $3.02",
-        "2(3+4) = 14",
-    ],
-)
-def test_what_holds(text: str) -> None:
-    verdicts = equations(text)
-    assert verdicts and all(verdicts)
+HOLD = [
+    *("<<48/2=24>>", "48/2=24", "She makes 9 * 2 = $<<9*2=18>>18 a day.", "80,000*1.5=<<80000*1.5=120000>>120,000"),
+    *("2 x 3 = 6", "2 \u00d7 3 = 6 and 6 \u00f7 2 = 3", r"\frac{1}{2} + \frac{1}{4} = 0.75", "(2+3)*4 = 20"),
+    *("2*3 = 6 = 12/2", "10% * 50 = 5", "3 / 4 * 100 = 75%", "100/7 = 14.29", "$1.005 * 3 = $3.02", "2(3+4) = 14"),
+]
+FAIL = ["<<48/2=25>>", "48/2=25", "48 / 2 = <<48/2=24>>25 clips", "7/2 = 3", "2 + 3 = 5 + 1 = 6", "1/3 = 0.34"]
+NO_EQUATIONS = [
+    *("", "#### 24", "x + 5 = 10", "3 * 4 = 12x", "20 = 10", "half of 10 + 2 = 7", "apples - 5 + 2 = 10", "1/0 = 1"),
+    *("9**9**9**9 = 1", "__import__('os').system('true') = 0", "((((((" * 100 + "1 = 1", "= = ="),
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<<48/2=25>>",
-        "48/2=25",
-        "48 / 2 = <<48/2=24>>25 clips",
-        "7/2 = 3",
-        "2 + 3 = 5 + 1 = 6",
-        "1/3 = 0.34",
-    ],
-)
-def test_what_does_not_hold(text: str) -> None:
-    assert False in equations(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "#### 24",
-        "x + 5 = 10",
-        "3 * 4 = 12x",
-        "20 = 10",
-        "half of 10 + 2 = 7",
-        "apples - 5 + 2 = 10",
-        "1/0 = 1",
-        "9**9**9**9 = 1",
-        "__import__('os').system('true') = 0",
-        "((((((" * 100 + "1 = 1",
-        "= = =",
-    ],
-)
-def test_what_is_no_equation(text: str) -> None:
-    assert equations(text) == []
+def test_what_holds_what_does_not_and_what_is_no_equation() -> None:
+    for text in HOLD:
+        assert equations(text) and all(equations(text)), text
+    for text in FAIL:
+        assert False in equations(text), text
+    for text in NO_EQUATIONS:
+        assert equations(text) == [], text
 
 
 @settings(deadline=None)
@@ -116,26 +75,17 @@ def test_steps_of_the_quickstart() -> None:
     result = arithmetic_steps_reward(text, "91", outcome="arithmetic")
     assert result["steps"] == [(text.index(","), 1.0), (text.index("</think>"), 1.0), (len(text), 1.0)]
     wrong = text.replace("=11", "=12")
-    assert [value for _, value in arithmetic_steps_reward(wrong, "91", outcome="arithmetic")["steps"]] == [
-        0.0,
-        1.0,
-        1.0,
-    ]
+    steps = arithmetic_steps_reward(wrong, "91", outcome="arithmetic")["steps"]
+    assert [value for _, value in steps] == [0.0, 1.0, 1.0]
     assert arithmetic_steps_reward(bare_response(38, 53), "90", outcome="arithmetic")["steps"] == [(19, 0.0)]
-
-
-def test_an_unknown_outcome_is_an_error() -> None:
     with pytest.raises(ValueError, match="unknown reward 'gsm9k'"):
         arithmetic_steps_reward("1+1=2", "2", outcome="gsm9k")
 
 
 def test_lines_end_behind_their_last_character() -> None:
     text = " one \n\n two</think>three"
-    assert [(text[:end][-3:], piece.strip()) for end, piece in split_steps(text)] == [
-        ("one", "one"),
-        ("two", "two"),
-        ("ree", "three"),
-    ]
+    found = [(text[:end][-3:], piece.strip()) for end, piece in split_steps(text)]
+    assert found == [("one", "one"), ("two", "two"), ("ree", "three")]
 
 
 COUNTS = {200: (646, 0), 1319: (4407, 4)}  # problems -> lines with an equation, lines with a false one: see the header
@@ -145,15 +95,4 @@ COUNTS = {200: (646, 0), 1319: (4407, 4)}  # problems -> lines with an equation,
 def test_the_arithmetic_of_real_gsm8k(data: Path) -> None:
     solutions = [json.loads(line)["answer"] for line in (data / "gsm8k" / "test.jsonl").read_text().splitlines()]
     verdicts = [equations(line) for solution in solutions for line in solution.split("\n")[:-1]]
-    assert (sum(map(bool, verdicts)), sum(False in verdict for verdict in verdicts)) == COUNTS[
-        len(solutions)
-    ]  # see the header
-
-
-@pytest.mark.parametrize("piece", ["1+1=2\n", "1+1=2,", "((", "=", "9^9^", "<<", "1,"])
-def test_ten_megabytes_are_no_problem(piece: str) -> None:
-    """Only MAX_TEXT characters are read, in less than 1 s of processor time."""
-    text = piece * (10_000_000 // len(piece))
-    start = time.process_time()
-    assert len(arithmetic_steps_reward(text, "2")["steps"]) <= 10_000
-    assert time.process_time() - start < 60
+    assert (sum(map(bool, verdicts)), sum(False in verdict for verdict in verdicts)) == COUNTS[len(solutions)]

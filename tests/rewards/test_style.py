@@ -1,4 +1,4 @@
-"""Length, language, repetition, tag count, layouts, and a thought that the prompt has opened: values, hostile texts, time.
+"""Length, language and repetition: values, and wrong arguments of rewards.
 
 Cosine: end + (start - end) (1 + cos(pi x)) / 2 is start at x = 0, the mean at 1/2, end at 1, and with start 2, end 1 at
 x = 1/3: 1 + 0.75.
@@ -7,20 +7,12 @@ x = 1/3: 1 + 0.75.
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_megatron.rewards import rewards
-from grpo_megatron.rewards.answers import format_reward, tag_count_reward
-from grpo_megatron.rewards.reward import opened_thought
 from grpo_megatron.rewards.style import language_reward, length_reward, repetition_reward
-
-FREE: dict[str, dict[str, Any]] = {"length": {"max_length": 100}}  # arguments of the rewards that need some
-STYLE = ("format", "graded", "graded_answer", "language", "length", "repetition", "tag_count")
 
 
 @pytest.mark.parametrize(
@@ -75,36 +67,6 @@ def test_repetition(text: str, kwargs: dict[str, Any], value: float) -> None:
     assert repetition_reward(text, "", **kwargs) == pytest.approx(value)
 
 
-def test_tag_count_and_layouts() -> None:
-    whole = "<think>a</think><answer>b</answer>"
-    for text, count in (
-        (whole, 1.0),
-        (whole + "<answer>", 0.75),
-        (whole * 2, 0.0),
-        ("</think><answer>b", 0.5),
-        ("", 0),
-    ):
-        assert tag_count_reward(text, "") == count
-    assert [format_reward(whole, "", layout=name) for name in ("tagged", "hashes", "any")] == [1, 0, 1]  # type: ignore[arg-type]
-    assert [format_reward("#### 4", "", layout=name) for name in ("tagged", "hashes", "any")] == [0, 1, 1]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "opened"),
-    [
-        ("User: 1+1?\nAssistant: <think>\n", "<think>\n"),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "<think>\n\n</think>\n\n"),
-        ("use <think> </think> tags. User: 1+1?\nAssistant:", ""),
-        ("<think>\n" + " " * 100, ""),  # far from the end
-        ("", ""),
-    ],
-)
-def test_a_thought_that_the_prompt_has_opened(prompt: str, opened: str) -> None:
-    assert opened_thought(prompt) == opened
-    response = "6 * 7</think><answer>42</answer>"
-    assert format_reward(opened_thought(prompt) + response, "") == float(opened.strip() == "<think>")
-
-
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
@@ -119,23 +81,3 @@ def test_a_thought_that_the_prompt_has_opened(prompt: str, opened: str) -> None:
 def test_wrong_arguments(name: str, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rewards.get(name)("text", "", **kwargs)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.text(st.characters(), max_size=200))
-def test_any_text_has_a_finite_value(text: str) -> None:
-    for name in STYLE:
-        value = rewards.get(name)(text, "42", **FREE.get(name, {}))
-        assert -1 <= (value["score"] if isinstance(value, dict) else value) <= 1
-
-
-@pytest.mark.parametrize("piece", ["a", "ab ", "\u0301", "<think>", "<answer>", "\u4f60", "\\a", "\n", "\ud800", "<"])
-def test_a_long_text_takes_linear_time(piece: str) -> None:
-    """Some 0.3 s each; quadratic time would be an hour."""
-    text = piece * (250_000 // len(piece))
-    start = time.process_time()
-    for name in STYLE:
-        for answer in ("42", "a b") if name.startswith("graded") else ("",):
-            rewards.get(name)(text, answer, **FREE.get(name, {}))
-    opened_thought(text)
-    assert time.process_time() - start < 60

@@ -11,7 +11,7 @@ import pytest
 from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.environments.environment import Outcome, Step
 from grpo_megatron.rollout.engine import Completion
-from grpo_megatron.sampling.answers import EnvironmentAnswers, EnvironmentsLost, shorten
+from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, EnvironmentsLost, shorten
 from tests.sampling.fakes import LoneMesh
 from tests.sampling.trajectory_fakes import trajectory
 

@@ -16,7 +16,6 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.sampling.collector import (
     FileCollector,
     Group,
-    InitialModelCollector,
     PolicyCollector,
     groups_by_prompt,
     numbered_samples,
@@ -132,17 +131,18 @@ def test_without_pass_rates_nothing_is_reported_and_the_state_is_the_position() 
 def test_the_initial_model_is_streamed_once_per_step() -> None:
     """Once, however many rounds the step takes, and before its first draw: the engine then still holds the policy."""
     events: list[str] = []
-    inner = ScriptedCollector([MIXED, EQUAL, EQUAL, EQUAL], LoneMesh())
-    draw = inner.groups
+    generator = FakeGenerator(reward=lambda prompt, index, draw_id: float(prompt.prompt_ids[0] == 0 and index == 0))
+    draw = generator.draw
 
-    def noted(step: int, count: int, metrics: Any) -> list[Group]:
-        events.append(f"draw {step}")
-        return draw(step, count, metrics)
+    def noted(*arguments: Any, **named: Any) -> list[Sample]:
+        events.append(f"draw {named['version']}")
+        return draw(*arguments, **named)
 
-    inner.groups = noted  # type: ignore[method-assign]
-    initial = InitialModelCollector(inner, lambda step, metrics: events.append(f"sync {step}"))
-    dynamic = DynamicSampling(initial, LoneMesh(), round_size=4, max_rounds=10, max_staleness=1)
-    collect(dynamic, range(2), count=3)  # one informative group per round
+    generator.draw = noted  # type: ignore[method-assign]
+    inner = policy_collector(generator)
+    inner.prepare = lambda step, metrics: events.append(f"sync {step}")
+    dynamic = DynamicSampling(inner, LoneMesh(), round_size=2, max_rounds=3, max_staleness=1)
+    collect(dynamic, range(2), count=2)  # at most one informative group per round
     assert events == ["sync 0", "draw 0", "draw 0", "draw 0", "sync 1", "draw 1", "draw 1", "draw 1"]
 
 

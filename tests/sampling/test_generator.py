@@ -14,7 +14,7 @@ from grpo_megatron.rewards.reward import RewardFacts, RewardItem, RewardResult, 
 from grpo_megatron.rollout.engine import sample_seed
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.grading import Grading
-from grpo_megatron.training.report import record_reward_metrics
+from grpo_megatron.training.report import record_samples
 from grpo_megatron.types import GREEDY, Prompt, Sample
 from tests.sampling.fakes import LoneMesh, SeedEngine, prompt
 
@@ -173,7 +173,7 @@ def test_reward_metrics_are_means_without_the_greedy_response() -> None:
     for sample, ok in zip(samples, (0.0, 1.0, 0.0), strict=True):
         sample.reward_metrics = {"ok": ok, "timeout": 1.0 - ok, "acc": ok}
     metrics = Metrics()
-    record_reward_metrics(metrics, samples)
+    record_samples(metrics, samples, has_sources=False)
     assert metrics.reduce() == {
         "reward/failed_ratio": 0.5,
         "reward/timeout_ratio": 0.5,

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from grpo_megatron.rollout.engine import Completion, Request
-from grpo_megatron.sampling.assignment import MAX_REMEMBERED, ROUND, LengthHistory, assign_samples, stream_shared
+from grpo_megatron.sampling.generator import MAX_REMEMBERED, ROUND, LengthHistory, assign_samples, stream_shared
 from tests.sampling.fakes import LoneMesh, SeedEngine, prompt
 
 

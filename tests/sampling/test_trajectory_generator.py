@@ -11,9 +11,8 @@ import pytest
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rewards.reward import RewardResult
-from grpo_megatron.sampling.answers import EnvironmentsLost, Times
-from grpo_megatron.sampling.generator import TrajectoryGenerator
-from grpo_megatron.training.report import record_trajectory_metrics
+from grpo_megatron.sampling.multi_turn import EnvironmentsLost, Times, TrajectoryGenerator
+from grpo_megatron.training.report import record_samples
 from grpo_megatron.types import GREEDY, Prompt, Sample
 from tests.sampling.fakes import LoneMesh
 from tests.sampling.trajectory_fakes import FakeAnswers, FakeEngine
@@ -65,6 +64,7 @@ def draw(
     answers.times = Times(calls=2, waited=1.0)
     multi_turn = {"max_assistant_turns": 4, "latency_ticks": 2, "failed": failed}
     rollout = RolloutConfig.model_validate({"seed": 9, "multi_turn": multi_turn})
+    answers.multi_turn = rollout.multi_turn
     generator = TrajectoryGenerator(
         engine,
         pool,
@@ -196,9 +196,9 @@ def test_the_log_shows_turns() -> None:
 
 def test_metrics_are_means_over_trajectories() -> None:
     samples, _, metrics = draw(1, 2, fail={(key(1, 1), 2): "died", (key(2, 0), 0): "timeout"}, greedy=True)
-    record_trajectory_metrics(metrics, samples)
+    record_samples(metrics, samples, has_sources=False)
     single = replace(samples[1], turns=[], status="ok")
-    record_trajectory_metrics(metrics, [single])
+    record_samples(metrics, [single], has_sources=False)
     reduced = metrics.reduce()
     drawn = [sample for sample in samples if sample.index != GREEDY]
     observed = sum(sample.loss_mask.count(0) for sample in drawn)

@@ -6,7 +6,6 @@ of one attempt take tens of CPU seconds, so one job goes through all interruptio
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ from tests import worlds
 from tests.e2e import run_ranks
 from tests.slurm.lab import HANG_S, Lab
 from tests.soak.soak import make_workspace
-from tests.stored import same_stored
+from tests.stored import rows_without, same_stored
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 ROOT = Path(__file__).parents[2]
@@ -98,9 +97,7 @@ def same_run(one: Path, other: Path, steps: int) -> None:
     """Weights, optimizer state and all metrics except times are equal bit for bit."""
     assert (one / "hf/model.safetensors").read_bytes() == (other / "hf/model.safetensors").read_bytes()
     same_stored(one / f"checkpoints/step_{steps:06d}", other / f"checkpoints/step_{steps:06d}")
-    rows = [[json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (one, other)]
-    a, b = ([{k: v for k, v in r.items() if not k.startswith(("timing", "perf/"))} for r in run] for run in rows)
-    assert a == b and len(a) == steps
+    assert rows_without(one) == rows_without(other) and len(rows_without(one)) == steps
 
 
 def test_a_bad_node_is_left_out_of_the_next_attempt(lab: Lab, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ FUNCTIONS = {
     "save: manifest": ("grpo_megatron.training.checkpoint", "write_manifest"),
     "save: rename": ("grpo_megatron.training.checkpoint", "publish_folder"),
     "save: prune": ("grpo_megatron.training.checkpoint", "Checkpoints._prune"),
-    "export": ("grpo_megatron.training.beside.build", "save_hf"),
+    "export": ("grpo_megatron.training.colocation", "save_hf"),
 }
 LIMIT = 4096  # bytes that a file may have on the "full disk"
 _reached: collections.Counter[str] = collections.Counter()

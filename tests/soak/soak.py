@@ -23,6 +23,7 @@ from grpo_megatron.pages.run_folder import read_metrics
 from grpo_megatron.storage.run_files import on_disk, steps_of
 from tests import tiny
 from tests.e2e import run_ranks
+from tests.stored import TIMES
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,6 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900  # ends an attempt that hangs
-TIMES = ("timing", "perf/")  # metrics that differ from run to run
 SAVE_FREQ = 3
 ADDRESS = re.compile(r"/\S*/")  # folders in messages
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.model_folders import read_models
+from grpo_megatron.checks.models import read_models
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import parse
@@ -18,7 +18,7 @@ from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.layout import Layout
 from grpo_megatron.planning.search import PlannedLayout
 from grpo_megatron.reading import parse_yaml, read_json
-from grpo_megatron.starting.new_config import InitOptions, Machine, NewRun, config_text, suggest, write_config
+from grpo_megatron.starting.new_config import InitOptions, Machine, config_text, suggest, write_config
 from tests.runs import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,16 +35,8 @@ def init(argv: list[str]) -> int:
 
 
 def arguments(run: Path, output: Path, *more: str) -> list[str]:
-    return [
-        str(run / "model"),
-        "--task",
-        "arithmetic",
-        "--train",
-        str(run / "train.jsonl"),
-        "--output",
-        str(output),
-        *more,
-    ]
+    data = ["--task", "arithmetic", "--train", str(run / "train.jsonl"), "--output", str(output)]
+    return [str(run / "model"), *data, *more]
 
 
 @pytest.mark.parametrize("machine", [["--cpu"], ["--gpus", "2"]])
@@ -99,10 +91,10 @@ def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
 def suggested(machine: Machine) -> tuple[PlannedLayout, Config]:
     """For Llama-70B: the layout, and the config that is written with it."""
     arch = architecture_of(read_json(MODEL / "config.json"))
-    about = NewRun(InitOptions(model=MODEL, task="math", train=("t.jsonl",)), arch, True, 1024, 2048)
+    options = InitOptions(model=MODEL, task="math", train=("t.jsonl",))
 
     def config_of(planned: PlannedLayout | None) -> Config:
-        raw: Any = parse_yaml(config_text(about, machine, planned))
+        raw: Any = parse_yaml(config_text(options, arch, machine, True, planned))
         return Config.model_validate(raw)
 
     planned = suggest(config_of(None), arch, machine)

@@ -60,11 +60,11 @@ def _build(folder: Path) -> tuple[Any, Any]:
     from grpo_megatron.config import OptimConfig
     from grpo_megatron.device import Device
     from grpo_megatron.parallel.mesh import build_mesh
-    from grpo_megatron.training.beside.reward_model import LearningReward
+    from grpo_megatron.training.reward_model import LearningReward
     from tests.models import policy_ranks, reward_ranks
 
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1, timeout_s=TIMEOUT_S)
-    policy_ranks._meshes[1, 1] = reward_ranks._meshes[1, 1] = mesh
+    policy_ranks._meshes[1, 1] = mesh
     policy = policy_ranks.build(folder, 1, 1, False)
     policy.set_optimizer(OptimConfig(), 10)
     model = reward_ranks.build(folder, LAYOUT)
@@ -82,20 +82,6 @@ def _outcome(action: Callable[[], Any], part: str, modes: str) -> str:
     except RankError as error:
         return f"RankError: {error}"
     return "saved"
-
-
-def save_reward_model(folder: Path, out: Path, failures: list[tuple[int, str, str]]) -> list[str]:
-    """The outcome of `LearningReward.save` for each failure (rank, part of the path, modes), then without one."""
-    _, reward = _build(folder)
-    outcomes = []
-    for number, (rank, part, modes) in enumerate([*failures, (-1, "", "")]):
-        step = out / f"step_{number}"
-        if reward.mesh.rank == 0:
-            step.mkdir()
-        reward.mesh.barrier()
-        here = part if rank == reward.mesh.rank else ""
-        outcomes.append(_outcome(lambda step=step: reward.save(step), here, modes))  # type: ignore[misc]
-    return outcomes
 
 
 def save_checkpoint(folder: Path, out: Path, failures: list[tuple[int, str, str]]) -> list[tuple[str, list[str]]]:
@@ -146,14 +132,15 @@ def _save_in_background(policy: Any, reward: Any, config: Any, out: Path) -> dic
 
     with mock.patch.object(ShardedWrite, "write", held):
         final = checkpoints.save(2, policy, config, parts=[reward])
-        checkpoints.poll(lambda name: contextlib.nullcontext())
+        checkpoints.poll()
         seen: dict[str, Any] = {"while it waits": (names(), checkpoints.last)}
         for model in (policy, reward.model):
             for parameter in model.ddp.parameters():
                 parameter.data.add_(1.0)
         digests = _digests(checkpoints.root / "step_000001")
         gate.set()
-        seen["at the end"] = (checkpoints.waited_for(final) == checkpoints.last, names())
+        checkpoints.wait()
+        seen["at the end"] = (final == checkpoints.last, names())
     seen["same"] = (digests, _digests(final))
     for rank, part in ((1, "__1_"), (0, ".metadata")):
         here = part if rank == policy.mesh.rank else ""
@@ -163,8 +150,8 @@ def _save_in_background(policy: Any, reward: Any, config: Any, out: Path) -> dic
 
 def _save_and_wait(checkpoints: Any, policy: Any, config: Any) -> None:
     """The error of the thread does not come from `save`."""
-    final = checkpoints.save(3, policy, config)
-    checkpoints.waited_for(final)
+    checkpoints.save(3, policy, config)
+    checkpoints.wait()
 
 
 def _digests(checkpoint: Path) -> dict[str, str]:

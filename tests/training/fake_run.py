@@ -24,10 +24,8 @@ from grpo_megatron.observability import metrics as sinks_module
 from grpo_megatron.observability.console import Summary
 from grpo_megatron.observability.metrics import Sink
 from grpo_megatron.parallel.exchange import build_batch
-from grpo_megatron.sampling import generator
 from grpo_megatron.sync.digest import Expected
-from grpo_megatron.training import colocation, validation, warm_up
-from grpo_megatron.training.beside import build, references
+from grpo_megatron.training import colocation, references, validation, warm_up
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
 ARCH: dict[str, Any] = {
@@ -191,19 +189,18 @@ class FakeRewardModel:
     def learn(self, step: int, metrics: Any) -> None:
         self.events.append(("reward model learns", step))
 
-    def save_hf(self, target: Path, tokenizer_path: Path) -> None: ...
-
 
 class FakeCheckpoints:
     """Writes trainer.json and the policy's count of updates, nothing else."""
 
     def __init__(self, events: list[Any], output_dir: Path) -> None:
-        self.events, self.root, self.last = events, output_dir / "checkpoints", None
+        self.events, self.root = events, output_dir / "checkpoints"
+        self.last = self.pending = None
 
     def newest(self) -> Path | None:
         return max(self.root.glob("step_*"), default=None)
 
-    def save(self, step: int, policy: FakePolicy, config: Config, run: Any, parts: Any) -> Path:
+    def save(self, step: int, policy: FakePolicy, config: Config, run: Any, parts: Any = ()) -> Path:
         folder: Path = self.root / f"step_{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         content = {"step": step, "updates": policy.updates, "run": run, "config": config.model_dump(mode="json")}
@@ -211,24 +208,20 @@ class FakeCheckpoints:
         self.events.append(("save", step))
         return folder
 
-    def poll(self, phase: Any) -> None: ...
-
     def wait(self) -> None: ...
 
-    def waited_for(self, checkpoint: Path) -> Path:
-        return checkpoint
-
-    def load(self, path: Path, policy: FakePolicy, parts: Any) -> int:
+    def load(self, path: Path, policy: FakePolicy, parts: Any = ()) -> int:
         policy.updates = json.loads((path / "trainer.json").read_text())["updates"]
         self.events.append(("load", path.name))
         return 0
 
 
 class FakeStopping:
-    def __init__(self, events: list[Any], stop_after: int | None) -> None:
-        self.events, self.stop_after = events, stop_after
+    def __init__(self, events: list[Any], stop_after: int | None, lock: Any = None) -> None:
+        self.events, self.stop_after, self.lock = events, stop_after, lock
 
     def after(self, steps_done: int, save: Any) -> None:
+        assert self.lock is None or self.lock.is_in_place()
         self.events.append(("after", steps_done))
         if steps_done == self.stop_after:
             save(steps_done)
@@ -297,7 +290,7 @@ def run(
     policies: list[FakePolicy] = []
 
     def build_policy(*arguments: Any, **named: Any) -> FakePolicy:
-        policies.append(FakePolicy(events, arguments[4]))
+        policies.append(FakePolicy(events, arguments[5]))
         return policies[-1]
 
     def build_rollout_engine(config: Config, checked: Any, mesh: Any, device: Any) -> FakeEngine:
@@ -333,9 +326,13 @@ def run(
             "destroy_mesh": lambda: events.append("destroy mesh"),
             "Checkpoints": lambda output_dir, *_, **__: FakeCheckpoints(events, output_dir),
             "build_reward_model": lambda config, checked, mesh, device: FakeRewardModel(events),
-            "Stopping": lambda config, mesh: FakeStopping(events, stop_after),
+            "Stopping": lambda config, mesh, lock: FakeStopping(events, stop_after, lock),
             "exchange": local_exchange,
             "checkpoint_bytes": lambda arch, dtype: 0,
+            "RewardPool": lambda *_: SimpleNamespace(
+                close=lambda: events.append("pool closed"), self_test=lambda names: None
+            ),
+            "Generator": WatchedGenerator,
         },
         warm_up: {
             "Checkpoints": lambda output_dir, *_, **__: FakeCheckpoints(events, output_dir),
@@ -343,21 +340,13 @@ def run(
             "exchange": local_exchange,
         },
         validation: {"exchange": local_exchange},
-        build: {
-            "save_hf": save_hf,
-            "Policy": build_policy,
-        },
         colocation: {
+            "save_hf": save_hf,
+            "Policy": SimpleNamespace(load=build_policy),
             "build_rollout_engine": build_rollout_engine,
             "build_resharding": lambda *_: FakeResharding(),
         },
-        generator: {
-            "RewardPool": lambda *_: SimpleNamespace(
-                close=lambda: events.append("pool closed"), self_test=lambda names: None
-            ),
-            "Generator": WatchedGenerator,
-        },
-        references: {"Reference": FakeReference},
+        references: {"Reference": SimpleNamespace(load=FakeReference)},
         sinks_module: {} if has_report else {"ReportSink": lambda *_: NoReport()},
     }
     with ExitStack() as stack:

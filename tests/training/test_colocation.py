@@ -143,8 +143,8 @@ def test_one_wrong_small_tensor_is_noticed_without_attestation(family: str, tmp_
 # -- Samples of other weights than those of their step's sync are refused, through a resume, too -----------------------
 
 
-def provenance(*, max_staleness: int = 2, is_drawn: bool = True) -> Provenance:
-    made = Provenance(LoneMesh(), max_staleness=max_staleness, is_drawn=is_drawn)
+def provenance() -> Provenance:
+    made = Provenance(LoneMesh(), max_staleness=2)
     for version in range(6):
         made.record(version, f"weights {version}")
     return made
@@ -190,14 +190,10 @@ def test_the_last_sync_of_a_step_counts() -> None:
 
 
 def test_a_resumed_run_knows_the_weights_of_old_samples() -> None:
-    made = Provenance(LoneMesh(), max_staleness=2, is_drawn=True)
+    made = Provenance(LoneMesh(), max_staleness=2)
     made.load_state(json.loads(json.dumps(provenance().state())))
     made.record(6, "weights 6")
     made.check(6, [sample(6, "weights 6"), sample(4, "weights 4")])
     with pytest.raises(RankError, match="step 6"):
         made.check(6, [sample(3, "weights 3")])
     assert made.state() == {"4": "weights 4", "5": "weights 5", "6": "weights 6"}
-
-
-def test_samples_read_from_a_file_were_drawn_by_nothing() -> None:
-    provenance(is_drawn=False).check(5, [sample(5, "")])

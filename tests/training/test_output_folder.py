@@ -25,9 +25,10 @@ from grpo_megatron.storage.run_files import on_disk, steps_of
 from grpo_megatron.training import checkpoint
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes
 from grpo_megatron.training.output_folder import OutputFolder, record_config
+from grpo_megatron.training.stopping import Stopping
 from tests import tiny
 from tests.sampling.fakes import LoneMesh
-from tests.training.fake_run import only, run
+from tests.training.fake_run import FakeStopping, only, run
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
@@ -82,26 +83,13 @@ def test_a_folder_that_is_deleted_during_the_run(tmp_path: Path) -> None:
     """Also when something has made a new folder of the same name, as the next save does."""
     out = tmp_path / "out"
     with open_folder(out) as folder:
-        folder.check()
+        stopping = Stopping(TrainerConfig(output_dir=out), LoneMesh(), folder.lock)
+        stopping.after(1, lambda steps_done: out)
         shutil.rmtree(out)
-        with pytest.raises(RankError, match="was deleted or replaced"):
-            folder.check()
-        open_folder(out).close()
-        with pytest.raises(RankError, match="was deleted or replaced"):
-            folder.check()
-
-
-def test_a_run_whose_folder_is_deleted_does_not_end_well(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-
-    check = OutputFolder.check
-
-    def deleted(self: OutputFolder) -> None:
-        shutil.rmtree(out)
-        check(self)
-
-    with mock.patch.object(OutputFolder, "check", deleted), pytest.raises(RankError, match="was deleted or replaced"):
-        run(out)
+        for _ in range(2):
+            with pytest.raises(RankError, match=r"cannot go on in .*/out: the folder was deleted or replaced"):
+                stopping.after(2, lambda steps_done: out)
+            open_folder(out).close()
 
 
 # -- an earlier run ----------------------------------------------------------------------------------------------------
@@ -186,11 +174,11 @@ def test_no_checkpoint_has_a_step_that_metrics_lack(tmp_path: Path) -> None:
     """Killed right after each save: the row of its last step, with the validation before it, is in metrics.jsonl."""
     seen = []
 
-    def killed(self: OutputFolder) -> None:
+    def after(self: FakeStopping, steps_done: int, save: Any) -> None:
         rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         seen.append((len(on_disk(tmp_path)), rows[-1]["step"], any(name.startswith("val-core") for name in rows[-1])))
 
-    with mock.patch.object(OutputFolder, "check", killed):
+    with mock.patch.object(FakeStopping, "after", after):
         run(tmp_path, trainer={"total_training_steps": 3, "save_freq": 1, "test_freq": 2})
     assert seen == [(1, 0, False), (2, 1, False), (3, 2, True)]
 

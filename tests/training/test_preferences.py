@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.config import ActorConfig
-from grpo_megatron.training.beside.preferences import PairHistory, PreferencePair, mixed_batch, pair_batch
+from grpo_megatron.training.reward_model import PairHistory, PreferencePair, mixed_batch, pair_batch
 
 
 def pair(number: int, chosen: int = 3, rejected: int = 4) -> PreferencePair:

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.config import ActorConfig, Config, DataConfig
+from grpo_megatron.config import Config
 from grpo_megatron.device import Device
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.training.guards import Guards, GuardStop
 from grpo_megatron.training.report import StepReport
-from grpo_megatron.training.samples import NoRolloutFiles
 from grpo_megatron.types import GroupTable, Plan
 from tests import tiny
 from tests.sampling.fakes import LoneMesh
@@ -30,24 +29,14 @@ class Sinks:
         self.logged.append(metrics)
 
 
-NO_SAMPLES: Any = SimpleNamespace(gather=lambda *arguments: None)
-
-
-def step_report(sinks: Any, guards: Guards, has_finite_weights: Callable[[], bool]) -> StepReport:
-    return StepReport(
-        DataConfig(),
-        ActorConfig(),
-        guards.mesh,
-        Device("cpu"),
-        sinks,
-        guards,
-        has_finite_weights,
-        NoRolloutFiles(),
-        NO_SAMPLES,
-        arch=architecture_of({**tiny.COMMON, "model_type": "llama"}),
-        peaks={"peak": None},
-        multiple=4,
-    )
+def step_report(config: Config, sinks: Any, guards: Guards, has_finite_weights: Callable[[], bool]) -> StepReport:
+    checked: Any = SimpleNamespace(tokenizer=None)
+    arch = architecture_of({**tiny.COMMON, "model_type": "llama"})
+    facts = {"mesh": guards.mesh, "device": Device("cpu"), "arch": arch, "multiple": 4}
+    policy: Any = SimpleNamespace(**facts, has_finite_weights=has_finite_weights)
+    report = StepReport(config, checked, policy, sinks, guards)
+    report.shown.gather = lambda *_: None  # type: ignore[method-assign]
+    return report
 
 
 def test_the_mean_advantage_counts_the_tokens_of_the_loss() -> None:
@@ -57,10 +46,9 @@ def test_the_mean_advantage_counts_the_tokens_of_the_loss() -> None:
     batch.advantages = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 0.0]])
     batch.loss_mask = torch.tensor([[True, False, True], [False, True, False]])
     mesh: Any = LoneMesh()
-    guards = Guards(
-        Config.model_validate({"model": {"path": "model"}}), mesh, lambda folder: None, contextlib.nullcontext
-    )
-    report = step_report(Sinks(logged), guards, lambda: True)
+    config = Config.model_validate({"model": {"path": "model"}})
+    guards = Guards(config, mesh, lambda folder: None, contextlib.nullcontext)
+    report = step_report(config, Sinks(logged), guards, lambda: True)
     report.log(0, Metrics(), [], GroupTable([], [], [], [], [], [], []), Plan([], [], []), batch, epoch=0.0)
     assert logged[0]["critic/advantages/mean"] == (1 + 4 + 16) / 3
     assert logged[0]["perf/padding_ratio"] == 0.0  # 5 + 3 tokens
@@ -75,7 +63,7 @@ def test_a_step_that_makes_weights_not_finite_is_logged_before_it_ends_the_run(i
     guards = Guards(config, mesh, lambda folder: None, contextlib.nullcontext)
     table = GroupTable([0], [0], [1.0], [2], [3], [False], [0])
     guards.begin(7, table)
-    report = step_report(sinks, guards, lambda: is_finite)
+    report = step_report(config, sinks, guards, lambda: is_finite)
     batch = tiny.make_batch([([1, 2], [3, 4, 5])], [[[0]]])
     ends = not is_finite and action == "stop"
     with pytest.raises(GuardStop, match="guards.weights=stop: step 7 made") if ends else contextlib.nullcontext():

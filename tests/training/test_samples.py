@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.checks.methods import curation_problems
+from grpo_megatron.checks.methods import rollout_file_problems
 from grpo_megatron.config import Config
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.training.samples import (
+from grpo_megatron.training.report import (
     HEAD,
     TAIL,
     RolloutFiles,
@@ -83,7 +83,7 @@ def test_the_phase_is_timed_with_its_own_step(tmp_path: Path) -> None:
 
 def problems(output_dir: Path, rollouts: Path, **sections: Any) -> list[str]:
     trainer = {"output_dir": output_dir, "rollout_data_dir": rollouts, **sections.pop("trainer", {})}
-    return texts(curation_problems(Config.model_validate({"model": {"path": "m"}, "trainer": trainer, **sections})))
+    return texts(rollout_file_problems(Config.model_validate({"model": {"path": "m"}, "trainer": trainer, **sections})))
 
 
 def test_another_run_does_not_write_over_rollouts(tmp_path: Path) -> None:
@@ -124,24 +124,6 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
     assert "is trainer.output_dir; set a folder in it" in problems(tmp_path / "run", tmp_path / "run")[0]
     sft = {"algorithm": {"source": "file", "adv_estimator": "constant"}, "actor": {"loss_mode": "sft"}}
     assert "algorithm.source=file draws no responses" in problems(tmp_path / "run", tmp_path / "rollouts", **sft)[0]
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"sampling": {"weight": "1-p"}}, "data.sampling.weight=1-p needs pass rates"),
-        ({"sampling": {"max_pass_rate": 0.5}}, "data.sampling.max_pass_rate=0.5 needs pass rates"),
-        (
-            {"sampling": {"pass_rates": "p", "min_pass_rate": 0.5, "max_pass_rate": 0.4}},
-            "0.5 is above max_pass_rate=0.4",
-        ),
-        ({"shuffle": False, "sampling": {"pass_rates": "p", "weight": "1-p"}}, "set shuffle=true, or weight=uniform"),
-        ({"sampling": {"pass_rates": "p", "uniform_share": 0.5}}, "uniform_share=0.5 has no effect with"),
-    ],
-)
-def test_sampling_that_cannot_be(data: dict[str, Any], message: str) -> None:
-    [problem] = texts(curation_problems(Config.model_validate({"model": {"path": "m"}, "data": data})))
-    assert message in problem
 
 
 # -- single lines ------------------------------------------------------------------------------------------------------

@@ -11,22 +11,17 @@ any process. Run models that you do not trust in a container, as a user without 
 
 from __future__ import annotations
 
-import json
 import os
-import selectors
 import subprocess
-import sys
 import tempfile
-import time
-from pathlib import Path
 
 from grpo_megatron.environments.tool import ToolError, tools
+from grpo_megatron.environments.tools.sandbox import sandbox_command
 from grpo_megatron.processes.process import MARK, describe_exit, end_tree
 
-SANDBOX = Path(__file__).with_name("sandbox.py")
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 MIB = 1 << 20
-MAX_PRINTED = 1 << 20  # of output; then the program is killed
+MAX_PRINTED = 1 << 20  # bytes of output that the model is shown; of more, none is right
 
 
 @tools.register("python")
@@ -37,63 +32,34 @@ def python(code: str, *, timeout_s: float = 10.0, memory_mib: int = 1024, file_m
         code: The program. It must print its results. Nothing is kept between calls.
     """
     limits = {"cpu_s": int(timeout_s) + 1, "memory": memory_mib * MIB, "file": file_mib * MIB}
-    with tempfile.TemporaryDirectory(prefix="python_tool_", ignore_cleanup_errors=True) as folder:
-        variables = VARIABLES | {"HOME": folder, "TMPDIR": folder, MARK: os.environ.get(MARK, "")}
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-u", str(SANDBOX), json.dumps(limits)],
+    problem = ""
+    # the output is a file, so that the limit on files ends a program that prints without end
+    with (
+        tempfile.TemporaryDirectory(prefix="python_tool_", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile() as printed,
+        subprocess.Popen(
+            sandbox_command(limits),
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=printed,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            env=variables,
+            env=VARIABLES | {"HOME": folder, "TMPDIR": folder, MARK: os.environ.get(MARK, "")},
             start_new_session=True,
-        )
+        ) as process,
+    ):
         try:
-            output, problem = _run(process, code.encode("utf-8", "replace"), timeout_s)
+            process.communicate(code.encode("utf-8", "replace"), timeout_s)
+        except subprocess.TimeoutExpired:
+            problem = f"the program has not ended after {timeout_s:g} s"
         finally:
-            end_tree(process.pid)
-            ended = process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe:
-                    pipe.close()
-    text = output.decode("utf-8", "replace")
+            if process.returncode is None:
+                end_tree(process.pid)
+        ended = process.wait()
+        size = printed.seek(0, os.SEEK_END)
+        printed.seek(0)
+        text = printed.read(MAX_PRINTED).decode("utf-8", "replace")
+    if size > MAX_PRINTED:
+        problem = f"the program has printed more than {MAX_PRINTED} bytes"
     if problem or ended:
         raise ToolError(f"{text}\n{problem or f'the program has ended: {describe_exit(ended)}'}".strip())
     return text
-
-
-def _run(process: subprocess.Popen[bytes], code: bytes, timeout_s: float) -> tuple[bytes, str]:
-    """(output, why the program must be killed or ""). Returns when it has closed its output, or has to."""
-    assert process.stdin
-    assert process.stdout
-    end = time.monotonic() + timeout_s
-    output, left = bytearray(), memoryview(code)
-    with selectors.DefaultSelector() as selector:
-        os.set_blocking(process.stdin.fileno(), False)
-        selector.register(process.stdin, selectors.EVENT_WRITE)
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select(max(end - time.monotonic(), 0)):
-                if key.fileobj is process.stdin:
-                    left = _write(process.stdin.fileno(), left)
-                    if not left:
-                        selector.unregister(process.stdin)
-                        process.stdin.close()
-                    continue
-                chunk = os.read(process.stdout.fileno(), 1 << 16)
-                output += chunk
-                if not chunk:
-                    return bytes(output), ""
-            if len(output) > MAX_PRINTED:
-                return bytes(output[:MAX_PRINTED]), f"the program has printed more than {MAX_PRINTED} bytes"
-            if time.monotonic() > end:
-                return bytes(output), f"the program has not ended after {timeout_s:g} s"
-
-
-def _write(descriptor: int, data: memoryview) -> memoryview:
-    try:
-        return data[os.write(descriptor, data[: 1 << 16]) :]
-    except BlockingIOError:
-        return data
-    except BrokenPipeError:
-        return data[:0]

@@ -39,6 +39,11 @@ CLONE3 = 435  # the C library uses clone instead, whose flags a filter can read
 REFUSED_EVERYWHERE = (424, 425, 438)  # pidfd_send_signal io_uring_setup pidfd_getfd
 
 
+def sandbox_command(limits: dict[str, int]) -> list[str]:
+    """The command that runs the code on its stdin within `limits`: all that a caller knows of the sandbox."""
+    return [sys.executable, "-I", "-u", __file__, json.dumps(limits)]
+
+
 def main() -> None:
     """Run the code on stdin; the exit code is that of the code."""
     limits = json.loads(sys.argv[1])

@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from grpo_megatron.environments.tool import ToolError, tools
 from grpo_megatron.processes.endpoint import EndpointError, HttpResponse, post_json
@@ -25,10 +24,12 @@ class Corpus:
     """The passages of a JSONL file, and their index. Raises ValueError for a file that is none."""
 
     def __init__(self, path: str) -> None:
-        self.passages = [_passage(path, number, line) for number, line in _lines(path)]
+        import bm25s
+
+        self.passages = list(_passages(path))
         if not self.passages:
             raise ValueError(f"the corpus {path!r} has no passage")
-        self._index = _bm25().BM25(method="lucene", backend="numpy")
+        self._index = bm25s.BM25(method="lucene", backend="numpy")
         self._index.index([_tokens(passage) for passage in self.passages], show_progress=False)
 
     def best(self, query: str, count: int) -> list[str]:
@@ -63,39 +64,25 @@ def search(query: str, *, corpus: str, top_k: int = 3, max_characters: int = 600
     return "\n\n".join(f"[{number}] {passage}" for number, passage in enumerate(found, 1)) or "No passage matches."
 
 
-def _lines(path: str) -> list[tuple[int, str]]:
+def _passages(path: str) -> Iterator[str]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the corpus {path!r} cannot be read: {error}") from None
-    return [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-
-
-def _passage(path: str, number: int, line: str) -> str:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"the corpus {path!r}, line {number} is not JSON: {error}") from None
-    if not (isinstance(row, dict) and isinstance(row.get("text"), str) and isinstance(row.get("title", ""), str)):
-        raise ValueError(f'the corpus {path!r}, line {number} is not an object with a text "text"')
-    return f"{row['title']}: {row['text']}" if row.get("title") else str(row["text"])
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"the corpus {path!r}, line {number} is not JSON: {error}") from None
+        if not (isinstance(row, dict) and isinstance(row.get("text"), str) and isinstance(row.get("title", ""), str)):
+            raise ValueError(f'the corpus {path!r}, line {number} is not an object with a text "text"')
+        yield f"{row['title']}: {row['text']}" if row.get("title") else row["text"]
 
 
 def _tokens(text: str) -> list[str]:
     return [str(word) for word in TOKEN.findall(text.lower())]
-
-
-def _bm25() -> Any:
-    """The library, without numba: its import takes longer than all the rest, and the numpy backend does not use it."""
-    hidden = sys.modules.get("numba")
-    sys.modules["numba"] = None  # type: ignore[assignment]
-    try:
-        import bm25s
-    finally:
-        del sys.modules["numba"]
-        if hidden:
-            sys.modules["numba"] = hidden
-    return bm25s
 
 
 # -- the tool `remote`: one HTTP endpoint, with retries and a deadline (processes/endpoint.py) -------------------------

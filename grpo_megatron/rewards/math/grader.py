@@ -17,7 +17,7 @@ import re
 from typing import Any
 
 from grpo_megatron.processes.process import time_limit
-from grpo_megatron.rewards.answers import MAX_BOX, box_start, last_boxed
+from grpo_megatron.rewards.answers import MAX_BOX, box_start, last_boxed, tagged_answer
 from grpo_megatron.rewards.math.structure import (
     MAX_ANSWER,
     Node,
@@ -27,15 +27,7 @@ from grpo_megatron.rewards.math.structure import (
     tidy,
     tokens_outside_brackets,
 )
-from grpo_megatron.rewards.math.value import (
-    TIME_LIMIT_S,
-    import_math_verify,
-    parsed,
-    rational,
-    refuses,
-    same_formula,
-    same_value,
-)
+from grpo_megatron.rewards.math.value import TIME_LIMIT_S, import_math_verify, parsed, rational, refuses
 from grpo_megatron.rewards.reward import Extractor, extractors, rewards
 
 # -- whether two relations are one -------------------------------------------------------------------------------------
@@ -213,8 +205,7 @@ def boxed_prediction(text: str) -> str | None:
     tag = text.rfind("<answer>")
     if tag < 0 or box_start(text) > tag:
         return last_boxed(text)
-    end = text.find("</answer>", tag)
-    return text[tag + len("<answer>") : end].strip() if 0 <= end <= tag + MAX_BOX else None
+    return tagged_answer(text[tag : tag + MAX_BOX])
 
 
 def equivalent(answer: str, prediction: str) -> bool:
@@ -223,16 +214,10 @@ def equivalent(answer: str, prediction: str) -> bool:
         return True
     if len(answer) > MAX_ANSWER or len(prediction) > MAX_ANSWER:
         return "".join(answer.split()) == "".join(prediction.split())
-    if _same_tree(answer, prediction) or same_relation(answer, prediction):
-        return True
-    value = sentence_value(prediction)
-    return value is not None and (_same_tree(answer, value) or same_relation(answer, value))
-
-
-def _same_tree(answer: str, prediction: str) -> bool:
-    return same_tree(
-        parse_tree(answer), parse_tree(prediction), lambda one, other: same_value(one, other, same_formula)
-    )
+    for text in (prediction, sentence_value(prediction)):
+        if text is not None and (same_tree(parse_tree(answer), parse_tree(text)) or same_relation(answer, text)):
+            return True
+    return False
 
 
 def is_right(answer: str, completion: str) -> bool:
@@ -253,10 +238,9 @@ def is_right(answer: str, completion: str) -> bool:
 
 def latex_answer(answer: str) -> str:
     """The reference answer, boxed or bare. Raises ValueError when it is empty."""
-    content = _without_box(answer)
-    if not content:
-        raise ValueError("the reference answer is empty")
-    return content
+    if content := _without_box(answer):
+        return content
+    raise ValueError("the reference answer is empty")
 
 
 def _without_box(answer: str) -> str:

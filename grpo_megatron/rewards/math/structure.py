@@ -8,35 +8,33 @@ words). Linear or quadratic time in at most `MAX_ANSWER` characters.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from grpo_megatron.rewards.math.value import rational
+from grpo_megatron.rewards.math.value import rational, same_value
 
-_UNICODE = str.maketrans(
-    {
-        "\u2212": "-",
-        "\u2013": "-",
-        "\u00a0": " ",
-        "\u2009": " ",
-        "\u202f": " ",
-        "\u00d7": "\\times ",
-        "\u00b7": "\\cdot ",
-        "\u03c0": "\\pi ",
-        "\u221e": "\\infty ",
-        "\u00b0": "^\\circ ",
-        "\u2264": "\\le ",
-        "\u2265": "\\ge ",
-        "\u222a": "\\cup ",
-        "\u2208": "\\in ",
-        "\u00b1": "\\pm ",
-        "\u211d": "\\mathbb{R}",
-        "\u2205": "\\emptyset ",
-        "\u20ac": "\\$",
-        "\u00a3": "\\$",
-    }
-)
+_UNICODE = {
+    ord(character): latex
+    for characters, latex in (
+        ("\u2212\u2013", "-"),
+        ("\u00a0\u2009\u202f", " "),
+        ("\u20ac\u00a3", "\\$"),
+        ("\u00d7", "\\times "),
+        ("\u00b7", "\\cdot "),
+        ("\u03c0", "\\pi "),
+        ("\u221e", "\\infty "),
+        ("\u00b0", "^\\circ "),
+        ("\u2264", "\\le "),
+        ("\u2265", "\\ge "),
+        ("\u222a", "\\cup "),
+        ("\u2208", "\\in "),
+        ("\u00b1", "\\pm "),
+        ("\u211d", "\\mathbb{R}"),
+        ("\u2205", "\\emptyset "),
+    )
+    for character in characters
+}
 _ASCII_RELATIONS = (  # `5!=120` has a factorial, `x != 3` has not
     (re.compile(r">\s?="), r"\\ge "),
     (re.compile(r"<\s?="), r"\\le "),
@@ -53,32 +51,14 @@ _FONT = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|rm|bf|it)(?
 _COLOR = re.compile(r"\\(?:text)?color\s*\{[A-Za-z]+\}")
 _WORDLESS_TEXT = re.compile(r"\\text\{([^{}A-Za-z]*)\}")
 _CHOOSE = re.compile(r"\{([^{}\\]+)\\choose\s*([^{}\\]+)\}")
-_SYNONYMS = {
-    "dfrac": "frac",
-    "tfrac": "frac",
-    "cfrac": "frac",
-    "leqslant": "le",
-    "leq": "le",
-    "geqslant": "ge",
-    "geq": "ge",
-    "neq": "ne",
-    "lbrace": "{",
-    "rbrace": "}",
-    "lbrack": "[",
-    "rbrack": "]",
-    "varnothing": "emptyset",
-    "lvert": "|",
-    "rvert": "|",
-    "vert": "|",
-    "lt": "<",
-    "gt": ">",
-    "land": "text{and}",
-    "lor": "text{or}",
-    "degree": "circ",
-    "infin": "infty",
-    "simeq": "approx",
-    "sim": "approx",
-}
+_SYNONYMS: dict[str, str] = dict(
+    re.findall(
+        r"(\w+):(\S+)",
+        "dfrac:frac tfrac:frac cfrac:frac leqslant:le leq:le geqslant:ge geq:ge neq:ne lbrace:{ rbrace:} lbrack:[ rbrack:]"
+        " varnothing:emptyset lvert:| rvert:| vert:| lt:< gt:> land:text{and} lor:text{or} degree:circ infin:infty"
+        " simeq:approx sim:approx",
+    )
+)
 _SYNONYM = re.compile(r"\\(" + "|".join(sorted(_SYNONYMS, key=len, reverse=True)) + r")(?![A-Za-z])")
 _PLAIN = {"[", "]", "|", "<", ">"}  # without a backslash
 _TRIG = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
@@ -233,7 +213,7 @@ def split_outside_brackets(text: str, separators: set[str]) -> list[str]:
 def _list(parts: Sequence[str], depth: int) -> Node:
     nodes = [_parse(part, depth + 1) for part in parts]
     if nodes[0].name and not any(node.name for node in nodes[1:]):  # x = 1, 2
-        return Node("list", parts=tuple(_without_name(node) for node in nodes), name=nodes[0].name)
+        return Node("list", parts=tuple(replace(node, name="") for node in nodes), name=nodes[0].name)
     flat: list[Node] = []
     for node in nodes:
         flat += node.parts if node.kind == "list" else (node,)
@@ -241,7 +221,7 @@ def _list(parts: Sequence[str], depth: int) -> Node:
     if len(flat) == 2 and (both := _intersection(*flat)) is not None:  # x > 1 and x < 5
         return both
     if len(names) == 1 and names != {""}:  # x = 1, x = 2
-        return Node("list", parts=tuple(_without_name(node) for node in flat), name=names.pop())
+        return Node("list", parts=tuple(replace(node, name="") for node in flat), name=names.pop())
     return Node("list", parts=tuple(flat))
 
 
@@ -260,16 +240,11 @@ def _intersection(first: Node, second: Node) -> Node | None:
     return Node(kind, parts=(lower.parts[0], upper.parts[1]), name=first.name)
 
 
-def _without_name(node: Node) -> Node:
-    return replace(node, name="")
-
-
 def _matrix(kind: str, body: str, depth: int) -> Node:
     rows = [row for row in split_outside_brackets(body, {"\\\\"}) if row.strip()]
     cells = [[_parse(cell, depth + 1) for cell in split_outside_brackets(row, {"&"})] for row in rows]
-    columns = len(cells[0]) if cells else 0
-    if any(len(row) != columns for row in cells):
-        columns = -1
+    widths = {len(row) for row in cells}
+    columns = -1 if len(widths) > 1 else max(widths, default=0)
     parts = tuple(cell for row in cells for cell in row)
     return Node("det" if kind[0] in "vV" else "matrix", parts=parts, columns=columns)
 
@@ -284,8 +259,10 @@ def _relation(text: str, depth: int) -> Node | None:
     if not signs:
         return None
     sides = [side.strip() for side in split_outside_brackets(text, set(signs))]
-    if signs[-1] == "\\approx" and not is_name(text[: text.rindex("\\approx")]):
-        return _rounded(_parse(text[: text.rindex("\\approx")], depth + 1), sides[-1])
+    exact = text[: text.rfind("\\approx")]
+    if signs[-1] == "\\approx" and not is_name(exact):  # the value `exact`; the decimal stays for value.py
+        node = _parse(exact, depth + 1)
+        return replace(node, text=f"{node.text}\\approx {sides[-1]}") if node.kind == "value" else node
     if set(signs) <= {"=", "\\in", "\\approx"}:
         named = is_name(sides[0]) and all(sides[1:])
         constant = "\\in" not in signs and not any(re.search(r"(?<![\\a-z])[a-zA-Z](?![a-z])", side) for side in sides)
@@ -296,11 +273,6 @@ def _relation(text: str, depth: int) -> Node | None:
     if "=" in signs or "\\in" in signs or len(signs) > 2:
         return None
     return _inequality(sides, signs, depth)
-
-
-def _rounded(node: Node, decimal: str) -> Node:
-    """`12\\pi \\approx 37.7` is the value `12\\pi`. The decimal stays for `value.py`, if the other answer is one too."""
-    return replace(node, text=f"{node.text}\\approx {decimal}") if node.kind == "value" else node
 
 
 def _inequality(sides: list[str], signs: list[str], depth: int) -> Node | None:
@@ -319,14 +291,12 @@ def _inequality(sides: list[str], signs: list[str], depth: int) -> Node | None:
         return None
     if not (low and high):
         return None
-    kind = _interval_kind(closed[0], closed[1])
-    return Node(kind, parts=(_parse(low, depth + 1), _parse(high, depth + 1)), name=name)
+    return Node(_interval_kind(*closed), parts=(_parse(low, depth + 1), _parse(high, depth + 1)), name=name)
 
 
 def _interval_kind(closed_left: bool, closed_right: bool) -> Kind:
-    if closed_left:
-        return "[]" if closed_right else "[)"
-    return "(]" if closed_right else "()"
+    kinds: tuple[Kind, ...] = ("()", "(]", "[)", "[]")
+    return kinds[2 * closed_left + closed_right]
 
 
 def _union(text: str, depth: int) -> Node | None:
@@ -362,8 +332,7 @@ def _bracketed(text: str, depth: int) -> Node | None:
         return _parse(inside, depth + 1)
     if len(parts) < 2:
         return None
-    kind = _interval_kind(first == "[", last == "]")
-    return Node(kind, parts=tuple(_parse(part, depth + 1) for part in parts))
+    return Node(_interval_kind(first == "[", last == "]"), parts=tuple(_parse(part, depth + 1) for part in parts))
 
 
 def _value(text: str) -> Node:
@@ -406,58 +375,52 @@ def is_name(text: str) -> bool:
 # only where both sides have one. `x = 3, y = 5` is also `(3,5)`.
 
 
-def same_tree(answer: Node, prediction: Node, equal: Callable[[str, str], bool]) -> bool:
-    """Whether two trees are one answer; `equal` compares single values."""
+def same_tree(answer: Node, prediction: Node) -> bool:
+    """Whether two trees are one answer. Raises TimeoutError as `same_formula`."""
     if answer.name and prediction.name and _bare_name(answer.name) != _bare_name(prediction.name):
         return False
     kinds = {answer.kind, prediction.kind}
     if kinds == {"list", "union"}:  # x < 1 or x > 3
-        return _same_unordered(answer.parts, prediction.parts, equal)
+        return _same_unordered(answer.parts, prediction.parts)
     if kinds == {"list", "set"} or kinds == {"set"}:
-        return _same_unordered(_distinct(answer.parts, equal), _distinct(prediction.parts, equal), equal)
+        return _same_unordered(_distinct(answer.parts), _distinct(prediction.parts))
     if answer.kind == "()" and prediction.kind == "list" and all(part.name for part in prediction.parts):
-        return _same_ordered(answer.parts, prediction.parts, equal)  # x = 3, y = 5 for (3,5)
+        return _same_ordered(answer.parts, prediction.parts)  # x = 3, y = 5 for (3,5)
     if answer.kind != prediction.kind:
         return False
     if answer.kind == "value":
-        return equal(answer.text, prediction.text)
+        return same_value(answer.text, prediction.text)
     if answer.kind in ("list", "union"):
-        if answer.kind == "list" and _has_several_names(answer) and not any(part.name for part in prediction.parts):
-            return _same_ordered(answer.parts, prediction.parts, equal)  # 3, 5 for x = 3, y = 5
-        return _same_unordered(answer.parts, prediction.parts, equal)
+        names = {part.name for part in answer.parts}
+        if answer.kind == "list" and len(names) > 1 and not any(part.name for part in prediction.parts):
+            return _same_ordered(answer.parts, prediction.parts)  # 3, 5 for x = 3, y = 5
+        return _same_unordered(answer.parts, prediction.parts)
     if answer.columns != prediction.columns or answer.columns < 0:
         return False
-    return _same_ordered(answer.parts, prediction.parts, equal)
-
-
-def _has_several_names(node: Node) -> bool:
-    """Whether the parts have several different names."""
-    return len({part.name for part in node.parts}) > 1
+    return _same_ordered(answer.parts, prediction.parts)
 
 
 def _bare_name(name: str) -> str:
     return re.sub(r"\\text|[{}\s_]", "", name)
 
 
-def _same_ordered(answer: Sequence[Node], prediction: Sequence[Node], equal: Callable[[str, str], bool]) -> bool:
-    if len(answer) != len(prediction):
-        return False
-    return all(same_tree(one, other, equal) for one, other in zip(answer, prediction, strict=True))
+def _same_ordered(answer: Sequence[Node], prediction: Sequence[Node]) -> bool:
+    return len(answer) == len(prediction) and all(map(same_tree, answer, prediction))
 
 
-def _same_unordered(answer: Sequence[Node], prediction: Sequence[Node], equal: Callable[[str, str], bool]) -> bool:
+def _same_unordered(answer: Sequence[Node], prediction: Sequence[Node]) -> bool:
     left = list(prediction)
     for part in answer:
-        found = next((index for index, other in enumerate(left) if same_tree(part, other, equal)), None)
+        found = next((index for index, other in enumerate(left) if same_tree(part, other)), None)
         if found is None:
             return False
         del left[found]
     return not left
 
 
-def _distinct(parts: Sequence[Node], equal: Callable[[str, str], bool]) -> list[Node]:
+def _distinct(parts: Sequence[Node]) -> list[Node]:
     kept: list[Node] = []
     for part in parts:
-        if not any(same_tree(other, part, equal) for other in kept):
+        if not any(same_tree(other, part) for other in kept):
             kept.append(part)
     return kept

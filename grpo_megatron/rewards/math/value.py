@@ -13,9 +13,9 @@ Units are dropped (`5\text{ cm}` = 5), but 5 cm is not 5 m. `10\%` is both 10 an
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -45,12 +45,9 @@ def refuses(text: str) -> bool:
     """Whether a formula is not passed to sympy at all."""
     if len(text) > MAX_FORMULA or not (text.isascii() and text.isprintable()):
         return True
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "({[") - (character in ")}]")
-        deepest = max(deepest, depth)
+    depths = itertools.accumulate((character in "({[") - (character in ")}]") for character in text)
     text = _SMALL_FACTORIAL.sub("n", text)
-    return deepest > MAX_NESTING or any(huge.search(text) for huge in (_TOWER, _HUGE, _POWER_OF_POWER))
+    return max(depths, default=0) > MAX_NESTING or any(p.search(text) for p in (_TOWER, _HUGE, _POWER_OF_POWER))
 
 
 @functools.lru_cache(maxsize=4096)  # a prompt's samples share a few answers
@@ -64,13 +61,9 @@ def same_formula(answer: str, prediction: str) -> bool:
         return first is not None and second is not None and not _differ(first, second) and _verify(first, second)
 
 
-def import_math_verify() -> None:
-    """Takes a second or two, once per process."""
-    _library()
-
-
 @functools.cache
-def _library() -> Any:
+def import_math_verify() -> Any:
+    """The library. Takes a second or two, once per process."""
     import math_verify.grader
     import math_verify.parser
 
@@ -84,7 +77,7 @@ def is_near(exact: str, decimal: str) -> bool:
     places = len(decimal.partition(".")[2])
     if refuses(exact) or not places:
         return False
-    import_math_verify()
+    import_math_verify()  # outside the time limit
     with time_limit(TIME_LIMIT_S, "a rounding"):
         try:
             return bool(abs(complex(parsed(exact).evalf(20)) - float(decimal)) <= 10.0**-places)
@@ -94,7 +87,7 @@ def is_near(exact: str, decimal: str) -> bool:
 
 def parsed(text: str) -> Any:
     """The sympy object of a LaTeX formula; None for one outside the grammar."""
-    import_math_verify()
+    library = import_math_verify()
     text = _FACTORIAL_POWER.sub(r"(\1)^", text)
     if "!" in text:
         text = _FACTOR_BEFORE_BRACKET.sub(r"\1\\cdot (", text)
@@ -104,7 +97,7 @@ def parsed(text: str) -> Any:
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
     )
     try:
-        return _library().parser.parse_latex_cached(normalize_latex(text, config=config))
+        return library.parser.parse_latex_cached(normalize_latex(text, config=config))
     except Exception:  # noqa: BLE001 - a formula outside the grammar equals nothing
         return None
 
@@ -133,7 +126,7 @@ def _verify(answer: Any, prediction: Any) -> bool:
     try:
         if isinstance(answer, Expr) and isinstance(prediction, Expr) and (answer - prediction).has(factorial):
             return bool(gammasimp((answer / prediction).rewrite("gamma")) == 1)
-        return bool(_library().grader.sympy_expr_eq(answer, prediction, 6, 15))
+        return bool(import_math_verify().grader.sympy_expr_eq(answer, prediction, 6, 15))
     except Exception:  # noqa: BLE001 - sympy raises exceptions of many types at odd formulas
         return False
 
@@ -203,8 +196,7 @@ def _repeating(text: str) -> Fraction | None:
     if match is None:
         return None
     sign, whole, first, period = match.groups()
-    value = Fraction(int(whole or 0))
-    value += Fraction(int(first or 0) + Fraction(int(period), 10 ** len(period) - 1), 10 ** len(first))
+    value = int(whole or 0) + (int(first or 0) + Fraction(int(period), 10 ** len(period) - 1)) / 10 ** len(first)
     return -value if sign else value
 
 
@@ -225,41 +217,33 @@ def split_unit(text: str) -> tuple[str, str]:
 
 def units_clash(one: str, other: str) -> bool:
     """Whether both are known units of one dimension, and differ."""
-    first, second = _known_unit(one), _known_unit(other)
-    if first is None or second is None:
-        return False
+    unknown = "", ""
+    first, second = (next((_UNITS[word] for word in text.split() if word in _UNITS), unknown) for text in (one, other))
     return first[0] == second[0] and first[1] != second[1]
 
 
-def _known_unit(text: str) -> tuple[str, str] | None:
-    """The entry in _UNITS of the first known unit in a text."""
-    return next((_UNITS[word] for word in text.split() if word in _UNITS), None)
-
-
-def same_value(answer: str, prediction: str, same_formula: Callable[[str, str], bool]) -> bool:
-    """Whether two values (tidy LaTeX) are equal. `same_formula` is called last, and not for plain numbers or words."""
+def same_value(answer: str, prediction: str) -> bool:
+    """Whether two values (tidy LaTeX) are equal. Plain numbers and words never reach math-verify."""
     if answer == prediction:
         return bool(answer)
     if "\\approx" in answer + prediction:
-        return _same_rounded(answer, prediction, same_formula)
+        return _same_rounded(answer, prediction)
     answer, answer_unit = split_unit(answer)
     prediction, prediction_unit = split_unit(prediction)
     if not answer or not prediction or units_clash(answer_unit, prediction_unit):
         return False
-    if "percent" in answer_unit:
-        answer = answer.removesuffix("%") + "%"
-    if "percent" in prediction_unit:
-        prediction = prediction.removesuffix("%") + "%"
+    answer = answer.removesuffix("%") + "%" if "percent" in answer_unit else answer
+    prediction = prediction.removesuffix("%") + "%" if "percent" in prediction_unit else prediction
     if answer.endswith("%") != prediction.endswith("%"):
-        return _same_percent(answer, prediction, same_formula)
-    return _same(answer.removesuffix("%").strip(), prediction.removesuffix("%").strip(), same_formula)
+        return _same_percent(answer, prediction)
+    return _same(answer.removesuffix("%").strip(), prediction.removesuffix("%").strip())
 
 
-def _same_rounded(answer: str, prediction: str, same_formula: Callable[[str, str], bool]) -> bool:
+def _same_rounded(answer: str, prediction: str) -> bool:
     """One or both are `exact \\approx decimal`. The exact values count; or the decimal, where the other answer is one."""
     exact, decimal = _split_rounded(answer)
     other, other_decimal = _split_rounded(prediction)
-    if same_value(exact, other, same_formula):
+    if same_value(exact, other):
         return True
     if other_decimal and not decimal:
         return "." in exact and rational(exact) == rational(other_decimal) and is_near(other, other_decimal)
@@ -271,17 +255,17 @@ def _split_rounded(text: str) -> tuple[str, str]:
     return exact.strip(), split_unit(decimal.strip())[0]
 
 
-def _same_percent(answer: str, prediction: str, same_formula: Callable[[str, str], bool]) -> bool:
+def _same_percent(answer: str, prediction: str) -> bool:
     """One of the two has a percent sign: it means its number, or a hundredth of it."""
     percent, plain = (answer, prediction) if answer.endswith("%") else (prediction, answer)
     percent = percent[:-1].strip()
     value, other = rational(percent), rational(plain)
     if value is not None and other is not None:
         return value == other or value / 100 == other
-    return _same(percent, plain, same_formula) or same_formula(rf"\frac{{{percent}}}{{100}}", plain)
+    return _same(percent, plain) or same_formula(rf"\frac{{{percent}}}{{100}}", plain)
 
 
-def _same(answer: str, prediction: str, same_formula: Callable[[str, str], bool]) -> bool:
+def _same(answer: str, prediction: str) -> bool:
     if answer == prediction:
         return True
     first, second = rational(answer), rational(prediction)
@@ -289,10 +273,12 @@ def _same(answer: str, prediction: str, same_formula: Callable[[str, str], bool]
         return first == second or _rounds(answer, first, second) or _rounds(prediction, second, first)
     numeral, other = _NUMERAL.fullmatch(answer), _NUMERAL.fullmatch(prediction)
     if (numeral and other) or (numeral and second is not None) or (other and first is not None):
-        return _same_numeral(numeral, answer, other, prediction)
+        bases = {_BASES.get(match[2], match[2]) for match in (numeral, other) if match}
+        digits = {(numeral[1] if numeral else answer).lstrip("0"), (other[1] if other else prediction).lstrip("0")}
+        return len(digits) == len(bases) == 1  # the base may be left out
     answer, prediction = _RATIO_WORD.sub(r"\1:\2", answer), _RATIO_WORD.sub(r"\1:\2", prediction)
     if ":" in answer and ":" in prediction:
-        return _same_ratio(answer.split(":"), prediction.split(":"), same_formula)
+        return _same_ratio(answer.split(":"), prediction.split(":"))
     if _is_words(answer) or _is_words(prediction):
         return _letters(answer) == _letters(prediction) != ""
     answer, prediction = _TEXT_GROUP.sub(r"\1", answer), _TEXT_GROUP.sub(r"\1", prediction)
@@ -321,24 +307,18 @@ def _rounds(text: str, value: Fraction, exact: Fraction) -> bool:
     return places >= PLACES and is_endless and abs(value - exact) * 2 * 10**places <= 1
 
 
-_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
+_BASES = {
+    name: str(base) for base, name in enumerate(["two", "three", "four", "five", "six", "seven", "eight", "nine"], 2)
+}
 
 
-def _same_numeral(numeral: re.Match[str] | None, answer: str, other: re.Match[str] | None, prediction: str) -> bool:
-    """At least one of the two texts is a numeral with a base; without a match the text itself is the digits."""
-    first = numeral[1] if numeral else answer
-    second = other[1] if other else prediction
-    bases = {_BASES.get(match[2], match[2]) for match in (numeral, other) if match}
-    return first.lstrip("0") == second.lstrip("0") and len(bases) == 1
-
-
-def _same_ratio(answer: list[str], prediction: list[str], same_formula: Callable[[str, str], bool]) -> bool:
+def _same_ratio(answer: list[str], prediction: list[str]) -> bool:
     if len(answer) != len(prediction):
         return False
     first, second = [rational(part.strip()) for part in answer], [rational(part.strip()) for part in prediction]
     if all(first) and all(second):
         return len({a / b for a, b in zip(first, second, strict=True) if a and b}) == 1
-    return all(_same(a.strip(), b.strip(), same_formula) for a, b in zip(answer, prediction, strict=True))
+    return all(_same(a.strip(), b.strip()) for a, b in zip(answer, prediction, strict=True))
 
 
 def _is_words(text: str) -> bool:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from grpo_megatron.algo.losses import needs_reference, reads_reference
+from grpo_megatron.algo.losses import reads_reference
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.policy import Policy, Reference
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage.files import remove_folder
+from grpo_megatron.storage.run_files import on_disk, steps_of
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Batch
 
@@ -43,35 +44,20 @@ class References:
         actor, algorithm = config.actor, config.algorithm
         self.mesh, self.cadence, self.folder = mesh, cadence, config.trainer.output_dir / "iterations"
         self.is_read = reads_reference(algorithm, actor)
-        self.reference: Reference | None = None
-        if needs_reference(algorithm, actor):
-            path = self._copy_for(first_step) or config.ref.path or policy_start(config)
-            temperature = config.rollout.temperature
-            self.reference = Reference.load(
-                path, config.model.dtype, arch, actor, mesh, device, temperature=temperature
-            )
+        path = self._copy_for(first_step) or config.ref.path or policy_start(config)
+        dtype, temperature = config.model.dtype, config.rollout.temperature
+        self.reference = Reference.load(path, dtype, arch, actor, mesh, device, temperature=temperature)
 
     def logprobs(self, batch: Batch) -> Tensor | None:
-        """None where nothing reads them, even if the run draws from the reference. Collective."""
-        return self.reference.logprobs(batch) if self.reference is not None and self.is_read else None
+        """None where nothing reads them: the run only draws from the reference. Collective."""
+        return self.reference.logprobs(batch) if self.is_read else None
 
-    def weight_source(self) -> Reference:
-        """The reference as a model to draw from (algorithm.source=initial)."""
-        assert self.reference is not None
-        return self.reference
-
-    def is_due(self, step: int) -> bool:
-        """Returns whether there is a reference and it is renewed before step `step`."""
-        return self.reference is not None and self.cadence.renews_reference_before(step)
-
-    def renew(self, step: int, policy: Policy, save_hf: Callable[[Path], None], oldest_checkpoint: int) -> None:
-        """Take the policy's weights and keep a copy of them. Collective.
-
-        `oldest_checkpoint`: steps done in the oldest checkpoint that a run may still resume from.
-        """
-        self.weight_source().copy_from(policy)
+    def renew(self, step: int, policy: Policy, save_hf: Callable[[Path], None]) -> None:
+        """Take the policy's weights before step `step`, and keep a copy of them. Collective."""
+        self.reference.copy_from(policy)
         save_hf(self._copy_of(step))
         if self.mesh.rank == 0:
+            oldest_checkpoint = next(map(steps_of, on_disk(self.folder.parent)), 0)  # a run may still resume from it
             oldest_needed = self.cadence.iteration_start(oldest_checkpoint)
             for copy in self.folder.glob("step_*"):
                 if int(copy.name.removeprefix("step_")) < oldest_needed:

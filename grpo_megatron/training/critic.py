@@ -16,32 +16,23 @@ import torch
 
 from grpo_megatron.algo.plan import critic_plan, revise_plan
 from grpo_megatron.algo.returns import explained_variance, length_adaptive_lams, value_targets
+from grpo_megatron.checks.models import has_critic
+from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
+from grpo_megatron.device import Device
+from grpo_megatron.models.heads.folder import read_reward_folder
 from grpo_megatron.models.heads.scalar import ValueModel
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import apply_plan, gather_rows
+from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage.run_files import CRITIC_FILE, CRITIC_FOLDER
-from grpo_megatron.training.beside.model import NoModel, TrainedModel
+from grpo_megatron.training.checkpoint import TrainedModel
+from grpo_megatron.training.references import policy_start
 from grpo_megatron.training.report import record_update
 from grpo_megatron.types import Batch, GroupTable, Plan, rows_of_mini_batch
 
 
-class NoCritic(NoModel):
-    """Used if the estimator needs no values."""
-
-    def estimate(self, step: int, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> Plan:
-        """The plan as it is."""
-        return plan
-
-    def update(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> None:
-        """Does nothing."""
-
-    def trains_policy(self, step: int) -> bool:
-        """Returns True: every step updates the policy."""
-        return True
-
-
-class Critic(TrainedModel, NoCritic):
+class Critic(TrainedModel):
     """Its learning-rate schedule covers the whole run."""
 
     model: ValueModel
@@ -122,3 +113,12 @@ class Critic(TrainedModel, NoCritic):
                 own, self.config.cliprange_value, epochs=self.config.num_epochs(self.actor)
             )
         record_update(metrics, sums, constants, self.mesh.is_first_replica_rank)
+
+
+def build_critic(config: Config, checked: Checked, mesh: Mesh, device: Device) -> Critic | None:
+    """The value model, if the estimator reads values. Collective. Without `critic.path` it starts as the policy does."""
+    if not has_critic(config.algorithm):
+        return None
+    folder = checked.critic_folder or read_reward_folder(policy_start(config), "value")
+    parts = (folder, config.model.dtype, config.actor, mesh, device)
+    return Critic(config, ValueModel(*parts, optim=config.critic.optim, offload=config.critic.offload))

@@ -1,0 +1,395 @@
+"""The models of a run: what the config.json of each folder describes, whether the folders are complete, and how they go together.
+
+Models beside the policy score: the critic, and the reward models. They read the policy's tokens in its layout, so lengths,
+layout and vocabulary must fit. A policy may learn to score, too: then it has a scalar head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grpo_megatron.algo.advantages import advantage_estimators
+from grpo_megatron.algo.losses import policy_losses, reads_reference
+from grpo_megatron.checks.layout import world_problems
+from grpo_megatron.config import AlgorithmConfig, Config, ConfigError, ScoringModel
+from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of, marked
+from grpo_megatron.memory.parameters import RunModels
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.heads.folder import HeadKind, RewardFolder, check_reward_weights, read_reward_folder
+from grpo_megatron.models.weights.folder import check_hf
+from grpo_megatron.reading import ReadError, read_json, special_file_in
+from grpo_megatron.rewards.reward import rewards
+
+MAIN, OTHERS, CRITIC = "reward_model", "reward_models.", "critic"  # keys of the config
+HEAD_KINDS: dict[str, HeadKind] = {"response": "outcome", "step": "process"}  # LossFacts.scores -> kind of the folder
+
+# -- The folders -------------------------------------------------------------------------------------------------------
+
+
+def trains_scores(config: Config) -> bool:
+    """Whether the model that is trained has a scalar head."""
+    return bool(policy_losses.facts(config.actor.loss_mode).scores)
+
+
+def has_critic(algorithm: AlgorithmConfig) -> bool:
+    """Whether the estimator reads values."""
+    return advantage_estimators.facts(algorithm.adv_estimator).needs_values
+
+
+def scoring_models(config: Config) -> dict[str, ScoringModel]:
+    """Every reward model with a folder, by its key."""
+    models = {MAIN: config.reward_model, **{f"{OTHERS}{name}": model for name, model in config.reward_models.items()}}
+    return {key: model for key, model in models.items() if model.path is not None}
+
+
+def read_model(path: Path, key: str = "model.path", family: str | None = None) -> Architecture:
+    """The architecture that `path`/config.json describes, of a folder of regular files. `family`: `model.family`."""
+    if not path.is_dir():
+        name = str(path)
+        hub = f"; fetch one with: hf download {name} --local-dir DIR" if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else ""
+        raise ConfigError(
+            f"{key}={name!r} is not a folder; it must be a local Hugging Face folder (config.json, *.safetensors,"
+            f" tokenizer){hub}"
+        )
+    try:
+        if problem := special_file_in(path):
+            raise ReadError(f"it holds {problem}; remove it")
+        return read_architecture(path, family)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{key}={str(path)!r}: {error}; set it to a folder of a supported model") from error
+
+
+def read_head_folder(path: Path, kind: HeadKind, key: str, context: str = "") -> RewardFolder:
+    """What the folder that `key` names is, as a model with a scalar head of this kind. Raises ConfigError.
+
+    `context`: why such a folder is asked for, if the key alone does not say so.
+    """
+    read_model(path, key)  # the checks of every model folder
+    try:
+        return read_reward_folder(path, kind)
+    except ValueError as error:
+        raise ConfigError(f"{key}={str(path)!r}{context}: {error}; set it to such a folder") from error
+
+
+def has_weights(path: Path) -> bool:
+    """Whether the folder has weight files, complete or not."""
+    return (path / "model.safetensors.index.json").exists() or any(path.glob("*.safetensors"))
+
+
+def check_complete(key: str, check: Callable[..., None], *folder: object) -> None:
+    """The folder holds exactly the tensors of the model, by name and shape, as `check` finds. Raises ConfigError."""
+    try:
+        check(*folder)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise ConfigError(f"{key}: {error}\n  (fetch the folder again, or set {key} to a complete one)") from error
+
+
+def check_reference(config: Config, arch: Architecture) -> None:
+    """`ref.path` holds a model of the policy's architecture: the same computation with other weights."""
+    path = config.ref.path
+    assert path is not None
+    reference = dataclasses.asdict(read_model(path, "ref.path", config.model.family))
+    different = [
+        f"{name} {reference[name]} against {value}"
+        for name, value in dataclasses.asdict(arch).items()
+        if name not in ("family", "max_position_embeddings", "sliding_window") and reference[name] != value
+    ]
+    if different:
+        raise ConfigError(
+            f"ref.path={str(path)!r} is another architecture than model.path ({', '.join(different)}); the reference"
+            " must be of the policy's: leave ref.path out, or set actor.use_kl_loss=false"
+        )
+    check_complete("ref.path", check_hf, path, arch)
+
+
+@dataclass(frozen=True)
+class ModelFolders:
+    """A folder that cannot be read is None, or absent from `beside`: reward models and critic, by their section."""
+
+    arch: Architecture | None  # of the policy
+    scored: RewardFolder | None  # model.path, where a scalar head is trained
+    beside: dict[str, RewardFolder]
+    are_complete: bool  # every folder that the config names could be read
+
+    @classmethod
+    def read(cls, config: Config, problems: ProblemList) -> ModelFolders:
+        """From each folder's config.json."""
+        path, mode, scored = config.model.path, config.actor.loss_mode, None
+        if scores := policy_losses.facts(mode).scores:
+            why = f" with actor.loss_mode={mode}"
+            scored = problems.attempt("model.path", read_head_folder, path, HEAD_KINDS[scores], "model.path", why)
+            arch = scored.arch if scored is not None else None
+        else:
+            arch = problems.attempt("model.path model.family", read_model, path, "model.path", config.model.family)
+        wanted: dict[str, tuple[Path | None, HeadKind]] = {
+            key: (model.path, model.kind) for key, model in scoring_models(config).items()
+        }
+        wanted[CRITIC] = config.critic.path, "value"
+        wanted = {key: one for key, one in wanted.items() if one[0] is not None}
+        read = {
+            key: problems.attempt(f"{key}.path", read_head_folder, folder, kind, f"{key}.path")
+            for key, (folder, kind) in wanted.items()
+            if folder is not None
+        }
+        beside = {key: folder for key, folder in read.items() if folder is not None}
+        return cls(arch, scored, beside, arch is not None and len(beside) == len(wanted))
+
+    @property
+    def rewards(self) -> dict[str, RewardFolder]:
+        """Those of `scoring_models`."""
+        return {key: folder for key, folder in self.beside.items() if key != CRITIC}
+
+    def models(self, config: Config) -> RunModels:
+        """What the folders describe. All of them could be read. A critic without a folder is the policy without its head."""
+        assert self.arch is not None
+        critic = None
+        if has_critic(config.algorithm):
+            critic = self.beside[CRITIC].arch if CRITIC in self.beside else replace(self.arch, tied=True)
+        rewards = tuple(folder.arch for folder in self.rewards.values())
+        return RunModels(self.arch, rewards, critic, has_head=self.scored is None)
+
+    def check_weights(self, config: Config, problems: ProblemList, *, policy: bool) -> None:
+        """Names and shapes of all tensors. `policy`: those of `model.path`, too."""
+        if self.arch is not None:
+            if policy and self.scored is not None:
+                problems.attempt("model.path", check_complete, "model.path", check_reward_weights, self.scored)
+            elif policy:
+                problems.attempt("model.path", check_complete, "model.path", check_hf, config.model.path, self.arch)
+            if reads_reference(config.algorithm, config.actor) and config.ref.path is not None:
+                problems.attempt("ref.path model.path", check_reference, config, self.arch)
+        for key, folder in self.beside.items():
+            problems.attempt(f"{key}.path", check_complete, f"{key}.path", check_reward_weights, folder)
+
+
+def read_models(config: Config) -> RunModels:
+    """The models of a run, from each folder's config.json. Raises ConfigError."""
+    problems = ProblemList()
+    folders = ModelFolders.read(config, problems)
+    problems.raise_if_any()
+    return folders.models(config)
+
+
+# -- Models beside the policy ------------------------------------------------------------------------------------------
+
+METRIC_NAMES = (
+    *("score", "step_score", "steps", "agreement", "pairs", "loss", "accuracy", "margin", "grad_norm", "rule_reward"),
+)
+
+
+def beside_problems(config: Config, world_size: int, folders: ModelFolders) -> Problems:
+    """The critic and the reward models against the rest of the config."""
+    yield from _reward_model_problems(config, folders.rewards)
+    if has_critic(config.algorithm):
+        yield from _critic_problems(config)
+    for key, folder in folders.beside.items():
+        if key == CRITIC and not has_critic(config.algorithm):
+            continue
+        named = f"{marked(f'{key}.path')}={str(folder.path)!r}"
+        yield from _second_model_problems(config, folder.arch, named)
+        of_policy = set(world_problems(config, world_size, folders.arch))
+        for problem in second_layout_problems(config, world_size, folder.arch):
+            if problem not in of_policy:
+                yield f"{named} is cut in the policy's layout: {problem}"
+        if folders.arch is not None:
+            yield from _vocabulary_problems(config, folders.arch, folder, named)
+
+
+def second_layout_problems(config: Config, world_size: int, arch: Architecture) -> Problems:
+    """What the layout does not allow of a model beside the policy, which is not in the engine."""
+    problems = world_problems(config, world_size, arch)
+    return (problem for problem in problems if not Problem.of(problem).keys[0].startswith("rollout."))
+
+
+def _second_model_problems(config: Config, arch: Architecture, named: str) -> Problems:
+    k, total = keys_of(config).data, config.data.max_prompt_length + config.data.max_response_length
+    for what in ("max_position_embeddings", "sliding_window"):
+        limit = getattr(arch, what)
+        if limit is not None and total > limit:
+            yield (
+                f"{k.max_prompt_length:key} + {k.max_response_length:key} = {total} exceed the {what} {limit} of {named};"
+                " lower one of them"
+            )
+
+
+def _vocabulary_problems(config: Config, arch: Architecture, folder: RewardFolder, named: str) -> Problems:
+    """The model reads the policy's token ids unchanged, so both must have the same vocabulary."""
+    policy, other = _vocabulary(config.model.tokenizer_path or config.model.path), _vocabulary(folder.path)
+    if policy is None or other is None:
+        if folder.arch.vocab_size != arch.vocab_size:
+            yield (
+                f"{named} has {folder.arch.vocab_size} tokens and the policy {arch.vocab_size}, and one of them has no"
+                " tokenizer.json to tell whether they are the same; put the tokenizer into both folders"
+            )
+        return
+    for token, token_id in policy.items():
+        if other.get(token) != token_id:
+            yield (
+                f"{named} has another tokenizer than the policy: token {token!r} is {token_id} to the policy and"
+                f" {other.get(token, 'unknown')} to it; take a model of the policy's family"
+            )
+            return
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    """Token -> id of a folder's tokenizer.json; None without a readable one."""
+    try:
+        tokenizer = read_json(folder / "tokenizer.json")
+        vocabulary = tokenizer["model"]["vocab"]
+        if isinstance(vocabulary, list):  # unigram: [piece, score] in the order of ids
+            vocabulary = {piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}
+        return {**vocabulary, **{added["content"]: added["id"] for added in tokenizer.get("added_tokens", ())}}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _critic_problems(config: Config) -> Problems:
+    k, algorithm, critic = keys_of(config), config.algorithm, config.critic
+    if critic.lam_alpha is not None and algorithm.lam != AlgorithmConfig().lam:
+        yield (
+            f"{k.critic.lam_alpha} gives each response a lambda by its length, and {k.algorithm.lam} gives all the same; set"
+            " one of them (critic.lam is that of the value's targets)"
+        )
+    total = config.trainer.total_training_steps
+    for key, steps in (
+        (k.trainer.critic_warmup, config.trainer.critic_warmup),
+        (k.critic.pretrain_steps, critic.pretrain_steps),
+    ):
+        if steps >= total > 0:
+            yield (
+                f"{key} leaves no step of {k.trainer.total_training_steps} to train the policy; set it to {total - 1} or less"
+            )
+    if algorithm.rollout_correction.rollout_rs == "off_policy":
+        yield (
+            f"{k.algorithm.rollout_correction.rollout_rs} drops responses of negative advantage, and"
+            f" {k.algorithm.adv_estimator!r} computes advantages per token, after the correction; set rollout_rs=token,"
+            " sequence or geometric"
+        )
+
+
+def _reward_model_problems(config: Config, folders: dict[str, RewardFolder]) -> Problems:
+    """`folders`: those of `scoring_models` that can be read."""
+    k, algorithm, models = keys_of(config), config.algorithm, scoring_models(config)
+    for name, model in config.reward_models.items():
+        key = marked(f"{OTHERS}{name}")
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name in METRIC_NAMES:
+            yield (
+                f"{key}: the name is part of metric names (reward_model/{name}/score/mean); use letters, digits, - and _,"
+                f" beginning with a letter, and none of {', '.join(METRIC_NAMES)}"
+            )
+        if model.path is None:
+            yield f"{key}.path is not set; set it to the folder of a reward model, or leave the model out"
+    if not models:
+        return
+    for filter_key, is_on in (
+        (k.algorithm.filter_groups.enable, algorithm.filter_groups.enable),
+        (k.algorithm.replay.ratio, algorithm.replay.ratio > 0),
+    ):
+        if is_on and not config.has_rule:  # nothing is known of a group when it is drawn
+            yield (
+                f"{filter_key:key} compares rewards while responses are drawn, and the reward models score them later; set"
+                f" {k.reward.function:key}, whose reward is then compared, or switch it off"
+            )
+    if algorithm.adv_estimator == "remax":
+        yield (
+            f"{k.algorithm.adv_estimator!r} needs the reward of a greedy response, and a reward model scores only the drawn"
+            " responses; set another estimator, or leave the reward models out"
+        )
+    has_steps = any(model.kind == "process" for model in models.values())
+    function = config.reward.function or ""
+    rule_steps = config.reward_model.combine == "add" and (":" in function or rewards.facts(function).gives_steps)
+    if algorithm.adv_estimator == "grpo_process" and not has_steps and not rule_steps:
+        yield (
+            f"{k.algorithm.adv_estimator!r} needs rewards of single steps, and an outcome reward model scores each response"
+            " as a whole; set reward_model.kind=process with such a model, or another estimator"
+        )
+    if has_steps and config.rollout.multi_turn.environment is not None:
+        yield (
+            f"{k.rollout.multi_turn.environment!r}: a process reward model scores the steps of one answer, and here"
+            " observations are between them; use kind=outcome"
+        )
+    if MAIN in models and algorithm.iteration_steps is not None:
+        yield from _learning_problems(config)
+    for key, folder in folders.items():
+        steps = algorithm.iteration_steps if key == MAIN else None
+        if not folder.has_head and not (steps and config.reward_model.start_iteration):
+            remedy = "set it to a folder with a trained head"
+            if key == MAIN:
+                remedy = f"set {k.algorithm.iteration_steps:key}, or a folder with a trained head"
+            if steps:
+                start = f"{k.reward_model.start_iteration:key}=1"
+                remedy = f"set {start} (the reward function alone rewards the first iteration)"
+            yield (
+                f"{marked(f'{key}.path')}={str(folder.path)!r} is a language model, whose new head scores every response 0"
+                f" until trained; {remedy}"
+            )
+
+
+def _learning_problems(config: Config) -> Problems:
+    """A reward model that learns after each outer iteration: it needs pairs, and some step must use it."""
+    k, model, steps = keys_of(config), config.reward_model, config.algorithm.iteration_steps
+    assert steps is not None
+    if config.rollout.n == 1:
+        yield f"{k.rollout.n}: {k.reward_model.path:key} learns from pairs of one prompt's samples; set rollout.n=2 or more"
+    if model.kind == "process":
+        yield (
+            f"{k.reward_model.kind} with {k.algorithm.iteration_steps:key}: it would learn from pairs of whole responses,"
+            " which is for kind=outcome; leave iteration_steps out, or put it into reward_models, where it is frozen"
+        )
+    total = config.trainer.total_training_steps
+    if total and model.start_iteration * steps >= total:
+        yield (
+            f"{k.reward_model.start_iteration} x {k.algorithm.iteration_steps} = {model.start_iteration * steps} steps leave"
+            f" none of {k.trainer.total_training_steps} to the reward model; lower one, or train longer"
+        )
+    length = config.data.max_prompt_length + config.data.max_response_length
+    if config.actor.ppo_max_token_len_per_gpu < 2 * length:
+        yield (
+            f"{k.actor.ppo_max_token_len_per_gpu} is less than a pair of full sequences, 2 x {length} (a pair is never"
+            f" split); set it to {2 * length} or more"
+        )
+
+
+# -- A policy that learns to score: a reward model from pairs, or a process reward model from step labels --------------
+
+
+def score_head_problems(config: Config) -> Problems:
+    """The loss of a scalar head against the rest of the config."""
+    k, actor, algorithm, data = keys_of(config), config.actor, config.algorithm, config.data
+    facts, estimator = policy_losses.facts(actor.loss_mode), advantage_estimators.facts(algorithm.adv_estimator)
+    if estimator.scores and estimator.scores != facts.scores:
+        losses = " or ".join(policy_losses.names_with(scores=estimator.scores))
+        yield (
+            f"{k.algorithm.adv_estimator} labels what a scalar head scores, and {k.actor.loss_mode} does not read it; set"
+            f" loss_mode={losses}, or another estimator"
+        )
+    if not facts.scores:
+        return
+    estimators = " or ".join(advantage_estimators.names_with(scores=facts.scores))
+    excluded = {  # what the run cannot have, and why
+        f"{k.algorithm.adv_estimator} has no labels for it; set {estimators}": estimator.scores != facts.scores,
+        f"it draws no responses; set {k.algorithm.source:key}=file, with rows in data.train_files": (
+            algorithm.source != "file"
+        ),
+        f"it cannot answer {k.data.val_files:key} or {k.data.val_tasks:key}; leave them out, and set"
+        " data.val_loss_files to held-out rows": data.val_files or data.val_tasks,
+        f"it cannot learn from {k.sft.steps}; set sft.steps=0": config.sft.steps,
+        f"there is no KL to a reference; set {k.actor.use_kl_loss:key}=false and algorithm.use_kl_in_reward=false": (
+            actor.use_kl_loss or algorithm.use_kl_in_reward
+        ),
+        f"it has no entropy; set {k.actor.entropy_coeff:key}=0": actor.entropy_coeff,
+        f"{k.reward_model.path:key} or reward_models give rewards to drawn responses; leave them out": config.reward_paths,
+        f"it reads whole sequences on each rank; set {k.actor.megatron.context_parallel_size:key}=1": (
+            actor.megatron.context_parallel_size > 1
+        ),
+        f"steps are of one answer, not of several turns; leave {k.rollout.multi_turn.environment:key} out": (
+            facts.scores == "step" and config.rollout.multi_turn.environment
+        ),
+    }
+    for reason, is_set in excluded.items():
+        if is_set:
+            yield f"{k.actor.loss_mode} trains a model that scores, without a head over the vocabulary: {reason}"

@@ -1,0 +1,316 @@
+"""Combinations of keys that could not mean what they say are refused: one message, with the reason and the remedy.
+
+CASES has a line for each: overrides of a config of a plain GRPO run => part of the message. The names of this module are a
+user's own functions, which are checked by the facts that they declare, like the registered ones.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from grpo_megatron.algo.advantages import Advantages, advantage_estimators
+from grpo_megatron.algo.losses import (
+    LossInputs,
+    LossMetrics,
+    is_corrected,
+    needs_old_logprobs,
+    policy_losses,
+    reads_reference,
+)
+from grpo_megatron.checks.layout import batch_problems
+from grpo_megatron.checks.methods import method_problems, schedule_problems, sharing_problems
+from grpo_megatron.checks.models import ModelFolders, beside_problems, score_head_problems, trains_scores
+from grpo_megatron.checks.names import (
+    check_environment,
+    component_problems,
+    environment_problems,
+    name_problems,
+    reward_name_problems,
+)
+from grpo_megatron.cli.config_file import load_config, reward_defaults
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, ConfigError
+from grpo_megatron.data.generated import STEP_SEPARATOR
+from grpo_megatron.environments.environment import ChatMessage, Environment, Step
+from grpo_megatron.types import GroupTable
+from tests.runs import texts
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+BASE = "model: {path: m}\ndata: {task: arithmetic}\ntrainer: {total_training_steps: 100}\n"
+
+# -- a user's own functions and environments ---------------------------------------------------------------------------
+
+
+@policy_losses.declare(
+    is_likelihood=True, paired=True, needs_reference=True, aggregation=("seq-mean-token-mean", "seq-mean-token-sum")
+)
+def preference(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    raise NotImplementedError
+
+
+def plain_loss(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+    raise NotImplementedError
+
+
+@advantage_estimators.declare(compares_group=True, makes_pairs=True, ignores_token_penalties=True)
+def pairs(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    raise NotImplementedError
+
+
+@advantage_estimators.declare(needs_rewards=False)
+def without_rewards(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    raise NotImplementedError
+
+
+@advantage_estimators.declare(needs_step_rewards=True, needs_greedy_reward=True)
+def steps_over_greedy(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    raise NotImplementedError
+
+
+def plain_estimator(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    raise NotImplementedError
+
+
+class Game(Environment):
+    gives_rewards = True
+
+    def __init__(self, level: int = 1) -> None:
+        self.level = level
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        return []
+
+    def step(self, completion: str) -> Step:
+        return Step([])
+
+
+class Talk(Game):
+    gives_rewards = False
+
+
+SHORT = {  # in CASES
+    "OWN:": f"{__name__}:",
+    "DPO": "actor.loss_mode=dpo actor.loss_agg_mode=seq-mean-token-mean",
+    "PAIRS": "algorithm.adv_estimator=best_worst",
+    "SFT": "algorithm.source=file algorithm.adv_estimator=constant actor.loss_mode=sft",
+    "GAE": "algorithm.adv_estimator=gae",
+    "PARTIAL": "rollout.partial.over_sample=1.5",
+    "SHARE": "actor.share_prompts=true",
+    "SCORE": "actor.loss_mode=bradley_terry actor.loss_agg_mode=seq-mean-token-mean algorithm.adv_estimator=preference"
+    " algorithm.source=file actor.use_kl_loss=false trainer.val_before_train=false trainer.test_freq=-1",
+    "PLAYS": "rollout.multi_turn.environment",
+    "PARTS": "reward.components",
+    "RATES": "data.sampling.pass_rates=p",
+}
+CASES = r"""
+rollout.n=1 => rollout.n=1: algorithm.adv_estimator='grpo' compares the samples of a prompt with each other
+rollout.n=1 algorithm.adv_estimator=OWN:pairs DPO => compares the samples of a prompt with each other
+algorithm.adv_estimator=remax algorithm.source=file actor.loss_mode=sft => needs a greedy response to every prompt
+algorithm.adv_estimator=grpo_process => set reward.function to arithmetic_steps
+algorithm.adv_estimator=OWN:steps_over_greedy => needs rewards of single steps, and the reward 'arithmetic' gives one
+actor.loss_mode=gspo => set loss_agg_mode=seq-mean-token-mean
+actor.loss_mode=OWN:preference algorithm.adv_estimator=OWN:pairs => =seq-mean-token-mean or seq-mean-token-sum
+DPO => actor.loss_mode=dpo needs pairs, and algorithm.adv_estimator='grpo' makes none
+DPO PAIRS actor.ppo_micro_batch_size_per_gpu=1 => has no room for a pair
+DPO PAIRS actor.ppo_max_token_len_per_gpu=4000 => 2 x (data.max_prompt_length + data.max_response_length) = 6144
+algorithm.source=initial => actor.loss_mode=vanilla is only for those; set loss_mode=dpo or sft
+algorithm.source=initial actor.loss_mode=OWN:plain_loss => is only for those
+algorithm.source=initial actor.loss_mode=sft ref.path=other => ref.path names another
+algorithm.source=initial algorithm.replay.ratio=0.5 actor.loss_mode=sft => keeps samples of the policy
+algorithm.source=file actor.loss_mode=sft => set adv_estimator=constant (SFT), or best_worst with actor.loss_mode=dpo
+SFT algorithm.adv_estimator=OWN:plain_estimator => reads responses without rewards
+SFT PAIRS => reads pairs, and actor.loss_mode=sft takes none; set loss_mode=dpo
+SFT algorithm.adv_estimator=OWN:pairs => reads pairs
+SFT algorithm.dupo=true => chooses among drawn groups
+SFT rollout.temperature=0.7 => rollout.temperature=0.7 would also divide the logits of the training
+algorithm.dupo=true algorithm.filter_groups.enable=true => fill the same places
+algorithm.adv_estimator=reinforce_plus_plus algorithm.dupo=true rollout.n=1 => compares the samples of a prompt, and rollout.n=1
+PARTIAL algorithm.source=initial actor.loss_mode=sft => goes on under newer weights, and algorithm.source=initial has none
+PARTIAL rollout.partial.chunk_tokens=2048 => chunk_tokens=2048 is not less than data.max_response_length=2048
+PARTIAL algorithm.rollout_correction.rollout_is=null => trains on tokens of up to 2 earlier steps
+PARTIAL PLAYS=tools rollout.multi_turn.tools=[calculator] => cannot wait for a later step
+data.train_batch_size=4 algorithm.replay.ratio=0.2 => set it to 0.25 or more
+reward.overlong_buffer.len=4096 => more than data.max_response_length=2048
+algorithm.iteration_steps=5 actor.use_kl_loss=false => this run has neither
+algorithm.iteration_steps=100 => set it to 50 or less
+# keys without effect
+rollout.partial.max_staleness=3 => rollout.partial.max_staleness=3 has no effect with rollout.partial.over_sample=1; set
+data.gen_batch_size=8 => data.gen_batch_size=8 has no effect with algorithm.filter_groups.enable=false; set
+algorithm.filter_groups.max_staleness=2 => max_staleness=2 has no effect with algorithm.filter_groups.enable=false
+algorithm.adv_estimator=rft algorithm.use_kl_in_reward=true => algorithm.use_kl_in_reward=true has no effect
+algorithm.adv_estimator=OWN:pairs DPO algorithm.use_kl_in_reward=true => algorithm.use_kl_in_reward=true has no effect
+guards.kl.high=1 actor.use_kl_loss=false => guards.kl.high=1 has no effect with actor.use_kl_loss=false; set
+guards.kl.high=1 actor.kl_loss_coef=0 => guards.kl.high=1 has no effect with actor.kl_loss_coef=0; set actor.kl_loss_coef above
+guards.rollout_gap.high=1 SFT => has no effect with actor.loss_mode=sft and algorithm.use_kl_in_reward=false
+'PARTS=[{name: accuracy}]' reward.kwargs.a=1 => reward.kwargs={'a': 1} has no effect with reward.components; set
+rollout.multi_turn.tools=[calculator] => has no effect with rollout.multi_turn.environment=null; set
+critic.lam=0.5 => critic.lam=0.5 has no effect with algorithm.adv_estimator=grpo; set algorithm.adv_estimator=gae
+critic.optim.lr=0.5 => critic.optim.lr=0.5 has no effect
+trainer.critic_warmup=3 => trainer.critic_warmup=3 has no effect
+algorithm.lam=0.95 => algorithm.lam=0.95 has no effect
+reward_model.steps=7 => reward_model.steps=7 has no effect with reward_model.path=null; set reward_model.path, or leave it out
+reward_model.kind=process => has no effect with reward_model.path=null and actor.loss_mode=vanilla; set reward_model.path or
+actor.optim.lr_wsd_decay_steps=1 => has no effect with actor.optim.lr_decay_style=constant; set actor.optim.lr_decay_style=WSD
+data.sampling.weight=1-p => data.sampling.weight=1-p has no effect with data.sampling.pass_rates=null
+RATES data.sampling.uniform_share=0.5 => has no effect with data.sampling.weight=uniform; set another data.sampling.weight
+RATES data.sampling.min_pass_rate=0.5 data.sampling.max_pass_rate=0.4 => 0.5 is above max_pass_rate=0.4
+RATES data.sampling.weight=1-p data.shuffle=false => set shuffle=true, or weight=uniform
+# the critic
+GAE algorithm.lam=0.95 critic.lam_alpha=0.05 => critic.lam_alpha=0.05 gives each response a lambda by its length
+GAE trainer.critic_warmup=100 => leaves no step of trainer.total_training_steps=100 to train the policy; set it to 99 or less
+GAE critic.pretrain_steps=120 => critic.pretrain_steps=120 leaves no step
+GAE algorithm.source=file actor.loss_mode=sft => reads responses without rewards
+GAE algorithm.rollout_correction.rollout_rs=off_policy => rollout_rs=off_policy drops responses of negative advantage
+GAE critic.loss_agg_mode=token-men => critic.loss_agg_mode: unknown
+GAE critic.ppo_mini_batch_size=7 data.train_batch_size=16 => critic.ppo_mini_batch_size=7 does not divide
+GAE critic.ppo_epochs=2 critic.optim.lr_warmup_steps=200 => leaves no step at the full rate: the critic's 200 updates; set it to
+GAE actor.optim.lr_warmup_steps=96 trainer.critic_warmup=4 => trainer.total_training_steps=100 - 4 that train the critic alone;
+# shared prompts
+SHARE actor.megatron.context_parallel_size=2 => context_parallel_size=2 cuts every sequence
+SHARE => transformer_impl=auto may take Transformer Engine's
+SHARE DPO PAIRS actor.megatron.transformer_impl=local => the pairs of actor.loss_mode=dpo
+SHARE GAE trainer.device=cpu => not made for the critic
+# sums of rewards
+'PARTS=[{name: accuracy}]' reward.function=gsm8k => reward.function='gsm8k' beside reward.components: a run has one or the other
+'PARTS=[{name: accuracy, weight: 0}]' => all weights are 0
+'PARTS=[{name: accuracy}, {name: acc, function: format}]' => [1] (acc): the name is taken by another metric
+'PARTS=[{name: accuracy}, {name: accuracy}]' => [1] (accuracy): the name is given twice
+'PARTS=[{name: formt}]' => [0] (formt): unknown reward 'formt'; did you mean 'format'?
+'PARTS=[{name: length}]' => cannot be called: nothing gives its parameter 'max_length', which has no default
+'PARTS=[{name: format, kwargs: {layuot: 1}}]' => it has no parameter 'layuot', which the kwargs hold; did you mean 'layout'
+'PARTS=[{name: x, function: composite}]' => a sum of components cannot be a component
+'PARTS=[{name: arithmetic_steps}]' => gives rewards of single steps, which a sum has no place for
+'PARTS=[{name: accuracy}]' data.task=jsonl => it is the task's own reward, and data.task='jsonl' has none; set its function
+'PARTS=[{name: accuracy, gate: {component: formt, min: 1}}]' => gate.component='formt' is no component; set one of accuracy
+'PARTS=[{name: accuracy}, {name: format, gate: {component: accuracy}}]' => a gate needs a bound
+'PARTS=[{name: accuracy}, {name: format, gate: {component: accuracy, min: 2, max: 1}}]' => gate.min=2 is above gate.max=1
+'PARTS=[{name: judge, kwargs: {base_url: u, model: m, prompt: p, timeout_s: 20}}]' => is not below reward.timeout_s=10, after
+reward.function=composite => reward.function='composite' is the sum of reward.components; set those, and leave reward.function
+# environments
+PLAYS=tool => unknown environment 'tool'; did you mean 'tools'?
+PLAYS=no.such:Thing => cannot import module 'no.such'
+PLAYS=OWN:plain_loss => is no subclass of
+PLAYS=OWN:Talk data.apply_chat_template=false => set data.apply_chat_template=true
+PLAYS=OWN:Talk data.val_tasks=[math500] => name the files in data.val_files
+PLAYS=OWN:Talk data.max_response_length=400 rollout.multi_turn.max_tool_response_length=400 => 400 tokens of one observation
+PLAYS=OWN:Talk data.task=jsonl => has no reward of its own
+PLAYS=OWN:Game reward.function=gsm8k => reward.function='gsm8k' would not be called
+PLAYS=OWN:Game 'PARTS=[{name: format}]' => reward.components would not be called
+PLAYS=OWN:Game reward_model.path=rm => reward_model.combine=replace would discard them; set combine=add
+# a model that learns to score
+SCORE algorithm.source=policy => it draws no responses; set algorithm.source=file
+SCORE data.val_tasks=[gsm8k] => cannot answer data.val_files or data.val_tasks
+SCORE actor.use_kl_loss=true => there is no KL to a reference; set actor.use_kl_loss=false
+SCORE actor.entropy_coeff=0.1 => it has no entropy
+SCORE sft.steps=3 => cannot learn from sft.steps=3
+SCORE reward_model.path=x => give rewards to drawn responses; leave them out
+SCORE algorithm.adv_estimator=constant => has no labels for it; set preference
+SCORE actor.loss_mode=dpo => adv_estimator=preference labels what a scalar head scores, and actor.loss_mode=dpo does
+SCORE actor.megatron.context_parallel_size=2 => it reads whole sequences on each rank
+"""
+ACCEPTED = """
+
+algorithm.adv_estimator=OWN:pairs actor.loss_mode=OWN:preference actor.loss_agg_mode=seq-mean-token-sum
+SFT algorithm.adv_estimator=OWN:pairs actor.loss_mode=OWN:preference actor.loss_agg_mode=seq-mean-token-sum
+SFT algorithm.adv_estimator=OWN:without_rewards
+algorithm.adv_estimator=OWN:plain_estimator actor.loss_mode=OWN:plain_loss
+algorithm.adv_estimator=OWN:plain_estimator rollout.n=1 algorithm.use_kl_in_reward=true
+GAE rollout.n=1
+GAE critic.lam_alpha=0.05 critic.pretrain_steps=4 critic.cliprange_value=null trainer.critic_warmup=99
+GAE critic.ppo_mini_batch_size=8 data.train_batch_size=16
+SHARE trainer.device=cpu
+SHARE actor.megatron.transformer_impl=local
+actor.kl_loss_coef=0
+'PARTS=[{name: accuracy}, {name: length, kwargs: {max_length: 9}}]'
+PLAYS=OWN:Game data.task=jsonl
+PLAYS=OWN:Game algorithm.adv_estimator=grpo_process
+PLAYS=tools rollout.multi_turn.tools=[calculator]
+SCORE
+"""
+
+
+def config_of(folder: Path, overrides: str) -> Config:
+    for short, text in SHORT.items():
+        overrides = overrides.replace(short, text)
+    (folder / "run.yaml").write_text(BASE)
+    return load_config(folder / "run.yaml", shlex.split(overrides))
+
+
+def problems(config: Config) -> list[str]:
+    """What all checks find that read the config alone."""
+    checks = (method_problems, name_problems, reward_name_problems, schedule_problems, batch_problems)
+    found = [problem for check in (*checks, environment_problems, score_head_problems) for problem in check(config)]
+    found += [*sharing_problems(config, None), *beside_problems(config, 2, ModelFolders(None, None, {}, False))]
+    return texts(found)
+
+
+@pytest.mark.parametrize("case", [line for line in CASES.splitlines() if " => " in line])
+def test_refused_with_reason_and_remedy(tmp_path: Path, case: str) -> None:
+    overrides, _, message = case.partition(" => ")
+    found = problems(config_of(tmp_path, overrides))
+    assert any(message in problem for problem in found), found
+    assert len(found) == len(set(found)) <= 2
+    assert all(";" in problem or "known:" in problem for problem in found), found
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED.splitlines())
+def test_what_fits_is_accepted(tmp_path: Path, overrides: str) -> None:
+    assert problems(config_of(tmp_path, overrides)) == []
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("methods/*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_are_short_and_sound(path: Path) -> None:
+    assert texts(method_problems(load_config(path))) == []
+    assert len(path.read_text().splitlines()) <= 30
+
+
+@pytest.mark.parametrize("name", ["outcome", "process", "grpo"])
+def test_the_examples_of_reward_models_are_sound(name: str) -> None:
+    config = load_config(EXAMPLES / f"reward_models/{name}.yaml", defaults=None if name == "grpo" else reward_defaults)
+    assert texts(score_head_problems(config)) == []
+    assert config.draws == (name == "grpo") and not (name == "grpo" and config.has_rule)
+    assert trains_scores(config) == (name != "grpo")
+    assert name != "process" or config.reward_model.step_separator == STEP_SEPARATOR
+
+
+def test_the_trainer_reads_the_same_facts() -> None:
+    algorithm = AlgorithmConfig(rollout_correction={"rollout_is": "token"})  # type: ignore[arg-type]
+    plain, paired = (
+        ActorConfig(use_kl_loss=False, loss_mode=f"{__name__}:{loss.__name__}") for loss in (plain_loss, preference)
+    )
+    for need, expected in ((is_corrected, True), (needs_old_logprobs, True), (reads_reference, False)):
+        assert need(algorithm, plain) is expected
+        assert need(algorithm, paired) is not expected
+
+
+@pytest.mark.parametrize(
+    ("gates", "circles"),
+    [
+        ({"a": "a"}, ["a -> a"]),
+        ({"a": "b", "b": "c", "c": "a"}, ["a -> b -> c -> a"]),
+        ({"d": "a", "a": "b", "b": "a"}, ["a -> b -> a"]),
+        ({"a": "b", "b": "a", "c": "d", "d": "c"}, ["a -> b -> a", "c -> d -> c"]),
+        ({"a": "free", "b": "a", "c": "a"}, []),
+    ],
+)
+def test_circles_of_gates(tmp_path: Path, gates: dict[str, str], circles: list[str]) -> None:
+    gated = [f"{{name: {a}, function: format, gate: {{component: {b}, min: 1}}}}" for a, b in gates.items()]
+    made = config_of(tmp_path, f"'reward.components=[{{name: free, function: format}}, {', '.join(gated)}]'")
+    assert texts(component_problems(made)) == [
+        f"reward.components: the gates {circle} wait for each other; remove one of them" for circle in circles
+    ]
+
+
+def test_an_environment_is_made_once_before_the_run(tmp_path: Path) -> None:
+    class Tokenizer:
+        chat_template, eos_token_id = None, 1
+
+    with pytest.raises(ConfigError, match="cannot be made with .*'depth': 3.*; correct rollout.multi_turn.kwargs"):
+        check_environment(config_of(tmp_path, "PLAYS=OWN:Game rollout.multi_turn.kwargs.depth=3"), Tokenizer())
+    with pytest.raises(ConfigError, match="the tokenizer has none; set data.chat_template"):
+        check_environment(config_of(tmp_path, "PLAYS=OWN:Game"), Tokenizer())
