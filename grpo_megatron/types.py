@@ -97,7 +97,7 @@ class Sample:
     steps: list[tuple[int, float]] = field(default_factory=list)  # (last token of the step, its reward), increasing
     loss_mask: list[int] = field(default_factory=list)  # 1 or 0 per response token; default: 1 everywhere
     turns: list[Turn] = field(default_factory=list)  # in order, without gaps; empty: one turn of the assistant
-    status: str = "ok"  # or why a trajectory ended early (sampling/trajectory.py)
+    status: str = "ok"  # or why a trajectory ended early (sampling/multi_turn.py)
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)  # (last token of a turn, its part of `reward`)
     trajectory_metrics: dict[str, float] = field(default_factory=dict)  # what the environment reports
     reward_texts: dict[str, str] = field(default_factory=dict, kw_only=True)  # what it reports that is not a number

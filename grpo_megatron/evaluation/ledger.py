@@ -37,7 +37,7 @@ class LedgerEntry:
     """One completion: its text before the stop, its tokens with the stop, and why it ended ("stop" or "length").
 
     With an environment: the last turn's text, all generated tokens, all turns, how the trajectory ended
-    (sampling/trajectory.py) and the sum of its rewards.
+    (sampling/multi_turn.py) and the sum of its rewards.
     """
 
     uid: str

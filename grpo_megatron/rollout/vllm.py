@@ -36,7 +36,7 @@ from grpo_megatron.types import WeightBucket
 
 @dataclass
 class _Entry:
-    """One unfinished request. What it has drawn so far is known only if it has stop texts."""
+    """One unfinished request. What it has drawn so far is known only if it has stop texts: vLLM then returns each token."""
 
     number: int  # of its submission
     stop: StopTexts | None
@@ -100,7 +100,7 @@ class VllmQueue:
         finished: list[tuple[int, str, Completion]] = []
         for output in self._engine.step():
             entry = self._entries[output.request_id]
-            completion = _until_stop(entry, output) if entry.stop else _completion(output.outputs[0])
+            completion = _completion(entry, output)
             if completion is not None:
                 self._queried_tokens += len(output.prompt_token_ids)
                 self._cached_tokens += output.num_cached_tokens
@@ -124,32 +124,24 @@ class VllmQueue:
         return counts
 
 
-def _until_stop(entry: _Entry, output: Any) -> Completion | None:
+def _completion(entry: _Entry, output: Any) -> Completion | None:
     """The completion, up to the token that completes a stop text, once there is one or vLLM has finished."""
-    assert entry.stop is not None
     new = output.outputs[0]
-    # In vllm 0.26, an output without a new token repeats all earlier logprobs.
+    # With stop texts, only what is new. In vllm 0.26, an output without a new token repeats all earlier logprobs.
     for token, logprob in zip(new.token_ids, new.logprobs.logprobs, strict=True) if new.token_ids else ():
         entry.response_ids.append(token)
         entry.logprobs.append(logprob)
-        if entry.stop.completed_by(entry.response_ids):
+        if entry.stop is not None and entry.stop.completed_by(entry.response_ids):
             return Completion(entry.response_ids[entry.num_written :], entry.logprobs, "stop")
     if not output.finished:
         return None
-    return _checked(entry.response_ids[entry.num_written :], entry.logprobs, new.finish_reason)
-
-
-def _completion(output: Any) -> Completion:
-    return _checked(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason)
-
-
-def _checked(response_ids: list[int], logprobs: list[float], finish_reason: str | None) -> Completion:
-    if finish_reason not in ("stop", "length") or len(logprobs) != len(response_ids):
+    response_ids, reason = entry.response_ids[entry.num_written :], new.finish_reason
+    if reason not in ("stop", "length") or len(entry.logprobs) != len(response_ids):
         raise RuntimeError(
-            f"vLLM did not finish a response: finish_reason {finish_reason!r}, {len(response_ids)} tokens, "
-            f"{len(logprobs)} logprobs"
+            f"vLLM did not finish a response: finish_reason {reason!r}, {len(response_ids)} tokens, "
+            f"{len(entry.logprobs)} logprobs"
         )
-    return Completion(response_ids, logprobs, finish_reason)
+    return Completion(response_ids, entry.logprobs, reason)
 
 
 class VllmEngine(StatefulEngine):

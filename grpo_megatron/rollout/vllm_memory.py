@@ -82,7 +82,10 @@ class EngineMemory:
 
     def __init__(self, model: nn.Module, engine: EngineTensors, engine_rank: int) -> None:
         self._places = list(_places(model, engine, engine_rank))
-        self._elsewhere = {name for name in engine.tensors if _is_elsewhere(engine, name, engine_rank)}
+        empty = {
+            name for name in engine.tensors if engine.spans[name][engine_rank][0] == engine.spans[name][engine_rank][1]
+        }
+        self._elsewhere = {name for name in empty if _EXPERT.fullmatch(name)}  # experts of other ranks
         self._of_layer: dict[int, list[_Place]] = {}
         for place in self._places:
             self._of_layer.setdefault(id(place.layer), []).append(place)
@@ -145,14 +148,12 @@ class EngineMemory:
         """Find out which parameters are live, of those that are not known yet."""
         undecided: dict[tuple[int, str], list[_Place]] = {}
         for place in self._places:
-            if place.key not in self._is_live:
-                undecided.setdefault(place.key, []).append(place)
+            if place.key not in self._is_live and (place.method is None or place.key in self._shapes):
+                undecided.setdefault(place.key, []).append(place)  # others were never loaded
         for key, places in undecided.items():
             parameter, method = getattr(places[0].layer, places[0].parameter), places[0].method
             if method is None:
                 self._is_live[key] = True
-            elif key not in self._shapes:
-                continue  # never loaded
             elif parameter.shape != self._shapes[key]:
                 self._is_live[key] = False
             elif type(method).__name__ in _KEEP_BITS:
@@ -175,12 +176,6 @@ def _places(model: nn.Module, engine: EngineTensors, engine_rank: int) -> Iterat
             if expert is not None:
                 expert -= first_experts.setdefault(name.partition(_EXPERTS)[0], expert)
             yield _Place(layer, parameter, expert, offset, stop - start, tensor, start)
-
-
-def _is_elsewhere(engine: EngineTensors, name: str, engine_rank: int) -> bool:
-    """Whether the tensor is an expert of another rank."""
-    start, stop = engine.spans[name][engine_rank]
-    return start == stop and _EXPERT.fullmatch(name) is not None
 
 
 def _find(

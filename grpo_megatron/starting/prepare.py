@@ -141,8 +141,10 @@ def prepare_inputs(options: PrepareOptions) -> int:
 
 # 405 k parameters: learns the sums of data/generated.py in about two minutes on two cores
 QUICKSTART_MODEL = Path(__file__).with_name("quickstart.json")
-TOKENIZER_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt"
-COPIED_FILES = (*TOKENIZER_FILES.split(), "tokenizer.model", "chat_template.jinja")
+_TOKENIZER_FILES = (
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt"
+)
+COPIED_FILES = (*_TOKENIZER_FILES.split(), "tokenizer.model", "chat_template.jinja")
 
 
 def write_model(out: Path, options: ModelOptions) -> None:

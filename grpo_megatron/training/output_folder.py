@@ -112,17 +112,16 @@ CONFIG_FILE, ATTEMPTS_FOLDER = "config.yaml", "config_attempts"
 def record_config(output_dir: Path, mesh: Mesh, config: dict[str, Any], *, resumed: bool) -> None:
     """Collective. `config` is plain JSON. Raises RankError on every rank when rank 0 cannot write."""
     first = output_dir / CONFIG_FILE
-    task = f"cannot write {first}"
+
+    def write_first() -> None:
+        if (output_dir / ATTEMPTS_FOLDER).exists():
+            remove_folder(output_dir / ATTEMPTS_FOLDER)
+        write_file(first, _yaml(config))
+
     if resumed and first.exists():
         on_first_rank(mesh, f"cannot write into {output_dir / ATTEMPTS_FOLDER}", lambda: _write_attempt(first, config))
     else:
-        on_first_rank(mesh, task, lambda: _write_first(first, config))
-
-
-def _write_first(path: Path, config: dict[str, Any]) -> None:
-    if (path.parent / ATTEMPTS_FOLDER).exists():
-        remove_folder(path.parent / ATTEMPTS_FOLDER)
-    write_file(path, _yaml(config))
+        on_first_rank(mesh, f"cannot write {first}", write_first)
 
 
 def _write_attempt(first: Path, config: dict[str, Any]) -> None:

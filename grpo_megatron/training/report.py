@@ -38,7 +38,7 @@ from grpo_megatron.models.forward import MetricSums, num_padding_tokens, packed_
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.metrics import Metrics, Sinks, group_table_metrics
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
-from grpo_megatron.sampling.trajectory import ENDINGS
+from grpo_megatron.sampling.multi_turn import ENDINGS
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import clear_leftovers, write_file
 from grpo_megatron.storage.run_files import claim_rollout_folder, remove_rollouts_from, rollout_file

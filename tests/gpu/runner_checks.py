@@ -352,14 +352,14 @@ def preempted_requests_go_on_as_they_were(bench: Bench) -> Mapping[str, Any]:
         outputs = bench.engine._run([list(r.prompt_ids) for r in some], params)
     if not dropped:
         raise Skipped(f"24 requests of {length} tokens fit into the cache of {room}")
-    from grpo_megatron.rollout.vllm import _completion
+    from grpo_megatron.rollout.vllm import _completion, _Entry
 
-    completions = [_completion(output.outputs[0]) for output in outputs]
+    completions = [_completion(_Entry(0, None, 0, []), output) for output in outputs]
     assert all(len(c.response_ids) == length and max(c.response_ids) < VOCAB for c in completions)
     found = bench.compare(0, some, completions)
     bench.require(found, factor=2)
     few = bench.engine._run([list(r.prompt_ids) for r in some[:4]], params[:4])
-    same = share_of_same([_completion(output.outputs[0]) for output in few], completions[:4])
+    same = share_of_same([_completion(_Entry(0, None, 0, []), output) for output in few], completions[:4])
     return {**found, "preempted": len(dropped), "tokens each": length, "as without preemption": same}
 
 

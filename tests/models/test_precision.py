@@ -242,7 +242,7 @@ def test_a_start_reports_all_problems(tmp_path: Path) -> None:
         "actor.megatron.fp8.recipe=mxfp8 needs model.dtype=bfloat16",
         "actor.megatron.fp8.recipe=mxfp8 needs a CUDA device",
         "rollout.quantization=fp8_per_block needs a CUDA device",
-        "context_parallel_size=4 does not divide world size 2 / (tp 1 x pp 1) = 2 ranks; set one of",
+        "context_parallel_size=4 does not divide the 2 ranks that world size / (tp x pp) leaves",
         "context_parallel_size=4 on the CPU: only Transformer Engine's attention can cut a sequence",
         "rollout.engine_kwargs.quantization='fp8' cannot be set here: set rollout.quantization",
         "override_transformer_config.fp8_recipe='delayed' cannot be set here: set actor.megatron.fp8.recipe",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.rollout.engine import Completion, stable_hash
-from grpo_megatron.sampling.trajectory import Answer, Trajectory, play
+from grpo_megatron.sampling.multi_turn import Answer, Trajectory, play
 from tests.sampling.trajectory_fakes import END, LIMITS, FakeAnswers, FakeEngine, trajectory
 
 

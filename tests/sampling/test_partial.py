@@ -12,7 +12,7 @@ from grpo_megatron.config import DataConfig, RolloutConfig
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rollout.engine import sample_seed
-from grpo_megatron.sampling.collector import numbered_samples, pack_sample, unpack_sample
+from grpo_megatron.sampling.collector import pack_sample, unpack_sample
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.partial import PartialCollector
 from grpo_megatron.types import UNFINISHED, Draw
@@ -157,9 +157,3 @@ def test_unfinished_responses_keep_their_row_in_a_checkpoint() -> None:
     first, second = (unpack_sample(json.loads(json.dumps(pack_sample(sample)))) for sample in waiting.samples)
     assert first.prompt.columns == {"gold": "x"} and first.prompt.messages
     assert second.prompt.columns == {} and second.prompt.messages is None
-
-
-def test_numbers_of_groups_follow_their_places() -> None:
-    made = collector(CountingEngine(LENGTHS))
-    samples = numbered_samples(made.groups(0, 2, Metrics()))
-    assert [(s.prompt_index, s.index) for s in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_megatron.rollout.engine import Completion, Request, stable_hash
-from grpo_megatron.sampling.trajectory import Answer, Trajectory, TrajectoryLimits
+from grpo_megatron.sampling.multi_turn import Answer, Trajectory, TrajectoryLimits
 
 LIMITS = TrajectoryLimits(prompt=8, response=40, turns=4)
 END = 99  # the token that ends a turn

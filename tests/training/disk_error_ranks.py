@@ -84,20 +84,6 @@ def _outcome(action: Callable[[], Any], part: str, modes: str) -> str:
     return "saved"
 
 
-def save_reward_model(folder: Path, out: Path, failures: list[tuple[int, str, str]]) -> list[str]:
-    """The outcome of `LearningReward.save` for each failure (rank, part of the path, modes), then without one."""
-    _, reward = _build(folder)
-    outcomes = []
-    for number, (rank, part, modes) in enumerate([*failures, (-1, "", "")]):
-        step = out / f"step_{number}"
-        if reward.mesh.rank == 0:
-            step.mkdir()
-        reward.mesh.barrier()
-        here = part if rank == reward.mesh.rank else ""
-        outcomes.append(_outcome(lambda step=step: reward.save(step), here, modes))  # type: ignore[misc]
-    return outcomes
-
-
 def save_checkpoint(folder: Path, out: Path, failures: list[tuple[int, str, str]]) -> list[tuple[str, list[str]]]:
     """(outcome, names in the checkpoint folder) of `Checkpoints.save` for each failure, then without one."""
     from grpo_megatron.config import Config

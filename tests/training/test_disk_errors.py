@@ -55,16 +55,6 @@ def check(outcome: str, failure: Failure) -> None:
     assert f"rank {1 - rank}:" not in outcome, (failure, outcome)
 
 
-def test_a_reward_model(model: Path, tmp_path: Path) -> None:
-    first, second = worlds.run(
-        disk_error_ranks.save_reward_model, 2, folder=model, out=tmp_path, failures=REWARD_MODEL, timeout_s=400
-    )
-    assert first == second
-    for outcome, failure in zip(first, REWARD_MODEL, strict=False):
-        check(outcome, failure)
-    assert first[-1] == "saved"
-
-
 def test_a_checkpoint_with_a_reward_model(model: Path, tmp_path: Path) -> None:
     """No failure leaves a checkpoint behind. A checkpoint whose table of contents runs code is refused on every rank.
 

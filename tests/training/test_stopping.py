@@ -73,22 +73,18 @@ def test_under_slurm_sigterm_leaves_a_limited_time() -> None:
 # -- The step numbers of outer iterations. What the trainer does at them is in test_trainer.py -------------------------
 
 
-def test_outer_iterations_of_three_steps() -> None:
-    cadence = Cadence(TrainerConfig(), iteration_steps=3)
-    assert [cadence.iteration_start(step) for step in range(10)] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9]
-    assert [step for step in range(10) if cadence.renews_reference_before(step)] == [3, 6, 9]
-    assert [step for step in range(10) if cadence.reward_model_learns_after(step)] == [2, 5, 8]
-
-
-def test_outer_iterations_of_one_step() -> None:
-    cadence = Cadence(TrainerConfig(), iteration_steps=1)
-    assert [cadence.iteration_start(step) for step in range(3)] == [0, 1, 2]
-    assert [step for step in range(3) if cadence.renews_reference_before(step)] == [1, 2]
-    assert [step for step in range(3) if cadence.reward_model_learns_after(step)] == [0, 1, 2]
-
-
-def test_a_run_without_iterations_is_one() -> None:
-    cadence = Cadence(TrainerConfig(), iteration_steps=None)
-    assert [cadence.iteration_start(step) for step in range(3)] == [0, 0, 0]
-    assert not any(cadence.renews_reference_before(step) for step in range(9))
-    assert not any(cadence.reward_model_learns_after(step) for step in range(9))
+@pytest.mark.parametrize(
+    ("iteration_steps", "starts", "renewals", "learning"),
+    [
+        (3, [0, 0, 0, 3, 3, 3], [3], [2, 5]),
+        (1, [0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]),
+        (None, [0] * 6, [], []),
+    ],
+)
+def test_outer_iterations(
+    iteration_steps: int | None, starts: list[int], renewals: list[int], learning: list[int]
+) -> None:
+    cadence = Cadence(TrainerConfig(), iteration_steps)
+    assert [cadence.iteration_start(step) for step in range(6)] == starts
+    assert [step for step in range(6) if cadence.renews_reference_before(step)] == renewals
+    assert [step for step in range(6) if cadence.reward_model_learns_after(step)] == learning
