@@ -330,7 +330,7 @@ def blocks_generate_independently(world: World) -> None:
 
 
 def the_cache_has_the_blocks_that_a_plan_counts(world: World) -> None:
-    """memory/engine.py against the blocks that vLLM makes of so many bytes."""
+    """memory/phases.py against the blocks that vLLM makes of so many bytes."""
     from grpo_megatron.memory.phases import EngineCache, kv_token_bytes
     from grpo_megatron.models.families import read_architecture
 
