@@ -50,10 +50,10 @@ OBJECTS: dict[str, dict[str, str]] = {
 # "file:function" -> the class or function that takes the string keys of the function's dicts as keyword arguments.
 FIELDS: dict[str, str] = {
     "rollout/vllm_arguments.py:vllm_arguments": "vllm:EngineArgs",
-    "models/layers/transformer_config.py:transformer_config": CONFIG,
-    "models/layers/transformer_config.py:expert_config": CONFIG,
-    "models/layers/transformer_config.py:routing_config": CONFIG,
-    "models/layers/transformer_config.py:latent_config": "megatron.core.transformer.transformer_config:MLATransformerConfig",
+    "models/layers/spec.py:transformer_config": CONFIG,
+    "models/layers/spec.py:expert_config": CONFIG,
+    "models/layers/spec.py:routing_config": CONFIG,
+    "models/layers/spec.py:latent_config": "megatron.core.transformer.transformer_config:MLATransformerConfig",
     "models/layers/precision.py:fp8_settings": CONFIG,
     "models/layers/spec.py:settings": CONFIG,
 }
