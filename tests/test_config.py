@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from grpo_megatron.cli.config_file import load_config
-from grpo_megatron.config import ActorConfig, Config, ConfigError, MegatronConfig
+from grpo_megatron.config import ActorConfig, ConfigError, MegatronConfig
 
 
 @pytest.fixture
@@ -140,14 +140,3 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str, expec
     assert expected in str(error.value)
     with pytest.raises(ConfigError, match="cannot read config .*nowhere.yaml.*No such file"):
         load_config(tmp_path / "nowhere.yaml")
-
-
-def test_every_key_has_a_default_but_the_model() -> None:
-    required = {
-        f"{name}.{key}"
-        for name, section in Config.model_fields.items()
-        if isinstance(section.annotation, type)  # reward_models is a mapping
-        for key, field in section.annotation.model_fields.items()  # type: ignore[union-attr]
-        if field.is_required()
-    }
-    assert required == {"model.path"}

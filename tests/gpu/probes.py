@@ -10,8 +10,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +36,6 @@ def needs_package(package: str, name: str) -> None:
     needs_gpu()
     if importlib.util.find_spec(package) is None:
         raise Skipped(f"{name} is not installed")
-
-
-def _median_seconds(work: Callable[[], Any], repeats: int = 10) -> float:
-    work()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[repeats // 2]
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------
@@ -94,7 +80,7 @@ def process_groups() -> dict[str, Any]:
 
 @probe
 def digests() -> dict[str, Any]:
-    """The digest of a weight: the same number as on the CPU, and bytes per second."""
+    """The digest of a weight: the same number as on the CPU."""
     needs_gpu()
     from grpo_megatron.sync.digest import part_digest
     from grpo_megatron.sync.plan import SyncTensor
@@ -103,7 +89,7 @@ def digests() -> dict[str, Any]:
     whole = SyncTensor("weight", tuple(weight.shape), 1)
     for cut in (weight, weight[:, 5:1027]):
         assert int(part_digest(cut, whole, 5)) == int(part_digest(cut.cpu(), whole, 5))
-    return {"digest": (weight.nbytes / 1e9 / _median_seconds(lambda: part_digest(weight, whole, 0)), "GB/s")}
+    return {}
 
 
 # -- torch and Megatron-Core -------------------------------------------------------------------------------------------
