@@ -1,4 +1,4 @@
-"""The policy in bfloat16 on one GPU: against transformers on the same GPU, against float32, and whether it learns.
+"""The policy in bfloat16 on one GPU: against transformers on the same GPU, and against float32.
 
 Not run on a GPU yet. Bounds for dense models in bf16, as for engine and policy: mean |difference| of the log-probabilities
 0.012, k3 1e-3, mean exp|difference| 1.02. Two programs that round at different points cannot be closer than rounding:
@@ -45,14 +45,6 @@ def test_local_layers_in_bf16_follow_float32(medium: Path, record_figure: Callab
     assert local["layers"] == "ColumnParallelLinear"
     assert error <= 0.02
     assert cosine >= 0.98, name
-
-
-def test_bf16_learns(medium: Path, record_figure: Callable[..., None]) -> None:
-    (got,) = conftest.run(training_ranks.loss_curve, folder=medium, megatron={}, steps=30)
-    losses = got["losses"]
-    record_figure("layers", got["layers"])
-    record_figure("loss, first and last", [losses[0], losses[-1]])
-    assert got["finite"] and losses[-1] <= losses[0] - (0.01 if ON_CPU else 1.0)
 
 
 # -- the optimizer: resume and offload ---------------------------------------------------------------------------------
