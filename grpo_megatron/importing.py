@@ -1,6 +1,7 @@
 """Imports: of what a YAML file names, and of large libraries.
 
     Registry, FactRegistry   names in a YAML file -> functions: a registered name, or `package.module:function`
+    did_you_mean             the end of an error about an unknown name
     large_imports            garbage collection is paused: a rank starts in 8.0 s instead of 9.2 s (measured)
     Transformer Engine       whether this process can use it, decided before Megatron-Core is imported
 
@@ -80,6 +81,12 @@ def no_exit(what: str) -> Iterator[None]:
         raise ValueError(f"{what} ends the process (exit code {error.code}); take that call out of it") from error
 
 
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """What an error about an unknown name ends with: "; did you mean 'PREFIXname'?", or "" where nothing is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {prefix + close[0]!r}?" if close else ""
+
+
 class Registry(Generic[T]):
     """A table of functions of one kind. `kind` names it in errors ("policy loss", "reward", ...).
 
@@ -108,8 +115,7 @@ class Registry(Generic[T]):
             return self._entries[name]
         if ":" in name:
             return import_function(name)  # type: ignore[return-value]
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name, known)
         raise ValueError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(known)}; or package.module:function)")
 
     def names(self) -> list[str]:

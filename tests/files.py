@@ -21,6 +21,11 @@ WHOLE = Path(os.environ.get("GRPO_TEST_DATA") or DATA).resolve()
 SLICE_AND_WHOLE = [pytest.param(DATA, id="slice"), pytest.param(WHOLE, id="whole", marks=pytest.mark.real_data)]
 
 
+def published_config(name: str) -> dict[str, Any]:
+    """A config.json of the hub."""
+    return json.loads((CONFIGS / f"{name}.json").read_text())  # type: ignore[no-any-return]
+
+
 def row_files(path: Path, *rows: Any) -> list[Path]:
     """A file of JSON lines, as the list of files that a run names."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

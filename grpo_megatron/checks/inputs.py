@@ -77,13 +77,13 @@ def only_present(config: Config) -> Config:
 
 # -- The tokenizer -----------------------------------------------------------------------------------------------------
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def has_tokenizer(config: Config) -> bool:
     """Whether the folder has tokenizer files, usable or not."""
     folder = config.model.tokenizer_path or config.model.path
-    return any((folder / name).exists() for name in TOKENIZER_FILES)
+    return any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
 def read_tokenizer(config: Config, arch: Architecture | None) -> Any:

@@ -8,7 +8,6 @@ when a run was stopped on request (training/stopping.py) and can be started agai
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from grpo_megatron.cli import failures, ranks
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import COMMAND_NAME, HIDDEN, Argument, Option, Options, parse
 from grpo_megatron.config.section import config_keys
-from grpo_megatron.importing import find_modules, import_function, large_imports
+from grpo_megatron.importing import did_you_mean, find_modules, import_function, large_imports
 from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
 
 
@@ -357,10 +356,9 @@ def print_keys(options: KeysOptions) -> int:
     chosen = [key for key in keys if not section or f"{key.name}.".startswith(f"{section}.")]
     if not chosen:
         sections = sorted({".".join(key.name.split(".")[:depth]) for key in keys for depth in (1, 2, 3)})
-        close = difflib.get_close_matches(section, sections, n=1)
         known = ", ".join(dict.fromkeys(key.name.partition(".")[0] for key in keys))
         raise ConfigError(
-            f"no key of a config begins with {section!r}{f'; did you mean {close[0]!r}?' if close else ''} (sections: {known})"
+            f"no key of a config begins with {section!r}{did_you_mean(section, sections)} (sections: {known})"
         )
     for key in chosen:
         default = "needed" if key.is_required else json.dumps(key.default, default=str)

@@ -25,6 +25,8 @@ from grpo_megatron.storage.run_files import begin_start
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
 SHUTDOWN_S = 10  # seconds from SIGTERM to SIGKILL for a rank that cannot end itself
 PRELOADED_ENGINE = "GRPO_MEGATRON_PRELOADED_ENGINE"  # in the environment of the fork server: the engine that it imports
+# A rank that is ended leaves semaphores (tqdm's lock). Python's resource tracker removes them, and would warn of it.
+QUIET_TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 def is_on_cpu(device: str) -> bool:
@@ -37,7 +39,9 @@ def start_fork_server(engine: str | None = "vllm") -> None:
 
     `engine`: the ranks' `rollout.engine`, or None if they have none. vLLM's modules take half of the time.
     """
-    for_server = {LAUNCHER_PID: str(os.getpid()), PRELOADED_ENGINE: engine or ""}
+    before = os.environ.get("PYTHONWARNINGS")
+    warnings = ",".join(filter(None, (before, QUIET_TRACKER)))
+    for_server = {LAUNCHER_PID: str(os.getpid()), PRELOADED_ENGINE: engine or "", "PYTHONWARNINGS": warnings}
     os.environ |= for_server
     try:
         # multiprocessing's own folder (pymp-*), with the server's socket, would stay for ever if this process is killed.
@@ -49,6 +53,8 @@ def start_fork_server(engine: str | None = "vllm") -> None:
     finally:
         for name in for_server:
             del os.environ[name]
+        if before is not None:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def start_ranks(

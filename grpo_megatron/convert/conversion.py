@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_megatron.convert import ConvertError, listing_error
 from grpo_megatron.convert.hf import HFFolder, write_shards
-from grpo_megatron.convert.layout import RELEASE, tracked_folder, write_tracker
+from grpo_megatron.convert.layout import RELEASE, TRACKER_FILE, tracked_folder
 from grpo_megatron.convert.megatron import FORMAT_FILE, MegatronFolder, write_checkpoint
 from grpo_megatron.convert.options import ToHfOptions, ToMegatronOptions
 from grpo_megatron.convert.output import Progress, check_target, output_folder
@@ -44,7 +44,7 @@ def hf_to_megatron(options: ToMegatronOptions) -> None:
         (folder / RELEASE).mkdir()
         written = write_checkpoint(model, folder / RELEASE, wanted, progress)
         hashes.update({f"{RELEASE}/{name}": sha256 for name, sha256 in written.items()})
-        write_tracker(folder)
+        (folder / TRACKER_FILE).write_text(RELEASE)
 
 
 def megatron_to_hf(options: ToHfOptions) -> None:

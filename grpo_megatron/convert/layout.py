@@ -38,11 +38,6 @@ def tracked_folder(folder: Path) -> Path | None:
     return folder / f"iter_{int(name):07d}" if name.isdecimal() else None
 
 
-def write_tracker(folder: Path) -> None:
-    """Write the tracker of a folder whose checkpoint is in release/."""
-    (folder / TRACKER_FILE).write_text(RELEASE)
-
-
 def common_state(arch: Architecture) -> dict[str, Any]:
     """The content of common.pt."""
     return {"args": Namespace(**load_args(arch)), "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}

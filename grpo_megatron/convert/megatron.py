@@ -407,6 +407,7 @@ def write_checkpoint(source: HFFolder, folder: Path, dtype: torch.dtype, progres
             items[-1].append(item)
             results[-1].append(WriteResult(item.index, stored.length, stored))
             progress.add(value.nbytes if isinstance(value, Tensor) else 0)
+            del value, archive  # before the next one is made
     _, contents = create_default_global_save_plan([SavePlan(of_file) for of_file in items])
     writer = FileSystemWriter(folder, sync_files=False)  # fsync comes before the folder's rename
     writer.finish(contents, results)
@@ -437,4 +438,5 @@ def _chunks(source: HFFolder, dtype: torch.dtype) -> Iterator[tuple[WriteItem, A
                     torch.Size((*place.stack, *shape)),
                 )
                 yield WriteItem(MetadataIndex(place.key, offsets), WriteItemType.SHARD, tensor_data=info), data
+                del block, data
         del tensors  # before the next ones are read

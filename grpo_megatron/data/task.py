@@ -10,7 +10,6 @@ tasks are the YAML files in `tasks/`. A task in Python needs a name, `read_row` 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import importlib
@@ -38,7 +37,7 @@ from grpo_megatron.data.rows import (
     text_field,
     type_name,
 )
-from grpo_megatron.importing import import_function, no_exit
+from grpo_megatron.importing import did_you_mean, import_function, no_exit
 from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_text, shown
 from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.answers import box_start, last_boxed
@@ -456,8 +455,7 @@ def get_task(name: str) -> Task:
     if ":" in name:
         return _python_task(name)
     if name not in task_names():
-        close = difflib.get_close_matches(name, task_names(), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name, task_names())
         known = ", ".join(task_names())
         raise ConfigError(f"unknown task {name!r}{hint} (known: {known}; or a .yaml file, or package.module:function)")
     return _read_built_in(TASKS_FOLDER / f"{name}.yaml")

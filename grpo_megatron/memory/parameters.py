@@ -270,7 +270,7 @@ def forward_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> floa
 
 
 def head_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, backward: bool) -> float:
-    """What the output head (models/logprobs.py) needs on the last stage: logits of a chunk, and its weight's gradient.
+    """What the output head (models/build.py) needs on the last stage: logits of a chunk, and its weight's gradient.
 
     The forward pass has three float32 copies of a chunk's logits at a time; the backward pass has four, or six with an
     entropy bonus. The weight's gradient is summed in float32, beside the chunk's part in the weight's type and in float32.

@@ -167,10 +167,6 @@ class Mesh:
         """The global rank on pipeline stage `pp_rank` with this rank's tp, cp and dp coordinates."""
         return self.tp_rank + self.tp * (self.cp_rank + self.cp * (self.dp_rank + self.dp * pp_rank))
 
-    def expert_rank(self, ep_rank: int) -> int:
-        """The global rank of expert-parallel rank `ep_rank` in this rank's expert-parallel group."""
-        return self.rank + self.tp * (ep_rank - self.ep_rank)
-
     def ranks_of_replica(self, dp_rank: int) -> list[int]:
         """The global ranks with data-parallel coordinate `dp_rank`, in order."""
         width = self.tp * self.cp

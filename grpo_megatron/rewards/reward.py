@@ -18,7 +18,6 @@ number of characters of the completion up to the end of the step. Ends increase;
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import re
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from grpo_megatron.importing import FactRegistry, Registry
+from grpo_megatron.importing import FactRegistry, Registry, did_you_mean
 
 # -- what is known of a completion -------------------------------------------------------------------------------------
 
@@ -132,7 +131,7 @@ class RewardSignature:
         if taken := [name for name in kwargs if name in ("completion", "completions", "solution_str", "solution_strs")]:
             return f"the kwargs hold {taken[0]!r}, which is the response; take it out"
         if not self.takes_others and (unknown := [name for name in kwargs if name not in own]):
-            return f"it has no parameter {unknown[0]!r}, which the kwargs hold{_close(unknown[0], own)}"
+            return f"it has no parameter {unknown[0]!r}, which the kwargs hold{did_you_mean(unknown[0], own)}"
         if columns is None:
             return None
         columns = sorted(set(columns) - set(given))
@@ -141,7 +140,7 @@ class RewardSignature:
             of_row = f", the row's columns {', '.join(columns)}" if columns else ""
             return (
                 f"nothing gives its parameter {missing[0]!r}, which has no default; there are {', '.join(given)}{of_row}"
-                f"{', and the kwargs ' + ', '.join(kwargs) if kwargs else ''}{_close(missing[0], available)}"
+                f"{', and the kwargs ' + ', '.join(kwargs) if kwargs else ''}{did_you_mean(missing[0], available)}"
             )
         return None
 
@@ -184,11 +183,6 @@ def _after_two(parameters: Sequence[inspect.Parameter]) -> Sequence[inspect.Para
     listed = ", ".join(map(str, parameters)) or "none"
     remedy = "name one `completion` (and `answer`, or what else it reads)"
     raise ValueError(f"it reads no completion (its parameters: {listed}); {remedy}")
-
-
-def _close(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 RewardFunction = Callable[..., Any]  # returns float or dict, or an awaitable of one; `parse_reward` checks that

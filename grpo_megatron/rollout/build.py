@@ -7,7 +7,6 @@ rollout:
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 
 from grpo_megatron.config import ConfigError, RolloutConfig, Section
 from grpo_megatron.device import Device
-from grpo_megatron.importing import Registry
+from grpo_megatron.importing import Registry, did_you_mean
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.rollout.transformers_engine import TransformersEngine
@@ -57,8 +56,7 @@ def read_options(engine: type[RolloutEngine], given: Mapping[str, Any]) -> Secti
 def _explain(error: Any, known: list[str]) -> str:
     key = ".".join(["rollout.engine_options", *map(str, error["loc"])])
     if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
-        close = difflib.get_close_matches(str(error["loc"][0]), known, n=1)
-        hint = f"; did you mean 'rollout.engine_options.{close[0]}'?" if close else ""
+        hint = did_you_mean(str(error["loc"][0]), known, "rollout.engine_options.")
         return f"unknown key {key!r}{hint} (known here: {', '.join(known) or 'none'})"
     if error["type"] == "missing":
         return f"missing key {key!r}: it has no default"

@@ -6,7 +6,6 @@ OUT is complete or absent (storage/files.py). --force replaces an existing one.
 from __future__ import annotations
 
 import copy
-import difflib
 import hashlib
 import json
 import shutil
@@ -18,6 +17,7 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.data.generated import write_example
 from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.importing import did_you_mean
 from grpo_megatron.reading import ReadError, read_json
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import new_folder
@@ -235,9 +235,8 @@ def _apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> None:
         if not equals:
             raise ConfigError(f"--set {override!r} is not of the form key=value")
         if top not in known:
-            close = difflib.get_close_matches(top, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"--set {override!r}: a {raw['model_type']} config has no key {top!r}{hint}")
+            text = f"--set {override!r}: a {raw['model_type']} config has no key {top!r}"
+            raise ConfigError(text + did_you_mean(top, known))
         try:
             value = json.loads(text)
         except json.JSONDecodeError:

@@ -296,7 +296,12 @@ class DeltaSync:
         except (ValueError, RuntimeError) as error:  # RuntimeError: out of memory
             problem = f"cannot compare weights: {error}"
         changed = sum(patch.count for patch in patches.values())
-        numbers = [changed, _numel(self._sent), int(not may_compare), int(problem is not None)]
+        numbers = [
+            changed,
+            sum(kept.numel() for kept in self._sent.values()),
+            int(not may_compare),
+            int(problem is not None),
+        ]
         changed, compared, votes, problems = self._mesh.total(numbers)
         if problems:
             self._mesh.agree(problem)
@@ -333,7 +338,7 @@ class DeltaSync:
             problem = f"cannot send weights: {error}"
         self._mesh.agree(problem)
         assert exchange is not None
-        self.bytes_received = _numel(self._base) * self._pool.dtype.itemsize
+        self.bytes_received = self._plan.elements_received * self._pool.dtype.itemsize
         numbers = {tensor.name: number for number, tensor in enumerate(self._plan.plan.tensors)}
         for bucket in exchange.stream():
             for name, tensor in bucket:
@@ -363,10 +368,6 @@ class DeltaSync:
             target = part_of(out, self._plan.plan.parts[number], axis)
             target.copy_(self._base[number].view(target.shape), non_blocking=True)
         return out
-
-
-def _numel(copies: Mapping[int, Tensor]) -> int:
-    return sum(kept.numel() for kept in copies.values())
 
 
 def _digest(history: object) -> int:

@@ -97,7 +97,7 @@ class Round:
 
 class RankPlan:
     """`own[tensor]`: what this rank's engine reads and the rank itself holds. `sent`: the parts that the rank sends from its
-    own parameters, each once; `received`: those that it receives. Elements are counted by `SyncPlan.numel`."""
+    own parameters, each once; `received`: those that it receives."""
 
     def __init__(self, plan: SyncPlan, rounds: Rounds, rank: int) -> None:
         self.plan, self.rank = plan, rank
@@ -118,6 +118,7 @@ class RankPlan:
         sent = {part for current in self.rounds for part in _parts(current.sends) if self.holds(plan.parts[part])}
         self.sent = sorted(sent)
         self.received = sorted(part for current in self.rounds for part in _parts(current.receives))
+        self.elements_received = sum(plan.numel(plan.parts[part]) for part in self.received)
 
     def holds(self, part: SyncPart) -> bool:
         return self._holds[part.kind]

@@ -30,7 +30,7 @@ from grpo_megatron.algo.divergence import (
 )
 from grpo_megatron.config import KlCtrl, RolloutCorrection
 from grpo_megatron.observability.metrics import Metrics
-from tests.algo.inputs import actor, central_difference, make_inputs, run
+from tests.algo.inputs import actor, make_inputs, run
 
 LOGPROBS = [-1.0, -2.0, -0.5]
 REF = [-1.5, -1.0, -0.5]
@@ -66,19 +66,14 @@ def test_values_and_gradients(names: list[str], value: list[float], gradient: li
 
 
 def test_far_from_the_reference() -> None:
+    """The clamp of the value switches the gradient off. k3+ keeps it."""
     assert estimate("k1", [-1, -1, -1], [0, -15, -30])[0] == [-1, 14, 29]
     assert estimate("k2", [-1, -1, -1], [0, -15, -30])[0] == [0.5, 98, 420.5]
     value, gradient, metrics = estimate("k3", [-1, -1, -1], [0, -15, -30])
     assert value == pytest.approx([E - 2, 10, 10], abs=1e-7)
     assert gradient == pytest.approx([1 - E, 0, 0], abs=1e-7)
     assert metrics["actor/kl_clamp_frac"].tolist() == [[0, 1, 1]]
-
-
-def test_value_clamp_switches_the_gradient_off_and_k3_plus_keeps_it() -> None:
-    assert estimate("k3", [-30], [-1])[:2] == ([10], [0])
-    value, gradient, metrics = estimate("k3+", [-30], [-1])
-    assert (value, gradient) == ([10], [-29])
-    assert metrics["actor/kl_clamp_frac"].tolist() == [[1]]
+    assert estimate("k3+", [-30], [-1])[:2] == ([10], [-29])
 
 
 def test_k3_in_float32_is_finite_everywhere_and_exact_near_zero() -> None:
@@ -97,19 +92,6 @@ def test_k3_lies_between_zero_and_its_clamp(cur: float, ref: float) -> None:
     (value,), _, metrics = estimate("k3", [cur], [ref])
     assert 0 <= value <= 10
     assert bool(metrics["actor/kl_clamp_frac"]) == (value == 10)
-
-
-@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3"])
-def test_gradient_is_the_derivative(name: str) -> None:
-    torch.manual_seed(0)
-    current = (-torch.rand(3, 5, dtype=torch.float64) * 3).requires_grad_()
-    ref = -torch.rand(3, 5, dtype=torch.float64) * 3
-    for form in (name, name + "+"):
-        (gradient,) = torch.autograd.grad(kl_penalties.get(form)(current, ref)[0].sum(), current)
-        # Straight-through: value - sg(value) is frozen, what moves is k2.
-        moving = kl_penalties.get("k2" if form.endswith("+") else name)
-        numeric = central_difference(lambda x, moving=moving: moving(x, ref)[0].sum(), current)  # type: ignore[misc]
-        torch.testing.assert_close(gradient, numeric, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(("kl", "expected"), [(0.3, 0.00102048), (0.05, 0.00097952), (0.11, 0.00101024), (0.1, 0.001)])
@@ -135,13 +117,15 @@ def test_fixed_coefficient_is_the_configs() -> None:
 
 @pytest.mark.parametrize("name", ["kl", "k3+", "mse"])
 def test_penalty_in_the_reward_is_the_same_estimate(name: str) -> None:
-    old = torch.tensor([[*LOGPROBS, torch.nan], [-1.0, torch.inf, 0, 0], [0.0] * 4], requires_grad=True)
-    ref = torch.tensor([[*REF, -torch.inf], [-1.5, torch.nan, 0, 0], [1.0] * 4])
-    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0] * 4]).bool()
+    """Where the loss mask is 0, in the middle too, there is none."""
+    old = torch.tensor([[-1.0, torch.nan, -2.0, -0.5], [-1.0, torch.inf, 0, 0], [0.0] * 4], requires_grad=True)
+    ref = torch.tensor([[-1.5, -torch.inf, -1.0, -0.5], [-1.5, torch.nan, 0, 0], [1.0] * 4])
+    mask = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0], [0] * 4]).bool()
     penalty = reward_penalty(kl_penalties.get(name), old, ref, mask)
     assert not penalty.requires_grad
     expected = estimate(name, LOGPROBS, REF)[0]
-    assert penalty.tolist() == [pytest.approx([*expected, 0]), pytest.approx([expected[0], 0, 0, 0]), [0.0] * 4]
+    first, *others = expected
+    assert penalty.tolist() == [pytest.approx([first, 0, *others]), pytest.approx([first, 0, 0, 0]), [0.0] * 4]
     assert sequence_kl(penalty, mask).tolist() == pytest.approx([sum(expected) / 3, expected[0]])
 
 
@@ -190,12 +174,6 @@ def test_weights(config: dict[str, object], expected: list[float]) -> None:
     weights, _ = correct([OLD], [ROLLOUT], **config)
     assert weights is not None and weights.dtype == torch.float32
     assert weights[0].tolist() == pytest.approx(expected, abs=1e-6)
-    # Masked entries are 0 and change nothing, whatever they hold; an empty response has no weight.
-    padded, _ = correct(
-        [[*OLD, math.nan], [9.0] * 5], [[*ROLLOUT, -math.inf], [0.0] * 5], [[1] * 4 + [0], [0] * 5], **config
-    )
-    assert padded is not None
-    assert padded.tolist() == [[*weights[0].tolist(), 0.0], [0.0] * 5]
 
 
 def test_metrics_over_tokens_and_over_responses() -> None:

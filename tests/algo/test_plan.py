@@ -1,4 +1,4 @@
-"""The plan: which rank trains on what. By hand, by invariants, and by the exactness of the loss under any plan.
+"""The plan: which rank trains on what. By hand, and by invariants.
 
 Balance bound: when the heaviest rank got its last sequence it was the lightest, so heaviest - lightest <= one sequence.
 Packing bound (first fit, no cap on sequences): a micro-batch is opened only when its first sequence fits nowhere, so
@@ -13,24 +13,29 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.algo.divergence import kl_penalties
 from grpo_megatron.algo.losses import (
-    LossInputs,
     folds_old_logprobs,
     is_corrected,
     needs_old_logprobs,
     needs_reference,
-    policy_losses,
     reasons_for_old_pass,
-    total_loss,
 )
-from grpo_megatron.algo.plan import dupo_copies, make_plan, revise_plan, scoring_plan, with_overlong_penalty
+from grpo_megatron.algo.plan import (
+    dupo_copies,
+    make_plan,
+    overlong_penalty,
+    revise_plan,
+    scoring_plan,
+    token_weightings,
+    token_weights,
+    with_overlong_penalty,
+)
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer
 from grpo_megatron.types import GroupTable, Plan
+from tests.algo import tables
 
 NAN = math.nan
 QUICK = settings(deadline=None, derandomize=True, max_examples=100)
@@ -38,16 +43,9 @@ QUICK = settings(deadline=None, derandomize=True, max_examples=100)
 
 def make_table(groups: list[list[tuple[float, int, int]]]) -> GroupTable:
     """Groups of (reward, prompt tokens, response tokens)."""
-    rows = [(p, i, *sample) for p, group in enumerate(groups) for i, sample in enumerate(group)]
-    return GroupTable(
-        prompt_index=[row[0] for row in rows],
-        index=[row[1] for row in rows],
-        reward=[row[2] for row in rows],
-        prompt_length=[row[3] for row in rows],
-        response_length=[row[4] for row in rows],
-        truncated=[False] * len(rows),
-        holder=[0] * len(rows),
-    )
+    rewards, prompts, responses = ([[sample[i] for sample in group] for group in groups] for i in range(3))
+    table = tables.make_table(rewards, responses)  # type: ignore[arg-type]
+    return replace(table, prompt_length=[length for group in prompts for length in group])
 
 
 def plan_of(table: GroupTable, dp: int = 1, algorithm: AlgorithmConfig | None = None, **values: Any) -> Plan:
@@ -106,13 +104,6 @@ def test_norm_length() -> None:
     assert plan_of(table, loss_agg_mode=mode, loss_scale_factor=10).token_weights == [1 / (2 * 10)] * 2
 
 
-def test_mini_batches_are_prompts_in_order_with_their_own_counts() -> None:
-    table = make_table([[(1, 1, 1), (0, 1, 3)], [(1, 1, 2), (0, 1, 2)], [(1, 1, 5), (0, 1, 5)]])
-    plan = plan_of(table, ppo_mini_batch_size=2)
-    assert [sorted(rows_of(plan, mini)[0]) for mini in range(2)] == [[0, 1, 2, 3], [4, 5]]
-    assert plan.token_weights == [1 / 8] * 4 + [1 / 10] * 2
-
-
 def test_a_mini_batch_with_nothing_to_learn_from_is_no_optimizer_step() -> None:
     table = make_table([[(NAN, 1, 1), (0, 1, 0)], [(1, 1, 2), (0, 1, 2)]])
     assert plan_of(table, dp=2, ppo_mini_batch_size=1).mini_batches == [[[[2]]], [[[3]]]]
@@ -159,7 +150,7 @@ def test_a_users_estimator_is_checked() -> None:
         run(short)
     with pytest.raises(ValueError, match="2 advantages for table row 0, whose response has 3 tokens"):
         run(per_prompt_token)
-    with pytest.raises(ValueError, match=r"returned nan for table row 0 \(reward 1\)"):
+    with pytest.raises(ValueError, match=r"returned nan for table row 0 \(reward 1.0\)"):
         run(not_finite)
 
 
@@ -169,7 +160,7 @@ def test_scoring_plan() -> None:
 
 
 samples = st.tuples(st.sampled_from([0.0, 1.0, NAN]), st.integers(1, 10), st.integers(0, 40))
-tables = st.lists(st.lists(samples, min_size=1, max_size=6), min_size=1, max_size=7).map(make_table)
+some_tables = st.lists(st.lists(samples, min_size=1, max_size=6), min_size=1, max_size=7).map(make_table)
 layouts = st.fixed_dictionaries(
     {
         "dp": st.integers(1, 4),
@@ -180,9 +171,14 @@ layouts = st.fixed_dictionaries(
 
 
 @QUICK
-@given(table=tables, layout=layouts, mini=st.none() | st.integers(1, 8))
-def test_invariants(table: GroupTable, layout: dict[str, Any], mini: int | None) -> None:
-    plan = plan_of(table, ppo_mini_batch_size=mini, **layout)
+@given(
+    table=some_tables,
+    layout=layouts,
+    mini=st.none() | st.integers(1, 8),
+    mode=st.sampled_from(["token-mean", "seq-mean-token-mean"]),
+)
+def test_invariants(table: GroupTable, layout: dict[str, Any], mini: int | None, mode: str) -> None:
+    plan = plan_of(table, ppo_mini_batch_size=mini, loss_agg_mode=mode, **layout)
     lengths = [p + r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
     cap, max_sequences = layout["ppo_max_token_len_per_gpu"], layout["ppo_micro_batch_size_per_gpu"]
     kept = [row for row in range(len(table)) if table.response_length[row] > 0 and not math.isnan(table.reward[row])]
@@ -215,59 +211,13 @@ def test_invariants(table: GroupTable, layout: dict[str, Any], mini: int | None)
         total = sum(plan.token_weights[row] * table.response_length[row] for rows in rows_of(plan, m) for row in rows)
         assert total == pytest.approx(1)
 
-    assert plan_of(table, ppo_mini_batch_size=mini, **layout) == plan
-
-
-@settings(deadline=None, derandomize=True, max_examples=30)
-@given(table=tables, layout=layouts, mode=st.sampled_from(["token-mean", "seq-mean-token-mean"]))
-def test_layout_changes_neither_loss_nor_gradient(table: GroupTable, layout: dict[str, Any], mode: str) -> None:
-    """One shared parameter vector, trained by plan: any dp and any packing equals one rank with one micro-batch."""
-    generator = torch.Generator().manual_seed(0)
-    width = max(1, *table.response_length)
-    features = torch.randn(len(table), width, 3, generator=generator, dtype=torch.float64)
-    old = -torch.rand(len(table), width, generator=generator, dtype=torch.float64)
-    actor = ActorConfig(kl_loss_coef=0.1)
-
-    def column(values: Any, rows: list[int]) -> torch.Tensor:
-        return torch.tensor([values[row] for row in rows], dtype=torch.float64)[:, None].expand(-1, width)
-
-    def accumulate(plan: Plan) -> tuple[list[float], list[torch.Tensor]]:
-        """Loss and gradient of each optimizer step, summed over ranks and micro-batches."""
-        parameter = torch.full((3,), 0.1, dtype=torch.float64, requires_grad=True)
-        losses, gradients = [], []
-        for mini in range(len(plan.mini_batches[0])):
-            total, gradient = 0.0, torch.zeros(3, dtype=torch.float64)
-            for micro in [micro for per_rank in plan.mini_batches for micro in per_rank[mini]]:
-                lengths = torch.tensor([table.response_length[row] for row in micro], dtype=torch.long)
-                logprobs = -(features[micro] @ parameter).exp()  # [B, R]
-                loss, _ = total_loss(
-                    LossInputs(
-                        logprobs=logprobs,
-                        entropy=torch.zeros_like(logprobs),
-                        old_logprobs=old[micro],
-                        rollout_logprobs=old[micro],
-                        ref_logprobs=old[micro],
-                        mask=torch.arange(width) < lengths[:, None],
-                        advantages=column(plan.advantages, micro),
-                        token_weights=column(plan.token_weights, micro),
-                    ),
-                    actor,
-                    policy_losses.get("vanilla"),
-                    kl_penalties.get("k3"),
-                )
-                total += loss.item()
-                gradient += torch.autograd.grad(loss, parameter)[0]
-            losses.append(total)
-            gradients.append(gradient)
-        return losses, gradients
-
-    losses, gradients = accumulate(plan_of(table, ppo_mini_batch_size=2, loss_agg_mode=mode, **layout))
-    reference = plan_of(table, ppo_mini_batch_size=2, loss_agg_mode=mode, ppo_max_token_len_per_gpu=10**9)
-    expected_losses, expected_gradients = accumulate(reference)
-    assert losses == pytest.approx(expected_losses, abs=1e-12)
-    assert len(gradients) == len(expected_gradients)
-    for gradient, expected in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    assert plan_of(table, ppo_mini_batch_size=mini, loss_agg_mode=mode, **layout) == plan
+    # One rank with one micro-batch: the same terms in each sum of the gradient. (test_losses.py: their sum.)
+    whole = plan_of(table, ppo_mini_batch_size=mini, loss_agg_mode=mode, ppo_max_token_len_per_gpu=10**9)
+    assert (whole.advantages, whole.token_weights) == (plan.advantages, plan.token_weights)
+    assert [sorted(rows_of(whole, m)[0]) for m in range(len(whole.mini_batches[0]))] == [
+        sorted(row for rows in rows_of(plan, m) for row in rows) for m in range(num_minis)
+    ]
 
 
 # -- Plans of the methods: samples left out, pairs in one micro-batch, copies in every count, and the revised plan -----
@@ -327,10 +277,7 @@ def test_dupo_keeps_the_number_of_optimizer_steps() -> None:
     groups = [[(1, 1, 1), (0, 1, 1)], [(1, 1, 1), (1, 1, 1)]] * 2
     plan = plan_of(make_table(groups), algorithm=AlgorithmConfig(dupo=True), ppo_mini_batch_size=2)
     assert [sorted(rows_of(plan, mini)[0]) for mini in range(2)] == [[0, 1], [4, 5]]
-    odd = make_table([[(1, 1, 1), (0, 1, 1)], [(1, 1, 1), (1, 1, 1)], [(0, 1, 1), (0, 1, 1)]])
-    assert dupo_copies(odd) == [3, 3, 0, 0, 0, 0]
     nothing = make_table([[(1, 1, 1), (1, 1, 1)]])
-    assert dupo_copies(nothing) == [0, 0]
     assert plan_of(nothing, algorithm=AlgorithmConfig(dupo=True)).mini_batches == [[]]
 
 
@@ -395,3 +342,82 @@ def test_which_runs_need_a_pass_for_old_logprobs() -> None:
     assert reasons({"use_kl_in_reward": True}, {"loss_mode": "sft"}) == ["the"]
     likelihood = {"loss_mode": "sft", "ppo_epochs": 3}
     assert reasons({"rollout_correction": {"rollout_rs": "token"}}, likelihood) == []
+
+
+# -- Aggregation: weights by hand, on the published token losses.
+#
+# Rows [1, 2] and [3, 4, 5, 6]: token-mean 21/6 = 3.5; means 1.5 and 4.5 -> 3; sums 3 and 18 -> 10.5; / L = 4 -> 2.625.
+
+
+def aggregate(mode: str, rows: list[list[float]], norm_length: float = 4) -> float:
+    weights = token_weights(mode, [len(row) for row in rows], norm_length)
+    return math.fsum(weight * value for weight, row in zip(weights, rows, strict=True) for value in row)
+
+
+@pytest.mark.parametrize(
+    ("mode", "both", "first_only"),
+    [
+        ("token-mean", 3.5, 1.5),
+        ("seq-mean-token-mean", 3, 1.5),
+        ("seq-mean-token-sum", 10.5, 3),
+        ("seq-mean-token-sum-norm", 2.625, 0.75),
+        ("token-sum", 21, 3),
+    ],
+)
+def test_published_aggregations(mode: str, both: float, first_only: float) -> None:
+    rows: list[list[float]] = [[1, 2], [3, 4, 5, 6]]
+    assert aggregate(mode, rows) == pytest.approx(both, abs=1e-12)
+    assert aggregate(mode, rows[:1]) == pytest.approx(first_only, abs=1e-12)
+    assert aggregate(mode, [[], *rows, []]) == pytest.approx(both, abs=1e-12)  # an empty row counts nowhere
+    assert token_weights(mode, [0, 0], 4) == [0.0, 0.0] and token_weights(mode, [], 4) == []
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(lengths=st.lists(st.integers(0, 50), max_size=20), norm=st.integers(1, 100))
+def test_sums_of_weights(lengths: list[int], norm: int) -> None:
+    counted = [n for n in lengths if n]
+    total = {
+        mode: math.fsum(w * n for w, n in zip(token_weights(mode, lengths, norm), lengths, strict=True))
+        for mode in token_weightings.names()
+    }
+    num_tokens, num_sequences = sum(counted), len(counted)
+    assert total["token-mean"] == pytest.approx(1 if counted else 0)
+    assert total["seq-mean-token-mean"] == pytest.approx(1 if counted else 0)
+    assert total["token-sum"] == pytest.approx(num_tokens)
+    if counted:
+        assert total["seq-mean-token-sum"] == pytest.approx(num_tokens / num_sequences)
+        assert total["seq-mean-token-sum-norm"] == pytest.approx(num_tokens / num_sequences / norm)
+
+
+# -- The overlong penalty and DUPO's copies by hand --------------------------------------------------------------------
+# L = 20480, c = 4096: the penalty begins at 16384; 18432 is half way. Group [1,0,0,1] has advantages +-.8660239; two copies
+# of it in one group of eight would have std sqrt(2 / 7) and +-.9354126: a copy must not enter the statistics.
+
+
+def test_overlong_penalty() -> None:
+    penalties = {15000: 0, 16384: 0, 16385: -1 / 4096, 18432: -0.5, 20480: -1, 20481: -1}
+    assert {length: overlong_penalty(length, 20480, 4096) for length in penalties} == penalties
+
+
+def test_copies_fill_the_places_of_equal_groups() -> None:
+    a = [1.0, 0.0, 0.0, 1.0]
+    groups = [[1.0] * 4, a, [0.1] * 4, [0.0, math.nan, 1.0, 0.0], [0.0] * 4]
+    assert dupo_copies(tables.make_table(groups)) == [0] * 4 + [3] * 4 + [0] * 4 + [2] * 4 + [0] * 4
+    assert dupo_copies(tables.make_table([[0.3] * 8, [0.9] * 6])) == [0] * 14
+    assert tables.run(tables.make_table(groups), "grpo")[4:8] == pytest.approx(
+        [0.8660239, -0.8660239, -0.8660239, 0.8660239], abs=1e-6
+    )
+    assert tables.run(tables.make_table([a + a]), "grpo")[0] == pytest.approx(0.9354126, abs=2e-6)
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(groups=st.lists(st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=4), max_size=7))
+def test_copies_keep_the_number_of_groups(groups: list[list[float]]) -> None:
+    table = tables.make_table(groups)
+    copies = dupo_copies(table)
+    per_group = [{copies[row] for row in rows} for rows in table.groups()]
+    assert all(len(values) == 1 for values in per_group)
+    counts = [values.pop() for values in per_group]
+    assert [count > 0 for count in counts] == [len(set(group)) > 1 for group in groups]
+    kept = [count for count in counts if count]
+    assert not kept or (sum(kept) == len(groups) and max(kept) - min(kept) <= 1)

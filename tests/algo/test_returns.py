@@ -19,7 +19,6 @@ from grpo_megatron.algo.losses import ValueInputs, value_loss
 from grpo_megatron.algo.plan import critic_plan, make_plan, revise_plan
 from grpo_megatron.algo.returns import (
     advantages_of,
-    discounted_returns,
     explained_variance,
     length_adaptive_lams,
     value_targets,
@@ -50,19 +49,6 @@ def test_published_vectors() -> None:
     assert run(table, "reinforce_plus_plus_baseline") == pytest.approx(expected, abs=1e-6)
 
 
-def test_discounted_returns() -> None:
-    assert discounted_returns([0, 0, 2], 0.5) == [0.5, 1, 2]
-    assert discounted_returns([], 0.5) == []
-    assert discounted_returns([-1, 2, 3], 1.0) == [4, 5, 3]
-
-
-def test_a_discount_makes_numbers_per_token() -> None:
-    # Returns [.25, .5, 1] and [0, 0, 0]: mean 1.75 / 6.
-    table = make_table([[1, 0]])
-    got = per_token(table, run(table, "reinforce_plus_plus", gamma=0.5))
-    assert [a for row in got for a in row] == pytest.approx(whitened([0.25, 0.5, 1, 0, 0, 0]), abs=1e-12)
-
-
 def test_a_discount_skips_tokens_outside_the_loss() -> None:
     # Mask [1, 1, 0, 0, 1], reward 2: returns [.5, 1, 0, 0, 2] (a gap is no step of the discount), and 0 of the other
     # response's single token. Whitened over the four loss tokens; tokens outside the loss get 0.
@@ -70,16 +56,6 @@ def test_a_discount_skips_tokens_outside_the_loss() -> None:
     a, b, c, d = whitened([0.5, 1.0, 2.0, 0.0])
     got = per_token(table, run(table, "reinforce_plus_plus", gamma=0.5))
     assert got == [pytest.approx([a, b, 0, 0, c]), pytest.approx([0, d, 0])]
-
-
-def test_penalties_fall_on_their_tokens() -> None:
-    # Rewards per token [-.1, 0, .7] and [0, 0, 0]: returns [.6, .7, .7] and 0.
-    penalties = [[[0.1, 0.0, 0.3], [0.0] * 3]]
-    table = make_table([[1, 0]], penalties=penalties)
-    got = per_token(table, run(table, "reinforce_plus_plus"))
-    assert got[0][1] == got[0][2] > got[0][0] > 0 > got[1][0]
-    remax = make_table([[1, 0]], greedy=[0.25], penalties=penalties)
-    assert per_token(remax, run(remax, "remax"))[0] == pytest.approx([0.35, 0.45, 0.45])
 
 
 def test_rewards_of_turns_fall_on_their_turns() -> None:
@@ -102,6 +78,9 @@ def test_remax() -> None:
     with pytest.raises(ValueError, match="'remax' needs the reward of each prompt's greedy response"):
         run(make_table([[1, 0]]), "remax")
     assert run(make_table([]), "remax") == []
+    # Rewards per token [-.1, 0, .7]: returns [.6, .7, .7].
+    penalised = make_table([[1, 0]], greedy=[0.25], penalties=[[[0.1, 0.0, 0.3], [0.0] * 3]])
+    assert per_token(penalised, run(penalised, "remax"))[0] == pytest.approx([0.35, 0.45, 0.45])
 
 
 def test_rows_without_a_reward_or_a_token_are_in_no_statistic() -> None:
@@ -193,21 +172,6 @@ def test_the_recursion_is_the_sum(tokens: list[tuple[float, float]], gamma: floa
     assert advantages_of(rewards, values, gamma, lam) == pytest.approx(
         discounted_sum(rewards, values, gamma, lam), abs=1e-9
     )
-
-
-def test_tokens_outside_the_loss_are_no_step() -> None:
-    """Their values are NaN here. The response of the gaps is one of four tokens; all seven are whitened together."""
-    table = gappy()
-    own = discounted_sum([0, 0, 0, 2], [0.5, -1.0, 0.25, 2.0], 0.9, 0.8)
-    other = discounted_sum([0, 0, 1], [0.1, 0.2, 0.3], 0.9, 0.8)
-    a, b, c, d, *rest = whitened([*own, *other])
-    assert per_token(table, run(table, "gae", gamma=0.9, lam=0.8)) == [
-        pytest.approx([a, b, 0, 0, c, 0, d], abs=1e-12),
-        pytest.approx(rest, abs=1e-12),
-    ]
-    first = [advantage + value for advantage, value in zip(own, [0.5, -1.0, 0.25, 2.0], strict=True)]
-    targets = value_targets(table, 0.9, 0.8)
-    assert targets[0] == pytest.approx([first[0], first[1], 0, 0, first[2], 0, first[3]], abs=1e-12)
 
 
 REWARDS = {

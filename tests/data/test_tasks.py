@@ -22,10 +22,8 @@ EMPTY_BOX = "For any integer $n>1$, the number of prime numbers greater than $n!
     [
         ("gsm8k", {"question": "q", "answer": "<<1+1=2>>\n#### 1,234 "}, "1,234"),
         ("math", {"problem": "q", "solution": r"\boxed{1} is $\boxed{\frac{1}{2}}$"}, r"\frac{1}{2}"),
-        ("math", {"problem": "q", "answer": "7", "solution": r"\boxed{8}"}, "7"),
         ("math", {"problem": "q", "answer": None, "solution": r"\boxed{8}"}, "8"),
         ("math", {"problem": EMPTY_BOX, "solution": r"\boxed{}"}, "0"),
-        ("math500", {"problem": "q", "answer": r"so \boxed{x}"}, "x"),
         ("olympiadbench", {"question": "q", "final_answer": ["$1$", "$2$"]}, "1, 2"),
         ("olympiadbench", {"question": "q", "final_answer": ["$1$,$2$"]}, "$1$,$2$"),
         ("aime", {"question": "q", "answer": 204}, "204"),
@@ -34,9 +32,7 @@ EMPTY_BOX = "For any integer $n>1$, the number of prime numbers greater than $n!
         ("boxed", {"problem": " ", "question": "q", "answer": "204"}, "204"),
         ("svamp", {"Body": "b ", "Question": " q", "Answer": 145.0}, "145"),
         ("svamp", {"Body": "b", "Question": "q", "Answer": 2.5}, "2.5"),
-        ("svamp", {"Body": "b", "Question": "q", "Answer": "145"}, "145"),
         ("arithmetic", {"prompt": "1+1<sep>", "answer": "-2"}, "-2"),
-        ("jsonl", {"prompt": "hi", "answer": ""}, ""),
         ("jsonl", {"prompt": [{"role": "user", "content": "x"}], "answer": " y"}, " y"),
     ],
 )
@@ -50,20 +46,14 @@ def test_questions_and_answers_of_rows(task: str, row: dict[str, Any], answer: s
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
-        ("gsm8k", {"question": "1+1?"}, "field 'answer' is missing"),
         ("gsm8k", {"question": "1+1?", "answer": "2"}, "no #### before"),
         ("gsm8k", {"question": "1+1?", "answer": "####"}, "field 'answer' holds no answer"),
         ("gsm8k", {"question": "1+1?", "answer": "#### two"}, "'two' is not a number"),
         ("math", {"problem": "q", "solution": r"\boxed{1"}, r"field 'solution' has no closed"),
-        ("math", {"problem": "q", "solution": r"\boxed{}"}, "field 'solution' holds no answer"),
-        ("math", {"problem": "q", "answer": ["1"]}, "field 'answer' is a list, not a string"),
-        ("math", {"problem": "q"}, "none of the fields 'answer', 'solution' is there"),
         ("olympiadbench", {"question": "q", "final_answer": {"a": 1}}, "'final_answer' is not a list of texts"),
         ("boxed", {"answer": "1"}, "none of the fields 'problem', 'question', 'prompt' is there"),
         ("svamp", {"Body": "b", "Question": "q", "Answer": None}, "field 'Answer' is null, not a number"),
         ("svamp", {"Body": "b", "Question": "q", "Answer": float("inf")}, "not a finite number"),
-        ("svamp", {"Body": "b", "Question": "q", "Answer": "many"}, "'many' is not a number"),
-        ("arithmetic", {"prompt": "1+1", "answer": "2.0"}, "'2.0', not an integer"),
         ("arithmetic", {"prompt": "1+1", "answer": 2}, "is int, not a string"),
         ("jsonl", {"prompt": [], "answer": ""}, "'prompt' is empty"),
         ("jsonl", {"prompt": ["x"], "answer": ""}, "a message must be an object"),
@@ -162,8 +152,6 @@ def test_tasks_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         get_task("my_task:wrong")
     with pytest.raises(ConfigError, match="unknown task 'gsm8'; did you mean 'gsm8k'"):
         get_task("gsm8")
-    with pytest.raises(ConfigError, match="cannot import module 'no_such_module'"):
-        get_task("no_such_module:task")
     with pytest.raises(ConfigError, match="(?s)'gsm9k'; did you mean.*'math' is given twice"):
         get_tasks(["gsm9k", "math", "math"])
     with pytest.raises(ConfigError, match="importing it raised ZeroDivisionError"):
@@ -193,12 +181,10 @@ def test_wrong_task_files(tmp_path: Path) -> None:
         ("- 1", "must be a mapping, not a list"),
         ("{", "cannot be used"),
         ("name: x\nversion: 0\n", missing),
-        ("extends: gsm8k\n", r"(?s)version: Field required.*title: Field required.*name: Field required"),
         ("extends: gsm9k\n", "extends 'gsm9k' is not a built-in task; set one of aime"),
         ("extends: svamp\n", "extends 'svamp', which extends 'gsm8k'; set extends to the latter"),
         (f"{own}read_row: 5\n", "read_row: not a key of a task file"),
         (f"{own}chat: {{}}\n", "chat: unknown key .known: answer, answer_is_optional, extends"),
-        (f"{own}text: {{problm: ''}}\n", "text.problm: Extra inputs"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):

@@ -197,7 +197,7 @@ def _recorded(raw: dict[str, Any]) -> dict[str, Any]:
         log(step, samples, table, plan, batch)
 
     trainer.log = record  # type: ignore[method-assign]
-    trainer.colocation.close = lambda: None  # type: ignore[method-assign]
+    trainer.close = lambda: None  # type: ignore[method-assign]
     with _no_curves():
         trainer.run()
     seen["weights"] = {name: t.clone() for bucket in trainer.policy.hf_weights(1) for name, t in bucket}

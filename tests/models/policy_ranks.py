@@ -255,7 +255,7 @@ def stream(policy: Any) -> dict[str, torch.Tensor]:
 
 
 def whole(policy: Any, local: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Hugging Face tensors from every rank's Megatron tensors, merged by the weight rows. Collective; does not use load.py.
+    """Hugging Face tensors from every rank's Megatron tensors, merged by the weight rows, not by weights/folder.py. Collective.
 
     Replicas must be equal, unless the distributed optimizer leaves each rank a part of the sums.
     """

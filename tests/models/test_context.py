@@ -46,14 +46,6 @@ def test_a_length_that_cannot_be_cut_is_an_internal_error() -> None:
         local_tokens([6], 2, 0)
 
 
-def test_targets_are_found_among_a_ranks_own_tokens() -> None:
-    share = target_share(torch.tensor([2, 3, 9]), local_tokens([8, 4], 2, 1))
-    assert (share.target_indices.tolist(), share.state_indices.tolist(), share.num_targets) == ([0, 1, 2], [0, 1, 4], 3)
-    share = target_share(torch.tensor([2, 3, 9]), local_tokens([8, 4], 2, 0))
-    assert (share.target_indices.tolist(), share.state_indices.tolist(), share.num_targets) == ([], [], 3)
-    assert target_share(torch.empty(0, dtype=torch.int64), torch.arange(4)).num_targets == 0
-
-
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("rows", [[0, 1, 2], [3], []])
 def test_a_pack_is_cut_as_a_whole(cp: int, rows: list[int]) -> None:

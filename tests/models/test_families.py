@@ -17,7 +17,7 @@ from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of, hf_shapes, table_of
 from grpo_megatron.models.weights.table import expand_table
 from tests import tiny, worlds
-from tests.files import CONFIGS
+from tests.files import published_config
 from tests.models import moe_ranks
 from tests.models.test_moe import MODELS
 
@@ -90,16 +90,12 @@ COUNTS = {
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameter_counts_are_the_published_ones(name: str) -> None:
     """By the formula, by the shapes of Hugging Face tensors, and by Megatron's shapes without padding."""
-    arch = architecture_of(_published(name))
+    arch = architecture_of(published_config(name))
     assert arch.num_parameters() == COUNTS[name]
     assert sum(torch.Size(shape).numel() for shape in hf_shapes(arch).values()) == COUNTS[name]
     rows = list(expand_table(table_of(arch), arch))
     padding = (arch.padded_vocab_size(1) - arch.vocab_size) * arch.hidden_size * (1 if arch.tied else 2)
     assert sum(torch.Size(row.local_shape(arch, 1)).numel() for row in rows) - padding == COUNTS[name]
-
-
-def _published(name: str) -> dict[str, Any]:
-    return json.loads((CONFIGS / f"{name}.json").read_text())  # type: ignore[no-any-return]
 
 
 def _refused(config: dict[str, Any], message: str, family: str | None = None) -> None:
@@ -109,22 +105,15 @@ def _refused(config: dict[str, Any], message: str, family: str | None = None) ->
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_a_published_model_of_another_family_is_refused() -> None:
-    _refused(_published("gemma-3-1b-it"), "model_type='gemma3_text' is not supported")
-
-
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings=None"),
-    ("qwen2", {"rope_scaling": {**YARN, "factor": 1.0}}, "yarn RoPE scaling with factor=1.0"),
     ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic'"),
     ("llama", {"rope_scaling": {**tiny.LLAMA3_ROPE, "high_freq_factor": 8.0}}, "llama3 RoPE scaling with high_freq"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "config.json has no 'factor'"),
     ("qwen3", {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-    ("llama", {"attention_bias": True}, "attention_bias=true"),
     ("qwen3", {"attention_bias": True}, "attention_bias=true"),
     ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: layers without experts"),
-    ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size=64: shared experts"),
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 and probabilities scaled to sum to 1"),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: it has 4 experts"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax': vLLM would route"),
@@ -135,7 +124,6 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"rope_parameters": LINEAR}, "latent attention with llama3 or linear RoPE scaling"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2: latent attention has a key head for each of"),
     ("deepseek_v3", {"kv_lora_rank": 0}, "latent.kv_rank=0, not a positive integer"),
-    ("deepseek_v2", {"n_group": 3}, "8 experts in n_group=3"),
     ("deepseek_v2", {"topk_group": 1}, "a token cannot select num_experts_per_tok=4 of them"),
     ("deepseek_v2", {"topk_method": "greedy"}, "topk_method=greedy and n_group=4: vLLM would limit the groups"),
 ]
@@ -165,12 +153,6 @@ def test_a_family_of_the_users_own_is_found_by_its_name() -> None:
     ):
         _refused(config, message, family)
     _refused({**config, "attention_out_bias": True}, "Seed-OSS with attention_out_bias=true", OWN)
-
-
-@pytest.mark.parametrize(("family", "key"), [("qwen3_moe", "num_experts"), ("mixtral", "num_local_experts")])
-def test_a_config_without_experts_says_so(family: str, key: str) -> None:
-    config = {**tiny.COMMON, **MODELS[family]}
-    _refused({name: value for name, value in config.items() if name != key}, "config.json has no 'num_experts'")
 
 
 def test_transformers_5_writes_num_local_experts_for_every_family() -> None:

@@ -42,6 +42,14 @@ def test_heads_groups_and_mlp(changes: dict[str, Any], tp: int, problems: list[s
     assert [p for p in engine_split_problems(_arch(**changes), tp) if "vocabulary" not in p] == problems
 
 
+def test_an_engine_may_have_whole_experts() -> None:
+    """5 experts of 48 rows: 3 ranks can cut each of them, and cannot have the same number of them each; 5 can."""
+    cut = "48 rows of an expert's MLP over 5 leave 3"
+    assert engine_split_problems(_arch(), 3, has_whole_experts=True) == ["5 experts over 3 leave 2"]
+    assert cut in engine_split_problems(_arch(), 5)
+    assert not any("expert" in problem for problem in engine_split_problems(_arch(), 5, has_whole_experts=True))
+
+
 def test_the_engine_also_cuts_the_vocabulary() -> None:
     assert split_problems(_arch(vocab_size=1000), 3) == []
     assert engine_split_problems(_arch(vocab_size=1000), 3) == [

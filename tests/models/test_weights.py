@@ -27,12 +27,6 @@ def model(folder: Path, index: object) -> Path:
     return folder
 
 
-def test_an_index_names_files_of_its_folder(tmp_path: Path) -> None:
-    folder = model(tmp_path / "model", {"weight_map": {"weight": "model.safetensors"}})
-    with SafetensorsFolder(folder) as files:
-        assert torch.equal(files.slice("weight")[:], torch.ones(2))
-
-
 @pytest.mark.parametrize("name", ["../outside.safetensors", "{}/outside.safetensors", "config.json"])
 def test_an_index_that_names_another_file(tmp_path: Path, name: str) -> None:
     folder = model(tmp_path / "model", {"weight_map": {"weight": name.format(tmp_path)}})

@@ -1,4 +1,4 @@
-"""The cost model: one case by hand, and which way it moves.
+"""The cost model: one case by hand, which way it moves, and published steps; the table of GPUs.
 
 A model of one layer would hide its terms, so 70B is taken: N = 70.55e9 + 1.05e9 (embedding and head both count), 80 layers,
 h 8192. 1,024 samples of 1,000 + 1,000 tokens on 64 H100, tp 8 x pp 2 x dp 4, micro-batches of 4,000 tokens:
@@ -12,10 +12,11 @@ h 8192. 1,024 samples of 1,000 + 1,000 tokens on 64 H100, tp 8 x pp 2 x dp 4, mi
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from grpo_megatron.models.flops import active_parameters
+from grpo_megatron.models.flops import active_parameters, peak_tflops
 from grpo_megatron.planning.cost import (
     PlannedMachine,
     Workload,
@@ -25,7 +26,7 @@ from grpo_megatron.planning.cost import (
     step_seconds,
     update_seconds,
 )
-from grpo_megatron.planning.gpus import ENGINE_STEP_S, GPUS, REDUCE_S, SAMPLE_S
+from grpo_megatron.planning.gpus import ENGINE_STEP_S, GPUS, REDUCE_S, REFERENCE, SAMPLE_S, find_gpu
 from grpo_megatron.planning.layout import Layout
 from tests.planning import published
 
@@ -102,11 +103,60 @@ def test_a_small_cache_makes_samples_wait() -> None:
     assert narrow > 2 * wide
 
 
-def test_experts_are_read_as_far_as_tokens_visit_them() -> None:
-    """8 of 128 experts: one token reads a sixteenth of them, and many tokens read nearly all."""
-    from grpo_megatron.planning.cost import _visited_weights
+# -- published steps: the table in docs/layouts.md is what the model says today, and the rows stay in bounds
 
-    arch = published.architecture("Qwen3-30B-A3B")
-    experts = 48 * 128 * 3 * 2048 * 768
-    assert _visited_weights(arch, 1) == pytest.approx(arch.num_parameters() - experts * 15 / 16)
-    assert _visited_weights(arch, 500) == pytest.approx(arch.num_parameters())
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
+WHOLE, PART = 0.16, 0.62  # the largest misses; without the sync of 70B, which is another mechanism
+
+
+def test_the_table_of_the_page_is_what_the_model_says() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    missing = [row for row in published.rows() if row not in text]
+    assert not missing, "in docs/layouts.md write:\n" + "\n".join(published.rows())
+
+
+@pytest.mark.parametrize("step", published.STEPS, ids=lambda step: step.model)
+def test_published_steps_are_met_within_bounds(step: published.PublishedStep) -> None:
+    estimate = step.estimated()
+    assert abs(estimate.step / step.seconds - 1) < WHOLE
+    for name, seconds in step.phases.items():
+        if name != "sync":
+            assert abs(getattr(estimate, name) / seconds - 1) < PART, name
+
+
+def test_the_order_of_published_runs_is_kept() -> None:
+    """The slower of two published runs is the slower one of their estimates, unless they are within 30 % of each other."""
+    for one in published.STEPS:
+        for other in published.STEPS:
+            if one.seconds > 1.3 * other.seconds:
+                assert one.estimated().step > other.estimated().step, (one.model, other.model)
+
+
+# -- the table of GPUs, and the option --gpu
+
+
+def test_usable_memory_is_less_than_the_name_says() -> None:
+    """The product's GB are 10^9 bytes at least; drivers keep 1 to 3 % of the GiB."""
+    named = {"h100-80": 80, "h200": 141, "b200": 192, "a100-80": 80, "a100-40": 40, "h20-96": 96}
+    assert set(named) == set(GPUS)
+    for name, size in named.items():
+        assert 0.92 * size < GPUS[name].usable_gib < size
+
+
+def test_peaks_are_those_of_the_mfu() -> None:
+    for name, gpu in GPUS.items():
+        assert gpu.tflops == peak_tflops(f"NVIDIA {name.partition('-')[0].upper()}")
+
+
+def test_a_gpu_by_name_or_by_gib() -> None:
+    assert find_gpu("H100-80") is find_gpu("h100") is GPUS["h100-80"]
+    assert find_gpu("A100") == replace(GPUS["a100-80"], remark="a100: taken as a100-80; a100-40 has 40 GB")
+    assert find_gpu("a100-40") is GPUS["a100-40"] and not find_gpu("h100").remark
+    other = find_gpu("62.5")
+    assert (other.usable_gib, other.tflops, other.name) == (62.5, GPUS[REFERENCE].tflops, "62.5 GiB")
+
+
+@pytest.mark.parametrize("text", ["h300", "0", "-80", "nan", "inf", "1e9", "", "80 GB"])
+def test_what_is_no_gpu(text: str) -> None:
+    with pytest.raises(ValueError, match="is neither one of h100-80, h200, b200"):
+        find_gpu(text)

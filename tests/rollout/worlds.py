@@ -132,6 +132,11 @@ def serve(
     facts["console"] = console()
     if meet is not None:
         _meet(*meet)
+    return {"reports": run_checks(world, checks), **facts}
+
+
+def run_checks(world: World, checks: list[Callable[[World], None]]) -> dict[str, str | None]:
+    """Per check None or its traceback."""
     reports: dict[str, str | None] = {}
     for check in checks:
         try:
@@ -139,7 +144,7 @@ def serve(
             reports[check.__name__] = None
         except Exception:
             reports[check.__name__] = traceback.format_exc()
-    return {"reports": reports, **facts}
+    return reports
 
 
 def _meet(own: Path, other: Path, timeout_s: float = 300.0) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.rewards.reward import RewardItem, RewardResult
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine
 from grpo_megatron.sampling.collector import Group, State
 from grpo_megatron.types import GREEDY, Prompt, Sample
@@ -142,6 +143,37 @@ class ScriptedCollector:
 
     def load_state(self, state: State) -> None:
         self.cursor = state["cursor"]
+
+
+class FakeRewardPool:
+    """Grades the n-th sample of a draw with `grade(completion, n)`. `events` tells the order of all calls."""
+
+    num_workers = 2
+
+    def __init__(
+        self,
+        grade: Callable[[str, int], RewardResult] = lambda text, n: RewardResult(float(len(text)), {"acc": 1.0}),
+        problem: str | None = None,
+    ) -> None:
+        self.grade, self.problem = grade, problem
+        self.events: list[str] = []
+        self.items: list[RewardItem] = []
+
+    def begin(self, names: list[str]) -> None:
+        self.events, self.items = [f"begin {names}"], []
+
+    def submit(self, item: RewardItem) -> None:
+        self.events.append("submit")
+        self.items.append(item)
+
+    def serve(self) -> None:
+        self.events.append("serve")
+        if self.problem:
+            raise RuntimeError(self.problem)
+
+    def collect(self) -> list[RewardResult]:
+        self.events.append("collect")
+        return [self.grade(item.completion, number) for number, item in enumerate(self.items)]
 
 
 class FakeGenerator:

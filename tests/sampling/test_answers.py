@@ -103,25 +103,21 @@ def test_a_turn_that_did_not_end_itself_is_ended_by_the_observation() -> None:
     answers, pool = answers_of(said("question"), said("ok"))
     assert ask(answers, "call>", []).token_ids == [EOS, ord("o"), ord("k")]
     assert ("step", "t4", "call>") in pool.calls
-
-
-def test_after_the_last_step_nothing_is_rendered() -> None:
-    answers, _ = answers_of(said("question"), said("bye", role="stranger", done=True))
+    answers, _ = answers_of(said("question"), said("bye", role="stranger", done=True))  # after the last step: nothing
     assert (answer := ask(answers, "x", [EOS])).done and answer.token_ids == []
 
 
-@pytest.mark.parametrize("status", ["timeout", "died"])
-def test_a_failure_becomes_a_status(status: str) -> None:
-    answers, _ = answers_of(said("question"), Outcome(None, status, "why"))
+@pytest.mark.parametrize(
+    ("outcome", "status", "message"),
+    [
+        (Outcome(None, "timeout", "why"), "timeout", "why"),
+        (said("hello", role="stranger"), "raised", "its messages cannot be rendered: unknown role 'stranger'"),
+    ],
+)
+def test_a_failure_becomes_a_status(outcome: Outcome, status: str, message: str) -> None:
+    answers, _ = answers_of(said("question"), outcome)
     answer = ask(answers, "x", [EOS])
-    assert (answer.status, answer.message, answer.token_ids) == (status, "why", [])
-
-
-def test_messages_that_the_template_refuses_are_the_environments_failure() -> None:
-    answers, _ = answers_of(said("question"), said("hello", role="stranger"))
-    answer = ask(answers, "x", [EOS])
-    assert (answer.status, answer.token_ids) == ("raised", [])
-    assert answer.message == "its messages cannot be rendered: unknown role 'stranger'"
+    assert (answer.status, answer.message, answer.token_ids) == (status, message, [])
 
 
 @pytest.mark.parametrize("broken_in", ["start", "step", "wait", "end"])

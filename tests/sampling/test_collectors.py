@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +22,14 @@ from grpo_megatron.sampling.collector import (
     groups_by_prompt,
     numbered_samples,
     pack_groups,
+    pack_sample,
     unpack_groups,
+    unpack_sample,
 )
 from grpo_megatron.sampling.wrappers import DynamicSampling, Replay, prompt_sampler
-from grpo_megatron.types import Sample, Turn
+from grpo_megatron.types import Prompt, Sample, Turn
+from tests import worlds
+from tests.sampling import collecting
 from tests.sampling.fakes import FakeGenerator, LoneMesh, ScriptedCollector, prompt
 
 MIXED, EQUAL = (1.0, 0.0), (1.0, 1.0)  # rewards of an informative group, and of one that is not
@@ -82,17 +88,6 @@ def test_rounds_of_one_step_have_seeds_of_their_own() -> None:
     assert [draw["version"] for draw in generator.draws] == [0, 0, 3, 3, 3, 4]
 
 
-def test_a_resumed_collector_goes_on_with_the_next_prompt() -> None:
-    whole, halves = FakeGenerator(), FakeGenerator()
-    collect(policy_collector(whole), range(4), count=2)
-    first = policy_collector(halves)
-    collect(first, range(2), count=2)
-    second = policy_collector(halves)
-    second.load_state(json.loads(json.dumps(first.state())))
-    collect(second, range(2, 4), count=2)
-    assert halves.draws == whole.draws
-
-
 def weighted_collector(generator: Any, weights: list[float]) -> PolicyCollector:
     """Of five prompts with pass rates 0, 0.2, ... 0.8, in batches of 2."""
     data = DataConfig.model_validate(
@@ -102,23 +97,17 @@ def weighted_collector(generator: Any, weights: list[float]) -> PolicyCollector:
     return PolicyCollector(generator, prompt_sampler(prompts, data), data, RolloutConfig(n=3))
 
 
-def test_weighted_draws_are_in_proportion_reported_and_go_on_after_a_resume() -> None:
+def test_weighted_draws_are_in_proportion_and_reported() -> None:
     """Ten draws are two epochs: prompts of weight 3, 1, 1, 0, 0 come 6, 2, 2, 0, 0 times."""
-    whole, halves = FakeGenerator(), FakeGenerator()
-    collected = collect(weighted_collector(whole, [0, 1, 0, 3, 1]), range(5), count=2)
-    drawn = [int(uid[2:]) for draw in whole.draws for uid in draw["uids"]]
+    generator = FakeGenerator()
+    collector = weighted_collector(generator, [0, 1, 0, 3, 1])
+    collected = collect(collector, range(5), count=2)
+    drawn = [int(uid[2:]) for draw in generator.draws for uid in draw["uids"]]
     assert Counter(drawn) == {3: 6, 1: 2, 4: 2}
     pairs = [drawn[i : i + 2] for i in range(0, 10, 2)]
     assert column(collected, "data/pass_rate/mean") == pytest.approx([0.2 * sum(pair) / 2 for pair in pairs])
-    first = weighted_collector(halves, [0, 1, 0, 3, 1])
-    collect(first, range(2), count=2)
-    state = json.loads(json.dumps(first.state()))
-    second = weighted_collector(halves, [0, 1, 0, 3, 1])
-    second.load_state(state)
-    collect(second, range(2, 5), count=2)
-    assert halves.draws == whole.draws
     with pytest.raises(ConfigError, match="gives other prompts or weights than in the checkpoint"):
-        weighted_collector(halves, [0, 1, 0, 3, 2]).load_state(state)
+        weighted_collector(generator, [0, 1, 0, 3, 2]).load_state(json.loads(json.dumps(collector.state())))
 
 
 def test_without_pass_rates_nothing_is_reported_and_the_state_is_the_position() -> None:
@@ -188,13 +177,6 @@ def test_left_over_groups_never_get_older_than_the_bound() -> None:
     assert inner.requests == [(0, 8), (2, 4), (4, 4)]
 
 
-def test_left_over_groups_come_first() -> None:
-    # Of six prompts 0, 3 and 4 are informative. Rounds of three bring {0}, {3, 4}, {6}, ...; batches take two groups.
-    collector, _ = dynamic([MIXED, EQUAL, EQUAL, MIXED, MIXED, EQUAL], round_size=3)
-    collected = collect(collector, range(3), count=2)
-    assert [numbers(groups) for groups, _ in collected] == [[0, 3], [4, 6], [9, 10]]
-
-
 @pytest.mark.parametrize(("bound", "expected"), [(0, [[0]] * 4), (2, [[0], [1], [2], [0]]), (9, [[0], [1], [2], [3]])])
 def test_the_bound_is_in_steps(bound: int, expected: list[list[int]]) -> None:
     collector, _ = dynamic([MIXED], round_size=8, max_staleness=bound)
@@ -224,44 +206,22 @@ def test_rounds_that_bring_nothing_end() -> None:
     assert len(inner.requests) == 6
 
 
-@pytest.mark.parametrize("resume_at", [1, 2, 3])
-def test_dynamic_sampling_resumes_as_if_never_stopped(resume_at: int) -> None:
-    """Left-over groups keep their age, and the next round its size."""
-    script = [MIXED, MIXED, EQUAL]
-    whole, _ = dynamic(script, round_size=9)
-    expected = collect(whole, range(5), count=2)
-    first, _ = dynamic(script, round_size=9)
-    collect(first, range(resume_at), count=2)
-    second, _ = dynamic(script, round_size=9)
-    second.load_state(json.loads(json.dumps(first.state())))
-    resumed = collect(second, range(resume_at, 5), count=2)
-    assert [(numbers(g), [x.version for x in g], m) for g, m in resumed] == [
-        (numbers(g), [x.version for x in g], m) for g, m in expected[resume_at:]
-    ]
-
-
 # -- replay ------------------------------------------------------------------------------------------------------------
+
+
+def replay(script: list[Any], ratio: float, size: int) -> Replay:
+    inner = ScriptedCollector(script, LoneMesh())
+    return Replay(inner, ReplayConfig(ratio=ratio, size=size, max_staleness=2), LoneMesh())
 
 
 def test_replay_never_uses_a_group_older_than_the_bound() -> None:
     # Batches of 4, of which one is replayed: step 0 leaves four groups in the buffer, more than two steps can use up.
     # At step 3 the rest of them is three steps old and is dropped. The three groups of step 1 are next.
-    collector = Replay(
-        ScriptedCollector([MIXED], LoneMesh()), ReplayConfig(ratio=0.25, size=99, max_staleness=2), LoneMesh()
-    )
-    collected = collect(collector, range(6), count=4)
+    collected = collect(replay([MIXED], ratio=0.25, size=99), range(6), count=4)
     assert [groups[0].version for groups, _ in collected] == [0, 0, 0, 1, 2, 3]
     assert [numbers(groups)[0] for groups, _ in collected] == [0, 0, 1, 4, 7, 10]  # the oldest first, each once
     assert column(collected, "train/replay_staleness_max") == [0, 1, 2, 2, 2, 2]
     assert column(collected, "train/replayed_groups") == [0, 1, 1, 1, 1, 1]
-
-
-def test_replay_keeps_the_newest_when_it_is_full() -> None:
-    collector = Replay(
-        ScriptedCollector([MIXED], LoneMesh()), ReplayConfig(ratio=0.5, size=3, max_staleness=2), LoneMesh()
-    )
-    collected = collect(collector, range(3), count=4)
-    assert [numbers(groups) for groups, _ in collected] == [[0, 1, 2, 3], [1, 2, 4, 5], [3, 4, 6, 7]]
 
 
 def test_the_age_of_a_replayed_group_counts_from_its_draw() -> None:
@@ -277,19 +237,41 @@ def test_the_age_of_a_replayed_group_counts_from_its_draw() -> None:
         assert metrics["train/replay_staleness_max"] == max((step - g.version for g in replayed), default=0)
 
 
-@pytest.mark.parametrize("resume_at", [1, 3])
-def test_replay_resumes_as_if_never_stopped(resume_at: int) -> None:
-    def build() -> Replay:
-        return Replay(
-            ScriptedCollector([MIXED, EQUAL], LoneMesh()), ReplayConfig(ratio=0.5, size=9, max_staleness=2), LoneMesh()
-        )
+# -- resume ------------------------------------------------------------------------------------------------------------
 
-    expected = collect(build(), range(5), count=4)
+
+def numbered_rewards() -> FakeGenerator:
+    return FakeGenerator(reward=lambda prompt, index, draw_id: float(draw_id + index))
+
+
+RESUMED: dict[str, tuple[Callable[[], Any], int]] = {  # collector, groups per step
+    "policy": (lambda: policy_collector(numbered_rewards()), 2),
+    "weighted": (lambda: weighted_collector(numbered_rewards(), [0, 1, 0, 3, 1]), 2),
+    "dynamic": (lambda: dynamic([MIXED, MIXED, EQUAL], round_size=9)[0], 2),
+    "replay": (lambda: replay([MIXED, EQUAL], ratio=0.5, size=9), 4),
+}
+
+
+@pytest.mark.parametrize("resume_at", [1, 2, 3])
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_collector_goes_on_as_if_never_stopped(name: str, resume_at: int) -> None:
+    """Prompts and seeds, left-over and replayed groups and their age, and the size of the next round."""
+    build, count = RESUMED[name]
+
+    def content(collected: list[tuple[list[Group], dict[str, float]]]) -> list[Any]:
+        return [
+            (
+                [[(s.prompt.uid, s.index, s.version, s.reward) for s in group.samples] for group in groups],
+                {name: value for name, value in metrics.items() if not name.startswith("timing")},
+            )
+            for groups, metrics in collected
+        ]
+
+    expected = collect(build(), range(5), count)
     first, second = build(), build()
-    collect(first, range(resume_at), count=4)
+    collect(first, range(resume_at), count)
     second.load_state(json.loads(json.dumps(first.state())))
-    resumed = collect(second, range(resume_at, 5), count=4)
-    assert [(numbers(g), m) for g, m in resumed] == [(numbers(g), m) for g, m in expected[resume_at:]]
+    assert content(collect(second, range(resume_at, 5), count)) == content(expected[resume_at:])
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -308,3 +290,70 @@ def test_a_stored_group_comes_back_as_it_was() -> None:
     packed = json.loads(json.dumps(pack_groups([Group(8, []), Group(8, [sample])], LoneMesh())))
     assert unpack_groups(packed, LoneMesh(2, 0)) == [Group(8, []), Group(8, [])]
     assert unpack_groups(packed, LoneMesh(2, 1)) == [Group(8, []), Group(8, [sample])]
+
+
+@pytest.mark.parametrize("mask", [[], [1], [0], [1, 0, 1, 1, 0, 0, 0, 1, 0], [1] * 16, [0] * 17])
+def test_a_sample_survives_packing(mask: list[int]) -> None:
+    row = {"taken": object()}  # no JSON: a row stays out of checkpoints
+    about = Prompt("u", (1, 2), "text", "42", "s", "r", {"level": 3}, columns=row, messages=[{"role": "user"}])
+    n = len(mask)
+    logprobs = [-0.1 * t for t in range(n)]
+    sample = Sample(about, 3, 1, list(range(n)), logprobs, "stop", 7, text="x", reward=0.5, loss_mask=mask)
+    sample.weights_digest = "d7"
+    sample.steps = [(n - 1, 0.25)]
+    sample.turns = [Turn(0, n - 1, "assistant", 7, 3), Turn(n - 1, n, "observation", 7, 11)]
+    sample.status, sample.turn_rewards, sample.trajectory_metrics = "turn_limit", [(n - 2, 0.5)], {"tool_calls": 2.0}
+    packed = json.loads(json.dumps(pack_sample(sample)))
+    assert unpack_sample(packed) == sample
+    assert not {"columns", "messages"} & {name for name, value in packed["prompt"].items() if value}
+    assert len(base64.b64decode(packed["loss_mask"])) == -(-n // 8)
+
+
+def test_a_sample_of_an_earlier_version_has_one_turn() -> None:
+    sample = Sample(prompt(0), 0, 0, [5, 6], [0.0, 0.0], "stop", 0)
+    packed = pack_sample(sample)
+    for name in ("turns", "status", "turn_rewards", "trajectory_metrics"):
+        del packed[name]
+    assert unpack_sample(packed) == sample
+
+
+def test_the_default_mask_is_all_ones_and_a_wrong_one_is_refused() -> None:
+    assert Sample(prompt(0), 0, 0, [5, 6], [0.0, 0.0], "stop", 0).loss_mask == [1, 1]
+    with pytest.raises(AssertionError, match="loss_mask has 3 entries for 2 response tokens"):
+        Sample(prompt(0), 0, 0, [5, 6], [0.0, 0.0], "stop", 0, loss_mask=[1, 0, 1])
+
+
+# -- real ranks, which each hold half of every group -------------------------------------------------------------------
+
+
+def places(step: Any) -> list[int]:
+    """The prompts of a step, in order of their places; every group is whole."""
+    samples, _ = step
+    found = sorted({place for place, *_ in samples})
+    assert found == list(range(len(found)))
+    assert all(sorted(i for p, _, i, _ in samples if p == place) == [0, 1] for place in found)
+    return [next(prompt for p, prompt, _, _ in samples if p == place) for place in found]
+
+
+@pytest.mark.parametrize("resume_at", [None, 1, 2])
+def test_dynamic_sampling_fills_the_batch_and_loses_nothing(resume_at: int | None) -> None:
+    # Of six prompts 0, 3 and 4 are informative. Rounds of three bring {0}, {3, 4}, {6}, {9, 10}, ... A batch of two takes
+    # two rounds and leaves one group for the next step.
+    script = [MIXED, EQUAL, EQUAL, MIXED, MIXED, EQUAL]
+    results = worlds.run(collecting.collect, 2, kind="dynamic", script=script, counts=[2, 2, 2], resume_at=resume_at)
+    steps = results[0]
+    assert steps == results[1]
+    assert [places(step) for step in steps] == [[0, 3], [4, 6], [9, 10]]
+    assert [metrics["train/num_gen_batches"] for _, metrics in steps] == [2, 1, 1]
+    assert [metrics["train/left_over_staleness_max"] for _, metrics in steps] == [0, 1, 0]
+    assert {version for place, _, _, version in steps[1][0] if place == 0} == {0}  # left over from step 0
+
+
+@pytest.mark.parametrize("resume_at", [None, 2])
+def test_replay_is_bounded_in_share_size_and_age(resume_at: int | None) -> None:
+    # Batches of four; groups 0, 2, 4, ... are informative. Half of a batch may be old, the oldest first, each once.
+    script = [MIXED, EQUAL]
+    steps = worlds.run(collecting.collect, 2, kind="replay", script=script, counts=[4] * 4, resume_at=resume_at)[0]
+    assert [places(step) for step in steps] == [[0, 1, 2, 3], [0, 2, 4, 5], [4, 6, 7, 8], [6, 8, 9, 10]]
+    assert [metrics["train/replayed_groups"] for _, metrics in steps] == [0, 2, 1, 2]
+    assert all(metrics["train/replay_staleness_max"] <= 2 for _, metrics in steps)

@@ -70,13 +70,8 @@ def test_an_answer_is_taken_at_its_tick_and_not_before() -> None:
             gaps = [b.clock - a.clock for a, b in itertools.pairwise(t.turns) if b.kind == "observation"]
             assert all(gap >= latency for gap in gaps)
         assert min(t.turns[1].clock - t.turns[0].clock for t in trajectories) == latency
-
-
-def test_the_clock_jumps_when_nothing_is_generated() -> None:
-    trajectories, engine, _ = played(count=1, latency=50)
-    (t,) = trajectories
-    lengths = [turn.end - turn.start for turn in t.turns if turn.kind == "assistant"]
-    assert len(engine.batches) == sum(lengths)
+    [t], engine, _ = played(count=1, latency=50)  # when nothing is generated, the clock jumps
+    assert len(engine.batches) == sum(turn.end - turn.start for turn in t.turns if turn.kind == "assistant")
     assert next(b.clock - a.clock for a, b in itertools.pairwise(t.turns)) == 50
 
 
@@ -119,7 +114,7 @@ def test_no_response_is_longer_than_its_limit(response: int) -> None:
         assert t.turns[-1].kind == "assistant"  # an observation that no turn follows is left out
 
 
-def test_an_observation_leaves_room_for_one_token() -> None:
+def test_an_observation_leaves_room_for_one_token_and_a_prompt_may_be_too_long() -> None:
     t = trajectory(0, limits=replace(LIMITS, response=6))
     t.begin(Answer([1]))
     t.generated(Completion([5, END], [-1.0, -1.0], "stop"), 1)
@@ -128,9 +123,6 @@ def test_an_observation_leaves_room_for_one_token() -> None:
     assert not t.is_over and t.request().max_tokens == 1
     full.answered(Answer([7, 7, 7, 7]), 2)
     assert (full.status, len(full.response_ids)) == ("length", 2)
-
-
-def test_a_prompt_may_be_too_long() -> None:
     t = trajectory(0)
     t.begin(Answer([1] * 9))
     assert (t.status, t.finish_reason, t.response_ids) == ("prompt_length", "length", [])

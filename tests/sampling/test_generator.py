@@ -1,7 +1,9 @@
-"""Seeds of the draws, their cut over the rollout blocks, and steps of the text -> tokens of the response."""
+"""Seeds of the draws, their cut over the rollout blocks, grading beside the draw, and rewards that fail."""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +15,10 @@ from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.rewards.reward import RewardFacts, RewardItem, RewardResult, rewards
 from grpo_megatron.rollout.engine import sample_seed
 from grpo_megatron.sampling.generator import Generator
-from grpo_megatron.sampling.grading import Grading
+from grpo_megatron.sampling.grading import Grading, check_failures
 from grpo_megatron.training.report import record_samples
 from grpo_megatron.types import GREEDY, Prompt, Sample
-from tests.sampling.fakes import LoneMesh, SeedEngine, prompt
+from tests.sampling.fakes import FakeRewardPool, LoneMesh, SeedEngine, prompt
 
 
 def draw(
@@ -25,27 +27,25 @@ def draw(
     engine: Any = SeedEngine()
     rollout = RolloutConfig(seed=9, **(rollout or {}))
     generator = Generator(engine, None, Letters(), mesh or LoneMesh(), rollout, weights_digest=lambda: "d9")
-    arguments: dict[str, Any] = {"draw_id": 4, "version": 4, "max_tokens": 8, "temperature": 0.7, **changes}
-    return generator.draw([prompt(i) for i in numbers], n, metrics=Metrics(), **arguments), engine
+    arguments: dict[str, Any] = {"draw_id": 4, "version": 4, "max_tokens": 8, "temperature": 0.7, "metrics": Metrics()}
+    return generator.draw([prompt(i) for i in numbers], n, **{**arguments, **changes}), engine
 
 
 def test_a_seed_is_of_the_run_the_draw_the_prompt_and_the_sample() -> None:
-    _, engine = draw([3, 5])
+    metrics = Metrics()
+    samples, engine = draw([3, 5], metrics=metrics)
     assert [r.seed for r in engine.requests] == [
         sample_seed(9, 4, f"p/{i}#0", index) for i in (3, 5) for index in (0, 1)
     ]
     assert engine.versions == [4] * 4 and {r.temperature for r in engine.requests} == {0.7}
+    assert [(s.prompt_index, s.index, s.version) for s in samples] == [(0, 0, 4), (0, 1, 4), (1, 0, 4), (1, 1, 4)]
+    assert {s.weights_digest for s in samples} == {"d9"}
+    assert metrics.reduce()["rollout/prefix_cache_hit_rate"] == 0.75
 
 
 def test_other_steps_other_rounds_and_repeated_prompts_draw_anew() -> None:
     seeds = [r.seed for draw_id in (0, 1, 1 + (1 << 32)) for r in draw([3, 5, 3], draw_id=draw_id)[1].requests]
     assert len(set(seeds)) == 3 * 6
-
-
-def test_samples_carry_the_version_they_were_drawn_with() -> None:
-    samples, _ = draw([3, 5], draw_id=-1, version=6)
-    assert [(s.prompt_index, s.index, s.version) for s in samples] == [(0, 0, 6), (0, 1, 6), (1, 0, 6), (1, 1, 6)]
-    assert {s.weights_digest for s in samples} == {"d9"}
 
 
 def test_a_greedy_response_is_one_more() -> None:
@@ -72,69 +72,21 @@ def test_the_stops_of_the_config_are_part_of_every_request() -> None:
     assert {r.stop for r in draw([3])[1].requests} == {None}
 
 
-def test_the_share_of_cached_prompt_tokens_is_logged() -> None:
-    metrics, engine = Metrics(), SeedEngine()
-    arguments: dict[str, Any] = {"draw_id": 4, "version": 4, "max_tokens": 8, "temperature": 0.7}
-    generator = Generator(engine, None, None, LoneMesh(), RolloutConfig(), lambda: "")  # type: ignore[arg-type]
-    generator.draw([prompt(3)], 1, **arguments, metrics=metrics)
-    assert metrics.reduce()["rollout/prefix_cache_hit_rate"] == 0.75
-
-
-class SlowPool:
-    """Grades a sample by its text's length, one for each call of `serve`. `events` tells the order of all calls."""
-
-    num_workers = 2
-
-    def __init__(self, problem: str | None = None, seconds: float = 0.0) -> None:
-        self.events: list[str] = []
-        self.seconds = seconds
-        self.problem = problem
-        self.items: list[RewardItem] = []
-
-    def begin(self, names: list[str]) -> None:
-        self.events, self.items = [f"begin {names}"], []
-
-    def submit(self, item: RewardItem) -> None:
-        self.events.append("submit")
-        self.items.append(item)
-
-    def serve(self) -> None:
-        self.events.append("serve")
-        if self.problem:
-            raise RuntimeError(self.problem)
-
-    def collect(self) -> list[RewardResult]:
-        self.events.append("collect")
-        return [RewardResult(float(len(text)), {"acc": 1.0}, seconds=self.seconds) for _, text, *_ in self.items]
-
-
-def draw_and_grade(pool: SlowPool, num_draws: int = 1) -> tuple[list[Sample], SeedEngine]:
+def draw_and_grade(pool: FakeRewardPool) -> tuple[list[Sample], SeedEngine]:
     engine: Any = SeedEngine(lambda: pool.events.append("step"))
     generator = Generator(engine, pool, Letters(), LoneMesh(), RolloutConfig(seed=9), lambda: "")  # type: ignore[arg-type]
     prompts = [prompt(i) for i in range(4)]
     arguments: dict[str, Any] = {"version": 0, "max_tokens": 8, "temperature": 1.0, "metrics": Metrics()}
-    drawn = [generator.draw(prompts, 2, draw_id=0, **arguments) for _ in range(num_draws)]
-    assert all(samples == drawn[0] for samples in drawn)
-    return drawn[0], engine
-
-
-@pytest.mark.parametrize(("seconds", "overlaps"), [(0.012, False), (0.013, True)])
-def test_quick_rewards_are_graded_after_the_draw(seconds: float, overlaps: bool) -> None:
-    """Eight of them, with two workers, against 0.05 s per worker."""
-    pool = SlowPool(seconds=seconds)
-    draw_and_grade(pool, num_draws=2)
-    last_step = len(pool.events) - 1 - pool.events[::-1].index("step")
-    assert ("submit" in pool.events[:last_step]) is overlaps
-    assert pool.events.count("submit") == 8 and pool.events[-1] == "collect"
+    return generator.draw(prompts, 2, draw_id=0, **arguments), engine
 
 
 def test_slow_rewards_of_a_validation_are_graded_while_it_draws_although_those_of_training_are_quick() -> None:
     """And a validation of 13 samples of 0.01 s is worth it, against 0.1 s, where a step of 8 is not."""
-    pool = SlowPool()
+    pool = FakeRewardPool()
     grading = Grading(pool, Letters())  # type: ignore[arg-type]
 
     def overlaps(reward: str, count: int, seconds: float) -> bool:
-        pool.seconds = seconds
+        pool.grade = lambda text, number: RewardResult(1.0, seconds=seconds)
         grading.begin([reward], count)
         for index in range(count):
             grading.add(Sample(replace(prompt(0), reward=reward), 0, index, [1], [0.0], "stop", 0))
@@ -148,7 +100,7 @@ def test_slow_rewards_of_a_validation_are_graded_while_it_draws_although_those_o
 
 
 def test_a_response_is_graded_while_the_others_are_drawn() -> None:
-    pool = SlowPool()
+    pool = FakeRewardPool()
     samples, _ = draw_and_grade(pool)
     first = sum(len(s.response_ids) == 1 for s in samples)
     assert 0 < first < 8
@@ -161,7 +113,7 @@ def test_a_response_is_graded_while_the_others_are_drawn() -> None:
 
 
 def test_workers_that_cannot_run_stop_all_ranks_after_the_draw() -> None:
-    pool = SlowPool(problem="reward workers do not start")
+    pool = FakeRewardPool(problem="reward workers do not start")
     with pytest.raises(RankError, match="reward workers do not start"):
         draw_and_grade(pool)
     assert pool.events.count("step") == 2  # the other ranks of the block are in the engine until the last step
@@ -196,26 +148,29 @@ class Letters:
         return {"input_ids": [self.PIECES.index(text)] if text in self.PIECES else [1, 1]}
 
 
-def steps_of(ids: list[int], steps: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    sample = Sample(Prompt("u", (1,), "", "", "s", "r"), 0, 0, ids, [0.0] * len(ids), "stop", 0)
-    return Grading(None, Letters())._step_tokens(sample, steps)
-
-
-def test_a_step_ends_with_the_token_that_completes_it() -> None:
-    ids = [0, 1, 2, 3, 4]  # "ab" "c" "\n" "defg" "": ends at 2, 3, 4, 8, 8
-    assert steps_of(ids, [(3, 1.0), (8, 0.0)]) == [(1, 1.0), (3, 0.0)]
-    assert steps_of(ids, [(1, 0.5)]) == [(0, 0.5)]  # in the middle of a token
-    assert steps_of(ids, []) == []
-
-
-def test_steps_within_one_token_are_one_step() -> None:
-    assert steps_of([0, 1, 2, 3], [(5, 1.0), (6, 0.0), (8, 0.5)]) == [(3, 0.5)]
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([(3, 1.0), (8, 0.0)], [(1, 1.0), (3, 0.0)]),
+        ([(1, 0.5)], [(0, 0.5)]),  # in the middle of a token
+        ([(5, 1.0), (6, 0.0), (8, 0.5)], [(3, 0.5)]),  # steps within one token are one step
+    ],
+)
+def test_a_step_ends_with_the_token_that_completes_it(
+    steps: list[tuple[int, float]], expected: list[tuple[int, float]]
+) -> None:
+    """Tokens "ab" "c" "\\n" "defg" "": they end at 2, 3, 4, 8, 8."""
+    grading = Grading(FakeRewardPool(lambda text, number: RewardResult(1.0, steps=tuple(steps))), Letters())  # type: ignore[arg-type]
+    sample = Sample(prompt(0), 0, 0, [0, 1, 2, 3, 4], [0.0] * 5, "stop", 0)
+    grading.begin(["reward"], 1)
+    grading.add(sample)
+    assert grading.finish() is None and sample.steps == expected
 
 
 def test_a_reward_reads_the_whole_turn_and_what_is_known_of_it() -> None:
     """The prompt has opened the thought: 8 characters, which are not those of the response's steps."""
-    pool = SlowPool()
-    pool.collect = lambda: [RewardResult(1.0, steps=((4, 0.5), (8 + 3, 1.0), (8 + 8, 0.0)))]  # type: ignore[method-assign]
+    steps = ((4, 0.5), (8 + 3, 1.0), (8 + 8, 0.0))
+    pool = FakeRewardPool(lambda text, number: RewardResult(1.0, steps=steps))
     grading = Grading(pool, Letters())  # type: ignore[arg-type]
     chat = [{"role": "user", "content": "Q"}]
     prompt = Prompt("u", (1,), "Q <think>\n", "42", "s", "gsm8k", columns={"a": 1}, data_source="d", messages=chat)
@@ -233,7 +188,7 @@ def test_a_reward_reads_the_whole_turn_and_what_is_known_of_it() -> None:
 def test_a_reward_that_compares_gets_all_samples_by_prompt_and_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever was drawn first; nothing is queued before the last one."""
     monkeypatch.setattr(rewards, "facts", lambda name: RewardFacts(batch=True, compares=True))
-    pool = SlowPool()
+    pool = FakeRewardPool()
     grading = Grading(pool, Letters())  # type: ignore[arg-type]
     grading.begin(["r"], 3)
     about = Prompt("u", (1,), "", "", "s", "r")
@@ -247,3 +202,74 @@ def test_a_reward_that_compares_gets_all_samples_by_prompt_and_index(monkeypatch
     grading.finish()
     assert [item.completion for item in pool.items] == ["ab", "abab", "ababab"]
     assert [sample.reward for sample in drawn] == [6.0, 4.0, 2.0]  # each has its own
+
+
+# -- A share of failed rewards above reward.max_failed_ratio stops every rank with one message, counted over all ranks ---
+
+
+class WorldMesh(LoneMesh):
+    """One rank of a world, whose other ranks send the given reports."""
+
+    def __init__(self, reports: list[Any], rank: int) -> None:
+        super().__init__(len(reports), rank)
+        self.reports = reports
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [*self.reports[: self.rank], value, *self.reports[self.rank + 1 :]]
+
+
+def graded(*rewards: float) -> list[Sample]:
+    failures = [f"failure {i}" if math.isnan(reward) else "" for i, reward in enumerate(rewards)]
+    return [
+        Sample(prompt(0), 0, i, [1], [0.0], "stop", 0, reward=reward, reward_failure=failures[i])
+        for i, reward in enumerate(rewards)
+    ]
+
+
+NAN = math.nan
+RANKS = [
+    graded(1.0, 0.0, 2.0, 3.0),
+    [],
+    graded(1.0, NAN, NAN, NAN),
+    graded(NAN, NAN, 0.0, NAN),
+]  # rank 1 has no pool
+REPORTS = [(4, 0, ""), (0, 0, ""), (4, 3, "failure 1"), (4, 3, "failure 0")]  # 6 of 12
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_every_rank_decides_alike_over_the_samples_of_all_ranks(rank: int) -> None:
+    mesh = WorldMesh(REPORTS, rank)
+    check_failures("step 3", RANKS[rank], 0.5, mesh)  # as many as are allowed
+    problem = r"step 3: 6 of 12 samples \(50 %\) .* reward.max_failed_ratio=0.49 allows; the first failure: failure 1;"
+    with pytest.raises(RankError, match=problem):
+        check_failures("step 3", RANKS[rank], 0.49, mesh)
+
+
+def test_what_is_no_failure_never_stops() -> None:
+    """No samples, ratio one, and a sample that a reward has declined."""
+    check_failures("step 0", [], 0.0, LoneMesh())
+    check_failures("step 0", graded(NAN, NAN), 1.0, LoneMesh())
+    with pytest.raises(RankError, match="1 of 9 samples"):
+        check_failures("step 0", graded(NAN, *[0.0] * 8), 0.0, LoneMesh())
+    declined = graded(*[NAN] * 8)
+    for sample in declined:
+        sample.reward_metrics = {"ok": 1.0, "timeout": 0.0}
+    check_failures("step 0", [*declined, *graded(1.0)], 0.0, LoneMesh())
+
+
+@pytest.mark.parametrize(("draw_id", "what"), [(4, "step 4: 1 of 4"), (-1, "the validation before step 4: 1 of 4")])
+def test_a_draw_stops_and_says_why(draw_id: int, what: str) -> None:
+    """The first of four samples fails: 25 %."""
+    failed = RewardResult(NAN, status="error", message="reward 'm:f': KeyError: 'x'")
+    pool: Any = FakeRewardPool(lambda text, number: RewardResult(1.0) if number else failed)
+    engine: Any = SeedEngine()
+    for ratio, stops in ((0.25, False), (0.24, True)):
+        rollout = RolloutConfig(seed=9)
+        generator = Generator(engine, pool, Letters(), LoneMesh(), rollout, lambda: "", max_failed_ratio=ratio)
+        arguments: dict[str, Any] = {"version": 4, "max_tokens": 8, "temperature": 0.7, "metrics": Metrics()}
+        if stops:
+            with pytest.raises(RankError, match=re.escape(what) + ".*first failure: reward 'm:f': KeyError: 'x'"):
+                generator.draw([prompt(1), prompt(2)], 2, draw_id=draw_id, **arguments)
+        else:
+            drawn = generator.draw([prompt(1), prompt(2)], 2, draw_id=draw_id, **arguments)
+            assert sorted(sample.reward_failure for sample in drawn) == ["", "", "", "reward 'm:f': KeyError: 'x'"]

@@ -108,18 +108,14 @@ def draw(
 LONG_FIRST = [200] * 12 + [3] * 28  # two blocks, 20 requests each: the first block has all the long ones
 
 
-def test_a_block_without_work_takes_waiting_requests() -> None:
+def test_a_block_without_work_takes_waiting_requests_whatever_steps_take() -> None:
     drawn, engines, _ = draw(LONG_FIRST, 2, capacity=4)
     assert sorted(drawn[0] + drawn[1]) == list(range(40))
     alone = 3 * 200 + 2 * 3  # steps of the first block if nobody takes from it
     assert max(engine.clock for engine in engines) < 0.75 * alone
     assert any(number < 20 for number in drawn[1])
     assert [engine.most for engine in engines] == [4, 4]
-
-
-def test_moves_do_not_depend_on_how_long_a_step_takes() -> None:
-    drawn, engines, _ = draw(LONG_FIRST, 2, capacity=4)
-    for _ in range(2):
+    for _ in range(2):  # moves do not depend on how long a step takes
         again, delayed, _ = draw(LONG_FIRST, 2, capacity=4, delay=0.0005)
         assert again == drawn
         assert [engine.submitted for engine in delayed] == [engine.submitted for engine in engines]

@@ -11,10 +11,10 @@ import pytest
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rewards.reward import RewardResult
-from grpo_megatron.sampling.multi_turn import EnvironmentsLost, Times, TrajectoryGenerator
+from grpo_megatron.sampling.multi_turn import Times, TrajectoryGenerator
 from grpo_megatron.training.report import record_samples
 from grpo_megatron.types import GREEDY, Prompt, Sample
-from tests.sampling.fakes import LoneMesh
+from tests.sampling.fakes import FakeRewardPool, LoneMesh
 from tests.sampling.trajectory_fakes import FakeAnswers, FakeEngine
 
 
@@ -23,26 +23,6 @@ class Numbers:
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return "".join(f"{i} " for i in ids)
-
-
-class SumPool:
-    """The reward is 1 for every text. `steps`: the text's first token is a step."""
-
-    num_workers = 1
-
-    def __init__(self, steps: bool = False) -> None:
-        self.steps, self.texts = steps, []  # type: ignore[var-annotated]
-
-    def begin(self, names: list[str]) -> None:
-        assert names == ["r"]
-
-    def submit(self, item: tuple[str, str, str]) -> None:
-        self.texts.append(item[1])
-
-    def serve(self) -> None: ...
-
-    def collect(self) -> list[RewardResult]:
-        return [RewardResult(1.0, {"acc": 1.0}, steps=((1, 0.25),) if self.steps else ()) for _ in self.texts]
 
 
 def prompts(*numbers: int) -> list[Prompt]:
@@ -56,7 +36,6 @@ def draw(
     fail: Any = None,
     pool: Any = None,
     failed: str = "keep",
-    gives_rewards: bool | None = None,
     **changes: Any,
 ) -> tuple[list[Sample], FakeEngine, Metrics]:
     engine: Any = FakeEngine()
@@ -73,7 +52,7 @@ def draw(
         rollout,
         lambda: "d9",
         answers=answers,
-        gives_rewards=pool is None if gives_rewards is None else gives_rewards,
+        gives_rewards=pool is None,
         max_prompt_length=8,
     )
     arguments: dict[str, Any] = {"draw_id": 4, "version": 3, "max_tokens": 40, "temperature": 0.7, **changes}
@@ -89,18 +68,6 @@ def key(number: int, index: int, draw_id: int = 4) -> str:
 
 def ends(sample: Sample) -> list[int]:
     return [turn.end - 1 for turn in sample.turns if turn.kind == "assistant"]
-
-
-def test_the_cut_over_blocks_changes_nothing_but_the_place() -> None:
-    whole, _, _ = draw(1, 2, 3, n=3)
-    parts = [draw(1, 2, 3, n=3, mesh=LoneMesh(2, rank))[0] for rank in range(2)]
-    assert [len(part) for part in parts] == [4, 5]
-
-    def content(sample: Sample) -> Sample:
-        return replace(sample, turns=[replace(turn, clock=0) for turn in sample.turns])
-
-    assert [content(sample) for part in parts for sample in part] == [content(sample) for sample in whole]
-    assert {(s.version, s.weights_digest) for s in whole} == {(3, "d9")}
 
 
 def test_a_group_shares_its_environments_seed() -> None:
@@ -129,19 +96,24 @@ def test_greedy_trajectories_are_drawn_at_temperature_0() -> None:
 def test_an_environment_that_grades_gives_the_sum_over_its_turns() -> None:
     samples, _, _ = draw(1, 2, n=4)
     assert len({sample.reward for sample in samples}) > 1
+    lines, (first, second) = samples[0].text.splitlines(), samples[0].turns[:2]  # as the log shows it
+    assert lines[0] == f"[assistant, {first.end} tokens]" and lines[-1] == "[ok]"
+    assert lines[1] == Numbers().decode(samples[0].response_ids[: first.end], False)
+    assert lines[2] == f"[observation, {second.end - second.start} tokens]"
     for sample in samples:
         assert sample.reward == 0.5 * len(sample.turn_rewards)
         assert sample.steps == sample.turn_rewards
         assert {token for token, _ in sample.turn_rewards} <= set(ends(sample))
         assert sample.prompt.prompt_ids == (1, 2, sample.prompt.extra["row"]["number"])  # type: ignore[index]
         assert sample.prompt.text == f"1 2 {sample.prompt.prompt_ids[2]} "
+    assert {(s.version, s.weights_digest) for s in samples} == {(3, "d9")}
 
 
 def test_a_reward_function_reads_the_last_turn_and_adds_to_what_turns_have_earned() -> None:
-    pool = SumPool()
+    pool = FakeRewardPool(lambda text, number: RewardResult(1.0, {"acc": 1.0}))
     samples, _, _ = draw(1, 2, n=4, pool=pool)
     texts = [Numbers().decode(s.response_ids[s.turns[-1].start : s.turns[-1].end], True) for s in samples]
-    assert sorted(pool.texts) == sorted(texts)
+    assert sorted(item.completion for item in pool.items) == sorted(texts)
     for sample in samples:
         last = sample.turns[-1]
         assert sample.reward == 1.0 + 0.5 * len(sample.turn_rewards)
@@ -149,10 +121,8 @@ def test_a_reward_function_reads_the_last_turn_and_adds_to_what_turns_have_earne
         assert not sample.steps or math.isclose(sum(reward for _, reward in sample.steps), sample.reward)
         assert not sample.steps or sample.steps[-1][0] == last.end - 1
     assert any(sample.steps for sample in samples)
-
-
-def test_steps_of_a_reward_function_are_in_the_last_turn() -> None:
-    samples, _, _ = draw(1, 2, pool=SumPool(steps=True))
+    pool.grade = lambda text, number: RewardResult(1.0, steps=((1, 0.25),))  # its steps are in the last turn
+    samples, _, _ = draw(1, 2, pool=pool)
     assert [sample.steps for sample in samples] == [[(sample.turns[-1].start, 0.25)] for sample in samples]
 
 
@@ -164,34 +134,6 @@ def test_trajectories_whose_environment_failed_are_kept_or_masked(failed: str) -
     assert samples[1].response_ids and math.isfinite(samples[1].reward)
     never_began = samples[2]
     assert math.isnan(never_began.reward) and never_began.response_ids == [] and never_began.prompt.text == "as loaded"
-
-
-def test_ranks_without_reward_workers_do_not_grade() -> None:
-    class Follower(LoneMesh):
-        is_block_leader = False  # type: ignore[assignment]
-
-    samples, _, _ = draw(1, mesh=Follower(), gives_rewards=False)
-    assert all(math.isnan(sample.reward) and not sample.text for sample in samples)
-
-
-def test_a_lost_pool_stops_every_rank() -> None:
-    class Lost(FakeAnswers):
-        def take(self, trajectories: Any) -> Any:
-            raise EnvironmentsLost("no worker can run")
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="no worker can run"):
-        patch.setattr(f"{__name__}.FakeAnswers", Lost)
-        draw(1)
-
-
-def test_the_log_shows_turns() -> None:
-    (sample,), _, _ = draw(1, n=1)
-    lines = sample.text.splitlines()
-    first, second = sample.turns[:2]
-    assert lines[0] == f"[assistant, {first.end} tokens]"
-    assert lines[1] == Numbers().decode(sample.response_ids[: first.end], False)
-    assert lines[2] == f"[observation, {second.end - second.start} tokens]"
-    assert lines[-1] == "[ok]"
 
 
 def test_metrics_are_means_over_trajectories() -> None:

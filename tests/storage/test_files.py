@@ -43,15 +43,6 @@ def no_space(*args: Any) -> None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "file.txt"
-    write_file(path, "first\n")
-    assert path.read_text() == "first\n"
-    write_file(path, (f"{n} \u00e9\n" for n in range(3)))
-    assert path.read_text(encoding="utf-8") == "0 \u00e9\n1 \u00e9\n2 \u00e9\n"
-    assert names(tmp_path) == ["file.txt"]
-
-
 @pytest.mark.parametrize("mask", [0o022, 0o077])
 def test_its_mode_follows_the_umask(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)

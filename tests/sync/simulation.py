@@ -261,6 +261,6 @@ def architecture(family: str, **changes: Any) -> Architecture:
 
 
 def planned_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """The tensors of a sync's plan: all but the constants, which travel apart (models/weights/resharding.py)."""
+    """The tensors of a sync's plan: all but the constants, which travel apart (models/weights/stream.py)."""
     rows = [row for row in expand_table(table_of(arch), arch) if not row.is_constant]
     return {name: shape for row in rows for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True)}

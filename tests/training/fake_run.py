@@ -20,28 +20,17 @@ import torch
 from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
 from grpo_megatron.data.written import WrittenResponse
+from grpo_megatron.models.families import architecture_of
 from grpo_megatron.observability import metrics as sinks_module
 from grpo_megatron.observability.console import Summary
 from grpo_megatron.observability.metrics import Sink
 from grpo_megatron.parallel.exchange import build_batch
 from grpo_megatron.sync.digest import Expected
 from grpo_megatron.training import colocation, references, validation, warm_up
+from tests import tiny
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
-ARCH: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 8,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "num_query_groups": 2,
-    "head_dim": 4,
-    "ffn_hidden_size": 16,
-    "num_experts": 0,
-    "experts_per_token": 0,
-    **dict.fromkeys(("num_dense_layers", "dense_ffn_hidden_size", "shared_ffn_hidden_size"), 0),
-    "latent": None,
-}
-
+ARCH = architecture_of({**tiny.COMMON, "model_type": "llama"})
 WEIGHTS = "weights.txt"  # in a folder that a run has saved: the name of the weights
 
 
@@ -51,17 +40,39 @@ def logprob_under(weights: str) -> float:
     return -1.0 - 0.01 * (int(updates) if kind == "policy after" else 0)
 
 
-class FakePolicy:
+class NamedWeights:
+    """What policy and reference have alike: `weights` is the name of what they hold."""
+
+    weights: str
+
+    def logprobs(self, batch: Any, temperature: float | None = None) -> torch.Tensor:
+        return logprob_under(self.weights) * batch.response_mask
+
+    def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
+        yield self.weights
+
+    def engine_weights(self, resharding: Any, version: int) -> Iterator[Any]:
+        return self.hf_weights(0)
+
+    def expected_digests(self, resharding: Any) -> Expected:
+        return Expected({}, self.weights, [])
+
+
+class FakePolicy(NamedWeights):
     """`updates` counts optimizer steps: what a checkpoint restores and what `copy_from` would copy."""
 
     def __init__(self, events: list[Any], device: Any) -> None:
         self.events, self.device, self.mesh, self.updates = events, device, LoneMesh(), 0
-        self.arch, self.multiple, self.is_offloaded = SimpleNamespace(**ARCH), 1, False
+        self.arch, self.multiple, self.is_offloaded = ARCH, 1, False
 
     def set_optimizer(self, optim: Any, total_steps: int, *, period: int = 1) -> None:
         self.period = period
         assert not self.is_offloaded
         self.events.append(("optimizer", optim.lr, total_steps))
+
+    @property
+    def weights(self) -> str:  # type: ignore[override]
+        return f"policy after {self.updates}"
 
     @property
     def num_updates(self) -> int:
@@ -78,18 +89,6 @@ class FakePolicy:
     def has_finite_weights(self) -> bool:
         return True
 
-    def logprobs(self, batch: Any, temperature: float | None = None) -> torch.Tensor:
-        return logprob_under(f"policy after {self.updates}") * batch.response_mask
-
-    def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
-        yield f"policy after {self.updates}"
-
-    def engine_weights(self, resharding: Any, version: int) -> Iterator[Any]:
-        return self.hf_weights(0)
-
-    def expected_digests(self, resharding: Any) -> Expected:
-        return Expected({}, f"policy after {self.updates}", [])
-
     def offload(self) -> None:
         self.is_offloaded = True
 
@@ -101,7 +100,7 @@ class NoReport(Sink):
     def log(self, step: int, metrics: Any) -> None: ...
 
 
-class FakeReference:
+class FakeReference(NamedWeights):
     """Holds the name of its weights: of a folder that the run has saved, or of a given folder."""
 
     def __init__(self, path: Path, *arguments: Any, temperature: float) -> None:
@@ -109,19 +108,7 @@ class FakeReference:
         self.weights = saved.read_text() if saved.exists() else f"folder {path.name}"
 
     def copy_from(self, policy: FakePolicy) -> None:
-        self.weights = f"policy after {policy.updates}"
-
-    def logprobs(self, batch: Any, temperature: float | None = None) -> torch.Tensor:
-        return logprob_under(self.weights) * batch.response_mask
-
-    def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
-        yield self.weights
-
-    def engine_weights(self, resharding: Any, version: int) -> Iterator[Any]:
-        return self.hf_weights(0)
-
-    def expected_digests(self, resharding: Any) -> Expected:
-        return Expected({}, self.weights, [])
+        self.weights = policy.weights
 
 
 class FakeResharding:
@@ -268,7 +255,7 @@ def run(
     config = Config.model_validate(raw)
     is_from_file = config.algorithm.source == "file"
     checked = SimpleNamespace(
-        arch=SimpleNamespace(**ARCH),
+        arch=ARCH,
         tokenizer=SimpleNamespace(decode=lambda ids, **options: " ".join(f"token{i}" for i in ids)),
         train_prompts=[prompt(i) for i in range(6)],
         val_prompts=[] if is_from_file else [prompt(100 + i) for i in range(3)],

@@ -35,36 +35,30 @@ def test_later_probes_are_held_to_the_healthy_ones() -> None:
     for mean in (0.011, 0.012, 0.014, 0.018, 0.025, 0.04):  # growing weights: a bfloat16 forward rounds more
         assert made.problem("policy", difference(mean), is_attested=False) is None
     problem = str(made.problem("policy", difference(0.11), is_attested=False))
-    assert "differ from those of the model that was sent by 0.11 on average (at most 0.11)" in problem
-    assert "more than 2.5 times that of healthy probes of this run: 0.1: the engine does not hold" in problem
+    assert "by 0.11 on average (at most 0.11)" in problem and "more than 2.5 times that of healthy" in problem
     assert made.problem("policy", difference(0.09), is_attested=False) is None  # a wrong probe is not remembered
     assert made.problem("policy", difference(0.44), is_attested=True) is None  # proven weights: 5 times
     assert made.problem("policy", difference(2.3), is_attested=True)
+    made = probe()
+    for mean in (0.02, *[0.004] * 8):  # old ones are forgotten
+        assert made.problem("policy", difference(mean), is_attested=False) is None
+    assert made.problem("policy", difference(0.011), is_attested=False)  # 2.5 * 0.004
+    assert made.problem("policy", difference(0.009), is_attested=False) is None
 
 
 def test_a_model_that_is_not_finite_is_blamed_itself() -> None:
     """Not the sync: the message has the step, the first tensor and the cause."""
     names = ["model.embed_tokens.weight", "model.norm.weight"]
     assert weights_problem("policy", 4, [], is_first=False) is None
-    assert weights_problem("policy", 4, names, is_first=False) == (
-        "step 4: the policy's own weights are not finite: model.embed_tokens.weight (and 1 more). No sync was made:"
-        " the update of step 3 was too large; resume from the last checkpoint with a lower actor.optim.lr or"
-        " actor.optim.clip_grad"
-    )
+    problem = str(weights_problem("policy", 4, names, is_first=False))
+    assert problem.startswith("step 4: the policy's own weights are not finite: model.embed_tokens.weight (and 1 more)")
+    assert "the update of step 3 was too large" in problem and "actor.optim.lr" in problem
     assert "model.norm.weight. No sync was made: they were loaded so" in str(
         weights_problem("reference", 0, names[1:], is_first=True)
     )
     assert logprobs_problem("policy", torch.zeros(3)) is None
     problem = str(logprobs_problem("policy", torch.tensor([0.0, float("nan"), float("inf")])))
     assert problem.startswith("the policy's own log-probabilities are not finite for 2 of 3 fixed tokens")
-
-
-def test_old_probes_are_forgotten() -> None:
-    made = probe()
-    for mean in (0.02, *[0.004] * 8):
-        assert made.problem("policy", difference(mean), is_attested=False) is None
-    assert made.problem("policy", difference(0.011), is_attested=False)  # 2.5 * 0.004
-    assert made.problem("policy", difference(0.009), is_attested=False) is None
 
 
 @pytest.mark.parametrize(
@@ -155,34 +149,23 @@ def sample(version: int, digest: str) -> Sample:
 
 
 def test_a_sample_must_be_of_the_weights_of_its_version() -> None:
-    good = [sample(5, "weights 5"), sample(4, "weights 4"), sample(3, "weights 3")]
-    provenance().check(5, good)
-    provenance().check(5, [])
-    for wrong in (sample(5, "weights 4"), sample(5, ""), sample(4, "weights 5"), sample(2, "weights 2")):
-        with pytest.raises(
-            RankError, match="step 5 cannot train on 1 of 4 samples: prompt 'p/3', sample 1 was drawn by"
-        ):
-            provenance().check(5, [*good, wrong])
-    with pytest.raises(
-        RankError, match="with digest weights 4, but the sync of step 5 sent weights with digest weights 5;"
-    ):
-        provenance().check(5, [sample(5, "weights 4")])
-
-
-def test_every_part_of_a_response_must_be_of_the_weights_of_its_step() -> None:
-    """A response of rollout.partial: tokens of step 3, then of step 5."""
+    """So must every part of a response of rollout.partial: tokens of step 3, then of step 5. A step's last sync counts."""
 
     def drawn(digest: str) -> Sample:
         draws = [Draw(0, 1, 3, "weights 3"), Draw(1, 2, 5, digest)]
         return Sample(prompt(3), 0, 1, [5, 6], [-0.1] * 2, "stop", 3, weights_digest="weights 3", draws=draws)
 
-    provenance().check(5, [drawn("weights 5")])
-    with pytest.raises(RankError, match="with digest weights 4, but the sync of step 5 sent weights with"):
-        provenance().check(5, [drawn("weights 5"), drawn("weights 4")])
-
-
-def test_the_last_sync_of_a_step_counts() -> None:
     made = provenance()
+    good = [sample(5, "weights 5"), sample(4, "weights 4"), sample(3, "weights 3"), drawn("weights 5")]
+    made.check(5, good)
+    made.check(5, [])
+    refused = "step 5 cannot train on 1 of 5 samples: prompt 'p/3', sample 1 was drawn by"
+    for wrong in (sample(5, "weights 4"), sample(5, ""), sample(4, "weights 5"), sample(2, "weights 2")):
+        with pytest.raises(RankError, match=refused):
+            made.check(5, [*good, wrong])
+    for wrong in (sample(5, "weights 4"), drawn("weights 4")):
+        with pytest.raises(RankError, match="with digest weights 4, but the sync of step 5 sent weights with digest"):
+            made.check(5, [wrong])
     made.record(5, "the initial model")
     made.check(5, [sample(5, "the initial model")])
     with pytest.raises(RankError, match="step 5"):

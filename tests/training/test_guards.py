@@ -64,15 +64,17 @@ def test_stop_ends_all_ranks_with_one_message(run: Any) -> None:
     out, results = run
     is_dp = out.name.startswith("DP2")
     for result in results:
-        assert result["reward"]["stopped"] == (
-            "guards.rewards=stop: step 4, update 1: 1 rewards of the step are infinite\n"
-            f"  dumped; `python -m grpo_megatron replay {out}/dumps/step_000004_rewards` computes its loss again"
-        )
-        where = "rank 1" if is_dp else "all ranks"
-        assert result["logprob, stop"]["stopped"] == (
-            f"guards.logprobs=stop: step 3, update 1: log-probabilities or the loss are not finite on {where}\n"
-            f"  dumped; `python -m grpo_megatron replay {out}/dumps/step_000003_logprobs` computes its loss again"
-        )
+        for fault, text, dump in (
+            (
+                "reward",
+                "guards.rewards=stop: step 4, update 1: 1 rewards of the step are infinite",
+                "step_000004_rewards",
+            ),
+            ("logprob, stop", "guards.logprobs=stop: step 3, update 1: ", "step_000003_logprobs"),
+        ):
+            stopped = result[fault]["stopped"]
+            assert stopped.startswith(text) and f"`python -m grpo_megatron replay {out}/dumps/{dump}`" in stopped
+        assert f"not finite on {'rank 1' if is_dp else 'all ranks'}\n" in result["logprob, stop"]["stopped"]
     assert [fault for fault in EXPECTED if results[0][fault]["stopped"]] == ["logprob, stop", "reward"]
 
 
@@ -89,9 +91,11 @@ def test_a_dump_replays_to_the_logged_loss(run: Any) -> None:
         "step_000008_entropy",
     ]
     [results] = worlds.run(guard_ranks.replayed, 1, dumps=dumps)
+    tables: dict[str, dict[str, list[str]]] = {}
     for (code, text), dump in zip(results, dumps, strict=True):
         assert code == 0, text
         rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if len(line.split()) == 4}
+        tables[dump.name] = rows
         recorded, again, _ = map(float, rows["loss"])
         if "logprobs" in dump.name:
             assert math.isnan(recorded) and math.isnan(again)
@@ -100,12 +104,10 @@ def test_a_dump_replays_to_the_logged_loss(run: Any) -> None:
     for step, fault in ((1, "gradient"), (5, "norm, warn"), (6, "norm, skip")):
         logged = first[fault]["logged"]
         loss = logged["actor/pg_loss"] + 0.1 * logged["actor/kl_loss"] - 0.05 * logged["actor/entropy_loss"]
-        text = results[[d.name for d in dumps].index(f"step_{step:06d}_{'gradients' if step == 1 else 'grad_norm'}")][1]
-        recorded, again, _ = map(float, next(line for line in text.splitlines() if line.startswith("loss")).split()[1:])
+        rows = tables[f"step_{step:06d}_{'gradients' if step == 1 else 'grad_norm'}"]
+        recorded, again, _ = map(float, rows["loss"])
         assert recorded == pytest.approx(loss, abs=1e-7) and again == pytest.approx(loss, abs=1e-6)
-        recorded_norm, norm, _ = map(
-            float, next(line for line in text.splitlines() if line.startswith("grad_norm")).split()[1:]
-        )
+        recorded_norm, norm, _ = map(float, rows["grad_norm"])
         assert math.isfinite(norm) and (
             math.isnan(recorded_norm) if step == 1 else norm == pytest.approx(recorded_norm, rel=1e-4)
         )

@@ -80,8 +80,11 @@ def test_six_changes_of_layout(model: Path, out: Path, alone: dict[str, Any]) ->
 
 
 @pytest.mark.slow
-def test_changed_settings_are_used(alone: dict[str, Any]) -> None:
-    """A linear schedule of 2 updates ends at 0. Extended to 5, it falls from 2e-3 to 5e-4: 1 - n/5 of the way at update n."""
+def test_changed_settings_are_used_and_other_mini_batches_keep_the_training_step(alone: dict[str, Any]) -> None:
+    """A linear schedule of 2 updates ends at 0. Extended to 5, it falls from 2e-3 to 5e-4: 1 - n/5 of the way at update n.
+
+    Three training steps are done, with 2 updates each: in a schedule of 2, 4 and 1 updates per training step.
+    """
     for number, update in enumerate(alone["settings"], start=1):
         is_changed = number > 2
         rate = 5e-4 + 1.5e-3 * (1 - number / 5) if is_changed else 1e-3 * (1 - number / 2)
@@ -92,9 +95,4 @@ def test_changed_settings_are_used(alone: dict[str, Any]) -> None:
             assert group["weight_decay"] == pytest.approx((0.1 if is_changed else 0.01) * group["wd_mult"])
         assert update["steps"] == {number}  # Adam's bias correction goes on
         assert any(group["wd_mult"] == 1 for group in update["groups"])
-
-
-@pytest.mark.slow
-def test_other_mini_batches_keep_the_training_step(alone: dict[str, Any]) -> None:
-    """Three training steps are done, with 2 updates each: in a schedule of 2, 4 and 1 updates per training step."""
     assert alone["positions"] == [6, 12, 3]

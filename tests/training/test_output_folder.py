@@ -20,7 +20,7 @@ from safetensors import safe_open
 from grpo_megatron.config import Config, ConfigError, TrainerConfig
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.storage import StorageError, files
+from grpo_megatron.storage import files
 from grpo_megatron.storage.run_files import on_disk, steps_of
 from grpo_megatron.training import checkpoint
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes
@@ -198,34 +198,30 @@ def test_a_config_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """`free.free`: the bytes of every file system."""
+    space = SimpleNamespace(free=2**20)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: space)
+    return space
 
 
-@pytest.mark.usefixtures("full_disk")
-def test_free_space_is_compared_with_the_size_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_could_not_save_does_not_start(tmp_path: Path, free: SimpleNamespace) -> None:
     text = r"no space left: a checkpoint takes 0\.00195 GiB, the file system of .*/out has 0\.000977 GiB free"
     with open_folder(tmp_path / "out") as folder, pytest.raises(RankError, match=text):
         folder.check_space(2**21)
-    with pytest.raises(StorageError, match=text):
-        files.check_space(tmp_path / "out", 2**21, "a checkpoint")
-
-
-def test_free_space_is_checked_before_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = Checkpoints(tmp_path, LoneMesh(), keep=3)
-    size = sum(file.stat().st_size for file in save(checkpoints, 1).rglob("*"))
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=size - 1))
-    with pytest.raises(RankError, match=r"cannot write checkpoint .*step_000002: no space left: a checkpoint takes"):
-        save(checkpoints, 2)
-    assert names(tmp_path / "checkpoints") == {"step_000001"}
-
-
-def test_a_run_that_could_not_save_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=-1))
+    free.free = -1
     with pytest.raises(RankError, match=r"cannot save in .*trainer\.save_freq=-1: no space left"):
         run(tmp_path, trainer={"save_freq": 1})
     events, _ = run(tmp_path, trainer={"save_freq": -1})
     assert only(events, "finished")
+
+
+def test_free_space_is_checked_before_each_save(tmp_path: Path, free: SimpleNamespace) -> None:
+    checkpoints = Checkpoints(tmp_path, LoneMesh(), keep=3)
+    free.free = sum(file.stat().st_size for file in save(checkpoints, 1).rglob("*")) - 1
+    with pytest.raises(RankError, match=r"cannot write checkpoint .*step_000002: no space left: a checkpoint takes"):
+        save(checkpoints, 2)
+    assert names(tmp_path / "checkpoints") == {"step_000001"}
 
 
 def test_the_size_of_a_checkpoint(tmp_path: Path) -> None:

@@ -47,11 +47,8 @@ def test_it_records_the_wanted_steps(tmp_path: Path, first: int, recorded: list[
     table = (tmp_path / "profile" / "table.txt").read_text()
     assert {line.split()[1] for line in table.splitlines()[3:]} == {"gen", "log"}
     assert metrics.reduce()["timing_s/gen"] > 0
-
-
-def test_a_run_that_resumes_after_the_wanted_steps_says_so(tmp_path: Path) -> None:
-    done, notes, _ = run(tmp_path, range(1, 3), range(3, 5))
-    assert done == [3, 4] and "starts at step 3" in notes[0] and not any(tmp_path.iterdir())
+    done, notes, _ = run(tmp_path / "later", range(1, 3), range(3, 5))  # a run that resumes after the wanted steps
+    assert done == [3, 4] and "starts at step 3" in notes[0] and not (tmp_path / "later").exists()
 
 
 def test_a_failing_step_ends_the_recording_and_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
@@ -66,7 +63,9 @@ def test_a_failing_step_ends_the_recording_and_a_full_disk_does_not_end_the_run(
     assert run(tmp_path / "file", range(1), range(2))[0] == [0, 1]
 
 
-def test_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option_names_steps_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert parse(TrainOptions, ["run.yaml", "--profile", "3-5"]).profile == range(3, 6)
     assert parse(TrainOptions, ["run.yaml", "--profile", "3"]).profile == range(3, 4)
     assert parse(TrainOptions, ["run.yaml"]).profile is None
@@ -74,11 +73,6 @@ def test_the_option(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises((SystemExit, ConfigError)):
             parse(TrainOptions, ["run.yaml", "--profile", *arguments])
     assert "5-3' is not a step like 3" in capsys.readouterr().err
-
-
-def test_a_step_that_the_run_does_not_have_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "run.yaml").write_text(f"model: {{path: {tmp_path}}}\ntrainer: {{total_training_steps: 4}}\n")
     assert main.main(["train", str(tmp_path / "run.yaml"), "--profile", "2-4"]) == 2

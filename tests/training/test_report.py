@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,22 +20,18 @@ from tests import tiny
 from tests.sampling.fakes import LoneMesh
 
 
-class Sinks:
-    def __init__(self, logged: list[dict[str, float]]) -> None:
-        self.logged = logged
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.logged.append(metrics)
-
-
-def step_report(config: Config, sinks: Any, guards: Guards, has_finite_weights: Callable[[], bool]) -> StepReport:
+def step_report(logged: list[dict[str, float]], is_finite: bool = True, **sections: Any) -> tuple[StepReport, Guards]:
+    """`logged` gets the metrics of each step. `is_finite`: of the policy's weights."""
+    config = Config.model_validate({"model": {"path": "model"}, **sections})
+    guards = Guards(config, LoneMesh(), lambda folder: None, contextlib.nullcontext)
     checked: Any = SimpleNamespace(tokenizer=None)
+    sinks: Any = SimpleNamespace(log=lambda step, metrics: logged.append(metrics))
     arch = architecture_of({**tiny.COMMON, "model_type": "llama"})
     facts = {"mesh": guards.mesh, "device": Device("cpu"), "arch": arch, "multiple": 4}
-    policy: Any = SimpleNamespace(**facts, has_finite_weights=has_finite_weights)
+    policy: Any = SimpleNamespace(**facts, has_finite_weights=lambda: is_finite)
     report = StepReport(config, checked, policy, sinks, guards)
     report.shown.gather = lambda *_: None  # type: ignore[method-assign]
-    return report
+    return report, guards
 
 
 def test_the_mean_advantage_counts_the_tokens_of_the_loss() -> None:
@@ -45,10 +40,7 @@ def test_the_mean_advantage_counts_the_tokens_of_the_loss() -> None:
     batch = tiny.make_batch([([1, 2], [3, 4, 5]), ([1], [6, 7])], [[[0, 1]]])
     batch.advantages = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 0.0]])
     batch.loss_mask = torch.tensor([[True, False, True], [False, True, False]])
-    mesh: Any = LoneMesh()
-    config = Config.model_validate({"model": {"path": "model"}})
-    guards = Guards(config, mesh, lambda folder: None, contextlib.nullcontext)
-    report = step_report(config, Sinks(logged), guards, lambda: True)
+    report, _ = step_report(logged)
     report.log(0, Metrics(), [], GroupTable([], [], [], [], [], [], []), Plan([], [], []), batch, epoch=0.0)
     assert logged[0]["critic/advantages/mean"] == (1 + 4 + 16) / 3
     assert logged[0]["perf/padding_ratio"] == 0.0  # 5 + 3 tokens
@@ -57,21 +49,13 @@ def test_the_mean_advantage_counts_the_tokens_of_the_loss() -> None:
 @pytest.mark.parametrize(("is_finite", "action"), [(True, "stop"), (False, "warn"), (False, "stop")])
 def test_a_step_that_makes_weights_not_finite_is_logged_before_it_ends_the_run(is_finite: bool, action: str) -> None:
     logged: list[dict[str, float]] = []
-    sinks: Any = Sinks(logged)
-    config = Config.model_validate({"model": {"path": "model"}, "guards": {"weights": action}})
-    mesh: Any = LoneMesh()
-    guards = Guards(config, mesh, lambda folder: None, contextlib.nullcontext)
+    report, guards = step_report(logged, is_finite, guards={"weights": action})
     table = GroupTable([0], [0], [1.0], [2], [3], [False], [0])
     guards.begin(7, table)
-    report = step_report(config, sinks, guards, lambda: is_finite)
     batch = tiny.make_batch([([1, 2], [3, 4, 5])], [[[0]]])
     ends = not is_finite and action == "stop"
     with pytest.raises(GuardStop, match="guards.weights=stop: step 7 made") if ends else contextlib.nullcontext():
         report.log(7, Metrics(), [], table, Plan([], [], []), batch, epoch=0.0)
     counts = {name: value for name, value in logged[0].items() if name.startswith("guards/")}
-    assert counts == {
-        "guards/rewards": 0,
-        "guards/logprobs": 0,
-        "guards/gradients": 0,
-        "guards/weights": float(not is_finite),
-    }
+    others = dict.fromkeys(("guards/rewards", "guards/logprobs", "guards/gradients"), 0.0)
+    assert counts == {**others, "guards/weights": float(not is_finite)}

@@ -19,7 +19,6 @@ from grpo_megatron.training.report import (
     RolloutFiles,
     ShownSamples,
     TokenTexts,
-    kept_tokens,
     mean_advantage,
     parts_of,
     shown_rows,
@@ -43,7 +42,8 @@ def sections(output_dir: Path, rollouts: Path, **trainer: Any) -> dict[str, Any]
 def test_a_resumed_run_writes_the_same_bytes(tmp_path: Path) -> None:
     """Stopped after step 3, saved after step 2; between the two starts, step 2's file is damaged and step 4's appears."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run(whole, **sections(whole, whole / "rollouts"))
+    _, logged = run(whole, **sections(whole, whole / "rollouts"))
+    assert all("timing_s/dump_rollout_generations" in row for row in logged)
     names = [f"step_{step:06d}.jsonl" for step in range(5)]
     assert sorted(files(whole / "rollouts")) == ["run.json", *names]
 
@@ -60,22 +60,14 @@ def test_a_resumed_run_writes_the_same_bytes(tmp_path: Path) -> None:
     run(halves, **sections(halves, halves / "rollouts"))
     assert files(halves / "rollouts") == expected
 
-
-def test_a_line_has_the_numbers_of_the_step(tmp_path: Path) -> None:
-    """Two prompts of two samples, whose rewards are 0 and 1: advantages -+ 0.707 with the sample standard deviation."""
-    run(tmp_path / "run", **sections(tmp_path / "run", tmp_path / "rollouts"))
-    rows = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000004.jsonl").read_text().splitlines()]
+    # Two prompts of two samples, whose rewards are 0 and 1: advantages -+ 0.707 with the sample standard deviation.
+    rows = [json.loads(line) for line in expected[names[4]].splitlines()]
     assert [(row["uid"], row["group"], row["index"]) for row in rows] == [
         *(("p/2", 0, 0), ("p/2", 0, 1), ("p/3", 1, 0), ("p/3", 1, 1)),
     ]
     assert [row["score"] for row in rows] == [0.0, 1.0, 0.0, 1.0]
     assert [row["advantage"] for row in rows] == pytest.approx([-0.7071, 0.7071] * 2, abs=1e-4)
     assert {(row["step"], row["version"], row["weights"]) for row in rows} == {(4, 4, "policy after 4")}
-
-
-def test_the_phase_is_timed_with_its_own_step(tmp_path: Path) -> None:
-    _, rows = run(tmp_path / "run", **sections(tmp_path / "run", tmp_path / "rollouts"))
-    assert all("timing_s/dump_rollout_generations" in row for row in rows)
 
 
 # -- whose folder it is ------------------------------------------------------------------------------------------------
@@ -100,15 +92,11 @@ def test_another_run_does_not_write_over_rollouts(tmp_path: Path) -> None:
     assert "of another run (an unknown run)" in problems(tmp_path / "one", rollouts)[0]
 
 
-def test_a_run_that_is_moved_keeps_its_rollouts(tmp_path: Path) -> None:
-    run(tmp_path / "one", stop_after=3, **sections(tmp_path / "one", tmp_path / "one" / "rollouts"))
-    (tmp_path / "one").rename(tmp_path / "moved")
-    assert problems(tmp_path / "moved", tmp_path / "moved" / "rollouts") == []
-
-
 def test_an_earlier_runs_rollouts_are_kept(tmp_path: Path) -> None:
     inside, outside = tmp_path / "run" / "rollouts", tmp_path / "elsewhere"
-    run(tmp_path / "run", **sections(tmp_path / "run", inside))
+    run(tmp_path / "first", **sections(tmp_path / "first", tmp_path / "first" / "rollouts"))
+    (tmp_path / "first").rename(tmp_path / "run")  # a run that is moved keeps its rollouts
+    assert problems(tmp_path / "run", inside) == []
     before = files(inside)
     run(tmp_path / "run", **sections(tmp_path / "run", inside, resume_mode="disable", total_training_steps=1))
     assert files(tmp_path / "run" / "earlier_001" / "rollouts") == before
@@ -153,12 +141,7 @@ def test_a_trajectory_has_its_turns_and_no_response(tmp_path: Path) -> None:
     ]
     assert (row["score"], row["reward"], row["advantage"]) == (1.0, 0.5, 3.0)  # (1 + 2 + 6) / 3
     assert row["metrics"] == {"calls": 1.0, "nan": None} and row["texts"] == {"note": "fine"}
-
-
-def test_the_mean_advantage() -> None:
-    assert mean_advantage(None, [(0, 2)]) is None
-    assert mean_advantage(0.5, []) == 0.5
-    assert mean_advantage([1.0, 5.0], []) is None
+    assert mean_advantage(None, [(0, 2)]) is mean_advantage([1.0, 5.0], []) is None and mean_advantage(0.5, []) == 0.5
 
 
 def test_parts_are_bounded_and_never_empty() -> None:
@@ -217,14 +200,10 @@ def test_each_token_has_the_numbers_of_engine_and_policy() -> None:
     assert (shown["reward"], shown["advantage"], shown["tokens"], shown["cut"]) == (1.0, 0.25, 3, 0)
     from_a_file = gathered(False, list(b"ab"), [1, 1])
     assert from_a_file["pieces"] == [["a", -0.75, None], ["b", -0.75, None]] and not from_a_file["drawn"]
-
-
-def test_the_middle_of_a_long_response_is_left_out() -> None:
-    ids = [ord("a") + place % 26 for place in range(HEAD + TAIL + 50)]
+    ids = [ord("a") + place % 26 for place in range(HEAD + TAIL + 50)]  # the middle of a long response is left out
     shown = gathered(True, ids, [1] * len(ids))
     assert (shown["cut"], shown["cut_at"], len(shown["pieces"])) == (50, HEAD, HEAD + TAIL)
-    kept = kept_tokens(len(ids))
-    assert [piece[0] for piece in shown["pieces"]] == [chr(ids[place]) for place in kept] and kept[HEAD] == HEAD + 50
+    assert [piece[0] for piece in shown["pieces"]] == [chr(i) for i in (*ids[:HEAD], *ids[HEAD + 50 :])]
 
 
 def test_tokens_that_are_one_character_together_have_its_text_and_their_sums() -> None:

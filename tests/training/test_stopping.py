@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.config import TrainerConfig
-from grpo_megatron.training.stopping import Cadence
-
 ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import sys, threading
@@ -45,12 +42,18 @@ def test_the_first_signal_is_a_request(number: signal.Signals) -> None:
     assert err == f"{number.name}: the run stops after this step and saves; a second signal ends it at once\n"
 
 
-def test_the_second_signal_ends_a_rank_that_waits() -> None:
-    process = rank("collective")
-    process.send_signal(signal.SIGUSR1)
-    assert process.stderr is not None and process.stderr.readline().startswith("SIGUSR1: ")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(300) == 130
+@pytest.mark.parametrize(
+    ("second", "environment"), [(signal.SIGINT, {}), (None, {"GRPO_MEGATRON_TERM_SECONDS": "0.1"})]
+)
+def test_a_rank_that_waits_is_ended(second: signal.Signals | None, environment: dict[str, str]) -> None:
+    """By the second signal; under Slurm before it kills the batch script, too."""
+    process = rank("collective", **environment)
+    first = signal.SIGTERM if environment else signal.SIGUSR1
+    process.send_signal(first)
+    assert process.stderr is not None and process.stderr.readline().startswith(f"{first.name}: ")
+    if second is not None:
+        process.send_signal(second)
+    assert process.wait(300) == 128 + (second or first)
     process.communicate()
 
 
@@ -60,31 +63,3 @@ def test_a_signal_ends_a_rank_of_a_lost_run() -> None:
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (143, "")
-
-
-def test_under_slurm_sigterm_leaves_a_limited_time() -> None:
-    """SIGTERM of a step that cannot be finished: the rank ends before Slurm kills the batch script, too."""
-    process = rank("collective", GRPO_MEGATRON_TERM_SECONDS="0.1")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(300) == 143
-    process.communicate()
-
-
-# -- The step numbers of outer iterations. What the trainer does at them is in test_trainer.py -------------------------
-
-
-@pytest.mark.parametrize(
-    ("iteration_steps", "starts", "renewals", "learning"),
-    [
-        (3, [0, 0, 0, 3, 3, 3], [3], [2, 5]),
-        (1, [0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]),
-        (None, [0] * 6, [], []),
-    ],
-)
-def test_outer_iterations(
-    iteration_steps: int | None, starts: list[int], renewals: list[int], learning: list[int]
-) -> None:
-    cadence = Cadence(TrainerConfig(), iteration_steps)
-    assert [cadence.iteration_start(step) for step in range(6)] == starts
-    assert [step for step in range(6) if cadence.renews_reference_before(step)] == renewals
-    assert [step for step in range(6) if cadence.reward_model_learns_after(step)] == learning

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from tests import worlds
 from tests.soak.soak import make_workspace
+from tests.stored import rows_without
 from tests.training import guard_ranks, supervised_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,13 +48,8 @@ def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, di
     return out, {**results, "tp2": worlds.run(supervised_ranks.tp2, 2, root=root, out=out)[0]}
 
 
-def logged(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))} for row in rows]
-
-
 def column(folder: Path, name: str) -> dict[int, float]:
-    return {row["step"]: row[name] for row in logged(folder) if name in row}
+    return {row["step"]: row[name] for row in rows_without(folder) if name in row}
 
 
 def test_stopped_and_killed_is_as_if_never_stopped(runs: Any) -> None:
@@ -63,10 +59,10 @@ def test_stopped_and_killed_is_as_if_never_stopped(runs: Any) -> None:
     assert [results[name]["ended"] for name in names] == ["done", "75", "75", "killed", "done"]
     for name, tensor in results["whole"]["weights"].items():
         assert torch.equal(tensor, results["resumed"]["weights"][name]), name
-    assert logged(out / "parts") == logged(out / "whole")
-    assert logged(out / "parts/sft") == logged(out / "whole/sft")
-    assert [row["step"] for row in logged(out / "whole/sft")] == [0, 1, 2]
-    assert [row["training/epoch"] for row in logged(out / "whole")[:6]] == pytest.approx(
+    assert rows_without(out / "parts") == rows_without(out / "whole")
+    assert rows_without(out / "parts/sft") == rows_without(out / "whole/sft")
+    assert [row["step"] for row in rows_without(out / "whole/sft")] == [0, 1, 2]
+    assert [row["training/epoch"] for row in rows_without(out / "whole")[:6]] == pytest.approx(
         [n * 5 / 16 for n in range(1, 7)]
     )
 
@@ -107,7 +103,7 @@ def test_another_layout_gives_the_same_numbers(runs: Any) -> None:
     """Pairs from the beginning; responses after a kill in the fifth step, from the checkpoint of two replicas."""
     out, results = runs
     for one, other in (("dpo", "dpo_tp2"), ("whole", "moved")):
-        rows = list(zip(logged(out / one), logged(out / other), strict=True))
+        rows = list(zip(rows_without(out / one), rows_without(out / other), strict=True))
         assert len(rows) == 7
         for a, b in rows:
             for key in (k for k in a.keys() | b.keys() if k.startswith("val/") or k == "actor/pg_loss"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,8 @@ def test_accuracy_pass_and_failures_of_a_source() -> None:
             "val-aux/s/reward_failed_ratio": 1 / 6,
         }
     )
-
-
-def test_pass_needs_several_samples_of_zero_or_one() -> None:
-    assert not any("pass@" in name for name in summarize([row(0, 1.0)], n=1))
-    assert not any("pass@" in name for name in summarize([row(0, 0.5), row(0, 1.0, 1)], n=2))
+    for others, n in (([row(0, 1.0)], 1), ([row(0, 0.5), row(0, 1.0, 1)], 2)):  # several samples of zero or one
+        assert not any("pass@" in name for name in summarize(others, n=n))
 
 
 def test_sources_are_kept_apart_and_other_metrics_are_means_of_those_that_report_them() -> None:
@@ -74,6 +72,20 @@ def test_every_validation_draws_alike_and_is_timed_as_testing(tmp_path: Path) ->
     assert set(metrics.reduce()) == {"timing_s/testing"}
 
 
+def changed(generator: FakeGenerator, change: Callable[[Sample], None]) -> FakeGenerator:
+    """The generator, with its samples changed."""
+    draw = generator.draw
+
+    def changing(*args: Any, **kwargs: Any) -> list[Sample]:
+        samples = draw(*args, **kwargs)
+        for sample in samples:
+            change(sample)
+        return samples
+
+    generator.draw = changing  # type: ignore[method-assign]
+    return generator
+
+
 def test_the_first_problems_are_written_as_text(tmp_path: Path) -> None:
     """Two of three problems, the first sample of each."""
     validator(tmp_path, FakeGenerator(reward=lambda prompt, index, draw_id: 0.5)).run(7, Metrics())
@@ -98,17 +110,12 @@ def test_a_failed_score_is_a_dash(tmp_path: Path) -> None:
         "val-core/b/acc/mean@1": 0.5,
         "val-aux/b/reward_failed_ratio": 0.5,
     }
+
+    def failing(sample: Sample) -> None:
+        sample.reward_failure, sample.reward_texts = "reward 'm:f': KeyError", {"prediction": "\ud800 42"}
+
     generator = FakeGenerator(reward=lambda prompt, index, draw_id: math.nan)
-    draw = generator.draw
-
-    def failing(*args: Any, **kwargs: Any) -> list[Any]:
-        samples = draw(*args, **kwargs)
-        for sample in samples:
-            sample.reward_failure, sample.reward_texts = "reward 'm:f': KeyError", {"prediction": "\ud800 42"}
-        return samples
-
-    generator.draw = failing  # type: ignore[method-assign]
-    validator(tmp_path, generator).run(0, Metrics())
+    validator(tmp_path, changed(generator, failing)).run(0, Metrics())
     text = (tmp_path / "samples" / "step_000000.txt").read_text()
     assert "--- response (2 tokens, scored -)\n" in text
     assert "--- reward\nprediction: \\ud800 42\nreward 'm:f': KeyError\n--- reference answer\n" in text
@@ -116,33 +123,19 @@ def test_a_failed_score_is_a_dash(tmp_path: Path) -> None:
 
 def test_a_declined_sample_is_left_out(tmp_path: Path) -> None:
     generator = FakeGenerator(reward=lambda prompt, index, draw_id: 1.0 if index else math.nan)
-    draw = generator.draw
-
-    def declining(*args: Any, **kwargs: Any) -> list[Any]:
-        samples = draw(*args, **kwargs)
-        for sample in samples:
-            sample.reward_metrics["ok"] = 1.0
-        return samples
-
-    generator.draw = declining  # type: ignore[method-assign]
+    generator = changed(generator, lambda sample: sample.reward_metrics.update(ok=1.0))
     metrics = validator(tmp_path, generator).run(0, Metrics())
     assert {value for name, value in metrics.items() if "/reward/mean@" in name} == {1.0}
     assert {value for name, value in metrics.items() if "failed_ratio" in name} == {0.0}
 
 
 def test_trajectories_report_their_turns_and_their_environments_numbers(tmp_path: Path) -> None:
-    class Player(FakeGenerator):
-        def draw(self, *arguments: Any, **named: Any) -> list[Sample]:
-            samples = super().draw(*arguments, **named)
-            for sample in samples[:3]:
-                sample.turns = [
-                    Turn(0, 1, "assistant", 0, 1),
-                    Turn(1, 2, "observation", 0, 9),
-                    Turn(2, 3, "assistant", 0, 20),
-                ]
-                sample.trajectory_metrics = {"tool_calls": float(sample.index)}
-            return samples
+    def played(sample: Sample) -> None:
+        if sample.prompt_index == 0 or (sample.prompt_index, sample.index) == (1, 0):
+            places = ((0, 1, "assistant", 1), (1, 2, "observation", 9), (2, 3, "assistant", 20))
+            sample.turns = [Turn(start, end, kind, 0, clock) for start, end, kind, clock in places]
+            sample.trajectory_metrics = {"tool_calls": float(sample.index)}
 
-    metrics = validator(tmp_path, Player()).run(0, Metrics())
+    metrics = validator(tmp_path, changed(FakeGenerator(), played)).run(0, Metrics())
     assert metrics["val-aux/task/turns/mean"] == 2.0
     assert metrics["val-aux/task/tool_calls/mean"] == pytest.approx(1 / 3)

@@ -5,7 +5,6 @@ The trainer is the real one over stand-ins (fake_run.py).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +18,7 @@ from grpo_megatron.data.written import WrittenResponse
 from grpo_megatron.observability.console import ConsoleSink
 from grpo_megatron.storage.run_files import read_events
 from grpo_megatron.training.warm_up import stage_config
-from grpo_megatron.types import Turn
+from tests.stored import rows_without
 from tests.training import fake_run
 from tests.training.fake_run import only
 
@@ -51,17 +50,6 @@ def numbers(batches: list[Any]) -> list[list[int]]:
     return [sorted(int(tokens[0]) for tokens in batch.tokens) for batch in batches]
 
 
-def logged(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "sft/metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf/"))} for row in rows]
-
-
-def test_rows_come_in_file_order_again_and_again(tmp_path: Path) -> None:
-    batches, events = run(tmp_path, 4)
-    assert numbers(batches) == [[0, 1], [2, 3], [0, 4], [1, 2]]
-    assert only(events, "optimizer")[0] == ("optimizer", 0.5, 4)
-
-
 def test_the_console_tells_it_from_the_steps_of_the_run(tmp_path: Path) -> None:
     entered: list[tuple[int | None, tuple[str, ...]]] = []
     with mock.patch.object(ConsoleSink, "enter", lambda self, step, phases: entered.append((step, tuple(phases)))):
@@ -72,51 +60,36 @@ def test_the_console_tells_it_from_the_steps_of_the_run(tmp_path: Path) -> None:
     assert done["step"] == 2
 
 
-@pytest.mark.parametrize(("steps", "noted"), [(3, [1, 2, 3]), (25, [*range(2, 25, 2), 25])])
-def test_it_notes_its_progress_and_its_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, noted: list[int]
-) -> None:
-    run(tmp_path, steps)
+def test_it_notes_its_progress_and_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, 25)
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warm-up")]
-    assert [note.split()[1] for note in notes] == [f"{step}/{steps}" for step in noted]
-    assert notes[-1].startswith(f"warm-up {steps:5d}/{steps}  loss {steps}.0000  lr 5.00e-01")
-
-
-def test_observations_are_not_learned(tmp_path: Path) -> None:
-    """Two rows of 6 and 2 response tokens. Three of the six are an observation: the weights are 1 / (3 + 2)."""
-    turns = [Turn(0, 2, "assistant", 0, 0), Turn(2, 5, "observation", 0, 0), Turn(5, 6, "assistant", 0, 0)]
-    rows = [([1], WrittenResponse([7, 1, 9, 9, 9, 1], turns)), ([2], WrittenResponse([7, 1]))]
-    ([batch], _) = run(tmp_path, 1, rows)
-    order = [int(tokens[0]) for tokens in batch.tokens]
-    weights = dict(zip(order, batch.token_weights.tolist(), strict=True))
-    assert weights[1] == pytest.approx([0.2, 0.2, 0, 0, 0, 0.2])
-    assert weights[2][:2] == pytest.approx([0.2, 0.2])
+    assert [note.split()[1] for note in notes] == [f"{step}/25" for step in (*range(2, 25, 2), 25)]
+    assert notes[-1].startswith("warm-up    25/25  loss 25.0000  lr 5.00e-01")
 
 
 @pytest.mark.parametrize("stop_after", [2, 5])
 def test_a_run_that_ends_in_the_warm_up_goes_on_from_there(tmp_path: Path, stop_after: int) -> None:
     """The same rows, updates and logged steps as without the stop; after the last of the five steps none is left."""
-    whole, _ = run(tmp_path / "whole", 5)
+    whole, events = run(tmp_path / "whole", 5)
+    assert numbers(whole) == [[0, 1], [2, 3], [0, 4], [1, 2], [3, 4]]  # in the order of the file, again and again
+    assert only(events, "optimizer")[0] == ("optimizer", 0.5, 5)
     first, events = run(tmp_path / "halves", 5, stop_warm_up_after=stop_after)
     assert only(events, "draw", "save hf") == [] and only(events, "save")[-1] == ("save", stop_after)
     second, events = run(tmp_path / "halves", 5)
     assert numbers(first) + numbers(second) == numbers(whole)
     assert only(events, "load")[0] == ("load", f"step_{stop_after:06d}")
     assert only(events, "save hf")[0] == ("save hf", "warmup", "policy after 5")
-    assert logged(tmp_path / "halves") == logged(tmp_path / "whole")
-    assert [row["training/epoch"] for row in logged(tmp_path / "whole")] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2])
+    rows = rows_without(tmp_path / "whole/sft")
+    assert rows_without(tmp_path / "halves/sft") == rows
+    assert [row["training/epoch"] for row in rows] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2])
 
 
-def test_when_it_saves(tmp_path: Path) -> None:
+def test_it_saves_if_the_run_does_and_does_not_go_on_as_another_one(tmp_path: Path) -> None:
     assert only(run(tmp_path / "a", 5, save_freq=2)[1], "save") == [("save", 2), ("save", 4), ("save", 5), ("save", 1)]
-    _, events = run(tmp_path / "b", 5, save_freq=2, trainer={"save_freq": -1})
-    assert only(events, "save") == []
-
-
-def test_a_changed_warm_up_is_refused(tmp_path: Path) -> None:
-    run(tmp_path, 5, stop_warm_up_after=2)
+    assert only(run(tmp_path / "b", 5, save_freq=2, trainer={"save_freq": -1})[1], "save") == []
+    run(tmp_path / "c", 5, stop_warm_up_after=2)
     with pytest.raises(ConfigError, match="sft.steps 5 -> 6: cannot change when a run resumes"):
-        run(tmp_path, 6)
+        run(tmp_path / "c", 6)
 
 
 def test_the_example_of_a_supervised_run_is_the_warm_up_of_the_quickstart() -> None:

@@ -244,8 +244,7 @@ class Resharding:
         """The bytes that this rank received in the last sync."""
         if self._delta is not None:
             return self._delta.bytes_received
-        plan = self.plan.plan
-        return sum(plan.numel(plan.parts[part]) for part in self.plan.received) * self.dtype.itemsize
+        return self.plan.elements_received * self.dtype.itemsize
 
     @property
     def density(self) -> float | None:

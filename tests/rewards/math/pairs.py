@@ -4,88 +4,53 @@ from __future__ import annotations
 
 EQUAL = r"""
 \frac{1}{2} @ 0.5 @ \frac12 @ 2/4 @ 1:2
-\frac34 @ \dfrac34
 5 @ x=5 @ \$5 @ 5\text{ cm} @ 5. @ \text{x = 5} @ \text{The answer is } 5 @ 05 @ 5 apples @ \$5.00 @ {5}
 5 @ \displaystyle 5 @ 5\, @ \color{red}{5}
 x=5 @ 5
 10 @ 10\%
 10\% @ 0.1 @ 10 percent
 90 @ 90^\circ
-\sqrt{3} @ \sqrt3
-\left(1\right) @ (1)
 0.5 @ .5
 11111 @ 11,\! 111
-1000 @ 1,000
-2.0 @ 2
--\frac12 @ \frac{-1}2
+1.5 \times 10^{3} @ 1500
+\sqrt[3]{8} @ 2
 1\frac12 @ \frac32
 \text{Evelyn} @ Evelyn @ \textbf{Evelyn}
 3,5 @ 5, 3 @ \{5,3\}
 \{3,5\} @ \{5,3\}
 (1,2) @ \left( 1, 2 \right) @ (x,y)=(1,2) @ x=1, y=2
-[0,1) @ \left[0,1\right)
 (-\infty,2)\cup(3,\infty) @ (3,\infty)\cup(-\infty,2)
 x<3 @ (-\infty,3)
-(-\infty,3) @ x<3
 1<x\le 2 @ (1,2]
-(1,2] @ 1<x\le 2
 1\pm\sqrt2 @ 1+\sqrt2,1-\sqrt2
 1+\sqrt2,1-\sqrt2 @ 1\pm\sqrt2
-\pm 2 @ -2,2
 \text{(A)} @ A
 A @ (A)
-\textbf{(C)} @ C
 \begin{pmatrix}1\\2\end{pmatrix} @ \begin{bmatrix}1\\2\end{bmatrix}
-\begin{pmatrix}1/2\\2\end{pmatrix} @ \begin{pmatrix}\frac12\\2\end{pmatrix}
 2x+1 @ 1+2x @ y=2x+1
-y=2x+1 @ 2x+1
 (x+1)^2 @ x^2+2x+1
-\frac{\sqrt3}{3} @ \frac{1}{\sqrt3}
 1101_2 @ 1101_{2} @ 1101
-6 + 9i @ 9i+6
-\text{even} @ \mathrm{even}
 x \in [1,2] @ [1,2]
-x=1,x=2 @ 1,2
 1,2 @ x=1\text{ or }x=2
-3\frac{1}{2}\text{ inches} @ 3.5
-12\text{ square units} @ 12
-\frac{\pi}{3} @ \pi/3
 \frac13 @ 0.333333
-10:30 @ 10\!:\!30
 \mathbb{R} @ (-\infty,\infty)
 3^{10} @ 59049
-5! @ 120
 \binom{5}{2} @ 10
-2\sqrt{2} @ \sqrt8
-75^\circ @ 75
 0 @ -0
-8\,000 @ 8000
 \log_2 8 @ 3
 \infty @ +\infty
-x^2+y^2=1 @ y^2+x^2=1
-x+y=1 @ x+y-1=0
 \frac{1}{3}:\frac{1}{2} @ 2:3
 3\frac{1}{2} @ 3 1/2 @ \frac72
--1\frac12 @ -1.5
-45^\circ @ 45 degrees
 \text{(B)} @ \textbf{(B) } 12
 \left( 3, \frac{\pi}{2} \right) @ (3, \dfrac{\pi}{2})
 [0,1]\cup[2,3] @ x\in[2,3]\cup[0,1]
 -2,2 @ x = \pm 2 @ x=2 \text{ or } x=-2 @ 2 \text{ and } -2
-x^2+3x+2 @ (x+1)(x+2)
 \$32,\!348 @ \$32{,}348 @ 32,348 dollars
-32348 @ \$32,348.00
-1.5 \times 10^{3} @ 1500
 \frac{\sqrt{2}}{2} @ \sqrt{\frac12}
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} @ \left[\begin{array}{cc}1&2\\3&4\end{array}\right]
-\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} @ \begin{bmatrix}1&2\\3&4\\\end{bmatrix}
 x \ge 3 @ [3,\infty)
 [3,\infty) @ 3\leqslant x
-2x+3 @ f(x)=2x+3
-\text{June 20} @ June 20
 9\text{ a.m.} @ 9 am
-6\sqrt{3} \text{ cm}^2 @ 6\sqrt{3}
-\frac{3}{4} \text{ miles} @ 0.75
 \emptyset @ \{\} @ \varnothing
 -\frac{3}{4} @ \frac{3}{-4} @ - 3/4
 0.\overline{3} @ \frac13
@@ -95,97 +60,59 @@ x \ge 3 @ [3,\infty)
 16\pi @ 16 \pi \text{ square units}
 \text{no solution} @ no solution
 1001_2 @ 1001_{\text{two}} @ 1001_{(2)}
-5 \pm 2\sqrt{3} @ 5 - 2\sqrt{3}, 5 + 2\sqrt{3}
-e^{2x} @ e^{x}\cdot e^{x}
 \ln 4 @ 2\ln 2
 \sin^2 x @ 1-\cos^2 x
-\sqrt[3]{8} @ 2
-\frac{-1+\sqrt{5}}{2} @ \frac{\sqrt5-1}{2}
 \{(2,3),(4,5)\} @ \{(4,5),(2,3)\}
-x=1,y=2 @ y=2, x=1
 x<5 @ 5>x
--1<x<5 @ (-1,5)
-(-\infty,-1]\cup[3,\infty) @ x\le -1 \text{ or } x\ge 3
-\tan 15^\circ @ 2-\sqrt{3}
 1,000,000 @ 10^6
-12,\!500 @ 12 500
 2x+3y=6 @ 4x+6y=12
 \text{Monday} @ Monday.
 10 \text{ minutes} @ 10 min
 \langle 1,2\rangle @ (1,2)
 6\text{ and }8 @ 6,8
-2,3,\text{ and }4 @ 4,3,2
 \dfrac{1}{29,\!322,\!216} @ \frac{1}{29322216}
-\text{12 cm} @ 12
 x \in \{1,2\} @ 1,2
-\arctan 1 @ \frac{\pi}{4}
 |x-1| @ |1-x|
 4\text{:}30 @ 4:30
-\text{4:30 p.m.} @ 4:30 PM
 7\frac{1}{2}\% @ 7.5
 0.5\% @ 0.005
-\frac{7}{4}\pi-\frac12 @ \frac{7\pi-2}{4}
 """
 
 DIFFERENT = r"""
+x=5 @ y=5
 (1,2) @ [1,2] @ (2,1) @ (1,2] @ \{1,2\}
 3,5 @ 3,6 @ 3 @ 3,5,5 @ (3,5)
-\text{listen} @ silent
-x=5 @ y=5
 5 @ 6 @ 5 or 6 @ -5 @ 5,6 @ (5,6) @ \{5,6\} @ five or six
-\frac{63}{400} @ \frac{64}{400}
 1101_2 @ 13
-11_2 @ 11_3
 5\text{ cm} @ 5\text{ m}
 x<3 @ x\le 3 @ x>3
-A @ B
-\text{(A)} @ \text{(B)} @ \text{(AB)}
 10\% @ 0.01 @ 1000
 1 @ 1.0001
-0.333 @ 1/3
 \begin{pmatrix}1\\2\end{pmatrix} @ \begin{pmatrix}2\\1\end{pmatrix} @ (1,2)
 \begin{pmatrix}1&2\end{pmatrix} @ \begin{pmatrix}1\\2\end{pmatrix}
 (3,5) @ 3,5
 2 @ \pm 2 @ 2^1000
 1,2 @ \{1\} @ (1,2)
-0.1 @ 10
-x^2+1 @ x^2-1
 12,34 @ 1234
 1,234 @ 1,2,3,4 @ 1,2,34
-\text{yes} @ no
-x @ y
 a @ A
 3 @ 3x
 (1,2),(3,4) @ (1,3),(2,4) @ (1,4),(3,2)
 10:30 @ 10.5
 x=1,y=2 @ x=2,y=1
-2^{10} @ 2^{11}
 i @ -i @ 1
 \sqrt{2} @ 1.41 @ 2
-\{1,2\} @ [1,2]
-(1,2] @ [1,2)
-\text{even} @ odd
 9\text{ a.m.} @ 9 p.m.
-1001_2 @ 9
 \frac{1}{3} @ 0.33 @ 0.3334
 \pi @ 3.14 @ \frac{22}{7}
-x^2 @ 2x
 \begin{pmatrix}1&2\\3&4\end{pmatrix} @ \begin{pmatrix}1&3\\2&4\end{pmatrix} @ \begin{vmatrix}1&2\\3&4\end{vmatrix}
-x\ge3 @ x\le3
 x=3 @ x \ge 3
-(-\infty,3) @ (-\infty,3]
-\text{A,B} @ \text{A}
-123 @ 1,2,3
-2^{3} @ 3^{2}
 1 \pm \sqrt2 @ 1 + \sqrt2
 \text{Evelyn} @ Eve
 0 @ \emptyset @ \{\}
 \emptyset @ \{0\}
 \infty @ -\infty
-a/b @ b/a
 [0,1]\cup[2,3] @ [0,3]
-6 @ 3!\cdot 2
-25 @ 5^2+1
 """
 
 # relations, sentences, rounded tails, labelled ratios, factorials, debris of TeX
@@ -194,111 +121,57 @@ x\ge 3 @ x>=3 @ x >= 3
 [3,\infty) @ x>=3
 1\le x\le 2 @ 1<=x<=2
 x\ne 3 @ x != 3
-x<3 @ -x>-3 @ x-3<0
-x\le 3 @ -x \ge -3
 x-y<2 @ y-x>-2
-2x+3y\le 6 @ -2x-3y\ge -6
-a>b @ b<a
-2x<6 @ x<3
 -1<x<5 @ x\in(-1,5) @ x>-1 \text{ and } x<5 @ x > -1, x < 5
 (-1,5) @ 5>x>-1 @ \{x : -1<x<5\} @ \{x \mid -1<x<5\} @ \{x\in\mathbb{R} \mid -1<x<5\} @ x \text{ is in } (-1,5)
--1 \le k \le 3 @ k \in [-1,3]
 (-\infty,1)\cup(3,\infty) @ x<1 \text{ or } x>3
-x \in (-\infty,1)\cup(3,\infty) @ x<1, x>3
-x<1\text{ or }x>3 @ x\in(-\infty,1)\cup(3,\infty)
-x > 2 @ x\in(2,\infty)
 |x|<2 @ (-2,2)
 y=2x+1 @ x=\frac{y-1}{2} @ 2x-y+1=0
-x+y=1 @ y=1-x
-3x+4y=12 @ y=-\frac{3}{4}x+3
-x^2+y^2=25 @ y^2=25-x^2
-y = \frac{1}{3}x - 2 @ x - 3y = 6
-a=2b @ b=\frac{a}{2}
 (1,2),(3,4) @ (x,y)=(3,4),(1,2) @ (x,y)=(3,4)\text{ or }(x,y)=(1,2) @ (x,y) = (1,2) \text{ and } (3,4)
 (1,2),(3,4) @ \{(3,4),(1,2)\} @ (3,4)\text{ and }(1,2)
-[0,2.5] @ \left[0,\frac52\right]
-\left(-\frac12,\frac34\right) @ (-0.5,0.75)
 \left[-2,\frac{1}{3}\right) @ [-2, 0.333333)
--0.5<x<1.25 @ \left(-\frac12, \frac54\right)
 7:32 @ a:b = 7:32 @ a/b = 7/32 @ \frac{a}{b}=\frac{7}{32} @ \text{ratio } = 7:32 @ 7 \text{ to } 32 @ 7 to 32
-\frac{7}{32} @ a:b=7:32
-1:2:3 @ a:b:c=1:2:3
 12\pi @ 12\pi\approx 37.7 @ 12\pi = 37.699\ldots @ 12\pi \text{ (approximately 37.7)}
-3\sqrt2 @ 3\sqrt{2} \approx 4.24
-\frac{22}{7} @ \frac{22}{7} \approx 3.14
 37.7 @ 12\pi\approx 37.7
-x = \sqrt2 @ x=\sqrt{2}\approx 1.414
 \sqrt{2} @ \sqrt2 \approx 1.414 \text{ cm} @ \sqrt2 \ (\approx 1.414)
-e^2 @ e^2 \sim 7.39
 5 @ 5\] @ 5$ @ 5 \\ @ 5\end{align*} @ 5 \blacksquare @ 5 \tag{1} @ 5\hfill @ 5 \text{.} @ 5} @ \(5\) @ \[5\]
 5 @ 5 \ldots @ & 5 @ =5 @ \$5\$ @ 5 {} @ \text{The answer is }5\text{.} @ \text{Therefore, } x = 5
 5 @ \text{the value of } x \text{ is } 5 @ \text{So the final answer is: } 5 @ \text{Area } = 5 \text{ square units}
-x=5 @ & x = 5
-\frac{1}{2} @ \frac{1}{2}\newline
 120 @ 5!
-10! @ 10\cdot 9!
 \frac{8!}{3!5!} @ 56
-7!/2! @ 2520
 n! @ n(n-1)!
-(n+1)! @ (n+1)\cdot n!
-\frac{n!}{(n-2)!} @ n(n-1)
 \frac{(2n)!}{n!} @ \frac{(2n)!}{n!}
-3!^2 @ 36
-2\cdot 7! @ 10080
 12 @ \text{There are } 12 \text{ ways.} @ There are 12 ways @ \text{He needs 12 apples in total.}
-\frac34 @ The maximum value is $\frac{3}{4}$.
-\text{Evelyn} @ \text{The fastest student is Evelyn}
-(1,2) @ \text{The point is } (1,2)
 2,3 @ \text{The solutions are } 2 \text{ and } 3
-[0,1] @ \text{The range is } [0,1]
 \text{(C)} @ \text{The correct answer is (C)}
 C @ \text{Option C} @ \text{C: } 12 @ C) 12
 """
 
 OTHER = r"""
-x>=3 @ x<=3
+x^2=4 @ x=2
 5!=120 @ 5
 x\ne 3 @ x=3
 x<3 @ -x<-3 @ -x>3 @ -x > -3, x < 2
-x\le 3 @ -x>-3
 -1<x<5 @ x<-1 \text{ or } x>5 @ x>-1 @ x\in[-1,5]
 (-1,5) @ \{x : -1\le x<5\} @ \{x : x<5\}
-\{1,2\} @ \{x : 1<x<2\}
 y=2x+1 @ x=\frac{y+1}{2} @ y=1-2x
 x+y=1 @ x-y=1 @ 0=0 @ x=1
 x=1 @ x+y=1
-x^2=4 @ x=2
 y=2x @ y^2=2xy
-y=x @ z=w
-a=2b @ b=2a
 (1,2),(3,4) @ (1,2) @ (2,1),(4,3)
-[0,2.5] @ [0,2.4]
-[0,\frac13] @ [0,0.3]
 7:32 @ b:a = 32:7 @ 32 to 7 @ a:b = 7:33
 12\pi @ 13\pi\approx 37.7 @ 12 \approx 12\pi
-6 @ 5 \approx 6
 5 @ 4.9\approx 5 @ 6\tag{5} @ 5, 6 \blacksquare @ \text{The answer is not } 5 @ \text{The answer is } 5 \text{ or } 6
 5 @ \text{at least 5} @ \text{There are more than 5 ways} @ \text{either 5 or 6} @ \text{if x = 3 then it is 5}
 5 @ \text{The values are 5, 6} @ \text{The answer is 5} \text{ if } x>0 @ \text{five is the answer, I guess 6}
 37.7 @ 12\approx 37.7 @ 2\pi\approx 37.7
 \sqrt2 @ 1.414 @ 1.4 \approx \sqrt2
-\frac12 @ \frac13}
 n! @ (n-1)! @ n(n-2)!
-(n+1)! @ n! + 1 @ n\cdot n!
 12 @ \text{There are 12 or 13 ways} @ \text{There are 12 hundred ways} @ \text{It is between 12 and 13}
-12 @ \text{The answer is minus 12}
 \text{Evelyn} @ \text{The fastest student is not Evelyn} @ \text{The fastest student is Carla}
-\text{Evelyn} @ \text{Evelyn is slower, so it is Carla}
 C @ \text{Option D} @ \text{Options C and D}
-(1,2) @ \text{The point is } (2,1)
 3 @ \text{The answer is } 3x @ \text{The solutions are } 2 \text{ and } 3
-2,3 @ \text{The solutions are } 2
-0.5 @ \text{half of 0.5}
-x>2 @ 2>x
-(0,1) @ 0\le x\le 1
 |x|<2 @ (-2,2] @ (-3,3)
-x+y<1 @ x+y>1
-2x+3y\le 6 @ 2x+3y<6
 (-\infty,1)\cup(3,\infty) @ x>1 \text{ and } x<3 @ x<1
 1 @ 1 = 2
 x=5 @ 5 = x = 6
