@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from grpo_megatron.cli.config_file import load_config
-from grpo_megatron.config import ActorConfig, Config, ConfigError, MegatronConfig
+from grpo_megatron.config import ActorConfig, ConfigError, MegatronConfig
 
 
 @pytest.fixture
@@ -85,52 +85,27 @@ def test_optimizer_steps_of_five_training_steps(
     [
         ("rollout.nn=3", "unknown key 'rollout.nn'"),
         ("rolout.n=3", "did you mean 'rollout'?"),
-        ("actor.optim.weight_decy=0", "did you mean 'actor.optim.weight_decay'?"),
         ("actor.megatron.tensor_parallel_size=2", "actor.megatron.tensor_model_parallel_size"),
         ("rollout.n=0", "rollout.n=0"),
-        ("rollout.n=many", "rollout.n='many'"),
         ("data.train_files=5", "data.train_files=5"),
         ("actor.optim.betas=[0.9, 1.0]", "actor.optim.betas.1=1.0"),
-        ("actor.optim.betas=[0.9]", "actor.optim.betas"),
         ("actor.optim.lr=.nan", "actor.optim.lr=nan"),
-        ("actor.optim.lr=.inf", "actor.optim.lr=inf"),
-        ("actor.optim.lr=-1", "actor.optim.lr=-1"),
         ("model.dtype=float16", "'float32' or 'bfloat16'"),
         ("trainer.save_freq=0", "trainer.save_freq=0: every 0 steps has no meaning; set -1 for never"),
-        ("trainer.test_freq=0", "trainer.test_freq=0"),
         ("trainer.test_freq=-2", "trainer.test_freq=-2"),
         ("trainer.logger=[console, aim]", "trainer.logger.1='aim'"),
         ("rollout.n", "not of the form section.key=value"),
-        ("=3", "not of the form section.key=value"),
         ("rollout.n=[", "not valid YAML"),
         ("rollout.n.m=3", "'n' is a value, not a section"),
         # keys in a list of sections have their place in the name
-        (
-            "reward.components=[{nam: a}]",
-            "unknown key 'reward.components.0.nam'; did you mean 'reward.components.0.name'?",
-        ),
-        ("reward.components=[{name: a, gate: {componnt: b}}]", "did you mean 'reward.components.0.gate.component'?"),
+        ("reward.components=[{nam: a}]", "'reward.components.0.nam'; did you mean 'reward.components.0.name'?"),
         ("reward.components=[{name: a, weight: .nan}]", "weight=nan: Input should be a finite number"),
-        ("reward.components=[{name: a, weight: -.inf}]", "reward.components.0.weight=-inf"),
         ("reward.components=[{name: a, weight: yes}]", "reward.components.0.weight=True: a number is needed"),
-        ("reward.components=[{name: a, gate: {component: b, min: .inf}}]", "reward.components.0.gate.min=inf"),
         ("reward.components=[{name: a/b}]", "reward.components.0.name='a/b': String should match pattern"),
-        (
-            "rollout.temperature=3",
-            "rollout.temperature=3: it is outside the engine's 0.01 to 2; set a value in between",
-        ),
-        (
-            "rollout.val_kwargs.temperature=0.001",
-            "rollout.val_kwargs.temperature=0.001: it is outside the engine's 0.01",
-        ),
-        (
-            "rollout.top_p=0.9",
-            "rollout.top_p=0.9: the policy's log-probabilities are of the full distribution; leave it out",
-        ),
-        (
-            "rollout.top_k=1",
-            "rollout.top_k=1: the policy's log-probabilities are of the full distribution; leave it out",
-        ),
+        ("rollout.temperature=3", "rollout.temperature=3: it is outside the engine's 0.01 to 2"),
+        ("rollout.val_kwargs.temperature=0.001", "temperature=0.001: it is outside the engine's 0.01"),
+        ("rollout.top_p=0.9", "rollout.top_p=0.9: the policy's log-probabilities are of the full distribution"),
+        ("rollout.top_k=1", "rollout.top_k=1: the policy's log-probabilities are of the full distribution"),
         ('rollout.stop=["###",""]', "rollout.stop.1='': String should have at least 1 character"),
         ("reward.components=[" + ", ".join(17 * ["{name: a}"]) + "]", "List should have at most 16 items"),
     ],
@@ -165,14 +140,3 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str, expec
     assert expected in str(error.value)
     with pytest.raises(ConfigError, match="cannot read config .*nowhere.yaml.*No such file"):
         load_config(tmp_path / "nowhere.yaml")
-
-
-def test_every_key_has_a_default_but_the_model() -> None:
-    required = {
-        f"{name}.{key}"
-        for name, section in Config.model_fields.items()
-        if isinstance(section.annotation, type)  # reward_models is a mapping
-        for key, field in section.annotation.model_fields.items()  # type: ignore[union-attr]
-        if field.is_required()
-    }
-    assert required == {"model.path"}

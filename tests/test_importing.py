@@ -120,11 +120,6 @@ def test_a_version_is_its_first_two_numbers(text: str, version: importing.Versio
     assert importing.parse_version(text) == version
 
 
-def test_the_requirement_names_the_range() -> None:
-    lowest, limit = (".".join(map(str, version)) for version in importing.TE_RANGE)
-    assert f"Transformer Engine >={lowest},<{limit}" == importing.TE_REQUIREMENT
-
-
 def test_attributes_are_replaced_and_put_back_as_they_were() -> None:
     class Base:
         own, inherited = 1, 2

@@ -1,16 +1,4 @@
-"""The dry run's plan: what it prints, and the memory that it counts. Two models are counted by hand.
-
-Llama-3.1-70B, at tp 8 x pp 4 x dp 2 on 64 ranks: see `test_the_plan_of_70b`.
-
-Mixtral-8x7B in bfloat16, 8 experts on 8 ranks: h 4096, 32 layers, MLP 14336, 32 heads in 8 groups of 128, V 32000.
-
-    experts of a rank   8 / ep 8 = 1 per layer: 32 * 3 * 4096 * 14336                             =  5,637,144,576
-    dense, per layer    q and o 2 * 4096**2, k and v 2 * 1024 * 4096, router 8 * 4096, norms 8192 =     41,984,000
-    dense               32 layers, embedding and head 2 * 32000 * 4096, final norm 4096           =  1,605,636,096
-    Adam, 12 bytes      experts have no other replica, so over 1; dense over dp 8: 67,645,734,912 + 2,408,454,144
-
-Together 70,054,189,056 bytes = 65.243 GiB. Divided by dp 8 throughout it would be 10.117.
-"""
+"""The dry run's plan: what it prints, and the memory that it counts. Llama-3.1-70B is counted by hand."""
 
 from __future__ import annotations
 
@@ -34,32 +22,11 @@ from grpo_megatron.memory.parameters import (
 )
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
-from tests import tiny
 from tests.files import CONFIGS
-from tests.models.test_moe import MODELS
-from tests.runs import make_run, write_tokenizer
+from tests.runs import write_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
 EP = "actor.megatron.expert_model_parallel_size"
-MIXTRAL = {
-    "model_type": "mixtral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32768,
-    "vocab_size": 32000,
-}
-ALL_FAMILIES = {**tiny.FAMILIES, **MODELS}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("run"))
 
 
 def plan(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -130,12 +97,6 @@ def test_the_resolved_config_is_a_file_that_can_be_run(
     assert "--resolved-config needs --dry-run" in capsys.readouterr().err
 
 
-def test_overrides_may_stand_anywhere(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = plan(run, capsys, "rollout.n=2", "--world-size", "6", "data.train_batch_size=3")
-    assert "3 prompts x 2 = 6" in text
-    assert "6 (the config has 1 x 2)" in text
-
-
 def test_a_dry_run_needs_no_weights_and_says_so(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = shutil.copytree(run / "model", tmp_path / "model")
     (folder / "model.safetensors").unlink()
@@ -154,21 +115,12 @@ def test_epochs_and_validation_rows_that_cannot_be(run: Path, capsys: pytest.Cap
     """9 rows, and the file sets 4 steps. The rows of the training have no responses."""
     nine = "floor(9 rows / data.train_batch_size="
     for arguments, expected in {
-        (
-            "trainer.total_epochs=1",
-        ): f"1 x {nine}8) = 1 steps, and trainer.total_training_steps=4; leave one of them out",
+        ("trainer.total_epochs=1",): f"1 x {nine}8) = 1 steps, and trainer.total_training_steps=4; leave one",
         ("trainer.total_epochs=4", "data.train_batch_size=10"): f"4 x {nine}10) = 0 steps; set data.train_batch_size=9",
-        (
-            f"data.val_loss_files=[{run}/train.jsonl]",
-        ): f"data.val_loss_files: data file '{run}/train.jsonl': 9 of 9 rows",
+        (f"data.val_loss_files=[{run}/train.jsonl]",): f"data.val_loss_files: data file '{run}/train.jsonl': 9 of 9",
     }.items():
         assert main.main(["train", str(run / "run.yaml"), "--dry-run", *arguments]) == 2
         assert expected in capsys.readouterr().err
-
-
-def test_a_dry_run_writes_its_config_only(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan(run, capsys, f"trainer.output_dir={tmp_path / 'out'}")
-    assert list(tmp_path.iterdir()) == [tmp_path / "out.resolved.yaml"]
 
 
 def test_the_plan_of_70b(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,23 +182,8 @@ def test_the_ends_of_the_pipeline_hold_embedding_and_head(run: Path) -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_optimizer_of_experts_is_shared_by_their_replicas_only(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Mixtral-8x7B, counted in the header. The gradients are not divided: 4 * 7,242,780,672 bytes = 26.981 GiB."""
-    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
-    write_tokenizer(tmp_path)
-    text = plan(run, capsys, f"model.path={tmp_path}", "model.dtype=bfloat16", "trainer.n_gpus_per_node=8", f"{EP}=8")
-    experts, dense = 5_637_144_576, 1_605_636_096
-    assert experts == 32 * 3 * 4096 * 14336
-    assert dense == 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 8 * 4096 + 2 * 4096) + 2 * 32000 * 4096 + 4096
-    (line,) = [line for line in text.splitlines() if re.match(rf" +0 +32 +{experts + dense:,} ", line)]
-    weights, gradients, optimizer, _, _ = line.split()[3:]
-    assert (weights, gradients, optimizer) == ("13.491", "26.981", "65.243")
-
-
 @pytest.mark.parametrize(("cp", "ep", "sharded", "expected"), [
-    (1, 1, True, 12 * (800 / 8 + 160 / 8)),
+
     (1, 4, True, 12 * (800 / 8 + 160 / 2)),
     (2, 4, True, 12 * (800 / 8 + 160 / 2)),  # context-parallel ranks are replicas, too
     (1, 4, False, 12 * (800 + 160)),
@@ -262,7 +199,7 @@ def test_adam_is_divided_over_the_replicas(run: Path, cp: int, ep: int, sharded:
 
 @pytest.mark.parametrize(("overrides", "has_reference", "words"), [
     ([], True, "0.001 x low_var_kl in the loss"),
-    (["actor.use_kl_loss=false"], False, "no reference model"),
+
     (["actor.use_kl_loss=false", "algorithm.use_kl_in_reward=true"], True, "0.001 x kl in the reward"),
     (
         ["actor.use_kl_loss=false", "actor.loss_mode=dpo", "actor.loss_agg_mode=seq-mean-token-mean",
@@ -287,38 +224,24 @@ def test_a_reference_is_counted_where_the_method_needs_one(
     assert f"reference         {words}\n" in plan(run, capsys, *overrides)
 
 
-@pytest.mark.parametrize(("overrides", "kind", "bytes_per_parameter"), [
-    (["actor.use_kl_loss=false"], "frozen", 4),
-    (["algorithm.iteration_steps=2", "reward_model.start_iteration=1"], "learns", 4 + 4 + 8 / 2),
-])  # fmt: skip
-def test_a_reward_model_is_counted(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], kind: str,
-    bytes_per_parameter: float,
-) -> None:  # fmt: skip
+def test_a_reward_model_is_counted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The policy's folder as a reward model, float32 on 2 ranks: no head, 104 padded rows of 64 = 6,656 parameters fewer."""
-    folder = tmp_path / "reward"
-    shutil.copytree(run / "model", folder)
-    if kind == "frozen":  # a language model gets a new head, which must learn
-        from safetensors.torch import load_file, save_file
-
-        config = json.loads((folder / "config.json").read_text())
-        names = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "score"}}
-        (folder / "config.json").write_text(json.dumps({**config, **names}))
-        tensors = load_file(folder / "model.safetensors")
-        tensors["score.weight"] = tensors.pop("lm_head.weight")[:1].clone()
-        save_file(tensors, folder / "model.safetensors")
-    text = plan(run, capsys, f"reward_model.path={folder}", *overrides)
-    assert re.search(rf"reward model {re.escape(str(folder))}: [\d,]+ parameters, {kind} ", " ".join(text.split()))
+    frozen = [f"reward_model.path={run / 'model'}"]
+    learns = [*frozen, "algorithm.iteration_steps=2", "reward_model.start_iteration=1"]
+    text = plan(run, capsys, *learns)
+    assert re.search(r"reward model \S+: [\d,]+ parameters, learns ", " ".join(text.split()))
     assert re.search(r"stage layers .* reference reward model  together\n", text)
-    config = load_config(run / "run.yaml", [f"reward_model.path={folder}", *overrides])
+    config = load_config(run / "run.yaml", learns)
     arch = read_architecture(run / "model")
     (policy,) = parameters_from_table(arch, config.actor.megatron)
     tied = dataclasses.replace(arch, tied=True)
     (reward,) = parameters_from_table(tied, config.actor.megatron, has_output_head=False)
     assert reward.total == policy.total - 104 * 64
-    (memory,) = memory_of_stages(config, 2, [policy], [[reward]])
-    assert memory.reward_model == bytes_per_parameter * reward.total
-    assert memory.total == memory_of_stages(config, 2, [policy], [])[0].total + memory.reward_model
+    for overrides, bytes_per_parameter in ((frozen, 4), (learns, 4 + 4 + 8 / 2)):
+        config = load_config(run / "run.yaml", overrides)
+        (memory,) = memory_of_stages(config, 2, [policy], [[reward]])
+        assert memory.reward_model == bytes_per_parameter * reward.total
+        assert memory.total == memory_of_stages(config, 2, [policy], [])[0].total + memory.reward_model
 
 
 # -- stages -----------------------------------------------------------------------------------------------------------
@@ -329,14 +252,9 @@ def test_a_reward_model_is_counted(
     [
         (1, None, None, [8]),
         (4, None, None, [2, 2, 2, 2]),
-        (3, None, None, None),
         (3, 2, None, [2, 3, 3]),
-        (3, None, 2, [3, 3, 2]),
         (4, 1, 1, [1, 3, 3, 1]),
-        (2, 3, 5, [3, 5]),
         (2, 3, 4, None),
-        (2, 8, None, None),
-        (1, 4, 4, None),
         (2, 0, None, None),
         (2, "4", None, None),
     ],

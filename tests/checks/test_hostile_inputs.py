@@ -5,6 +5,7 @@ Nothing here is timed. What hangs is ended by pytest's own limit; what fills the
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -20,11 +21,14 @@ from grpo_megatron.checks.names import name_problems, reward_name_problems
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError, DataConfig, MegatronConfig
+from grpo_megatron.config.options import parse
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import check_tokenizer, open_source
+from grpo_megatron.data.benchmarks import DataPlaces, read_datasets
 from grpo_megatron.data.rows import read_question, read_rows
 from grpo_megatron.data.task import read_task_file
 from grpo_megatron.data.tokenizer import load_tokenizer, render_chat
+from grpo_megatron.evaluation.options import EvaluateOptions
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.layers.spec import transformer_config
 from grpo_megatron.rollout.build import engine_problems
@@ -49,37 +53,17 @@ def refusal(call: Callable[..., object], *arguments: Any) -> str:
 
 
 YAML: dict[str, tuple[str, str]] = {  # content of the config -> part of the message
-    "duplicate section": (
-        f"{MODEL}data: {{}}\n{MODEL}",
-        "line 3, column 1: the key 'model' is there twice, first in line 1",
-    ),
-    "duplicate merge": ("a: &a {x: 1}\nb: {<<: *a, <<: *a}", "the key '<<' is there twice"),
+    "duplicate section": (f"{MODEL}data: {{}}\n{MODEL}", "line 3, column 1: the key 'model' is there twice"),
     "alias bomb": (BOMB, "more than 20,000 values, with aliases counted in full"),
-    "alias of itself": ("model: &m {path: *m}", "more than 50 tables and lists within each other"),
-    "unknown alias": ("model: *" + "x" * 9000, "found undefined alias"),
     "deep flow": ("[" * 100_000, "more than 50 tables and lists within each other"),
     "long integer": ("data: {seed: " + "9" * 5000 + "}", "a number of 5,000 characters; at most 100 are read"),
-    "lone surrogate": (
-        'model: {path: "\\ud800"}',
-        "line 1, column 15: a text cannot be used: it contains '\\ud800', half of",
-    ),
-    "escaped NUL": (
-        'model: {path: "a\\0b"}',
-        "line 1, column 15: a text cannot be used: it contains the character NUL",
-    ),
-    "control character": ("model: {path: a\x07b}", "special characters are not allowed"),
+    "lone surrogate": ('model: {path: "\\ud800"}', "column 15: a text cannot be used: it contains '\\ud800'"),
     "python tag": ("model: !!python/object/apply:os.system [ls]", "could not determine a constructor for the tag"),
     "wrong tag": ("model: {path: m}\ndata: {seed: !!int x}", "line 2, column 14: 'x' is no int"),
     "table as key": ("? [a, b]\n: 1", "a key is a table or a list; write a text"),
-    "two documents": (f"{MODEL}---\n{MODEL}", "expected a single document"),
-    "a list": ("- model", "must be a mapping of sections, not list"),
     "50 MB": (f"{MODEL}# " + "x" * 50_000_000, "has 50,000,019 bytes; at most 262,144 are read"),
     "many unknown keys": (MODEL + "".join(f"key{n}: 1\n" for n in range(4000)), "and 3,950 more keys are wrong"),
-    "long unknown key": (f"{MODEL}? {'k' * 9000}\n: 1", "unknown key 'kkk"),
-    "long value": (
-        f"model: {{path: m, dtype: {'x' * 9000}}}",
-        "... (8,800 more characters): Input should be 'float32'",
-    ),
+    "long value": (f"model: {{path: m, dtype: {'x' * 9000}}}", "(8,800 more characters): Input should be 'float32'"),
 }
 
 
@@ -91,22 +75,12 @@ def test_a_hostile_config_file_is_refused(tmp_path: Path, name: str) -> None:
 
 
 OVERRIDES = {  # override -> part of the message
-    "data.seed=99999999999999999999": "data.seed=99999999999999999999: Input should be less than 9223372036854775808",
     "rollout.n=yes": "rollout.n=True: a number is needed, not true or false",
     "rollout.engine_kwargs.x=" + "9" * 60: "it needs 200 bits; an integer may have 63 and a sign",
-    "trainer.n_gpus_per_node=1000000": "Input should be less than or equal to 1024",
-    "data.train_batch_size=1000000000000": "Input should be less than or equal to 1000000",
-    "actor.optim.lr=1e30": "actor.optim.lr='1e30': Input should be less than or equal to 1",
-    "actor.optim.lr=.nan": "Input should be a finite number",
-    "actor.optim.eps=0": "Input should be greater than or equal to",
-    "actor.optim.betas=[0.9,1.0]": "Input should be less than 1",
     "model.path=" + "a" * 300: "a name in it has 300 bytes; file systems take at most 255",
-    "model.path=\udcff": "half of a surrogate pair",
-    'data.system_prompt="\\0"': "it contains the character NUL",
     'reward.kwargs.a="\\ud800"': "half of a surrogate pair",
     "rollout.engine_kwargs." + "a." * 60 + "b=1": "the key has 62 sections within each other",
     "x" * 9000: "is not of the form section.key=value",
-    "data.seed={" + "a: {" * 9000: "is not valid YAML",
 }
 
 
@@ -132,33 +106,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 CONFIG_JSON: list[tuple[dict[str, Any] | str, str]] = [
     ({"num_hidden_layers": 10**9}, "num_layers=1000000000; at most 10,000 is accepted"),
-    ({"num_hidden_layers": True}, "num_layers=True, not a positive integer"),
-    ({"hidden_size": "128"}, "config.json has a value that cannot be used"),
     ({"num_attention_heads": 0}, "config.json has a value that cannot be used"),
     ({"rms_norm_eps": float("nan")}, "norm_eps=nan, not a number from 0 to 1"),
-    ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta=nan, not a number from 1 to 1e+15"),
     ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_linear_factor=0.0, not a number from 1"),
-    ({"rope_parameters": [1]}, "config.json has a value that cannot be used"),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false', not true or false"),
-    ({"use_sliding_window": True, "sliding_window": "big"}, "sliding_window='big', not a positive integer"),
-    ({"model_type": ["qwen2"]}, "model_type=['qwen2'] is not supported"),
     ({"model_type": "os:getcwd"}, "model_type='os:getcwd' is not supported"),  # only model.family may name a module
-    (
-        {"model_type": "mixtral", "num_local_experts": 10**9, "num_experts_per_tok": 2},
-        "num_experts=1000000000; at most",
-    ),
     (
         {"model_type": "mixtral", "num_local_experts": 60_000, "num_experts_per_tok": 2, "num_hidden_layers": 99},
         "99 layers of 60000 experts",
     ),
-    (
-        '{"model_type": "qwen2", "vocab_size": ' + "9" * 5000 + "}",
-        "has an integer of 5,000 digits; at most 100 are read",
-    ),
+    ('{"model_type": "qwen2", "vocab_size": ' + "9" * 5000 + "}", "has an integer of 5,000 digits; at most 100"),
     ('{"model_type": "qwen2", "model_type": "llama"}', "has the key 'model_type' twice in one object"),
     ("[" * 100_000, "nested too deeply"),
     ('{"model_type": "\xff"}', "config.json is not UTF-8"),
-    ("[]", "config.json is not an object"),
     (" " * (1 << 24) + "{}", "config.json has 16,777,218 bytes; at most 16,777,216 are read"),
 ]
 
@@ -180,14 +140,10 @@ def test_a_hostile_model_config_is_refused(
 
 ROWS: list[tuple[bytes, str]] = [
     (b'{"prompt": "' + b"x" * 50_000_000 + b'"}', "line 1: has more than 4,194,304 bytes, the most that are read"),
-    (b"x" * 9_000_000 + b'\n{"prompt": "a"}\n[1]', "2 of 3 rows are wrong:\n  line 1: has more than 4,194,304 bytes"),
     (b'{"prompt": "a", "prompt": "b"}', "line 1: has the key 'prompt' twice in one object; keep one"),
-    (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "line 1: has an integer of 5,000 digits"),
     (b'{"prompt": "\\ud800"}', "line 1: field 'prompt': it contains '\\ud800', half of a surrogate pair"),
     (b"[" * 100_000, "line 1: is not JSON that can be read (nested too deeply)"),
     (b'{"prompt": "\xff"}', "line 1: is not UTF-8"),
-    (b'{"' + b"k" * 9000 + b'": 1}', "field 'prompt' is missing"),
-    (b"", "has no rows"),
 ]
 
 
@@ -206,10 +162,7 @@ def test_hostile_rows_are_refused(tmp_path: Path, content: bytes, expected: str,
 TASKS: list[tuple[str, str]] = [
     ("name: a\nname: b", "the key 'name' is there twice"),
     (BOMB, "more than 20,000 values"),
-    ("[" * 9999, "more than 50 tables and lists"),
-    ("title: x\nversion: 1\nname: " + "x" * 9000 + "!", "name: String should match pattern"),
     ("x" * 300_000, "has 300,000 bytes"),
-    ("extends: ../../x", "extends '../../x' is not a built-in task"),
 ]
 
 
@@ -224,9 +177,7 @@ TEMPLATES = {
     "{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}": "it takes 2 GiB or more",
     "{{ 'a' * 20000000 }}": "makes 20,000,000 characters of row 1; at most 16,777,216",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
-    "{{ raise_exception('x' * 9000) }}": "TemplateError: xxx",
     "{{ messages.__class__.__mro__ }}": "SecurityError",
-    "{% if a %}" * 5000: "RecursionError",
 }
 
 
@@ -342,3 +293,61 @@ def test_the_command_line_exits_with_code_2(
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith("error: ") and len(line) < 2100 for line in lines)
     assert len(lines) == {"many lines": 201, "far too many ranks": 4}.get(kind, 1)  # 3: what else the config lacks
+
+
+# -- hostile task files and options of the scripted evaluation ---------------------------------------------------------
+
+TASK = """
+name: t
+title: T
+version: 1
+reward: math
+question: ['{question}']
+answer: [{field: answer}]
+files: [FILE]
+fewshot: {files: [rows.jsonl], solution: solution, remove: 'REMOVE', default: 1}
+"""
+
+
+def task_refusal(folder: Path, remove: str, file: str = "rows.jsonl", solution: str = "x") -> str:
+    (folder / "task.yaml").write_text(TASK.replace("REMOVE", remove).replace("FILE", file))
+    (folder / "rows.jsonl").write_text(json.dumps({"question": "1 + 1", "answer": "2", "solution": solution}))
+    with pytest.raises(ConfigError) as raised:
+        read_datasets([read_task_file(folder / "task.yaml")], DataPlaces(folder), lambda task: 1, None)
+    assert len(str(raised.value)) < 1500
+    return str(raised.value)
+
+
+def test_expressions_and_files_of_a_task(tmp_path: Path) -> None:
+    assert "fewshot.remove: Value error, not a regular expression (missing )" in task_refusal(tmp_path, "(")
+    slow = task_refusal(tmp_path, "(a+)+$", solution="a" * 60 + "b")  # 2^60 ways to divide the a
+    assert "line 1: fewshot.remove='(a+)+$' of task 't' took more than 2 s of processor time" in slow
+    assert f"no data file in '{tmp_path}'" in task_refusal(tmp_path, "x", file="x" * 300)
+    assert f"no data file in '{tmp_path}'" in task_refusal(tmp_path, "x", file="/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--samples", "99999999999", "--samples 99999999999 is more than 65,536; set that or less"),
+        ("--temperature", "nan", "--temperature nan is not a finite number"),
+        ("--seed", "9" * 5000, "is not a whole number of 64 bits"),
+        ("--engine-kwargs", "[" * 9999, "is not JSON that can be read (nested too deeply)"),
+    ],
+    ids=lambda value: value[:20].encode("ascii", "replace").decode(),
+)
+def test_options_of_evaluate(
+    option: str, value: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(argparse.ArgumentParser, "print_usage", lambda *_: None)
+    arguments: list[Any] = ["--model", "m", "--tasks", "math", option, value]
+    try:
+        parse(EvaluateOptions, arguments)
+        raise AssertionError("it was let through")
+    except SystemExit as error:
+        assert error.code == 2
+        text = capsys.readouterr().err
+    except ConfigError as error:
+        text = str(error)
+    assert message in text
+    assert len(text) < 400

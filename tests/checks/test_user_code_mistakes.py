@@ -115,7 +115,6 @@ def test_a_plan_lists_a_shortage_with_the_other_mistakes(
     [
         ("reward.timeout=60", 1),  # the function may only have been too slow
         ("reward.function=user_code_of_mistakes:rewrd", 1),
-        ("data.tsk=gsm8k", 1),
         ("actor.megatron.tensor_parallel=2", 2),  # the reward is called all the same
     ],
 )
@@ -141,7 +140,7 @@ def test_a_lock_is_looked_at_without_a_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong, key", [
     ("trainer", "trainer.nnodes"),  # the section is no mapping
-    ("trainer.nnodes", "trainer"),
+
     ("trainer.n_gpu_per_node", "trainer.n_gpus_per_node"),  # misspelt
 ])  # fmt: skip
 def test_a_value_that_could_not_be_read_is_not_used(wrong: str, key: str) -> None:

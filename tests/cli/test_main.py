@@ -93,7 +93,6 @@ RAISED = ["KeyError: 'boom'", "error: rank 1: KeyError: 'boom' (its traceback is
 @pytest.mark.parametrize(
     ("kind", "device", "code", "errors"),
     [
-        pytest.param("good", "cpu", 0, [], marks=pytest.mark.soak),  # as whole runs of tests/e2e
         ("good", "cuda", 0, []),
         ("refused by all", "cpu", 2, ["error: trainer.device=cuda, but there is none"]),
         ("raised by one", "cpu", 1, RAISED),
@@ -142,7 +141,6 @@ ANNOUNCED = "{}: the run stops after this step and saves; a second signal ends i
     ("number", "device"),
     [
         (signal.SIGINT, "cpu"),
-        pytest.param(signal.SIGKILL, "cpu", marks=pytest.mark.soak),
         (signal.SIGKILL, "cuda"),
     ],
 )
@@ -171,7 +169,6 @@ def test_no_rank_outlives_the_process_that_started_it(
     [
         (signal.SIGINT, "launcher", "cpu", 130),
         (signal.SIGTERM, "launcher", "cuda", 75),
-        pytest.param(signal.SIGTERM, "rank", "cpu", 75, marks=pytest.mark.soak),
         (signal.SIGUSR1, "rank", "cuda", 75),
     ],
 )

@@ -12,8 +12,6 @@ import torch
 
 from grpo_megatron.convert import layout, megatron
 from grpo_megatron.convert import source as source_module
-from grpo_megatron.convert.conversion import open_source
-from grpo_megatron.convert.source import row_blocks
 from grpo_megatron.evaluation.engine import open_model
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of
@@ -109,23 +107,6 @@ def read_with_torch(checkpoint: Path, key: str) -> torch.Tensor:
     state = {key: torch.empty(info.size, dtype=info.properties.dtype)}
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state[key]
-
-
-def test_a_whole_tensor_is_divided_as_the_table_merges_it(tmp_path: Path) -> None:
-    """The tensors that `_hf_tensors` cuts out of one rank's tensor are those that the table merges from it."""
-    model = open_source(folders.write(tmp_path / "hf", folders.config_of("qwen2")))
-    for row in model.rows:
-        whole = row.shard(model.read, model.arch, 0, 1)[: layout.whole_shape(row, model.arch)[0]]
-        for cut, merged in zip(
-            megatron._hf_tensors(row, whole, model.arch), row.merge([whole], model.arch), strict=True
-        ):
-            assert torch.equal(cut, merged), row.megatron
-
-
-def test_blocks_cover_every_row_once() -> None:
-    for shape in ((7,), (1, 1 << 25), (3, 1 << 23), (100003, 300)):
-        rows = [r for first, last in row_blocks(shape) for r in range(first, last)]
-        assert rows == list(range(shape[0]))
 
 
 def test_dtype_changes_on_request(tmp_path: Path) -> None:

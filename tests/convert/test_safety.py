@@ -21,7 +21,7 @@ import torch
 
 from grpo_megatron.convert import conversion, megatron
 from grpo_megatron.convert.hf import HFFolder, safetensors_header
-from grpo_megatron.convert.output import HashedFiles, output_folder
+from grpo_megatron.convert.output import HashedFiles
 from grpo_megatron.models.families import architecture_of, hf_shapes
 from grpo_megatron.storage import files
 from grpo_megatron.storage.files import Verification
@@ -174,12 +174,6 @@ def test_a_disk_that_is_too_small_is_noticed_first(
     assert convert("to-megatron", hf, tmp_path / "out") == 2
     assert "needs 66.3 MiB, its disk has 1000 B free" in capsys.readouterr().err
     assert not os.listdir(tmp_path)
-
-
-def test_two_writers_of_one_folder(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with output_folder(tmp_path / "out", 0):
-        assert convert("to-megatron", hf, tmp_path / "out") == 2
-    assert "another process" in capsys.readouterr().err
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -144,30 +144,15 @@ def all_samples(results: list[dict[str, Any]]) -> dict[int, list[Any]]:
 
 
 def train_in_turn(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train one config after the other in one world, without an engine. Returns what `train` does, per run."""
-    from grpo_megatron import trainer as trainer_module
-    from grpo_megatron.parallel import mesh as mesh_module
-
-    mesh: list[Any] = []
-
-    def build_once(*args: Any, **kwargs: Any) -> Any:
-        if not mesh:
-            mesh.append(mesh_module.build_mesh(*args, **kwargs))
-        return mesh[0]
-
-    with (
-        mock.patch.object(trainer_module, "build_mesh", build_once),
-        mock.patch.object(trainer_module, "destroy_mesh", lambda: None),
-    ):
-        results = [train(raw) for raw in raws]
-    mesh_module.destroy_mesh()
-    return results
+    """`train_many` for runs without an engine. Returns what `train` does, per run."""
+    return train_many(raws, train)
 
 
-def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def train_many(raws: list[dict[str, Any]], one: Any = None) -> list[dict[str, Any]]:
     """Train one config after the other in one world with one engine, because starting these takes most of the time.
 
-    Returns, per run, the tables and plans of its steps, this rank's token weights with their masks, and the final weights.
+    Returns what `one` does for each; by default the tables and plans of its steps, this rank's token weights with their
+    masks, and the final weights.
     """
     from grpo_megatron import trainer as trainer_module
     from grpo_megatron.parallel import mesh as mesh_module
@@ -189,8 +174,9 @@ def train_many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
         mock.patch.object(trainer_module, "destroy_mesh", lambda: None),
         mock.patch.object(colocation, "LENGTH", 32),  # the engine is that of the first run, and no longer
     ):
-        results = [_recorded(raw) for raw in raws]
-    built["engine"].shutdown()
+        results = [(one or _recorded)(raw) for raw in raws]
+    if "engine" in built:
+        built["engine"].shutdown()
     mesh_module.destroy_mesh()
     return results
 

@@ -1,4 +1,4 @@
-"""The agents' examples, but shorter: the tiny model calls its tool more often, a shrunk real model plays with Python."""
+"""The agents' examples: the tiny model calls its tool more often, and the plan of the real model that plays with Python."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.data.generated import ROWS_PER_STEP
 from tests import worlds
 from tests.e2e import run_ranks
-from tests.e2e.test_examples import ROOT, gsm8k
+from tests.e2e.test_examples import ROOT
 from tests.files import CONFIGS, DATA, QWEN_SMALL
 from tests.stored import metric_rows
-
-__all__ = ["gsm8k"]  # the fixture
 
 
 @pytest.mark.soak
@@ -55,44 +53,6 @@ def test_the_calculators_share_of_calls_rises(tmp_path: Path) -> None:
     # The share begins near 0.14, the share of calls in the last rows, with a standard error of 0.02 (256 trajectories).
     assert calls[0] < 0.4 and calls[-1] > calls[0] + 0.15, calls
     assert all(row["training/rollout_logp_diff_mean"] < 1e-6 for row in steps)
-
-
-@pytest.mark.soak
-def test_gsm8k_with_python_on_a_shrunk_model(gsm8k: Path, tmp_path: Path) -> None:
-    """The template with tools, the Python tool's workers and two steps; a random model hardly ever writes a call."""
-    overrides = [
-        f"model.path={gsm8k}/model",
-        "model.dtype=float32",
-        f"data.train_files=[{gsm8k}/gsm8k/train.jsonl]",
-        f"data.val_files=[{gsm8k}/gsm8k/test.jsonl]",
-        f"data.chat_template={ROOT}/examples/templates/chatml_tools.jinja",
-        "data.val_max_samples=4",
-        "data.max_prompt_length=512",
-        "data.max_response_length=24",
-        "data.train_batch_size=4",
-        "actor.ppo_mini_batch_size=2",
-        "actor.megatron.tensor_model_parallel_size=1",
-        "actor.megatron.sequence_parallel=false",
-        "rollout.n=3",
-        "rollout.tensor_model_parallel_size=1",
-        "rollout.enforce_eager=true",
-        "rollout.engine_options.kv_cache_gib=0.1",
-        "rollout.multi_turn.max_tool_response_length=8",
-        "rollout.multi_turn.num_workers=1",
-        "trainer.total_training_steps=2",
-        "trainer.save_hf_at_end=false",
-        "trainer.device=cpu",
-        "trainer.n_gpus_per_node=2",
-        f"trainer.output_dir={tmp_path}/run",
-    ]
-    raw = load_config(ROOT / "examples/agents/gsm8k_python.yaml", overrides).model_dump(mode="json")
-    worlds.run(run_ranks.train, 2, raw=raw, keep_weights=False)
-    first, second, last = metric_rows(tmp_path / "run")
-    for row in (first, second):
-        assert row["training/rollout_logp_diff_mean"] < 1e-6
-        assert row["prompt_length/mean"] > 200  # the template shows the tool's schema
-        assert row["trajectory/turns/mean"] >= 1
-    assert "val-core/gsm8k/acc/mean@1" in last
 
 
 def test_the_plan_of_the_real_model(

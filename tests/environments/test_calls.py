@@ -21,7 +21,6 @@ NONE = Call("now", {})
 @pytest.mark.parametrize(
     ("call_format", "text", "expected"),
     [
-        ("hermes", "no call", []),
         ("hermes", f"I add.\n<tool_call>\n{ONE}\n</tool_call><|im_end|>\n", [ADD]),
         ("hermes", f"<tool_call>{ONE}</tool_call> and <tool_call>{{\"name\": \"now\"}}</tool_call>", [ADD, NONE]),
         ("hermes", f"<think>or <tool_call>{TWO}</tool_call>?</think><tool_call>{{\"name\": \"now\"}}</tool_call>", [NONE]),
@@ -37,11 +36,9 @@ NONE = Call("now", {})
         ("llama3_json", f"<|python_tag|>{TWO}<|eom_id|>", [ADD]),
         ("llama3_json", f'<|python_tag|>{TWO}; {{"name": "now"}}', [ADD, NONE]),
         ("llama3_json", '{"name": "add", "parameters": {', ["not a call in JSON"]),
-        ("llama3_json", f"{TWO}; {{", [ADD, "not a call in JSON"]),
         ("python_tag", "<|python_tag|>add.call(a=1, b=[2, 'x'])<|eom_id|>", [ADD]),
         ("python_tag", "<|python_tag|>now()", [NONE]),
         ("python_tag", "<|python_tag|>x = 1\nprint(x)", [Call("python", {"code": "x = 1\nprint(x)"})]),
-        ("python_tag", "<|python_tag|>print(1)", [Call("python", {"code": "print(1)"})]),
         ("python_tag", "<|python_tag|>" + "(" * 10_000, [Call("python", {"code": "(" * 10_000})]),
     ],
 )  # fmt: skip
@@ -76,9 +73,7 @@ def test_options_are_no_arguments() -> None:
         ("undocumented", {}, "has no docstring"),
         ("any_number", {}, "have no schema"),
         ("nothing", {}, "has no attribute 'nothing'"),
-        ("time", {}, "is module, not a function"),
         ("double", {"factors": 3}, r"has no option factors \(it has: factor\)"),
-        ("double", [3], "are list, not a mapping"),
     ],
 )
 def test_functions_that_are_no_tools(name: str, options: Any, problem: str) -> None:
@@ -99,9 +94,7 @@ def test_a_missing_option_and_unknown_names() -> None:
     ("arguments", "problem"),
     [
         ({"numbers": [1]}, ""),
-        ({"numbers": [1], "note": None}, ""),
         ({}, "'numbers' is a required property"),
-        ({"numbers": "1"}, "numbers: '1' is not of type 'array'"),
         ({"numbers": [1, "2"]}, "numbers.1: '2' is not of type 'integer'"),
         ({"numbers": [], "unit": "mile"}, "unit: 'mile' is not one of ['m', 'km']"),
         ({"numbers": [], "x": 1, "y": 1}, "unknown argument x, y (known: numbers, unit, note)"),

@@ -6,7 +6,6 @@ Nothing here depends on time but that a hang is ended: TIMEOUT_S is long for wha
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from grpo_megatron.environments.environment import Outcome, Step
 from grpo_megatron.environments.pool import EnvironmentPool
 from tests.environments.games import Guess
 from tests.environments.hostile import FATAL, HARMLESS
+from tests.rewards.waiting import wait_until
 
 TIMEOUT_S = 6.0
-PATIENCE_S = 120.0
 GUESSES = ["5", "no number", "2", "8"]
 
 
@@ -110,10 +109,7 @@ def hostile() -> Iterator[tuple[EnvironmentPool, dict[str, Outcome]]]:
         yield pool, outcomes
         assert pool._processes._hosts == workers  # nothing was saved by a replay
         pool.end([*acts, *neighbours])
-        end = time.monotonic() + PATIENCE_S
-        while len(living()) > 1 and time.monotonic() < end:
-            time.sleep(0.05)
-        assert len(living()) == 1  # the worker; whatever the acts have started is gone
+        wait_until(lambda: len(living()) == 1)  # the worker; whatever the acts have started is gone
     assert living() == set()
 
 
@@ -195,10 +191,7 @@ def test_what_an_environment_has_started_lives_as_long_as_its_trajectory() -> No
             assert steps(pool, {"b": act})["b"].status == "died"
             assert process.exists()
         pool.end(["a"])
-        end = time.monotonic() + PATIENCE_S
-        while process.exists() and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not process.exists()
+        wait_until(lambda: not process.exists())
 
 
 def test_generators_are_seeded_and_sets_have_one_order() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from grpo_megatron.evaluation.options import EvaluateOptions
 from grpo_megatron.evaluation.report import render_page
 from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rollout.engine import Completion, Request
+from grpo_megatron.rollout.engine import Completion
 from tests.data.test_conversation import CHATML
 from tests.evaluation.models import make_folder
 from tests.runs import write_rows
-from tests.sampling.fakes import LoneMesh
+from tests.sampling.fakes import LoneMesh, SeedEngine
 
 ROOT = Path(__file__).parents[2]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
@@ -42,31 +41,21 @@ TASK = {
 }
 
 
-class ScriptedEngine:
+class ScriptedEngine(SeedEngine):
     """Answers a prompt by `script(the text so far)`, in the poll after the request."""
 
-    version = 0
-
     def __init__(self, tokenizer: Any, script: Any) -> None:
+        super().__init__()
         self.tokenizer, self.script = tokenizer, script
-        self.queue: dict[str, Request] = {}
-
-    def submit(self, request_id: str, request: Request, version: int) -> None:
-        self.queue[request_id] = request
 
     def poll(self) -> list[tuple[str, Completion]]:
         finished = []
-        for key, request in self.queue.items():
+        for key, request in self._queue.items():
             text = self.script(self.tokenizer.decode(request.prompt_ids))
             ids = [*self.tokenizer(text)["input_ids"], self.tokenizer.convert_tokens_to_ids("<|im_end|>")]
             finished.append((key, Completion(ids, [-0.5] * len(ids), "stop")))
-        self.queue = {}
+        self._queue = {}
         return finished
-
-    def abort(self, request_ids: Sequence[str]) -> None: ...
-
-    def cache_statistics(self) -> tuple[int, int]:
-        return 0, 0
 
 
 def calculate(text: str) -> str:

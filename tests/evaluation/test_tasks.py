@@ -135,20 +135,10 @@ def test_examples_in_the_task_make_the_published_prompts(name: str) -> None:
 
 
 def test_what_a_chain_of_thought_is_graded_by(pool: RewardPool) -> None:
-    texts = [
-        " So 9 x 2 = 18. The answer is 18.",
-        " The answer is $18.00.",
-        " The answer is 1,8 Q",
-        " 18",
-        "The answer is 18",
-    ]
-    assert [one.correct for one in grade("gsm8k_cot_strict", ["18"] * 5, texts, pool)] == [
-        True,
-        False,
-        True,
-        False,
-        False,
-    ]
+    right = [" So 9 x 2 = 18. The answer is 18.", " The answer is 1,8 Q"]
+    wrong = [" The answer is $18.00.", " 18", "The answer is 18"]
+    graded = grade("gsm8k_cot_strict", ["18"] * 5, [*right, *wrong], pool)
+    assert [one.correct for one in graded] == [True] * 2 + [False] * 3
 
 
 @pytest.mark.real_data
@@ -225,11 +215,9 @@ def test_formats_and_stops(tokenizer: Any) -> None:
     assert cut_at_stop(ids, ["</s>"], tokenizer) == ("It is 4.\n\nQuestion: more", len(ids), False)
 
 
+GSM8K = ("gsm8k", "gsm8k_lm_eval", "gsm8k_cot8", "gsm8k_r1")
 ROWS: dict[str, dict[str, Any]] = {
-    "gsm8k": {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"},
-    "gsm8k_lm_eval": {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"},
-    "gsm8k_cot8": {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"},
-    "gsm8k_r1": {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"},
+    **{name: {"question": "What is 1+1?", "answer": "It is 2.\n#### 2"} for name in GSM8K},
     "r1": {"prompt": "Which city?", "answer": "Paris"},
     "svamp": {"Body": "One and one.", "Question": "What is it?", "Answer": 2.0},
     "math": {"problem": "Find $x{y}$.", "solution": "It is $\\boxed{\\frac12}$."},

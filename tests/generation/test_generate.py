@@ -90,10 +90,7 @@ def test_a_step_has_the_template_of_its_run(run: Path, tmp_path: Path) -> None:
         (["--prompt", "x", "--samples", "2"], "--samples 2 with --temperature 0: greedy answers are all the same"),
         (["--prompt", "x", "--temperature", "9"], "--temperature 9 is outside 0.01 to 2; set one inside, or 0"),
         (["--prompt", " "], "--prompt ' ': the prompt is empty"),
-        (
-            ["--prompt", "x", "--max-tokens", "900"],
-            "of 37 tokens + --max-tokens 900 = 937 exceeds the model's max_position_embeddings 512",
-        ),
+        (["--prompt", "x", "--max-tokens", "900"], "of 37 tokens + --max-tokens 900 = 937 exceeds the model's max_po"),
         (["--prompt", "x" * 600], "exceeds the model's max_position_embeddings 512; shorten the prompt"),
         (["--prompt", "x", "--tp", "2"], "--tp 2 starts 2 ranks, which share the terminal; set --output OUT.jsonl"),
         (["--prompt", "-", "--tp", "2"], "--prompt - with --tp 2: only one process has standard input"),
@@ -101,10 +98,7 @@ def test_a_step_has_the_template_of_its_run(run: Path, tmp_path: Path) -> None:
         (["--chat", "--samples", "2", "--temperature", "1"], "each turn has one answer; leave --samples out"),
         (["--prompt", "x", "--tp", "5", "--output", "o"], "--tp 5 cannot split the model"),
         (["--prompt", "x", "--task", "gsm9k"], "unknown task 'gsm9k'; did you mean 'gsm8k'?"),
-        (
-            ["--prompt", "x", "--format", "text"],
-            "--system-prompt needs a chat template, and prompts are plain text here",
-        ),
+        (["--prompt", "x", "--format", "text"], "--system-prompt needs a chat template, and prompts are plain"),
         (["--file", "none.txt"], "cannot read --file 'none.txt'"),
         (["--prompt", "x", "--output", "."], "--output '.' is a folder; name a file"),
     ],

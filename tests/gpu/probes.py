@@ -6,20 +6,17 @@ Each is small and needs nothing of the others, so that the first that fails name
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import itertools
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.building import KIND, ON_CPU, free_mib, mesh_of
+from tests.gpu.building import KIND, ON_CPU, mesh_of
 from tests.gpu.reports import Check, Skipped, perform
 
 PROBES: dict[str, Check] = {}
@@ -39,18 +36,6 @@ def needs_package(package: str, name: str) -> None:
     needs_gpu()
     if importlib.util.find_spec(package) is None:
         raise Skipped(f"{name} is not installed")
-
-
-def _median_seconds(work: Callable[[], Any], repeats: int = 10) -> float:
-    work()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[repeats // 2]
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------
@@ -94,38 +79,8 @@ def process_groups() -> dict[str, Any]:
 
 
 @probe
-def matrix_products() -> dict[str, Any]:
-    needs_gpu()
-    size = 8192
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    figures = {"bf16": (2 * size**3 / _median_seconds(lambda: a @ b) / 1e12, "TFLOP/s")}
-    if torch.cuda.get_device_capability() >= (8, 9):
-        low, high = a.to(torch.float8_e4m3fn), b.T.contiguous().T.to(torch.float8_e4m3fn)
-        one = torch.ones((), device="cuda")
-
-        def product() -> Any:
-            return torch._scaled_mm(low, high, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-
-        figures["FP8"] = (2 * size**3 / _median_seconds(product) / 1e12, "TFLOP/s")
-    return figures
-
-
-@probe
-def host_copies() -> dict[str, Any]:
-    """Pinned memory to the device and back: the speed of offloading."""
-    needs_gpu()
-    host, there = (
-        torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True),
-        torch.empty(1 << 30, dtype=torch.uint8).cuda(),
-    )
-    onto = _median_seconds(lambda: there.copy_(host, non_blocking=True), 3)
-    back = _median_seconds(lambda: host.copy_(there, non_blocking=True), 3)
-    return {"to the device": (1.074 / onto, "GB/s"), "to the host": (1.074 / back, "GB/s")}
-
-
-@probe
 def digests() -> dict[str, Any]:
-    """The digest of a weight: the same number as on the CPU, and bytes per second."""
+    """The digest of a weight: the same number as on the CPU."""
     needs_gpu()
     from grpo_megatron.sync.digest import part_digest
     from grpo_megatron.sync.plan import SyncTensor
@@ -134,7 +89,7 @@ def digests() -> dict[str, Any]:
     whole = SyncTensor("weight", tuple(weight.shape), 1)
     for cut in (weight, weight[:, 5:1027]):
         assert int(part_digest(cut, whole, 5)) == int(part_digest(cut.cpu(), whole, 5))
-    return {"digest": (weight.nbytes / 1e9 / _median_seconds(lambda: part_digest(weight, whole, 0)), "GB/s")}
+    return {}
 
 
 # -- torch and Megatron-Core -------------------------------------------------------------------------------------------
@@ -168,32 +123,6 @@ def packed_attention() -> dict[str, Any]:
     got.float().sum().backward()
     assert difference <= 0.05 and all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
     return {"max |difference|": difference}
-
-
-@probe
-def offloaded_tensors() -> dict[str, Any]:
-    """A tensor's storage shrunk to nothing and back: views stay valid, bits are the same, memory is free in between."""
-    from grpo_megatron.device import Device
-    from grpo_megatron.models.optimizer import OffloadedTensors
-
-    moved = OffloadedTensors(Device(KIND))  # type: ignore[arg-type]
-    tensor = torch.arange(1 << 26, device=KIND, dtype=torch.int32)  # 256 MiB
-    view, expected = tensor[:: 1 << 20], tensor.cpu()
-    before = free_mib()
-    moved.offload([tensor])
-    freed = free_mib() - before
-    moved.onload()
-    assert torch.equal(tensor.cpu(), expected) and torch.equal(view.cpu(), expected[:: 1 << 20])
-    assert ON_CPU or freed >= 250, f"256 MiB were offloaded, and {freed:.0f} MiB more are free"
-    return {"freed": (freed, "MiB of 256")}
-
-
-@probe
-def optimizer_class() -> dict[str, Any]:
-    import megatron.core
-    import megatron.core.optimizer as optimizers
-
-    return {"megatron-core": megatron.core.__version__, "Adam": optimizers.Adam.__module__}
 
 
 def heads_of(head_dim: int) -> list[torch.Tensor]:
@@ -236,23 +165,6 @@ def te_import() -> dict[str, Any]:
     kernels = choose_kernels(MegatronConfig(transformer_impl="transformer_engine"), Device("cuda"))
     assert kernels.transformer_engine
     return {"version": transformer_engine.__version__, "fused weight gradients": kernels.fused_gradients}
-
-
-@probe
-def te_linear() -> dict[str, Any]:
-    needs_package("transformer_engine", "Transformer Engine")
-    import transformer_engine.pytorch as te
-
-    layer = te.LayerNormLinear(
-        256, 512, bias=False, normalization="RMSNorm", params_dtype=torch.bfloat16, device="cuda"
-    )
-    x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
-    got = layer(x)
-    exact = F.rms_norm(x.float(), (256,), eps=layer.eps) @ layer.weight.detach().float().T
-    got.float().sum().backward()
-    difference = float((got.float() - exact).abs().max())
-    assert difference <= 0.05 and layer.weight.grad.isfinite().all()
-    return {"max |difference|": difference}
 
 
 def _te_attention(head_dim: int) -> dict[str, Any]:
@@ -347,63 +259,6 @@ def vllm_import() -> dict[str, Any]:
         figures[f"FlashAttention {number}"] = "yes" if available else f"no ({str(why)[:80]})"
     assert cumem_available, "without vLLM's memory pool the engine cannot sleep"
     return figures
-
-
-@probe
-def vllm_sleep_pool() -> dict[str, Any]:
-    """The pool behind sleep mode: two tags of 256 MiB, one kept on the host, one dropped."""
-    needs_package("vllm", "vLLM")
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    pool = CuMemAllocator.get_instance()
-    with pool.use_memory_pool(tag="weights"):
-        kept = torch.arange(1 << 26, dtype=torch.int32, device="cuda")
-    with pool.use_memory_pool(tag="kv_cache"):
-        dropped = torch.ones(1 << 26, dtype=torch.int32, device="cuda")
-    addresses = kept.data_ptr(), dropped.data_ptr()
-    before = free_mib()
-    pool.sleep(offload_tags=("weights",))
-    freed = free_mib() - before
-    pool.wake_up(["weights"])
-    assert torch.equal(kept.cpu(), torch.arange(1 << 26, dtype=torch.int32))
-    pool.wake_up(["kv_cache"])
-    dropped.fill_(3)
-    assert int(dropped[-1]) == 3 and (kept.data_ptr(), dropped.data_ptr()) == addresses
-    lost = before - free_mib()
-    assert freed >= 508, f"512 MiB went to sleep, and {freed:.0f} MiB more are free"
-    return {"freed": (freed, "MiB of 512"), "lost after waking": (lost, "MiB")}
-
-
-@probe
-def second_runners_draws() -> dict[str, Any]:
-    """The sampler of vLLM's second model runner: a draw depends on its seed and position only, and on the distribution."""
-    needs_package("vllm", "vLLM")
-    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-
-    from grpo_megatron.rollout.engine import sample_seed
-
-    count, size = 20_000, 8
-    seeds = torch.tensor([sample_seed(0, 0, "probe", i) for i in range(count)], device="cuda")
-    logits = torch.linspace(-1, 2, size, device="cuda").repeat(count, 1)
-    options: dict[str, Any] = {"apply_temperature": False}
-    if "is_drafting" in inspect.signature(gumbel_sample).parameters:  # in vLLM 0.32, not in 0.26
-        options["is_drafting"] = False
-
-    def draw(rows: torch.Tensor) -> torch.Tensor:
-        state = torch.arange(len(rows), dtype=torch.int32, device="cuda")
-        ones = torch.ones(len(rows), device="cuda")
-        position = torch.full((len(rows),), 7, dtype=torch.int64, device="cuda")
-        return gumbel_sample(logits[rows], state, ones, seeds[rows], position, **options)
-
-    everything = torch.arange(count, device="cuda")
-    together = draw(everything)
-    assert torch.equal(draw(everything.flip(0)), together.flip(0)), "the order of the batch changes draws"
-    assert torch.equal(draw(everything[5:6]), together[5:6]), "the batch changes draws"
-    share = torch.bincount(together, minlength=size) / count
-    exact = logits[0].softmax(0)
-    worst = float(((share - exact) / (exact * (1 - exact) / count).sqrt()).abs().max())
-    assert worst <= 5, f"a token's share is {worst:.1f} standard errors from its probability"
-    return {"largest deviation of a token's share": (worst, "standard errors")}
 
 
 # -- the rank ----------------------------------------------------------------------------------------------------------

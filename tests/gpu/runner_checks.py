@@ -14,11 +14,9 @@ from unittest import mock
 
 import torch
 
-from grpo_megatron.rollout.engine import StopTexts
-from tests.gpu.building import MIB, ON_CPU, free_mib
+from tests.gpu.building import ON_CPU
 from tests.gpu.reports import Skipped, perform
 from tests.gpu.runner_bench import EOS, MAX_MODEL_LEN, VOCAB, Bench, long_prompt, requests, share_of_same
-from tests.rollout.checks import Pairs
 
 CHECKS: dict[str, Callable[[Bench], Mapping[str, Any]]] = {}
 
@@ -113,26 +111,6 @@ def responses_end_with_their_stop_token(bench: Bench) -> Mapping[str, Any]:
     assert same / len(some) >= bench.bounds.same
     bench.push(0)  # directly after requests that ended at different times: nothing may still hold the cache
     return {"stopped": sum(c.finish_reason == "stop" for c in completions), "same up to the stop": same / len(some)}
-
-
-@check
-def responses_end_with_the_token_that_completes_a_stop_text(bench: Bench) -> Mapping[str, Any]:
-    """The engine may compute a step ahead: what it has drawn after the stop is dropped."""
-    some = requests(32, max_tokens=60)
-    whole = bench.draw(some)
-    decode, same, stopped = Pairs().decode, 0, 0
-    texts = [decode(c.response_ids[5:8], skip_special_tokens=True)[1:-1] for c in whole]
-    own = [replace(r, stop=StopTexts(Pairs(), [text])) if text else r for r, text in zip(some, texts, strict=True)]
-    for text, completion, unstopped in zip(texts, bench.draw(own), whole, strict=True):
-        ids = completion.response_ids
-        if text and text in decode(ids, skip_special_tokens=True):
-            stopped += 1
-            assert completion.finish_reason == "stop" and len(ids) == len(completion.logprobs)
-            assert text not in decode(ids[:-1], skip_special_tokens=True)
-        same += ids == unstopped.response_ids[: len(ids)]
-    assert stopped and same / len(some) >= bench.bounds.same
-    bench.push(0)  # directly after aborted requests: nothing may still hold the cache
-    return {"stopped": stopped, "same up to the stop": same / len(some)}
 
 
 @check
@@ -235,68 +213,6 @@ def updates_replace_all_weights_in_place(bench: Bench) -> Mapping[str, Any]:
 def _addresses(bench: Bench) -> dict[str, int]:
     (found,) = bench.engine._llm.apply_model(lambda model: {n: p.data_ptr() for n, p in model.named_parameters()})
     return found
-
-
-@check
-def a_broken_stream_can_be_followed_by_a_whole_one(bench: Bench) -> Mapping[str, Any]:
-    from grpo_megatron.parallel.mesh import RankError
-
-    def broken() -> Any:
-        yield from bench.buckets(1)[:2]
-        raise KeyError("broken stream")
-
-    try:
-        bench.engine.load_weights(broken(), 99)
-    except RankError as error:
-        assert "broken stream" in str(error)
-    else:
-        raise AssertionError("the broken stream was accepted")
-    bench.push(1)
-    return bench.agree(1, requests(16))
-
-
-# -- sleep -------------------------------------------------------------------------------------------------------------
-
-
-def _sleep_and_wake(bench: Bench, level: int) -> Mapping[str, Any]:
-    """Three times: sleep, be refused, wake, load other weights, draw."""
-    long = [replace(r, prompt_ids=long_prompt(600)) for r in requests(1)]
-    before = bench.draw(requests(16))
-    bench.draw(long)
-    lost, freed, found = [], [], {}
-    for number in (1, 0, 0):
-        awake = free_mib()
-        bench.engine._sleep_level = level
-        bench.engine.sleep()
-        freed.append(free_mib() - awake)
-        try:
-            bench.draw(requests(1))
-        except RuntimeError as error:
-            assert "asleep" in str(error)
-        else:
-            raise AssertionError("an engine that sleeps has answered")
-        bench.engine.wake_weights()
-        bench.push(number)
-        bench.engine.wake_kv_cache()
-        found[f"model {number}"] = list(bench.agree(number, [*long, *requests(16)]).values())
-        lost.append(awake - free_mib())
-    same = share_of_same(bench.draw(requests(16)), before)
-    assert same >= bench.bounds.same
-    if not ON_CPU:
-        weights = sum(p.nbytes for p in bench.models[0].parameters()) / MIB
-        assert min(freed) >= weights, f"the weights have {weights:.0f} MiB"
-        assert lost[-1] <= 16, f"free memory fell by {lost} MiB in three rounds"
-    return {**found, "freed": (freed, "MiB"), "lost": (lost, "MiB"), "same draws": same}
-
-
-@check
-def sleep_level_1(bench: Bench) -> Mapping[str, Any]:
-    return _sleep_and_wake(bench, 1)
-
-
-@check
-def sleep_level_2(bench: Bench) -> Mapping[str, Any]:
-    return _sleep_and_wake(bench, 2)
 
 
 # -- requests that do not end by themselves -----------------------------------------------------------------------------

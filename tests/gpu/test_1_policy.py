@@ -1,4 +1,4 @@
-"""The policy in bfloat16 on one GPU: against transformers on the same GPU, against float32, and whether it learns.
+"""The policy in bfloat16 on one GPU: against transformers on the same GPU, and against float32.
 
 Not run on a GPU yet. Bounds for dense models in bf16, as for engine and policy: mean |difference| of the log-probabilities
 0.012, k3 1e-3, mean exp|difference| 1.02. Two programs that round at different points cannot be closer than rounding:
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import conftest, training_ranks
-from tests.gpu.building import ON_CPU, mean_error, worst_angle
+from tests.gpu.building import mean_error, worst_angle
 
 LOCAL = {"transformer_impl": "local"}
 
@@ -47,15 +47,7 @@ def test_local_layers_in_bf16_follow_float32(medium: Path, record_figure: Callab
     assert cosine >= 0.98, name
 
 
-def test_bf16_learns(medium: Path, record_figure: Callable[..., None]) -> None:
-    (got,) = conftest.run(training_ranks.loss_curve, folder=medium, megatron={}, steps=30)
-    losses = got["losses"]
-    record_figure("layers", got["layers"])
-    record_figure("loss, first and last", [losses[0], losses[-1]])
-    assert got["finite"] and losses[-1] <= losses[0] - (0.01 if ON_CPU else 1.0)
-
-
-# -- the optimizer: resume and offload ---------------------------------------------------------------------------------
+# -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
@@ -73,11 +65,3 @@ def test_a_resumed_run_is_bitwise_the_same(
         record_figure(name, got[name])
     assert got["state"] and got["saved_tensors"] > 0
     assert got["weights"]
-
-
-def test_an_offloaded_optimizer_frees_its_memory(medium: Path, record_figure: Callable[..., None]) -> None:
-    (got,) = conftest.run(training_ranks.offloaded, folder=medium)
-    for name, unit in (("freed", "MiB"), ("held", "MiB"), ("offload_s", "s"), ("onload_s", "s")):
-        record_figure(name, got[name], unit)
-    assert ON_CPU or got["freed"] >= 0.95 * got["held"]
-    assert got["finite"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from tests.gpu.building import KIND, MIB, build_policy, free_mib, layer_class, likelihood, sequences, whole_batch
+from tests.gpu.building import KIND, build_policy, layer_class, likelihood, sequences, whole_batch
 from tests.models.gradients import named_gradients
 from tests.tiny import make_batch
 
@@ -98,26 +97,6 @@ def resumed(folder: Path, checkpoint: Path, megatron: dict[str, Any]) -> dict[st
     out["weights"] = all(torch.equal(expected[name], resumed_weights[name]) for name in expected)
     out["difference"] = max(float((expected[name] - resumed_weights[name]).abs().max()) for name in expected)
     return out
-
-
-def offloaded(folder: Path) -> dict[str, float]:
-    """MiB that offloading the optimizer frees, and the size of its states and gradient buffers."""
-    policy = build_policy(folder, {"offload_optimizer": True})
-    batch = whole_batch(sequences(8, 200))
-    policy.update(batch, likelihood)
-    gradients = sum(buffer.grad_data.nbytes for buffer in policy.ddp.buffers) / MIB
-    before = free_mib()
-    start = time.monotonic()
-    policy.offload()
-    offload_s = time.monotonic() - start
-    freed, states = free_mib() - before, policy._offloaded.num_bytes / MIB
-    policy.logprobs(batch)  # needs neither optimizer states nor gradients
-    start = time.monotonic()
-    policy.onload()
-    onload_s = time.monotonic() - start
-    _, metrics = policy.update(batch, likelihood)
-    finite = float(metrics["actor/skipped_updates"] == 0)
-    return {"freed": freed, "held": states + gradients, "offload_s": offload_s, "onload_s": onload_s, "finite": finite}
 
 
 # -- against transformers ----------------------------------------------------------------------------------------------

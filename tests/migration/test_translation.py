@@ -107,7 +107,6 @@ def test_a_yaml_file_without_a_model_says_where_to_write_it(tmp_path: Path) -> N
         ("", ".yaml", "must be a mapping"),
         ("just words", ".sh", "sets nothing that can be read"),
         ("GRPOConfig(", ".py", "was never closed"),
-        ("a: [1", ".yaml", "theirs.yaml"),
         ("x='", ".sh", "No closing quotation"),
     ],
 )
@@ -137,11 +136,8 @@ def test_reward_functions_of_trl(tmp_path: Path) -> None:
     ("key", "hint"),
     [
         ("actor_rollout_ref.actor.optim.lr", "here it is 'actor.optim.lr'"),
-        ("actor_rollout_ref.actor.optim.lr", "`grpo-megatron import verl FILE`"),
         ("num_generations", "trl's num_generations is 'rollout.n'"),
         ("algorithm.beta", "trl's beta is 'actor.kl_loss_coef'"),
-        ("learning_rate", "trl's learning_rate is 'actor.optim.lr'"),
-        ("actor_rollout_ref.rollout.temperature", "here it is 'rollout.temperature'"),
         ("actor.lr", "there is 'actor.optim.lr'"),
         ("actor.clip_ratio", "is 'actor.clip_ratio_low'"),
         ("actor.strategy", "the strategy is always Megatron-Core"),
@@ -153,9 +149,6 @@ def test_an_unknown_key_of_theirs_is_explained(key: str, hint: str, tmp_path: Pa
     with pytest.raises(ConfigError) as refused:
         load_config(config, [f"{key}=1"])
     assert hint in str(refused.value)
-
-
-def test_a_key_that_nobody_knows_has_no_hint() -> None:
     assert known_elsewhere("data.colour") is None and known_elsewhere("colour") is None
 
 

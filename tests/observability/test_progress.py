@@ -8,7 +8,6 @@ import re
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,7 +23,7 @@ from grpo_megatron.observability.metrics import JsonlSink, ReportSink
 from grpo_megatron.observability.progress import StepProgress, awaited, duration
 from grpo_megatron.pages.run_folder import METRICS_FILE
 from grpo_megatron.storage import run_files
-from tests.pages.material import group, make_run, sample
+from tests.pages.material import make_run
 
 
 class Clock:
@@ -197,24 +196,6 @@ def test_every_step_is_in_the_report_which_takes_a_hundredth_of_the_time(
     sink.close()
     rows.close()
     assert len(written) == 5
-
-
-def test_samples_of_a_step_without_a_report_are_not_made(tmp_path: Path) -> None:
-    made: list[int] = []
-
-    def groups(step: int) -> list[dict[str, Any]]:
-        made.append(step)
-        return [group([sample(0, 1.0)])]
-
-    clock = Clock()
-    sink = ReportSink(make_run(tmp_path / "run"), clock=clock)
-    clock.now = 1.0
-    sink._due = 3.0
-    for step in (40, 41):
-        sink.show(step, lambda step=step: groups(step))  # type: ignore[misc]
-        sink.log(step, {})
-    sink.close()
-    assert made == [41] and [kept["step"] for kept in sink.samples.steps] == [41]
 
 
 def test_the_steps_whose_samples_are_kept_are_the_first_the_newest_and_some_between(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from grpo_megatron.observability.console import (
 )
 from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.metrics import JsonlSink
-from grpo_megatron.pages.kit import PagePanel
 from grpo_megatron.pages.run_folder import read_metrics
 from grpo_megatron.storage import StorageError
 
@@ -270,37 +269,6 @@ def test_curves_of_a_run_with_gaps_and_of_nothing(tmp_path: Path, monkeypatch: p
     path.write_text("")
     with pytest.raises(ValueError, match="has no steps to plot"):
         curves.plot(path, png)
-
-
-def test_curves_draw_what_was_logged(tmp_path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    rows: list[dict[str, Any]] = [{"step": n, "actor/grad_norm": value} for n, value in enumerate((1.0, None, 3.0))]
-    ax: Any = Figure().subplots()
-    norm, entropy = (PagePanel("", name, curves=[(f"actor/{name}", name)]) for name in ("grad_norm", "entropy"))
-    curves._draw_panel(ax, rows, norm)
-    curve, mark = ax.lines
-    assert list(curve.get_xdata()) == [0, 2]
-    assert list(curve.get_ydata()) == [1.0, 3.0]
-    assert list(mark.get_xdata()) == [1, 1]  # the step that was not finite
-    ax = Figure().subplots()
-    curves._draw_panel(ax, rows, entropy)
-    assert [text.get_text() for text in ax.texts] == ["not recorded"]
-
-
-def test_curves_stack_of_phases_ends_at_the_step_time(tmp_path: Path) -> None:
-    """gen 5 + update 3 of 10 s, then 6 + 3 of 12 s with 1 s testing: the top of the stack is 10, then 12."""
-    from matplotlib.figure import Figure
-
-    rows = [
-        {"step": 0, "timing_s/gen": 5.0, "timing_s/update_actor": 3.0, "timing_s/step": 10.0},
-        {"step": 1, "timing_s/gen": 6.0, "timing_s/update_actor": 3.0, "timing_s/testing": 1.0, "timing_s/step": 12.0},
-    ]
-    ax: Any = Figure().subplots()
-    curves._draw_phases(ax, rows)
-    assert [c.get_label() for c in ax.collections] == ["gen", "update_actor", "testing", "other"]
-    top = ax.collections[-1].get_paths()[0].vertices
-    assert {(x, y) for x, y in top.tolist()} >= {(-0.5, 10.0), (0.5, 10.0), (0.5, 12.0), (1.5, 12.0)}
 
 
 def test_damaged_lines_do_not_block_a_resume(tmp_path: Path) -> None:

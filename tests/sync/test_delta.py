@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from grpo_megatron.config import RolloutConfig
@@ -170,7 +169,6 @@ LAYOUTS = [  # family, layout, layers of each stage, rollout ep
     ("qwen3-moe", Grid(8, tp=1, pp=4, ep=2, rollout_tp=4, ranks_per_node=8), [2, 1, 0, 1], 1),
     ("qwen3-moe", Grid(4, tp=2, pp=2, rollout_tp=4, ranks_per_node=2), [2, 2], 4),
     ("mixtral", Grid(8, tp=2, pp=2, ep=2, rollout_tp=8, ranks_per_node=4), [2, 2], 1),
-    ("llama-groups", Grid(8, tp=4, pp=2, rollout_tp=8, ranks_per_node=4), [2, 2], 1),
     ("llama", Grid(4, tp=2, rollout_tp=2, ranks_per_node=4), [4], 1),  # nothing moves
 ]
 
@@ -336,10 +334,7 @@ def test_a_patch_of_another_history_names_ranks_and_numbers() -> None:
     ("settings", "expected"),
     [
         ({}, "rollout.sync=delta with rollout.engine_options.sleep_level=2 (the default): level 2 drops the weights"),
-        (
-            {"engine_options": {"sleep_level": 1}, "quantization": "mxfp8"},
-            "rollout.sync=delta with rollout.quantization",
-        ),
+        ({"engine_options": {"sleep_level": 1}, "quantization": "mxfp8"}, "rollout.sync=delta with rollout.quant"),
         (
             {"engine": "tests.rollout.toy_engine:ToyEngine", "engine_options": {"journal": "x"}},
             "rollout.sync=delta with rollout.engine='tests.rollout.toy_engine:ToyEngine'",
@@ -355,9 +350,6 @@ def test_a_delta_without_a_base_is_refused(settings: dict[str, Any], expected: s
 def test_a_delta_is_allowed_where_the_engine_keeps_its_weights() -> None:
     for settings in ({"engine_options": {"sleep_level": 1}}, {"free_cache_engine": False}):
         assert list(engine_problems(RolloutConfig(sync="delta", **settings))) == []
-    for wrong in ({"delta_max_density": 0}, {"delta_max_density": 1.1}, {"delta_full_every": 0}, {"sync": "patch"}):
-        with pytest.raises(ValidationError):
-            RolloutConfig(**wrong)
 
 
 # -- many ranks with delta syncs in one process ------------------------------------------------------------------------
