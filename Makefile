@@ -25,7 +25,7 @@ STEPS ?= 200
 # Three workers: many tests wait for processes. The tests of a file stay on one worker, and files start in the order that tests/conftest.py sets.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Tests of what does not use torch, transformers, Megatron-Core or vLLM: the second stack changes nothing for them.
-SAME_ON_BOTH := test_layers.py test_docs.py test_browser.py starting/test_shipped.py pages planning migration curation storage slurm rewards processes environments evaluation
+SAME_ON_BOTH := test_layers.py test_docs.py test_browser.py starting/test_shipped.py pages planning migration curation storage slurm rewards environments evaluation
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode
 

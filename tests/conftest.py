@@ -56,10 +56,8 @@ SOAK = (  # cases of long tests which run in make soak only: others of their kin
     "e2e/test_recipes.py::test_two_steps_of_a_shrunk_model[qwen3_moe]",
     "models/test_layouts.py::test_gradients_and_weights_do_not_depend_on_the_layout[TP2]",
     "sync/test_exchange.py::test_every_engine_gets_its_part_with_the_fewest_bytes[mixtral",
-    "sync/test_attest.py::test_a_thousand_good_syncs_raise_no_alarm",
     "parallel/test_heartbeat.py::test_a_stall_is_named_and_ends_all_ranks[sleeps]",
     "distributed/test_sync.py::test_engine_and_policy_agree_after_every_sync[olmo2-DP2xTP2-2-None]",
-    "cli/test_main.py::test_the_launcher_prints_the_reason_once[good-cuda-0-errors1]",
     "cli/test_main.py::test_the_first_signal_lets_the_run_save[15-launcher-cuda-75]",
 )
 LONGEST = (  # run first, the longest one before the others, so that no worker ends long after the others

@@ -22,7 +22,6 @@ SIZES = {  # the messages under test contain these numbers
     "max_position_embeddings": 128,
     "vocab_size": 101,
 }
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}"
 
 
 def write_tokenizer(folder: Path, vocabulary: list[str] | None = None, **changes: Any) -> None:

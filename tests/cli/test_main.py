@@ -29,7 +29,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # -- starting, failing, interrupting ----------------------------------------------------------------------------------
 
-DEVICES = ["cpu", "cuda"]  # ranks that are forked, and ranks that are new programs: neither needs a GPU here
 RUN = """
     import signal, time
     rank, kind = int(os.environ["RANK"]), os.environ["KIND"]
