@@ -50,16 +50,6 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "sync/test_delta.py",
     "sync/test_exchange.py",
 )
-SOAK = (  # cases of long tests which run in make soak only: others of their kind run in make test
-    "rollout/test_memory.py::test_wrong_weights_are_named_and_good_ones_never[2]",
-    "e2e/test_recipes.py::test_two_steps_of_a_shrunk_model[llama]",
-    "e2e/test_recipes.py::test_two_steps_of_a_shrunk_model[qwen3_moe]",
-    "models/test_layouts.py::test_gradients_and_weights_do_not_depend_on_the_layout[TP2]",
-    "sync/test_exchange.py::test_every_engine_gets_its_part_with_the_fewest_bytes[mixtral",
-    "parallel/test_heartbeat.py::test_a_stall_is_named_and_ends_all_ranks[sleeps]",
-    "distributed/test_sync.py::test_engine_and_policy_agree_after_every_sync[olmo2-DP2xTP2-2-None]",
-    "cli/test_main.py::test_the_first_signal_lets_the_run_save[15-launcher-cuda-75]",
-)
 LONGEST = (  # run first, the longest one before the others, so that no worker ends long after the others
     "slurm/test_jobs.py",
     "e2e/test_examples.py",
@@ -102,5 +92,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         file = item.path.relative_to(root).as_posix()
         if file.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
-        if f"{file}::{item.name}".startswith(SOAK):
-            item.add_marker(pytest.mark.soak)

@@ -212,15 +212,20 @@ class RewardPool:
             self._fail(numbers, "error", self._unloadable[name])
             return
         reward = self._queue.reward(name)
-        request = {"name": name, "is_test": self._is_test, "samples": [], "timeout_s": self.timeout_s}
+        limit_s = self._limit_s()
+        request = {"name": name, "is_test": self._is_test, "samples": [], "timeout_s": limit_s}
         if name not in worker.loaded:  # a request of its own: imports have more time than samples
             worker.loaded.add(name)
             worker.calls.append((name, []))
             self._processes.submit(worker.key, request, STARTUP_TIMEOUT_S)
         worker.calls.append((name, numbers))
         samples = [reward.sample(self._items[number]) for number in numbers]
-        seconds = self.timeout_s * (1 if reward.is_quick else len(numbers))
+        seconds = limit_s * (1 if reward.is_quick else len(numbers))
         self._processes.submit(worker.key, {**request, "samples": samples}, seconds)
+
+    def _limit_s(self) -> float:
+        """Per sample. The self-test's first samples import and warm up, beside ranks that start."""
+        return max(self.timeout_s, STARTUP_TIMEOUT_S) if self._is_test else self.timeout_s
 
     def _accept(self, key: str, answer: ProcessAnswer) -> None:
         """An answer of a process has arrived: that of the oldest call of the worker `key`."""
@@ -246,8 +251,8 @@ class RewardPool:
         status: Literal["error", "timeout"] = "timeout" if answer["status"] == "timeout" else "error"
         message = f"the reward's process {answer['message']}"
         if status == "timeout":
-            limit = f"{self.timeout_s:g} s (reward.timeout_s)" if numbers else f"{STARTUP_TIMEOUT_S:g} s"
-            message = f"no result after {limit}; killed"
+            reason = f"{self._limit_s():g} s (reward.timeout_s)" if numbers else f"{STARTUP_TIMEOUT_S:g} s"
+            message = f"no result after {reason}; killed"
         message += answer["output"]
         for other, items in reversed(worker.calls):
             self._queue.put_back(other, items, one_by_one=len(items) == 1)

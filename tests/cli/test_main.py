@@ -167,7 +167,7 @@ def test_no_rank_outlives_the_process_that_started_it(
     ("number", "target", "device", "code"),
     [
         (signal.SIGINT, "launcher", "cpu", 130),
-        (signal.SIGTERM, "launcher", "cuda", 75),
+        pytest.param(signal.SIGTERM, "launcher", "cuda", 75, marks=pytest.mark.soak),
         (signal.SIGUSR1, "rank", "cuda", 75),
     ],
 )

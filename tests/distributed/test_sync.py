@@ -22,7 +22,6 @@ CASES = [
     ("qwen2-tied", "PP2", 1),
     ("llama3", "PP2", 2),
     ("qwen3", "TP2xPP2+SP", 4),
-    ("olmo2", "DP2xTP2", 2),  # vLLM has it by transformers' modules
 ]
 # (family, training layout, rollout tp, ranks per node): the ranks are taken for several nodes, so that parts are relayed
 NODES = [
@@ -31,6 +30,7 @@ NODES = [
 ]
 # of four ranks, whose kind others have: make soak runs them
 LONG = [
+    ("olmo2", "DP2xTP2", 2, None),  # vLLM has it by transformers' modules
     ("llama3", "DP2xTP2", 4, None),
     ("qwen2", "TP4", 2, 2),
     ("llama2", "TP2xPP2+SP", 1, None),

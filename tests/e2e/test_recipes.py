@@ -272,7 +272,9 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
     return load_config(recipe, overrides).model_dump(mode="json")
 
 
-@pytest.mark.parametrize("family", sorted({"llama", "qwen2", "qwen3_moe"}))
+@pytest.mark.parametrize(
+    "family", ["qwen2", *(pytest.param(f, marks=pytest.mark.soak) for f in ("llama", "qwen3_moe"))]
+)
 def test_two_steps_of_a_shrunk_model(family: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All recipes of a family, one after the other in one world."""
     monkeypatch.chdir(ROOT)

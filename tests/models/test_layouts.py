@@ -14,6 +14,7 @@ The updates are on a batch with tokens outside the loss (`tiny.make_batch(masked
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,13 +27,13 @@ from tests.models.gradients import transformers_backward
 PAIRS = tiny.make_sequences(6)
 EXACT = 5e-6
 UPDATED = ("qwen3", "qwen2-tied")  # q/k norms; biases, and an embedding that two pipeline stages share
-IN_THE_SOAK = ("TP4", "PP4")
-OTHER_LAYOUTS = [
-    pytest.param(name, marks=[pytest.mark.soak] if name in IN_THE_SOAK else [])
-    for name in policy_ranks.LAYOUTS
-    if name != "1"
-]
 SPREAD_NORMS = "olmo2"  # q/k norms over the heads of all tensor-parallel ranks: in the layouts that differ for them
+
+
+def layouts(*of_every_run: str) -> list[Any]:
+    """All layouts. `make soak` has those that are not `of_every_run`."""
+    soak = [pytest.mark.soak]
+    return [pytest.param(name, marks=[] if name in of_every_run else soak) for name in policy_ranks.LAYOUTS]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def expected(models: dict[str, Path]) -> dict[str, list[torch.Tensor]]:
     return {family: tiny.transformers_logprobs(folder, PAIRS) for family, folder in models.items()}
 
 
-@pytest.mark.parametrize("layout", policy_ranks.LAYOUTS)
+@pytest.mark.parametrize("layout", layouts("1", "DP2", "TP2xPP2+SP", "TP4"))
 def test_logprobs_of_every_family_equal_transformers(
     models: dict[str, Path], expected: dict[str, list[torch.Tensor]], layout: str
 ) -> None:
@@ -137,7 +138,7 @@ def test_gradients_equal_those_of_a_hand_built_loss_without_the_masked_tokens(
     near(alone[family, False]["gradients"], by_hand[family])
 
 
-@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+@pytest.mark.parametrize("layout", layouts("DP2", "PP2", "DP2xTP2", "TP2xPP2+SP"))
 def test_gradients_and_weights_do_not_depend_on_the_layout(
     models: dict[str, Path],
     alone: dict[tuple[str, bool], dict],

@@ -107,7 +107,7 @@ def test_a_hostile_response_fills_no_field_and_is_cut(options: dict[str, Any]) -
     [
         ("lost", {"retries": 1}, ConnectionError, "after 2 attempts: RemoteDisconnected"),
         ("denied", {}, ConnectionError, r"HTTP status 401: wrong key: Bearer \*\*\*$"),
-        ("hangs", {"retries": 100, "timeout_s": 0.25}, TimeoutError, r"no answer within 0.25 s \(HTTP status 500\)"),
+        ("hangs", {"retries": 100, "timeout_s": 0.25}, TimeoutError, "no answer within 0.25 s "),
         ("later", {}, TimeoutError, r"no answer within 8 s \(HTTP status 429\)"),  # which would come in 1000 s
         ("html", {}, ValueError, "is no chat completion: b'<html>'"),
         ("I like it", {}, ValueError, "has no verdict that `pattern` finds; it ends with 'I like it'"),

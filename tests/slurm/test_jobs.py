@@ -109,11 +109,12 @@ def test_a_bad_node_is_left_out_of_the_next_attempt(lab: Lab, tmp_path: Path) ->
     assert run.last_lines()[-1].startswith(f"job {run.job} attempt 1: finished")
 
 
-def test_interrupted_four_times_on_two_nodes(lab: Lab, workspace: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_slurm", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_interrupted_on_two_nodes(lab: Lab, workspace: Path, tmp_path: Path, by_slurm: bool) -> None:
     """Tensor parallel over two nodes. After all interruptions the result is that of an undisturbed run.
 
-    Interrupted by USR1, by the death of a rank, by scontrol requeue and by a node that is set down. A gate in the reward
-    fixes the steps: checkpoints are due every two steps, so that the one of step 3 can only come from USR1.
+    Interrupted by USR1 and by the death of a rank; in make soak then by scontrol requeue and by a node that is set down. A
+    gate in the reward fixes the steps: checkpoints are due every two steps, so that the one of step 3 can only come from USR1.
     """
     reference = settings(workspace, tmp_path / "reference", 2, 2, 1, STEPS)
     worlds.run(run_ranks.train, 2, raw=reference, keep_weights=False)
@@ -133,8 +134,19 @@ def test_interrupted_four_times_on_two_nodes(lab: Lab, workspace: Path, tmp_path
     run.after(5)
     os.kill(lab.ranks(run.job)[1], signal.SIGKILL)
     run.ended(1, "a rank was killed (srun: ")
+    if by_slurm:
+        interrupt_by_slurm(lab, run)
+    run.allow(STEPS)
+    run.end()
+    restarts = 4 if by_slurm else 2
+    assert lab.job(run.job)["Restarts"] == str(restarts)
+    assert run.last_lines()[-1].startswith(f"job {run.job} attempt {restarts}: finished; newest checkpoint: {run.out}")
+    same_run(tmp_path / "reference", run.out, STEPS)
 
-    lab.until((run.out / "attempts" / f"{run.job}-2" / "began").exists)  # its ranks are still starting
+
+def interrupt_by_slurm(lab: Lab, run: Run) -> None:
+    """In the third attempt, whose ranks are still starting, and in the fourth one."""
+    lab.until((run.out / "attempts" / f"{run.job}-2" / "began").exists)
     lab.slurm("scontrol", "requeue", run.job)
     run.ended(2, "ended by Slurm before it could save")
 
@@ -144,14 +156,10 @@ def test_interrupted_four_times_on_two_nodes(lab: Lab, workspace: Path, tmp_path
     lab.slurm("scontrol", "update", "nodename=node2", "state=down", "reason=test")
     try:
         run.ended(3, "ended by Slurm before it could save")
-        run.allow(STEPS)
-        run.end()
+        lab.until(lambda: lab.job(run.job)["JobState"] == "RUNNING")
+        assert "node2" not in lab.nodes_of(run.job)
     finally:
         lab.slurm("scontrol", "update", "nodename=node2", "state=resume")
-    assert "node2" not in lab.nodes_of(run.job)
-    assert lab.job(run.job)["Restarts"] == "4"
-    assert run.last_lines()[-1].startswith(f"job {run.job} attempt 4: finished; newest checkpoint: {run.out}")
-    same_run(tmp_path / "reference", run.out, STEPS)
 
 
 @pytest.mark.soak

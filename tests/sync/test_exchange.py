@@ -80,7 +80,14 @@ def budget_of(number: int) -> int:
     return 1 << (14 if number % 10 == 0 else 17 if number % 3 == 0 else 22)
 
 
-@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda number: _name(LAYOUTS[number]))
+def in_the_soak(number: int) -> list[pytest.MarkDecorator]:
+    """Mixtral's experts are those of Qwen3-MoE under other names."""
+    return [pytest.mark.soak] if _name(LAYOUTS[number]).startswith("mixtral") else []
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=in_the_soak(n), id=_name(LAYOUTS[n])) for n in range(len(LAYOUTS))]
+)
 def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
     family, grid, sizes, rollout_ep = LAYOUTS[number]
     world = simulation.world(architecture(family), grid, list(sizes), budget=budget_of(number), rollout_ep=rollout_ep)
