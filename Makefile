@@ -24,8 +24,9 @@ SEED ?= 0
 STEPS ?= 200
 # Three workers: many tests wait for processes. The tests of a file stay on one worker, and files start in the order that tests/conftest.py sets.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
-# Tests of what does not use torch, transformers, Megatron-Core or vLLM: the second stack changes nothing for them.
-SAME_ON_BOTH := test_layers.py test_docs.py test_browser.py starting/test_shipped.py pages planning migration curation storage slurm rewards environments evaluation
+# Tests of what hardly uses torch, transformers, Megatron-Core and vLLM: the second stack changes nothing for them.
+SAME_ON_BOTH := test_layers.py test_docs.py test_browser.py starting/test_shipped.py pages planning migration curation storage slurm rewards environments evaluation \
+	algo checks memory observability sampling
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode
 
@@ -60,7 +61,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 test:
-	@$(MAKE) --jobs 2 lint docs
+	@$(MAKE) --jobs 3 lint docs $(if $(HAS_PYTHON312),$(VENV026)/.installed)
 	$(BIN)/python $(PYTEST) -m "not soak"
 	$(if $(HAS_PYTHON312),$(MAKE) test-vllm026,@echo "make test-vllm026 is left out: there is no $(PYTHON312) here")
 

@@ -200,10 +200,10 @@ class _CudaToCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        device = kwargs.get("device")
-        if device is not None and (type(device) is int or str(device).startswith("cuda")):
-            kwargs["device"] = "cpu"
+        if kwargs is None:  # most of the calls of a step
+            kwargs = {}
+        elif (device := kwargs.get("device")) is not None and (type(device) is int or str(device).startswith("cuda")):
+            kwargs = {**kwargs, "device": "cpu"}
         if func is torch.Tensor.cuda:
             return args[0]
         out = func(*args, **kwargs)

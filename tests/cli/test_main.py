@@ -92,7 +92,7 @@ RAISED = ["KeyError: 'boom'", "error: rank 1: KeyError: 'boom' (its traceback is
 @pytest.mark.parametrize(
     ("kind", "device", "code", "errors"),
     [
-        ("good", "cuda", 0, []),
+        ("good", "cpu", 0, []),
         ("refused by all", "cpu", 2, ["error: trainer.device=cuda, but there is none"]),
         ("raised by one", "cpu", 1, RAISED),
         ("killed", "cuda", 137, [KILLED]),
