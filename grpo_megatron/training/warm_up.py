@@ -98,9 +98,8 @@ def warm_up(
     follow = heartbeat.listener  # the console of the whole run, whose steps are others
 
     def save(steps_done: int) -> Path:
-        return checkpoints.save(
-            steps_done, policy, stage, {"collector": collector.state(), "inputs": inputs.state() if inputs else {}}
-        )
+        run = {"collector": collector.state(), "inputs": inputs.state() if inputs else {}}
+        return checkpoints.save(steps_done, policy, stage, run)
 
     heartbeat.listener = lambda step, phases: follow(step, [STAGE_NAME, *phases] if phases else [])
     with build_sinks(trainer, rank=mesh.rank, first_step=first_step) as sinks, heartbeat.naming_timeouts():

@@ -14,6 +14,7 @@ from grpo_megatron.checks.digests import InputDigests, input_problems, recorded_
 from grpo_megatron.checks.resume import resume_problems
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.data.written import WrittenResponse
 from grpo_megatron.storage.files import sha256_of
 from tests.runs import make_run, texts
 from tests.training.fake_run import run
@@ -169,3 +170,18 @@ def test_every_checkpoint_has_the_digests(tmp_path: Path) -> None:
         run(out, trainer=more, **sections)
         now = recorded_inputs(out / f"checkpoints/step_{total:06d}")["model.path"][str(model / "model.safetensors")]
         assert (now == before) is not accept
+
+
+def test_the_warm_up_has_them_too(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}")
+    sft = {"steps": 2, "train_batch_size": 2, "save_freq": 1, "train_files": [str(rows)]}
+    written = [([number], WrittenResponse([7])) for number in range(4)]
+    run(tmp_path / "out", rows=written, stop_warm_up_after=1, sft=sft)
+    assert recorded_inputs(tmp_path / "out/sft/checkpoints/step_000001")["sft.train_files"].keys() == {str(rows)}
+    reverse(rows)
+    config = Config.model_validate({"model": {"path": "m"}, "sft": sft, "trainer": {"output_dir": tmp_path / "out"}})
+    assert not list(input_problems(config, prints=False))
+    shorten(rows)
+    [problem] = texts(input_problems(config, prints=False))
+    assert problem.startswith(f"sft.train_files: {rows} has changed (2 bytes -> 0 bytes) since {tmp_path}/out/sft/")
