@@ -16,7 +16,7 @@ import torch
 
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models.optimizer import OffloadedTensors
+from grpo_megatron.models.optimizer import HostBuffer, OffloadedTensors
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rollout.vllm import VllmEngine
 from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment, vllm_arguments
@@ -25,7 +25,11 @@ from tests import tiny, worlds
 from tests.models import policy_ranks
 
 
-def test_tensors_return_as_they_were() -> None:
+@pytest.mark.parametrize("block", [HostBuffer.BLOCK, 8])
+def test_tensors_return_as_they_were(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a tensor's bytes are in several blocks of the host's buffer."""
+    monkeypatch.setattr(HostBuffer, "BLOCK", block)
+    monkeypatch.setattr(HostBuffer, "SMALLEST", min(block, HostBuffer.SMALLEST))
     alone, buffer, one = torch.arange(6.0), torch.arange(10.0), torch.tensor(3.0)
     view_of_alone, part = alone.view(2, 3), buffer[2:5]
     tensors = OffloadedTensors(Device("cpu"))
@@ -46,6 +50,15 @@ def test_tensors_return_as_they_were() -> None:
     tensors.offload([alone], unchanged=True)  # not true here: shows that the old host copy is used
     tensors.onload()
     assert torch.equal(alone, torch.arange(1.0, 7.0))
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 20, (7 << 20) + 5, (3 << 30) + (5 << 28) + 1])
+def test_the_buffer_has_powers_of_two_and_loses_less_than_a_mebibyte(size: int) -> None:
+    """A pinned block is rounded up to a power of two, so that others would take up to twice their bytes."""
+    with mock.patch("torch.empty", lambda size, **_: range(size)):
+        buffer = HostBuffer(size, pinned=True)
+    assert all(len(block) & (len(block) - 1) == 0 for block in buffer.blocks)
+    assert 0 <= sum(map(len, buffer.blocks)) - size < HostBuffer.SMALLEST
 
 
 def trained(folder: Path, dtype: str, distributed: bool) -> dict[str, Any]:
