@@ -103,11 +103,13 @@ def test_changed_settings_are_used_and_other_mini_batches_keep_the_training_step
 def test_every_rank_writes_its_share_of_what_megatron_would_gather(model: Path, tmp_path: Path, layout: Layout) -> None:
     """Both kinds of checkpoint have the same tensors, and both readers read both. Older checkpoints are of the second kind."""
     worlds.run(layout_change_ranks.in_both_ways, layout[0], model=model, pairs=PAIRS, out=tmp_path, layout=layout)
-    pieces = tmp_path / "pieces/checkpoints/step_000001"
+
+    def written(name: str) -> list[int]:
+        folder = tmp_path / name / "checkpoints/step_000001/state"
+        return [sum(file.stat().st_size for file in folder.glob(f"__{rank}_*.distcp")) for rank in range(layout[0])]
+
     for name in ("whole", "whole again", "pieces again"):
-        same_stored(pieces, tmp_path / name / "checkpoints/step_000001")
-    ranks = range(layout[0])
-    sizes = [sum(file.stat().st_size for file in (pieces / "state").glob(f"__{rank}_*")) for rank in ranks]
-    assert layout[2] > 1 or max(sizes) < 1.15 * min(sizes), sizes  # stages differ
-    whole = [tmp_path / "whole/checkpoints/step_000001/state" / f"__{rank}_0.distcp" for rank in ranks]
-    assert max(sizes) < 0.6 * max(file.stat().st_size for file in whole if file.exists())
+        same_stored(tmp_path / "pieces/checkpoints/step_000001", tmp_path / name / "checkpoints/step_000001")
+    pieces, whole = written("pieces"), written("whole")
+    assert layout[2] > 1 or max(pieces) < 1.15 * min(pieces), pieces  # stages differ
+    assert max(pieces) < 0.7 * max(whole), (pieces, whole)  # of the last layout's experts each has one holder

@@ -85,6 +85,7 @@ def pieces(entry: Any, values: Tensor, start: int, prefix: str = "") -> list[Sha
                     global_offset=tuple(map(sum, zip(block.global_offset, lead + offset, strict=True))),
                     axis_fragmentations=None,
                     replica_id=(*block.replica_id[:-1], 0),  # type: ignore[index]
+                    allow_shape_mismatch=block.allow_shape_mismatch,
                 )
             )
             taken += count
@@ -113,16 +114,16 @@ def optimizer_in_pieces() -> Iterator[None]:
         yield
 
 
-def _own_state(optimizer: Any, model: dict[str, Any], is_loading: bool = False, metadata: Any = None) -> dict[str, Any]:
+def _own_state(optimizer: Any, model: dict[str, Any], is_loading: bool = False, metadata: Any = None) -> dict[int, Any]:
     """Replaces Megatron's function of the state that any layout reads. Per parameter and kind of state: its pieces."""
     entries = {entry.data: entry for entry in nested_values(model) if isinstance(entry.data, torch.nn.Parameter)}
-    found = {}
+    found: dict[int, Any] = {}  # layers and experts share keys
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for ranges in (bucket["param_map"] for bucket in buckets):
                 for parameter, places in ranges.items():
                     entry, state = entries[parameter], optimizer._get_main_param_and_optimizer_states(parameter)
-                    found[entry.key] = {
+                    found[len(found)] = {
                         name: pieces(entry, values.detach(), places["param"].start, f"optimizer.state.{name}.")
                         for name, values in state.items()
                         if name != "step"  # in the parameter groups
@@ -143,7 +144,7 @@ def divide_writing(model: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 
 def _own_share(entry: Any, mesh: Mesh) -> list[ShardedTensor]:
     is_expert = not getattr(entry.data, "allreduce", True)  # Megatron's mark: not reduced over all data-parallel ranks
-    holders = mesh.grid.ranks(mesh.tp_rank, mesh.pp_rank, mesh.ep_rank if is_expert else None)
+    holders = mesh.grid().ranks(mesh.tp_rank, mesh.pp_rank, mesh.ep_rank if is_expert else None)
     values, number = entry.data.detach().reshape(-1), holders.index(mesh.rank)
     start, end = (values.numel() * part // len(holders) for part in (number, number + 1))
     return pieces(entry, values[start:end], start)
