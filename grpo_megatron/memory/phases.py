@@ -213,7 +213,7 @@ def memory_phases(
 # save        the rank's own part of weights and optimizer on its way to the disk; in the background, that of all models
 # A load reads one stored rectangle of a tensor at a time into tensors that exist: less than a save.
 
-PROCESS = 4 * GIB  # an assumption: modules, CUDA's own host memory, prompts and samples, staging of the sync
+PROCESS_BYTES = 4 * GIB  # an assumption: modules, CUDA's own host memory, prompts and samples, staging of the sync
 
 
 def host_parts(config: Config, world_size: int, memory: StageMemory) -> dict[str, float]:
@@ -225,7 +225,12 @@ def host_parts(config: Config, world_size: int, memory: StageMemory) -> dict[str
         "reward model": memory.reward_training - GRADIENT_BYTES * learning_weights / itemsize,
         "critic": memory.critic - memory.critic_weights * (1 + GRADIENT_BYTES / itemsize),
     }
-    parts = {"process": float(PROCESS), "offloaded optimizer": 0.0, "offloaded weights": 0.0, "copies of a save": 0.0}
+    parts = {
+        "process": float(PROCESS_BYTES),
+        "offloaded optimizer": 0.0,
+        "offloaded weights": 0.0,
+        "copies of a save": 0.0,
+    }
     if megatron.offload_optimizer:
         parts["offloaded optimizer"] = sum(adam.values())
     elif config.critic.offload:

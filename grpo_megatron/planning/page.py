@@ -85,7 +85,11 @@ def plan_page(
     cache = found.cache if found is not None else None
     stages = models.stages(config)
     stage = max(stage.total for stage in stages[0])
-    host = Host.of(config, world_size, memory_of_stages(config, world_size, *stages), per_node) if is_on_gpus else None
+    host = (
+        NodeMemory.of(config, world_size, memory_of_stages(config, world_size, *stages), per_node)
+        if is_on_gpus
+        else None
+    )
     itemsize, rows = DTYPE_BYTES[config.model.dtype], checked.num_trained
     warnings = list(plan_warnings(config, models, work, machine, found, checked))
     if not elsewhere and is_for_this_machine(config):
@@ -138,44 +142,45 @@ def plan_page(
 
 
 @dataclass(frozen=True)
-class Host:
-    """Bytes of one rank on its host, by what they are for, and the ranks of a node."""
+class NodeMemory:
+    """Bytes of one rank in its node's host memory, by what they are for, and the ranks of a node."""
 
     parts: dict[str, float]
     ranks: int
+    remedies: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: Config, world_size: int, stages: list[StageMemory], ranks: int) -> Host:
+    def of(cls, config: Config, world_size: int, stages: list[StageMemory], ranks: int) -> NodeMemory:
         """That of the stage that needs most. A node may have ranks of several stages, so this is an upper bound."""
-        return cls(
-            max((host_parts(config, world_size, stage) for stage in stages), key=lambda p: sum(p.values())), ranks
-        )
+        of_stages = [host_parts(config, world_size, stage) for stage in stages]
+        keys = {
+            "actor.megatron.offload_optimizer=false": config.actor.megatron.offload_optimizer,
+            "actor.megatron.offload_reference=false": config.actor.megatron.offload_reference,
+            "critic.offload=false": config.critic.offload,
+            "trainer.async_save=false": config.trainer.async_save,
+        }
+        remedies = tuple(key for key, is_set in keys.items() if is_set)
+        return cls(max(of_stages, key=lambda parts: sum(parts.values())), ranks, remedies)
 
     def __str__(self) -> str:
         terms = [f"{'~ ' if name == 'process' else ''}{size / GIB:.2f} {name}" for name, size in self.parts.items()]
         rank = sum(self.parts.values()) / GIB
-        return f"{' + '.join(terms)} = {rank:.2f}; {counted(self.ranks, 'rank')} of a node: {self.ranks * rank:.0f}"
+        return f"{' + '.join(terms)} = {rank:.2f} at most; {self.ranks} x {rank:.2f} = {self.ranks * rank:.0f} per node"
 
     def verdict(self, gib: float) -> str:
         size = self.ranks * sum(self.parts.values()) / GIB
         answer = "FITS" if size <= gib else "DOES NOT FIT"
-        return f"{answer} {gib:g} GiB of host memory per node ({self.ranks} ranks: {size:.0f} GiB)"
+        return f"{answer} {gib:g} GiB of host memory per node ({counted(self.ranks, 'rank')}: {size:.0f} GiB)"
 
     def misfit(self, gib: float) -> str | None:
         """What is wrong, for the end of a dry run; None unless the exact parts alone are too large."""
-        certain = {name: size for name, size in self.parts.items() if name != "process"}
-        size = self.ranks * sum(certain.values()) / GIB
-        if size <= gib:
+        size = sum(size for name, size in self.parts.items() if name != "process") / GIB
+        if self.ranks * size <= gib:
             return None
-        keys = {
-            "offloaded optimizer": "actor.megatron.offload_optimizer=false",
-            "offloaded weights": "actor.megatron.offload_reference=false or critic.offload=false",
-            "copies of a save": "trainer.async_save=false",
-        }
-        largest = max(certain, key=lambda name: certain[name])
         return (
-            f"a node needs {self.ranks} ranks x {size / self.ranks:.2f} GiB = {size:.0f} GiB of host memory besides its"
-            f" processes, more than {gib:g} GiB; set {keys[largest]}, or more ranks for fewer bytes of state on each"
+            f"{counted(self.ranks, 'rank')} of a node x {size:.2f} GiB = {self.ranks * size:.0f} GiB of host memory, without"
+            f" the processes themselves, is more than --host-memory {gib:g}; set"
+            f" {', '.join((*self.remedies, 'more nodes'))} (each rank then has fewer bytes of weights and optimizer)"
         )
 
 

@@ -28,7 +28,7 @@ from grpo_megatron.memory import phases
 from grpo_megatron.memory.parameters import RunModels, memory_of_stages, parameters_from_table
 from grpo_megatron.memory.phases import (
     GIB,
-    PROCESS,
+    PROCESS_BYTES,
     RESERVED,
     EngineCache,
     Phase,
@@ -145,7 +145,7 @@ def test_the_host_has_offloaded_copies_and_a_share_of_every_save() -> None:
         return host_parts(config, 8, memory)
 
     expected = {"offloaded optimizer": adam, "offloaded weights": 2 * P, "copies of a save": 14 * P / 8}
-    assert parts(config_of()) == {"process": PROCESS, **expected}
+    assert parts(config_of()) == {"process": PROCESS_BYTES, **expected}
     with_critic = parts(config_of(critic={"offload": True}), critic=policy)
     assert with_critic["offloaded optimizer"] == 2 * adam and with_critic["offloaded weights"] == 4 * P
     assert with_critic["copies of a save"] == 14 * P / 8  # one model after the other
@@ -154,7 +154,7 @@ def test_the_host_has_offloaded_copies_and_a_share_of_every_save() -> None:
     learns = parts(config_of(algorithm=ITERATIVE, reward_model={"path": "r"}), rewards=[policy, policy])
     assert learns["offloaded optimizer"] == 2 * adam and learns["offloaded weights"] == 4 * P
     nothing = config_of({"override_transformer_config": FULL}, trainer={"save_freq": -1})
-    assert parts(nothing) == {"process": PROCESS}
+    assert parts(nothing) == {"process": PROCESS_BYTES}
 
 
 def test_the_critic_is_on_the_device_whole_or_in_part_or_only_in_its_own_phase() -> None:
@@ -355,10 +355,10 @@ def test_the_plan_marks_phases_that_do_not_fit(run: Path, capsys: pytest.Capture
     command = ["train", str(run / "run.yaml"), "--dry-run", "trainer.device=auto", small_buckets]
     assert main.main([*command, "--gpu-memory", "80"]) == 0
     rows = {line[:24].strip(): line[24:].split() for line in capsys.readouterr().out.splitlines()}
-    assert rows["of 80"] == ["fits"] * 7
-    assert rows["engine's share"] == ["-", "48.00", "-", "48.00", "-", "-", "-"]
+    assert rows["of 80"] == ["fits"] * 6
+    assert rows["engine's share"] == ["-", "48.00", "-", "48.00", "-", "-"]
     of_share = [rows[f"of it {part}"] for part in ("weights", "~ workspace", "~ KV cache")]
-    assert all(cells[:3] + cells[4:] == ["-"] * 6 for cells in of_share)
+    assert all(cells[:3] + cells[4:] == ["-"] * 5 for cells in of_share)
     assert sum(float(cells[3]) for cells in of_share) == pytest.approx(48, abs=0.02)
     assert main.main([*command, "--gpu-memory", "2.5"]) == 0
     out = capsys.readouterr().out

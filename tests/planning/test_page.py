@@ -74,7 +74,7 @@ def test_host_memory_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*command, "20"]) == 2
     captured = capsys.readouterr()
     assert section(captured.out, "Verdict")[0].startswith("  DOES NOT FIT 20 GiB of host memory per node (8 ranks: ")
-    assert "a node needs 8 ranks x " in captured.err and "more than 20 GiB; set actor.megatron." in captured.err
+    assert "8 ranks of a node x " in captured.err and "is more than --host-memory 20; set " in captured.err
 
 
 def test_70b_that_does_not_fit_gets_remedies_and_layouts(capsys: pytest.CaptureFixture[str]) -> None:
