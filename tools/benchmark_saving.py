@@ -139,6 +139,7 @@ PIECES, GATHERED = "pieces", "as Megatron gathers"
 
 
 def of_ranks(args: argparse.Namespace) -> int:
+    os.environ["PYTHONWARNINGS"] = "ignore"  # of the libraries, in every rank
     context = multiprocessing.get_context("spawn")
     print(machine())
     print(
