@@ -8,6 +8,8 @@ own key. What an estimator or a loss needs is a fact that it declares where it i
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
@@ -32,6 +34,9 @@ FACTS: dict[str, FactRegistry[Any, Any]] = {
 }
 
 
+OWN_FUNCTIONS = (*FACTS, "actor.loss_agg_mode", "critic.loss_agg_mode")
+
+
 def effect_problems(config: Config) -> Problems:
     """Keys that are set, and have no effect without a fitting value of another key."""
     for key in config_keys(Config):
@@ -40,8 +45,9 @@ def effect_problems(config: Config) -> Problems:
             unmet = [_unmet(config, condition) for condition in needed.split(" or ")]
             if all(unmet):
                 now, remedies = zip(*filter(None, unmet), strict=True)
+                others = dict.fromkeys(text for text in now if not text.startswith(f"{marked(key.name)}="))
                 yield (
-                    f"{marked(key.name)}={written(value)} has no effect with {' and '.join(now)}; set"
+                    f"{marked(key.name)}={written(value)} has no effect with {' and '.join(others)}; set"
                     f" {' or '.join(remedies)}, or leave it out"
                 )
                 break
@@ -62,11 +68,35 @@ def _unmet(config: Config, condition: str) -> tuple[str, str] | None:
     elif sign == "!=":
         holds, remedy = written(value) != wanted, f"another {key}"
     elif sign == "=":
-        holds, remedy = written(value) == wanted, f"{key}={wanted}"
+        may_read = key in OWN_FUNCTIONS and ":" in str(value)  # a function of the user's own may read any key
+        holds, remedy = may_read or written(value) == wanted, f"{key}={wanted}"
     else:
         holds, remedy = bool(value), key
     now = marked(key) if isinstance(value, list) and value else f"{marked(key)}={written(value)}"
     return None if holds else (now, remedy)
+
+
+def suspicions(config: Config) -> Iterator[str]:
+    """What works, and is rarely meant: a warning of the plan, and of a run's start."""
+    data, val = config.data, config.rollout.val_kwargs
+    for key in ("actor.optim.lr", *(["critic.optim.lr"] if has_critic(config.algorithm) else [])):
+        if config.at(key) == 0:
+            yield f"{key}=0: this model learns nothing"
+    if val.n > 1 and val.temperature == 0 and data.has_prompts_to_validate:
+        yield (
+            f"rollout.val_kwargs.n={val.n} with temperature=0: the {val.n} answers to a prompt are the same; set"
+            " rollout.val_kwargs.temperature, or n=1"
+        )
+    owners: dict[Path, list[str]] = {}
+    for name, files in (("data.train_files", data.train_files), *((f"source {s.name}", s.files) for s in data.sources)):
+        for path in files:
+            owners.setdefault(path.absolute(), []).append(name)
+    for path, names in owners.items():
+        if len(names) > 1:
+            yield f"{path.name} is in {' and in '.join(names)}: its rows are drawn as rows of each"
+    for path in (*data.val_files, *(path for source in data.sources for path in source.val_files)):
+        if names := owners.get(path.absolute()):
+            yield f"{path.name}, which is validated on, is trained on, too (in {names[0]})"
 
 
 # -- Combinations ------------------------------------------------------------------------------------------------------

@@ -55,7 +55,9 @@ class OptimConfig(Section):
     lr_decay_style: Schedule[Literal["constant", "linear", "cosine", "WSD"]] = "constant"
     # WSD needs it: optimizer steps of the linear decay
     lr_wsd_decay_steps: Annotated[Schedule[int | None], Needs(".lr_decay_style=WSD")] = Field(None, ge=1)
-    min_lr: Schedule[float] = Field(0.0, ge=0, le=1)  # the rate that a decay ends with
+    min_lr: Annotated[Schedule[float], Needs(".lr_decay_style!=constant")] = Field(
+        0.0, ge=0, le=1
+    )  # the rate that a decay ends with
 
 
 class Fp8Config(Section):
@@ -108,17 +110,31 @@ class ActorConfig(Section):
     loss_mode: str = "vanilla"  # a registered policy loss, or module:function
     loss_agg_mode: str = "token-mean"  # the weight of each token in the loss: a registered name, or module:function
     # L of seq-mean-token-sum-norm; null: data.max_response_length
-    loss_scale_factor: float | None = Field(None, ge=1e-3, le=1e12)
+    loss_scale_factor: Annotated[
+        float | None, Needs(".loss_agg_mode=seq-mean-token-sum-norm or critic.loss_agg_mode=seq-mean-token-sum-norm")
+    ] = Field(None, ge=1e-3, le=1e12)
     clip_ratio_low: float = Field(0.2, ge=0)  # ratios below 1 - this are clipped
     clip_ratio_high: float = Field(0.2, ge=0)  # ratios above 1 + this are clipped
     clip_ratio_c: float | None = Field(3.0, gt=1)  # dual clip: bound of the ratio at negative advantages; null: off
-    cispo_clip_ratio_low: float = Field(1.0, ge=0)  # CISPO's lower bound is 1 - this; 1 or more: no lower bound
-    tau_pos: float = Field(1.0, ge=1e-3, le=1e6)  # SAPO's temperature at positive advantages
-    tau_neg: float = Field(1.05, ge=1e-3, le=1e6)  # SAPO's temperature at the other advantages
-    dpo_beta: float = Field(0.1, gt=0, le=1e4)  # DPO's beta: how strongly the policy is kept near the reference
+    cispo_clip_ratio_low: Annotated[float, Needs(".loss_mode=cispo")] = Field(
+        1.0, ge=0
+    )  # CISPO's lower bound is 1 - this; 1 or more: no lower bound
+    tau_pos: Annotated[float, Needs(".loss_mode=sapo")] = Field(
+        1.0, ge=1e-3, le=1e6
+    )  # SAPO's temperature at positive advantages
+    tau_neg: Annotated[float, Needs(".loss_mode=sapo")] = Field(
+        1.05, ge=1e-3, le=1e6
+    )  # SAPO's temperature at the other advantages
+    dpo_beta: Annotated[float, Needs(".loss_mode=dpo")] = Field(
+        0.1, gt=0, le=1e4
+    )  # DPO's beta: how strongly the policy is kept near the reference
     use_kl_loss: bool = True  # add kl_loss_coef * KL to the reference to the loss
-    kl_loss_coef: Coefficient = 0.001  # 0: the KL is not computed, and needs no reference
-    kl_loss_type: str = "low_var_kl"  # the estimator of that KL (algo/divergence.py)
+    kl_loss_coef: Annotated[Coefficient, Needs(".use_kl_loss=true or .kl_loss_coef=0")] = (
+        0.001  # 0: the KL is not computed, and needs no reference
+    )
+    kl_loss_type: Annotated[str, Needs(".use_kl_loss=true")] = (
+        "low_var_kl"  # the estimator of that KL (algo/divergence.py)
+    )
     entropy_coeff: float = Field(0.0, ge=-1e4, le=1e4)  # times the entropy (nats), which is subtracted from the loss
     logprob_chunk_size: int = Field(1024, ge=1)  # tokens whose logits are in memory at a time
     max_skipped_steps: int = Field(10, ge=0)  # consecutive optimizer steps with a non-finite gradient; one more: stop
@@ -142,7 +158,13 @@ class RefConfig(Section):
     """The frozen reference model."""
 
     # null: the model that GRPO starts from (model.path, after the warmup if there is one)
-    path: Fixed[Path | None] = None
+    path: Annotated[
+        Fixed[Path | None],
+        Needs(
+            "actor.use_kl_loss=true or algorithm.use_kl_in_reward=true or actor.loss_mode:needs_reference"
+            " or algorithm.source=initial"
+        ),
+    ] = None
 
 
 HAS_CRITIC = Needs("algorithm.adv_estimator:needs_values")
@@ -237,7 +259,9 @@ class DataConfig(Section):
     seed: Fixed[Seed] = 42  # of the shuffling
     sampling: Annotated[Fixed[SamplingConfig], Needs("data.sampling.pass_rates")] = SamplingConfig()
     apply_chat_template: Fixed[bool] = True  # false: the task's plain text prompt
-    chat_template: Fixed[Path | None] = None  # Jinja file; null: the tokenizer's template
+    chat_template: Annotated[Fixed[Path | None], Needs(".apply_chat_template=true")] = (
+        None  # Jinja file; null: the tokenizer's template
+    )
     system_prompt: Fixed[str | None] = None  # null: the task's system prompt
 
     @property
@@ -262,7 +286,9 @@ class FilterGroups(Section):
     """DAPO's dynamic sampling: a prompt whose samples all got the same reward is replaced by another prompt."""
 
     enable: Fixed[bool] = False
-    max_num_gen_batches: Count = 10  # rounds per step; after them the step trains on a smaller batch
+    max_num_gen_batches: Annotated[Count, Needs(".enable=true")] = (
+        10  # rounds per step; after them the step trains on a smaller batch
+    )
     # largest age of a left-over group, in steps; older ones are dropped
     max_staleness: Annotated[int, Needs(".enable=true")] = Field(1, ge=0)
 
@@ -271,17 +297,25 @@ class ReplayConfig(Section):
     """Groups of earlier steps in the batch. Only groups whose rewards differ are kept."""
 
     ratio: Fixed[float] = Field(0.0, ge=0, lt=1)  # largest share of the batch's prompts; 0: off
-    size: Count = 512  # groups in the buffer
-    max_staleness: int = Field(2, ge=1)  # largest age of a group, in steps; older groups are dropped
+    size: Annotated[Count, Needs(".ratio>0")] = 512  # groups in the buffer
+    max_staleness: Annotated[int, Needs(".ratio>0")] = Field(
+        2, ge=1
+    )  # largest age of a group, in steps; older groups are dropped
 
 
 class KlCtrl(Section):
     """The coefficient of the KL penalty in the reward. adaptive: it follows target_kl (algo/divergence.py)."""
 
-    type: Literal["fixed", "adaptive"] = "fixed"
-    kl_coef: Coefficient = 0.001  # adaptive: its value at the start; 0: no KL, and no reference
-    target_kl: float = Field(0.1, gt=0)  # adaptive: nats per token
-    horizon: int = Field(10000, ge=1)  # adaptive: n samples change it by at most 20 % * n / horizon
+    type: Annotated[Literal["fixed", "adaptive"], Needs("algorithm.use_kl_in_reward=true")] = "fixed"
+    kl_coef: Annotated[Coefficient, Needs("algorithm.use_kl_in_reward=true or .kl_coef=0")] = (
+        0.001  # adaptive: its value at the start; 0: no KL, and no reference
+    )
+    target_kl: Annotated[float, Needs("algorithm.use_kl_in_reward=true"), Needs(".type=adaptive")] = Field(
+        0.1, gt=0
+    )  # adaptive: nats per token
+    horizon: Annotated[int, Needs("algorithm.use_kl_in_reward=true"), Needs(".type=adaptive")] = Field(
+        10000, ge=1
+    )  # adaptive: n samples change it by at most 20 % * n / horizon
 
 
 class RolloutCorrection(Section):
@@ -291,11 +325,19 @@ class RolloutCorrection(Section):
     """
 
     rollout_is: Literal["token", "sequence", "geometric", "icepop"] | None = "token"  # null: no weights
-    rollout_is_threshold: float = Field(2.0, gt=0)  # larger weights are cut to it (icepop: set to 0)
-    rollout_is_threshold_low: float | None = Field(None, gt=0)  # icepop: smaller weights are set to 0; null: 1 / upper
+    rollout_is_threshold: Annotated[float, Needs(".rollout_is")] = Field(
+        2.0, gt=0
+    )  # larger weights are cut to it (icepop: set to 0)
+    rollout_is_threshold_low: Annotated[float | None, Needs(".rollout_is=icepop")] = Field(
+        None, gt=0
+    )  # icepop: smaller weights are set to 0; null: 1 / upper
     rollout_rs: Literal["token", "sequence", "geometric", "off_policy"] | None = None  # null: nothing is taken out
-    rollout_rs_threshold: float = Field(2.0, gt=0)  # largest ratio that stays (off_policy: nats per token)
-    rollout_rs_threshold_low: float | None = Field(None, gt=0)  # smallest ratio that stays; null: 1 / upper
+    rollout_rs_threshold: Annotated[float, Needs(".rollout_rs")] = Field(
+        2.0, gt=0
+    )  # largest ratio that stays (off_policy: nats per token)
+    rollout_rs_threshold_low: Annotated[float | None, Needs(".rollout_rs")] = Field(
+        None, gt=0
+    )  # smallest ratio that stays; null: 1 / upper
 
 
 class AlgorithmConfig(Section):
@@ -303,13 +345,19 @@ class AlgorithmConfig(Section):
 
     adv_estimator: str = "grpo"  # a registered advantage estimator, or module:function
     norm_adv_by_std_in_grpo: bool = True  # grpo: divide by the standard deviation of the group's rewards
-    gamma: float = Field(1.0, gt=0, le=1)  # reinforce_plus_plus, gae: discount per token
+    gamma: Annotated[float, Needs(".adv_estimator=reinforce_plus_plus or .adv_estimator=gae")] = Field(
+        1.0, gt=0, le=1
+    )  # reinforce_plus_plus, gae: discount per token
     # gae: weight of later values; 1: returns, 0: the next value alone
     lam: Annotated[float, HAS_CRITIC] = Field(1.0, ge=0, le=1)
-    rft_threshold: float = 1.0  # rft: a response with at least this reward is right
+    rft_threshold: Annotated[float, Needs(".adv_estimator=rft")] = (
+        1.0  # rft: a response with at least this reward is right
+    )
     # subtract kl_ctrl.kl_coef * KL to the reference from each token's reward
     use_kl_in_reward: Annotated[bool, Needs(".adv_estimator:ignores_token_penalties=false")] = False
-    kl_penalty: str = "kl"  # the estimator of that KL: a name as in actor.kl_loss_type
+    kl_penalty: Annotated[str, Needs(".use_kl_in_reward=true")] = (
+        "kl"  # the estimator of that KL: a name as in actor.kl_loss_type
+    )
     kl_ctrl: KlCtrl = KlCtrl()
     rollout_correction: RolloutCorrection = RolloutCorrection()
     # Where responses come from: the policy, the model that the run starts from, or data.train_files.
@@ -329,7 +377,7 @@ class OverlongBuffer(Section):
     """DAPO's soft penalty for responses that come close to data.max_response_length (algo/plan.py)."""
 
     len: int | None = Field(None, ge=1)  # the penalty grows from 0 to 1 over the last so many tokens; null: off
-    penalty_factor: float = Field(1.0, gt=0, le=1e4)  # multiplies the penalty
+    penalty_factor: Annotated[float, Needs(".len")] = Field(1.0, gt=0, le=1e4)  # multiplies the penalty
 
 
 class Gate(Section):
@@ -492,8 +540,12 @@ class RolloutConfig(Section):
     enable_prefix_caching: bool = True
     update_weights_bucket_megabytes: Count = 512  # MiB of weights sent to the engine at a time
     sync: Literal["full", "delta"] = "full"  # delta: after a full sync, only elements whose bits have changed are sent
-    delta_full_every: int = Field(50, ge=1)  # every so many syncs is full all the same
-    delta_max_density: float = Field(0.1, gt=0, le=1)  # a sync is full if a larger share of the elements has changed
+    delta_full_every: Annotated[int, Needs("rollout.sync=delta")] = Field(
+        50, ge=1
+    )  # every so many syncs is full all the same
+    delta_max_density: Annotated[float, Needs("rollout.sync=delta")] = Field(
+        0.1, gt=0, le=1
+    )  # a sync is full if a larger share of the elements has changed
     # mean |logprob difference| after a sync; null: training/colocation.py
     probe_tolerance: float | None = Field(None, gt=0)
     engine_kwargs: dict[str, Any] = {}  # further arguments of vllm.LLM; wrong names are errors

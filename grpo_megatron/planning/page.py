@@ -20,7 +20,7 @@ import yaml
 from grpo_megatron.algo import losses
 from grpo_megatron.checks.layout import ROLLOUT_TP, TP, data_parallel_size
 from grpo_megatron.checks.machine import NO_DEVICE
-from grpo_megatron.checks.methods import steps_of_epochs
+from grpo_megatron.checks.methods import steps_of_epochs, suspicions
 from grpo_megatron.checks.names import sources_of
 from grpo_megatron.checks.reward_call import reward_lines, trial_lines
 from grpo_megatron.config import Config, ConfigError
@@ -347,6 +347,7 @@ def plan_warnings(
     config: Config, models: RunModels, work: Workload, machine: PlannedMachine, found: Fit | None, checked: Checked
 ) -> Iterator[str]:
     """`found`: the fit to a GPU, if one was named."""
+    yield from suspicions(config)
     yield from _groups_over_nodes(config, work, machine)
     if found is not None and found.cache is not None:
         yield from _small_cache(config, work, machine, found)

@@ -24,7 +24,7 @@ from grpo_megatron.algo.losses import (
     reads_reference,
 )
 from grpo_megatron.checks.layout import batch_problems
-from grpo_megatron.checks.methods import method_problems, schedule_problems, sharing_problems
+from grpo_megatron.checks.methods import method_problems, schedule_problems, sharing_problems, suspicions
 from grpo_megatron.checks.models import ModelFolders, beside_problems, score_head_problems, trains_scores
 from grpo_megatron.checks.names import (
     check_environment,
@@ -147,6 +147,26 @@ critic.lam=0.5 => critic.lam=0.5 has no effect with algorithm.adv_estimator=grpo
 algorithm.lam=0.95 => algorithm.lam=0.95 has no effect
 reward_model.steps=7 => reward_model.steps=7 has no effect with reward_model.path=null; set reward_model.path, or leave it out
 reward_model.kind=process => has no effect with reward_model.path=null and actor.loss_mode=vanilla; set reward_model.path or
+actor.use_kl_loss=false actor.kl_loss_coef=0.1 => actor.kl_loss_coef=0.1 has no effect with actor.use_kl_loss=false; set
+actor.use_kl_loss=false actor.kl_loss_type=k1 => actor.kl_loss_type=k1 has no effect with actor.use_kl_loss=false
+actor.use_kl_loss=false ref.path=r => ref.path='r' has no effect with actor.use_kl_loss=false and
+algorithm.kl_ctrl.kl_coef=0.2 => has no effect with algorithm.use_kl_in_reward=false; set
+algorithm.kl_penalty=abs => has no effect with algorithm.use_kl_in_reward=false
+algorithm.use_kl_in_reward=true algorithm.kl_ctrl.target_kl=0.2 => has no effect with algorithm.kl_ctrl.type=fixed
+algorithm.gamma=0.9 => has no effect with algorithm.adv_estimator=grpo; set algorithm.adv_estimator=reinforce_plus_plus
+algorithm.rft_threshold=0.5 => has no effect with algorithm.adv_estimator=grpo; set algorithm.adv_estimator=rft
+algorithm.replay.size=64 => has no effect with algorithm.replay.ratio=0; set algorithm.replay.ratio above 0
+algorithm.filter_groups.max_num_gen_batches=3 => has no effect with algorithm.filter_groups.enable=false
+algorithm.rollout_correction.rollout_is=null algorithm.rollout_correction.rollout_is_threshold=3 => has no effect with
+algorithm.rollout_correction.rollout_rs_threshold=3 => has no effect with algorithm.rollout_correction.rollout_rs=null
+actor.dpo_beta=0.3 => has no effect with actor.loss_mode=vanilla; set actor.loss_mode=dpo
+actor.cispo_clip_ratio_low=0.5 => has no effect with actor.loss_mode=vanilla; set actor.loss_mode=cispo
+actor.tau_pos=2 => has no effect with actor.loss_mode=vanilla; set actor.loss_mode=sapo
+actor.loss_scale_factor=3 => has no effect with actor.loss_agg_mode=token-mean and critic.loss_agg_mode=token-mean; set
+actor.optim.min_lr=1e-7 => has no effect with actor.optim.lr_decay_style=constant; set another actor.optim.lr_decay_style
+reward.overlong_buffer.penalty_factor=2 => has no effect with reward.overlong_buffer.len=null
+rollout.delta_full_every=9 => has no effect with rollout.sync=full; set rollout.sync=delta
+data.apply_chat_template=false data.chat_template=c.jinja => has no effect with data.apply_chat_template=false
 RATES data.sampling.uniform_share=0.5 => has no effect with data.sampling.weight=uniform; set another data.sampling.weight
 RATES data.sampling.min_pass_rate=0.5 data.sampling.max_pass_rate=0.4 => 0.5 is above max_pass_rate=0.4
 RATES data.sampling.weight=1-p data.shuffle=false => set shuffle=true, or weight=uniform
@@ -298,3 +318,34 @@ def test_an_environment_is_made_once_before_the_run(tmp_path: Path) -> None:
         check_environment(config_of(tmp_path, "PLAYS=OWN:Game rollout.multi_turn.kwargs.depth=3"), Tokenizer())
     with pytest.raises(ConfigError, match="the tokenizer has none; set data.chat_template"):
         check_environment(config_of(tmp_path, "PLAYS=OWN:Game"), Tokenizer())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "actor.use_kl_loss=false actor.kl_loss_coef=0 algorithm.kl_ctrl.kl_coef=0",
+        f"actor.loss_mode={__name__}:plain_loss actor.tau_pos=2 actor.dpo_beta=0.3",
+    ],
+)
+def test_coefficients_of_zero_and_keys_of_the_users_own_functions_are_no_mistakes(
+    tmp_path: Path, overrides: str
+) -> None:
+    assert texts(method_problems(config_of(tmp_path, overrides))) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("", None),
+        ("actor.optim.lr=0", "actor.optim.lr=0: this model learns nothing"),
+        ("rollout.val_kwargs.n=4 data.val_files=[v.jsonl]", "the 4 answers to a prompt are the same"),
+        ("data.train_files=[t.jsonl] data.val_files=[t.jsonl]", "t.jsonl, which is validated on, is trained on, too"),
+        (
+            "'data.sources=[{name: a, files: [t.jsonl], weight: 1}, {name: b, files: [t.jsonl], weight: 1}]'",
+            "t.jsonl is in source a and in source b: its rows are drawn as rows of each",
+        ),
+    ],
+)
+def test_what_is_rarely_meant(tmp_path: Path, overrides: str, expected: str | None) -> None:
+    found = list(suspicions(config_of(tmp_path, overrides)))
+    assert len(found) == (expected is not None) and all(expected in text for text in found if expected)

@@ -57,6 +57,8 @@ def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any
     }
     for section, values in sections.items():
         base.setdefault(section, {}).update(values)
+    if not base["actor"].get("use_kl_loss", True):
+        del base["actor"]["kl_loss_coef"]  # refused: it would have no effect
     return base
 
 

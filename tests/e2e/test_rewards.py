@@ -58,7 +58,7 @@ def test_failing_rewards_do_not_stop_training(workspace: Path, tmp_path: Path) -
     # 2 s: on a busy machine the first call of a worker takes more than half a second.
     raw["reward"] = {"components": [component, gated], "timeout_s": 2.0, "num_workers": 2}
     raw["reward"]["max_failed_ratio"] = 1.0  # half of the samples fail, by chance some more
-    raw["actor"] = {**raw["actor"], "use_kl_loss": False}
+    raw["actor"] = {**raw["actor"], "use_kl_loss": False, "kl_loss_coef": 0.0}
     results = worlds.run(run_ranks.train, 2, raw=raw)
     rewards = [sample[-1] for step in run_ranks.all_samples(results).values() for sample in step]
     assert any(math.isnan(reward) for reward in rewards) and not all(math.isnan(reward) for reward in rewards)
