@@ -284,7 +284,7 @@ def head_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, backwar
         return hidden + 3 * logits
     weight = rows * arch.hidden_size
     in_chunk = (6 if actor.entropy_coeff else 4) * logits
-    in_product = (2 + itemsize / 4) * logits + weight * (4 if itemsize == 4 else itemsize + 4)
+    in_product = itemsize / 4 * logits + weight * (4 if itemsize == 4 else itemsize + 4)
     return 2 * hidden + 4 * weight + max(in_chunk, in_product)
 
 
