@@ -79,10 +79,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         gradient = _fused_gradient if ctx.is_fused else _gradient
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            given = (None if tensor is None else tensor[part] for tensor in (*of_tokens, *grads))
+            given: list[Any] = [None if tensor is None else tensor[part] for tensor in (*of_tokens, *grads)]
             grad = gradient(hidden[part], weight, ctx.temperature, *given)  # [n, v]
             grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]
+            del grad  # else it would be in memory beside the next chunk's logits
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 

@@ -1,4 +1,4 @@
-"""Ranks of tests/models/test_head_kernel.py. `python -m tests.models.head_ranks FILE` writes the results of all cases.
+"""Ranks of tests/models/test_head_kernel.py. `python -m tests.models.head_ranks MODEL FILE` writes all results.
 
 Triton's interpreter runs the kernels on the CPU. TRITON_INTERPRET=1 must be set before anything imports Triton, which vLLM
 does in the fork server of tests/worlds.py. So this is a process of its own, and its ranks are forked from it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,8 +18,11 @@ import torch
 from grpo_megatron.device import Device
 from grpo_megatron.models.build import vocab_parallel_logprobs
 from grpo_megatron.models.layers import head_kernel
+from grpo_megatron.models.layers.spec import Kernels
 from grpo_megatron.parallel.mesh import build_mesh
 from tests import worlds
+from tests.models import engine_ranks, policy_ranks
+from tests.tiny import make_sequences
 
 HIDDEN, CHUNK, BLOCK = 16, 4, 16
 Case = tuple[str, float, int, int, str]  # type, temperature, tokens, vocabulary, outputs with a gradient
@@ -84,14 +88,27 @@ def on_logits() -> dict[str, Any]:
     return out
 
 
-def main(path: str) -> None:
+def updates(folder: Path, pairs: Any) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """An update of a policy built without and with the kernels, and how often the forward kernel was called."""
+    layout = policy_ranks.LAYOUTS["TP2+SP"]
+    plain = policy_ranks.update(folder, pairs, layout, 2, True)
+    with (
+        engine_ranks.chosen(Kernels(fused_head=True)),
+        mock.patch.object(head_kernel, "row_statistics", wraps=head_kernel.row_statistics) as kernel,
+    ):
+        fused = policy_ranks.update(folder, pairs, layout, 2, True)
+    return plain, fused, kernel.call_count
+
+
+def main(folder: str, path: str) -> None:
     with (
         mock.patch.object(worlds, "_context", lambda: multiprocessing.get_context("fork")),
         mock.patch.object(head_kernel, "BLOCK", BLOCK),
     ):
         results = {tp: worlds.run(both_ways, tp, tp=tp) for tp in (1, 2)}
-        torch.save({"ranks": results, "logits": on_logits()}, path)
+        updated = worlds.run(updates, 2, folder=Path(folder), pairs=make_sequences(3, longest=8))
+        torch.save({"ranks": results, "updates": updated, "logits": on_logits()}, path)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -18,14 +18,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests import tiny
+
 pytest.importorskip("triton", reason="Triton is not installed: the head is torch's")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("head") / "results.pt"
+    folder = tmp_path_factory.mktemp("head")
+    model, path = tiny.make_model(folder / "model", "qwen2-tied"), folder / "results.pt"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "tests.models.head_ranks", str(path)]
+    command = [sys.executable, "-m", "tests.models.head_ranks", str(model), str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(path, weights_only=False)  # type: ignore[no-any-return]
@@ -59,6 +62,17 @@ def test_ranks_agree_and_padding_has_no_gradient(results: dict[str, Any]) -> Non
         other = second[case, is_fused]
         assert torch.equal(got["logprobs"], other["logprobs"]) and torch.equal(got["entropy"], other["entropy"])
         assert (torch.cat([got["weight"], other["weight"]])[case[3] :] == 0).all()
+
+
+def test_a_policy_with_the_kernels_is_updated_as_one_without(results: dict[str, Any]) -> None:
+    """Two ranks with sequence parallelism, an entropy bonus, two micro-batches; the head is tied to the embedding."""
+    for plain, fused, calls in results["updates"]:
+        assert calls >= 2
+        assert fused["norm"] == pytest.approx(plain["norm"], rel=1e-6)
+        for kind in ("gradients", "weights"):
+            for name, tensor in plain[kind].items():
+                tolerance = 1e-6 * max(1.0, float(tensor.abs().max()))
+                torch.testing.assert_close(fused[kind][name], tensor, rtol=0, atol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
@@ -100,7 +114,7 @@ def test_kernels_compile_and_pass_once_over_the_logits(
     vectors = head_kernel.BLOCK // (32 * head_kernel.NUM_WARPS) * itemsize // 16  # of 16 bytes
     for kernel, stores in ((head_kernel._statistics_kernel, 0), (head_kernel._gradient_kernel, vectors)):
         types = dict.fromkeys(kernel.arg_names, "*fp32")
-        types |= {"logits": f"*{dtype}", "columns": "*i64", "num_rows": "i32", "num_columns": "i32"}
+        types |= {"logits": f"*{dtype}", "columns": "*i64", "num_columns": "i32"}
         types |= {"temperature": "fp32", "is_tempered": "constexpr", "block": "constexpr"}
         places = {name: (number,) for number, name in enumerate(kernel.arg_names)}
         source = ASTSource(

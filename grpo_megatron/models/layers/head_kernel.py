@@ -29,14 +29,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; finite, so that nei
 
 @triton.jit
 def _statistics_kernel(
-    logits,
-    columns,
-    statistics,
-    num_rows,
-    num_columns,
-    temperature,
-    is_tempered: tl.constexpr,
-    block: tl.constexpr,
+    logits, columns, statistics, num_columns, temperature, is_tempered: tl.constexpr, block: tl.constexpr
 ):
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * num_columns
@@ -59,10 +52,10 @@ def _statistics_kernel(
     at_target = tl.load(start + column, mask=(column >= 0) & (column < num_columns), other=0.0).to(tl.float32)
     if is_tempered:
         at_target = tl.div_rn(at_target, temperature)
-    tl.store(statistics + row, top)
-    tl.store(statistics + num_rows + row, total)
-    tl.store(statistics + 2 * num_rows + row, weighted)
-    tl.store(statistics + 3 * num_rows + row, at_target)
+    tl.store(statistics + 4 * row, top)
+    tl.store(statistics + 4 * row + 1, total)
+    tl.store(statistics + 4 * row + 2, weighted)
+    tl.store(statistics + 4 * row + 3, at_target)
 
 
 @triton.jit
@@ -99,7 +92,7 @@ def row_statistics(logits: Tensor, columns: Tensor, temperature: float) -> Tenso
     """Per row of logits [n, v]: the maximum m, the sums of exp(z - m) and exp(z - m) (z - m), the target's z or 0. [4, n]"""
     num_rows, num_columns = logits.shape
     assert logits.is_contiguous() and columns.is_contiguous()
-    statistics = torch.empty(4, num_rows, dtype=torch.float32, device=logits.device)
+    statistics = torch.empty(num_rows, 4, dtype=torch.float32, device=logits.device)
     if num_rows:
         _statistics_kernel[(num_rows,)](
             logits,
@@ -108,11 +101,11 @@ def row_statistics(logits: Tensor, columns: Tensor, temperature: float) -> Tenso
             num_rows,
             num_columns,
             temperature,
-            is_tempered=temperature != 1.0,
-            block=BLOCK,
+            temperature != 1,
+            BLOCK,
             num_warps=NUM_WARPS,
         )
-    return statistics
+    return statistics.T
 
 
 def write_gradient(
@@ -126,18 +119,9 @@ def write_gradient(
 ) -> None:
     """Overwrite logits [n, v] by the gradient of sum(grad_logprobs * logprobs + grad_entropy * entropy); the others are [n]."""
     num_rows, num_columns = logits.shape
-    assert all(tensor.is_contiguous() for tensor in (logits, columns, lse, entropy, grad_logprobs, grad_entropy))
+    tensors = (logits, columns, lse, entropy, grad_logprobs, grad_entropy)
+    assert all(tensor.is_contiguous() for tensor in tensors)
     if logits.numel():
         _gradient_kernel[(num_rows, triton.cdiv(num_columns, BLOCK))](
-            logits,
-            columns,
-            lse,
-            entropy,
-            grad_logprobs,
-            grad_entropy,
-            num_columns,
-            temperature,
-            is_tempered=temperature != 1.0,
-            block=BLOCK,
-            num_warps=NUM_WARPS,
+            *tensors, num_columns, temperature, temperature != 1, BLOCK, num_warps=NUM_WARPS
         )
