@@ -95,15 +95,7 @@ def row_statistics(logits: Tensor, columns: Tensor, temperature: float) -> Tenso
     statistics = torch.empty(num_rows, 4, dtype=torch.float32, device=logits.device)
     if num_rows:
         _statistics_kernel[(num_rows,)](
-            logits,
-            columns,
-            statistics,
-            num_rows,
-            num_columns,
-            temperature,
-            temperature != 1,
-            BLOCK,
-            num_warps=NUM_WARPS,
+            logits, columns, statistics, num_columns, temperature, temperature != 1, BLOCK, num_warps=NUM_WARPS
         )
     return statistics.T
 
