@@ -86,6 +86,7 @@ class Trainer:
             self.folder.check_space(checkpoint_bytes(checked.arch, config.model.dtype))
         keep, verify = trainer.max_actor_ckpt_to_keep, trainer.verify_checkpoints
         self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify, in_background=trainer.async_save)
+        self.heartbeat.is_flushing = lambda: self.checkpoints.pending is not None
         checkpoint = self.checkpoints.newest() if trainer.resume_mode == "auto" else None
         changed = [] if checkpoint is None else check_resume(checkpoint, config)
         self.first_step = 0 if checkpoint is None else steps_of(checkpoint)
@@ -321,8 +322,9 @@ class Trainer:
         return self.checkpoints.save(steps_done, self.policy, self.config, run, self.trained)
 
     def save_at_once(self, steps_done: int) -> Path:
-        checkpoint = self.save_now(steps_done)
-        self.checkpoints.wait()
+        with self.heartbeat.phase("save_checkpoint"):
+            checkpoint = self.save_now(steps_done)
+            self.checkpoints.wait()
         return checkpoint
 
     def log(self, step: int, samples: list[Sample], table: GroupTable, plan: Plan, batch: Batch) -> None:

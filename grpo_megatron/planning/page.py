@@ -39,6 +39,8 @@ from grpo_megatron.planning.cost import PlannedMachine, Workload, step_seconds
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
 from grpo_megatron.planning.search import Fit, PlannedLayout, fit, nearest_layouts
 from grpo_megatron.planning.traffic import border_traffic, weight_sync_lines
+from grpo_megatron.rollout.vllm_arguments import loops_over_requests
+from grpo_megatron.rollout.vllm_process import installed_vllm
 from grpo_megatron.storage.files import write_file
 
 if TYPE_CHECKING:
@@ -301,6 +303,8 @@ def plan_warnings(
     yield from _uneven_batches(config, work, machine)
     yield from _pipeline_bubble(config, work, machine)
     yield from _few_rows(config, checked)
+    if config.draws:
+        yield from _looped_requests(config, models)
 
 
 def core_warning(config: Config, world_size: int) -> Iterator[str]:
@@ -400,6 +404,18 @@ def _few_rows(config: Config, checked: Checked) -> Iterator[str]:
     for key, batch, found in batches:
         if 0 < found < batch:
             yield f"{key}={batch} and {found} rows: every step has each row {batch / found:.2g} times on average"
+
+
+def _looped_requests(config: Config, models: RunModels) -> Iterator[str]:
+    """The vLLM that is installed here is taken for that of the run."""
+    rollout, arch, version = config.rollout, models.arch, installed_vllm()
+    is_on_gpus = rollout.engine == "vllm" and config.trainer.device != "cpu"
+    if is_on_gpus and loops_over_requests(rollout, config.model.dtype, arch.family, arch.num_experts > 0, version):
+        yield (
+            f"vllm {version} takes its first model runner for this run, which draws for each seeded request by a call of its"
+            f" own: rollout.max_num_seqs={rollout.max_num_seqs} are as many calls from the host per token; install vllm 0.32,"
+            " which needs one"
+        )
 
 
 # -- The verdict: whether the run fits a GPU, what to change if not, and the nearest layouts that do -------------------

@@ -75,12 +75,17 @@ def is_older() -> bool:
 
 def computes_latents_on_cpu() -> bool:
     """Whether the installed vLLM has latent attention on the CPU. True if vLLM is missing or not tested: reported elsewhere."""
-    return _series(_installed(*_DISTRIBUTIONS) or "") != OLDER
+    return _series(installed_vllm()) != OLDER
 
 
 def divides_experts_on_cpu() -> bool:
     """Whether an engine on the CPU can have expert parallelism (`divide_cpu_experts`). True if vLLM is missing or not tested."""
     return computes_latents_on_cpu()
+
+
+def installed_vllm() -> str:
+    """The version of the installed vLLM; "" if there is none."""
+    return _installed(*_DISTRIBUTIONS) or ""
 
 
 def _installed(*distributions: str) -> str | None:
