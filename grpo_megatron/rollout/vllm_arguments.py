@@ -147,7 +147,7 @@ def vllm_arguments(
         "weight_transfer_config": transfer,
     }
     tunable: dict[str, Any] = {
-        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_seqs": rollout.sequences,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "enable_prefix_caching": rollout.enable_prefix_caching,
     }

@@ -60,6 +60,12 @@ def test_70b_fits_and_the_page_ends_with_it(capsys: pytest.CaptureFixture[str]) 
         "  ~ 29.34 GiB = 769,216 tokens of 40 KiB",
         "  187 sequences of 4,096 tokens at once (rollout.max_num_seqs=256)",
     ]
+    derived = page(capsys, "plan", *arguments, "rollout.max_num_seqs=null")
+    assert section(derived, "KV cache of an engine")[1:] == [
+        "  186 sequences of 4,096 tokens at once (rollout.max_num_seqs=368)",
+        "  ~ max_num_seqs    368, for null: 29.71 GiB / (2,048 tokens x 40 KiB + 128,256 words x 12 bytes) = 373, down to a",
+        "                    multiple of 8, from 16 to 1,024",
+    ]
     assert "  pipeline               1,237.0 GB" in section(text, "Bytes over the borders")
     assert not warnings(text)
     seconds = section(text, "Seconds of a step")[0]
