@@ -36,7 +36,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.importing import large_imports, replaced, without
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment, vllm_arguments
-from grpo_megatron.rollout.vllm_memory import ExpertStack
+from grpo_megatron.rollout.vllm_memory import EngineMemory
 from grpo_megatron.types import WeightBucket
 
 # -- The vLLM series that this program is tested with, and what differs between them -----------------------------------
@@ -306,7 +306,7 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
     @dataclasses.dataclass
     class Tensors(base.WeightTransferUpdateInfo):
         tensors: WeightBucket
-        stacks: list[ExpertStack]
+        memory: EngineMemory
 
     @adapted
     class InProcess(base.WeightTransferEngine[Nothing, Tensors]):
@@ -329,8 +329,9 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
 
         def receive_weights(self, update_info: Tensors) -> None:
             model: Any = self.model
-            model.load_weights(iter(update_info.tensors))
-            for stack in update_info.stacks:
+            tensors, stacks = update_info.memory.take(update_info.tensors)
+            model.load_weights(iter(tensors))
+            for stack in stacks:
                 stack.load()
 
         def finish_weight_update(self) -> None:

@@ -194,14 +194,9 @@ def every_tensor_dropped_within_vllm(subject: Subject, good: Weights, expected: 
     for lost in good:
 
         def without(request: Any, lost: str = lost) -> None:
-            given = request["update_info"]
-            tensors = [(name, tensor) for name, tensor in given["tensors"] if name != lost]
-            unit = subject.tensors.stacks.get(lost, lost)  # of experts, a whole stack is lost
-            stacks = [stack for stack in given["stacks"] if stack.name != unit]
-            for stack in given["stacks"]:
-                if stack.name == unit:
-                    stack.tensor.zero_()  # or vLLM's parameter gets this memory, with the right values
-            update({"update_info": {"tensors": tensors, "stacks": stacks}})
+            bucket = request["update_info"]["tensors"]
+            rest = [(n, t) for n, t in bucket if n != lost]
+            update({"update_info": {**request["update_info"], "tensors": rest}})
 
         with mock.patch.object(subject.engine._llm, "update_weights", without):
             subject.sync(good)
