@@ -19,7 +19,7 @@ from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
 from grpo_megatron.data.sampler import rewards_of
-from grpo_megatron.device import Device, keep_freed_memory
+from grpo_megatron.device import Device, determinism_environment, keep_freed_memory
 from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.layers.spec import choose_kernels
@@ -74,6 +74,7 @@ class Trainer:
     def _build(self, config: Config, checked: Checked, opened: contextlib.ExitStack) -> None:
         """Build every part once, after the parts that it needs. `opened` closes what is open if a later part fails."""
         trainer, rollout = config.trainer, config.rollout
+        os.environ.update(determinism_environment(config))
         self.device = Device(trainer.device)
         self.mesh = join_world(config, self.device)
 
