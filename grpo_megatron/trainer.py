@@ -14,6 +14,7 @@ import torch
 
 from grpo_megatron.algo.losses import needs_reference, reasons_for_old_pass
 from grpo_megatron.algo.plan import make_plan, with_overlong_penalty
+from grpo_megatron.checks.digests import InputDigests, recorded_inputs
 from grpo_megatron.checks.names import resolved_components
 from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked, check_alone
@@ -89,6 +90,11 @@ class Trainer:
         checkpoint = self.checkpoints.newest() if trainer.resume_mode == "auto" else None
         changed = [] if checkpoint is None else check_resume(checkpoint, config)
         self.first_step = 0 if checkpoint is None else steps_of(checkpoint)
+        self.inputs = None
+        if self.mesh.rank == 0:  # validation has compared the weights with the checkpoint's digests, or accepted others
+            is_known = checkpoint is not None and not trainer.accept_changed_inputs
+            self.inputs = InputDigests(config, recorded_inputs(checkpoint) if checkpoint and is_known else None)
+            opened.callback(self.inputs.close)
         self.cadence = Cadence(trainer, self.algorithm.iteration_steps)
 
         # The engine is built while the device holds only the policy's weights, then sleeps. Everything else that needs
@@ -109,7 +115,7 @@ class Trainer:
         if self.folder.moved_to is not None:
             self.sinks.note(f"an earlier run's files are now in {self.folder.moved_to}")
         if checkpoint is None and config.sft.steps:
-            warm_up(config, checked, self.policy, self.heartbeat, self.sinks.note, self._save_hf)
+            warm_up(config, checked, self.policy, self.heartbeat, self.sinks.note, self._save_hf, self.inputs)
         num_updates, period = (self.actor.num_updates(n, self.data.train_batch_size) for n in (config.policy_steps, 1))
         self.policy.set_optimizer(self.actor.optim, max(1, num_updates), period=period)
         self.reward_model = build_reward_model(config, checked, self.mesh, self.device)
@@ -311,6 +317,7 @@ class Trainer:
 
     def save_now(self, steps_done: int) -> Path:
         run = {"collector": self.collector.state(), "kl": self.correction_step.kl.state()}
+        run["inputs"] = self.inputs.state() if self.inputs else {}
         run["weights_digests"] = {} if self.colocation is None else self.colocation.provenance.state()
         return self.checkpoints.save(steps_done, self.policy, self.config, run, self.trained)
 

@@ -53,3 +53,6 @@ case $lock in
     ;;
 esac
 install --no-build-isolation -e .
+case $lock in
+*cpu*) "$venv/bin/python" -c "import tests.preload" >>"$log" 2>&1 || true ;; # compiles what every command and test imports, once
+esac

@@ -16,7 +16,7 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problems, keys_of, marked
 from grpo_megatron.config.section import ResumeClass, config_keys
-from grpo_megatron.storage.run_files import on_disk, saved_config, steps_of
+from grpo_megatron.storage.run_files import STEP_FILE, on_disk, saved_config, step_in, steps_of
 
 RESUME_CLASSES = {key.name: key.resume for key in config_keys(Config)}
 LONGEST_VALUE = 80  # characters of a value in a message
@@ -94,6 +94,11 @@ def check_resume(checkpoint: Path, config: Config) -> list[Difference]:
 def refusals(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> Problems:
     """Why the run cannot continue from `checkpoint`, which was written with the config `saved`."""
     done, total = steps_of(checkpoint), config.trainer.total_training_steps
+    if (written := step_in(checkpoint)) != done:
+        yield (
+            f"{checkpoint} is the checkpoint after step {written}, by its {STEP_FILE}, under another step's name; rename it to"
+            f" step_{written:06d}, or remove it"
+        )
     if total < done:
         yield (
             f"{keys_of(config).trainer.total_training_steps} is less than the {done} steps that {checkpoint} has done; set it to"

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_megatron.checks.digests import input_problems
 from grpo_megatron.checks.inputs import (
     RunRows,
     has_tokenizer,
@@ -209,6 +210,7 @@ def validate(
     calls = messages = None
     if rehearsed:
         problems.add(in_use_problems(config) if not dry_run else [])
+        problems.add(input_problems(config, prints=not dry_run) if not (elsewhere or start.wrong_keys) else [])
         if has_rewards and start.knows("data.task", "data.sources", "reward"):
             calls = problems.attempt("reward.function", call_rewards, config, rows.examples)
         if environment is not None and start.knows("rollout.multi_turn"):

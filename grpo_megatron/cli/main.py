@@ -218,8 +218,14 @@ def _steps(text: str) -> range:
     return range(first, last + 1)
 
 
+def _gib(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,3})?", text) or float(text) == 0:
+        raise ValueError(f"{text!r} is no size in GiB, such as 1024")
+    return float(text)
+
+
 class RunOptions(Options):
-    """The options of every command that reads a config. The last three are for plans: a run has its own machine and folder."""
+    """The options of every command that reads a config. The last four are for plans: a run has its own machine and folder."""
 
     epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
     config: Annotated[Path, Argument("YAML file with sections model, data, actor, ...", "CONFIG")]
@@ -241,6 +247,9 @@ class RunOptions(Options):
             flags=("--gpu", "--gpu-memory"),
             read=find_gpu,
         ),
+    ] = None
+    host_memory: Annotated[
+        float | None, Option("say whether the host memory of a node, of GIB, is enough for its ranks", "GIB", read=_gib)
     ] = None
     resolved_config: Annotated[
         Path | None,
@@ -264,6 +273,8 @@ class RunOptions(Options):
             )
         if self.gpu is not None and not self.dry_run:
             yield "--gpu needs --dry-run; a run reads the memory of its own GPU"
+        if self.host_memory is not None and not self.dry_run:
+            yield "--host-memory needs --dry-run; a run takes what its node has"
         if self.resolved_config is not None and not self.dry_run:
             yield "--resolved-config needs --dry-run; a run writes its config to trainer.output_dir"
         if self.profile is not None and self.dry_run:

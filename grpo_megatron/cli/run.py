@@ -192,7 +192,10 @@ def _print_plan(config: Config, checked: Checked, world_size: int, options: RunO
     from grpo_megatron.planning.page import PAGE_WIDTH, plan_page, write_resolved
 
     width = min(max(shutil.get_terminal_size((PAGE_WIDTH, 24)).columns, 80), PAGE_WIDTH)
-    page = plan_page(config, checked, world_size, options.gpu, elsewhere=options.world_size is not None, width=width)
+    elsewhere = options.world_size is not None
+    page = plan_page(
+        config, checked, world_size, options.gpu, host_gib=options.host_memory, elsewhere=elsewhere, width=width
+    )
     if page.problem is not None:
         print(page, flush=True)
         raise ConfigError(page.problem)

@@ -585,6 +585,8 @@ class TrainerConfig(Section):
     # auto: from the newest checkpoint in output_dir; disable: from the start, an earlier run's files move to earlier_001/
     resume_mode: Literal["auto", "disable"] = "auto"
     verify_checkpoints: Literal["full", "sizes"] = "full"  # before resuming, compare files by sha256, or by size only
+    # resume although data, weights or tokenizer are not those of the checkpoint (checks/digests.py)
+    accept_changed_inputs: bool = False
     stop_file: Path | None = None  # once this file exists, save after the step and exit with code 75
     # Unix time in seconds: the same, before a step that could end later
     stop_at: float | None = Field(None, gt=0, le=1e11)

@@ -12,11 +12,9 @@
     critic    values and the critic's update
     update    forward and backward passes, optimizer step
     learn     the reward model's update (iterative GRPO)
-    save      Megatron gathers each state of the optimizer over the data-parallel ranks, for one bucket of gradients at a
-              time: for all parameters, without `overlap_grad_reduce`. The gradient buffers are freed meanwhile
 
 A run that draws nothing has no engine: start, sync and rollout are absent, and so is scoring where nothing reads
-log-probabilities from before the update.
+log-probabilities from before the update. A save needs nothing on the device; `host_parts` counts what it needs on the host.
 
 Parameters and vLLM's budget are exact up to padding. The parts in ESTIMATED are estimates. A phase that does not fit
 without them is an error; one that does not fit with them is only reported by the plan. Not counted: FP8 copies of weights,
@@ -49,12 +47,11 @@ from grpo_megatron.memory.reserved import RESERVED_PARTS, reserved_bytes
 from grpo_megatron.models.architecture import Architecture
 
 GIB = 2**30
-ESTIMATED = ("activations kept", "layer or logits", "sync buckets", "gathered states", *RESERVED_PARTS)
+ESTIMATED = ("activations kept", "layer or logits", "sync buckets", *RESERVED_PARTS)
 PARTS = (  # in the order of the plan's rows
     *("weights", "gradients", "copy of weights", "optimizer", "reference", "reward model", "critic"),
     *("engine weights", "KV cache", *ESTIMATED),
 )
-DDP_BUCKET, DDP_BUCKET_PER_RANK = 40_000_000, 1_000_000  # Megatron's smallest bucket of gradients, in parameters
 
 
 @dataclass(frozen=True)
@@ -131,8 +128,6 @@ class _Rank:
             if megatron.offload_optimizer:
                 learning["reward model"] += memory.reward_training
             yield self._phase("learn", {**learning, **self._backward(has_head=False)})
-        if self.config.trainer.save_freq > 0:
-            yield self._phase("save", {**trained, "gradients": 0.0, **self._gathered()})
 
     def _phase(self, name: str, parts: dict[str, float], utilization: float = 0.0) -> Phase:
         always = {"weights": self.memory.weights}
@@ -193,19 +188,6 @@ class _Rank:
     def _has_head(self) -> bool:
         return self.stage == self.config.actor.megatron.pipeline_model_parallel_size - 1
 
-    def _gathered(self) -> dict[str, float]:
-        """One state of one bucket, from all data-parallel ranks, and this rank's share of it."""
-        megatron = self.config.actor.megatron
-        if not megatron.use_distributed_optimizer:
-            return {}
-        replicas = self.world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
-        bucket = max(self.parameters.dense, self.parameters.experts)
-        if megatron.overlap_grad_reduce:  # else all gradients are one bucket
-            tp = megatron.tensor_model_parallel_size  # a bucket has whole parameters; the embedding is the largest
-            embedding = self.arch.padded_vocab_size(tp) // tp * self.arch.hidden_size
-            bucket = min(bucket, max(DDP_BUCKET, DDP_BUCKET_PER_RANK * replicas, embedding))
-        return {"gathered states": GRADIENT_BYTES * bucket * (1 + 1 / replicas)}
-
 
 def memory_phases(
     config: Config,
@@ -227,6 +209,46 @@ def memory_phases(
         or (policy[number], memories[number]) != (policy[number - 1], memories[number - 1])
     ]
     return [max(same, key=lambda phase: phase.total) for same in zip(*stages, strict=True)]
+
+
+# -- Host memory of one rank -------------------------------------------------------------------------------------------
+# offloaded   pinned copies, which stay for the next offload: the optimizer's state, weights of frozen models, the critic
+# save        the rank's own part of weights and optimizer on its way to the disk; in the background, that of all models
+# A load reads one stored rectangle of a tensor at a time into tensors that exist: less than a save.
+
+PROCESS_BYTES = 4 * GIB  # an assumption: modules, CUDA's own host memory, prompts and samples, staging of the sync
+
+
+def host_parts(config: Config, world_size: int, memory: StageMemory) -> dict[str, float]:
+    """Bytes that a rank with a GPU needs on its node, at most. `process` is estimated."""
+    megatron, itemsize = config.actor.megatron, DTYPE_BYTES[config.model.dtype]
+    learning_weights = memory.reward_model - memory.reward_training - sum(memory.frozen_rewards)
+    adam = {  # of the models that learn
+        "policy": memory.optimizer,
+        "reward model": memory.reward_training - GRADIENT_BYTES * learning_weights / itemsize,
+        "critic": memory.critic - memory.critic_weights * (1 + GRADIENT_BYTES / itemsize),
+    }
+    parts = {
+        "process": float(PROCESS_BYTES),
+        "offloaded optimizer": 0.0,
+        "offloaded weights": 0.0,
+        "copies of a save": 0.0,
+    }
+    if megatron.offload_optimizer:
+        parts["offloaded optimizer"] = sum(adam.values())
+    elif config.critic.offload:
+        parts["offloaded optimizer"] = adam["critic"]
+    if megatron.offload_reference:
+        parts["offloaded weights"] += memory.reference + sum(memory.frozen_rewards)
+    if config.critic.offload:
+        parts["offloaded weights"] += memory.critic_weights
+    if config.trainer.save_freq > 0:
+        replicas = world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
+        weights = {"policy": memory.weights, "reward model": learning_weights, "critic": memory.critic_weights}
+        own = 1 + (4 / 8 if itemsize == 4 else 0)  # a float32 model's weights are stored as Adam's, too
+        copies = [weights[name] / replicas + adam[name] * own for name in adam]
+        parts["copies of a save"] = sum(copies) if config.trainer.async_save else max(copies)
+    return {name: size for name, size in parts.items() if size}
 
 
 def phase_shortages(
@@ -298,8 +320,6 @@ def _remedies(config: Config, phase: Phase, device: float) -> Iterator[str]:
         yield "a smaller actor.ppo_max_token_len_per_gpu"
     if "sync buckets" in phase.parts:
         yield "a smaller rollout.update_weights_bucket_megabytes"
-    if "gathered states" in phase.parts and not megatron.overlap_grad_reduce:
-        yield "actor.megatron.overlap_grad_reduce=true (smaller buckets)"
     yield "a larger actor.megatron.tensor_model_parallel_size or pipeline_model_parallel_size"
 
 

@@ -235,40 +235,41 @@ class OffloadedTensors:
     `offload` copies a tensor's storage to the host and resizes it to zero bytes. References to the tensor and to its views
     stay valid. `onload` resizes the storage again and copies the bytes back. A second call in a row does nothing.
     Only tensors with a storage of their own are moved. A view of a larger buffer stays: for example the "main" parameters
-    of a float32 model, which are the model's own parameters. Host copies are kept for the next offload, and pinned if the
+    of a float32 model, which are the model's own parameters. The host's buffer is kept for the next offload, and pinned if the
     device is a GPU. Tested on the CPU, where the same calls run; not run on a GPU yet.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.is_offloaded = False
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor -> the tensor, its copy on the host
+        self._tensors: list[Tensor] = []  # those of the last offload, in their order in the buffer
+        self._buffer = HostBuffer(0, pinned=False)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are offloaded now."""
-        return sum(copy.nbytes for _, copy in self._copies.values()) if self.is_offloaded else 0
+        return sum(tensor.nbytes for tensor in self._tensors) if self.is_offloaded else 0
 
     @torch.no_grad()
     def offload(self, tensors: Iterable[Tensor], *, unchanged: bool = False) -> None:
         """Copy to the host, then free the device's memory for others.
 
-        `unchanged`: the tensors have not changed since `onload`, so that existing host copies are used again.
+        `unchanged`: the tensors have not changed since `onload`, so that the bytes on the host are used again.
         """
         if self.is_offloaded:
             return
-        known, self._copies = self._copies, {}
-        for tensor in tensors:
-            if not _can_offload(tensor) or id(tensor) in self._copies:
-                continue
-            kept = known.get(id(tensor))
-            has_copy = kept is not None and kept[0] is tensor
-            copy = kept[1] if kept is not None and has_copy else self._host_copy(tensor)
-            if not (has_copy and unchanged):
-                copy.copy_(tensor.detach(), non_blocking=True)
-            self._copies[id(tensor)] = tensor, copy
+        moved = list({id(tensor): tensor for tensor in tensors if _can_offload(tensor)}.values())
+        if list(map(id, moved)) != list(map(id, self._tensors)):
+            self._tensors, unchanged = moved, False
+            if (size := sum(tensor.nbytes for tensor in moved)) != self._buffer.num_bytes:
+                self._buffer = HostBuffer(0, pinned=False)  # the old one goes first
+                self._buffer = HostBuffer(size, pinned=self.device.is_cuda)
+        if not unchanged:
+            for tensor, parts in self._places():
+                for begin, part in parts:
+                    part.copy_(_bytes_of(tensor)[begin : begin + len(part)], non_blocking=True)
         self.device.synchronize()  # the copies are complete
-        for tensor, _ in self._copies.values():
+        for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
         self.is_offloaded = True
         self.device.empty_cache()
@@ -278,14 +279,52 @@ class OffloadedTensors:
         """The inverse of `offload`."""
         if not self.is_offloaded:
             return
-        for tensor, copy in self._copies.values():
-            tensor.untyped_storage().resize_(copy.nbytes)
-            tensor.detach().copy_(copy, non_blocking=True)
+        for tensor, parts in self._places():
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            for begin, part in parts:
+                _bytes_of(tensor)[begin : begin + len(part)].copy_(part, non_blocking=True)
         self.device.synchronize()
         self.is_offloaded = False
 
-    def _host_copy(self, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.is_cuda)
+    def _places(self) -> Iterator[tuple[Tensor, Iterable[tuple[int, Tensor]]]]:
+        start = 0
+        for tensor in self._tensors:
+            end = start + tensor.nbytes
+            yield tensor, self._buffer.parts(start, end)
+            start = end
+
+
+class HostBuffer:
+    """One flat buffer of `num_bytes` on the host, in blocks.
+
+    torch rounds every pinned block up to a power of two, up to twice the bytes of a tensor. These blocks are powers of two:
+    BLOCK as often as it fits, then smaller ones. Less than SMALLEST is lost.
+    """
+
+    BLOCK, SMALLEST = 1 << 30, 1 << 20
+
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        self.num_bytes = num_bytes
+        self.blocks: list[Tensor] = []
+        rest, size = num_bytes, self.BLOCK
+        while rest > 0:
+            while size > rest and size > self.SMALLEST:
+                size //= 2
+            self.blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+            rest -= size
+
+    def parts(self, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """(offset from `start`, bytes) of every block that bytes `start` to `end` meet."""
+        first = 0
+        for block in self.blocks:
+            low, high = max(start, first), min(end, first + len(block))
+            if low < high:
+                yield low - start, block[low - first : high - first]
+            first += len(block)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _can_offload(tensor: Tensor) -> bool:

@@ -128,20 +128,6 @@ class Policy(LanguageModel):
                 self.ddp.restore_grad_buffers()
 
     @contextlib.contextmanager
-    def without_gradients(self) -> Iterator[None]:
-        """Frees the gradient buffers inside the block. Every update sets them to zero before it adds to them."""
-        if self._offloaded.is_offloaded:
-            yield
-            return
-        with self._buffers():
-            self.ddp.offload_grad_buffers()
-        try:
-            yield
-        finally:
-            with self._buffers():
-                self.ddp.restore_grad_buffers()
-
-    @contextlib.contextmanager
     def _buffers(self) -> Iterator[None]:
         """Around Megatron's own offloading of gradient buffers, which uses a deprecated class of torch."""
         with self.device.megatron(), warnings.catch_warnings():

@@ -29,12 +29,12 @@ from grpo_megatron.device import Device, count_cuda_devices, device_bytes, read_
 from grpo_megatron.importing import FLASH_ATTENTION, attention_gap
 from grpo_megatron.memory.parameters import (
     DTYPE_BYTES,
-    SAVED_OPTIMIZER_BYTES,
     RunModels,
+    StageMemory,
     Stages,
     memory_of_stages,
 )
-from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, engine_cache, memory_phases, shortage
+from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, engine_cache, host_parts, memory_phases, shortage
 from grpo_megatron.pages.kit import text_page
 from grpo_megatron.planning.cost import PlannedMachine, Workload, step_seconds
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
@@ -68,12 +68,14 @@ def plan_page(
     world_size: int,
     gpu: Gpu | None,
     *,
+    host_gib: float | None = None,
     elsewhere: bool = False,
     width: int = PAGE_WIDTH,
 ) -> PlanPage:
     """The page of a valid config, in lines of at most `width` characters where that is possible.
 
-    `gpu`: the one to fit; None: that of this machine, if it has one. `elsewhere`: the plan is for other machines.
+    `gpu`: the one to fit; None: that of this machine, if it has one. `host_gib`: host memory of a node, to fit too.
+    `elsewhere`: the plan is for other machines.
     """
     gpu = gpu if gpu is not None or elsewhere else _own_gpu(config)
     models, per_node = checked.models, min(config.trainer.n_gpus_per_node, world_size)
@@ -84,6 +86,11 @@ def plan_page(
     cache = found.cache if found is not None else None
     stages = models.stages(config)
     stage = max(stage.total for stage in stages[0])
+    host = (
+        NodeMemory.of(config, world_size, memory_of_stages(config, world_size, *stages), per_node)
+        if is_on_gpus
+        else None
+    )
     itemsize, rows = DTYPE_BYTES[config.model.dtype], checked.num_trained
     warnings = list(plan_warnings(config, models, work, machine, found, checked))
     if not elsewhere and is_for_this_machine(config):
@@ -104,7 +111,7 @@ def plan_page(
         rewards=_rows(reward_lines(config, checked.reward_calls)),
         trials=_rows(trial_lines(checked.reward_calls)),
         memory="\n".join(_memory_lines(config, world_size, *stages)),
-        saved_copy=stage * (itemsize + SAVED_OPTIMIZER_BYTES) / GIB,
+        host=host,
         engine_shard=models.arch.num_parameters() * itemsize / config.rollout.tensor_model_parallel_size / GIB,
         sent=stage * itemsize / GIB,
         weight_sync=_rows(weight_sync_lines(config, models.arch, world_size)) if config.draws else "",
@@ -126,10 +133,56 @@ def plan_page(
         repr=repr,
         GIB=GIB,
     )
+    verdict = [] if host is None or host_gib is None else [host.verdict(host_gib)]
+    problem = None if host is None or host_gib is None else host.misfit(host_gib)
     if found is None:
-        return PlanPage(_laid_out(text, width - 2), list(verdict_without_gpu(config, models, world_size)), None)
-    verdict = list(verdict_lines(config, models, work, machine, found, width - 2))
-    return PlanPage(_laid_out(text, width - 2), verdict, misfit(found))
+        verdict += verdict_without_gpu(config, models, world_size)
+        return PlanPage(_laid_out(text, width - 2), verdict, problem)
+    verdict += verdict_lines(config, models, work, machine, found, width - 2)
+    return PlanPage(_laid_out(text, width - 2), verdict, misfit(found) or problem)
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """Bytes of one rank in its node's host memory, by what they are for, and the ranks of a node."""
+
+    parts: dict[str, float]
+    ranks: int
+    remedies: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: Config, world_size: int, stages: list[StageMemory], ranks: int) -> NodeMemory:
+        """That of the stage that needs most. A node may have ranks of several stages, so this is an upper bound."""
+        of_stages = [host_parts(config, world_size, stage) for stage in stages]
+        keys = {
+            "actor.megatron.offload_optimizer=false": config.actor.megatron.offload_optimizer,
+            "actor.megatron.offload_reference=false": config.actor.megatron.offload_reference,
+            "critic.offload=false": config.critic.offload,
+            "trainer.async_save=false": config.trainer.async_save,
+        }
+        remedies = tuple(key for key, is_set in keys.items() if is_set)
+        return cls(max(of_stages, key=lambda parts: sum(parts.values())), ranks, remedies)
+
+    def __str__(self) -> str:
+        terms = [f"{'~ ' if name == 'process' else ''}{size / GIB:.2f} {name}" for name, size in self.parts.items()]
+        rank = sum(self.parts.values()) / GIB
+        return f"{' + '.join(terms)} = {rank:.2f} at most; {self.ranks} x {rank:.2f} = {self.ranks * rank:.0f} per node"
+
+    def verdict(self, gib: float) -> str:
+        size = self.ranks * sum(self.parts.values()) / GIB
+        answer = "FITS" if size <= gib else "DOES NOT FIT"
+        return f"{answer} {gib:g} GiB of host memory per node ({counted(self.ranks, 'rank')}: {size:.0f} GiB)"
+
+    def misfit(self, gib: float) -> str | None:
+        """What is wrong, for the end of a dry run; None unless the exact parts alone are too large."""
+        size = sum(size for name, size in self.parts.items() if name != "process") / GIB
+        if self.ranks * size <= gib:
+            return None
+        return (
+            f"{counted(self.ranks, 'rank')} of a node x {size:.2f} GiB = {self.ranks * size:.0f} GiB of host memory, without"
+            f" the processes themselves, is more than --host-memory {gib:g}; set"
+            f" {', '.join((*self.remedies, 'more nodes'))} (each rank then has fewer bytes of weights and optimizer)"
+        )
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:

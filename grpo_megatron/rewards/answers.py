@@ -3,7 +3,8 @@ r"""How a response writes its answer: the last box, marked numbers, the layout; 
 A box, `\boxed{...}`, holds the final answer by the convention of MATH (arXiv 2103.03874).
 
 The last box decides. When its brace is not closed (a truncated response), there is no prediction, even if the text has
-an earlier box. `\boxed 7$` ends at the dollar sign or at the end of the line. `\fbox` counts. `\{` and `\}` are characters
+an earlier box. In `\boxed{7\}` the backslash is a slip: such a brace closes a box that no other one does, if no `\{` is
+open. `\boxed 7$` ends at the dollar sign or at the end of the line. `\fbox` counts. `\{` and `\}` are characters
 of the answer. Of nested boxes the innermost is read. An empty box is the prediction "". Boxes with only `,`, `and` or
 `or` between them are one prediction, a list. Time is linear in the text: at most MAX_BOX characters are read after a
 box, and at most MAX_BOXES boxes.
@@ -57,11 +58,16 @@ def _read_box(text: str, start: int) -> tuple[str | None, int]:
     if not content.startswith("{"):
         inner = re.split(r"[$\n]", content, maxsplit=1)[0]
         return inner.strip(), start + len(inner)
-    depth = 0
+    depth, in_sets, stray = 0, 0, None
     for brace in _BRACE.finditer(content):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
             return content[1 : brace.start()].strip(), start + brace.end()
+        in_sets += {"\\{": 1, "\\}": -1}.get(brace[0], 0)
+        if in_sets < 0 and depth == 1 and stray is None:
+            stray = brace
+    if stray is not None:
+        return content[1 : stray.start()].strip(), start + stray.end()
     return None, start
 
 

@@ -26,6 +26,7 @@ STEP_FILE = "trainer.json"
 CRITIC_FOLDER, CRITIC_FILE = "critic", "critic.json"
 REWARD_MODEL_FOLDER, PAIRS_FILE = "reward_model", "pairs.json"
 STEP_FOLDER = re.compile(r"step_\d+")
+WARM_UP_FOLDER = "sft"  # in the output folder: a run of its own, with checkpoints
 
 
 def on_disk(output_dir: Path) -> list[Path]:
@@ -37,6 +38,11 @@ def on_disk(output_dir: Path) -> list[Path]:
 def steps_of(checkpoint: Path) -> int:
     """The number of steps that a checkpoint has done, from its name."""
     return int(checkpoint.name.removeprefix("step_"))
+
+
+def step_in(checkpoint: Path) -> int:
+    """The number of steps that a checkpoint has done, from its content. Raises OSError, ValueError and KeyError."""
+    return int(json.loads((checkpoint / STEP_FILE).read_text())["step"])
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo_megatron.algo.plan import make_plan
+from grpo_megatron.checks.digests import InputDigests
 from grpo_megatron.checks.resume import check_resume
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import AlgorithmConfig, Config, GuardsConfig
@@ -22,7 +23,7 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
-from grpo_megatron.storage.run_files import add_event, steps_of
+from grpo_megatron.storage.run_files import WARM_UP_FOLDER, add_event, steps_of
 from grpo_megatron.training.checkpoint import Checkpoints, run_state
 from grpo_megatron.training.correction_step import build_loss
 from grpo_megatron.training.guards import Guards
@@ -33,7 +34,6 @@ from grpo_megatron.types import Prompt
 
 NUM_NOTES = 10  # lines of progress per warm-up
 STAGE_NAME = "warm-up"  # on the console
-STAGE_FOLDER = "sft"  # in the output folder
 
 
 def stage_config(config: Config) -> Config:
@@ -46,7 +46,7 @@ def stage_config(config: Config) -> Config:
     data |= {"val_files": [], "val_tasks": [], "val_loss_files": []}
     actor = {"loss_mode": "sft", "loss_agg_mode": "token-mean", "use_kl_loss": False, "entropy_coeff": 0.0}
     run = {
-        "output_dir": trainer.output_dir / STAGE_FOLDER,
+        "output_dir": trainer.output_dir / WARM_UP_FOLDER,
         "total_training_steps": sft.steps,
         "total_epochs": None,
         "rollout_data_dir": None,
@@ -73,6 +73,7 @@ def warm_up(
     heartbeat: Heartbeat,
     note: Callable[[str], None],
     save_hf: Callable[[Path], None],
+    inputs: InputDigests | None,
 ) -> None:
     """`sft.steps` supervised updates, rows in file order; then save the model. Sets its own optimizer. Collective.
 
@@ -97,7 +98,8 @@ def warm_up(
     follow = heartbeat.listener  # the console of the whole run, whose steps are others
 
     def save(steps_done: int) -> Path:
-        return checkpoints.save(steps_done, policy, stage, {"collector": collector.state()})
+        run = {"collector": collector.state(), "inputs": inputs.state() if inputs else {}}
+        return checkpoints.save(steps_done, policy, stage, run)
 
     heartbeat.listener = lambda step, phases: follow(step, [STAGE_NAME, *phases] if phases else [])
     with build_sinks(trainer, rank=mesh.rank, first_step=first_step) as sinks, heartbeat.naming_timeouts():
@@ -140,6 +142,6 @@ def _rows(checked: Checked) -> Sequence[OfflineGroup]:
 
     def row(number: int) -> OfflineGroup:
         prompt, response = checked.supervised_rows[number]
-        return Prompt(f"{STAGE_FOLDER}/{number}", tuple(prompt), "", "", STAGE_FOLDER, ""), [response], [1.0]
+        return Prompt(f"{WARM_UP_FOLDER}/{number}", tuple(prompt), "", "", WARM_UP_FOLDER, ""), [response], [1.0]
 
     return LazySequence(len(checked.supervised_rows), row)

@@ -168,7 +168,7 @@ def test_no_rank_outlives_the_process_that_started_it(
     [
         (signal.SIGINT, "launcher", "cpu", 130),
         pytest.param(signal.SIGTERM, "launcher", "cuda", 75, marks=pytest.mark.soak),
-        (signal.SIGUSR1, "rank", "cuda", 75),
+        pytest.param(signal.SIGUSR1, "rank", "cuda", 75, marks=pytest.mark.soak),
     ],
 )
 def test_the_first_signal_lets_the_run_save(

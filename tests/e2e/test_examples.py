@@ -119,6 +119,7 @@ def logged_answers(folder: Path) -> list[tuple[str, str, bool]]:
     return [(prompt, answer, int(tokens) < 32) for prompt, tokens, answer in found]
 
 
+@pytest.mark.soak
 def test_vllm_reads_the_printed_command(quickstart: tuple[Path, str, set[str]]) -> None:
     [line] = re.findall(r"^to serve it: (.*)$", quickstart[1], re.MULTILINE)
     program, command, *words = shlex.split(line)

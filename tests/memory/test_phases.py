@@ -25,13 +25,15 @@ from grpo_megatron.cli import main
 from grpo_megatron.config import Config
 from grpo_megatron.device import DeviceMemory
 from grpo_megatron.memory import phases
-from grpo_megatron.memory.parameters import RunModels, parameters_from_table
+from grpo_megatron.memory.parameters import RunModels, memory_of_stages, parameters_from_table
 from grpo_megatron.memory.phases import (
     GIB,
+    PROCESS_BYTES,
     EngineCache,
     Phase,
     engine_cache,
     engine_weights,
+    host_parts,
     kv_token_bytes,
     memory_phases,
     phase_problems,
@@ -140,13 +142,11 @@ def test_what_is_on_the_device_in_each_phase() -> None:
         "rollout": ("weights",),
         "scoring": ("weights", "gradients", "optimizer", "reference"),
         "update": ("weights", "gradients", "optimizer"),
-        "save": ("weights", "optimizer"),
     }
     phases = phases_of(config_of())
     assert list(phases) == list(expected)
     for name, parts in expected.items():
         assert phases[name].certain == sum(sizes[part] for part in parts), name
-    assert phases["save"].parts["gathered states"] == 4 * P * (1 + 1 / 8)
 
     learning = phases_of(config_of(algorithm=ITERATIVE, reward_model={"path": "r"}), reward_models=1)
     for name, phase in phases.items():
@@ -160,6 +160,27 @@ def test_what_is_on_the_device_in_each_phase() -> None:
     assert on_device["update"].parts["reference"] == 2 * P
 
 
+def test_the_host_has_offloaded_copies_and_a_share_of_every_save() -> None:
+    """Of 8 data-parallel ranks. A saved parameter is 2 bytes of weights and 12 of Adam; the gradients go nowhere."""
+    policy, adam = parameters_from_table(arch_8b(), config_of().actor.megatron), 12 * P / 8
+
+    def parts(config: Config, **models: Any) -> dict[str, float]:
+        (memory,) = memory_of_stages(config, 8, policy, models.get("rewards", []), models.get("critic"))
+        return host_parts(config, 8, memory)
+
+    expected = {"offloaded optimizer": adam, "offloaded weights": 2 * P, "copies of a save": 14 * P / 8}
+    assert parts(config_of()) == {"process": PROCESS_BYTES, **expected}
+    with_critic = parts(config_of(critic={"offload": True}), critic=policy)
+    assert with_critic["offloaded optimizer"] == 2 * adam and with_critic["offloaded weights"] == 4 * P
+    assert with_critic["copies of a save"] == 14 * P / 8  # one model after the other
+    behind = parts(config_of(trainer={"async_save": True}), critic=policy)
+    assert behind["copies of a save"] == 28 * P / 8
+    learns = parts(config_of(algorithm=ITERATIVE, reward_model={"path": "r"}), rewards=[policy, policy])
+    assert learns["offloaded optimizer"] == 2 * adam and learns["offloaded weights"] == 4 * P
+    nothing = config_of({"override_transformer_config": FULL}, trainer={"save_freq": -1})
+    assert parts(nothing) == {"process": PROCESS_BYTES}
+
+
 def test_the_critic_is_on_the_device_whole_or_in_part_or_only_in_its_own_phase() -> None:
     """Of the policy's size: 2 P weights, 4 P + 12 P / 8 to train it. The phase `critic` has all of it."""
     weights, training, plain = 2 * P, 4 * P + 12 * P / 8, phases_of(config_of())
@@ -171,7 +192,7 @@ def test_the_critic_is_on_the_device_whole_or_in_part_or_only_in_its_own_phase()
     for megatron, offload, resident in beside.values():
         phases = phases_of(config_of(megatron, critic={"offload": offload}), has_critic=True)
         assert set(phases) == {*plain, "critic"}
-        for name in ("sync", "rollout", "scoring", "update", "save"):
+        for name in ("sync", "rollout", "scoring", "update"):
             assert phases[name].parts.get("critic", 0) == resident, name
         assert phases["critic"].certain - phases["update"].certain == weights + training - resident
         assert "critic" not in {*phases["load"].parts, *phases["start"].parts}
@@ -201,13 +222,6 @@ def test_every_reward_model_is_on_the_device_or_one_at_a_time() -> None:
         ({"algorithm": {"source": "initial"}}, "sync", {"reference": 2 * P}),
         ({"rollout": {"engine_kwargs": {"kv_cache_memory_bytes": 5 * GIB}}}, "rollout", {"KV cache": 5 * GIB}),
         ({"actor": {"use_kl_loss": False}}, "scoring", {"reference": None}),
-        ({"trainer": {"save_freq": -1}}, "save", None),
-        # Buckets of at least 40,000,000 parameters; the embedding, of 128,256 x 4,096, is a larger one.
-        (
-            {"actor": {}, "megatron": {**OFFLOAD, "overlap_grad_reduce": True}},
-            "save",
-            {"gathered states": 4 * 128_256 * 4096 * (1 + 1 / 8)},
-        ),
         ({"rollout": {"update_weights_bucket_megabytes": 1024}}, "sync", {"sync buckets": GIB}),
     ],
 )
@@ -365,10 +379,10 @@ def test_the_plan_marks_phases_that_do_not_fit(run: Path, capsys: pytest.Capture
     command = ["train", str(run / "run.yaml"), "--dry-run", "trainer.device=auto", small_buckets]
     assert main.main([*command, "--gpu-memory", "80"]) == 0
     rows = {line[:24].strip(): line[24:].split() for line in capsys.readouterr().out.splitlines()}
-    assert rows["of 80"] == ["fits"] * 7
-    assert rows["engine's share"] == ["-", "48.00", "-", "48.00", "-", "-", "-"]
+    assert rows["of 80"] == ["fits"] * 6
+    assert rows["engine's share"] == ["-", "48.00", "-", "48.00", "-", "-"]
     of_share = [rows[f"of it {part}"] for part in ("weights", "~ workspace", "~ KV cache")]
-    assert all(cells[:3] + cells[4:] == ["-"] * 6 for cells in of_share)
+    assert all(cells[:3] + cells[4:] == ["-"] * 5 for cells in of_share)
     assert sum(float(cells[3]) for cells in of_share) == pytest.approx(48, abs=0.02)
     assert main.main([*command, "--gpu-memory", "3"]) == 0
     out = capsys.readouterr().out

@@ -47,7 +47,7 @@ def expected(models: dict[str, Path]) -> dict[str, list[torch.Tensor]]:
     return {family: tiny.transformers_logprobs(folder, PAIRS) for family, folder in models.items()}
 
 
-@pytest.mark.parametrize("layout", layouts("1", "DP2", "TP2xPP2+SP", "TP4"))
+@pytest.mark.parametrize("layout", layouts("1", "TP2xPP2+SP", "TP4"))
 def test_logprobs_of_every_family_equal_transformers(
     models: dict[str, Path], expected: dict[str, list[torch.Tensor]], layout: str
 ) -> None:
@@ -160,7 +160,7 @@ def test_gradients_and_weights_do_not_depend_on_the_layout(
                     shared_prompts_are_exact(got["packings"], with_two_prompts[family])
             close(got["weights"], want["weights"], 1e-5)
             assert got["norm"] == pytest.approx(want["norm"], rel=2 * EXACT)
-            if not distributed:
+            if "shared prompts" not in got:  # all layouts have one family with it
                 continue
             shared = got["shared prompts"]
             assert shared["gradients"] <= 2 * EXACT and shared["logprobs"] <= 1e-5, shared

@@ -158,7 +158,13 @@ def test_bfloat16_trains_and_streams_what_it_loaded(folders: list[Path]) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "rollout_tp", "rollout_ep"),
-    [(3, "1", 1, 1), (2, "EP2xDP2", 2, 2), (0, "EP2xDP2", 2, 1), (4, "PP2", 2, 2), (0, "TP2+SP", 1, 1)],
+    [
+        (3, "1", 1, 1),
+        (2, "EP2xDP2", 2, 2),
+        (0, "EP2xDP2", 2, 1),
+        (4, "PP2", 2, 2),
+        pytest.param(0, "TP2+SP", 1, 1, marks=pytest.mark.soak),
+    ],
 )
 def test_engine_agrees_after_every_sync(
     folders: list[Path], model: int, layout: str, rollout_tp: int, rollout_ep: int

@@ -45,7 +45,7 @@ def trained(
     ("layout", "megatron"),
     [
         ("TP2xPP2+SP", {"override_transformer_config": FULL}),
-        ("TP2+SP", {"override_transformer_config": SELECTIVE}),
+        pytest.param("TP2+SP", {"override_transformer_config": SELECTIVE}, marks=pytest.mark.soak),
     ],
     ids=["full recompute", "selective recompute"],
 )

@@ -67,6 +67,16 @@ def test_70b_fits_and_the_page_ends_with_it(capsys: pytest.CaptureFixture[str]) 
     assert sum(terms) == pytest.approx(float(total), abs=0.3)
 
 
+def test_host_memory_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", EXAMPLE, "--world-size", "64", "--gpu", "h100-80", "--host-memory"]
+    verdict = section(page(capsys, *command, "2000"), "Verdict")
+    assert verdict[0].startswith("  FITS 2000 GiB of host memory per node (8 ranks: ")
+    assert main.main([*command, "20"]) == 2
+    captured = capsys.readouterr()
+    assert section(captured.out, "Verdict")[0].startswith("  DOES NOT FIT 20 GiB of host memory per node (8 ranks: ")
+    assert "8 ranks of a node x " in captured.err and "is more than --host-memory 20; set " in captured.err
+
+
 def test_70b_that_does_not_fit_gets_remedies_and_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     pp = "actor.megatron.pipeline_model_parallel_size"
     command = ["plan", EXAMPLE, "--world-size", "64", "--gpu", "a100-40"]
@@ -246,6 +256,7 @@ def test_the_search_prints_arguments_that_fit(capsys: pytest.CaptureFixture[str]
         (["--top", "3"], "--top needs --search"),
         (["--search", "--resolved-config", "x.yaml"], "leave one of them out"),
         (["--gpu", "h300"], "'h300' is neither one of h100-80, h200"),
+        (["--host-memory", "0"], "'0' is no size in GiB, such as 1024"),
         (["--nodes-of", "0"], "--nodes-of 0 is too small; set 1 or more"),
         (["--profile", "3"], "--profile measures a run, and --dry-run starts none"),
     ],

@@ -24,7 +24,7 @@ def fault(name: str, point: str) -> Fault:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_short_soak(tmp_path: Path) -> None:
     root, whole, output = make_workspace(tmp_path / "inputs"), tmp_path / "whole", tmp_path / "disturbed"
     worlds.run(run_ranks.train, 2, raw=soak_settings(root, whole, STEPS, ENGINE), keep_weights=False)

@@ -127,3 +127,30 @@ def alone(model: Path, pairs: Any, out: Path, num_updates: int) -> dict[str, Any
         "settings": changed_settings(model, pairs, out / "settings"),
         "positions": positions(model),
     }
+
+
+def in_both_ways(model: Path, pairs: Any, out: Path, layout: moe_ranks.Layout) -> None:
+    """A checkpoint in pieces, and one that Megatron gathers; then each is loaded by the other's reader, and saved again."""
+    import contextlib
+
+    from grpo_megatron.models.weights import sharded_state
+    from grpo_megatron.training.checkpoint import Checkpoints
+
+    @contextlib.contextmanager
+    def gathered() -> Any:
+        whole = {"optimizer_in_pieces": contextlib.nullcontext, "divide_writing": lambda model, mesh: model}
+        with mock.patch.multiple(sharded_state, **whole):
+            yield
+
+    policy, config = _build(model, layout, 2), _config(model)
+    _update(policy, pairs)
+    for name, way in (("pieces", contextlib.nullcontext), ("whole", gathered)):
+        with way():
+            Checkpoints(out / name, policy.mesh, keep=None).save(1, policy, config)
+    for name, way in (("whole", contextlib.nullcontext), ("pieces", gathered)):
+        checkpoints, other = Checkpoints(out / name, policy.mesh, keep=None), _build(model, layout, 2)
+        newest = checkpoints.newest()
+        assert newest is not None
+        with way():
+            checkpoints.load(newest, other)
+        Checkpoints(out / f"{name} again", policy.mesh, keep=None).save(1, other, config)

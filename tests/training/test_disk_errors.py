@@ -72,9 +72,7 @@ def test_a_checkpoint_with_a_reward_model(model: Path, tmp_path: Path) -> None:
     assert background["while it waits"] == ([".step_000002.partial", "step_000001"], None)
     assert background["at the end"] == (True, ["step_000002"])
     before, copied = background["same"]
-    assert (
-        before == copied and len(before) == 8
-    )  # two states, each with common.pt, two files of rank 0 and one of rank 1
+    assert before == copied and len(before) == 10  # two states, each with common.pt and two files of each rank
     for failure in ((1, "__1_", "wx"), (0, ".metadata", "wx")):
         outcome, names = background[failure[1]]
         check(outcome, failure)

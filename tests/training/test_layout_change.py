@@ -96,3 +96,20 @@ def test_changed_settings_are_used_and_other_mini_batches_keep_the_training_step
         assert update["steps"] == {number}  # Adam's bias correction goes on
         assert any(group["wd_mult"] == 1 for group in update["groups"])
     assert alone["positions"] == [6, 12, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 1, 1, 1), (4, 2, 1, 1), (4, 1, 2, 2)])
+def test_every_rank_writes_its_share_of_what_megatron_would_gather(model: Path, tmp_path: Path, layout: Layout) -> None:
+    """Both kinds of checkpoint have the same tensors, and both readers read both. Older checkpoints are of the second kind."""
+    worlds.run(layout_change_ranks.in_both_ways, layout[0], model=model, pairs=PAIRS, out=tmp_path, layout=layout)
+
+    def written(name: str) -> list[int]:
+        folder = tmp_path / name / "checkpoints/step_000001/state"
+        return [sum(file.stat().st_size for file in folder.glob(f"__{rank}_*.distcp")) for rank in range(layout[0])]
+
+    for name in ("whole", "whole again", "pieces again"):
+        same_stored(tmp_path / "pieces/checkpoints/step_000001", tmp_path / name / "checkpoints/step_000001")
+    pieces, whole = written("pieces"), written("whole")
+    assert layout[2] > 1 or max(pieces) < 1.15 * min(pieces), pieces  # stages differ
+    assert max(pieces) < 0.7 * max(whole), (pieces, whole)  # of the last layout's experts each has one holder

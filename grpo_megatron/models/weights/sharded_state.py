@@ -40,6 +40,7 @@ from grpo_megatron.models.optimizer import (
     steps_of_empty_parts,
 )
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.weights.pieces import divide_writing, optimizer_in_pieces
 from grpo_megatron.models.weights.plain_data import check_plain, plain_data_only
 from grpo_megatron.models.weights.stream import unwrapped
 from grpo_megatron.parallel.mesh import Mesh, on_every_rank
@@ -206,9 +207,9 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 def _sharded(policy: Policy, is_loading: bool) -> dict[str, Any]:
     model = unwrapped(policy.ddp).sharded_state_dict(metadata=METADATA)  # type: ignore[operator]
-    with steps_of_empty_parts(policy.optimizer):
+    with steps_of_empty_parts(policy.optimizer), optimizer_in_pieces():
         optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
-    return {"model": model, "optimizer": optimizer}
+    return {"model": model if is_loading else divide_writing(model, policy.mesh), "optimizer": optimizer}
 
 
 def _rng(policy: Policy, state: Any) -> ShardedObject:
@@ -219,8 +220,8 @@ def _rng(policy: Policy, state: Any) -> ShardedObject:
 def save_sharded(policy: Policy, folder: Path, writes: Writes | None = None) -> None:
     """Collective: write weights, optimizer and every rank's random state into the empty `folder`.
 
-    `writes` None: at once; otherwise when and as it says. Megatron gathers the optimizer's state over the data-parallel ranks on
-    the device. Without `overlap_grad_reduce` that is as large as the gradient buffers, which are freed meanwhile.
+    `writes` None: at once; otherwise when and as it says. Every rank writes its own part of the optimizer's state, and of the
+    weights an equal part of what its data-parallel group has. From a GPU that part is copied to the host.
     Raises RankError on every rank when any rank cannot write.
     """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -229,7 +230,7 @@ def save_sharded(policy: Policy, folder: Path, writes: Writes | None = None) -> 
     on_every_rank(
         mesh, f"cannot write checkpoint {folder}", functools.partial(folder.mkdir, parents=True, exist_ok=True)
     )
-    with policy.device.megatron(), policy.without_gradients():
+    with policy.device.megatron():
         state = _sharded(policy, is_loading=False)
         rng = {"host": policy.device.rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
         state["rng"] = _rng(policy, rng)
@@ -266,7 +267,8 @@ def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
         missing, unexpected = unwrapped(policy.ddp).load_state_dict(state["model"], strict=False)
         lost = [name for name in [*missing, *unexpected] if "_extra_state" not in name]
         assert not lost, f"checkpoint and model differ in {lost}"  # dist_checkpointing has compared the tensors already
-        load_optimizer(policy.optimizer, state["optimizer"])
+        with optimizer_in_pieces():
+            load_optimizer(policy.optimizer, state["optimizer"])
         if same_world:
             policy.device.set_rng_state(state["rng"]["host"])
             get_cuda_rng_tracker().set_states(state["rng"]["megatron"])

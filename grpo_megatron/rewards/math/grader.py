@@ -106,6 +106,9 @@ def _same_inequality(answer: str, prediction: str) -> bool:
         factor = _factor(one.expand(), other.expand())
         if factor is not None:
             return is_strict == is_strict_too and bool(factor > 0)
+    names = {tree.name for tree in (parse_tree(answer), parse_tree(prediction)) if tree.name}
+    if len(names) > 1:  # y in [1,2] for 1 < x < 2
+        return False
     one, other = _solutions(answer, first), _solutions(prediction, second)
     return one is not None and other is not None and bool(one == other)
 
@@ -139,6 +142,46 @@ def _solutions(text: str, bounds: list[tuple[Any, bool]]) -> Any:
     return None if isinstance(found, FiniteSet) else found
 
 
+# -- the value that an equation without variables states ---------------------------------------------------------------
+# `e^{i\pi} = -1` is -1, because that is true; `\lim_{x\to0} ... = 1` is 1, as it stands. An equation with a free variable has
+# no value (`x + y = 1` is not 1); `x = 1`, and plain numbers as `2 + 3 = 5`, are read in structure.py.
+
+_BOUND = re.compile(
+    r"[-0-9]*\\(?:lim_\{?\s?(?P<lim>[a-zA-Z])\\to|(?:sum|prod)_\{?(?P<sum>[a-zA-Z])=|int.*d\s?(?P<int>[a-zA-Z])$)",
+    re.DOTALL,
+)
+_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+")
+
+
+def _stated(text: str) -> str:
+    """The right side of an equation without a free variable; other texts as they are. Raises TimeoutError."""
+    if "=" not in text:
+        return text
+    sides = split_outside_brackets(tidy(text), {"="})
+    if len(sides) != 2 or not all(sides) or refuses(sides[0]) or refuses(sides[1]):
+        return text
+    left, right = sides
+    if bound := _BOUND.match(left):
+        variable = next(filter(None, bound.groups()))
+        letters = "".join(_LETTER.findall(left.replace(f"d{variable}", "") + right))
+        return right if set(letters) <= {variable, "e", "i"} and variable not in _LETTER.findall(right) else text
+    if set("".join(_LETTER.findall(left + right))) <= {"e", "i"}:
+        import_math_verify()
+        from sympy import E, I
+
+        with time_limit(TIME_LIMIT_S, "an equation"):
+            try:
+                difference = _expression(left) - _expression(right)
+                constants = {symbol: E if symbol.name == "e" else I for symbol in difference.free_symbols}
+                if abs(complex(difference.subs(constants).evalf(20))) < 1e-9:
+                    return right
+            except TimeoutError:
+                raise
+            except Exception:  # noqa: BLE001 - sympy raises exceptions of many types at odd formulas
+                return text
+    return text
+
+
 def _set(node: Node) -> Any:
     from sympy import Interval, Union
 
@@ -152,8 +195,9 @@ def _set(node: Node) -> Any:
 
 
 # -- the answer in a sentence that stands in the box -------------------------------------------------------------------
-# `\text{There are } 12 \text{ ways}`, `The maximum is $\frac34$`. Two forms are read. After a verb at the end: `...
-# is VALUE`, `... x = VALUE`. And two words or more with one number and no other mathematics. A sentence that denies,
+# `\text{There are } 12 \text{ ways}`, `The maximum is $\frac34$`. Three forms are read. After a verb at the end: `...
+# is VALUE`, `... x = VALUE`. Two words or more with one number and no other mathematics. And, after any text, one
+# `Final answer: VALUE`. A sentence that denies,
 # compares, doubts or offers a choice has no value here: `not 5`, `at least 5`, `5 or 6`. A policy that lists its
 # guesses must not be paid for one of them.
 
@@ -167,6 +211,8 @@ _DOUBT = re.compile(
     re.IGNORECASE,
 )
 _VERB = re.compile(r".*?(?:\b(?:is|are|equals?|be|becomes)\b:?|=|:)\s*(?P<value>[^=:]+)", re.DOTALL)
+_FINAL = re.compile(r"(?P<before>.*)\bfinal answer(?:\s+is)?\s*:?(?P<value>[^:]{1,100})", re.DOTALL | re.IGNORECASE)
+_DENIED = re.compile(r"(?:\b(?:not|no|never)|n't)(?:\s\w+){0,2}\s*$", re.IGNORECASE)  # before it
 _LABEL = re.compile(r"(?i:(?:the )?(?:correct |right |final )?(?:answer|option|choice))\s+\(?(?P<value>[A-Z])\)?")
 _NUMBER = re.compile(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 _MATHEMATICS = re.compile(r"[-+*/^_=<>\\()\[\]{}|]")
@@ -174,9 +220,13 @@ _MATHEMATICS = re.compile(r"[-+*/^_=<>\\()\[\]{}|]")
 
 def sentence_value(text: str) -> str | None:
     """The value that a sentence states; None for a text that is no sentence, or states none or several."""
+    plain = " ".join(re.sub(r"\\?\$", " ", _TEXT.sub(r" \1 ", text)).split()).rstrip(" .!")
+    final = _FINAL.fullmatch(plain)
+    if final and len(plain.lower().split("final answer")) == 2:
+        is_clear = not _DENIED.search(final["before"]) and not _DOUBT.search(final["value"])
+        return final["value"].strip() if is_clear else None
     if len(text) > MAX_SENTENCE:
         return None
-    plain = " ".join(_TEXT.sub(r" \1 ", text).replace("$", " ").split()).rstrip(" .!")
     label = _LABEL.fullmatch(plain)
     if label:
         return label["value"]
@@ -217,7 +267,8 @@ def equivalent(answer: str, prediction: str) -> bool:
     for text in (prediction, sentence_value(prediction)):
         if text is not None and (same_tree(parse_tree(answer), parse_tree(text)) or same_relation(answer, text)):
             return True
-    return False
+    first, second = _stated(answer), _stated(prediction)
+    return (first, second) != (answer, prediction) and same_tree(parse_tree(first), parse_tree(second))
 
 
 def is_right(answer: str, completion: str) -> bool:

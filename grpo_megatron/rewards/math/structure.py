@@ -158,7 +158,7 @@ _LATEX_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[^\\]", re.DOTALL)
 _OPEN = {"(", "[", "{", "\\{", "\\langle", "\\begin"}
 _CLOSE = {")", "]", "}", "\\}", "\\rangle", "\\end"}
 _VARIABLE = re.compile(
-    r"\([a-z](?:,[a-z])+\)|[A-Za-z](?::[A-Za-z])+|[A-Za-z]{1,3}|[A-Za-z]_?\{?\w{1,3}\}?|\\[a-z]+|[A-Za-z]{1,2}'?\([A-Za-z0-9,]{1,5}\)|[a-zA-Z]\^\{-1\}\([a-z]\)"
+    r"\([a-z](?:,[a-z])+\)|[A-Za-z]{1,2}(?::[A-Za-z]{1,2})+|\\Pr\([^()]{1,12}\)|[A-Za-z]{1,3}|[A-Za-z]_?\{?\w{1,3}\}?|\\[a-z]+|[A-Za-z]{1,2}'?\([A-Za-z0-9,]{1,5}\)|[a-zA-Z]\^\{-1\}\([a-z]\)"
 )
 _CONSTANTS = {"\\pi", "\\infty", "\\sqrt", "\\frac"}
 _WORD_NAME = re.compile(r"\\angle\s?\w+|(?:\\text\{)?[A-Za-z][A-Za-z ]*\}?")
@@ -372,7 +372,8 @@ def is_name(text: str) -> bool:
 
 # -- whether two trees are one answer ----------------------------------------------------------------------------------
 # Order counts in tuples, intervals and matrices, and not in sets and lists. A leading name (`x =`, `f(x) =`) counts
-# only where both sides have one. `x = 3, y = 5` is also `(3,5)`.
+# only where both sides have one. `x = 3, y = 5` is also `(3,5)`, and so is `y = 5, x = 3`, where the names are neighbours in
+# the alphabet. A list of tuples may repeat one; a list of numbers may not (`3, 5` is no `3, 5, 5`).
 
 
 def same_tree(answer: Node, prediction: Node) -> bool:
@@ -384,8 +385,10 @@ def same_tree(answer: Node, prediction: Node) -> bool:
         return _same_unordered(answer.parts, prediction.parts)
     if kinds == {"list", "set"} or kinds == {"set"}:
         return _same_unordered(_distinct(answer.parts), _distinct(prediction.parts))
-    if answer.kind == "()" and prediction.kind == "list" and all(part.name for part in prediction.parts):
-        return _same_ordered(answer.parts, prediction.parts)  # x = 3, y = 5 for (3,5)
+    if kinds == {"()", "list"}:  # x = 3, y = 5 for (3,5), and the reverse
+        listed = answer if answer.kind == "list" else prediction
+        is_named = all(part.name for part in listed.parts)
+        return is_named and _same_ordered(_coordinates(answer), _coordinates(prediction))
     if answer.kind != prediction.kind:
         return False
     if answer.kind == "value":
@@ -394,6 +397,8 @@ def same_tree(answer: Node, prediction: Node) -> bool:
         names = {part.name for part in answer.parts}
         if answer.kind == "list" and len(names) > 1 and not any(part.name for part in prediction.parts):
             return _same_ordered(answer.parts, prediction.parts)  # 3, 5 for x = 3, y = 5
+        if {part.kind for part in answer.parts + prediction.parts} == {"()"}:
+            return _same_unordered(_distinct(answer.parts), _distinct(prediction.parts))
         return _same_unordered(answer.parts, prediction.parts)
     if answer.columns != prediction.columns or answer.columns < 0:
         return False
@@ -402,6 +407,19 @@ def same_tree(answer: Node, prediction: Node) -> bool:
 
 def _bare_name(name: str) -> str:
     return re.sub(r"\\text|[{}\s_]", "", name)
+
+
+def _coordinates(node: Node) -> Sequence[Node]:
+    """The parts of a tuple or list, in the order of their names where these are neighbours in the alphabet."""
+    names = [_bare_name(part.name) for part in node.parts]
+    if node.kind == "()" and node.name.startswith("("):  # (p,q) = (2,-3)
+        names = node.name.strip("()").split(",")
+    if len(names) != len(node.parts) or not all(re.fullmatch("[a-zA-Z]", name) for name in names):
+        return node.parts
+    parts = [replace(part, name=name) for part, name in zip(node.parts, names, strict=True)]
+    ordered = sorted(parts, key=lambda part: part.name)
+    codes = [ord(part.name) for part in ordered]
+    return ordered if codes == list(range(codes[0], codes[0] + len(codes))) else parts
 
 
 def _same_ordered(answer: Sequence[Node], prediction: Sequence[Node]) -> bool:

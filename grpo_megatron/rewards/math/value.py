@@ -297,7 +297,8 @@ def _same(answer: str, prediction: str) -> bool:
 def _is_equation(text: str) -> bool:
     """Whether a text is an equation with an operation on its left side, and no definition such as `P(A) = 0.5`."""
     left, sign, _ = re.sub(r"\([^()]*\)", "", text).partition("=")
-    return bool(sign) and bool(re.search(r"[-+*^0-9]", left.strip()[1:]))
+    has_factor = re.match(r"-?[0-9.]+\s?\\?[A-Za-z]", left.strip())  # 2x = 1
+    return bool(sign) and bool(has_factor or re.search(r"[-+*^0-9]", left.strip()[1:]))
 
 
 def _rounds(text: str, value: Fraction, exact: Fraction) -> bool:

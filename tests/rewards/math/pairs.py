@@ -145,6 +145,22 @@ n! @ n(n-1)!
 2,3 @ \text{The solutions are } 2 \text{ and } 3
 \text{(C)} @ \text{The correct answer is (C)}
 C @ \text{Option C} @ \text{C: } 12 @ C) 12
+(1,2),(3,4) @ (3,4),(1,2),(3,4) @ (1,2),(3,4),(1,2)
+3:4 @ AB:BC = 3:4 @ A:B = 3:4
+(2,-3) @ p=2, q=-3 @ (p,q)=(2,-3) @ q=-3, p=2
+p=2, q=-3 @ (2,-3) @ (p,q)=(2,-3)
+(5,3) @ n=5, k=3
+-1 @ e^{i\pi} = -1 @ i^2 = -1
+e^{i\pi}=-1 @ -1
+1 @ \lim_{x\to 0} \frac{\sin x}{x} = 1
+\lim_{x\to0}\frac{\sin x}{x}=1 @ 1
+\frac{1}{3} @ \int_0^1 x^2\,dx = \frac{1}{3}
+e @ \lim_{n\to\infty}\left(1+\frac1n\right)^n = e
+\frac{3}{8} @ \Pr(A)=\frac{3}{8}
+2\sqrt2 @ |2+2i| = 2\sqrt2
+1250 @ \text{He earns } \$1,250 \text{ per month} @ \text{The area is } 1,250 \text{ cm}^2
+17 @ \text{We add } 8+9 \text{ to get } 17. \text{ Final answer: } 17 @ x^2 = 289, \text{ so } x = 17. \text{ Final answer: } 17
+7 @ 7\ @ x = 7 \
 """
 
 OTHER = r"""
@@ -175,6 +191,17 @@ C @ \text{Option D} @ \text{Options C and D}
 (-\infty,1)\cup(3,\infty) @ x>1 \text{ and } x<3 @ x<1
 1 @ 1 = 2
 x=5 @ 5 = x = 6
+(1,2),(3,4) @ (1,2),(1,2) @ (1,2),(3,4),(4,3)
+3:4 @ AB:BC = 4:3
+(2,-3) @ p=-3, q=2 @ q=2, p=-3 @ p=2,p=-3
+p=2, q=-3 @ (-3,2) @ (q,p)=(2,-3) @ (p,q)=(2,3)
+-1 @ e^{i\pi} = 1 @ i^3 = -1 @ e^{i\pi}+1=0
+1 @ \lim_{x\to 0}\frac{\sin x}{x} = 0 @ \lim_{x\to0} f(x) = x @ 2x=1 @ x+y=1
+-2\le x\le 7 @ y\in[-2,7]
+250 @ \text{He earns } \$1,250 \text{ per month}
+17 @ 17. \text{ Final answer: } 18 @ \text{Final answer: } 17. \text{ Final answer: } 18 @ \text{Final answer: } 17 \text{ or } 18
+17 @ \text{This is not the final answer: } 17 @ \text{Final answer: } 17x
+7 @ -7\
 """
 
 
