@@ -487,7 +487,8 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: int = Field(1, ge=1)
     expert_parallel_size: int = Field(1, ge=1)  # = tensor_model_parallel_size: whole experts per rank; 1: each is cut
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)  # share of the device's memory that vLLM may take
-    max_num_seqs: Count = 256  # sequences that one engine decodes at a time
+    # sequences that one engine decodes at a time; null: what the KV cache holds (models/engine_cache.py), 256 on the CPU
+    max_num_seqs: Count | None = None
     max_num_batched_tokens: int = Field(8192, ge=1)  # tokens of one engine step
     enforce_eager: bool = False  # no CUDA graphs
     free_cache_engine: bool = True  # GPU: the engine sleeps between rollouts
@@ -509,6 +510,11 @@ class RolloutConfig(Section):
     stop_token_ids: list[int] = []  # further tokens that end it
     partial: Annotated[PartialConfig, Needs("rollout.partial.over_sample>1")] = PartialConfig()
     multi_turn: Annotated[MultiTurnConfig, Needs("rollout.multi_turn.environment")] = MultiTurnConfig()
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that one engine decodes at a time, where nothing is derived from the memory of a GPU."""
+        return self.max_num_seqs or min(256, self.max_num_batched_tokens)
 
     @property
     def has_whole_experts(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -252,19 +253,29 @@ class TurnRenderer:
         self.stop_token_ids = self.end_token_ids | set(stop_token_ids)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of the first messages, up to the beginning of the assistant's turn. Raises ConfigError."""
-        return self._encode(self._render(_with_call_ids(messages), generate=True))
+        """Token ids of the first messages, up to the beginning of the assistant's turn. Raises ConfigError.
+
+        Text that looks like a special token is broken up in them. Marks of tool calls are not: the messages may explain them.
+        """
+        safe = [_broken_up(message, self._special_tokens) for message in messages]
+        return self._encode(self._render(_with_call_ids(safe), generate=True))
+
+    def answered(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """An environment's message whose texts cannot be control tokens: each such text has a space after its first character.
+
+        Control tokens are the special ones, and the template's own that are no text of a language: `<tool_call>`.
+        """
+        safe: dict[str, Any] = _broken_up(message, self._control_tokens)
+        return safe
 
     def observation(self, messages: Sequence[Mapping[str, Any]], *, ended_with_eos: bool) -> list[int]:
         """Token ids between the end of the assistant's turn and the beginning of its next one.
 
         `ended_with_eos`: the last generated token is `end_of_turn`. Otherwise the observation begins with that token:
-        the turn was cut, or ended by a stop text. Text that looks like a special token is broken up in the messages, so
-        an environment's answer cannot begin or end a turn. Raises ConfigError when the template fails or changes
-        earlier turns.
+        the turn was cut, or ended by a stop text. The messages are those of `answered`, so an environment's answer cannot
+        begin or end a turn, or call a tool. Raises ConfigError when the template fails or changes earlier turns.
         """
-        safe = [_without_special_tokens(message, self._special_tokens) for message in messages]
-        ids = self._encode(self._after_turn(safe))
+        ids = self._encode(self._after_turn([self.answered(message) for message in messages]))
         return ids[self._length_of_end(ids) :] if ended_with_eos else ids
 
     @cached_property
@@ -369,6 +380,12 @@ class TurnRenderer:
         texts = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         return sorted(texts | set(self.tokenizer.all_special_tokens), key=len, reverse=True)
 
+    @cached_property
+    def _control_tokens(self) -> list[str]:
+        added, template = map(str, self.tokenizer.added_tokens_decoder.values()), str(self.tokenizer.chat_template)
+        marks = {token for token in added if re.fullmatch(r"[<\[].+[>\]]", token) and token in template}
+        return sorted(marks.union(self._special_tokens), key=len, reverse=True)
+
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
@@ -423,10 +440,13 @@ def _normal_call(call: Mapping[str, Any], index: int) -> dict[str, Any]:
     return {"type": "function", "id": call.get("id") or f"{index:09d}", "function": function}
 
 
-def _without_special_tokens(message: Mapping[str, Any], special: Sequence[str]) -> dict[str, Any]:
-    """The message with a space after the first character of every special token in its content."""
-    safe = dict(message)
-    if isinstance(safe.get("content"), str):
-        for token in special:
-            safe["content"] = safe["content"].replace(token, f"{token[:1]} {token[1:]}")
-    return safe
+def _broken_up(value: Any, tokens: Sequence[str]) -> Any:
+    """A message, or a part of one, with a space after the first character of each of `tokens` in all of its texts."""
+    if isinstance(value, str):
+        for token in tokens:
+            value = value.replace(token, f"{token[:1]} {token[1:]}")
+    elif isinstance(value, Mapping):
+        return {name: _broken_up(part, tokens) for name, part in value.items()}
+    elif isinstance(value, list):
+        return [_broken_up(part, tokens) for part in value]
+    return value

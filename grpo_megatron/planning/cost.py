@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from grpo_megatron.algo.losses import needs_old_logprobs, policy_losses, reads_reference, reasons_for_old_pass
 from grpo_megatron.config import Config
 from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
-from grpo_megatron.memory.phases import kv_token_bytes
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.engine_cache import MOST_SEQUENCES, kv_token_bytes
 from grpo_megatron.models.flops import active_parameters, flops_per_pass
 from grpo_megatron.planning.gpus import (
     ENGINE_STEP_S,
@@ -115,7 +115,7 @@ class Workload:
             critic_share=models.critic.num_parameters() / size if models.critic is not None else 0.0,
             draws=config.draws and algorithm.source != "file",
             itemsize=DTYPE_BYTES[config.model.dtype],
-            max_num_seqs=config.rollout.max_num_seqs,
+            max_num_seqs=config.rollout.max_num_seqs or MOST_SEQUENCES,  # `estimated` has the derived number
             is_fp8=actor.megatron.fp8.recipe is not None,
             overlaps_gradients=actor.megatron.overlap_grad_reduce,
         )

@@ -34,12 +34,15 @@ from grpo_megatron.memory.parameters import (
     Stages,
     memory_of_stages,
 )
-from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, engine_cache, host_parts, memory_phases, shortage
+from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, host_parts, memory_phases, shortage
+from grpo_megatron.models.engine_cache import engine_cache
 from grpo_megatron.pages.kit import text_page
-from grpo_megatron.planning.cost import PlannedMachine, Workload, step_seconds
+from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
-from grpo_megatron.planning.search import Fit, PlannedLayout, fit, nearest_layouts
+from grpo_megatron.planning.search import Fit, PlannedLayout, estimated, fit, nearest_layouts
 from grpo_megatron.planning.traffic import border_traffic, weight_sync_lines
+from grpo_megatron.rollout.vllm_arguments import loops_over_requests
+from grpo_megatron.rollout.vllm_process import installed_vllm
 from grpo_megatron.storage.files import write_file
 
 if TYPE_CHECKING:
@@ -125,7 +128,7 @@ def plan_page(
         cache=cache,
         machine=machine,
         work=work,
-        seconds=None if found is None else step_seconds(work, found.layout, machine, cache.tokens if cache else 0),
+        seconds=None if found is None else estimated(found, work, machine).seconds,
         warnings="\n".join(line for warning in warnings for line in wrapped_item(warning, width - 2)),
         counted=counted,
         divided=lambda number, parts: f"{number // parts:,}" if number % parts == 0 else f"{number / parts:,.1f}",
@@ -323,7 +326,8 @@ def _phase_table(
     shares = [phase.utilization * device_gib for phase in phases]
     if config.draws:
         yield "engine's share", *(f"{share:.2f}" if share else "-" for share in shares)
-        cache = engine_cache(config, models.arch, DTYPE_BYTES[config.model.dtype], device)
+        length = config.data.max_prompt_length + config.data.max_response_length
+        cache = engine_cache(config.rollout, models.arch, DTYPE_BYTES[config.model.dtype], device, length)
         has_share = [
             phase.utilization > 0 and phase.name != "start" for phase in phases
         ]  # at the start it must be free
@@ -359,6 +363,8 @@ def plan_warnings(
     yield from _uneven_batches(config, work, machine)
     yield from _pipeline_bubble(config, work, machine)
     yield from _few_rows(config, checked)
+    if config.draws:
+        yield from _looped_requests(config, models)
 
 
 def core_warning(config: Config, world_size: int) -> Iterator[str]:
@@ -393,7 +399,7 @@ def _rollout_tp(config: Config) -> int:
 def _small_cache(config: Config, work: Workload, machine: PlannedMachine, found: Fit) -> Iterator[str]:
     assert found.cache is not None
     at_once = found.cache.sequences(found.length)
-    wanted = min(config.rollout.max_num_seqs, math.ceil(work.samples * _rollout_tp(config) / machine.world_size))
+    wanted = min(found.cache.max_num_seqs, math.ceil(work.samples * _rollout_tp(config) / machine.world_size))
     share = f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization:g}"
     if found.cache.cache <= 0 or not at_once:
         yield (
@@ -469,6 +475,18 @@ def _few_rows(config: Config, checked: Checked) -> Iterator[str]:
     for key, batch, found in batches:
         if 0 < found < batch:
             yield f"{key}={batch} and {found} rows: every step has each row {batch / found:.2g} times on average"
+
+
+def _looped_requests(config: Config, models: RunModels) -> Iterator[str]:
+    """The vLLM that is installed here is taken for that of the run."""
+    rollout, arch, version = config.rollout, models.arch, installed_vllm()
+    is_on_gpus = rollout.engine == "vllm" and config.trainer.device != "cpu"
+    if is_on_gpus and loops_over_requests(rollout, config.model.dtype, arch.family, arch.num_experts > 0, version):
+        yield (
+            f"vllm {version} takes its first model runner for this run, which draws for each seeded request by a call of its"
+            " own: as many calls from the host per token as sequences are decoded (rollout.max_num_seqs); install vllm 0.32,"
+            " which needs one"
+        )
 
 
 # -- The verdict: whether the run fits a GPU, what to change if not, and the nearest layouts that do -------------------

@@ -241,8 +241,8 @@ class VllmEngine(StatefulEngine):
         self._llm.start_weight_update()
 
     def _load(self, bucket: WeightBucket) -> str | None:
-        bucket = [(name, tensor) for name, tensor in bucket if self._memory.reads(name)]
-        return self._attempt(functools.partial(self._llm.update_weights, {"update_info": {"tensors": bucket}}))
+        update = {"tensors": bucket, "memory": self._memory}
+        return self._attempt(functools.partial(self._llm.update_weights, {"update_info": update}))
 
     def _finish_update(self, version: int, *, is_complete: bool) -> None:
         vllm_process.finish_weight_update(self._llm, str(version) if is_complete else "invalid")

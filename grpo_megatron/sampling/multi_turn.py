@@ -273,7 +273,7 @@ class EnvironmentAnswers:
             return []  # nothing reads it
         limit, side = self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side
         messages: list[ChatMessage] = []
-        for message in step.messages:
+        for message in map(self.renderer.answered, step.messages):  # before the cut: broken tokens are more tokens
             content = message.get("content")
             if isinstance(content, str):
                 message = {**message, "content": shorten(content, self.renderer.tokenizer, limit, side)}

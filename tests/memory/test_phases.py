@@ -14,6 +14,7 @@ Llama-3.1-8B in bfloat16 with the distributed optimizer over 8 ranks, GPUs of 80
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,24 +23,21 @@ from unittest import mock
 import pytest
 
 from grpo_megatron.cli import main
-from grpo_megatron.config import Config
+from grpo_megatron.config import Config, RolloutConfig
 from grpo_megatron.device import DeviceMemory
 from grpo_megatron.memory import phases
 from grpo_megatron.memory.parameters import RunModels, memory_of_stages, parameters_from_table
 from grpo_megatron.memory.phases import (
     GIB,
     PROCESS_BYTES,
-    EngineCache,
     Phase,
-    engine_cache,
-    engine_weights,
     host_parts,
-    kv_token_bytes,
     memory_phases,
     phase_problems,
 )
 from grpo_megatron.memory.reserved import ALL_REDUCE, CONTEXT, GRAPHS, reserved_bytes
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.engine_cache import EngineCache, engine_cache, engine_weights, kv_token_bytes, with_sequences
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.training.colocation import memory_problem
 from tests import tiny, worlds
@@ -273,9 +271,10 @@ def test_a_budget_without_room_for_a_cache_is_refused() -> None:
 # so 16,265 blocks of 16 tokens = 260,240 tokens; a sequence of 4,096 has 256 blocks, and 63 sequences fit.
 
 
-def cache_of(device: float = 80 * GIB, **rollout: Any) -> EngineCache:
+def cache_of(device: float = 80 * GIB, max_num_seqs: int | None = 256, **rollout: Any) -> EngineCache:
+    rollout["max_num_seqs"] = max_num_seqs
     config = Config.model_validate({"model": {"path": "x"}, "rollout": rollout})
-    return engine_cache(config, arch_8b(), 2, device)
+    return engine_cache(config.rollout, arch_8b(), 2, device, 4096)
 
 
 def test_an_engines_cache_by_hand() -> None:
@@ -310,12 +309,41 @@ def test_options_of_the_engine() -> None:
 def test_a_quantised_engine_has_one_byte_per_weight_but_at_the_ends() -> None:
     config = Config.model_validate({"model": {"path": "x"}, "rollout": {"quantization": "fp8_per_block"}})
     ends = 2 * 128_256 * 4096
-    assert engine_weights(config, arch_8b(), 2) == P - ends + 2 * ends
+    assert engine_weights(config.rollout, arch_8b(), 2) == P - ends + 2 * ends
 
 
 def test_weights_that_leave_nothing() -> None:
     found = cache_of(device=16 * GIB)
     assert found.cache < 0 and found.tokens == found.sequences(1) == 0
+
+
+# -- how many sequences an engine decodes at a time, where rollout.max_num_seqs is null ---------------------------------
+# The same engine: 0.6 x 80 x 2^30 - 16,060,522,496 - 8,192 x 2 x (4 x 4,096 + 3 x 14,336) = 34,506,006,528 bytes. A sequence
+# of 2,048 of 4,096 tokens has 2,048 x 131,072 + 128,256 x 12 = 269,974,528 of cache and workspace: 127 fit, so 120.
+
+
+def test_the_number_of_sequences_by_hand() -> None:
+    found = cache_of(max_num_seqs=None)
+    assert found.max_num_seqs == 120 == 34_506_006_528 // 269_974_528 // 8 * 8
+    assert found.derivation == "32.14 GiB / (2,048 tokens x 128 KiB + 128,256 words x 12 bytes) = 127"
+    assert found.cache == pytest.approx(34_506_006_528 - 120 * 128_256 * 12)
+    assert found.sequences(2048) >= 120 and cache_of(max_num_seqs=120) == replace(found, derivation="")
+
+    assert cache_of(max_num_seqs=None, device=1000 * GIB).max_num_seqs == 1024
+    assert cache_of(max_num_seqs=None, device=2 * GIB).max_num_seqs == 16
+    assert cache_of(max_num_seqs=None, max_num_batched_tokens=100).max_num_seqs == 100
+    given = cache_of(max_num_seqs=None, engine_kwargs={"kv_cache_memory_bytes": 5 * GIB})
+    assert (given.max_num_seqs, given.derivation) == (16, "5.00 GiB / (2,048 tokens x 128 KiB) = 20")
+
+
+def test_all_ranks_have_the_smallest_number_and_a_cpu_256() -> None:
+    mesh: Any = SimpleNamespace(all_gather=lambda own: [own, own - 8])
+    parts = (arch_8b(), "bfloat16", 4096, mesh)
+    assert with_sequences(RolloutConfig(), *parts, 80 * GIB).max_num_seqs == 112
+    assert with_sequences(RolloutConfig(max_num_seqs=999), *parts, 80 * GIB).max_num_seqs == 999
+    assert with_sequences(RolloutConfig(), *parts, None).max_num_seqs == 256
+    assert with_sequences(RolloutConfig(max_num_batched_tokens=100), *parts, None).max_num_seqs == 100
+    assert RolloutConfig().sequences == 256
 
 
 # -- vLLM's own check --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,12 @@ def test_70b_fits_and_the_page_ends_with_it(capsys: pytest.CaptureFixture[str]) 
     assert section(text, "KV cache of an engine") == [
         "  ~ 29.34 GiB = 769,216 tokens of 40 KiB",
         "  187 sequences of 4,096 tokens at once (rollout.max_num_seqs=256)",
+    ]
+    derived = page(capsys, "plan", *arguments, "rollout.max_num_seqs=null")
+    assert section(derived, "KV cache of an engine")[1:] == [
+        "  186 sequences of 4,096 tokens at once (rollout.max_num_seqs=368)",
+        "  ~ max_num_seqs    368, for null: 29.71 GiB / (2,048 tokens x 40 KiB + 128,256 words x 12 bytes) = 373, down to a",
+        "                    multiple of 8, from 16 to 1,024",
     ]
     assert "  pipeline               1,237.0 GB" in section(text, "Bytes over the borders")
     assert not warnings(text)
@@ -207,6 +214,39 @@ def test_a_warning_has_its_numbers(case: tuple[list[str], *tuple[str, ...]]) -> 
     none: Any = SimpleNamespace(train_prompts=[], offline_groups=[], supervised_rows=[])
     text = list(plan_warnings(config, models, Workload.of(config, models), machine, found, none))
     assert all(any(words in warning for warning in text) for words in expected), text
+
+
+@pytest.mark.parametrize(
+    ("version", "experts", "family", "overrides", "runner", "warns"),
+    [
+        ("0.26.0", 8, "mixtral", [], "", True),
+        ("0.26.0", 0, "llama", [], "", False),
+        ("0.26.0", 0, "llama", ["rollout.temperature=0.7"], "", True),  # `runner_environment` selects it
+        ("0.26.0", 8, "deepseek_v2", [], "", False),  # vLLM's own exception
+        ("0.26.0", 8, "mixtral", [], "1", False),  # the user's choice
+        ("0.26.0", 8, "mixtral", ["trainer.device=cpu"], "", False),
+        ("0.32.0", 8, "mixtral", [], "", False),
+        ("", 8, "mixtral", [], "", False),
+    ],
+)
+def test_vllm_026_draws_for_each_request_of_a_model_with_experts(
+    version: str,
+    experts: int,
+    family: str,
+    overrides: list[str],
+    runner: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("grpo_megatron.planning.page.installed_vllm", lambda: version)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    config = load_config(EXAMPLE, overrides)
+    models = read_models(config)
+    machine, work = PlannedMachine(find_gpu("h100-80"), 64), Workload.of(config, models)
+    sparse = replace(models, arch=replace(models.arch, num_experts=experts, experts_per_token=2, family=family))
+    none: Any = SimpleNamespace(train_prompts=[], offline_groups=[], supervised_rows=[])
+    text = " ".join(plan_warnings(config, sparse, work, machine, None, none))
+    assert ("takes its first model runner" in text and "install vllm 0.32" in text) == warns
 
 
 def test_an_engine_without_a_cache_does_not_fit() -> None:

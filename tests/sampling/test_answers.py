@@ -36,6 +36,9 @@ class FakeRenderer:
     def prompt(self, messages: list[Any]) -> list[int]:
         return [ord(letter) for message in messages for letter in message["content"]]
 
+    def answered(self, message: Any) -> Any:
+        return {**message, "content": message["content"].replace("<eos>", "< eos>")}
+
     def observation(self, messages: list[Any], *, ended_with_eos: bool) -> list[int]:
         if any(message["role"] == "stranger" for message in messages):
             raise ConfigError("unknown role 'stranger'")
@@ -151,3 +154,8 @@ def test_contents_are_cut_to_tokens(side: Any, expected: str) -> None:
         said("question"), said("0123456789"), max_tool_response_length=limit, tool_response_truncate_side=side
     )
     assert "".join(map(chr, ask(answers, "x", [EOS]).token_ids)) == expected
+
+
+def test_a_cut_counts_tokens_that_were_broken_up() -> None:
+    answers, _ = answers_of(said("question"), said("<eos><eos>"), max_tool_response_length=10)
+    assert "".join(map(chr, ask(answers, "x", [EOS]).token_ids)) == "< eos... eos>"

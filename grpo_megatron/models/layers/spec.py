@@ -47,7 +47,7 @@ from grpo_megatron.reading import cut, shown
 class Kernels:
     """The fused kernels of a rank. On the CPU there are none. A GPU uses those that are installed; none is required.
 
-    `transformer_engine`: layers, norms, attention over packed sequences and the rotary embedding. `compiled`: torch
+    `transformer_engine`: layers, norms, attention over packed sequences, grouped experts, the rotary embedding. `compiled`: torch
     compiles the gated activation and the residual addition. `fused_gradients`: the matrix product that computes a weight
     gradient also adds it to the float32 gradient buffer. Transformer Engine's layers do this themselves; local layers need
     Apex's `fused_weight_gradient_mlp_cuda`. `reason`: why Transformer Engine is not used.
@@ -154,7 +154,7 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSp
     """The spec of one layer, with `num_experts` experts, or None for an MLP."""
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,  # off unless overridden: one MLP per expert
+        moe_grouped_gemm=config.moe_grouped_gemm,  # off: one MLP per expert
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
@@ -243,8 +243,12 @@ def yarn_config(yarn: Yarn) -> dict[str, Any]:
     }
 
 
-def expert_config(arch: Architecture) -> dict[str, Any]:
-    """TransformerConfig fields of the router and its experts. No token is dropped. Nothing is added to the loss."""
+def expert_config(arch: Architecture, kernels: Kernels) -> dict[str, Any]:
+    """TransformerConfig fields of the router and its experts. No token is dropped. Nothing is added to the loss.
+
+    Transformer Engine multiplies all experts of a rank in one call. Without it, Megatron-Core has one MLP per expert. The
+    parameters are one per expert in either form, and either form reads the other's checkpoints.
+    """
     return {
         "num_moe_experts": arch.num_experts,
         "moe_ffn_hidden_size": arch.ffn_hidden_size,
@@ -252,6 +256,7 @@ def expert_config(arch: Architecture) -> dict[str, Any]:
         # A softmax over the selected logits equals the softmax over all, renormalised over the selected.
         "moe_router_pre_softmax": not arch.renormalise_experts,
         "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": kernels.transformer_engine,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         **(routing_config(arch, arch.routing) if arch.routing else {}),
@@ -350,7 +355,7 @@ def transformer_config(
         "transformer_impl": "transformer_engine" if kernels.transformer_engine else "local",
         **kernels.settings(),
         **fp8_settings(megatron.fp8),
-        **(expert_config(arch) if arch.num_experts else {}),
+        **(expert_config(arch, kernels) if arch.num_experts else {}),
         **(latent_config(arch, arch.latent) if arch.latent else {}),
         **megatron.override_transformer_config,
     }
