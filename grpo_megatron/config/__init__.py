@@ -85,6 +85,7 @@ class MegatronConfig(Section):
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"  # auto: TE on CUDA, if installed
+    fused_head: bool = True  # log-probabilities by Triton's kernels; on CUDA, if Triton is installed
     fp8: Fixed[Fp8Config] = Fp8Config()
     offload_optimizer: bool = False  # optimizer states go to the host during rollouts; gradient buffers are freed
     offload_reference: bool = False  # the reference and frozen reward models are on the device only while used

@@ -6,8 +6,10 @@ A rank with a GPU is a `Device("cpu")` that says it is CUDA; an installed Apex i
 from __future__ import annotations
 
 import importlib.metadata
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -44,11 +46,15 @@ def gpu() -> Device:
     return device
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, *, engine: bool, apex: bool) -> None:
+def installed(monkeypatch: pytest.MonkeyPatch, *, engine: bool, apex: bool, triton: bool = True) -> None:
     monkeypatch.setattr(
         spec, "examine_transformer_engine", lambda: ((2, 11), None) if engine else (None, "2.20.2 is installed")
     )
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", apex)
+    module = ModuleType("triton") if triton else None
+    if module is not None:
+        module.__spec__ = ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", module)
 
 
 FUSIONS = ("gradient_accumulation_fusion", "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")
@@ -102,19 +108,27 @@ def test_a_cpu_rank_refuses_what_it_cannot_build(changes: dict[str, Any], key: s
         choose_kernels(MegatronConfig.model_validate(changes), Device("cpu"))
 
 
-AUTO, BF16, TE = MegatronConfig(), "bfloat16", Kernels(True, True, True)
+AUTO, BF16, TE = MegatronConfig(), "bfloat16", Kernels(True, True, True, True)
 
 
 @pytest.mark.parametrize(
     ("megatron", "dtype", "engine", "apex", "has_gradients", "expected", "words"),
     [
         (AUTO, BF16, True, False, True, TE, "Engine's layers, with fused weight"),
-        (AUTO, BF16, True, False, False, Kernels(True, True, False), "Transformer Engine's layers"),
-        (AUTO, BF16, False, True, True, Kernels(False, True, True), "(Apex); no Transformer Engine: 2.20.2"),
-        (AUTO, BF16, False, True, False, Kernels(False, True, False), "no Transformer Engine: 2.20.2 is"),
-        (AUTO, BF16, False, False, True, Kernels(False, True, False), "no fused weight gradients (they"),
-        (AUTO, "float32", True, True, True, Kernels(False, True, True), "model.dtype=float32, which its"),
-        (LOCAL, BF16, True, False, True, Kernels(False, True, False), "no Transformer Engine: transformer_impl=local"),
+        (AUTO, BF16, True, False, False, Kernels(True, True, False, True), "Transformer Engine's layers"),
+        (AUTO, BF16, False, True, True, Kernels(False, True, True, True), "(Apex); no Transformer Engine: 2.20.2"),
+        (AUTO, BF16, False, True, False, Kernels(False, True, False, True), "no Transformer Engine: 2.20.2 is"),
+        (AUTO, BF16, False, False, True, Kernels(False, True, False, True), "no fused weight gradients (they"),
+        (AUTO, "float32", True, True, True, Kernels(False, True, True, True), "model.dtype=float32, which its"),
+        (
+            LOCAL,
+            BF16,
+            True,
+            False,
+            True,
+            Kernels(False, True, False, True),
+            "no Transformer Engine: transformer_impl=local",
+        ),
         (ENGINE, BF16, True, False, True, TE, "Transformer Engine's layers"),
         (ENGINE, BF16, False, True, True, TE, "_impl=transformer_engine needs .*, but 2.20.2 is installed"),
     ],
@@ -188,6 +202,30 @@ def test_a_gpu_without_packed_attention_of_cudnn_needs_flash_attention(
         assert "pip install 'flash-attn>=2.7.3,<=2.8.3', or leave it out" in problems[0]
         with pytest.raises(ConfigError, match=words):
             choose_kernels(engine, gpu)
+
+
+@pytest.mark.parametrize(
+    ("changes", "triton", "is_fused", "words"),
+    [
+        ({}, True, True, "; fused output head (Triton)"),
+        ({}, False, False, "; no fused output head: Triton is not installed"),
+        ({"fused_head": False}, True, False, "; no fused output head: fused_head=false"),
+    ],
+)
+@pytest.mark.parametrize("engine", [True, False])
+def test_the_output_head_is_fused_on_a_gpu_with_triton(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: Device,
+    changes: dict[str, Any],
+    triton: bool,
+    is_fused: bool,
+    words: str,
+    engine: bool,
+) -> None:
+    installed(monkeypatch, engine=engine, apex=False, triton=triton)
+    kernels = choose_kernels(MegatronConfig.model_validate(changes), gpu)
+    assert kernels.fused_head is is_fused
+    assert words in kernels.describe()
 
 
 def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> None:
