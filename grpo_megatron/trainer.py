@@ -20,8 +20,9 @@ from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
 from grpo_megatron.data.sampler import rewards_of
-from grpo_megatron.device import Device, keep_freed_memory
+from grpo_megatron.device import Device, determinism_environment, device_bytes, keep_freed_memory
 from grpo_megatron.environments.pool import build_pool
+from grpo_megatron.models.engine_cache import with_sequences
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.layers.spec import choose_kernels
 from grpo_megatron.models.policy import TooManySkippedSteps
@@ -74,9 +75,15 @@ class Trainer:
 
     def _build(self, config: Config, checked: Checked, opened: contextlib.ExitStack) -> None:
         """Build every part once, after the parts that it needs. `opened` closes what is open if a later part fails."""
-        trainer, rollout = config.trainer, config.rollout
+        trainer = config.trainer
+        os.environ.update(determinism_environment(config))
         self.device = Device(trainer.device)
         self.mesh = join_world(config, self.device)
+        length, memory = config.data.max_prompt_length + config.data.max_response_length, device_bytes(trainer.device)
+        rollout = with_sequences(config.rollout, checked.arch, config.model.dtype, length, self.mesh, memory)
+        config = config.with_values(
+            {"rollout": rollout}
+        )  # checkpoints and records have the user's own, which may be null
 
         # Where the run continues: every later part may depend on it.
         inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.critic.path, *config.reward_paths)
@@ -86,6 +93,7 @@ class Trainer:
             self.folder.check_space(checkpoint_bytes(checked.arch, config.model.dtype))
         keep, verify = trainer.max_actor_ckpt_to_keep, trainer.verify_checkpoints
         self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify, in_background=trainer.async_save)
+        self.heartbeat.is_flushing = lambda: self.checkpoints.pending is not None
         checkpoint = self.checkpoints.newest() if trainer.resume_mode == "auto" else None
         changed = [] if checkpoint is None else check_resume(checkpoint, config)
         self.first_step = 0 if checkpoint is None else steps_of(checkpoint)
@@ -105,11 +113,15 @@ class Trainer:
         generator = self._build_generator(config, checked, opened)
 
         # The models in their state before the first step: warmed up, or restored.
-        raw = config.model_dump(mode="json")
+        raw = self.config.model_dump(mode="json")
         record_config(self.output_dir, self.mesh, raw, resumed=checkpoint is not None)
         self.sinks = build_sinks(trainer, rank=self.mesh.rank, first_step=self.first_step, run_config=raw)
         opened.enter_context(self.sinks)
         self.heartbeat.listener = self.sinks.enter
+        if memory is not None and self.config.rollout.max_num_seqs is None and self.colocation is not None:
+            self.sinks.note(
+                f"an engine decodes at most {rollout.sequences} sequences at a time (rollout.max_num_seqs=null)"
+            )
         self.sinks.note(f"kernels: {choose_kernels(self.actor.megatron, self.device, config.model.dtype).describe()}")
         if self.folder.moved_to is not None:
             self.sinks.note(f"an earlier run's files are now in {self.folder.moved_to}")
@@ -321,8 +333,9 @@ class Trainer:
         return self.checkpoints.save(steps_done, self.policy, self.config, run, self.trained)
 
     def save_at_once(self, steps_done: int) -> Path:
-        checkpoint = self.save_now(steps_done)
-        self.checkpoints.wait()
+        with self.heartbeat.phase("save_checkpoint"):
+            checkpoint = self.save_now(steps_done)
+            self.checkpoints.wait()
         return checkpoint
 
     def log(self, step: int, samples: list[Sample], table: GroupTable, plan: Plan, batch: Batch) -> None:

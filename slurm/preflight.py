@@ -11,13 +11,15 @@ Bus bandwidth is 2 (n - 1) / n x bytes / seconds, as nccl-tests counts it. On CP
 
     PREFLIGHT_NODE_GBPS       lowest bandwidth within a node, GB/s (default 100; on CPU 0)
     PREFLIGHT_PAIR_GBPS       lowest bandwidth between two nodes, GB/s (default 20; on CPU 0)
-    PREFLIGHT_PEER_SECONDS    how long a node waits for the others (default 60)
+    PREFLIGHT_RENDEZVOUS_SECONDS  how long a node waits until all others have started (default 180). Its imports come before
+    PREFLIGHT_PEER_SECONDS    how long an all-reduce waits for the other nodes (default 60)
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.metadata
 import json
 import os
@@ -38,6 +40,7 @@ QUERY = "name,memory.used,ecc.errors.uncorrected.volatile.total,clocks_event_rea
 FREE_SHM_GIB = 1
 USED_MIB = 2048  # a GPU with more memory in use runs another process
 PEER_S = float(os.environ.get("PREFLIGHT_PEER_SECONDS", "60"))
+RENDEZVOUS_S = float(os.environ.get("PREFLIGHT_RENDEZVOUS_SECONDS", "180"))
 
 
 def gpu_facts() -> list[list[str]]:
@@ -87,9 +90,25 @@ def check_node(device: str) -> dict[str, Any]:
     return {"node": NODE, "first_rank": RANK, "versions": versions, "problems": problems}
 
 
+def import_problems() -> list[str]:
+    """Import what the all-reduces need, before any clock starts: from a cold shared file system this takes minutes."""
+    start = time.monotonic()
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    try:
+        importlib.import_module("grpo_megatron.parallel.control")
+    except Exception as error:  # noqa: BLE001 - any error of a broken environment is this node's verdict
+        return [f"imports: {first_line(error)}"]
+    say(f"imports: {time.monotonic() - start:.0f} s")
+    return []
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def read_all(folder: Path) -> list[dict[str, Any]]:
-    """Facts of all nodes in the order of their ranks; only those that this node can read within PEER_S."""
-    deadline = time.monotonic() + PEER_S
+    """Facts of all nodes in the order of their ranks; only those that this node can read within RENDEZVOUS_S."""
+    deadline = time.monotonic() + RENDEZVOUS_S
     while True:
         files = list(folder.glob("*.facts"))
         if len(files) == WORLD // PER_NODE or time.monotonic() > deadline:
@@ -143,24 +162,25 @@ def network_problems(device: str) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from grpo_megatron.parallel.control import join_default_group
 
     if device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
-    join_default_group("nccl" if device == "cuda" else "gloo", datetime.timedelta(seconds=PEER_S))
+    join_default_group("nccl" if device == "cuda" else "gloo", datetime.timedelta(seconds=RENDEZVOUS_S))
+    limit = datetime.timedelta(seconds=PEER_S)
     floors = {"NODE": 100.0, "PAIR": 20.0} if device == "cuda" else {"NODE": 0.0, "PAIR": 0.0}
     floors = {name: float(os.environ.get(f"PREFLIGHT_{name}_GBPS", value)) for name, value in floors.items()}
     megabytes, nodes, own = (256 if device == "cuda" else 4), WORLD // PER_NODE, RANK // PER_NODE
     problems, slow, num_pairs = [], [], 0
-    groups = [dist.new_group(range(n * PER_NODE, (n + 1) * PER_NODE)) for n in range(nodes)]
+    groups = [dist.new_group(range(n * PER_NODE, (n + 1) * PER_NODE), timeout=limit) for n in range(nodes)]
     if PER_NODE > 1:
         speed = bandwidth(groups[own], PER_NODE, device, megabytes)
         say(f"all-reduce within the node: {speed:.1f} GB/s")
         if speed < floors["NODE"]:
             problems.append(f"all-reduce within the node at {speed:.1f} GB/s, below {floors['NODE']:g}")
     for pairs in ring_rounds(nodes):
-        groups = [dist.new_group([n * PER_NODE + i for n in pair for i in range(PER_NODE)]) for pair in pairs]
+        members = [[n * PER_NODE + i for n in pair for i in range(PER_NODE)] for pair in pairs]
+        groups = [dist.new_group(ranks, timeout=limit) for ranks in members]
         for group, pair in zip(groups, pairs, strict=True):
             if own in pair:
                 speed = bandwidth(group, 2 * PER_NODE, device, megabytes)
@@ -186,9 +206,10 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
+    problems = import_problems()
     if LOCAL_RANK == 0:
-        partial = args.folder / f".{NODE}.partial"
-        partial.write_text(json.dumps(check_node(args.device)))
+        partial, own = args.folder / f".{NODE}.partial", check_node(args.device)
+        partial.write_text(json.dumps({**own, "problems": problems + own["problems"]}))
         partial.replace(args.folder / f"{NODE}.facts")
     facts = read_all(args.folder)
     missing = WORLD // PER_NODE - len(facts)
@@ -201,9 +222,9 @@ def main() -> int:
         try:
             problems = network_problems(args.device)
         except Exception as error:  # noqa: BLE001 - any error of a broken network is this node's verdict
-            problems = [f"all-reduce: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
+            problems = [f"all-reduce: {first_line(error)}"]
     elif missing:
-        say(f"{missing} nodes have not written a file that is readable here within {PEER_S:g} s")
+        say(f"{missing} nodes have not written a file that is readable here within {RENDEZVOUS_S:g} s")
     if LOCAL_RANK == 0:
         (args.folder / f"{NODE}.verdict").write_text("; ".join(problems) or "ok")
     return 0

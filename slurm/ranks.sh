@@ -48,15 +48,12 @@ export GRPO_MEGATRON_TERM_SECONDS=${TERM_SECONDS:-20} # after SIGTERM ranks may 
 export OMP_NUM_THREADS=1                      # ranks share the cores; on CPU one thread makes results reproducible
 export PYTHONUNBUFFERED=1                     # the log has the last output of a killed rank
 export PYTHONFAULTHANDLER=1                   # a segmentation fault leaves a stack
-export CUDA_DEVICE_MAX_CONNECTIONS=1          # Megatron: communication starts before the GEMM that it overlaps
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1      # a collective with a dead rank fails instead of waiting
 export TORCH_FR_BUFFER_SIZE=2000              # flight recorder of the last collectives of every rank, ...
 export TORCH_NCCL_DUMP_ON_TIMEOUT=1           # ... written when one of them times out
-export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} # NVLink SHARP buffers take GiB that the engine's cache needs
-export NCCL_CUMEM_ENABLE=${NCCL_CUMEM_ENABLE:-0} # vLLM's default; vLLM and Megatron share a process
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}         # network errors by name
 export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22} # an InfiniBand port may be down for 4 us x 2^22 = 17 s
-export NVTE_FP8_BLOCK_SCALING_FP32_SCALES=${NVTE_FP8_BLOCK_SCALING_FP32_SCALES:-1} # blockwise FP8 on Hopper
+# The variables of CUDA, of NCCL's memory and of compiled kernels are set by every rank (grpo_megatron/processes/variables.py).
 # Set NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and NCCL_IB_HCA before sbatch if your cluster needs them: Slurm passes them on.
 # Do not set PYTORCH_CUDA_ALLOC_CONF=expandable_segments: the engine's sleep mode needs its own allocator.
 unset "${!PMI@}" "${!PMIX@}"                  # with these variables of an outer mpirun, ranks would join the wrong world

@@ -14,6 +14,7 @@
 #   a rank was killed, a node died, no step for an hour    requeue; resume from the newest undamaged checkpoint
 #   an exception after a new checkpoint                    requeue (hardware, network); before one: end with its code
 #   the pre-flight check finds bad nodes                   requeue without them
+#   ... and all nodes fail: file system, image, network    requeue with the same nodes, once
 #   a mistake in the config (2), two attempts without a new checkpoint, MAX_ATTEMPTS          the job ends
 #
 # OUTPUT_DIR/attempts/JOB-N/ keeps log, config, overrides, git state, environment, nodes and pre-flight of attempt N. Create
@@ -46,7 +47,7 @@ MAX_ATTEMPTS=${MAX_ATTEMPTS:-50}      # of this job, pre-emptions included
 SAVE_MARGIN=${SAVE_MARGIN:-600}       # the last step must end this many seconds before the time limit
 HANG_SECONDS=${HANG_SECONDS:-3600}    # a run without a step for so long hangs (twice as long for an attempt's first step)
 PREFLIGHT=${PREFLIGHT:-1}             # 0: do not check the nodes
-PREFLIGHT_MINUTES=${PREFLIGHT_MINUTES:-5}
+PREFLIGHT_MINUTES=${PREFLIGHT_MINUTES:-10} # imports, PREFLIGHT_RENDEZVOUS_SECONDS and the all-reduces (preflight.py)
 
 CONFIG=examples/llama3_70b.yaml
 if [ $# -gt 0 ] && [[ $1 != *=* ]]; then CONFIG=$1 && shift; fi
@@ -116,6 +117,9 @@ preflight() {
     [ "$signalled" != TERM ] || finish 75 "ended by Slurm during the pre-flight"
     [ "$signalled" != USR1 ] || requeue "stopped on request during the pre-flight"
     [ ${#bad[@]} -gt 0 ] || return 0
+    if [ ${#bad[@]} -eq "$NODES" ] && [ "$NODES" -gt 1 ]; then # no node is excluded; a second attempt of this kind is the last
+        requeue "all $NODES nodes fail the pre-flight: the infrastructure (shared file system, image or network), no single node"
+    fi
     touch "$ATTEMPT/interrupted" # this attempt has not trained, so it does not count as one without progress
     excluded=$(scontrol -o show job "$JOB" | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p')
     excluded=$(IFS=,; echo "${excluded:+$excluded,}${bad[*]}")

@@ -40,6 +40,16 @@ MODEL: dict[str, Any] = {  # 0.56 GB in bfloat16, with the proportions of a larg
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
+EXPERTS = {  # 0.35 GB: 4 layers of 64 experts, 768 tensors
+    **MODEL,
+    "model_type": "qwen3_moe",
+    "hidden_size": 1024,
+    "moe_intermediate_size": 192,
+    "head_dim": 64,
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+}
 SMALL = {**MODEL, "hidden_size": 1024, "intermediate_size": 2816, "num_key_value_heads": 4, "vocab_size": 4000}
 LAYOUTS = [
     {"name": "TP2 x PP2 -> TP1", "tp": 2, "pp": 2, "rollout_tp": 1, "ways": ["new"]},
@@ -55,10 +65,12 @@ ON_NETWORK = [  # two nodes of two ranks; a node holds one pipeline stage
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--plan", type=Path, metavar="FOLDER", help="plan large layouts of the model of this config.json")
-    what.add_argument("--preset", choices=("llama-70b", "qwen3-235b"), help="plan large layouts of a known model")
+    presets = ("llama-70b", "qwen3-30b", "qwen3-235b")
+    what.add_argument("--preset", choices=presets, help="plan large layouts of a known model")
     what.add_argument("--network", action="store_true", help="two namespaces, 100 Mbit/s between them; needs root")
     parser.add_argument("--delta", action="store_true", help="syncs that send changes, beside full ones")
     parser.add_argument("--engine", action="store_true", help="load into vLLM instead of plain memory")
+    parser.add_argument("--experts", action="store_true", help="a model of 64 small experts per layer")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bucket-megabytes", type=int, default=512, help="rollout.update_weights_bucket_megabytes")
 
@@ -79,7 +91,8 @@ def sync(args: argparse.Namespace) -> int:
 
 
 def on_this_machine(args: argparse.Namespace) -> None:
-    settings = {"config": MODEL, "repeats": args.repeats, "bucket_megabytes": args.bucket_megabytes}
+    model, name = (EXPERTS, "Qwen3MoeForCausalLM") if args.experts else (MODEL, "LlamaForCausalLM")
+    settings = {"config": model, "repeats": args.repeats, "bucket_megabytes": args.bucket_megabytes}
     if args.delta:
         job = {**settings, **LAYOUTS[0], "engine": None, "changes": CHANGES}
         (ranks,) = run_jobs([job], [[]], "127.0.0.1", 4)
@@ -87,7 +100,7 @@ def on_this_machine(args: argparse.Namespace) -> None:
         report_delta(ranks)
         return
     with tempfile.TemporaryDirectory(prefix="benchmark-sync-") as folder:
-        Path(folder, "config.json").write_text(json.dumps({**MODEL, "architectures": ["LlamaForCausalLM"]}))
+        Path(folder, "config.json").write_text(json.dumps({**model, "architectures": [name]}))
         engine = folder if args.engine else None
         results = run_jobs([{**settings, **layout, "engine": engine} for layout in LAYOUTS], [[]], "127.0.0.1", 4)
     print(f"{machine()}\n4 ranks on gloo, {results[0][0]['model'] / 1e9:.2f} GB in bfloat16,", end=" ")
@@ -102,6 +115,8 @@ def described(ranks: list[dict[str, Any]]) -> str:
     return (
         f"received {min(received) / 1e6:.0f} to {max(received) / 1e6:.0f} MB per rank in {ranks[0]['rounds']} rounds,"
         f" at most {max(rank['operations'] for rank in ranks)} operations; buffers {ranks[0]['buffers'] / 2**20:.0f} MiB;"
+        f" {ranks[0]['tensors']} tensors in at most {max(rank['loads'] for rank in ranks)} calls of the engine's loaders and"
+        f" as many digests, {max(rank['digests'] for rank in ranks)} digests of the policy;"
         f" planned in {ranks[0]['planned']:.2f} s"
     )
 

@@ -15,8 +15,10 @@ import numpy as np
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_architecture
+from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.planning.traffic import planned_sync
+from grpo_megatron.sync.digest import share_groups
 from grpo_megatron.sync.exchange import RankPlan
 from grpo_megatron.sync.plan import NETWORK, EngineSpans, Interval, SyncParameter
 
@@ -33,6 +35,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
+    },
+    "qwen3-30b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
     },
     "qwen3-235b": {
         "model_type": "qwen3_moe",
@@ -111,7 +129,7 @@ def print_plans(folder: Path | None, preset: str | None, bucket_megabytes: int) 
     )
     print(f"nodes of {PER_NODE}, buffers of {bucket_megabytes} MiB at most\n")
     titles = ("training -> rollout", "GB per rank", "floor", "GB per node", "floor", "sends", "messages", "rounds")
-    titles = (*titles, "buffers, MiB", "transfer, s", "planned in, s", "memory, MiB")
+    titles = (*titles, "buffers, MiB", "transfer, s", "planned in, s", "memory, MiB", "tensors", "loads", "digests")
     print("| " + " | ".join(titles) + " |\n|" + " --- |" * len(titles))
     for grid, rollout_ep in layouts(arch):
         with multiprocessing.get_context("fork").Pool(1) as alone:  # so that the peak memory is this plan's
@@ -126,13 +144,16 @@ def layouts(arch: Architecture) -> list[tuple[Grid, int]]:
 
 
 def row(arch: Architecture, grid: Grid, rollout_ep: int, bucket_megabytes: int) -> str:
-    """A line of the table. `sends`: of the busiest rank over the mean of ranks that hold the same, over the network."""
+    """A line of the table. `sends`: of the busiest rank over the mean of ranks that hold the same, over the network.
+
+    `loads`: calls of weight loaders on engine rank 0, and digests of its memory. `digests`: of rank 0's share of the policy.
+    """
     before, begin = peak_memory(), time.perf_counter()
     stages = [len(range(stage, arch.num_layers, grid.pp)) for stage in range(grid.pp)]
     planned = planned_sync(
         arch, grid, stages, itemsize=ITEMSIZE, bucket_megabytes=bucket_megabytes, rollout_ep=rollout_ep
     )
-    RankPlan(planned.plan, planned.rounds, 0)
+    rank_plan = RankPlan(planned.plan, planned.rounds, 0)
     seconds, memory = time.perf_counter() - begin, peak_memory() - before
     floor = floor_of(planned.plan.parameters, planned.plan.spans, grid)
     received, needed = planned.received / 1e9, floor.ranks * ITEMSIZE / 1e9
@@ -153,6 +174,9 @@ def row(arch: Architecture, grid: Grid, rollout_ep: int, bucket_megabytes: int) 
         f"{planned.seconds():.2f}",
         f"{seconds:.1f}",
         f"{memory / 2**20:.0f}",
+        f"{len(planned.plan.tensors):,}",
+        f"{len(engine_tensors(arch, grid.rollout_tp, reads_shards=True, rollout_ep=rollout_ep).units(0)):,}",
+        f"{sum(len(group[0]) for group in share_groups(rank_plan.shares())):,}",
     )
     return "| " + " | ".join(cells) + " |"
 

@@ -36,7 +36,7 @@ from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.sync.delta import DeltaLimits
 from grpo_megatron.sync.digest import compare as compare_digests
-from grpo_megatron.sync.digest import part_digest
+from grpo_megatron.sync.digest import part_digest, share_groups
 from grpo_megatron.sync.exchange import RankPlan
 from grpo_megatron.sync.plan import NETWORK, NODE
 from grpo_megatron.types import WeightBucket
@@ -286,6 +286,9 @@ def counted(resharding: Resharding) -> dict[str, Any]:
         "operations": sum(current.messages() for current in plan.rounds),
         "buffers": int(resharding.traffic.buffers().max() * 2),
         "model": 2 * sum(tensor.numel for tensor in plan.plan.tensors),
+        "tensors": len(plan.plan.tensors),
+        "loads": len(resharding.tensors.units(rank % grid.rollout_tp)),
+        "digests": sum(len(group[0]) for group in share_groups(plan.shares())),
     }
 
 

@@ -226,10 +226,10 @@ def length_problems(config: Config, arch: Architecture | None) -> Problems:
             f"{k.rollout.max_num_batched_tokens} is less than {both}, and rollout.engine_kwargs.enable_chunked_prefill is"
             f" false; set it to {total} or more, or leave chunking on"
         )
-    if batched < rollout.max_num_seqs:
+    if batched < rollout.sequences:
         yield (
             f"{k.rollout.max_num_batched_tokens} is less than {k.rollout.max_num_seqs}, one token per sequence; set"
-            f" max_num_batched_tokens={rollout.max_num_seqs} or more"
+            f" max_num_batched_tokens={rollout.sequences} or more"
         )
     size = arch.vocab_size if arch is not None else max(rollout.stop_token_ids, default=0) + 1
     if outside := [token for token in rollout.stop_token_ids if not 0 <= token < size]:

@@ -60,6 +60,7 @@ def _run_command(argv: list[str]) -> int:
     failures.quieten(is_rank and command.starts_ranks, starts_ranks=False)
     if not command.starts_ranks:
         return int(run(options))
+    ranks.prepare_environment(options.device)  # type: ignore[attr-defined]
     if is_rank:
         ranks.join_launcher()
         failures.mark_started()

@@ -16,9 +16,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.cli.failures import END_FILE, LAUNCHER_PID, explain_failure, has_started
+from grpo_megatron.cli.failures import END_FILE, LAUNCHER_PID, explain_failure, has_started, is_first
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.processes.process import die_with_parent
+from grpo_megatron.processes.variables import set_gpu_variables
 from grpo_megatron.storage.files import folder_until_exit, private_folder, write_file
 from grpo_megatron.storage.run_files import begin_start
 
@@ -32,6 +33,14 @@ QUIET_TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
 def is_on_cpu(device: str) -> bool:
     """Whether trainer.device means the CPU, found out without importing torch."""
     return device == "cpu" or (device == "auto" and not any(Path("/dev").glob("nvidia*")))
+
+
+def prepare_environment(device: str) -> None:
+    """Set the variables of a run with GPUs, before torch is imported. The ranks that this process starts inherit them."""
+    if not is_on_cpu(device):
+        for line in set_gpu_variables():
+            if is_first() and LAUNCHER_PID not in os.environ:
+                print(line, flush=True)
 
 
 def start_fork_server(engine: str | None = "vllm") -> None:

@@ -59,6 +59,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
         return 0
     if not by_epochs and _has_nothing_to_do(config, options.profile):
         return 0
+    ranks.prepare_environment(config.trainer.device)
     starts_ranks = _starts_ranks(options, world_size)
     if not is_rank or (os.environ.get("LOCAL_RANK") == "0" and failures.LAUNCHER_PID not in os.environ):
         remove_leftovers()  # our launcher cleans up for its ranks

@@ -85,9 +85,13 @@ class MegatronConfig(Section):
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"  # auto: TE on CUDA, if installed
+    fused_head: bool = True  # log-probabilities by Triton's kernels; on CUDA, if Triton is installed
     fp8: Fixed[Fp8Config] = Fp8Config()
     offload_optimizer: bool = False  # optimizer states go to the host during rollouts; gradient buffers are freed
     offload_reference: bool = False  # the reference and frozen reward models are on the device only while used
+    # GPU: the same gradients from the same batch. Attention's backward pass takes up to twice as long; an operation without
+    # a deterministic kernel is an error
+    deterministic: Annotated[bool, Needs("trainer.device!=cpu")] = False
     override_transformer_config: dict[str, Any] = {}  # for megatron.core's TransformerConfig; wrong names are errors
 
     @property
@@ -484,11 +488,15 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: int = Field(1, ge=1)
     expert_parallel_size: int = Field(1, ge=1)  # = tensor_model_parallel_size: whole experts per rank; 1: each is cut
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)  # share of the device's memory that vLLM may take
-    max_num_seqs: Count = 256  # sequences that one engine decodes at a time
+    # sequences that one engine decodes at a time; null: what the KV cache holds (models/engine_cache.py), 256 on the CPU
+    max_num_seqs: Count | None = None
     max_num_batched_tokens: int = Field(8192, ge=1)  # tokens of one engine step
     enforce_eager: bool = False  # no CUDA graphs
     free_cache_engine: bool = True  # GPU: the engine sleeps between rollouts
     quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"] | None = None  # of the engine
+    # GPU: a response does not depend on what else is drawn (vLLM's VLLM_BATCH_INVARIANT, 0.32 and Hopper or newer). Slower
+    # products without split-k, for training too
+    batch_invariant: Annotated[bool, Needs("trainer.device!=cpu"), Needs("rollout.engine=vllm")] = False
     enable_prefix_caching: bool = True
     update_weights_bucket_megabytes: Count = 512  # MiB of weights sent to the engine at a time
     sync: Literal["full", "delta"] = "full"  # delta: after a full sync, only elements whose bits have changed are sent
@@ -503,6 +511,11 @@ class RolloutConfig(Section):
     stop_token_ids: list[int] = []  # further tokens that end it
     partial: Annotated[PartialConfig, Needs("rollout.partial.over_sample>1")] = PartialConfig()
     multi_turn: Annotated[MultiTurnConfig, Needs("rollout.multi_turn.environment")] = MultiTurnConfig()
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that one engine decodes at a time, where nothing is derived from the memory of a GPU."""
+        return self.max_num_seqs or min(256, self.max_num_batched_tokens)
 
     @property
     def has_whole_experts(self) -> bool:

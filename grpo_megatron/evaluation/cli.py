@@ -97,9 +97,9 @@ def run_evaluation(options: EvaluateOptions, start_ranks: StartRanks | None) -> 
             if code := start_ranks(num_ranks, options.device):
                 return code
         else:
-            engine, mesh = start_engine(settings)
+            engine, mesh, capacity = start_engine(settings)
             for selected in settings.selected:
-                draw_task(settings, selected, engine, mesh)
+                draw_task(settings, selected, engine, mesh, capacity)
             engine.shutdown()
             destroy_mesh()
         if is_owner:
@@ -124,8 +124,13 @@ def _num_ranks(options: EvaluateOptions, is_rank: bool) -> int:
 # -- drawing -----------------------------------------------------------------------------------------------------------
 
 
-def draw_task(settings: EvaluationSettings, selected: Selected, engine: RolloutEngine, mesh: Mesh) -> None:
-    """Draw what the ledger does not hold of one task. Collective. Raises RankError when environments are lost."""
+def draw_task(
+    settings: EvaluationSettings, selected: Selected, engine: RolloutEngine, mesh: Mesh, capacity: int
+) -> None:
+    """Draw what the ledger does not hold of one task. Collective. Raises RankError when environments are lost.
+
+    `capacity`: sequences that an engine decodes at a time.
+    """
     ledger, indices, prompts = (
         Ledger(settings.options.folder, selected.name),
         selected.indices,
@@ -139,7 +144,7 @@ def draw_task(settings: EvaluationSettings, selected: Selected, engine: RolloutE
     start = last = time.monotonic()
     num_tokens, size = 0, max(1, settings.options.batch_size * mesh.num_rollout_blocks // len(indices))
     with contextlib.ExitStack() as opened:
-        generator = _generator(settings, selected, engine, mesh, opened)
+        generator = _generator(settings, selected, engine, mesh, capacity, opened)
         for batch in (prompts[first : first + size] for first in range(0, len(prompts), size)):
             missing = sum((prompt.uid, index) not in done for prompt in batch for index in indices)
             if not missing:
@@ -168,13 +173,16 @@ def draw_task(settings: EvaluationSettings, selected: Selected, engine: RolloutE
 
 
 def _generator(
-    settings: EvaluationSettings, selected: Selected, engine: RolloutEngine, mesh: Mesh, opened: contextlib.ExitStack
+    settings: EvaluationSettings,
+    selected: Selected,
+    engine: RolloutEngine,
+    mesh: Mesh,
+    capacity: int,
+    opened: contextlib.ExitStack,
 ) -> Generator:
     """The generator of training, without graders. `opened` will end the processes of environments."""
     options, multi_turn = settings.options, selected.dataset.task.multi_turn
-    rollout = RolloutConfig(
-        seed=options.seed, stop=selected.prompts.stop, max_num_seqs=options.max_num_seqs, multi_turn=multi_turn
-    )
+    rollout = RolloutConfig(seed=options.seed, stop=selected.prompts.stop, max_num_seqs=capacity, multi_turn=multi_turn)
     parts = (engine, None, settings.tokenizer, mesh, rollout, lambda: "")
     if selected.renderer is None:
         return Generator(*parts)

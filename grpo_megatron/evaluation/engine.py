@@ -15,9 +15,10 @@ from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.device import Device
+from grpo_megatron.device import Device, device_bytes
 from grpo_megatron.evaluation.options import EngineOptions
 from grpo_megatron.models.architecture import UnsupportedModel, engine_split_problems, fitting_sizes
+from grpo_megatron.models.engine_cache import with_sequences
 from grpo_megatron.models.heads.folder import WHAT
 from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import Mesh, RankError, build_mesh
@@ -136,8 +137,10 @@ class EngineSettings:
     dtype: str
 
 
-def start_engine(settings: EngineSettings) -> tuple[RolloutEngine, Mesh]:
+def start_engine(settings: EngineSettings) -> tuple[RolloutEngine, Mesh, int]:
     """Build the engine with the model's weights, in the world that the environment describes. Collective.
+
+    Returns the engine, the mesh, and the number of sequences that the engine decodes at a time.
 
     Raises RankError on every rank when the weights cannot be read. There is no clean-up after a failure: the other ranks may
     not reach it, so engine and process groups end with the process.
@@ -151,10 +154,12 @@ def start_engine(settings: EngineSettings) -> tuple[RolloutEngine, Mesh]:
         gpu_memory_utilization=options.gpu_memory_utilization,
         engine_options={"kv_cache_gib": options.kv_cache_gib},
         max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=max(8192, options.max_num_seqs),
+        max_num_batched_tokens=max(8192, options.max_num_seqs or 0),
         free_cache_engine=False,  # no training model needs the memory
         engine_kwargs=dict(options.engine_kwargs),
     )
+    memory = device_bytes(options.device)
+    rollout = with_sequences(rollout, source.arch, settings.dtype, settings.max_model_len, mesh, memory)
     engine = build_engine(
         rollout,
         source.hf_folder,
@@ -169,7 +174,7 @@ def start_engine(settings: EngineSettings) -> tuple[RolloutEngine, Mesh]:
         engine.load_weights(stream_weights(source, settings.dtype, device.torch_device, BUCKET_BYTES), WEIGHTS_VERSION)
     except ConvertError as error:
         raise RankError(f"cannot read the weights: {error}") from error
-    return engine, mesh
+    return engine, mesh, rollout.sequences
 
 
 def model_tokenizer(source: Source, folder: Path | None, chat_template: Path | None) -> Any:

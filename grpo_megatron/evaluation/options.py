@@ -46,8 +46,11 @@ class EngineOptions(Options):
     tp: Annotated[int, execution("ranks per copy of the model (tensor parallel)", "N", low=1, high=1024)] = 1
     device: Annotated[DeviceName, execution("auto: GPUs if there are any")] = "auto"
     max_num_seqs: Annotated[
-        int, execution("samples generated at a time, per copy of the model", "N", low=1, high=1_000_000)
-    ] = 256
+        int | None,
+        execution(
+            "samples at a time, per copy of the model (default: what a GPU holds; CPU: 256)", "N", low=1, high=1_000_000
+        ),
+    ] = None
     kv_cache_gib: Annotated[int, execution("cache of the engine on a CPU (default 1)", "N", low=1, high=4096)] = 1
     gpu_memory_utilization: Annotated[
         float, execution("the engine's share of a GPU (default 0.9)", "X", above=0, high=1)

@@ -174,12 +174,12 @@ class Answerer:
         """Collective over the ranks. Raises RankError."""
         self.settings, stop = settings, settings.style.stop
         self._stop = StopTexts(settings.tokenizer, stop) if stop else None
-        self.engine, self.mesh = start_engine(settings)
+        self.engine, self.mesh, self.capacity = start_engine(settings)
 
     def all_answers(self) -> Iterator[list[ModelAnswer]]:
         """Of each prompt of the settings, in order; `--max-num-seqs` of them are drawn at a time."""
         prompts, count = self.settings.prompts, self.settings.options.samples
-        size = max(1, self.settings.options.max_num_seqs // count)
+        size = max(1, self.capacity // count)
         for start in range(0, len(prompts), size):
             batch = prompts[start : start + size]
             drawn = self.answers([(one.prompt_ids, one.uid) for one in batch], self.settings.max_tokens)

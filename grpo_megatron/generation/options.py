@@ -50,7 +50,9 @@ prompt and stop texts of its config.
     output: Annotated[Path | None, execution("default: standard output", "OUT.jsonl", place=-1)] = None
     json: Annotated[bool, execution("JSON lines, for one answer too")] = False
     tp: Annotated[int, execution("ranks (tensor parallel)", "N", low=1, high=1024)] = 1
-    max_num_seqs: Annotated[int, execution("answers drawn at a time", "N", low=1, high=1_000_000)] = 256
+    max_num_seqs: Annotated[
+        int | None, execution("answers at a time (default: what a GPU holds; CPU: 256)", "N", low=1, high=1_000_000)
+    ] = None
     max_length: Annotated[int, execution("tokens of a conversation (--chat)", "N", low=1)] = 4096
 
     def problems(self) -> Iterator[str]:

@@ -55,11 +55,19 @@ from grpo_megatron.storage.run_files import add_event
 # What this misses, trainer.timeout_s ends: a rank that computes for ever, a deadlock in which all ranks wait in collectives, and
 # a rank that is idle outside a step. The error then names the ranks that are behind the others (`behind`).
 #
-# A false alarm is possible in one case: a machine loses the file system of the output folder for the whole time, while all
-# ranks are in one long phase. Set a longer time where that happens; null turns the watch off.
+# The beats share the file system with checkpoints. So while one is saved, a rank may be silent for SAVE_FACTOR times as long.
+# And a look says nothing about ranks, but about the file system, when
+#
+#     the watcher cannot write its own beat and read it again, or needs more than two periods for all beats
+#     all ranks of all other nodes, of at least two, are silent at once
+#
+# When this has lasted for `stall_timeout_s` the watcher prints it, and the run goes on. A false alarm is still
+# possible where one machine alone loses the file system. Set a longer time where that happens; null turns the watch off.
 
 STEP = "step"  # the phase that contains a training step
 SLOW_DISK_PHASES = ("renew_reference", "dump")  # inside a step
+SAVING_PHASES = ("save_checkpoint", *SLOW_DISK_PHASES)
+SAVE_FACTOR = 10
 
 
 class StalledRank(RankError):
@@ -83,6 +91,7 @@ class Beat:
     where: str  # the main thread's innermost Python function
     ended: bool = False
     step_s: float = 0.0  # seconds since the outermost phase began
+    is_saving: bool = False  # a checkpoint is being written, perhaps beside the step
 
     @property
     def name(self) -> str:
@@ -101,25 +110,42 @@ class Watch:
         self.timeout_s, self.period_s, self._last = timeout_s, period_s, now
         self.beats: dict[int, Beat] = {}
         self.silent_s: dict[int, float] = {}
-        self.no_change_s = 0.0
+        self.no_change_s = self.files_stall_s = 0.0
+        self._is_saving = False
 
-    def update(self, beats: Mapping[int, Beat], now: float) -> list[Beat]:
-        """The last beats of the ranks that have stalled. `beats`: what could be read; `now`: seconds of this rank's clock."""
+    def update(
+        self, beats: Mapping[int, Beat], now: float, own: Beat | None = None, files_s: float = 0.0
+    ) -> list[Beat]:
+        """The last beats of the ranks that have stalled. `beats`: what could be read; `now`: seconds of this rank's clock.
+
+        `own`: the beat that this rank has written; `files_s`: the seconds of writing it and of reading all beats.
+        `files_stall_s` then says for how long the file system has stalled.
+        """
         passed = min(now - self._last, 2 * self.period_s)
         self._last = now
+        read_back = beats.get(own.rank) if own is not None else None
+        if own is not None and (read_back is None or read_back.count != own.count or files_s > 2 * self.period_s):
+            self.files_stall_s += max(passed, files_s)
+            return []
         self.no_change_s += passed
+        self._is_saving = any(beat.is_saving for beat in beats.values())
         for rank, beat in beats.items():
             known = self.beats.get(rank)
             if known is None or beat.changes != known.changes:
                 self.no_change_s = 0.0
             self.silent_s[rank] = 0.0 if known is None or beat.count != known.count else self.silent_s[rank] + passed
             self.beats[rank] = beat
-        if self.no_change_s < self.timeout_s:
+        elsewhere = [b for b in self.beats.values() if own is not None and b.node != own.node and not b.ended]
+        is_cut_off = len({b.node for b in elsewhere}) > 1 and all(
+            self.silent_s[b.rank] >= self.timeout_s for b in elsewhere
+        )
+        self.files_stall_s = min(self.silent_s[b.rank] for b in elsewhere) if is_cut_off else 0.0
+        if self.no_change_s < self.timeout_s or is_cut_off:
             return []
         return [b for b in self.beats.values() if not b.ended and (self.is_silent(b) or self._is_idle(b))]
 
     def is_silent(self, beat: Beat) -> bool:
-        return self.silent_s[beat.rank] >= self.timeout_s
+        return self.silent_s[beat.rank] >= self.timeout_s * (SAVE_FACTOR if self._is_saving else 1)
 
     def _is_idle(self, beat: Beat) -> bool:
         phases = beat.phase.split("/")
@@ -283,6 +309,8 @@ class Heartbeat:
         self._step_began = self._changed_at
         self._count, self._idle_since = 0, time.monotonic()
         self._node, self._started = socket.gethostname(), start_ticks()
+        self.is_flushing: Callable[[], bool] = lambda: False  # whether a checkpoint is written in the background
+        self._files_since: float | None = None  # when the thread began to use the file system; None: it does not
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._stacks: Any = None
@@ -315,6 +343,10 @@ class Heartbeat:
         except RuntimeError as error:
             if "timed out" not in str(error).lower():
                 raise
+            if (since := self._files_since) is not None and time.monotonic() - since > (self.timeout_s or 60.0):
+                raise StalledRank(
+                    f"a collective has timed out (trainer.timeout_s): {self._stalled_files(time.monotonic() - since)}"
+                ) from error
             beats = list(self._read().values())
             late = behind(beats)
             who = "; ".join(f"{beat.name} is still in {beat.place}, {beat.where}" for beat in late)
@@ -345,21 +377,29 @@ class Heartbeat:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        main, watch, last_look = MainThread(), None, time.monotonic()
+        main, watch, last_look, is_named = MainThread(), None, time.monotonic(), False
         watchers = max(2, min(MAX_WATCHERS, MAX_READS // self.mesh.world_size))
         if self.timeout_s is not None and self.mesh.rank % -(-self.mesh.world_size // watchers) == 0:
             watch = Watch(self.timeout_s, self.period_s, last_look)
         while True:
             is_over = self._stopped.is_set()
             beat = self._beat(main, is_over)
+            self._files_since = before = time.monotonic()
             with contextlib.suppress(OSError):  # a full disk: the metrics or the save report it
                 self._file(beat.rank, "json").write_text(json.dumps(asdict(beat)) + "\n")
+            self._files_since = None
             if is_over:
                 return
             if time.monotonic() - last_look >= self.period_s:
+                if watch is not None:
+                    self._files_since = before
+                    beats = self._read()
+                    self._files_since = None
+                    last_look = time.monotonic()
+                    if stalled := watch.update(beats, last_look, beat, last_look - before):
+                        self._announce(stalled, watch)
+                    is_named = self._name_stalled_files(watch, is_named)
                 last_look = time.monotonic()
-                if watch is not None and (stalled := watch.update(self._read(), last_look)):
-                    self._announce(stalled, watch)
                 if self.timeout_s is not None and (announced := self._announced()) is not None:
                     self._end_stalled(announced)
                     return
@@ -387,6 +427,7 @@ class Heartbeat:
             idle_s=now - self._idle_since,
             where=where,
             ended=is_over,
+            is_saving=bool(set(self._phases) & set(SAVING_PHASES)) or self.is_flushing(),
         )
 
     def _file(self, rank: int, ending: str) -> Path:
@@ -398,6 +439,19 @@ class Heartbeat:
             with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is being rewritten
                 beats[rank] = Beat(**json.loads(self._file(rank, "json").read_text()))
         return beats
+
+    def _name_stalled_files(self, watch: Watch, is_named: bool) -> bool:
+        """Print once that the file system has stalled; returns whether this has been printed of the present stall."""
+        is_stalled = watch.files_stall_s >= watch.timeout_s
+        if is_stalled and not is_named:
+            print(f"warning: {self._stalled_files(watch.files_stall_s)}; the run goes on", file=sys.stderr, flush=True)
+        return is_stalled
+
+    def _stalled_files(self, seconds: float) -> str:
+        return (
+            f"the file system of {self.output_dir} has stalled, as node {self._node} sees it, not the ranks: for"
+            f" {seconds:.0f} s it has not taken and returned their heartbeats"
+        )
 
     # -- the end of a stalled run --------------------------------------------------------------------------------------
 

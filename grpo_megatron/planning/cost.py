@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from grpo_megatron.algo.losses import needs_old_logprobs, policy_losses, reads_reference, reasons_for_old_pass
 from grpo_megatron.config import Config
 from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
-from grpo_megatron.memory.phases import kv_token_bytes
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.engine_cache import MOST_SEQUENCES, kv_token_bytes
 from grpo_megatron.models.flops import active_parameters, flops_per_pass
 from grpo_megatron.planning.gpus import (
     ENGINE_STEP_S,
@@ -115,7 +115,7 @@ class Workload:
             critic_share=models.critic.num_parameters() / size if models.critic is not None else 0.0,
             draws=config.draws and algorithm.source != "file",
             itemsize=DTYPE_BYTES[config.model.dtype],
-            max_num_seqs=config.rollout.max_num_seqs,
+            max_num_seqs=config.rollout.max_num_seqs or MOST_SEQUENCES,  # `estimated` has the derived number
             is_fp8=actor.megatron.fp8.recipe is not None,
             overlaps_gradients=actor.megatron.overlap_grad_reduce,
         )
@@ -301,7 +301,7 @@ def step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, cache_
 def sync_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
     """Of one weight sync: each engine's shard over NVLink; over the network what no rank of the node holds, once per node.
 
-    Network and NVLink work at the same time, so the slower one counts (sync/plan.py; traffic.py is exact).
+    NCCL runs both on one stream, so the times add up (sync/plan.py; traffic.py is exact).
     """
     size = work.arch.num_parameters() * work.itemsize
     per_node = min(machine.per_node, machine.world_size)
@@ -310,4 +310,4 @@ def sync_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> flo
     missing = 1 - min(1.0, stages_in_node / layout.pp)
     network = size * missing / per_node / (machine.gpu.network_bytes_per_s * NETWORK)
     within = size / layout.rollout_tp / (machine.gpu.nvlink_bytes_per_s * LINK)
-    return max(network, within) + SWITCH_S
+    return network + within + SWITCH_S

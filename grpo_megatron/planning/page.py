@@ -25,7 +25,8 @@ from grpo_megatron.checks.names import sources_of
 from grpo_megatron.checks.reward_call import reward_lines, trial_lines
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.sampler import Mixture
-from grpo_megatron.device import Device, count_cuda_devices, device_bytes
+from grpo_megatron.device import Device, count_cuda_devices, device_bytes, read_hardware
+from grpo_megatron.importing import FLASH_ATTENTION, attention_gap
 from grpo_megatron.memory.parameters import (
     DTYPE_BYTES,
     RunModels,
@@ -33,12 +34,15 @@ from grpo_megatron.memory.parameters import (
     Stages,
     memory_of_stages,
 )
-from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, engine_cache, host_parts, memory_phases, shortage
+from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, host_parts, memory_phases, shortage
+from grpo_megatron.models.engine_cache import engine_cache
 from grpo_megatron.pages.kit import text_page
-from grpo_megatron.planning.cost import PlannedMachine, Workload, step_seconds
+from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
-from grpo_megatron.planning.search import Fit, PlannedLayout, fit, nearest_layouts
+from grpo_megatron.planning.search import Fit, PlannedLayout, estimated, fit, nearest_layouts
 from grpo_megatron.planning.traffic import border_traffic, weight_sync_lines
+from grpo_megatron.rollout.vllm_arguments import loops_over_requests
+from grpo_megatron.rollout.vllm_process import installed_vllm
 from grpo_megatron.storage.files import write_file
 
 if TYPE_CHECKING:
@@ -124,7 +128,7 @@ def plan_page(
         cache=cache,
         machine=machine,
         work=work,
-        seconds=None if found is None else step_seconds(work, found.layout, machine, cache.tokens if cache else 0),
+        seconds=None if found is None else estimated(found, work, machine).seconds,
         warnings="\n".join(line for warning in warnings for line in wrapped_item(warning, width - 2)),
         counted=counted,
         divided=lambda number, parts: f"{number // parts:,}" if number % parts == 0 else f"{number / parts:,.1f}",
@@ -232,7 +236,10 @@ def is_for_this_machine(config: Config) -> bool:
 def _own_gpu(config: Config) -> Gpu | None:
     """With the peaks of REFERENCE. Not run on a GPU yet."""
     size = device_bytes(config.trainer.device)
-    return None if size is None else replace(GPUS[REFERENCE], name="this machine's GPU", usable_gib=size / GIB)
+    if size is None:
+        return None
+    capability = read_hardware(config.trainer.device).capability or GPUS[REFERENCE].capability
+    return replace(GPUS[REFERENCE], name="this machine's GPU", usable_gib=size / GIB, capability=capability)
 
 
 def _device(config: Config) -> tuple[str, str]:
@@ -319,7 +326,8 @@ def _phase_table(
     shares = [phase.utilization * device_gib for phase in phases]
     if config.draws:
         yield "engine's share", *(f"{share:.2f}" if share else "-" for share in shares)
-        cache = engine_cache(config, models.arch, DTYPE_BYTES[config.model.dtype], device)
+        length = config.data.max_prompt_length + config.data.max_response_length
+        cache = engine_cache(config.rollout, models.arch, DTYPE_BYTES[config.model.dtype], device, length)
         has_share = [
             phase.utilization > 0 and phase.name != "start" for phase in phases
         ]  # at the start it must be free
@@ -351,9 +359,12 @@ def plan_warnings(
     if found is not None and found.cache is not None:
         yield from _small_cache(config, work, machine, found)
     yield from _copied_cache(config, models)
+    yield from _unfused_attention(config, machine)
     yield from _uneven_batches(config, work, machine)
     yield from _pipeline_bubble(config, work, machine)
     yield from _few_rows(config, checked)
+    if config.draws:
+        yield from _looped_requests(config, models)
 
 
 def core_warning(config: Config, world_size: int) -> Iterator[str]:
@@ -388,7 +399,7 @@ def _rollout_tp(config: Config) -> int:
 def _small_cache(config: Config, work: Workload, machine: PlannedMachine, found: Fit) -> Iterator[str]:
     assert found.cache is not None
     at_once = found.cache.sequences(found.length)
-    wanted = min(config.rollout.max_num_seqs, math.ceil(work.samples * _rollout_tp(config) / machine.world_size))
+    wanted = min(found.cache.max_num_seqs, math.ceil(work.samples * _rollout_tp(config) / machine.world_size))
     share = f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization:g}"
     if found.cache.cache <= 0 or not at_once:
         yield (
@@ -413,6 +424,17 @@ def _copied_cache(config: Config, models: RunModels) -> Iterator[str]:
             f"{ROLLOUT_TP}={tp} and {groups} key-value heads: each head is in the cache of {tp // groups} ranks;"
             f" {groups} or fewer would hold as many tokens per GPU"
         )
+
+
+def _unfused_attention(config: Config, machine: PlannedMachine) -> Iterator[str]:
+    """What Transformer Engine lacks on the GPU that the plan is for, whatever is installed here."""
+    megatron, gpu = config.actor.megatron, machine.gpu
+    reason = attention_gap(gpu.capability, deterministic=megatron.deterministic)
+    if reason is None or config.trainer.device == "cpu" or megatron.transformer_impl == "local":
+        return
+    needs_engine = megatron.fp8.recipe or megatron.context_parallel_size > 1 or megatron.transformer_impl != "auto"
+    without = "the run is refused" if needs_engine else "the run takes Megatron-Core's local layers, which are slower"
+    yield f"{gpu.name}: {reason}; without {FLASH_ATTENTION} {without}"
 
 
 def _uneven_batches(config: Config, work: Workload, machine: PlannedMachine) -> Iterator[str]:
@@ -453,6 +475,18 @@ def _few_rows(config: Config, checked: Checked) -> Iterator[str]:
     for key, batch, found in batches:
         if 0 < found < batch:
             yield f"{key}={batch} and {found} rows: every step has each row {batch / found:.2g} times on average"
+
+
+def _looped_requests(config: Config, models: RunModels) -> Iterator[str]:
+    """The vLLM that is installed here is taken for that of the run."""
+    rollout, arch, version = config.rollout, models.arch, installed_vllm()
+    is_on_gpus = rollout.engine == "vllm" and config.trainer.device != "cpu"
+    if is_on_gpus and loops_over_requests(rollout, config.model.dtype, arch.family, arch.num_experts > 0, version):
+        yield (
+            f"vllm {version} takes its first model runner for this run, which draws for each seeded request by a call of its"
+            " own: as many calls from the host per token as sequences are decoded (rollout.max_num_seqs); install vllm 0.32,"
+            " which needs one"
+        )
 
 
 # -- The verdict: whether the run fits a GPU, what to change if not, and the nearest layouts that do -------------------

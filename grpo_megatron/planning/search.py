@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from grpo_megatron.checks.models import read_models
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
-from grpo_megatron.memory.phases import GIB, EngineCache, Phase, engine_cache, memory_phases
+from grpo_megatron.memory.phases import GIB, Phase, memory_phases
+from grpo_megatron.models.engine_cache import EngineCache, engine_cache
 from grpo_megatron.planning.cost import PlannedMachine, StepSeconds, Workload, step_seconds
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
 from grpo_megatron.planning.layout import Layout, micro_batches, shapes, variants
@@ -70,10 +71,9 @@ class Fit:
 def fit(config: Config, models: RunModels, world_size: int, device: float) -> Fit:
     """The config as it is on GPUs of `device` bytes. Its layout must be valid."""
     phases = memory_phases(config, models.arch, world_size, *models.stages(config))
-    cache = None
+    cache, length = None, config.data.max_prompt_length + config.data.max_response_length
     if config.draws:
-        cache = engine_cache(config, models.arch, DTYPE_BYTES[config.model.dtype], device)
-    length = config.data.max_prompt_length + config.data.max_response_length
+        cache = engine_cache(config.rollout, models.arch, DTYPE_BYTES[config.model.dtype], device, length)
     return Fit(Layout.of(config), phases, cache, device, length)
 
 
@@ -92,7 +92,7 @@ def proposed_fit(config: Config, models: RunModels, world_size: int, device: flo
         found,
         layout=Layout.of(lowered),
         phases=[replace(phase, utilization=share if phase.utilization else 0.0) for phase in found.phases],
-        cache=engine_cache(lowered, models.arch, DTYPE_BYTES[config.model.dtype], device),
+        cache=engine_cache(lowered.rollout, models.arch, DTYPE_BYTES[config.model.dtype], device, found.length),
     )
 
 
@@ -117,6 +117,8 @@ class PlannedLayout:
 def estimated(found: Fit, work: Workload, machine: PlannedMachine) -> PlannedLayout:
     """A layout that fits, with its estimated step."""
     tokens = found.cache.tokens if found.cache is not None else 0
+    if found.cache is not None:
+        work = replace(work, max_num_seqs=found.cache.max_num_seqs)
     return PlannedLayout(found, step_seconds(work, found.layout, machine, tokens))
 
 

@@ -468,7 +468,7 @@ class TransformersEngine(StatefulEngine):
                 " more): it keeps this architecture's weights in another form; set rollout.engine=vllm"
             )
         self._max_tokens = rollout.max_num_batched_tokens
-        max_rows = min(rollout.max_num_seqs, self._num_rows(options))
+        max_rows = min(rollout.sequences, self._num_rows(options))
         self._queue = RunningBatch(self._model, max_rows, self._max_tokens, eos_token_ids)
         self._can_sleep = rollout.free_cache_engine
 

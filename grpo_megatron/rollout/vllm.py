@@ -157,6 +157,8 @@ class VllmEngine(StatefulEngine):
         """See RolloutEngine. Checks the installed versions and the names in `rollout.engine_kwargs`."""
         yield from vllm_process.version_problems()
         yield from ENGINE_KWARGS.problems(rollout.engine_kwargs)
+        if rollout.batch_invariant:
+            yield from vllm_process.invariance_problems(rollout)
         if rollout.sync == "delta" and rollout.free_cache_engine and options.sleep_level == 2:
             yield (
                 "rollout.sync=delta with rollout.engine_options.sleep_level=2 (the default): level 2 drops the weights"
@@ -239,8 +241,8 @@ class VllmEngine(StatefulEngine):
         self._llm.start_weight_update()
 
     def _load(self, bucket: WeightBucket) -> str | None:
-        bucket = [(name, tensor) for name, tensor in bucket if self._memory.reads(name)]
-        return self._attempt(functools.partial(self._llm.update_weights, {"update_info": {"tensors": bucket}}))
+        update = {"tensors": bucket, "memory": self._memory}
+        return self._attempt(functools.partial(self._llm.update_weights, {"update_info": update}))
 
     def _finish_update(self, version: int, *, is_complete: bool) -> None:
         vllm_process.finish_weight_update(self._llm, str(version) if is_complete else "invalid")

@@ -7,6 +7,7 @@ What verl does not have is in `rollout.engine_options` (`VllmOptions`). All othe
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 from pydantic import Field
@@ -99,6 +100,25 @@ def runner_environment(rollout: RolloutConfig, dtype: str, vllm_version: str) ->
     return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if rounds else {}
 
 
+SECOND_RUNNER_MOE = (
+    "deepseek_v2",
+)  # families with experts that have vLLM 0.26's second runner by default (config/vllm.py)
+
+
+def loops_over_requests(rollout: RolloutConfig, dtype: str, family: str, is_moe: bool, vllm_version: str) -> bool:
+    """Whether vLLM on CUDA draws the noise of each seeded request by a kernel call of its own, in a loop on the host.
+
+    The first model runner does (`random_sample` of v1/sample/ops/topk_topp_sampler.py). vLLM 0.26 takes it for models with
+    experts, and wherever `runner_environment` selects it. vLLM 0.32 has one kernel for all requests.
+    """
+    if not vllm_version.startswith("0.26."):
+        return False
+    chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") or runner_environment(rollout, dtype, vllm_version).get(
+        "VLLM_USE_V2_MODEL_RUNNER"
+    )
+    return chosen == "0" if chosen else is_moe and family not in SECOND_RUNNER_MOE
+
+
 def vllm_arguments(
     rollout: RolloutConfig,
     options: VllmOptions,
@@ -127,7 +147,7 @@ def vllm_arguments(
         "weight_transfer_config": transfer,
     }
     tunable: dict[str, Any] = {
-        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_seqs": rollout.sequences,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "enable_prefix_caching": rollout.enable_prefix_caching,
     }

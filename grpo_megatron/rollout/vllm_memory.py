@@ -1,5 +1,8 @@
 """EngineMemory: digests of what a vLLM worker holds, per Hugging Face tensor, as loaded: fused, cut, not yet quantised.
 
+One linear layer of all experts is one parameter of vLLM. It is loaded in one call, once the last expert has arrived, and
+digested in one (sync/stacks.py).
+
 vLLM loads a layer, then its `quant_method` processes it: on CPU a linear layer is packed and its parameter emptied, on a
 GPU it may be quantised. Three cases:
 - Layers without such a method (norms), and unquantised ones whose parameter keeps its shape: the live memory is digested,
@@ -13,16 +16,17 @@ Works with vLLM 0.26 and 0.32, whose fused parameters and calls are the same.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from grpo_megatron.sync.digest import part_digest
+from grpo_megatron.sync.digest import stack_digests
 from grpo_megatron.sync.plan import EngineTensors, SyncTensor
+from grpo_megatron.sync.stacks import as_stack, copy_all, empty_stack
+from grpo_megatron.types import WeightBucket
 
 _FUSED = {  # last part of a module's Hugging Face name -> vLLM's module, the tensors in it from top to bottom
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("qkv_proj", ("q_proj", "k_proj", "v_proj"))),
@@ -30,34 +34,71 @@ _FUSED = {  # last part of a module's Hugging Face name -> vLLM's module, the te
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa"))),
 }
 _EXPERTS = ".experts"
-_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>\w+)\.weight")
-_EXPERT_KINDS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
+# The last part of a stack's name -> vLLM's parameter, its name for the half of it, where it begins (None: at the middle).
+# w13_weight [E, 2 * I / R, H] holds gate and up of every expert, w2_weight [E, H, I / R] down.
+_GATE, _UP, _DOWN = ("w13_weight", "w1", 0), ("w13_weight", "w3", None), ("w2_weight", "w2", 0)
+_EXPERT_KINDS: dict[str, tuple[str, str, int | None]] = {
+    **dict.fromkeys(("gate_proj", "w1"), _GATE),
+    **dict.fromkeys(("up_proj", "w3"), _UP),
+    **dict.fromkeys(("down_proj", "w2"), _DOWN),
+}
 _KEEP_BITS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # if they keep the shape
 _HOOKED = "_grpo_megatron_hooked"
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where this worker keeps its span of a tensor: `parameter[expert]` (None: no expert) from `offset` of `axis` on.
+class ExpertStack(NamedTuple):
+    """One linear layer of this worker's experts, for `layer`'s weight loader. `tensor` [experts, *shape of one, whole]."""
 
-    `offset` None: from the middle on, which padding may have moved.
-    """
-
+    name: str  # as in EngineTensors.stacks
     layer: nn.Module
     parameter: str
-    expert: int | None
-    offset: int | None
-    length: int
-    tensor: SyncTensor
-    start: int
+    half: str
+    first_expert: int  # counted over the whole model
+    tensor: Tensor
 
-    def digest(self, parameter: Tensor) -> Tensor:
-        """The digest of this worker's span of the tensor, in the type in which it was sent."""
-        tensor, axis = self._as_sent(parameter.detach()), self.tensor.axis
-        if self.expert is not None:
-            tensor = tensor[self.expert]
-        offset = tensor.shape[axis] // 2 if self.offset is None else self.offset
-        return part_digest(tensor.narrow(axis, offset, self.length), self.tensor, self.start)
+    def load(self) -> None:
+        """Call the weight loader, which takes a matrix of one expert or a stack of all. Raises RuntimeError."""
+        parameter: Any = getattr(self.layer, self.parameter)
+        names = {"shard_id": self.half, "expert_id": self.first_expert, "return_success": True}
+        if not parameter.weight_loader(parameter, self.tensor, self.parameter, **names):
+            raise RuntimeError(f"vLLM did not take {self.name} of {len(self.tensor)} experts")
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where this worker keeps its span of a tensor, or of each of a stack (`name`): `parameter` from `offset` of `axis` on.
+
+    `offset` None: from the middle on, which padding may have moved. `half`: vLLM's name for this part of a stack's parameter;
+    its first dimension is that of the experts, which are counted from `first_expert` on. None: one tensor, no stack.
+    """
+
+    name: str
+    layer: nn.Module
+    parameter: str
+    offset: int | None
+    tensors: Sequence[SyncTensor]
+    span: tuple[int, int]
+    half: str | None = None
+    first_expert: int = 0
+
+    def digests(self, parameter: Tensor) -> Tensor:
+        """The digests [n] of this worker's span of each tensor, in the type in which it was sent."""
+        (start, stop), axis = self.span, self.tensors[0].axis + 1
+        stack = self._as_sent(parameter.detach())
+        stack = stack[None] if self.half is None else stack[: len(self.tensors)]
+        offset = stack.shape[axis] // 2 if self.offset is None else self.offset
+        return stack_digests(stack.narrow(axis, offset, stop - start), self.tensors[0], start)
+
+    def stacked(self, arrived: dict[str, Tensor]) -> Tensor:
+        """The tensors as one: a view where they are neighbours, otherwise a copy of what this worker reads."""
+        tensors = [arrived[tensor.name] for tensor in self.tensors]
+        view = as_stack(tensors)
+        if view is None:
+            (start, stop), axis = self.span, self.tensors[0].axis
+            view = empty_stack(len(tensors), self.tensors[0], self.span, tensors[0].new_empty)
+            targets = (part.narrow(axis, start, stop - start) for part in view)
+            copy_all(list(zip(targets, (t.narrow(axis, start, stop - start) for t in tensors), strict=True)))
+        return view
 
     def _as_sent(self, tensor: Tensor) -> Tensor:
         """On a CPU with AMX, vLLM keeps the biases of small layers in float32. A value that was not sent stays as it is."""
@@ -82,25 +123,41 @@ class EngineMemory:
 
     def __init__(self, model: nn.Module, engine: EngineTensors, engine_rank: int) -> None:
         self._places = list(_places(model, engine, engine_rank))
-        empty = {
-            name for name in engine.tensors if engine.spans[name][engine_rank][0] == engine.spans[name][engine_rank][1]
-        }
-        self._elsewhere = {name for name in empty if _EXPERT.fullmatch(name)}  # experts of other ranks
+        self._of_expert = {t.name: place for place in self._places if place.half for t in place.tensors}
+        self._elsewhere = engine.stacks.keys() - self._of_expert.keys()  # experts of other ranks
+        self._arrived: dict[_Place, dict[str, Tensor]] = {}  # of stacks that are not complete
         self._of_layer: dict[int, list[_Place]] = {}
         for place in self._places:
             self._of_layer.setdefault(id(place.layer), []).append(place)
         self._is_live: dict[tuple[int, str], bool] = {}  # by place.key; absent: not known yet
         self._processed: set[int] = set()  # layers, since `begin`
-        self._at_hook: dict[str, Tensor] = {}
+        self._at_hook: dict[_Place, Tensor] = {}
         self._shapes: dict[tuple[int, str], torch.Size] = {}  # as loaded
 
-    def reads(self, name: str) -> bool:
-        """Whether vLLM may be given the tensor. It must not get experts of other ranks: when a layer has all of its own
-        experts it is complete, and 0.26 fails at a further one."""
-        return name not in self._elsewhere
+    def take(self, bucket: WeightBucket) -> tuple[WeightBucket, list[ExpertStack]]:
+        """What vLLM is given now: the tensors of the bucket that are not experts', and the stacks that are complete with it.
+
+        It must not get experts of other ranks: when a layer has all of its own experts it is complete, and 0.26 fails at a
+        further one.
+        """
+        others: WeightBucket = []
+        stacks = []
+        for name, tensor in bucket:
+            place = self._of_expert.get(name)
+            if place is None:
+                others += [(name, tensor)] if name not in self._elsewhere else []
+                continue
+            arrived = self._arrived.setdefault(place, {})
+            arrived[name] = tensor
+            if len(arrived) == len(place.tensors):
+                stack = place.stacked(self._arrived.pop(place))
+                call = place.name, place.layer, place.parameter, str(place.half), place.first_expert
+                stacks.append(ExpertStack(*call, stack))
+        return others, stacks
 
     def begin(self) -> None:
         """Before a weight update: forget the last one, and watch the layers' methods."""
+        self._arrived.clear()
         self._processed.clear()
         self._at_hook.clear()
         for places in self._of_layer.values():
@@ -127,22 +184,22 @@ class EngineMemory:
             parameter = getattr(layer, place.parameter)
             self._shapes[place.key] = parameter.shape
             if not self._is_live.get(place.key, False):
-                self._at_hook[place.tensor.name] = place.digest(parameter)
+                self._at_hook[place] = place.digests(parameter)
 
     def digests(self) -> dict[str, int]:
         """Name -> digest of this worker's span, after a complete update. What was not loaded is absent."""
         self._decide()
-        found: dict[str, Tensor] = {}
+        names: list[str] = []
+        found: list[Tensor] = []
         for place in self._places:
-            name = place.tensor.name
             if place.method is not None and id(place.layer) not in self._processed:
                 continue
+            names += [tensor.name for tensor in place.tensors]
             if self._is_live.get(place.key, False):
-                found[name] = place.digest(getattr(place.layer, place.parameter))
+                found.append(place.digests(getattr(place.layer, place.parameter)))
             else:
-                found[name] = self._at_hook[name]
-        values = torch.stack(list(found.values())).tolist() if found else []
-        return dict(zip(found, values, strict=True))
+                found.append(self._at_hook[place])
+        return dict(zip(names, torch.cat(found).tolist() if found else [], strict=True))
 
     def _decide(self) -> None:
         """Find out which parameters are live, of those that are not known yet."""
@@ -159,8 +216,8 @@ class EngineMemory:
             elif type(method).__name__ in _KEEP_BITS:
                 self._is_live[key] = True
             elif parameter.min() < parameter.max():  # equal numbers could have been reordered
-                same = [place.digest(parameter) == self._at_hook[place.tensor.name] for place in places]
-                self._is_live[key] = bool(torch.stack(same).all())
+                same = [place.digests(parameter) == self._at_hook[place] for place in places]
+                self._is_live[key] = bool(torch.cat(same).all())
 
 
 def _places(model: nn.Module, engine: EngineTensors, engine_rank: int) -> Iterator[_Place]:
@@ -168,29 +225,21 @@ def _places(model: nn.Module, engine: EngineTensors, engine_rank: int) -> Iterat
     for name, module in list(modules.items()):
         if hasattr(module, "w13_weight"):  # some module within `experts`, or this itself
             modules[name.partition(_EXPERTS)[0] + _EXPERTS] = module
-    first_experts: dict[str, int] = {}
-    for name, tensor in engine.tensors.items():
-        start, stop = engine.spans[name][engine_rank]
-        if start < stop:
-            layer, parameter, expert, offset = _find(modules, name, engine, engine_rank)
-            if expert is not None:
-                expert -= first_experts.setdefault(name.partition(_EXPERTS)[0], expert)
-            yield _Place(layer, parameter, expert, offset, stop - start, tensor, start)
+    for unit, names in engine.units(engine_rank).items():
+        tensors, span = [engine.tensors[name] for name in names], engine.spans[names[0]][engine_rank]
+        if names[0] in engine.stacks:
+            yield _expert_place(modules, unit, tensors, span)
+        else:
+            yield _Place(unit, *_find(modules, unit, engine, engine_rank), tensors, span)
 
 
 def _find(
     modules: dict[str, nn.Module], name: str, engine: EngineTensors, engine_rank: int
-) -> tuple[nn.Module, str, int | None, int | None]:
-    """(layer, parameter, expert, offset) of a Hugging Face tensor. Raises RuntimeError if vLLM's model lacks it.
-
-    Experts are counted over the whole model.
-    """
-    match = _EXPERT.fullmatch(name)
-    if match is not None:
-        return _find_expert(modules, match)
+) -> tuple[nn.Module, str, int]:
+    """(layer, parameter, offset) of a Hugging Face tensor. Raises RuntimeError if vLLM's model lacks it."""
     module, parameter = name.rsplit(".", 1)
     if module in modules:
-        return modules[module], parameter, None, 0
+        return modules[module], parameter, 0
     prefix, last = module.rsplit(".", 1)
     fused, parts = _FUSED.get(last, ("", ()))
     if f"{prefix}.{fused}" not in modules:
@@ -199,16 +248,17 @@ def _find(
         )
     before = [f"{prefix}.{part}.{parameter}" for part in parts[: parts.index(last)]]
     offset = sum(stop - start for start, stop in (engine.spans[other][engine_rank] for other in before))
-    return modules[f"{prefix}.{fused}"], parameter, None, offset
+    return modules[f"{prefix}.{fused}"], parameter, offset
 
 
-def _find_expert(modules: dict[str, nn.Module], match: re.Match[str]) -> tuple[nn.Module, str, int, int | None]:
-    """w13_weight [E, 2 * I / R, H] holds gate and up of every expert, w2_weight [E, H, I / R] down."""
-    layer = modules.get(match["experts"])
-    if not hasattr(layer, "w13_weight"):
-        raise RuntimeError(
-            f"vLLM's model has no {match['experts']}: its memory cannot be compared with the weights sent"
-        )
-    assert layer is not None
-    kind, expert = _EXPERT_KINDS[match["kind"]], int(match["expert"])
-    return layer, "w2_weight" if kind == 2 else "w13_weight", expert, None if kind == 1 else 0
+def _expert_place(
+    modules: dict[str, nn.Module], stack: str, tensors: Sequence[SyncTensor], span: tuple[int, int]
+) -> _Place:
+    """The place of a stack, for example model.layers.0.mlp.experts.gate_proj.weight. A worker's experts are neighbours."""
+    module, kind, _ = stack.rsplit(".", 2)
+    layer = modules.get(module)
+    if layer is None or not hasattr(layer, "w13_weight"):
+        raise RuntimeError(f"vLLM's model has no {module}: its memory cannot be compared with the weights sent")
+    parameter, half, offset = _EXPERT_KINDS[kind]
+    first_expert = int(tensors[0].name.removeprefix(f"{module}.").partition(".")[0])
+    return _Place(stack, layer, parameter, offset, tensors, span, half, first_expert)

@@ -36,6 +36,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.importing import large_imports, replaced, without
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment, vllm_arguments
+from grpo_megatron.rollout.vllm_memory import EngineMemory
 from grpo_megatron.types import WeightBucket
 
 # -- The vLLM series that this program is tested with, and what differs between them -----------------------------------
@@ -65,6 +66,23 @@ def version_problems() -> Iterator[str]:
         )
 
 
+def invariance_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """Why `rollout.batch_invariant` cannot be had from the installed vLLM.
+
+    0.26 replaces `torch.bmm` of the process by a function without a gradient (model_executor/layers/batch_invariant.py).
+    """
+    if _series(_installed(*_DISTRIBUTIONS) or "") == OLDER:
+        yield (
+            f"rollout.batch_invariant=true: vllm {OLDER} takes the gradient out of torch.bmm, in training too; install vllm"
+            " 0.32.*, or leave it out"
+        )
+    if rollout.quantization is not None:
+        yield (
+            f"rollout.batch_invariant=true with rollout.quantization={rollout.quantization}: vLLM then dequantises the"
+            " weights in every step, which is slower than without quantization; leave one of them out"
+        )
+
+
 @functools.cache  # every weight update asks, and reading the metadata takes a millisecond
 def is_older() -> bool:
     """Whether the installed vLLM is of the older series. Raises ConfigError for a version that is not tested."""
@@ -75,12 +93,17 @@ def is_older() -> bool:
 
 def computes_latents_on_cpu() -> bool:
     """Whether the installed vLLM has latent attention on the CPU. True if vLLM is missing or not tested: reported elsewhere."""
-    return _series(_installed(*_DISTRIBUTIONS) or "") != OLDER
+    return _series(installed_vllm()) != OLDER
 
 
 def divides_experts_on_cpu() -> bool:
     """Whether an engine on the CPU can have expert parallelism (`divide_cpu_experts`). True if vLLM is missing or not tested."""
     return computes_latents_on_cpu()
+
+
+def installed_vllm() -> str:
+    """The version of the installed vLLM; "" if there is none."""
+    return _installed(*_DISTRIBUTIONS) or ""
 
 
 def _installed(*distributions: str) -> str | None:
@@ -305,10 +328,14 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
     @dataclasses.dataclass
     class Tensors(base.WeightTransferUpdateInfo):
         tensors: WeightBucket
+        memory: EngineMemory
 
     @adapted
     class InProcess(base.WeightTransferEngine[Nothing, Tensors]):
-        """Takes whole Hugging Face tensors by reference. Each worker cuts out its own shard, layer by layer."""
+        """Takes whole Hugging Face tensors by reference. Each worker cuts out its own shard, layer by layer.
+
+        vLLM's models divide a stack of experts again, and make one call for each. So it goes to the weight loader directly.
+        """
 
         init_info_cls, update_info_cls = Nothing, Tensors
 
@@ -324,7 +351,10 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
 
         def receive_weights(self, update_info: Tensors) -> None:
             model: Any = self.model
-            model.load_weights(iter(update_info.tensors))
+            tensors, stacks = update_info.memory.take(update_info.tensors)
+            model.load_weights(iter(tensors))
+            for stack in stacks:
+                stack.load()
 
         def finish_weight_update(self) -> None:
             reload.finalize_layerwise_reload(self.model, self.model_config)

@@ -72,7 +72,7 @@ class Generator:
         self.engine, self.tokenizer, self.mesh, self.seed = engine, tokenizer, mesh, rollout.seed
         self.grading = Grading(pool, tokenizer)
         self.stop = StopTexts(tokenizer, rollout.stop) if rollout.stop else None
-        self.stop_token_ids, self.capacity = tuple(rollout.stop_token_ids), rollout.max_num_seqs
+        self.stop_token_ids, self.capacity = tuple(rollout.stop_token_ids), rollout.sequences
         self.weights_digest, self.max_failed_ratio = weights_digest, max_failed_ratio
 
     def draw(

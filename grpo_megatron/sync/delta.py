@@ -357,6 +357,7 @@ class DeltaSync:
             apply_patch(patch, self._base[part])
         for current in self._plan.rounds:
             bucket = [(self._plan.tensor(tensor).name, self._patched(shard, tensor)) for tensor in current.complete]
+            shard.copy()
             shard.forget()
             if bucket:
                 yield bucket

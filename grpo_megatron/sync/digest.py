@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.sync.plan import EngineTensors, SyncTensor, shortened
+from grpo_megatron.sync.stacks import as_stack
 
 WORD_BYTES = 8
 _ROWS, _WORDS = 1, 2  # seeds of a and b
@@ -40,52 +43,62 @@ def part_digest(part: Tensor, tensor: SyncTensor, start: int) -> Tensor:
 
     Needs no contiguous memory, and does not wait for the device.
     """
-    values = part.detach() if part.dim() == 2 else part.detach()[None]
-    row, column = (start, 0) if part.dim() == 2 and tensor.axis == 0 else (0, start)  # of the first element
+    return stack_digests(part[None], tensor, start)[0]
+
+
+@torch.no_grad()
+def stack_digests(stack: Tensor, tensor: SyncTensor, start: int) -> Tensor:
+    """The digests [n] of n parts [n, ...] in as many kernels as one takes. Each is that part of a tensor like `tensor`."""
+    is_matrix = stack.dim() == 3
+    values = stack.detach() if is_matrix else stack.detach()[:, None]  # [n, R, C]
+    row, column = (start, 0) if is_matrix and tensor.axis == 0 else (0, start)  # of the first element
     bits = values.view(_INTEGERS[values.element_size()])
-    num_rows, num_columns = bits.shape
+    count, num_rows, num_columns = bits.shape
     per_word = WORD_BYTES // bits.element_size()
     head = min(-column % per_word, num_columns)  # elements before the first whole word
     tail = head + (num_columns - head) // per_word * per_word  # end of the last whole word
     rows = _numbers(_ROWS, row, row + num_rows, bits.device)
-    digest = torch.zeros((), dtype=torch.int64, device=bits.device)
+    digests = torch.zeros(count, dtype=torch.int64, device=bits.device)
     if tail > head:
-        words, first_word = _as_words(bits[:, head:tail]), (column + head) // per_word
-        factors = _numbers(_WORDS, first_word, first_word + words.shape[1], words.device)
-        digest = (_product(words, factors) * rows).sum()
+        words, first_word = _as_words(bits[..., head:tail]), (column + head) // per_word
+        factors = _numbers(_WORDS, first_word, first_word + words.shape[2], words.device)
+        digests = (_product(words, factors) * rows).sum(1)
     for first, last in ((0, head), (tail, num_columns)):
         if last > first:
-            digest = digest + (_edge(bits[:, first:last], column + first, per_word) * rows).sum()
-    return digest
+            digests = digests + (_edge(bits[..., first:last], column + first, per_word) * rows).sum(1)
+    return digests
 
 
 def _as_words(bits: Tensor) -> Tensor:
-    """[R, C] -> [R, C * itemsize / 8] of int64. Copies where the rows are not aligned to words."""
+    """[n, R, C] -> [n, R, C * itemsize / 8] of int64. Copies where the rows are not aligned to words."""
     per_word = WORD_BYTES // bits.element_size()
-    is_aligned = bits.stride(1) == 1 and bits.stride(0) % per_word == 0 and bits.storage_offset() % per_word == 0
-    if not is_aligned:
+    distances = *bits.stride()[:-1], bits.storage_offset()
+    if bits.stride(-1) != 1 or any(distance % per_word for distance in distances):
         bits = bits.clone(memory_format=torch.contiguous_format)
     return bits.view(torch.int64)
 
 
 def _product(words: Tensor, factors: Tensor) -> Tensor:
-    """The sum of b[w] * word for each row. [R]"""
-    return torch.mv(words, factors) if words.device.type == "cpu" else _product_in_blocks(words, factors)
+    """The sum of b[w] * word for each row. [n, R]"""
+    if words.device.type == "cpu":
+        return torch.stack([torch.mv(part, factors) for part in words])
+    return _product_in_blocks(words, factors)
 
 
 def _product_in_blocks(words: Tensor, factors: Tensor) -> Tensor:
-    rows = max(1, BLOCK_WORDS // words.shape[1])
-    return torch.cat([(block * factors).sum(1) for block in words.split(rows)])
+    rows = max(1, BLOCK_WORDS // words.shape[2])  # of one part, or of several whole parts
+    parts = words.split(max(1, rows // words.shape[1]))
+    return torch.cat([torch.cat([(b * factors).sum(2) for b in part.split(rows, 1)], 1) for part in parts])
 
 
 def _edge(bits: Tensor, column: int, per_word: int) -> Tensor:
-    """`_product` of a few columns that are no whole word: elements without sign, at their places within the word. [R]"""
+    """`_product` of a few columns that are no whole word: elements without sign, at their places within the word. [n, R]"""
     num_bits = 64 // per_word
     values = bits.to(torch.int64) if per_word == 1 else bits.to(torch.int64) & ((1 << num_bits) - 1)
-    columns = torch.arange(column, column + bits.shape[1], device=bits.device)
+    columns = torch.arange(column, column + bits.shape[2], device=bits.device)
     first = column // per_word
-    factors = _numbers(_WORDS, first, (column + bits.shape[1] - 1) // per_word + 1, bits.device)
-    return (values * (factors[columns // per_word - first] << (columns % per_word * num_bits))).sum(1)
+    factors = _numbers(_WORDS, first, (column + bits.shape[2] - 1) // per_word + 1, bits.device)
+    return (values * (factors[columns // per_word - first] << (columns % per_word * num_bits))).sum(2)
 
 
 def _numbers(seed: int, start: int, stop: int, device: torch.device) -> Tensor:
@@ -186,24 +199,66 @@ def expected_digests(
 
 def _digest_shares(shares: Sequence[Share], read: Callable[[str], Tensor]) -> Tensor:
     """The digest of each share, then 1 for each share that has non-finite values and 0 for others. int64 [2 * shares]."""
+    order: list[int] = []  # of the shares in what follows
     digests: list[Tensor] = []
     sums: list[Tensor] = []
-    for part, share in _parts(shares, read):
-        digests.append(part_digest(part, share.tensor, share.start))
-        sums.append(part.sum(-1).sum())  # aminmax takes twice as long on CPU
-    is_finite = torch.stack(sums).isfinite()
+    for stack, share, numbers in _stacks(shares, read):
+        order += numbers
+        digests.append(stack_digests(stack, share.tensor, share.start))
+        sums.append(stack.sum(-1).view(len(stack), -1).sum(1))  # aminmax takes twice as long on CPU
+    is_finite = torch.cat([values.float() for values in sums]).isfinite()
     if not is_finite.all():  # a sum may also have overflowed
-        extremes = torch.stack([value for part, _ in _parts(shares, read) for value in torch.aminmax(part)])
-        is_finite = extremes.view(-1, 2).isfinite().all(1)  # NaN if any value is NaN
-    return torch.cat([torch.stack(digests), (~is_finite).to(torch.int64)])
+        extremes = [stack.flatten(1).aminmax(dim=1) for stack, _, _ in _stacks(shares, read)]
+        is_finite = torch.cat([low.isfinite() & high.isfinite() for low, high in extremes])  # NaN if any value is NaN
+    values = torch.stack([torch.cat(digests), (~is_finite).to(torch.int64)])
+    out = torch.empty_like(values)
+    out[:, torch.tensor(order, device=values.device)] = values
+    return out.flatten()
 
 
-def _parts(shares: Sequence[Share], read: Callable[[str], Tensor]) -> Iterator[tuple[Tensor, Share]]:
-    name, parameter = None, torch.empty(0)
-    for share in shares:
-        if share.parameter != name:
-            name, parameter = share.parameter, read(share.parameter)
-        yield parameter.narrow(share.tensor.axis, share.local_start, share.stop - share.start), share
+STACK_ELEMENTS = (
+    1 << 27
+)  # of the parameters that are digested together; they are copied unless they are at equal distances
+
+
+def share_groups(shares: Sequence[Share]) -> list[list[list[int]]]:
+    """Numbers of shares that are digested together: group -> parameter -> its shares. One digest for each of a parameter's.
+
+    The parameters of a group are of one kind (their names differ in numbers only), and their shares are the same parts.
+    """
+    groups: list[list[list[int]]] = []
+    last: dict[object, list[list[int]]] = {}  # the group of each kind that is not full
+    by_parameter = itertools.groupby(range(len(shares)), key=lambda number: shares[number].parameter)
+    for name, numbers in ((name, list(numbers)) for name, numbers in by_parameter):
+        own = [shares[number] for number in numbers]
+        kind = (
+            re.sub(r"\d+", "#", name),
+            *((s.tensor.shape, s.tensor.axis, s.start, s.stop, s.local_start) for s in own),
+        )
+        size = sum(s.tensor.numel // s.tensor.length * (s.stop - s.start) for s in own)
+        if kind not in last or (len(last[kind]) + 1) * size > STACK_ELEMENTS:
+            last[kind] = []
+            groups.append(last[kind])
+        last[kind].append(numbers)
+    return groups
+
+
+def _stacks(shares: Sequence[Share], read: Callable[[str], Tensor]) -> Iterator[tuple[Tensor, Share, list[int]]]:
+    """(parts [n, ...], the first one's share, the numbers of their shares), until every share was there once."""
+    for group in share_groups(shares):
+        parameters = [read(shares[numbers[0]].parameter) for numbers in group]
+        stack, backward = (
+            as_stack(parameters),
+            as_stack(parameters[::-1]),
+        )  # Megatron's buffers begin with the last parameter
+        if stack is None and backward is not None:
+            stack, group = backward, group[::-1]
+        elif stack is None:
+            stack = torch.stack(parameters)
+        for same in zip(*group, strict=True):
+            share = shares[same[0]]
+            axis, length = share.tensor.axis + 1, share.stop - share.start
+            yield stack.narrow(axis, share.local_start, length), share, list(same)
 
 
 def compare(

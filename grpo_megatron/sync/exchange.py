@@ -14,7 +14,7 @@ import contextlib
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -37,6 +37,7 @@ from grpo_megatron.sync.plan import (
     SyncPlan,
     SyncTensor,
 )
+from grpo_megatron.sync.stacks import copy_all, empty_stack
 from grpo_megatron.types import WeightBucket
 
 # -- One rank's side of a plan: its messages round by round, and the parts it takes from its own parameters ------------
@@ -97,9 +98,12 @@ class Round:
 
 class RankPlan:
     """`own[tensor]`: what this rank's engine reads and the rank itself holds. `sent`: the parts that the rank sends from its
-    own parameters, each once; `received`: those that it receives."""
+    own parameters, each once; `received`: those that it receives. `stacked[tensor]`: its stack, place in it, and their number."""
 
-    def __init__(self, plan: SyncPlan, rounds: Rounds, rank: int) -> None:
+    def __init__(
+        self, plan: SyncPlan, rounds: Rounds, rank: int, units: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        """`units`: the stacks that this rank's engine loads (`EngineTensors.units`). None: each tensor by itself."""
         self.plan, self.rank = plan, rank
         self._lane = plan.lanes[rank]
         self.engine_rank = plan.grid.engine_rank(rank)
@@ -119,6 +123,13 @@ class RankPlan:
         self.sent = sorted(sent)
         self.received = sorted(part for current in self.rounds for part in _parts(current.receives))
         self.elements_received = sum(plan.numel(plan.parts[part]) for part in self.received)
+        numbers = {tensor.name: number for number, tensor in enumerate(plan.tensors)}
+        self.stacked = {
+            numbers[name]: (stack, place, len(names))
+            for stack, names in (units or {}).items()
+            for place, name in enumerate(names)
+            if len(names) > 1
+        }
 
     def holds(self, part: SyncPart) -> bool:
         return self._holds[part.kind]
@@ -141,6 +152,12 @@ class RankPlan:
         """The parameters that this rank has."""
         held = {self.plan.owner[part.tensor] for part in self.plan.parts if self.holds(part)}
         return [self.plan.parameters[index] for index in sorted(held)]
+
+    def peers(self) -> tuple[list[int], list[int]]:
+        """The ranks that this rank sends to, and those that it receives from, in any round."""
+        sides = [[current.sends for current in self.rounds], [current.receives for current in self.rounds]]
+        to, origins = ({p for phases in side for by_peer in phases.values() for p in by_peer} for side in sides)
+        return sorted(to), sorted(origins)
 
     def shares(self) -> list[Share]:
         """What this rank digests for the attestation, those of a parameter next to each other."""
@@ -264,6 +281,11 @@ class Shard:
     def __init__(self, plan: RankPlan, read: ReadParameter, pool: Pool) -> None:
         self._plan, self._read, self._pool = plan, read, pool
         self._cache: dict[str, Tensor] = {}
+        self._stacks: dict[
+            str, list[Tensor]
+        ] = {}  # of each stack of which some tensors have begun and others have not: all tensors
+        self._left: dict[str, int] = {}  # of a stack: how many have not begun
+        self.copies: list[tuple[Tensor, Tensor]] = []  # (target, source), made by `copy`
 
     def forget(self) -> None:
         self._cache.clear()
@@ -282,23 +304,40 @@ class Shard:
             self.forget()
         return self.local(copy).to(self._pool.dtype).reshape(-1)
 
+    def copy(self) -> None:
+        """Make the copies that `begin` and the owner of this shard have noted."""
+        copy_all(self.copies)
+        self.copies.clear()
+
     def begin(self, tensor: int) -> Tensor:
-        """The full-shaped tensor, with what this rank's engine reads and the rank holds itself.
+        """The full-shaped tensor. What this rank's engine reads and the rank holds itself is in it after `copy`.
 
         If that is all that the engine reads, and in one piece, the tensor is a window on the parameter. A tensor of which
-        the engine reads nothing has the memory of one element.
+        the engine reads nothing has the memory of one element. One that is stacked is a view of its stack.
         """
         whole, own = self._plan.tensor(tensor), self._plan.own.get(tensor, [])
         start, stop = self._plan.plan.spans[whole.name][self._plan.engine_rank]
         if start == stop:
             return self._pool.empty((1,) * len(whole.shape)).expand(whole.shape)
-        if len(own) == 1 and (own[0].start, own[0].stop) == (start, stop):
+        is_stacked = tensor in self._plan.stacked
+        if not is_stacked and len(own) == 1 and (own[0].start, own[0].stop) == (start, stop):
             window = _window(self.local(own[0]), whole, own[0].start)
             if window is not None and window.dtype == self._pool.dtype:
                 return window
-        out = self._pool.empty(whole.shape)
+        out = self._in_stack(tensor, (start, stop)) if is_stacked else self._pool.empty(whole.shape)
         for copy in own:
-            out.narrow(whole.axis, copy.start, copy.stop - copy.start).copy_(self.local(copy))
+            self.copies.append((out.narrow(whole.axis, copy.start, copy.stop - copy.start), self.local(copy)))
+        return out
+
+    def _in_stack(self, tensor: int, span: Interval) -> Tensor:
+        name, place, count = self._plan.stacked[tensor]
+        if name not in self._stacks:
+            self._stacks[name] = list(empty_stack(count, self._plan.tensor(tensor), span, self._pool.empty))
+            self._left[name] = count
+        self._left[name] -= 1
+        out = self._stacks[name][place]
+        if not self._left[name]:
+            del self._stacks[name]  # its memory is that of its tensors
         return out
 
 
@@ -331,6 +370,8 @@ Post = Callable[[list[Envelope], list[Envelope]], Wait]
 def point_to_point(sends: list[Envelope], receives: list[Envelope]) -> Wait:
     """A `Post`: one group of operations of torch.distributed. NCCL runs them as one kernel, gloo side by side.
 
+    All phases use the world's group. With NCCL this is one communicator with one stream: the messages of two phases or
+    rounds never overlap each other, only what the engine loads meanwhile.
     All ranks post the phases of a sync in the same order, so messages between two ranks need no tag.
     """
     operations = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in receives]
@@ -417,8 +458,7 @@ class Exchange:
             view = self._origin(message.slots[0], number)
             if view.is_contiguous():
                 return view.view(-1)
-        for slot in message.slots:
-            _view(buffer, slot).copy_(self._origin(slot, number))
+        copy_all([(_view(buffer, slot), self._origin(slot, number)) for slot in message.slots])
         return buffer[slice(*message.span)]
 
     def _origin(self, slot: Slot, number: int) -> Tensor:
@@ -439,8 +479,11 @@ class Exchange:
                     if part.tensor not in self._tensors:
                         self._tensors[part.tensor] = self._shard.begin(part.tensor)
                     axis = self._plan.tensor(part.tensor).axis
-                    part_of(self._tensors[part.tensor], part, axis).copy_(_view(buffer, slot))
-        return [(self._plan.tensor(tensor).name, self._completed(tensor)) for tensor in current.complete]
+                    target = part_of(self._tensors[part.tensor], part, axis)
+                    self._shard.copies.append((target, _view(buffer, slot)))
+        bucket = [(self._plan.tensor(tensor).name, self._completed(tensor)) for tensor in current.complete]
+        self._shard.copy()
+        return bucket
 
     def _completed(self, tensor: int) -> Tensor:
         return self._tensors.pop(tensor) if tensor in self._tensors else self._shard.begin(tensor)

@@ -23,7 +23,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,11 +87,21 @@ EngineSpans = Mapping[str, tuple[Interval, ...]]
 class EngineTensors:
     """What an engine gets: every tensor of a complete weight stream, and the part of it that each engine rank reads.
 
-    An engine that reads whole tensors has the span [0, length) on each rank.
+    An engine that reads whole tensors has the span [0, length) on each rank. `stacks` names, for each tensor that is loaded
+    and digested together with others, the stack that it belongs to: one linear layer of all experts (sync/stacks.py).
     """
 
     tensors: Mapping[str, SyncTensor]
     spans: EngineSpans
+    stacks: Mapping[str, str] = field(default_factory=dict)
+
+    def units(self, rank: int) -> dict[str, list[str]]:
+        """What a rank loads in one call, and digests in one: the stack or tensor -> the tensors in it that it reads."""
+        units: dict[str, list[str]] = {}
+        for name, spans in self.spans.items():
+            if spans[rank][0] < spans[rank][1]:
+                units.setdefault(self.stacks.get(name, name), []).append(name)
+        return units
 
 
 def shortened(problems: Sequence[str]) -> str:
@@ -352,8 +362,9 @@ def _intervals(
 
 
 # -- Rounds: which parts travel together, and the memory that this takes -----------------------------------------------
-# Four rounds are in flight at a time: one is loaded, one travels within the nodes, two over the network. (Of two, the
-# network is busy with the first while the ranks agree on the second.)
+# Four rounds are posted or loaded at a time: one is loaded, one is posted within the nodes, two over the network. Loading
+# overlaps with messages. What else overlaps depends on the backend: gloo sends all posted messages side by side, and NCCL
+# runs a rank's messages one after the other, in the order in which they were posted (`point_to_point` of exchange.py).
 
 # Rounds whose messages are in memory at the same time, by (phase, is receiver)
 AHEAD = 2  # rounds over the network

@@ -71,7 +71,10 @@ CASES: list[tuple[list[str], list[str]]] = [
     # lengths
     (["data.max_response_length=128"], ["=16 + data.max_response_length=128 = 144", "embeddings 128; lower"]),
     (["actor.ppo_max_token_len_per_gpu=31"], ["actor.ppo_max_token_len_per_gpu=31", "= 32", "set it to 32 or more"]),
-    (["rollout.max_num_batched_tokens=100"], ["max_num_batched_tokens=100", "max_num_seqs=256", "=256 or more"]),
+    (
+        ["rollout.max_num_batched_tokens=100", "rollout.max_num_seqs=256"],
+        ["max_num_batched_tokens=100", "max_num_seqs=256", "=256 or more"],
+    ),
     (
         [
             "rollout.max_num_batched_tokens=20",

@@ -92,7 +92,7 @@ def played(made: EvaluationSettings, script: Any) -> tuple[dict[str, Any], list[
     """The task's result, its graded problems and the page."""
     [selected] = made.selected
     engine: Any = ScriptedEngine(made.tokenizer, script)
-    draw_task(made, selected, engine, LoneMesh())
+    draw_task(made, selected, engine, LoneMesh(), 256)
     with RewardPool(1, 10.0) as pool:
         graded = results.grade_task(made, selected, pool)
         result = results.task_result(selected, graded, pool)

@@ -59,7 +59,8 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
     Returns how often the engine generated in each, and the tokens of a greedy completion.
     """
     settings = prepare(options(model, data, output))
-    engine, mesh = start_engine(settings)
+    engine, mesh, capacity = start_engine(settings)
+    assert capacity == 256  # on the CPU, where the options name none
     facts: dict[str, Any] = {"calls": []}
 
     def draw(target: Path) -> None:
@@ -71,7 +72,7 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
         with mock.patch.object(engine, "stream", wraps=engine.stream) as stream:
             try:
                 for selected in again.selected:
-                    draw_task(again, selected, engine, mesh)
+                    draw_task(again, selected, engine, mesh, capacity)
             finally:
                 facts["calls"].append(stream.call_count)
 

@@ -122,7 +122,7 @@ class Scripted(Answerer):
     """Answers without an engine: every answer says what it was asked."""
 
     def __init__(self, settings: GenerationSettings) -> None:
-        self.settings = settings
+        self.settings, self.capacity = settings, settings.options.max_num_seqs or 256
         self.mesh: Any = SimpleNamespace(rank=0)
         self.engine: Any = SimpleNamespace(shutdown=lambda: None)
         self.asked: list[tuple[str, int]] = []

@@ -30,6 +30,7 @@ from unittest import mock
 import pytest
 import torch
 
+from grpo_megatron.processes.variables import set_gpu_variables
 from tests import tiny, worlds
 from tests.gpu import reports
 from tests.gpu.building import ON_CPU, QWEN_HALF_B, VOCABULARY, write_random_model
@@ -171,6 +172,8 @@ def run(function: Callable[..., Any], world_size: int = 1, *, limit_s: float = L
         mock.patch.dict(os.environ, settings),
         mock.patch.object(worlds, "_context", lambda: multiprocessing.get_context("spawn")),
     ):
+        if not ON_CPU:
+            list(set_gpu_variables())  # as the command line does
         return worlds.run(function, world_size, timeout_s=limit_s, **kwargs)
 
 

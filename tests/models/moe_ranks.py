@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from tests import tiny
 from tests.models.gradients import named_gradients
+from tests.models.grouped import grouped_experts
 from tests.models.policy_ranks import check_counts, loss, share, stream, whole
 
 Layout = tuple[int, int, int, int]
@@ -43,9 +45,22 @@ def build(
     return policy
 
 
-def everything(folders: list[Path], pairs: Any, layout: Layout) -> list[dict[str, Any]]:
+def grouped(folders: list[Path], pairs: Any, layout: Layout) -> list[dict[str, Any]]:
+    """`everything`, with grouped experts."""
+    from grpo_megatron.models.weights.stream import global_parameters
+
+    with grouped_experts():
+        device, mesh = world(layout)
+        model = build(folders[0], device, mesh).model
+        names = {name for name, _ in model.named_parameters() if ".experts." in name}
+        assert names and all(re.search(r"experts\.linear_fc[12]\.weight\d+$", name) for name in names), names
+        shapes = {name: tuple(parameter.shape) for name, parameter in global_parameters(model).items()}
+        return [{**result, "shapes": shapes} for result in everything(folders, pairs, (device, mesh))]
+
+
+def everything(folders: list[Path], pairs: Any, layout: Any) -> list[dict[str, Any]]:
     """Per model: logprobs, the stream after loading, gradients of one backward pass, the stream after two updates."""
-    device, mesh = world(layout)
+    device, mesh = world(layout) if len(layout) == 4 else layout
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)
     micros = [[i] for i in range(len(rows))]
     batch = tiny.make_batch(pairs, [micros], rows)
@@ -116,7 +131,7 @@ def logprobs(folders: list[Path], pairs: Any, families: list[str | None] | None 
 
 
 def checkpointed(
-    folder: Path, pairs: Any, layout: Layout, save_to: Path | None, load_from: Path | None
+    folder: Path, pairs: Any, layout: Layout, save_to: Path | None, load_from: Path | None, is_grouped: bool = False
 ) -> dict[str, Any]:
     """Update once, or load a checkpoint of any layout; save; update once more. The streams before and after the last update."""
     from grpo_megatron.models.weights import sharded_state
@@ -124,7 +139,8 @@ def checkpointed(
     device, mesh = world(layout)
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)
     batch = tiny.make_batch(pairs, [[[i] for i in range(len(rows))]], rows)
-    policy = build(folder, device, mesh)
+    with grouped_experts(is_grouped):
+        policy = build(folder, device, mesh)
     if load_from is not None:
         sharded_state.load_sharded(policy, load_from, same_world=False)
     else:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from grpo_megatron.checks.layout import engine_expert_problems, world_problems
 from grpo_megatron.config import Config
-from grpo_megatron.models.families import architecture_of
+from grpo_megatron.models.families import architecture_of, read_config, table_of
+from grpo_megatron.models.weights.table import expand_table
 from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu, divides_experts_on_cpu
 from tests import tiny, worlds
@@ -124,6 +125,42 @@ def test_every_layout_is_the_same_model(
             assert len(constants) == (folder.name == "deepseek_v3")
             assert all(torch.equal(got["updated"][name], files[name]) for name in constants)
             assert got["norms"] == pytest.approx(one["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["EP2xDP2", pytest.param("TP2+SP", marks=pytest.mark.soak)])
+def test_grouped_experts_are_the_same_model(folders: list[Path], single: list[dict[str, Any]], layout: str) -> None:
+    """Transformer Engine's form (a stand-in computes its products): loaded, streamed and trained as one MLP per expert."""
+    for results in worlds.run(moe_ranks.grouped, 2, folders=folders[:1], pairs=PAIRS, layout=LAYOUTS[layout]):
+        got, one, files = results[0], single[0], load_file(folders[0] / "model.safetensors")
+        assert all(torch.equal(got["loaded"][name], tensor) for name, tensor in files.items())
+        arch = architecture_of(read_config(folders[0]))
+        tp, ep = LAYOUTS[layout][1], LAYOUTS[layout][3]
+        rows = {row.megatron: row for row in expand_table(table_of(arch), arch)}
+        experts = {name: shape for name, shape in got["shapes"].items() if ".experts." in name}
+        assert len(experts) == arch.num_layers * arch.num_experts // ep * 2
+        assert all(rows[name].local_shape(arch, tp) == shape for name, shape in experts.items())
+        torch.testing.assert_close(got["logprobs"], one["logprobs"], rtol=0, atol=1e-5)
+        close(got["gradients"], one["gradients"], 1e-5)
+        close(got["updated"], one["updated"], 1e-5)
+        assert got["norms"] == pytest.approx(one["norms"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_each_form_of_experts_reads_the_checkpoints_of_the_other(folders: list[Path], tmp_path: Path) -> None:
+    """One MLP per expert, then grouped over two ranks, then one MLP per expert: weights bitwise, and the next updates."""
+    paths: list[Any] = [None, tmp_path / "plain", tmp_path / "grouped", None]
+    layouts = LAYOUTS["1"], LAYOUTS["EP2xDP2"], LAYOUTS["1"]
+    before = None
+    for number, layout in enumerate(layouts):
+        if paths[number + 1] is not None:
+            paths[number + 1].mkdir()
+        files = {"load_from": paths[number], "save_to": paths[number + 1]}
+        arguments = {"folder": folders[0], "pairs": PAIRS, "layout": layout, "is_grouped": number == 1, **files}
+        for got in worlds.run(moe_ranks.checkpointed, layout[0], **arguments):
+            want = before or got
+            assert all(torch.equal(got["before"][key], tensor) for key, tensor in want["before"].items())
+            close(got["after"], want["after"], 1e-5)
+        before = got
 
 
 def test_gradients_equal_transformers(folders: list[Path], single: list[dict[str, Any]]) -> None:

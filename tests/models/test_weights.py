@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.families import hf_shapes, table_of
+from grpo_megatron.models.families import architecture_of, hf_shapes, table_of
 from grpo_megatron.models.weights.folder import SafetensorsFolder
 from grpo_megatron.models.weights.stream import WeightsError, engine_tensors
 from grpo_megatron.models.weights.table import QKV, GateUp, Vocabulary, WeightRow, expand_table
+from grpo_megatron.sync.digest import Share, share_groups
+from grpo_megatron.sync.plan import SyncTensor
 from tests.sync.simulation import FAMILIES, architecture
 
 INDEX = "model.safetensors.index.json"
@@ -80,6 +82,47 @@ def test_an_engine_rank_has_its_experts_whole(family: str) -> None:
             continue
         owner = int(name.split(".experts.")[1].split(".")[0]) // per_rank
         assert whole.spans[name] == tuple((0, tensor.length if rank == owner else 0) for rank in range(4))
+
+
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+}
+
+
+def test_the_calls_of_a_sync_do_not_grow_with_the_experts() -> None:
+    """Qwen3-30B-A3B has 48 layers of 9 tensors and 128 experts, and 3 tensors beside them: 18,867.
+
+    An engine loads and digests 9 and 3 stacks of a layer in one call each. A training rank that is the witness of all experts
+    digests at most 2^27 elements at a time: 42 experts' first linear layers of 2 x 768 x 2048, or 85 second ones.
+    """
+    arch = architecture_of(QWEN3_30B)
+    engine = engine_tensors(arch, 4, reads_shards=True)
+    assert len(engine.tensors) == 48 * (9 + 3 * 128) + 3 == 18_867
+    assert [len(engine.units(rank)) for rank in range(4)] == [48 * (9 + 3) + 3] * 4
+    whole = engine_tensors(arch, 4, reads_shards=True, rollout_ep=4)
+    assert {len(names) for unit, names in whole.units(3).items() if ".experts." in unit} == {32}
+    assert len(whole.units(3)) == len(engine.units(3))
+    shares = [
+        Share(row.megatron, SyncTensor(name, shape, row.axis), 0, shape[row.axis], start, (0,))
+        for row in expand_table(table_of(arch), arch)
+        if row.expert is not None
+        for name, shape, start in zip(row.hf, row.hf_shapes(arch), (0, 768), strict=False)
+    ]
+    assert len(shares) == 18_432
+    digests = sum(len(group[0]) for group in share_groups(shares))
+    assert digests == 2 * -(-48 * 128 // 42) + -(-48 * 128 // 85) == 367
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

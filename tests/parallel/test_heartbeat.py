@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.parallel.heartbeat import Beat, Heartbeat, Watch, behind, table
+from grpo_megatron.parallel.heartbeat import Beat, Heartbeat, StalledRank, Watch, behind, table
 from tests import worlds
 from tests.runs import make_run, stand_in_trainer
 
@@ -80,6 +80,59 @@ def test_a_pause_of_the_watcher_is_no_silence() -> None:
     watch = Watch(45.0, 5.0, now=0.0)
     watch.update(beats(1), 5.0)
     assert watch.update(beats(1), 3600.0) == [] and watch.silent_s[1] == 10.0
+
+
+def test_a_rank_may_be_silent_for_longer_while_a_checkpoint_is_saved() -> None:
+    """10 x 45 s, also where only one rank has been able to say that it saves, or saves beside the step."""
+    watch, alarms = Watch(45.0, 5.0, now=0.0), []
+    for look in range(1, 120):
+        seen = beats(look, count=7)
+        seen[0] = replace(seen[0], is_saving=True)
+        if watch.update(seen, 5.0 * look):
+            alarms.append(5.0 * look)
+    assert 450 < alarms[0] < 470
+
+
+def looks(seen: Any, number: int = 20, files_s: float = 0.1) -> tuple[list[Any], float]:
+    """(alarms, `files_stall_s`) of rank 0's watch after looks every 5 s; `seen(look)` is what it reads."""
+    watch, alarms = Watch(45.0, 5.0, now=0.0), []
+    for look in range(1, number + 1):
+        alarms += watch.update(seen(look), 5.0 * look, beats(look)[0], files_s)
+    return alarms, watch.files_stall_s
+
+
+def test_a_stalled_file_system_is_not_the_ranks() -> None:
+    old = beats(0)
+    other = old[1]
+    assert looks(lambda look: old) == ([], 100.0)  # full, or stale: the watcher's own beat does not come back
+    assert looks(lambda look: {1: other}) == ([], 100.0)
+    assert looks(lambda look: {**beats(look), 1: other}, files_s=11.0) == ([], 220.0)  # or much too late
+    assert looks(lambda look: beats(look))[1] == 0.0
+
+    # Of three nodes both others are silent at once; then one of them is back, and the other one is a rank that has stalled.
+    third = replace(other, rank=2, node="node-c", pid=13)
+    alarms, stall_s = looks(lambda look: {**beats(look), 1: other, 2: third})
+    assert alarms == [] and 90 < stall_s <= 100
+    alarms, stall_s = looks(lambda look: {**beats(look), 1: other, 2: replace(third, count=look)})
+    assert {beat.rank for beat in alarms} == {1} and stall_s == 0.0
+
+
+def test_a_stalled_file_system_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heartbeat: Any = Heartbeat(tmp_path, SimpleNamespace(rank=0, world_size=2), 45.0)  # type: ignore[arg-type]
+    watch, is_named = Watch(45.0, 5.0, now=0.0), False
+    for stall_s in (40.0, 50.0, 60.0, 0.0, 45.0):
+        watch.files_stall_s = stall_s
+        is_named = heartbeat._name_stalled_files(watch, is_named)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"warning: the file system of {tmp_path} has stalled, as node ") and "for 50 s" in first
+    assert "for 45 s" in second
+
+
+def test_a_timeout_while_the_thread_waits_for_the_file_system_names_it(tmp_path: Path) -> None:
+    heartbeat: Any = Heartbeat(tmp_path, SimpleNamespace(rank=0, world_size=2), 45.0)  # type: ignore[arg-type]
+    heartbeat._files_since = time.monotonic() - 100.0
+    with pytest.raises(StalledRank, match=f"the file system of {tmp_path} has stalled"), heartbeat.naming_timeouts():
+        raise RuntimeError("the collective timed out")
 
 
 def test_who_is_behind_and_the_table() -> None:

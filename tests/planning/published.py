@@ -84,7 +84,7 @@ class PublishedStep:
     @property
     def cache_tokens(self) -> float:
         """Of an engine that has `cache_share` of its GPUs' memory."""
-        from grpo_megatron.memory.phases import kv_token_bytes
+        from grpo_megatron.models.engine_cache import kv_token_bytes
 
         arch, tp = self.workload.arch, self.layout.rollout_tp
         free = self.cache_share * self.gpu.usable_bytes - 2 * arch.num_parameters() / tp

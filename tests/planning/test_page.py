@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,12 +53,18 @@ def warnings(text: str) -> str:
 def test_70b_fits_and_the_page_ends_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [EXAMPLE, "--world-size", "64", "--gpu", "h100-80"]
     text = page(capsys, "train", "--dry-run", *arguments)
-    assert text.splitlines()[-1] == "  FITS h100-80, 79.11 GiB usable (fullest phase: start, 57.92 GiB)"
+    assert text.splitlines()[-1] == "  FITS h100-80, 79.11 GiB usable (fullest phase: start, 60.83 GiB)"
     assert max(map(len, text.splitlines())) <= 120
     assert page(capsys, "plan", *arguments) == text
     assert section(text, "KV cache of an engine") == [
         "  ~ 29.34 GiB = 769,216 tokens of 40 KiB",
         "  187 sequences of 4,096 tokens at once (rollout.max_num_seqs=256)",
+    ]
+    derived = page(capsys, "plan", *arguments, "rollout.max_num_seqs=null")
+    assert section(derived, "KV cache of an engine")[1:] == [
+        "  186 sequences of 4,096 tokens at once (rollout.max_num_seqs=368)",
+        "  ~ max_num_seqs    368, for null: 29.71 GiB / (2,048 tokens x 40 KiB + 128,256 words x 12 bytes) = 373, down to a",
+        "                    multiple of 8, from 16 to 1,024",
     ]
     assert "  pipeline               1,237.0 GB" in section(text, "Bytes over the borders")
     assert not warnings(text)
@@ -84,7 +91,7 @@ def test_70b_that_does_not_fit_gets_remedies_and_layouts(capsys: pytest.CaptureF
     captured = capsys.readouterr()
     text = captured.out
     verdict = section(text, "Verdict")
-    assert verdict[-1].strip().startswith("DOES NOT FIT a100-40, 39.38 GiB usable (fullest phase: scoring, 49.02 GiB")
+    assert verdict[-1].strip().startswith("DOES NOT FIT a100-40, 39.38 GiB usable (fullest phase: scoring, 52.43 GiB")
     assert verdict[0] == "  too large even without the estimated parts:"
     assert "- phase scoring does not fit" in verdict[1]
     assert sum("fullest phase" in line and " s, " in line for line in verdict) == 3
@@ -104,8 +111,23 @@ def test_a_page_for_a_narrow_terminal(run: Path, capsys: pytest.CaptureFixture[s
     text = page(capsys, "plan", EXAMPLE, "--world-size", "64", "--gpu", "a100")
     assert section(text, "Verdict") == [
         "  a100: taken as a100-80; a100-40 has 40 GB",
-        "  FITS a100-80, 79.14 GiB usable (fullest phase: start, 57.94 GiB)",
+        "  FITS a100-80, 79.14 GiB usable (fullest phase: start, 60.85 GiB)",
     ]
+
+
+def test_a_gpu_without_packed_attention_of_cudnn_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is installed here. Local layers need none; what only Transformer Engine has cannot be run without it."""
+    command, megatron = ["plan", EXAMPLE, "--world-size", "64", "--gpu"], "actor.megatron."
+    gap = "a100-80: cuDNN has no attention over packed sequences with compute capability 8.0; without flash-attn"
+    text = warnings(page(capsys, *command, "a100"))
+    assert gap in text and "the run takes Megatron-Core's local layers" in text
+    assert "the run is refused" in warnings(
+        page(capsys, *command, "a100", f"{megatron}transformer_impl=transformer_engine")
+    )
+    assert gap not in warnings(page(capsys, *command, "a100", f"{megatron}transformer_impl=local"))
+    deterministic = f"{megatron}deterministic=true"
+    assert not warnings(page(capsys, *command, "h200", deterministic))
+    assert "b200: cuDNN has no deterministic attention" in warnings(page(capsys, *command, "b200", deterministic))
 
 
 def test_a_plan_writes_the_resolved_config_beside_the_output_folder(
@@ -153,7 +175,7 @@ def test_a_machine_with_gpus_is_fitted_itself(run: Path, capsys: pytest.CaptureF
 
 def test_without_a_gpu_the_verdict_names_those_that_fit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     last = page(capsys, "plan", EXAMPLE, "--world-size", "64").splitlines()[-1]
-    assert last == "  FITS h100-80, h200, b200, a100-80, h20-96; DOES NOT FIT a100-40"
+    assert last == "  FITS h100-80, h200, b200, a100-80, h20-96; DOES NOT FIT a100-40, l40-48"
     on_cpu = page(capsys, "plan", str(run / "run.yaml"), "--gpu", "h200")
     assert on_cpu.splitlines()[-1].startswith("  NO VERDICT for trainer.device=cpu")
 
@@ -192,6 +214,39 @@ def test_a_warning_has_its_numbers(case: tuple[list[str], *tuple[str, ...]]) -> 
     none: Any = SimpleNamespace(train_prompts=[], offline_groups=[], supervised_rows=[])
     text = list(plan_warnings(config, models, Workload.of(config, models), machine, found, none))
     assert all(any(words in warning for warning in text) for words in expected), text
+
+
+@pytest.mark.parametrize(
+    ("version", "experts", "family", "overrides", "runner", "warns"),
+    [
+        ("0.26.0", 8, "mixtral", [], "", True),
+        ("0.26.0", 0, "llama", [], "", False),
+        ("0.26.0", 0, "llama", ["rollout.temperature=0.7"], "", True),  # `runner_environment` selects it
+        ("0.26.0", 8, "deepseek_v2", [], "", False),  # vLLM's own exception
+        ("0.26.0", 8, "mixtral", [], "1", False),  # the user's choice
+        ("0.26.0", 8, "mixtral", ["trainer.device=cpu"], "", False),
+        ("0.32.0", 8, "mixtral", [], "", False),
+        ("", 8, "mixtral", [], "", False),
+    ],
+)
+def test_vllm_026_draws_for_each_request_of_a_model_with_experts(
+    version: str,
+    experts: int,
+    family: str,
+    overrides: list[str],
+    runner: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("grpo_megatron.planning.page.installed_vllm", lambda: version)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    config = load_config(EXAMPLE, overrides)
+    models = read_models(config)
+    machine, work = PlannedMachine(find_gpu("h100-80"), 64), Workload.of(config, models)
+    sparse = replace(models, arch=replace(models.arch, num_experts=experts, experts_per_token=2, family=family))
+    none: Any = SimpleNamespace(train_prompts=[], offline_groups=[], supervised_rows=[])
+    text = " ".join(plan_warnings(config, sparse, work, machine, None, none))
+    assert ("takes its first model runner" in text and "install vllm 0.32" in text) == warns
 
 
 def test_an_engine_without_a_cache_does_not_fit() -> None:

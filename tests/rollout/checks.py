@@ -331,7 +331,7 @@ def blocks_generate_independently(world: World) -> None:
 
 def the_cache_has_the_blocks_that_a_plan_counts(world: World) -> None:
     """memory/phases.py against the blocks that vLLM makes of so many bytes."""
-    from grpo_megatron.memory.phases import EngineCache, kv_token_bytes
+    from grpo_megatron.models.engine_cache import EngineCache, kv_token_bytes
     from grpo_megatron.models.families import read_architecture
 
     real = world.engine._llm.llm_engine.vllm_config.cache_config

@@ -17,7 +17,7 @@ from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu
-from grpo_megatron.sync.digest import Expected, Share, compare, expected_digests
+from grpo_megatron.sync.digest import Expected, Share, compare, expected_digests, stack_digests
 from grpo_megatron.sync.plan import Interval, SyncTensor
 from grpo_megatron.types import WeightBucket
 from tests.sync.simulation import FAMILIES, SMALL
@@ -195,7 +195,8 @@ def every_tensor_dropped_within_vllm(subject: Subject, good: Weights, expected: 
 
         def without(request: Any, lost: str = lost) -> None:
             bucket = request["update_info"]["tensors"]
-            update({"update_info": {"tensors": [(n, t) for n, t in bucket if n != lost]}})
+            rest = [(n, t) for n, t in bucket if n != lost]
+            update({"update_info": {**request["update_info"], "tensors": rest}})
 
         with mock.patch.object(subject.engine._llm, "update_weights", without):
             subject.sync(good)
@@ -229,6 +230,25 @@ FAULTS = [
 ]
 
 
+def calls_are_counted(subject: Subject, good: Weights) -> None:
+    """One call of a weight loader, and one digest, for each tensor or stack: 3 stacks per layer, whatever the experts."""
+    loader = "vllm.model_executor.model_loader.reload.layerwise.get_numel_loaded"
+    digest = mock.patch("grpo_megatron.rollout.vllm_memory.stack_digests", wraps=stack_digests)
+    with mock.patch(loader, wraps=layerwise_loader()) as loads, digest as digests:
+        subject.sync(good)
+        subject.engine.digests()
+    experts = [name for name in good if ".experts." in name and _own(subject, name)]
+    own = sum(_own(subject, name) for name in good)
+    layers = len({name.partition(".experts.")[0] for name in experts})
+    assert loads.call_count == digests.call_count == own - len(experts) + 3 * layers
+
+
+def layerwise_loader() -> Any:
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    return layerwise.get_numel_loaded
+
+
 def _is_named(subject: Subject, sent: Weights, expected: Expected, wrong: set[str]) -> str:
     """The comparison names all of `wrong` and nothing else."""
     subject.sync(sent)
@@ -249,6 +269,8 @@ def attest(folder: Path, tp: int, cases: list[tuple[str, str, int, bool]]) -> No
             good = subject.weights(seed)
             subject.sync(good)
             assert subject.problem(subject.expected(good)) is None, (family, dtype)
+        if family in ("mixtral", "qwen3-moe"):
+            calls_are_counted(subject, good)
         expected = subject.expected(good)
         for fault in FAULTS if with_faults else ():
             fault(subject, good, expected)

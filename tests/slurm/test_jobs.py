@@ -90,7 +90,9 @@ class Run:
         self.lab.restart_now(self.job)
 
 
-PATIENT = {"PREFLIGHT_MINUTES": "30", "PREFLIGHT_PEER_SECONDS": "600"}  # nodes wait for each other on a busy machine
+PATIENT = dict.fromkeys(("PREFLIGHT_PEER_SECONDS", "PREFLIGHT_RENDEZVOUS_SECONDS"), "600") | {
+    "PREFLIGHT_MINUTES": "30"
+}  # nodes wait for each other on a busy machine
 
 
 def same_run(one: Path, other: Path, steps: int) -> None:

@@ -206,6 +206,23 @@ def test_the_verdicts_decide(job: Job, does: str, partition: str, code: int, wor
     assert (job.calls.read_text() == "") == (code != 75)
 
 
+@pytest.mark.parametrize(
+    "does",
+    [
+        "cd $OUT/attempts/7-*/preflight; echo 'all-reduce: timed out' | tee node1.verdict >node2.verdict",
+        "exit 1",  # the image cannot be read: no verdict at all
+    ],
+)
+def test_where_all_nodes_fail_the_infrastructure_is_named_and_no_node_excluded(job: Job, does: str) -> None:
+    status, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=does)
+    words = "all 2 nodes fail the pre-flight: the infrastructure (shared file system, image or network), no single node"
+    assert status == 75 and f"{words}; requeued; newest" in text.splitlines()[-1], text
+    assert job.calls.read_text() == "requeued\n"
+    status, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=does.replace("7-*", "7-1"), SLURM_RESTART_COUNT="1")
+    assert status == 1 and f"{words}, and two attempts in a row" in text.splitlines()[-1], text
+    assert job.calls.read_text() == "requeued\n"
+
+
 @pytest.fixture
 def preflight(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
@@ -231,6 +248,29 @@ def test_gpus_and_versions_are_looked_at(preflight: ModuleType) -> None:
     assert preflight.odd_versions(facts) == {}
     facts[0]["versions"] = {"torch": "2.12.1"}
     assert preflight.odd_versions(facts) == {"n0": ["torch 2.12.1, but 2.13.0 on 3 nodes"]}
+
+
+def test_imports_come_before_the_clock_and_the_facts(
+    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The rendezvous has a limit of its own; an import that fails is a problem of the node, which all others can read."""
+    now, waited = [0.0], []
+
+    def slow_import(name: str) -> None:
+        now[0] += 500.0
+        raise ImportError("libcudart.so.13 is not here\nmore")
+
+    monkeypatch.setattr(preflight.importlib, "import_module", slow_import)
+    monkeypatch.setattr(preflight.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(preflight.time, "sleep", lambda seconds: waited.append(now.append(now.pop() + 10.0)))
+    monkeypatch.setattr(
+        preflight, "check_node", lambda device: {"node": "n1", "first_rank": 0, "problems": [], "versions": {}}
+    )
+    monkeypatch.setattr(preflight, "NODE", "n1")
+    monkeypatch.setattr(sys, "argv", ["preflight.py", str(tmp_path), "--device", "cpu"])
+    assert preflight.main() == 0
+    assert 10 * len(waited) >= preflight.RENDEZVOUS_S > preflight.PEER_S  # from the end of the imports
+    assert (tmp_path / "n1.verdict").read_text() == "imports: ImportError: libcudart.so.13 is not here"
 
 
 def test_every_node_meets_its_neighbours_once(preflight: ModuleType) -> None:

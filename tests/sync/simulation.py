@@ -86,6 +86,7 @@ class World:
     rounds: Rounds
     traffic: Traffic
     whole: dict[str, Tensor]
+    engine: EngineTensors
     _rank_plans: dict[int, RankPlan] = field(default_factory=dict)
 
     @cached_property
@@ -94,7 +95,8 @@ class World:
 
     def rank_plan(self, rank: int) -> RankPlan:
         if rank not in self._rank_plans:
-            self._rank_plans[rank] = RankPlan(self.plan, self.rounds, rank)
+            units = self.engine.units(self.grid.engine_rank(rank))
+            self._rank_plans[rank] = RankPlan(self.plan, self.rounds, rank, units)
         return self._rank_plans[rank]
 
     def shard(self, rank: int) -> dict[str, Tensor]:
@@ -133,7 +135,10 @@ def world(
     plan, rounds, traffic = planned(arch, grid, sizes, budget, rollout_ep)
     generator = torch.Generator().manual_seed(0)
     whole = {n: torch.randn(s, generator=generator).to(dtype) for n, s in planned_shapes(arch).items()}
-    return World(arch, grid, plan, rounds, traffic, whole)
+    engine = engine_tensors(arch, grid.rollout_tp, reads_shards=True, rollout_ep=rollout_ep)
+    stacks = {name: stack for name, stack in engine.stacks.items() if name in whole}
+    of_whole = ({name: part[name] for name in whole} for part in (engine.tensors, engine.spans))
+    return World(arch, grid, plan, rounds, traffic, whole, EngineTensors(*of_whole, stacks))
 
 
 def run(simulated: World) -> tuple[list[dict[str, Tensor]], list[Counts]]:

@@ -5,14 +5,16 @@ The reference is the definition itself, in Python's integers: words of 8 bytes, 
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.sync import digest
-from grpo_megatron.sync.digest import part_digest
-from grpo_megatron.sync.plan import SyncTensor
+from grpo_megatron.sync.digest import Share, expected_digests, part_digest, stack_digests
+from grpo_megatron.sync.plan import EngineTensors, SyncTensor
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -111,7 +113,52 @@ def test_a_part_at_another_place_has_another_digest() -> None:
 
 def test_the_product_in_blocks_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The form for devices without a product of integers."""
-    words = torch.randint(-(2**63), 2**63 - 1, (7, 5), generator=torch.Generator().manual_seed(0))
+    words = torch.randint(-(2**63), 2**63 - 1, (5, 7, 5), generator=torch.Generator().manual_seed(0))
     factors = digest._numbers(digest._WORDS, 3, 8, words.device)
-    monkeypatch.setattr(digest, "BLOCK_WORDS", 12)  # two rows
-    assert torch.equal(digest._product_in_blocks(words, factors), torch.mv(words, factors))
+    for block in (12, 75, 1000):  # two rows; two parts; everything
+        monkeypatch.setattr(digest, "BLOCK_WORDS", block)
+        assert torch.equal(digest._product_in_blocks(words, factors), digest._product(words, factors))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "axis"), [((5, 13), 0), ((5, 13), 1), ((6, 16), 1), ((9,), 0)])
+def test_a_stack_has_the_digests_of_its_tensors(shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> None:
+    """Contiguous, and as the upper half of a larger memory, as vLLM keeps gate and up of all experts."""
+    tensor, whole = SyncTensor("w", (64, 64)[: len(shape)], axis), tensor_of((3, *shape), dtype)
+    half = torch.cat([whole, whole], 1)[:, shape[0] :]
+    want = [int(part_digest(part, tensor, 3)) for part in whole]
+    assert stack_digests(whole, tensor, 3).tolist() == stack_digests(half, tensor, 3).tolist() == want
+
+
+MEMORIES = {  # how a rank keeps the parameters of all experts
+    "by themselves": lambda tensors: [tensor.clone() for tensor in tensors],
+    "one after the other": lambda tensors: list(torch.stack(tensors)),
+    "from the last to the first": lambda tensors: list(torch.stack(tensors[::-1]))[::-1],  # Megatron's buffers
+    "in two buffers": lambda tensors: [*torch.stack(tensors[:2]), *torch.stack(tensors[2:])],
+}
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_parameters_of_one_kind_are_digested_together(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five experts, each one parameter of two tensors; and one tensor by itself. A value that is not finite is named."""
+    values = [tensor_of((6, 8), torch.bfloat16, seed) for seed in range(5)]
+    parameters = {f"layers.0.{n}.fc1": v for n, v in enumerate(MEMORIES[memory](values))}
+    parameters["norm"] = tensor_of((8,), torch.bfloat16)
+    shares = [Share("norm", SyncTensor("norm", (8,), 0), 0, 8, 0, (0,))]
+    for n in range(5):
+        shares += [Share(f"layers.0.{n}.fc1", SyncTensor(f"{n}.{i}", (3, 8), 0), 0, 3, 3 * i, (0,)) for i in (0, 1)]
+    engine = EngineTensors({s.tensor.name: s.tensor for s in shares}, {s.tensor.name: ((0, 3),) for s in shares})
+    calls = mock.Mock(side_effect=stack_digests)
+    monkeypatch.setattr(digest, "stack_digests", calls)
+    got = expected_digests(shares, parameters.__getitem__, engine, lambda table: None, torch.device("cpu"))
+    assert calls.call_count == 3 == sum(len(group[0]) for group in digest.share_groups(shares)) and not got.non_finite
+    for share in shares:
+        part = parameters[share.parameter].narrow(0, share.local_start, share.stop)
+        assert got.digests[share.tensor.name] == [int(part_digest(part, share.tensor, 0))], share.tensor.name
+    parameters["layers.0.3.fc1"][4, 2] = torch.nan
+    got = expected_digests(shares, parameters.__getitem__, engine, lambda table: None, torch.device("cpu"))
+    assert got.non_finite == ["3.1"]
+    monkeypatch.setattr(digest, "STACK_ELEMENTS", 2 * 48)  # two parameters: 2, 2 and 1
+    calls.reset_mock()
+    expected_digests(shares, parameters.__getitem__, engine, lambda table: None, torch.device("cpu"))
+    assert calls.call_count == 1 + 2 * 3

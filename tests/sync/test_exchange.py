@@ -14,6 +14,7 @@ import torch
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.exchange import Exchange, Pool
 from grpo_megatron.sync.plan import SyncPlan
+from grpo_megatron.sync.stacks import as_stack
 from tests.sync import simulation
 from tests.sync.simulation import FAMILIES, architecture, floor_of
 
@@ -102,6 +103,8 @@ def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
             assert torch.equal(got, expected), (rank, tensor.name)
             if start == stop:
                 assert handed[rank][tensor.name].untyped_storage().nbytes() == got.itemsize, tensor.name
+        for names in world.engine.units(grid.engine_rank(rank)).values():  # experts arrive as one tensor
+            assert as_stack([handed[rank][name] for name in names]) is not None, names[0]
     floor = floor_of(world.plan.parameters, world.plan.spans, grid)
     assert [sum(c.received.values()) for c in counts] == floor.ranks.tolist()
     over_borders = [0] * grid.num_nodes

@@ -9,6 +9,7 @@ The local spec runs anywhere, also on the CPU. The Transformer Engine spec and t
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,8 +29,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from grpo_megatron.config import ConfigError, MegatronConfig
-from grpo_megatron.device import Device
-from grpo_megatron.importing import examine_transformer_engine, replaced
+from grpo_megatron.device import Device, read_hardware
+from grpo_megatron.importing import examine_transformer_engine, packed_attention_problem, replaced
 from grpo_megatron.models.architecture import Architecture, Latent, Routing, Yarn
 from grpo_megatron.models.layers.modules import (
     LATENT_KEYS,
@@ -47,16 +48,19 @@ from grpo_megatron.reading import cut, shown
 class Kernels:
     """The fused kernels of a rank. On the CPU there are none. A GPU uses those that are installed; none is required.
 
-    `transformer_engine`: layers, norms, attention over packed sequences and the rotary embedding. `compiled`: torch
+    `transformer_engine`: layers, norms, attention over packed sequences, grouped experts, the rotary embedding. `compiled`: torch
     compiles the gated activation and the residual addition. `fused_gradients`: the matrix product that computes a weight
     gradient also adds it to the float32 gradient buffer. Transformer Engine's layers do this themselves; local layers need
-    Apex's `fused_weight_gradient_mlp_cuda`. `reason`: why Transformer Engine is not used.
+    Apex's `fused_weight_gradient_mlp_cuda`. `fused_head`: Triton's kernels of the output head (head_kernel.py). `reason`,
+    `head_reason`: why Transformer Engine, or the fused output head, is not used.
     """
 
     transformer_engine: bool = False
     compiled: bool = False
     fused_gradients: bool = False
+    fused_head: bool = False
     reason: str | None = field(default=None, compare=False)
+    head_reason: str | None = field(default=None, compare=False)
 
     def settings(self) -> dict[str, bool]:
         """TransformerConfig fields. Neither spec's attention has a separate softmax to fuse; Megatron's loss is not used."""
@@ -72,13 +76,16 @@ class Kernels:
 
     def describe(self) -> str:
         """One line for the plan and the start of a run."""
+        head = "fused output head (Triton)" if self.fused_head else f"no fused output head: {self.head_reason}"
         if self.transformer_engine:
-            return "Transformer Engine's layers, with fused weight gradients"
+            return f"Transformer Engine's layers, with fused weight gradients; {head}"
         fused = (
             "fused weight gradients (Apex)" if self.fused_gradients else "no fused weight gradients (they need Apex)"
         )
         without = f"no Transformer Engine: {self.reason}"
-        return f"Megatron-Core's layers; {fused}; {without}" if self.compiled else f"Megatron-Core's layers; {without}"
+        if not self.compiled:
+            return f"Megatron-Core's layers; {without}"
+        return f"Megatron-Core's layers; {fused}; {without}; {head}"
 
 
 def choose_kernels(
@@ -94,7 +101,9 @@ def choose_kernels(
     elif dtype == "float32":
         reason = "model.dtype=float32, which its attention does not support"
     else:
-        reason = examine_transformer_engine()[1]
+        reason = examine_transformer_engine()[1] or packed_attention_problem(
+            read_hardware("auto").capability, deterministic=megatron.deterministic
+        )
     if reason is not None:
         for key, is_needed in (
             ("transformer_impl=transformer_engine", megatron.transformer_impl == "transformer_engine"),
@@ -106,11 +115,16 @@ def choose_kernels(
     if not device.is_cuda:
         return Kernels(reason=reason)
     has_te = reason is None
+    head_reason = None if importlib.util.find_spec("triton") is not None else "Triton is not installed"
+    if not megatron.fused_head:
+        head_reason = "fused_head=false"
     return Kernels(
         transformer_engine=has_te,
         compiled=True,
         fused_gradients=has_gradients and (has_te or layers._grad_accum_fusion_available),
+        fused_head=head_reason is None,
         reason=reason,
+        head_reason=head_reason,
     )
 
 
@@ -152,7 +166,7 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSp
     """The spec of one layer, with `num_experts` experts, or None for an MLP."""
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,  # off unless overridden: one MLP per expert
+        moe_grouped_gemm=config.moe_grouped_gemm,  # off: one MLP per expert
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
@@ -241,8 +255,12 @@ def yarn_config(yarn: Yarn) -> dict[str, Any]:
     }
 
 
-def expert_config(arch: Architecture) -> dict[str, Any]:
-    """TransformerConfig fields of the router and its experts. No token is dropped. Nothing is added to the loss."""
+def expert_config(arch: Architecture, kernels: Kernels) -> dict[str, Any]:
+    """TransformerConfig fields of the router and its experts. No token is dropped. Nothing is added to the loss.
+
+    Transformer Engine multiplies all experts of a rank in one call. Without it, Megatron-Core has one MLP per expert. The
+    parameters are one per expert in either form, and either form reads the other's checkpoints.
+    """
     return {
         "num_moe_experts": arch.num_experts,
         "moe_ffn_hidden_size": arch.ffn_hidden_size,
@@ -250,6 +268,7 @@ def expert_config(arch: Architecture) -> dict[str, Any]:
         # A softmax over the selected logits equals the softmax over all, renormalised over the selected.
         "moe_router_pre_softmax": not arch.renormalise_experts,
         "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": kernels.transformer_engine,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         **(routing_config(arch, arch.routing) if arch.routing else {}),
@@ -344,10 +363,11 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",  # required by variable_seq_lengths, even for dense models
         "deallocate_pipeline_outputs": True,
         "batch_p2p_comm": on_cuda,
+        "deterministic_mode": megatron.deterministic,
         "transformer_impl": "transformer_engine" if kernels.transformer_engine else "local",
         **kernels.settings(),
         **fp8_settings(megatron.fp8),
-        **(expert_config(arch) if arch.num_experts else {}),
+        **(expert_config(arch, kernels) if arch.num_experts else {}),
         **(latent_config(arch, arch.latent) if arch.latent else {}),
         **megatron.override_transformer_config,
     }

@@ -160,13 +160,17 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool, r
     `reads_shards`: the parts that vLLM reads. Linear layers are cut evenly. Key-value heads are shared by several ranks if
     there are more ranks than heads. The vocabulary is padded to a multiple of 64 first, so that the last rank has fewer
     tokens, or none. With `rollout_ep` (1 or `rollout_tp`), a rank reads neighbouring experts whole, and nothing of the
-    others. Without `reads_shards`, every rank reads everything.
+    others; and it stacks the experts of a layer. Without `reads_shards`, every rank reads everything, one by one.
     """
     tensors: dict[str, SyncTensor] = {}
     spans: dict[str, tuple[Interval, ...]] = {}
+    stacks: dict[str, str] = {}
     for row in model_rows(arch).values():
         for index, (name, shape) in enumerate(zip(row.hf, row.hf_shapes(arch), strict=True)):
             tensor = tensors[name] = SyncTensor(name, shape, row.axis)
+            module, numbered, kind = name.partition(f".experts.{row.expert}.")
+            if numbered and reads_shards:
+                stacks[name] = f"{module}.experts.{kind}"
             if not reads_shards:
                 spans[name] = ((0, tensor.length),) * rollout_tp
             elif row.expert is not None and rollout_ep > 1:
@@ -174,7 +178,7 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool, r
                 spans[name] = tuple((0, tensor.length if rank == owner else 0) for rank in range(rollout_tp))
             else:
                 spans[name] = tuple(_span(row, index, tensor.length, arch, r, rollout_tp) for r in range(rollout_tp))
-    return EngineTensors(tensors, spans)
+    return EngineTensors(tensors, spans, stacks)
 
 
 def _span(row: WeightRow, index: int, length: int, arch: Architecture, rank: int, ranks: int) -> Interval:
@@ -216,7 +220,7 @@ class Resharding:
         self._pool = Pool(dtype, device)
         grid, budget = mesh.grid(), (bucket_megabytes << 20) // dtype.itemsize
         plan, rounds, self.traffic = plan_rounds(sync_parameters(arch, grid, stage_of), tensors.spans, grid, budget)
-        self.plan = RankPlan(plan, rounds, mesh.rank)
+        self.plan = RankPlan(plan, rounds, mesh.rank, tensors.units(mesh.rank % mesh.rollout_tp))
         rows = model_rows(arch)
         self._constants: dict[int, list[tuple[str, SyncTensor]]] = {}  # of each stage: (Megatron name, tensor)
         for row in rows.values():
@@ -238,6 +242,18 @@ class Resharding:
         self.mesh.agree(problem)
         assert delta is not None
         return delta
+
+    def connect(self) -> None:
+        """Send one element to every rank that a sync will send to. Collective.
+
+        NCCL allocates the buffers of a connection at its first message, gigabytes where a rank has many peers
+        (memory/reserved.py). After this call they are no longer part of the free memory.
+        """
+        targets, sources = self.plan.peers()
+        element = torch.zeros(1, dtype=self.dtype, device=self.device)
+        receives = [(peer, torch.empty_like(element)) for peer in sources]
+        point_to_point([(peer, element) for peer in targets], receives)()
+        dist.all_reduce(element)  # as the digests do
 
     @property
     def bytes_received(self) -> int:

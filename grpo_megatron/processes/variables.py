@@ -1,0 +1,70 @@
+"""Environment variables of a rank with a GPU: one table, with the reason of each.
+
+They are set in every process that may become a rank, before it imports torch: CUDA and NCCL read them once. What the user
+has set stays. On the CPU nothing is set. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from grpo_megatron.storage.files import folder_until_exit
+
+
+class Variable(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    value: str
+    reason: str
+
+
+GPU_VARIABLES = (
+    Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", "Megatron: communication starts before the GEMM that it overlaps"),
+    Variable("NCCL_NVLS_ENABLE", "0", "NVLink SHARP buffers take GiB that the engine's cache needs"),
+    Variable("NCCL_CUMEM_ENABLE", "0", "vLLM's default; vLLM and Megatron share a process"),
+    Variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1", "blockwise FP8 on Hopper, as vLLM scales it"),
+)
+# Compiled kernels. All ranks of all nodes would write them into one shared home. The value is a folder below `cache_folder`.
+CACHES = (
+    Variable("VLLM_CACHE_ROOT", "vllm", "graphs that vLLM has compiled, and what it knows of model classes"),
+    Variable("TRITON_CACHE_DIR", "triton", "Triton's kernels"),
+    Variable("TORCHINDUCTOR_CACHE_DIR", "inductor", "kernels of torch.compile"),
+    Variable("FLASHINFER_WORKSPACE_BASE", "flashinfer", "FlashInfer's kernels, in .cache/flashinfer below it"),
+)
+
+
+def set_gpu_variables() -> Iterator[str]:
+    """Set what the user has not set. Yields a line for each value of the user's that is not the table's."""
+    folder: Path | None = None
+    for variable in (*GPU_VARIABLES, *CACHES):
+        name, value, reason = variable
+        if name not in os.environ:
+            if variable in CACHES:
+                folder = folder or cache_folder()
+                value = str(folder / value)
+            os.environ[name] = value
+        elif variable in GPU_VARIABLES and os.environ[name] != value:
+            yield f"environment: {name}={os.environ[name]} stays as it is set; the default here is {value} ({reason})"
+
+
+def cache_folder() -> Path:
+    """A folder on this machine, of this user alone, that stays for the next run. Its name does not begin like a leftover's.
+
+    Where another user has taken the name, or a link, a new folder that lasts until this process ends.
+    """
+    folder = Path(tempfile.gettempdir(), f"grpo-megatron-cache-{os.getuid()}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+            folder.chmod(0o700)
+            return folder
+    except OSError:
+        pass
+    return folder_until_exit()
