@@ -47,6 +47,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "torch": ("algo.", "types", "cli.ranks"),  # in the rooms without torch, and in algo
     "megatron": ("models.", "parallel.mesh", "device"),
     "transformer_engine": ("importing",),
+    "triton": ("models.layers.head_kernel",),
     "vllm": ("rollout.vllm",),
     "safetensors": ("models.", "convert.", "training."),
     "sentencepiece": ("convert.",),

@@ -5,6 +5,7 @@
     python tools/benchmark.py sync [--engine | --network | --preset llama-70b | --plan MODEL_FOLDER] [--delta]
     python tools/benchmark.py overlap [--milliseconds 4] [--workers 1]
     python tools/benchmark.py passes [--workload "26 M"]
+    python tools/benchmark.py head [--hidden 3584] [--vocabulary 152064]
     python tools/benchmark.py waiting [--steps 12]
     python tools/benchmark.py saving [--steps 5] [--folder DIR]
     python tools/benchmark.py scale [--ranks 64 512 4096] [--samples 65536]
@@ -24,7 +25,8 @@ every rank. --engine: into vLLM. --network: between two network namespaces (root
 ones, also with --network. --preset, --plan: large layouts, only planned.
 
 overlap: rewards graded while the engine generates, beside rewards graded afterwards; in a step and in a validation. passes: the
-training part of a step with and without passes that it can do without.
+training part of a step with and without passes that it can do without. head: bytes per token that the output head reads and
+writes, by torch and by the fused kernels; on a GPU also seconds.
 
 waiting: two ranks with responses of very different lengths: steps that wait for all beside partial rollouts, and requests
 of one rank beside requests that ranks share.
@@ -58,6 +60,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmark_grading
+import benchmark_head
 import benchmark_overlap
 import benchmark_passes
 import benchmark_rank
@@ -282,6 +285,9 @@ def main(arguments: list[str] | None = None) -> int:
     passes_parser = commands.add_parser("passes", help="training with and without passes that can be left out")
     benchmark_passes.add_arguments(passes_parser)
     passes_parser.set_defaults(run=benchmark_passes.passes)
+    head_parser = commands.add_parser("head", help="the output head by torch and by fused kernels")
+    benchmark_head.add_arguments(head_parser)
+    head_parser.set_defaults(run=benchmark_head.run)
     waiting_parser = commands.add_parser("waiting", help="partial rollouts, and requests that ranks share")
     benchmark_waiting.add_arguments(waiting_parser)
     waiting_parser.set_defaults(run=benchmark_waiting.waiting)

@@ -272,8 +272,10 @@ def forward_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> floa
 def head_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, backward: bool) -> float:
     """What the output head (models/build.py) needs on the last stage: logits of a chunk, and its weight's gradient.
 
-    The forward pass has three float32 copies of a chunk's logits at a time; the backward pass has four, or six with an
-    entropy bonus. The weight's gradient is summed in float32, beside the chunk's part in the weight's type and in float32.
+    The forward pass has three float32 copies of a chunk's logits at a time; the backward pass has four and its result, or six
+    with an entropy bonus. Triton's kernels on CUDA have one copy in the weight's type: there this is an upper bound, because
+    a plan does not know whether Triton is installed. The weight's gradient is summed in float32, beside the chunk's part in
+    the weight's type and in float32.
     """
     tp = actor.megatron.tensor_model_parallel_size
     rows = arch.padded_vocab_size(tp) / tp
@@ -283,8 +285,8 @@ def head_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, backwar
     if not backward:
         return hidden + 3 * logits
     weight = rows * arch.hidden_size
-    in_chunk = (6 if actor.entropy_coeff else 4) * logits
-    in_product = (2 + itemsize / 4) * logits + weight * (4 if itemsize == 4 else itemsize + 4)
+    in_chunk = (6 if actor.entropy_coeff else 4 if itemsize == 4 else 4.5) * logits
+    in_product = itemsize / 4 * logits + weight * (4 if itemsize == 4 else itemsize + 4)
     return 2 * hidden + 4 * weight + max(in_chunk, in_product)
 
 

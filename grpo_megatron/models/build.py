@@ -35,7 +35,8 @@ from grpo_megatron.models.weights.stream import global_parameters, model_rows
 # W is cut over tensor-parallel ranks by vocabulary rows. The vocabulary is never gathered: ranks exchange a maximum and
 # three sums per token. Logits exist for `chunk` tokens at a time. The backward pass computes them again, so memory does not
 # grow with tokens x vocabulary. Padded vocabulary rows are left out. The passes for old, reference and training
-# log-probabilities all use this function.
+# log-probabilities all use this function. On the CPU torch computes the sums and the gradient of the logits, in about 11
+# and 16 passes over float32 logits; on CUDA the kernels of layers/head_kernel.py do, in one pass each.
 #
 # Gradients: d logprob / d logits_v = [v = y] - p_v,   d entropy / d logits_v = -p_v (log p_v + entropy).
 
@@ -46,60 +47,49 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        targets: Tensor,
-        first: int,
+        columns: Tensor,
         temperature: float,
         chunk: int,
         group: Any,
+        is_fused: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        is_cut = dist.get_world_size(group) > 1  # gloo takes 0.1 ms for nothing
+        sums_of = _fused_sums if is_fused else _sums
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, temperature)  # [n, v]
-            top = logits.amax(dim=1) if weight.shape[0] else logits.new_full((len(logits),), -torch.inf)
-            if is_cut:
-                dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-            logits -= top[:, None]
-            at_target, _ = _local_target_logits(logits, targets[part], first)
-            exp = logits.exp()
-            sums = torch.stack([exp.sum(1), (exp * logits).sum(1), at_target])  # [3, n]
-            if is_cut:
-                dist.all_reduce(sums, group=group)
+            top, sums = sums_of(hidden[part], weight, columns[part], temperature, group)
+            _all_reduce(sums, dist.ReduceOp.SUM, group)
             log_z = sums[0].log()
             logprobs[part] = sums[2] - log_z
             entropy[part] = log_z - sums[1] / sums[0]
             lse[part] = top + log_z
-        ctx.save_for_backward(hidden, weight, targets, entropy, lse)
-        ctx.first, ctx.temperature, ctx.chunk = first, temperature, chunk
+        ctx.save_for_backward(hidden, weight, columns, entropy, lse)
+        ctx.temperature, ctx.chunk, ctx.is_fused = temperature, chunk, is_fused
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, targets, entropy, lse = ctx.saved_tensors
-        grad_logprobs, grad_entropy = grads
+        hidden, weight, *of_tokens = ctx.saved_tensors  # [n] columns, entropy, lse
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        if grad_logprobs is None and grad_entropy is None:
+        if all(grad is None for grad in grads):
             return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        gradient = _fused_gradient if ctx.is_fused else _gradient
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logp = _logits(hidden[part], weight, ctx.temperature) - lse[part, None]  # [n, v]
-            p = logp.exp()
-            grad = torch.zeros_like(p)
-            if grad_logprobs is not None:
-                g = grad_logprobs[part]
-                grad -= p * g[:, None]
-                _, (rows, columns) = _local_target_logits(p, targets[part], ctx.first)
-                grad[rows, columns] += g[rows]
-            if grad_entropy is not None:
-                grad -= grad_entropy[part, None] * p * (logp + entropy[part, None])
-            grad = (grad / ctx.temperature).to(weight.dtype)
+            given: list[Any] = [None if tensor is None else tensor[part] for tensor in (*of_tokens, *grads)]
+            grad = gradient(hidden[part], weight, ctx.temperature, *given)  # [n, v]
             grad_hidden[part] = grad @ weight
-            grad_weight += (grad.T @ hidden[part]).float()
+            grad_weight += grad.T @ hidden[part]
+            del grad  # else it would be in memory beside the next chunk's logits
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _all_reduce(tensor: Tensor, operation: Any, group: Any) -> None:
+    if dist.get_world_size(group) > 1:  # gloo takes 0.1 ms for nothing
+        dist.all_reduce(tensor, operation, group=group)
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -107,14 +97,82 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits / temperature
 
 
-def _local_target_logits(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """[n] logits of the targets in this rank's part of the vocabulary, 0 for the others; and their (row, column) indices."""
-    column = targets - first
-    rows = ((column >= 0) & (column < logits.shape[1])).nonzero().squeeze(1)
-    columns = column[rows]
-    out = logits.new_zeros(len(logits))
-    out[rows] = logits[rows, columns]
-    return out, (rows, columns)
+def _local_targets(logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows whose target is in this rank's part of the vocabulary, and the target's column there."""
+    rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().squeeze(1)
+    return rows, columns[rows]
+
+
+def _sums(hidden: Tensor, weight: Tensor, columns: Tensor, temperature: float, group: Any) -> tuple[Tensor, Tensor]:
+    """The rows' largest logits of all ranks [n]. And of this rank's logits, after this is subtracted: the sums of exp and
+    of exp * logit, and the target's logit, or 0 [3, n]."""
+    logits = _logits(hidden, weight, temperature)  # [n, v]
+    top = logits.amax(dim=1) if weight.shape[0] else logits.new_full((len(logits),), -torch.inf)
+    _all_reduce(top, dist.ReduceOp.MAX, group)
+    logits -= top[:, None]
+    rows, own_columns = _local_targets(logits, columns)
+    at_target = logits.new_zeros(len(logits))
+    at_target[rows] = logits[rows, own_columns]
+    exp = logits.exp()
+    return top, torch.stack([exp.sum(1), (exp * logits).sum(1), at_target])
+
+
+def _fused_sums(
+    hidden: Tensor, weight: Tensor, columns: Tensor, temperature: float, group: Any
+) -> tuple[Tensor, Tensor]:
+    """`_sums` by a kernel that reads the logits once. exp(z - top) = exp(z - local top) exp(shift)."""
+    from grpo_megatron.models.layers.head_kernel import row_statistics
+
+    local_top, total, weighted, at_target = row_statistics(hidden @ weight.T, columns, temperature)
+    top = local_top.clone()
+    _all_reduce(top, dist.ReduceOp.MAX, group)
+    shift = local_top - top
+    at_target = torch.where((columns >= 0) & (columns < len(weight)), at_target - top, 0.0)
+    return top, torch.stack([shift.exp() * total, shift.exp() * (weighted + shift * total), at_target])
+
+
+def _gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: float,
+    columns: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """The gradient of this rank's logits before the temperature [n, v], in the weight's type."""
+    logp = _logits(hidden, weight, temperature) - lse[:, None]
+    p = logp.exp()
+    grad = torch.zeros_like(p)
+    if grad_logprobs is not None:
+        grad -= p * grad_logprobs[:, None]
+        rows, own_columns = _local_targets(p, columns)
+        grad[rows, own_columns] += grad_logprobs[rows]
+    if grad_entropy is not None:
+        grad -= grad_entropy[:, None] * p * (logp + entropy[:, None])
+    return (grad / temperature).to(weight.dtype)
+
+
+def _fused_gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: float,
+    columns: Tensor,
+    entropy: Tensor,
+    lse: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """`_gradient` by a kernel that writes it over the logits."""
+    from grpo_megatron.models.layers.head_kernel import write_gradient
+
+    logits = hidden @ weight.T
+    of_logprobs, of_entropy = (
+        torch.zeros_like(lse) if grad is None else grad.contiguous() for grad in (grad_logprobs, grad_entropy)
+    )
+    write_gradient(logits, columns, lse, entropy, of_logprobs, of_entropy, temperature)
+    return logits
 
 
 def vocab_parallel_logprobs(
@@ -127,17 +185,19 @@ def vocab_parallel_logprobs(
     group: Any,
     temperature: float = 1.0,
     chunk: int = 1024,
+    is_fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [N] of `targets` and entropies [N], float32, identical on every rank of `group`.
 
     hidden [N, h] is whole on every rank. weight [padded vocabulary / tp, h] is this rank's part, rows in vocabulary order.
     targets [N] are in [0, vocab_size). The gradient of `hidden` is this rank's part of a sum over `group`: the caller
-    reduces it (Megatron's copy or gather region does this).
+    reduces it (Megatron's copy or gather region does this). `is_fused`: by Triton's kernels, on CUDA.
     """
     first = tp_rank * weight.shape[0]
     num_real = max(0, min(weight.shape[0], vocab_size - first))
     weight = weight if num_real == len(weight) else weight[:num_real]
-    return _VocabParallelLogprobs.apply(hidden, weight, targets, first, temperature, chunk, group)  # type: ignore[no-any-return]
+    columns = targets - first  # in this rank's part; outside it for a target of another rank
+    return _VocabParallelLogprobs.apply(hidden, weight, columns, temperature, chunk, group, is_fused)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -175,6 +235,7 @@ class LogprobModel(GPTModel):
     """
 
     real_vocab_size: int
+    has_fused_head: bool
 
     def _preprocess(self, *, position_ids: Tensor, packed_seq_params: Any, **inputs: Any) -> Any:
         """Takes a token's angle from its position id in a pack of trees, where Megatron-Core would take it from its place."""
@@ -207,6 +268,7 @@ class LogprobModel(GPTModel):
             group=parallel_state.get_tensor_model_parallel_group(),
             temperature=labels.temperature,
             chunk=labels.chunk,
+            is_fused=self.has_fused_head,
         )
         return HeadOutput(logprobs, entropy)
 
@@ -277,7 +339,7 @@ def build_model(
             rope_scaling_factor=arch.rope_factor or 1.0,
             seq_len_interpolation_factor=arch.rope_linear_factor,
         )
-        model.real_vocab_size = arch.vocab_size
+        model.real_vocab_size, model.has_fused_head = arch.vocab_size, kernels.fused_head
         _mark_parameters(model, arch)
         model.to(device.torch_device)
         built = Float16Module(config, model) if config.bf16 else model

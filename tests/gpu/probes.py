@@ -142,6 +142,47 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cuts: lis
     return torch.cat(out)
 
 
+def _output_head(dtype: torch.dtype, vocabulary: int) -> dict[str, Any]:
+    """Log-probabilities, entropies and gradients by Triton's kernels beside torch on the same GPU."""
+    needs_package("triton", "Triton")
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.build import vocab_parallel_logprobs
+
+    group, results, figures = mesh_of(Device(KIND)).tp_group, [], {}  # type: ignore[arg-type]
+    generator = torch.Generator("cuda").manual_seed(0)
+    draw: dict[str, Any] = {"generator": generator, "device": "cuda"}
+    hidden, weight = torch.randn(2053, 896, **draw), torch.randn(vocabulary, 896, **draw) * 0.1
+    targets, upstream = torch.randint(vocabulary, (2053,), **draw), torch.randn(2, 2053, **draw)
+    for is_fused in (False, True):
+        for _ in range(2):  # the first compiles the kernels
+            inputs = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (hidden, weight)]
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            marks[0].record()
+            values = vocab_parallel_logprobs(
+                *inputs, targets, vocab_size=vocabulary, tp_rank=0, group=group, temperature=0.7, is_fused=is_fused
+            )
+            marks[1].record()
+            (upstream * torch.stack(values)).sum().backward()
+            marks[2].record()
+            torch.cuda.synchronize()
+        way = "fused" if is_fused else "torch"
+        figures[f"{way}, forward"] = (marks[0].elapsed_time(marks[1]), "ms")
+        figures[f"{way}, backward"] = (marks[1].elapsed_time(marks[2]), "ms")
+        results.append([*values, *(tensor.grad for tensor in inputs)])
+    relative = 1e-5 if dtype == torch.float32 else 2e-3  # few gradients of logits are rounded otherwise in bfloat16
+    for name, bound, plain, fused in zip(
+        ("logprobs", "entropy", "hidden", "weight"), (1e-6, 1e-6, relative, relative), *results, strict=True
+    ):
+        error = float((fused.float() - plain.float()).norm() / plain.float().norm())
+        figures[f"{name}, relative error"] = error
+        assert error <= bound, f"{name}: {error:.3g}"
+    return figures
+
+
+for _dtype, _vocabulary in ((torch.bfloat16, 151936), (torch.float32, 50257)):  # the second's rows are not aligned
+    PROBES[f"output_head_{_vocabulary}"] = lambda dtype=_dtype, vocabulary=_vocabulary: _output_head(dtype, vocabulary)
+
+
 # -- Transformer Engine ------------------------------------------------------------------------------------------------
 
 RECIPE_CLASSES = {

@@ -5,8 +5,11 @@ A rank with a GPU is a `Device("cpu")` that says it is CUDA; an installed Apex i
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,12 +19,13 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import moe_utils
 
-from grpo_megatron.config import ActorConfig, ConfigError, MegatronConfig
-from grpo_megatron.device import Device
+from grpo_megatron.config import ActorConfig, Config, ConfigError, MegatronConfig
+from grpo_megatron.device import Device, Hardware
 from grpo_megatron.models import build
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.layers import spec
+from grpo_megatron.models.layers.precision import hardware_problems
 from grpo_megatron.models.layers.spec import Kernels, choose_kernels, fused_without_apex, transformer_config
 from grpo_megatron.models.weights import sharded_state
 from tests import tiny, worlds
@@ -42,11 +46,15 @@ def gpu() -> Device:
     return device
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, *, engine: bool, apex: bool) -> None:
+def installed(monkeypatch: pytest.MonkeyPatch, *, engine: bool, apex: bool, triton: bool = True) -> None:
     monkeypatch.setattr(
         spec, "examine_transformer_engine", lambda: ((2, 11), None) if engine else (None, "2.20.2 is installed")
     )
     monkeypatch.setattr(layers, "_grad_accum_fusion_available", apex)
+    module = ModuleType("triton") if triton else None
+    if module is not None:
+        module.__spec__ = ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", module)
 
 
 FUSIONS = ("gradient_accumulation_fusion", "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")
@@ -100,19 +108,27 @@ def test_a_cpu_rank_refuses_what_it_cannot_build(changes: dict[str, Any], key: s
         choose_kernels(MegatronConfig.model_validate(changes), Device("cpu"))
 
 
-AUTO, BF16, TE = MegatronConfig(), "bfloat16", Kernels(True, True, True)
+AUTO, BF16, TE = MegatronConfig(), "bfloat16", Kernels(True, True, True, True)
 
 
 @pytest.mark.parametrize(
     ("megatron", "dtype", "engine", "apex", "has_gradients", "expected", "words"),
     [
         (AUTO, BF16, True, False, True, TE, "Engine's layers, with fused weight"),
-        (AUTO, BF16, True, False, False, Kernels(True, True, False), "Transformer Engine's layers"),
-        (AUTO, BF16, False, True, True, Kernels(False, True, True), "(Apex); no Transformer Engine: 2.20.2"),
-        (AUTO, BF16, False, True, False, Kernels(False, True, False), "no Transformer Engine: 2.20.2 is"),
-        (AUTO, BF16, False, False, True, Kernels(False, True, False), "no fused weight gradients (they"),
-        (AUTO, "float32", True, True, True, Kernels(False, True, True), "model.dtype=float32, which its"),
-        (LOCAL, BF16, True, False, True, Kernels(False, True, False), "no Transformer Engine: transformer_impl=local"),
+        (AUTO, BF16, True, False, False, Kernels(True, True, False, True), "Transformer Engine's layers"),
+        (AUTO, BF16, False, True, True, Kernels(False, True, True, True), "(Apex); no Transformer Engine: 2.20.2"),
+        (AUTO, BF16, False, True, False, Kernels(False, True, False, True), "no Transformer Engine: 2.20.2 is"),
+        (AUTO, BF16, False, False, True, Kernels(False, True, False, True), "no fused weight gradients (they"),
+        (AUTO, "float32", True, True, True, Kernels(False, True, True, True), "model.dtype=float32, which its"),
+        (
+            LOCAL,
+            BF16,
+            True,
+            False,
+            True,
+            Kernels(False, True, False, True),
+            "no Transformer Engine: transformer_impl=local",
+        ),
         (ENGINE, BF16, True, False, True, TE, "Transformer Engine's layers"),
         (ENGINE, BF16, False, True, True, TE, "_impl=transformer_engine needs .*, but 2.20.2 is installed"),
     ],
@@ -138,6 +154,78 @@ def test_a_gpu_uses_what_is_installed(
     assert kernels == expected
     assert words in kernels.describe()
     assert kernels.settings()["gradient_accumulation_fusion"] is expected.fused_gradients
+
+
+@pytest.mark.parametrize(
+    ("capability", "deterministic", "flash", "has_engine"),
+    [
+        ((9, 0), False, None, True),
+        ((9, 0), True, None, True),
+        ((10, 0), False, None, True),
+        ((10, 0), True, None, False),
+        ((10, 0), True, "2.8.1", True),
+        ((12, 0), False, None, False),
+        ((8, 0), False, None, False),
+        ((8, 0), False, "2.8.3.post1", True),
+        ((8, 9), False, "2.6.1", False),
+        ((8, 9), False, "2.9.0", False),
+    ],
+)
+def test_a_gpu_without_packed_attention_of_cudnn_needs_flash_attention(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: Device,
+    capability: tuple[int, int],
+    deterministic: bool,
+    flash: str | None,
+    has_engine: bool,
+) -> None:
+    """Else it has local layers, and what needs Transformer Engine is refused, by the checks too."""
+
+    def version(package: str) -> str:
+        if flash is None or package != "flash-attn":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return flash
+
+    installed(monkeypatch, engine=True, apex=False)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    hardware = Hardware(capability, (13, 0))
+    monkeypatch.setattr(spec, "read_hardware", lambda kind: hardware)
+    kernels = choose_kernels(MegatronConfig(deterministic=deterministic), gpu)
+    assert kernels.transformer_engine is has_engine
+    engine = MegatronConfig(transformer_impl="transformer_engine", deterministic=deterministic)
+    raw = {"model": {"path": "x"}, "actor": {"megatron": engine.model_dump()}, "trainer": {"device": "cuda"}}
+    problems = list(hardware_problems(Config.model_validate(raw), hardware))
+    assert bool(problems) is not has_engine
+    if not has_engine:
+        words = "attention over packed sequences with compute capability"
+        assert words in str(kernels.reason) and words in problems[0]
+        assert "pip install 'flash-attn>=2.7.3,<=2.8.3', or leave it out" in problems[0]
+        with pytest.raises(ConfigError, match=words):
+            choose_kernels(engine, gpu)
+
+
+@pytest.mark.parametrize(
+    ("changes", "triton", "is_fused", "words"),
+    [
+        ({}, True, True, "; fused output head (Triton)"),
+        ({}, False, False, "; no fused output head: Triton is not installed"),
+        ({"fused_head": False}, True, False, "; no fused output head: fused_head=false"),
+    ],
+)
+@pytest.mark.parametrize("engine", [True, False])
+def test_the_output_head_is_fused_on_a_gpu_with_triton(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: Device,
+    changes: dict[str, Any],
+    triton: bool,
+    is_fused: bool,
+    words: str,
+    engine: bool,
+) -> None:
+    installed(monkeypatch, engine=engine, apex=False, triton=triton)
+    kernels = choose_kernels(MegatronConfig.model_validate(changes), gpu)
+    assert kernels.fused_head is is_fused
+    assert words in kernels.describe()
 
 
 def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> None:

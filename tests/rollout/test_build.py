@@ -93,6 +93,24 @@ def test_an_engine_runs_no_code_that_the_config_names(kwargs: dict[str, Any], na
         )
 
 
+@pytest.mark.parametrize(
+    ("vllm", "quantization", "words"),
+    [
+        ("0.32.1", None, []),
+        ("0.26.0", None, ["takes the gradient out of torch.bmm"]),
+        ("0.32.1", "fp8_per_tensor", ["dequantises the weights"]),
+    ],
+)
+def test_batch_invariance_is_refused_where_vllm_lacks_it(
+    monkeypatch: pytest.MonkeyPatch, vllm: str, quantization: Any, words: list[str]
+) -> None:
+    monkeypatch.setattr(vllm_process, "_installed", lambda *names: "2.13.0" if "torch" in names else vllm)
+    monkeypatch.setattr(vllm_process, "version_problems", lambda: iter(()))
+    problems = list(engine_problems(RolloutConfig(batch_invariant=True, quantization=quantization)))
+    assert len(problems) == len(words) and all(word in text for word, text in zip(words, problems, strict=True))
+    assert not list(engine_problems(RolloutConfig(quantization=quantization)))
+
+
 def test_an_engine_needs_its_own_packages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else object())
     assert texts(package_problems(toy_run(tmp_path))) == []

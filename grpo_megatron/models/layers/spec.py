@@ -9,6 +9,7 @@ The local spec runs anywhere, also on the CPU. The Transformer Engine spec and t
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,8 +29,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from grpo_megatron.config import ConfigError, MegatronConfig
-from grpo_megatron.device import Device
-from grpo_megatron.importing import examine_transformer_engine, replaced
+from grpo_megatron.device import Device, read_hardware
+from grpo_megatron.importing import examine_transformer_engine, packed_attention_problem, replaced
 from grpo_megatron.models.architecture import Architecture, Latent, Routing, Yarn
 from grpo_megatron.models.layers.modules import (
     LATENT_KEYS,
@@ -50,13 +51,16 @@ class Kernels:
     `transformer_engine`: layers, norms, attention over packed sequences, grouped experts, the rotary embedding. `compiled`: torch
     compiles the gated activation and the residual addition. `fused_gradients`: the matrix product that computes a weight
     gradient also adds it to the float32 gradient buffer. Transformer Engine's layers do this themselves; local layers need
-    Apex's `fused_weight_gradient_mlp_cuda`. `reason`: why Transformer Engine is not used.
+    Apex's `fused_weight_gradient_mlp_cuda`. `fused_head`: Triton's kernels of the output head (head_kernel.py). `reason`,
+    `head_reason`: why Transformer Engine, or the fused output head, is not used.
     """
 
     transformer_engine: bool = False
     compiled: bool = False
     fused_gradients: bool = False
+    fused_head: bool = False
     reason: str | None = field(default=None, compare=False)
+    head_reason: str | None = field(default=None, compare=False)
 
     def settings(self) -> dict[str, bool]:
         """TransformerConfig fields. Neither spec's attention has a separate softmax to fuse; Megatron's loss is not used."""
@@ -72,13 +76,16 @@ class Kernels:
 
     def describe(self) -> str:
         """One line for the plan and the start of a run."""
+        head = "fused output head (Triton)" if self.fused_head else f"no fused output head: {self.head_reason}"
         if self.transformer_engine:
-            return "Transformer Engine's layers, with fused weight gradients"
+            return f"Transformer Engine's layers, with fused weight gradients; {head}"
         fused = (
             "fused weight gradients (Apex)" if self.fused_gradients else "no fused weight gradients (they need Apex)"
         )
         without = f"no Transformer Engine: {self.reason}"
-        return f"Megatron-Core's layers; {fused}; {without}" if self.compiled else f"Megatron-Core's layers; {without}"
+        if not self.compiled:
+            return f"Megatron-Core's layers; {without}"
+        return f"Megatron-Core's layers; {fused}; {without}; {head}"
 
 
 def choose_kernels(
@@ -94,7 +101,9 @@ def choose_kernels(
     elif dtype == "float32":
         reason = "model.dtype=float32, which its attention does not support"
     else:
-        reason = examine_transformer_engine()[1]
+        reason = examine_transformer_engine()[1] or packed_attention_problem(
+            read_hardware("auto").capability, deterministic=megatron.deterministic
+        )
     if reason is not None:
         for key, is_needed in (
             ("transformer_impl=transformer_engine", megatron.transformer_impl == "transformer_engine"),
@@ -106,11 +115,16 @@ def choose_kernels(
     if not device.is_cuda:
         return Kernels(reason=reason)
     has_te = reason is None
+    head_reason = None if importlib.util.find_spec("triton") is not None else "Triton is not installed"
+    if not megatron.fused_head:
+        head_reason = "fused_head=false"
     return Kernels(
         transformer_engine=has_te,
         compiled=True,
         fused_gradients=has_gradients and (has_te or layers._grad_accum_fusion_available),
+        fused_head=head_reason is None,
         reason=reason,
+        head_reason=head_reason,
     )
 
 
@@ -349,6 +363,7 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",  # required by variable_seq_lengths, even for dense models
         "deallocate_pipeline_outputs": True,
         "batch_p2p_comm": on_cuda,
+        "deterministic_mode": megatron.deterministic,
         "transformer_impl": "transformer_engine" if kernels.transformer_engine else "local",
         **kernels.settings(),
         **fp8_settings(megatron.fp8),

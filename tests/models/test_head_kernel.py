@@ -1,0 +1,132 @@
+"""The output head's Triton kernels: by Triton's interpreter against torch, and compiled for GPUs. None runs on a GPU here.
+
+Against torch on the same logits of size 1, 1e-6 of the largest element: both compute in float32, and sum in other orders. In
+bfloat16 the interpreter cuts off the gradients of the logits where a GPU rounds to nearest (`cvt.rn`): each is at most 2**-7
+of its size too small, and a sum of 37 of them that cancel differs by at most 2**-6 of the largest sum here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+
+pytest.importorskip("triton", reason="Triton is not installed: the head is torch's")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("head")
+    model, path = tiny.make_model(folder / "model", "qwen2-tied"), folder / "results.pt"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.models.head_ranks", str(model), str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(path, weights_only=False)  # type: ignore[no-any-return]
+
+
+def both(results: dict[str, Any], tp: int) -> Iterator[tuple[Any, int, dict[str, Any], dict[str, Any]]]:
+    for rank, result in enumerate(results["ranks"][tp]):
+        for case, is_fused in result:
+            if is_fused:
+                yield case, rank, result[case, True], result[case, False]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_values_and_gradients_equal_torchs(results: dict[str, Any], tp: int) -> None:
+    count = 0
+    for case, rank, fused, plain in both(results, tp):
+        for name in ("logprobs", "entropy", "hidden", "weight"):
+            is_rounded = case[0] == "bfloat16" and name in ("hidden", "weight")
+            largest = max(1.0, float(plain[name].float().abs().max()))
+            tolerance = (2.0**-6 if is_rounded else 1e-6) * largest
+            assert fused[name].dtype == plain[name].dtype
+            torch.testing.assert_close(fused[name], plain[name], rtol=0, atol=tolerance, msg=f"{case} {rank} {name}")
+            count += fused[name].numel()
+        assert plain["hidden"].abs().max() > 0 or rank == 1  # the second rank may have padding only
+    assert count > 1000
+
+
+def test_ranks_agree_and_padding_has_no_gradient(results: dict[str, Any]) -> None:
+    first, second = results["ranks"][2]
+    for (case, is_fused), got in first.items():
+        other = second[case, is_fused]
+        assert torch.equal(got["logprobs"], other["logprobs"]) and torch.equal(got["entropy"], other["entropy"])
+        assert (torch.cat([got["weight"], other["weight"]])[case[3] :] == 0).all()
+
+
+def test_a_policy_with_the_kernels_is_updated_as_one_without(results: dict[str, Any]) -> None:
+    """Two ranks with sequence parallelism, an entropy bonus, two micro-batches; the head is tied to the embedding."""
+    for plain, fused, calls in results["updates"]:
+        assert calls >= 2
+        assert fused["norm"] == pytest.approx(plain["norm"], rel=1e-6)
+        for kind in ("gradients", "weights"):
+            for name, tensor in plain[kind].items():
+                tolerance = 1e-6 * max(1.0, float(tensor.abs().max()))
+                torch.testing.assert_close(fused[kind][name], tensor, rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
+def test_rows_with_columns_of_probability_zero(results: dict[str, Any], dtype: str) -> None:
+    """Against the definition in float64 over the finite columns. Row 3 has a NaN, which must not be lost."""
+    logits, columns, statistics, lse, entropy, (g, h), gradient = results["logits"][dtype]
+    z = (logits.float() / 0.7).double()
+    p, is_real = z.softmax(1), z > -torch.inf
+    logp = torch.where(is_real, z.log_softmax(1), 0.0)
+    whole_entropy = -(p * logp).sum(1)
+    one_hot = columns[:, None] == torch.arange(z.shape[1])
+    want = (g[:, None] * (one_hot.double() - p) - h[:, None] * p * (logp + whole_entropy[:, None])) / 0.7
+    rows = [0, 1, 2, 4, 5]
+    size = z[rows].where(is_real[rows], 0).abs().amax(1)
+    assert torch.equal(statistics[0][rows], z[rows].amax(1).float())  # a division is rounded as torch's
+    assert ((lse - z.logsumexp(1)).abs()[rows] <= 1e-6 * size).all()
+    assert ((entropy - whole_entropy).abs()[rows] <= 1e-6 * size).all()
+    assert statistics[3].tolist() == [z[0, 0], z[1, 39], z[2, 17], z[3, 2], 0, 0]
+    tolerance = 1e-6 * size[:, None] + (2.0**-7 * want.abs()[rows] if dtype == "torch.bfloat16" else 0)
+    assert ((gradient.double() - want).abs()[rows] <= tolerance).all()
+    assert (gradient[rows][:, 40:] == 0).all()
+    assert all(tensor[3].isnan() for tensor in (lse, entropy)) and gradient[3].isnan().all()
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(80, "bf16"), (90, "bf16"), (100, "fp32")])
+def test_kernels_compile_and_pass_once_over_the_logits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, dtype: str
+) -> None:
+    """For GPUs by Triton's own ptxas. A thread loads BLOCK / 256 logits of a block, and one for the row's target."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from grpo_megatron.models.layers import head_kernel
+
+    itemsize = {"bf16": 2, "fp32": 4}[dtype]
+    vectors = head_kernel.BLOCK // (32 * head_kernel.NUM_WARPS) * itemsize // 16  # of 16 bytes
+    for kernel, stores in ((head_kernel._statistics_kernel, 0), (head_kernel._gradient_kernel, vectors)):
+        types = dict.fromkeys(kernel.arg_names, "*fp32")
+        types |= {"logits": f"*{dtype}", "columns": "*i64", "num_columns": "i32"}
+        types |= {"temperature": "fp32", "is_tempered": "constexpr", "block": "constexpr"}
+        places = {name: (number,) for number, name in enumerate(kernel.arg_names)}
+        source = ASTSource(
+            fn=kernel,
+            signature={name: types[name] for name in kernel.arg_names},
+            constexprs={"is_tempered": True, "block": head_kernel.BLOCK},
+            attrs={places[name]: [["tt.divisibility", 16]] for name in ("logits", "num_columns")},
+        )
+        options = {"num_warps": head_kernel.NUM_WARPS}
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        ptx = compiled.asm["ptx"]
+        assert len(compiled.asm["cubin"]) > 0 and ".local" not in ptx  # no register is spilled to memory
+        assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == vectors
+        assert ("cvt.rn.bf16x2.f32" in ptx) == (dtype == "bf16" and stores > 0)
+        assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == stores
