@@ -81,9 +81,8 @@ class Trainer:
         self.mesh = join_world(config, self.device)
         length, memory = config.data.max_prompt_length + config.data.max_response_length, device_bytes(trainer.device)
         rollout = with_sequences(config.rollout, checked.arch, config.model.dtype, length, self.mesh, memory)
-        config = config.with_values(
-            {"rollout": rollout}
-        )  # checkpoints and records have the user's own, which may be null
+        # `self.config` keeps the user's own, which may be null: checkpoints and records have that
+        config = config.with_values({"rollout": rollout})
 
         # Where the run continues: every later part may depend on it.
         inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.critic.path, *config.reward_paths)

@@ -136,6 +136,23 @@ def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> It
     if config.trainer.device != "cpu" and planned.received.max():
         within, between = (f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in (NVLINK_BYTES_PER_S, NETWORK_BYTES_PER_S))
         yield "seconds", f"{planned.seconds():.2g} at {within} per GPU in a node, {between} between nodes (estimated)"
+    yield from expert_lines(config, arch)
+
+
+NARROW = 256  # rows of an expert per rank; with fewer, a product uses a part of a GPU's tile
+
+
+def expert_lines(config: Config, arch: Architecture) -> Iterator[tuple[str, str]]:
+    """Advice where each rank of an engine has a narrow part of every expert, and could have some of them whole."""
+    tp = config.rollout.tensor_model_parallel_size
+    rows = arch.ffn_hidden_size // tp
+    is_cut = find_engine(config.rollout.engine).reads_shards and not config.rollout.has_whole_experts
+    if arch.num_experts and tp > 1 and is_cut and rows < NARROW and not arch.num_experts % tp:
+        yield (
+            "experts",
+            f"a rank has {rows:,} of the {arch.ffn_hidden_size:,} rows of every expert;"
+            f" rollout.expert_parallel_size={tp} gives it {arch.num_experts // tp} whole ones",
+        )
 
 
 def _size(number: float) -> str:
