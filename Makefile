@@ -2,8 +2,8 @@
 # make test         everything CI runs: linters and all tests, and the tests of make test-vllm026
 # make test-fast    the tests without long runs, under two minutes
 # make test-vllm026 the fast tests and a training run with vLLM 0.26, torch 2.11 and Python 3.12, in .venv-vllm026
-# make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 4: a quarter of
-#                   them, under ten minutes each (tests/gpu/conftest.py says what is in which)
+# make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 9: a part of
+#                   them, meant for six minutes each (tests/gpu/conftest.py says what is in which)
 # make docs         the documentation as a site, in outputs/site
 # make soak         STEPS=200 training steps on two ranks under some thirty faults, in an order drawn from SEED; at the end
 #                   everything must be as in an undisturbed run. Prints the faults as a table; takes about six minutes.

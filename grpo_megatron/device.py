@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from grpo_megatron.config import ConfigError
+from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.importing import (
     Version,
     examine_transformer_engine,
@@ -124,14 +124,20 @@ class Device:
         return DeviceMemory(*torch.cuda.mem_get_info(self.torch_device), torch.cuda.memory_reserved(self.torch_device))
 
     def memory_gib(self) -> dict[str, float]:
-        """Peak memory of this rank in GiB (2**30 bytes). The metric names, with `_gb`, are verl's."""
+        """Memory of this rank in GiB (2**30 bytes). The metric names, with `_gb`, are verl's but for the last.
+
+        The peaks count the engine's pool as allocated while it sleeps and its memory is free: vLLM's allocator unmaps it
+        unseen by torch. What is taken of the device now is `device_memory_used_gb`, with contexts, NCCL and other processes.
+        """
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux reports KiB
         if not self.is_cuda:
             return {"perf/cpu_memory_used_gb": host}
+        free, total = torch.cuda.mem_get_info(self.torch_device)
         return {
             "perf/cpu_memory_used_gb": host,
             "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(self.torch_device) / 2**30,
             "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(self.torch_device) / 2**30,
+            "perf/device_memory_used_gb": (total - free) / 2**30,
         }
 
     # -- random state: vLLM reseeds every generator of its process, and `generate` advances torch's --------------------
@@ -183,7 +189,41 @@ class Device:
     def megatron(self) -> contextlib.AbstractContextManager[None]:
         """The context in which Megatron-Core's own code must run. Re-entrant."""
         _define_router_product()
-        return contextlib.nullcontext() if self.is_cuda else _megatron_on_cpu()
+        if not self.is_cuda:
+            return _megatron_on_cpu()
+        return _deterministic() if os.environ.get(TE_NONDETERMINISM) == "0" else contextlib.nullcontext()
+
+
+# -- Results that do not change from run to run ------------------------------------------------------------------------
+
+TE_NONDETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # "0": Transformer Engine's attention adds in a fixed order
+
+
+def determinism_environment(config: Config) -> dict[str, str]:
+    """Environment variables of `actor.megatron.deterministic` and `rollout.batch_invariant`, for before CUDA is used.
+
+    TE reads its own when it builds an attention, cuBLAS when it makes its first handle, vLLM when it is imported.
+    """
+    environment: dict[str, str] = {}
+    if config.actor.megatron.deterministic:
+        environment |= {TE_NONDETERMINISM: "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    if config.draws and config.rollout.batch_invariant:
+        environment["VLLM_BATCH_INVARIANT"] = "1"
+    return environment
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """torch's operations are deterministic or raise. With `warn_only`, its memory-efficient attention would not be."""
+    was_on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time and decides nothing
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 def _define_router_product() -> None:

@@ -254,6 +254,42 @@ TE_REQUIREMENT = "Transformer Engine >=2.9,<2.12"
 TE_INSTALL = "pip install --no-build-isolation 'grpo-megatron[gpu]'"
 
 
+FLASH_ATTENTION = (
+    "flash-attn>=2.7.3,<=2.8.3"  # TE 2.11's own range from sm100 on; on older GPUs it takes earlier ones, too
+)
+
+
+def attention_gap(capability: Version | None, *, deterministic: bool = False) -> str | None:
+    """What cuDNN cannot do on a GPU that Transformer Engine's layers need. None: nothing, or there is no GPU.
+
+    TE 2.11 offers cuDNN's attention for packed sequences ("thd") from sm90 on (`nvte_get_fused_attn_backend` of
+    common/fused_attn/fused_attn.cpp), but not on sm120, and not from sm100 on where the backward pass must be deterministic
+    (`get_attention_backend` of pytorch/attention/dot_product_attention/utils.py). Then it takes flash-attn. Without that it
+    takes `UnfusedDotProductAttention`, which has a matrix of [sequences, heads, longest, longest].
+    """
+    if capability is None or (9, 0) <= capability < ((10, 0) if deterministic else (12, 0)):
+        return None
+    kind = "deterministic attention" if deterministic else "attention"
+    return f"cuDNN has no {kind} over packed sequences with compute capability {capability[0]}.{capability[1]}"
+
+
+def packed_attention_problem(capability: Version | None, *, deterministic: bool = False) -> str | None:
+    """Why Transformer Engine would have no fused attention over packed sequences in this process. None: it has."""
+    gap = attention_gap(capability, deterministic=deterministic)
+    if gap is None:
+        return None
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        installed = version("flash-attn")
+    except PackageNotFoundError:
+        installed = ""
+    low, high = (tuple(map(int, re.findall(r"\d+", bound))) for bound in FLASH_ATTENTION.split(","))
+    if low <= tuple(map(int, re.findall(r"\d+", installed)[:3])) <= high:
+        return None
+    return f"{gap}, and {FLASH_ATTENTION} is not installed{f' ({installed} is)' if installed else ''}"
+
+
 def parse_version(text: str) -> Version:
     """The first two numbers of a version: "2.20.2+abc" -> (2, 20)."""
     return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2])

@@ -20,7 +20,7 @@ from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
 from grpo_megatron.data.sampler import rewards_of
-from grpo_megatron.device import Device, device_bytes, keep_freed_memory
+from grpo_megatron.device import Device, determinism_environment, device_bytes, keep_freed_memory
 from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.models.engine_cache import with_sequences
 from grpo_megatron.models.flops import sequence_cost
@@ -76,13 +76,13 @@ class Trainer:
     def _build(self, config: Config, checked: Checked, opened: contextlib.ExitStack) -> None:
         """Build every part once, after the parts that it needs. `opened` closes what is open if a later part fails."""
         trainer = config.trainer
+        os.environ.update(determinism_environment(config))
         self.device = Device(trainer.device)
         self.mesh = join_world(config, self.device)
         length, memory = config.data.max_prompt_length + config.data.max_response_length, device_bytes(trainer.device)
         rollout = with_sequences(config.rollout, checked.arch, config.model.dtype, length, self.mesh, memory)
-        config = config.with_values(
-            {"rollout": rollout}
-        )  # checkpoints and records have the user's own, which may be null
+        # `self.config` keeps the user's own, which may be null: checkpoints and records have that
+        config = config.with_values({"rollout": rollout})
 
         # Where the run continues: every later part may depend on it.
         inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.critic.path, *config.reward_paths)

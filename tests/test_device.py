@@ -1,12 +1,19 @@
-"""device.py: freed memory is used again without page faults, unless the user has set the limits."""
+"""device.py: freed memory is used again without page faults, unless the user has set the limits; what makes a run repeatable."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+
+from grpo_megatron.config import Config
+from grpo_megatron.device import TE_NONDETERMINISM, Device, determinism_environment
 
 # 40 MiB: above the 32 MiB up to which glibc learns by itself what to keep. Kept, the ten blocks are one: a tenth of the faults.
 SCRIPT = """
@@ -35,3 +42,48 @@ def test_freed_memory_is_used_again(variables: dict[str, str], expected: str) ->
         [sys.executable, "-c", SCRIPT], env=environment | variables, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == expected
+
+
+# -- on a GPU, which a Device of kind "cuda" stands for ----------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu() -> Device:
+    device = Device("cpu")
+    device.kind = "cuda"
+    return device
+
+
+def test_the_switches_of_repeatable_runs_are_variables(gpu: Device) -> None:
+    def variables(**sections: Any) -> dict[str, str]:
+        return determinism_environment(Config.model_validate({"model": {"path": "x"}, **sections}))
+
+    assert variables() == {}
+    megatron = {"actor": {"megatron": {"deterministic": True}}}
+    assert variables(**megatron) == {TE_NONDETERMINISM: "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert variables(rollout={"batch_invariant": True}) == {"VLLM_BATCH_INVARIANT": "1"}
+    assert variables(rollout={"batch_invariant": True}, algorithm={"source": "file"}) == {}
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_training_is_deterministic_and_the_engine_is_left_alone(gpu: Device, value: str) -> None:
+    """Operations of vLLM that have no deterministic kernel must not raise: the mode ends with training's context."""
+    with mock.patch.dict(os.environ, {TE_NONDETERMINISM: value}):
+        with gpu.megatron(), gpu.megatron():
+            assert torch.are_deterministic_algorithms_enabled() is (value == "0")
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+            assert torch.utils.deterministic.fill_uninitialized_memory is (value == "1")  # type: ignore[attr-defined]
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+
+def test_memory_in_use_on_the_device_is_reported_beside_torchs_peaks(gpu: Device) -> None:
+    cuda = SimpleNamespace(
+        mem_get_info=lambda device: (30 * 2**30, 80 * 2**30),
+        max_memory_allocated=lambda device: 70 * 2**30,
+        max_memory_reserved=lambda device: 72 * 2**30,
+    )
+    with mock.patch("grpo_megatron.device.torch.cuda", cuda):
+        memory = gpu.memory_gib()
+    assert memory["perf/device_memory_used_gb"] == 50 and memory["perf/max_memory_allocated_gb"] == 70
+    assert "perf/device_memory_used_gb" not in Device("cpu").memory_gib()

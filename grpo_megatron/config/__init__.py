@@ -91,6 +91,9 @@ class MegatronConfig(Section):
     fp8: Fixed[Fp8Config] = Fp8Config()
     offload_optimizer: bool = False  # optimizer states go to the host during rollouts; gradient buffers are freed
     offload_reference: bool = False  # the reference and frozen reward models are on the device only while used
+    # GPU: the same gradients from the same batch. Attention's backward pass takes up to twice as long; an operation without
+    # a deterministic kernel is an error
+    deterministic: Annotated[bool, Needs("trainer.device!=cpu")] = False
     override_transformer_config: dict[str, Any] = {}  # for megatron.core's TransformerConfig; wrong names are errors
 
     @property
@@ -539,6 +542,9 @@ class RolloutConfig(Section):
     enforce_eager: bool = False  # no CUDA graphs
     free_cache_engine: bool = True  # GPU: the engine sleeps between rollouts
     quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"] | None = None  # of the engine
+    # GPU: a response does not depend on what else is drawn (vLLM's VLLM_BATCH_INVARIANT, 0.32 and Hopper or newer). Slower
+    # products without split-k, for training too
+    batch_invariant: Annotated[bool, Needs("trainer.device!=cpu"), Needs("rollout.engine=vllm")] = False
     enable_prefix_caching: bool = True
     update_weights_bucket_megabytes: Count = 512  # MiB of weights sent to the engine at a time
     sync: Literal["full", "delta"] = "full"  # delta: after a full sync, only elements whose bits have changed are sent

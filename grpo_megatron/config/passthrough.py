@@ -102,6 +102,7 @@ _REMEDIES = {
     "the routers' biases stay as they were loaded; leave it out": "moe_router_bias_update_rate",
     "set actor.megatron.fp8.recipe (and .format)": "fp8",
     "set actor.megatron.fp8.param_gather": "fp8_param",
+    "the layers of actor.megatron.transformer_impl decide it; leave it out": "moe_grouped_gemm moe_use_legacy_grouped_gemm",
 }
 OWNED_BY_TRAINING = {name: remedy for remedy, names in _REMEDIES.items() for name in names.split()}
 for _name in (

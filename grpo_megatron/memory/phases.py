@@ -43,11 +43,11 @@ from grpo_megatron.memory.parameters import (
     recomputes_all,
     working_bytes,
 )
+from grpo_megatron.memory.reserved import RESERVED_PARTS, reserved_bytes
 from grpo_megatron.models.architecture import Architecture
 
 GIB = 2**30
-RESERVED = 2 * GIB  # an assumption, not measured: CUDA context, NCCL's buffers, the sleeping engine's CUDA graphs
-ESTIMATED = ("activations kept", "layer or logits", "sync buckets", "CUDA, NCCL, graphs")
+ESTIMATED = ("activations kept", "layer or logits", "sync buckets", *RESERVED_PARTS)
 PARTS = (  # in the order of the plan's rows
     *("weights", "gradients", "copy of weights", "optimizer", "reference", "reward model", "critic"),
     *("engine weights", "KV cache", *ESTIMATED),
@@ -97,6 +97,7 @@ class _Rank:
     parameters: StageParameters
     memory: StageMemory
     engine_weights: float
+    reserved: dict[str, float]
 
     def phases(self) -> Iterator[Phase]:
         megatron, memory = self.config.actor.megatron, self.memory
@@ -133,7 +134,8 @@ class _Rank:
         if self.config.draws and not self.config.rollout.free_cache_engine and name not in ("load", "start", "rollout"):
             parts.pop("engine weights", None)
             utilization = self.config.rollout.gpu_memory_utilization  # the engine never sleeps
-        sizes = {**always, **parts, "CUDA, NCCL, graphs": RESERVED}
+        reserved = {**self.reserved, "CUDA graphs": 0.0} if name == "load" or utilization else self.reserved
+        sizes = {**always, **parts, **reserved}
         return Phase(name, self.stage, {part: size for part, size in sizes.items() if size}, utilization)
 
     def _is_scored(self) -> bool:
@@ -198,8 +200,9 @@ def memory_phases(
     """Every phase of the run, of the pipeline stage that needs most in it."""
     memories = memory_of_stages(config, world_size, policy, reward_models, critic)
     engine = arch.num_parameters() * DTYPE_BYTES[config.model.dtype] / config.rollout.tensor_model_parallel_size
+    reserved = reserved_bytes(config, arch, world_size)
     stages = [
-        list(_Rank(config, arch, world_size, number, policy[number], memories[number], engine).phases())
+        list(_Rank(config, arch, world_size, number, policy[number], memories[number], engine, reserved).phases())
         for number in range(len(policy))
         # A middle stage that is like the one before needs no more: it keeps activations of fewer micro-batches.
         if not 0 < number < len(policy) - 1

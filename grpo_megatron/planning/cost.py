@@ -301,7 +301,7 @@ def step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, cache_
 def sync_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
     """Of one weight sync: each engine's shard over NVLink; over the network what no rank of the node holds, once per node.
 
-    Network and NVLink work at the same time, so the slower one counts (sync/plan.py; traffic.py is exact).
+    NCCL runs both on one stream, so the times add up (sync/plan.py; traffic.py is exact).
     """
     size = work.arch.num_parameters() * work.itemsize
     per_node = min(machine.per_node, machine.world_size)
@@ -310,4 +310,4 @@ def sync_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> flo
     missing = 1 - min(1.0, stages_in_node / layout.pp)
     network = size * missing / per_node / (machine.gpu.network_bytes_per_s * NETWORK)
     within = size / layout.rollout_tp / (machine.gpu.nvlink_bytes_per_s * LINK)
-    return max(network, within) + SWITCH_S
+    return network + within + SWITCH_S

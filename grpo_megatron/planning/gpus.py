@@ -8,17 +8,20 @@ than the memory in the product's name. Drivers differ by 0.1 GiB; the smallest p
     b200     178.35   pytorch/ao pull request 4002
     a100-80   79.14   out-of-memory reports of several projects (79.14 to 79.33)
     a100-40   39.38   out-of-memory reports of several projects (39.38 to 39.56)
+    l40-48    44.40   QwenLM/Qwen3-VL issue 2097
     h20-96    95.00   out-of-memory reports of several projects (95.00 and 95.22)
 
 Peaks are those of NVIDIA's data sheets, without sparsity. B200's memory bandwidth is the one that its driver reports
 (pytorch/ao pull request 4002). NVLink, host link and network are per GPU and direction; the network is that of the DGX
-systems: one card of 400 Gbit/s per GPU, for A100 200 Gbit/s.
+systems: one card of 400 Gbit/s per GPU, for A100 and L40 200 Gbit/s. L40s have no NVLink: their PCIe link stands for it.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+
+from grpo_megatron.importing import Version
 
 LARGEST_GIB = 1 << 20
 
@@ -34,6 +37,7 @@ class Gpu:
     nvlink_bytes_per_s: float
     host_bytes_per_s: float
     network_bytes_per_s: float = 50e9
+    capability: Version = (9, 0)
     remark: str = ""  # how a name that stands for several sizes was understood
 
     @property
@@ -46,9 +50,10 @@ GPUS = {
     for gpu in (
         Gpu("h100-80", 79.11, 989.0, 3.35e12, 450e9, 64e9),
         Gpu("h200", 139.80, 989.0, 4.8e12, 450e9, 64e9),
-        Gpu("b200", 178.35, 2250.0, 7.67e12, 900e9, 64e9),
-        Gpu("a100-80", 79.14, 312.0, 2.039e12, 300e9, 32e9, 25e9),
-        Gpu("a100-40", 39.38, 312.0, 1.555e12, 300e9, 32e9, 25e9),
+        Gpu("b200", 178.35, 2250.0, 7.67e12, 900e9, 64e9, capability=(10, 0)),
+        Gpu("a100-80", 79.14, 312.0, 2.039e12, 300e9, 32e9, 25e9, (8, 0)),
+        Gpu("a100-40", 39.38, 312.0, 1.555e12, 300e9, 32e9, 25e9, (8, 0)),
+        Gpu("l40-48", 44.40, 181.0, 0.864e12, 32e9, 32e9, 25e9, (8, 9)),
         Gpu("h20-96", 95.00, 148.0, 4.0e12, 450e9, 64e9),
     )
 }

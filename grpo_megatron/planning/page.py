@@ -25,7 +25,8 @@ from grpo_megatron.checks.names import sources_of
 from grpo_megatron.checks.reward_call import reward_lines, trial_lines
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.sampler import Mixture
-from grpo_megatron.device import Device, count_cuda_devices, device_bytes
+from grpo_megatron.device import Device, count_cuda_devices, device_bytes, read_hardware
+from grpo_megatron.importing import FLASH_ATTENTION, attention_gap
 from grpo_megatron.memory.parameters import (
     DTYPE_BYTES,
     RunModels,
@@ -235,7 +236,10 @@ def is_for_this_machine(config: Config) -> bool:
 def _own_gpu(config: Config) -> Gpu | None:
     """With the peaks of REFERENCE. Not run on a GPU yet."""
     size = device_bytes(config.trainer.device)
-    return None if size is None else replace(GPUS[REFERENCE], name="this machine's GPU", usable_gib=size / GIB)
+    if size is None:
+        return None
+    capability = read_hardware(config.trainer.device).capability or GPUS[REFERENCE].capability
+    return replace(GPUS[REFERENCE], name="this machine's GPU", usable_gib=size / GIB, capability=capability)
 
 
 def _device(config: Config) -> tuple[str, str]:
@@ -356,6 +360,7 @@ def plan_warnings(
     if found is not None and found.cache is not None:
         yield from _small_cache(config, work, machine, found)
     yield from _copied_cache(config, models)
+    yield from _unfused_attention(config, machine)
     yield from _uneven_batches(config, work, machine)
     yield from _pipeline_bubble(config, work, machine)
     yield from _few_rows(config, checked)
@@ -420,6 +425,17 @@ def _copied_cache(config: Config, models: RunModels) -> Iterator[str]:
             f"{ROLLOUT_TP}={tp} and {groups} key-value heads: each head is in the cache of {tp // groups} ranks;"
             f" {groups} or fewer would hold as many tokens per GPU"
         )
+
+
+def _unfused_attention(config: Config, machine: PlannedMachine) -> Iterator[str]:
+    """What Transformer Engine lacks on the GPU that the plan is for, whatever is installed here."""
+    megatron, gpu = config.actor.megatron, machine.gpu
+    reason = attention_gap(gpu.capability, deterministic=megatron.deterministic)
+    if reason is None or config.trainer.device == "cpu" or megatron.transformer_impl == "local":
+        return
+    needs_engine = megatron.fp8.recipe or megatron.context_parallel_size > 1 or megatron.transformer_impl != "auto"
+    without = "the run is refused" if needs_engine else "the run takes Megatron-Core's local layers, which are slower"
+    yield f"{gpu.name}: {reason}; without {FLASH_ATTENTION} {without}"
 
 
 def _uneven_batches(config: Config, work: Workload, machine: PlannedMachine) -> Iterator[str]:

@@ -34,9 +34,9 @@ from grpo_megatron.sync.exchange import RankPlan
 from grpo_megatron.sync.plan import NETWORK, NODE, Rounds, SyncPlan, Traffic, plan_rounds
 
 # -- One weight sync ---------------------------------------------------------------------------------------------------
-# The seconds are an estimate: in every round all ranks wait for the one that sends or receives most. The network and the
-# links within the nodes work at the same time, on different rounds, so the slower of the two counts. Not counted: latency,
-# and loading into the engine, which overlaps as well.
+# The seconds are an estimate: in every round all ranks wait for the one that sends or receives most. NCCL runs
+# all messages of a rank on one stream, so network and node take turns and their times add up. Not counted: latency, and
+# loading into the engine, which is on another stream and overlaps.
 
 NVLINK_BYTES_PER_S = 200e9  # of one GPU, in each direction: what is usable of NVLink on an 8-GPU node
 NETWORK_BYTES_PER_S = 400e9 / 8  # of one GPU's network card of 400 Gbit/s, in each direction
@@ -64,7 +64,7 @@ class PlannedSync:
         return np.asarray(np.add.reduceat(self.traffic.received[NETWORK].sum(axis=1), first_ranks) * self.itemsize)
 
     def seconds(self) -> float:
-        return max(self._seconds(NETWORK, NETWORK_BYTES_PER_S), self._seconds(NODE, NVLINK_BYTES_PER_S))
+        return self._seconds(NETWORK, NETWORK_BYTES_PER_S) + self._seconds(NODE, NVLINK_BYTES_PER_S)
 
     def _seconds(self, phase: int, bytes_per_s: float) -> float:
         busiest = np.maximum(self.traffic.sent[phase], self.traffic.received[phase]).max(axis=0)  # [rounds]
@@ -136,6 +136,23 @@ def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> It
     if config.trainer.device != "cpu" and planned.received.max():
         within, between = (f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in (NVLINK_BYTES_PER_S, NETWORK_BYTES_PER_S))
         yield "seconds", f"{planned.seconds():.2g} at {within} per GPU in a node, {between} between nodes (estimated)"
+    yield from expert_lines(config, arch)
+
+
+NARROW = 256  # rows of an expert per rank; with fewer, a product uses a part of a GPU's tile
+
+
+def expert_lines(config: Config, arch: Architecture) -> Iterator[tuple[str, str]]:
+    """Advice where each rank of an engine has a narrow part of every expert, and could have some of them whole."""
+    tp = config.rollout.tensor_model_parallel_size
+    rows = arch.ffn_hidden_size // tp
+    is_cut = find_engine(config.rollout.engine).reads_shards and not config.rollout.has_whole_experts
+    if arch.num_experts and tp > 1 and is_cut and rows < NARROW and not arch.num_experts % tp:
+        yield (
+            "experts",
+            f"a rank has {rows:,} of the {arch.ffn_hidden_size:,} rows of every expert;"
+            f" rollout.expert_parallel_size={tp} gives it {arch.num_experts // tp} whole ones",
+        )
 
 
 def _size(number: float) -> str:

@@ -157,6 +157,8 @@ class VllmEngine(StatefulEngine):
         """See RolloutEngine. Checks the installed versions and the names in `rollout.engine_kwargs`."""
         yield from vllm_process.version_problems()
         yield from ENGINE_KWARGS.problems(rollout.engine_kwargs)
+        if rollout.batch_invariant:
+            yield from vllm_process.invariance_problems(rollout)
         if rollout.sync == "delta" and rollout.free_cache_engine and options.sleep_level == 2:
             yield (
                 "rollout.sync=delta with rollout.engine_options.sleep_level=2 (the default): level 2 drops the weights"

@@ -66,6 +66,23 @@ def version_problems() -> Iterator[str]:
         )
 
 
+def invariance_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """Why `rollout.batch_invariant` cannot be had from the installed vLLM.
+
+    0.26 replaces `torch.bmm` of the process by a function without a gradient (model_executor/layers/batch_invariant.py).
+    """
+    if _series(_installed(*_DISTRIBUTIONS) or "") == OLDER:
+        yield (
+            f"rollout.batch_invariant=true: vllm {OLDER} takes the gradient out of torch.bmm, in training too; install vllm"
+            " 0.32.*, or leave it out"
+        )
+    if rollout.quantization is not None:
+        yield (
+            f"rollout.batch_invariant=true with rollout.quantization={rollout.quantization}: vLLM then dequantises the"
+            " weights in every step, which is slower than without quantization; leave one of them out"
+        )
+
+
 @functools.cache  # every weight update asks, and reading the metadata takes a millisecond
 def is_older() -> bool:
     """Whether the installed vLLM is of the older series. Raises ConfigError for a version that is not tested."""

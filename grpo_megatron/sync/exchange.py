@@ -153,6 +153,12 @@ class RankPlan:
         held = {self.plan.owner[part.tensor] for part in self.plan.parts if self.holds(part)}
         return [self.plan.parameters[index] for index in sorted(held)]
 
+    def peers(self) -> tuple[list[int], list[int]]:
+        """The ranks that this rank sends to, and those that it receives from, in any round."""
+        sides = [[current.sends for current in self.rounds], [current.receives for current in self.rounds]]
+        to, origins = ({p for phases in side for by_peer in phases.values() for p in by_peer} for side in sides)
+        return sorted(to), sorted(origins)
+
     def shares(self) -> list[Share]:
         """What this rank digests for the attestation, those of a parameter next to each other."""
         witnessed = sorted(p for p in self.plan.parts if self.plan.witnesses[p.tensor, p.kind] == self.rank)
@@ -364,6 +370,8 @@ Post = Callable[[list[Envelope], list[Envelope]], Wait]
 def point_to_point(sends: list[Envelope], receives: list[Envelope]) -> Wait:
     """A `Post`: one group of operations of torch.distributed. NCCL runs them as one kernel, gloo side by side.
 
+    All phases use the world's group. With NCCL this is one communicator with one stream: the messages of two phases or
+    rounds never overlap each other, only what the engine loads meanwhile.
     All ranks post the phases of a sync in the same order, so messages between two ranks need no tag.
     """
     operations = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in receives]

@@ -362,8 +362,9 @@ def _intervals(
 
 
 # -- Rounds: which parts travel together, and the memory that this takes -----------------------------------------------
-# Four rounds are in flight at a time: one is loaded, one travels within the nodes, two over the network. (Of two, the
-# network is busy with the first while the ranks agree on the second.)
+# Four rounds are posted or loaded at a time: one is loaded, one is posted within the nodes, two over the network. Loading
+# overlaps with messages. What else overlaps depends on the backend: gloo sends all posted messages side by side, and NCCL
+# runs a rank's messages one after the other, in the order in which they were posted (`point_to_point` of exchange.py).
 
 # Rounds whose messages are in memory at the same time, by (phase, is receiver)
 AHEAD = 2  # rounds over the network

@@ -310,9 +310,12 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
 
     The engine is built while nothing but the policy's weights is on the device. (Without `offload_optimizer` the gradient
     buffers are, too; they are then beside the engine in every rollout, so that freeing them here would help no run.)
+    The connections of the weight sync are made before: their buffers must not come out of what the engine was promised.
     """
     if not config.draws:
         return None
+    resharding = build_resharding(config, policy)
+    resharding.connect()
     policy.offload()
     policy.device.empty_cache()
     with awaited("building the engine of the rollouts (importing it, loading weights)", policy.mesh.rank == 0):
@@ -320,7 +323,7 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
     colocation = Colocation(
         policy,
         engine,
-        build_resharding(config, policy),
+        resharding,
         probe=Probe(
             policy.arch.vocab_size,
             config.data.max_prompt_length + config.data.max_response_length,

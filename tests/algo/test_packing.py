@@ -33,6 +33,8 @@ def test_the_cost_of_a_sequence_is_quadratic_where_attention_dominates() -> None
     assert replace(cost, per_square=0).of([2, 40], [1, 20]) == [2, 40]
     # a tenth is enough: 10 x 4 = 40 of 40 + 360
     assert SequenceCost(180, 0, 10).of([2], [1]) == [400] and SequenceCost(181, 0, 10).of([2], [1]) == [2]
+    # 30 of the 40 tokens are a prompt that another row computes: 100 x 10 + 50 x 10 + 10 x (40^2 - 30^2)
+    assert cost.of([40, 40], [10, 10], [0, 30]) == [20_500, 8_500]
     # One response of 40 tokens costs as much as all others together: the second rank gets these.
     lengths = [40, *[10] * 8]
     costs = SequenceCost(0, 0, 1).of(lengths, lengths)

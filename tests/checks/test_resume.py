@@ -95,6 +95,7 @@ def test_an_unreadable_record_of_the_first_start_is_kept(tmp_path: Path) -> None
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": {"seed": 7}}, "data.seed 42 -> 7: cannot change when a run resumes, here from "),
     ({"sft": {"optim": {"lr": 1.0}}}, "sft.optim.lr 1e-06 -> 1.0: cannot change"),
+    ({"rollout": {"partial": {"over_sample": 1.5}}}, "rollout.partial.over_sample 1.0 -> 1.5: cannot change"),
     ({"trainer": {"total_training_steps": 1}}, "trainer.total_training_steps=1 is less than the 2 steps that "),
 ]
 

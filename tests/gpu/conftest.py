@@ -1,10 +1,14 @@
-"""GPU tests: `make test-gpu`, or one of four groups, `make test-gpu GROUP=2`. One GPU of 80 GB, no network.
+"""GPU tests: `make test-gpu`, or one of nine groups, `make test-gpu GROUP=2`. One GPU of 80 GB, no network.
 
-Group N is the files test_N_*.py; each takes less than ten minutes (estimated: not run on a GPU yet).
-    1  the machine, probed in a minute; the policy against transformers; the optimizer
-    2  vLLM: weight sync, memory, and what the project relies on, on whichever model runner vLLM uses
-    3  Transformer Engine, FP8, two GPUs, and a GRPO run that learns
-    4  speed: phases of a step, tokens/s and MFU
+Group N is the files test_N_*.py; each is meant for less than six minutes on a cold machine (not run on a GPU yet).
+    1  the machine, probed in a minute; a GRPO run in bf16 that learns, whose figures are printed as a table
+    2  the policy against transformers, local layers against Transformer Engine's; the optimizer
+    3  vLLM: weight sync, and memory in every phase
+    4  quantised engines
+    5  what the project relies on in vLLM, on whichever model runner it uses
+    6  FP8 training
+    7  two GPUs
+    8  speed of 0.5B: phases of a step, tokens/s and MFU        9  the same of 1.5B
 
 They need pytest and the packages under test, nothing else. Each test starts its own processes. They are spawned, because a
 forked process cannot use CUDA. The models are random and made by the tests. A test whose requirements are missing is
@@ -106,6 +110,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.line(_figures["device"])
     for test, record in measured.items():
         shown = [f"{name} {_shown(value)} {unit}".rstrip() for name, (value, unit) in record["figures"].items()]
+        if test.startswith("test_1_run"):  # for the README
+            figures = record["figures"].items()
+            cells = [(name, f"{_shown(value)} {unit}".rstrip()) for name, (value, unit) in figures]
+            rows = [f"| {name} | {cell} |" for name, cell in cells]
+            terminalreporter.line("\n".join(["| figure | value |", "| --- | --- |", *rows]))
         terminalreporter.line(f"{test} [{record['outcome']}, {record['seconds']} s]: {'; '.join(shown)}")
 
 
@@ -227,3 +236,21 @@ def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def half_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights in the shape of Qwen2.5-0.5B. On the CPU: a tiny one."""
     return write_random_model(tmp_path_factory.mktemp("gpu") / "half_b", QWEN_HALF_B)
+
+
+@pytest.fixture(scope="session")
+def bf16(medium: Path) -> dict[str, Any]:
+    """The bf16 run that FP8 and two GPUs are compared with. It has Transformer Engine's layers if installed."""
+    from tests.gpu import training_ranks
+
+    return run(training_ranks.loss_curve, folder=medium, megatron={}, steps=30)[0]
+
+
+def record_cycles(record_figure: Callable[..., None], got: dict[str, Any]) -> None:
+    record_figure("runner", got["runner"])
+    record_figure("gap in each cycle, mean", [mean for mean, _ in got["gaps"]])
+    record_figure("largest", max(worst for _, worst in got["gaps"]))
+    record_figure("with stale weights", got["stale"])
+    record_figure("sync", got["sync_s"], "s")
+    freed = [asleep - awake for awake, asleep in zip(got["awake"], got["asleep"], strict=True)]
+    record_figure("sleep frees", freed, "MiB")

@@ -137,8 +137,8 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cuts: lis
     """[640, 16, head_dim] in float32, one sequence at a time."""
     out = []
     for start, end in itertools.pairwise(cuts):
-        parts = (x[start:end].detach().float().transpose(0, 1)[None] for x in (q, k, v))
-        out.append(F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+        a, b, c = (x[start:end].detach().float().transpose(0, 1)[None] for x in (q, k, v))
+        out.append(F.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(out)
 
 
@@ -148,7 +148,8 @@ def _output_head(dtype: torch.dtype, vocabulary: int) -> dict[str, Any]:
     from grpo_megatron.device import Device
     from grpo_megatron.models.build import vocab_parallel_logprobs
 
-    group, results, figures = mesh_of(Device(KIND)).tp_group, [], {}  # type: ignore[arg-type]
+    group, results = mesh_of(Device(KIND)).tp_group, []  # type: ignore[arg-type]
+    figures: dict[str, Any] = {}
     generator = torch.Generator("cuda").manual_seed(0)
     draw: dict[str, Any] = {"generator": generator, "device": "cuda"}
     hidden, weight = torch.randn(2053, 896, **draw), torch.randn(vocabulary, 896, **draw) * 0.1
@@ -159,7 +160,14 @@ def _output_head(dtype: torch.dtype, vocabulary: int) -> dict[str, Any]:
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
             marks[0].record()
             values = vocab_parallel_logprobs(
-                *inputs, targets, vocab_size=vocabulary, tp_rank=0, group=group, temperature=0.7, is_fused=is_fused
+                inputs[0],
+                inputs[1],
+                targets,
+                vocab_size=vocabulary,
+                tp_rank=0,
+                group=group,
+                temperature=0.7,
+                is_fused=is_fused,
             )
             marks[1].record()
             (upstream * torch.stack(values)).sum().backward()

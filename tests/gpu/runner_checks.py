@@ -270,7 +270,9 @@ def preempted_requests_go_on_as_they_were(bench: Bench) -> Mapping[str, Any]:
         raise Skipped(f"24 requests of {length} tokens fit into the cache of {room}")
     from grpo_megatron.rollout.vllm import _completion, _Entry
 
-    completions = [_completion(_Entry(0, None, 0, []), output) for output in outputs]
+    found_all = [_completion(_Entry(0, None, 0, []), output) for output in outputs]
+    completions = [completion for completion in found_all if completion is not None]
+    assert len(completions) == len(found_all)
     assert all(len(c.response_ids) == length and max(c.response_ids) < VOCAB for c in completions)
     found = bench.compare(0, some, completions)
     bench.require(found, factor=2)

@@ -5,6 +5,7 @@ A rank with a GPU is a `Device("cpu")` that says it is CUDA; an installed Apex i
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -18,12 +19,13 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import moe_utils
 
-from grpo_megatron.config import ActorConfig, ConfigError, MegatronConfig
-from grpo_megatron.device import Device
+from grpo_megatron.config import ActorConfig, Config, ConfigError, MegatronConfig
+from grpo_megatron.device import Device, Hardware
 from grpo_megatron.models import build
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.layers import spec
+from grpo_megatron.models.layers.precision import hardware_problems
 from grpo_megatron.models.layers.spec import Kernels, choose_kernels, fused_without_apex, transformer_config
 from grpo_megatron.models.weights import sharded_state
 from tests import tiny, worlds
@@ -152,6 +154,54 @@ def test_a_gpu_uses_what_is_installed(
     assert kernels == expected
     assert words in kernels.describe()
     assert kernels.settings()["gradient_accumulation_fusion"] is expected.fused_gradients
+
+
+@pytest.mark.parametrize(
+    ("capability", "deterministic", "flash", "has_engine"),
+    [
+        ((9, 0), False, None, True),
+        ((9, 0), True, None, True),
+        ((10, 0), False, None, True),
+        ((10, 0), True, None, False),
+        ((10, 0), True, "2.8.1", True),
+        ((12, 0), False, None, False),
+        ((8, 0), False, None, False),
+        ((8, 0), False, "2.8.3.post1", True),
+        ((8, 9), False, "2.6.1", False),
+        ((8, 9), False, "2.9.0", False),
+    ],
+)
+def test_a_gpu_without_packed_attention_of_cudnn_needs_flash_attention(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: Device,
+    capability: tuple[int, int],
+    deterministic: bool,
+    flash: str | None,
+    has_engine: bool,
+) -> None:
+    """Else it has local layers, and what needs Transformer Engine is refused, by the checks too."""
+
+    def version(package: str) -> str:
+        if flash is None or package != "flash-attn":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return flash
+
+    installed(monkeypatch, engine=True, apex=False)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    hardware = Hardware(capability, (13, 0))
+    monkeypatch.setattr(spec, "read_hardware", lambda kind: hardware)
+    kernels = choose_kernels(MegatronConfig(deterministic=deterministic), gpu)
+    assert kernels.transformer_engine is has_engine
+    engine = MegatronConfig(transformer_impl="transformer_engine", deterministic=deterministic)
+    raw = {"model": {"path": "x"}, "actor": {"megatron": engine.model_dump()}, "trainer": {"device": "cuda"}}
+    problems = list(hardware_problems(Config.model_validate(raw), hardware))
+    assert bool(problems) is not has_engine
+    if not has_engine:
+        words = "attention over packed sequences with compute capability"
+        assert words in str(kernels.reason) and words in problems[0]
+        assert "pip install 'flash-attn>=2.7.3,<=2.8.3', or leave it out" in problems[0]
+        with pytest.raises(ConfigError, match=words):
+            choose_kernels(engine, gpu)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from grpo_megatron.device import Hardware
 from grpo_megatron.models import optimizer
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of
+from grpo_megatron.models.layers import precision
 from grpo_megatron.models.layers.precision import (
     QUANTIZATIONS,
     RECIPES,
@@ -132,12 +133,17 @@ ALLOWED = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("hardware", [A100, L40S, H100, B200, RTX5090], ids=["A100", "L40S", "H100", "B200", "5090"])
-def test_hardware_without_the_recipe_is_refused(recipe: str, hardware: Hardware) -> None:
+def test_hardware_without_the_recipe_is_refused(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, hardware: Hardware
+) -> None:
+    """Where flash-attn is installed (tests/models/test_kernels.py: where it is not)."""
+    monkeypatch.setattr(precision, "packed_attention_problem", lambda *_, **__: None)
     problems = list(hardware_problems(config(megatron={"fp8": {"recipe": recipe}}), hardware))
     assert (problems == []) == (hardware in ALLOWED[recipe]), problems
     assert all(f"actor.megatron.fp8.recipe={recipe}" in problem and "leave it out" in problem for problem in problems)
 
 
+FOUR = {"n_gpus_per_node": 4}
 NO_ENGINE = {"transformer_engine_problem": "2.20.2 is installed"}
 NEEDED = "needs Transformer Engine >=2.9,<2.12, and 2.20.2 is installed"
 
@@ -150,6 +156,23 @@ NEEDED = "needs Transformer Engine >=2.9,<2.12, and 2.20.2 is installed"
         (fp8("blockwise"), replace(H100, **NO_ENGINE), f"recipe=blockwise {NEEDED}; pip install --no-build-isolation"),
         (fp8("delayed"), CPU, "needs a CUDA device, and this run has none"),
         ({"rollout": {"quantization": "mxfp8"}}, H100, "10.0, this device has 9.0; set it to fp8_per_tensor"),
+        (
+            {"rollout": {"batch_invariant": True}},
+            A100,
+            "batch_invariant=true needs compute capability 9.0, this device has",
+        ),
+        (
+            {"rollout": {"batch_invariant": True, "tensor_model_parallel_size": 5}},
+            H100,
+            "over 2, 4, 6, 8 GPUs of one node",
+        ),
+        (
+            {"rollout": {"batch_invariant": True, "tensor_model_parallel_size": 8}, "trainer": FOUR},
+            H100,
+            "nodes of 4: vLLM",
+        ),
+        ({"rollout": {"batch_invariant": True}}, CPU, "batch_invariant=true needs a CUDA device"),
+        ({"megatron": {"deterministic": True}}, CPU, "deterministic=true needs a CUDA device"),
         ({"megatron": {"context_parallel_size": 2}}, CPU, "context_parallel_size=2 needs a CUDA device"),
         ({"megatron": {"transformer_impl": "transformer_engine"}}, replace(H100, **NO_ENGINE), f"_engine {NEEDED}"),
     ],

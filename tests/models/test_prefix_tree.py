@@ -47,6 +47,23 @@ def test_a_pack_by_hand() -> None:
     assert packed_lengths(batch, [1, 0, 2, 3]) == [4, 5, 4, 4]
 
 
+def test_branches_of_equal_length_stay_in_their_places() -> None:
+    """They share kernel calls. Each is compared with attention over its prompt and itself alone."""
+    batch = tiny.make_batch([(PROMPT, [1, 2]), (PROMPT, [3, 4]), (PROMPT, [8, 9])], [[[0, 1, 2]]])
+    batch.shares_prompts = True
+    built = pack(batch, [0, 1, 2], multiple=9, temperature=1.0, chunk=8, device=Device("cpu"))
+    assert built.targets.tokens.tolist() == [1, 2, 3, 4, 8, 9]
+    assert built.targets.state_indices.tolist() == [2, 3, 2, 5, 2, 7]
+    assert isinstance(built.packed, TreeParams)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(9, heads, 4) for heads in (4, 2, 2))
+    found = tree_attention(q, k, v, built.packed.branches)
+    for own in (slice(3, 5), slice(5, 7), slice(7, 9)):
+        alone = [torch.cat([x[:3], x[own]]).transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+        expected = F.scaled_dot_product_attention(*alone, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+        torch.testing.assert_close(found[own], expected[3:])
+
+
 @pytest.mark.parametrize(("prompt", "response"), [(512, 128), (256, 256), (128, 512), (64, 1024)])
 def test_multiply_adds_are_within_two_percent_of_the_bound(prompt: int, response: int) -> None:
     """Qwen2.5-0.5B's shape, 8 responses, prompt : response from 4:1 to 1:16."""

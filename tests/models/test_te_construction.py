@@ -50,6 +50,8 @@ def test_a_model_of_the_engine_is_built(built: dict[str, Any], folders: dict[str
     model = built[family]
     assert model["modules"]["self_attention.linear_qkv"] == "TELayerNormColumnParallelLinear"
     assert model["modules"]["self_attention.core_attention"] == "TEDotProductAttention"
+    if "mlp.experts" in model["modules"]:
+        assert model["modules"]["mlp.experts.linear_fc1"] == "TEColumnParallelGroupedLinear"
     assert model["final norm"].startswith("transformer_engine")
     assert model["fused"] == {True} and model["frozen fused"] == {False}
     assert model["gradients"] == {torch.float32}

@@ -137,7 +137,7 @@ def test_the_order_of_published_runs_is_kept() -> None:
 
 def test_usable_memory_is_less_than_the_name_says() -> None:
     """The product's GB are 10^9 bytes at least; drivers keep 1 to 3 % of the GiB."""
-    named = {"h100-80": 80, "h200": 141, "b200": 192, "a100-80": 80, "a100-40": 40, "h20-96": 96}
+    named = {"h100-80": 80, "h200": 141, "b200": 192, "a100-80": 80, "a100-40": 40, "l40-48": 48, "h20-96": 96}
     assert set(named) == set(GPUS)
     for name, size in named.items():
         assert 0.92 * size < GPUS[name].usable_gib < size

@@ -53,7 +53,7 @@ def warnings(text: str) -> str:
 def test_70b_fits_and_the_page_ends_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [EXAMPLE, "--world-size", "64", "--gpu", "h100-80"]
     text = page(capsys, "train", "--dry-run", *arguments)
-    assert text.splitlines()[-1] == "  FITS h100-80, 79.11 GiB usable (fullest phase: start, 57.92 GiB)"
+    assert text.splitlines()[-1] == "  FITS h100-80, 79.11 GiB usable (fullest phase: start, 60.83 GiB)"
     assert max(map(len, text.splitlines())) <= 120
     assert page(capsys, "plan", *arguments) == text
     assert section(text, "KV cache of an engine") == [
@@ -91,7 +91,7 @@ def test_70b_that_does_not_fit_gets_remedies_and_layouts(capsys: pytest.CaptureF
     captured = capsys.readouterr()
     text = captured.out
     verdict = section(text, "Verdict")
-    assert verdict[-1].strip().startswith("DOES NOT FIT a100-40, 39.38 GiB usable (fullest phase: scoring, 49.02 GiB")
+    assert verdict[-1].strip().startswith("DOES NOT FIT a100-40, 39.38 GiB usable (fullest phase: scoring, 52.43 GiB")
     assert verdict[0] == "  too large even without the estimated parts:"
     assert "- phase scoring does not fit" in verdict[1]
     assert sum("fullest phase" in line and " s, " in line for line in verdict) == 3
@@ -111,8 +111,23 @@ def test_a_page_for_a_narrow_terminal(run: Path, capsys: pytest.CaptureFixture[s
     text = page(capsys, "plan", EXAMPLE, "--world-size", "64", "--gpu", "a100")
     assert section(text, "Verdict") == [
         "  a100: taken as a100-80; a100-40 has 40 GB",
-        "  FITS a100-80, 79.14 GiB usable (fullest phase: start, 57.94 GiB)",
+        "  FITS a100-80, 79.14 GiB usable (fullest phase: start, 60.85 GiB)",
     ]
+
+
+def test_a_gpu_without_packed_attention_of_cudnn_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is installed here. Local layers need none; what only Transformer Engine has cannot be run without it."""
+    command, megatron = ["plan", EXAMPLE, "--world-size", "64", "--gpu"], "actor.megatron."
+    gap = "a100-80: cuDNN has no attention over packed sequences with compute capability 8.0; without flash-attn"
+    text = warnings(page(capsys, *command, "a100"))
+    assert gap in text and "the run takes Megatron-Core's local layers" in text
+    assert "the run is refused" in warnings(
+        page(capsys, *command, "a100", f"{megatron}transformer_impl=transformer_engine")
+    )
+    assert gap not in warnings(page(capsys, *command, "a100", f"{megatron}transformer_impl=local"))
+    deterministic = f"{megatron}deterministic=true"
+    assert not warnings(page(capsys, *command, "h200", deterministic))
+    assert "b200: cuDNN has no deterministic attention" in warnings(page(capsys, *command, "b200", deterministic))
 
 
 def test_a_plan_writes_the_resolved_config_beside_the_output_folder(
@@ -160,7 +175,7 @@ def test_a_machine_with_gpus_is_fitted_itself(run: Path, capsys: pytest.CaptureF
 
 def test_without_a_gpu_the_verdict_names_those_that_fit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     last = page(capsys, "plan", EXAMPLE, "--world-size", "64").splitlines()[-1]
-    assert last == "  FITS h100-80, h200, b200, a100-80, h20-96; DOES NOT FIT a100-40"
+    assert last == "  FITS h100-80, h200, b200, a100-80, h20-96; DOES NOT FIT a100-40, l40-48"
     on_cpu = page(capsys, "plan", str(run / "run.yaml"), "--gpu", "h200")
     assert on_cpu.splitlines()[-1].startswith("  NO VERDICT for trainer.device=cpu")
 

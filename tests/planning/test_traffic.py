@@ -26,7 +26,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.planning.cost import Workload
-from grpo_megatron.planning.traffic import border_traffic
+from grpo_megatron.planning.traffic import border_traffic, expert_lines
 from tests import tiny, worlds
 from tests.models import policy_ranks
 from tests.planning import published
@@ -57,6 +57,21 @@ def test_70b_by_hand(config_70b: Config) -> None:
     assert found["gradients"] == pytest.approx(2 * 3 / 4 * 6 * of_ranks)
     # Each node has one of four stages: about three quarters of 141.1 GB enter it.
     assert found["weight sync"] == pytest.approx(8 * 141.1e9 * 3 / 4, rel=0.02)
+
+
+def test_whole_experts_are_advised_where_parts_are_narrow() -> None:
+    """Qwen3-235B: 128 experts of 1,536 rows. 192 rows of each over 8 ranks, 384 over 4; 48 ranks do not divide 128."""
+    arch = published.architecture("Qwen3-235B-A22B")
+    for tp, ep, advice in ((8, 1, "192 of the 1,536 rows"), (8, 8, None), (4, 1, None), (48, 1, None), (1, 1, None)):
+        config = Config.model_validate(
+            {"model": {"path": "x"}, "rollout": {"tensor_model_parallel_size": tp, "expert_parallel_size": ep}}
+        )
+        lines = [text for _, text in expert_lines(config, arch)]
+        assert len(lines) == (advice is not None), (tp, ep)
+        assert advice is None or (advice in lines[0] and "expert_parallel_size=8 gives it 16 whole ones" in lines[0])
+    dense = published.architecture("Llama-3.1-70B")
+    config = Config.model_validate({"model": {"path": "x"}, "rollout": {"tensor_model_parallel_size": 128}})
+    assert not list(expert_lines(config, dense))
 
 
 def test_one_node_has_no_borders(config_70b: Config) -> None:

@@ -84,6 +84,13 @@ def test_the_sum_and_its_metrics(completion: str, score: float, values: tuple[fl
     assert set(returned) == {"score", "acc", "accuracy/acc", "accuracy/extracted", *(part["name"] for part in PARTS)}
 
 
+def test_a_component_with_a_negative_weight_is_subtracted() -> None:
+    """1 for the answer, minus 0.5 for the layout that is not wanted."""
+    parts = [component("accuracy", "gsm8k"), component("format", weight=-0.5, layout="tagged")]
+    returned = summed(parts, "<think>a</think><answer>42</answer>")
+    assert (returned["score"], returned["format"]) == (0.5, 1.0)
+
+
 def test_gates(module: str) -> None:
     """A closed gate: the function is not called, adds nothing, has no value, and closes what depends on it."""
     parts = [

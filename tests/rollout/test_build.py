@@ -11,6 +11,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -92,6 +93,24 @@ def test_an_engine_runs_no_code_that_the_config_names(kwargs: dict[str, Any], na
         )
 
 
+@pytest.mark.parametrize(
+    ("vllm", "quantization", "words"),
+    [
+        ("0.32.1", None, []),
+        ("0.26.0", None, ["takes the gradient out of torch.bmm"]),
+        ("0.32.1", "fp8_per_tensor", ["dequantises the weights"]),
+    ],
+)
+def test_batch_invariance_is_refused_where_vllm_lacks_it(
+    monkeypatch: pytest.MonkeyPatch, vllm: str, quantization: Any, words: list[str]
+) -> None:
+    monkeypatch.setattr(vllm_process, "_installed", lambda *names: "2.13.0" if "torch" in names else vllm)
+    monkeypatch.setattr(vllm_process, "version_problems", lambda: iter(()))
+    problems = list(engine_problems(RolloutConfig(batch_invariant=True, quantization=quantization)))
+    assert len(problems) == len(words) and all(word in text for word, text in zip(words, problems, strict=True))
+    assert not list(engine_problems(RolloutConfig(quantization=quantization)))
+
+
 def test_an_engine_needs_its_own_packages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else object())
     assert texts(package_problems(toy_run(tmp_path))) == []
@@ -101,7 +120,7 @@ def test_an_engine_needs_its_own_packages_only(tmp_path: Path, monkeypatch: pyte
 
 def train(folder: Path) -> list[Any]:
     """The program's own path: read, validate, build the Trainer, run. Then what the trainer's engine refuses."""
-    from grpo_megatron.trainer import Trainer
+    from grpo_megatron import trainer as trainer_module
 
     config = toy_run(
         folder,
@@ -109,7 +128,10 @@ def train(folder: Path) -> list[Any]:
         *("trainer.test_freq=1", "trainer.logger=[jsonl]", "rollout.n=2", "rollout.stop_token_ids=[7]"),
         f"data.chat_template={folder / 'other.jinja'}",
     )
-    trainer = Trainer(config, validate(config, 1))
+    with mock.patch.object(trainer_module, "device_bytes", return_value=80 * 2**30):  # as on a GPU
+        trainer = trainer_module.Trainer(config, validate(config, 1))
+    assert trainer.validator.generator.capacity == 1024  # rollout.max_num_seqs=null: the cache holds more
+    assert trainer.config.rollout.max_num_seqs is None  # what a checkpoint records
     refused: list[Any] = [type(trainer.colocation.engine).__name__]
     for call in (
         lambda: trainer.colocation.engine.generate([], 0),

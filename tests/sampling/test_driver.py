@@ -75,6 +75,15 @@ def test_an_answer_is_taken_at_its_tick_and_not_before() -> None:
     assert next(b.clock - a.clock for a, b in itertools.pairwise(t.turns)) == 50
 
 
+def test_the_clock_jumps_to_the_earliest_answer() -> None:
+    """Answers are due after 50 ticks, and turns take 7 at most: nothing is generated while two answers of several ticks wait."""
+    trajectories, _, _ = played(count=2, latency=50)
+    first, second = (t.turns[0].clock for t in trajectories)
+    assert first != second
+    for t in trajectories:
+        assert next(b.clock - a.clock for a, b in itertools.pairwise(t.turns) if b.kind == "observation") == 50
+
+
 @pytest.mark.parametrize("status", ["timeout", "died", "raised", "flooded", "memory"])
 def test_a_failed_environment_ends_its_own_trajectory(status: str) -> None:
     expected, _, _ = played()

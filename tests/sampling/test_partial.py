@@ -121,6 +121,23 @@ def test_a_resumed_run_knows_which_block_has_which_group() -> None:
     assert [(group.block, bool(group.samples)) for group in second.waiting] == [(0, False), (1, True)]
 
 
+def test_a_group_that_is_partly_finished_goes_on_after_a_resume() -> None:
+    """One of two responses is complete. The other one alone is continued, and then the group is."""
+    first = collector(CountingEngine([1, 30, 1, 1, 1, 1]))
+    first.groups(0, 2, Metrics())
+    (waiting,) = first.waiting
+    done, waiting.num_unfinished = waiting.samples[1], 1
+    done.finish_reason = "stop"
+    engine = CountingEngine([1, 7, 1, 1, 1, 1])
+    second = collector(engine)
+    second.load_state(json.loads(json.dumps(first.state())))
+    assert [(group.num_unfinished, len(group.unfinished())) for group in second.waiting] == [(1, 1)]
+    groups = second.groups(1, 2, Metrics())
+    assert [len(r.prompt_ids) for r in engine.requests if r.prompt_ids[0] == 1] == [5]
+    (group,) = (group for group in groups if group.samples[0].prompt.prompt_ids == (1,))
+    assert [(s.index, len(s.response_ids), s.finish_reason) for s in group.samples] == [(0, 7, "stop"), (1, 4, "stop")]
+
+
 def test_the_samples_are_the_same_on_two_ranks() -> None:
     """Over real gloo: groups are on one block each; after a resume on another."""
     alone = worlds.run(collecting.collect_partial, 1, lengths=LENGTHS, resume_at=None)[0]

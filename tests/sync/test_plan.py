@@ -97,6 +97,17 @@ def test_a_lane_receives_stage_by_stage_and_every_module_at_once(family: str, gr
         assert len(sending) == len(set(sending)), "two lanes receive from one stage"
 
 
+def test_a_rank_knows_every_peer_of_its_messages() -> None:
+    """Connections are made before the first sync: one that only one side knows would wait for ever."""
+    grid = Grid(16, tp=2, pp=2, rollout_tp=1, ranks_per_node=4)
+    plan, rounds, _ = simulation.planned(architecture("llama"), grid, [2, 2], 1 << 14)
+    made = {rank: RankPlan(plan, rounds, rank) for rank in range(16)}
+    sent = {(rank, target) for rank, plan in made.items() for target in plan.peers()[0]}
+    assert sent == {(source, rank) for rank, plan in made.items() for source in plan.peers()[1]}
+    phases = ((rank, by_peer) for rank, plan in made.items() for r in plan.rounds for by_peer in r.sends.values())
+    assert sent == {(rank, message.peer) for rank, by_peer in phases for message in by_peer.values()} and len(sent) > 16
+
+
 def test_all_stages_send_all_the_time() -> None:
     """Llama-70B, TP8 x PP4 on 16 nodes, in 512 MiB: each node's link carries what it must, and waits for no other one.
 

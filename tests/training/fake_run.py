@@ -114,6 +114,8 @@ class FakeReference(NamedWeights):
 class FakeResharding:
     bytes_received, density = 0, None
 
+    def connect(self) -> None: ...
+
     def accept(self, weights_digest: str) -> None:
         assert weights_digest.startswith("policy after"), "a delta must not build on another model"
 

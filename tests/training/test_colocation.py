@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from grpo_megatron.config import Config
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
+from grpo_megatron.training import colocation
 from grpo_megatron.training.colocation import Probe, Provenance, logprobs_problem, weights_problem
 from grpo_megatron.types import Draw, Sample
 from tests import tiny, worlds
@@ -24,6 +28,24 @@ from tests.tiny import make_batch, make_sequences
 
 def probe(dtype: str = "bfloat16", tolerance: float | None = None) -> Probe:
     return Probe(101, 128, dtype=dtype, tolerance=tolerance)
+
+
+def test_connections_exist_before_free_memory_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's buffers of the weight sync are gigabytes: allocated later, they would come out of the engine's promise."""
+    events: list[str | None] = []
+    device = SimpleNamespace(empty_cache=lambda: None, memory=lambda: events.append("memory is judged"))
+    offload, onload = (partial(events.append, word) for word in ("offload", "onload"))
+    mesh = SimpleNamespace(rank=1, agree=lambda problem: None)
+    policy: Any = SimpleNamespace(device=device, mesh=mesh, offload=offload, onload=onload)
+    policy.arch = SimpleNamespace(vocab_size=8)
+    resharding = SimpleNamespace(connect=partial(events.append, "connections"))
+    monkeypatch.setattr(colocation, "build_resharding", lambda *_: resharding)
+    monkeypatch.setattr(colocation, "build_engine", lambda *_, **__: events.append("engine"))
+    monkeypatch.setattr(colocation, "_engine_tensors", lambda *_: None)
+    monkeypatch.setattr(colocation, "Colocation", lambda *_, **__: None)
+    checked: Any = SimpleNamespace(end_tokens=SimpleNamespace(ids=[1]), arch=None)
+    colocation.build_colocation(Config.model_validate({"model": {"path": "x"}}), checked, policy)
+    assert events == ["connections", "offload", "memory is judged", "engine", "onload"]
 
 
 def difference(mean: float) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from grpo_megatron.config import Config, Fp8Config, MegatronConfig
 from grpo_megatron.device import Hardware, read_hardware
-from grpo_megatron.importing import TE_INSTALL, TE_REQUIREMENT, Version
+from grpo_megatron.importing import FLASH_ATTENTION, TE_INSTALL, TE_REQUIREMENT, Version, packed_attention_problem
 from grpo_megatron.models.architecture import Architecture
 
 FP8 = "actor.megatron.fp8"
@@ -57,6 +57,10 @@ QUANTIZATIONS: dict[str, Recipe] = {
     "fp8_per_block": Recipe((9, 0), (12, 1), remedy="fp8_per_tensor"),
     "mxfp8": Recipe((10, 0), (12, 8), remedy="fp8_per_tensor"),
 }
+# vLLM's batch invariance replaces kernels of the whole process, so the trainer's, too. Below 9.0 these include `aten::linear`,
+# whose replacement has no gradient (`enable_batch_invariant_mode` of model_executor/determinism/batch_invariant.py).
+BATCH_INVARIANCE = Recipe((9, 0), (12, 1))
+FIXED_ORDER = 2, 4, 6, 8  # GPUs over which its custom all-reduce adds, which is then independent of the message's size
 _SAME_NAMES = (  # fields of TransformerConfig that are named fp8_<key>, and those that have the key's name
     ("wgrad", "margin", "amax_history_len", "amax_compute_algo"),
     ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
@@ -179,13 +183,27 @@ def hardware_problems(config: Config, hardware: Hardware | None = None) -> Itera
     """Yields what the config needs and the hardware lacks, one line each. `hardware` None: this machine, read if needed."""
     megatron, quantization = config.actor.megatron, config.rollout.quantization
     recipe, cp, impl = megatron.fp8.recipe, megatron.context_parallel_size, megatron.transformer_impl
-    if recipe is None and quantization is None and cp == 1 and impl != "transformer_engine":
+    batch_invariant = config.draws and config.rollout.batch_invariant
+    is_needed = megatron.deterministic or batch_invariant or impl == "transformer_engine"
+    if recipe is None and quantization is None and cp == 1 and not is_needed:
         return
     hardware = hardware or read_hardware(config.trainer.device)
     if recipe is not None:
         yield from _lacks(f"{FP8}.recipe={recipe}", RECIPES[recipe], hardware)
     if quantization is not None:
         yield from _lacks(f"rollout.quantization={quantization}", QUANTIZATIONS[quantization], hardware)
+    if batch_invariant:
+        yield from _lacks("rollout.batch_invariant=true", BATCH_INVARIANCE, hardware)
+        size, per_node = config.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+        if size > 1 and (size not in FIXED_ORDER or size > per_node):
+            yield (
+                f"rollout.batch_invariant=true with rollout.tensor_model_parallel_size={size} on nodes of {per_node}: vLLM adds"
+                f" in a fixed order over {', '.join(map(str, FIXED_ORDER))} GPUs of one node only; set one of these, or leave"
+                " batch_invariant out"
+            )
+    if megatron.deterministic and not hardware.is_cuda:
+        yield f"actor.megatron.deterministic=true {_NO_CUDA}"
+    unfused = packed_attention_problem(hardware.capability, deterministic=megatron.deterministic)
     for key, is_set in (
         (f"{FP8}.recipe={recipe}", recipe is not None and hardware.is_cuda),  # without CUDA it was reported above
         # With trainer.device=cpu, checks/layout.py reports context parallelism.
@@ -196,6 +214,8 @@ def hardware_problems(config: Config, hardware: Hardware | None = None) -> Itera
             yield f"{key} {_NO_CUDA}"
         elif is_set and hardware.transformer_engine_problem is not None:
             yield f"{key} needs {TE_REQUIREMENT}, and {hardware.transformer_engine_problem}; {TE_INSTALL}, or leave it out"
+        elif is_set and unfused is not None:
+            yield f"{key} needs Transformer Engine, and {unfused}; pip install '{FLASH_ATTENTION}', or leave it out"
 
 
 _NO_CUDA = "needs a CUDA device, and this run has none; leave it out"

@@ -29,8 +29,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from grpo_megatron.config import ConfigError, MegatronConfig
-from grpo_megatron.device import Device
-from grpo_megatron.importing import examine_transformer_engine, replaced
+from grpo_megatron.device import Device, read_hardware
+from grpo_megatron.importing import examine_transformer_engine, packed_attention_problem, replaced
 from grpo_megatron.models.architecture import Architecture, Latent, Routing, Yarn
 from grpo_megatron.models.layers.modules import (
     LATENT_KEYS,
@@ -101,7 +101,9 @@ def choose_kernels(
     elif dtype == "float32":
         reason = "model.dtype=float32, which its attention does not support"
     else:
-        reason = examine_transformer_engine()[1]
+        reason = examine_transformer_engine()[1] or packed_attention_problem(
+            read_hardware("auto").capability, deterministic=megatron.deterministic
+        )
     if reason is not None:
         for key, is_needed in (
             ("transformer_impl=transformer_engine", megatron.transformer_impl == "transformer_engine"),
@@ -361,6 +363,7 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",  # required by variable_seq_lengths, even for dense models
         "deallocate_pipeline_outputs": True,
         "batch_p2p_comm": on_cuda,
+        "deterministic_mode": megatron.deterministic,
         "transformer_impl": "transformer_engine" if kernels.transformer_engine else "local",
         **kernels.settings(),
         **fp8_settings(megatron.fp8),

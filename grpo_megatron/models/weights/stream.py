@@ -243,6 +243,18 @@ class Resharding:
         assert delta is not None
         return delta
 
+    def connect(self) -> None:
+        """Send one element to every rank that a sync will send to. Collective.
+
+        NCCL allocates the buffers of a connection at its first message, gigabytes where a rank has many peers
+        (memory/reserved.py). After this call they are no longer part of the free memory.
+        """
+        targets, sources = self.plan.peers()
+        element = torch.zeros(1, dtype=self.dtype, device=self.device)
+        receives = [(peer, torch.empty_like(element)) for peer in sources]
+        point_to_point([(peer, element) for peer in targets], receives)()
+        dist.all_reduce(element)  # as the digests do
+
     @property
     def bytes_received(self) -> int:
         """The bytes that this rank received in the last sync."""

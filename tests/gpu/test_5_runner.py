@@ -1,7 +1,7 @@
 """What the project relies on in vLLM, checked on whichever model runner vLLM uses here. Not run on a GPU yet.
 
 In bfloat16 with CUDA graphs, as in a run, and in float32, where rounding hides nothing. Every line of figures names the
-runner. `VLLM_USE_V2_MODEL_RUNNER=0 make test-gpu GROUP=2` tests the first runner, `=1` the second.
+runner. `VLLM_USE_V2_MODEL_RUNNER=0 make test-gpu GROUP=5` tests the first runner, `=1` the second.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ PHASES = ("step", "update_weights", "probe", "gen", "reward", "adv", "old_log_pr
 LEAST_MFU = 0.1  # of the update, with Transformer Engine's layers
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def speed_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A shape's folder, with the quickstart's tokenizer. The model's other tokens decode to nothing."""
     root = tmp_path_factory.mktemp("speed")
     (root / "data").mkdir()
@@ -81,9 +80,7 @@ def median(steps: list[dict[str, float]], name: str) -> float | None:
     return values[len(values) // 2] if values else None
 
 
-@pytest.mark.parametrize("recipe", [None, "tensorwise"], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("size", ["0.5B", "1.5B"])
-def test_step_time(
+def check_step_time(
     models: Callable[[str], Path], tmp_path: Path, record_figure: Callable[..., None], size: str, recipe: str | None
 ) -> None:
     conftest.needs_vllm()
