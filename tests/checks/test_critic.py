@@ -23,7 +23,10 @@ def config_of(**sections: Any) -> Config:
     return Config.model_validate({"model": {"path": "m"}, "data": {"task": "arithmetic"}, **sections})
 
 
-def test_a_checkpoint_without_a_critic_cannot_go_on_with_one() -> None:
+def test_a_checkpoint_without_a_critic_cannot_go_on_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run/step_000002").mkdir(parents=True)
+    Path("run/step_000002/trainer.json").write_text('{"step": 2}')
     new = config_of(algorithm=GAE)
     saved = config_of().model_dump(mode="json")
     found = runs.texts(refusals(Path("run/step_000002"), saved, new))

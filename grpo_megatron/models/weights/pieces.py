@@ -136,10 +136,13 @@ def divide_writing(model: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
 
     Not for a load: a rank reads whole parameters.
     """
-    return {
-        name: _own_share(entry, mesh) if isinstance(entry.data, torch.nn.Parameter) else entry
+    shares = {
+        name: _own_share(entry, mesh) if isinstance(entry.data, torch.nn.Parameter) else [entry]
         for name, entry in model.items()
     }
+    return {
+        name: share for name, share in shares.items() if share
+    }  # what has no part here is not Megatron's common state
 
 
 def _own_share(entry: Any, mesh: Mesh) -> list[ShardedTensor]:
