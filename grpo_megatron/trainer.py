@@ -94,7 +94,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify, in_background=trainer.async_save)
         self.heartbeat.is_flushing = lambda: self.checkpoints.pending is not None
         checkpoint = self.checkpoints.newest() if trainer.resume_mode == "auto" else None
-        changed = [] if checkpoint is None else check_resume(checkpoint, config)
+        changed = [] if checkpoint is None else check_resume(checkpoint, self.config)
         self.first_step = 0 if checkpoint is None else steps_of(checkpoint)
         self.inputs = None
         if self.mesh.rank == 0:  # validation has compared the weights with the checkpoint's digests, or accepted others

@@ -95,8 +95,8 @@ def suspicions(config: Config) -> Iterator[str]:
         if len(names) > 1:
             yield f"{path.name} is in {' and in '.join(names)}: its rows are drawn as rows of each"
     for path in (*data.val_files, *(path for source in data.sources for path in source.val_files)):
-        if names := owners.get(path.absolute()):
-            yield f"{path.name}, which is validated on, is trained on, too (in {names[0]})"
+        if found := owners.get(path.absolute()):
+            yield f"{path.name}, which is validated on, is trained on, too (in {found[0]})"
 
 
 # -- Combinations ------------------------------------------------------------------------------------------------------
