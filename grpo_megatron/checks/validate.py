@@ -37,6 +37,7 @@ from grpo_megatron.checks.methods import (
     rollout_file_problems,
     schedule_problems,
     sharing_problems,
+    suspicions,
     with_total_steps,
 )
 from grpo_megatron.checks.models import (
@@ -222,6 +223,8 @@ def validate(
     assert arch is not None
     if not dry_run:
         report_trials(config, calls or [])
+    if rehearsed and not dry_run:
+        print("".join(f"WARNING: {text}\n" for text in suspicions(config)), end="", flush=True)
     return Checked(
         **vars(rows),
         arch=arch,

@@ -72,10 +72,6 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
             _join_run(is_rank)
     checked = _validate(options, argv, config)
     config = checked.resolved(config)
-    if failures.is_first() and failures.LAUNCHER_PID not in os.environ:
-        from grpo_megatron.checks.methods import suspicions
-
-        print("".join(f"WARNING: {text}\n" for text in suspicions(config)), end="", flush=True)
     if by_epochs and _has_nothing_to_do(config, options.profile):
         return 0
     if starts_ranks:

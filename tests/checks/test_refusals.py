@@ -166,7 +166,6 @@ actor.loss_scale_factor=3 => has no effect with actor.loss_agg_mode=token-mean a
 actor.optim.min_lr=1e-7 => has no effect with actor.optim.lr_decay_style=constant; set another actor.optim.lr_decay_style
 reward.overlong_buffer.penalty_factor=2 => has no effect with reward.overlong_buffer.len=null
 rollout.delta_full_every=9 => has no effect with rollout.sync=full; set rollout.sync=delta
-data.apply_chat_template=false data.chat_template=c.jinja => has no effect with data.apply_chat_template=false
 RATES data.sampling.uniform_share=0.5 => has no effect with data.sampling.weight=uniform; set another data.sampling.weight
 RATES data.sampling.min_pass_rate=0.5 data.sampling.max_pass_rate=0.4 => 0.5 is above max_pass_rate=0.4
 RATES data.sampling.weight=1-p data.shuffle=false => set shuffle=true, or weight=uniform
