@@ -27,7 +27,8 @@ else:  # Property tests have no time limit and draw the same values in every run
     settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("suite")
 
-SLOW = (  # all their tests get the mark: they start engines, jobs or many worlds
+SLOW = (  # all their tests get the mark: they start engines, jobs or many worlds, or compute for ten seconds
+    "checks/test_refused_processes.py",
     "convert/test_layouts.py",
     "distributed/",
     "e2e/",
@@ -35,6 +36,7 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "environments/test_tools.py",
     "evaluation/test_run.py",
     "models/test_context.py",
+    "models/test_head_kernel.py",
     "models/test_layouts.py",
     "models/test_logprobs.py",
     "models/test_memory.py",
@@ -49,6 +51,7 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "slurm/test_jobs.py",
     "sync/test_delta.py",
     "sync/test_exchange.py",
+    "sync/test_plan.py",
 )
 LONGEST = (  # run first, the longest one before the others, so that no worker ends long after the others
     "slurm/test_jobs.py",
