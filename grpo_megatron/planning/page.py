@@ -136,8 +136,9 @@ def plan_page(
         repr=repr,
         GIB=GIB,
     )
-    verdict = [] if host is None or host_gib is None else [host.verdict(host_gib)]
-    problem = None if host is None or host_gib is None else host.misfit(host_gib)
+    verdict, problem = [], None
+    if host is not None and host_gib is not None:
+        verdict, problem = [host.verdict(host_gib)], host.misfit(host_gib)
     if found is None:
         verdict += verdict_without_gpu(config, models, world_size)
         return PlanPage(_laid_out(text, width - 2), verdict, problem)
@@ -166,15 +167,19 @@ class NodeMemory:
         remedies = tuple(key for key, is_set in keys.items() if is_set)
         return cls(max(of_stages, key=lambda parts: sum(parts.values())), ranks, remedies)
 
+    @property
+    def node_gib(self) -> float:
+        """Of all ranks of a node."""
+        return self.ranks * sum(self.parts.values()) / GIB
+
     def __str__(self) -> str:
         terms = [f"{'~ ' if name == 'process' else ''}{size / GIB:.2f} {name}" for name, size in self.parts.items()]
-        rank = sum(self.parts.values()) / GIB
-        return f"{' + '.join(terms)} = {rank:.2f} at most; {self.ranks} x {rank:.2f} = {self.ranks * rank:.0f} per node"
+        rank = self.node_gib / self.ranks
+        return f"{' + '.join(terms)} = {rank:.2f} at most; {self.ranks} x {rank:.2f} = {self.node_gib:.0f} per node"
 
     def verdict(self, gib: float) -> str:
-        size = self.ranks * sum(self.parts.values()) / GIB
-        answer = "FITS" if size <= gib else "DOES NOT FIT"
-        return f"{answer} {gib:g} GiB of host memory per node ({counted(self.ranks, 'rank')}: {size:.0f} GiB)"
+        answer = "FITS" if self.node_gib <= gib else "DOES NOT FIT"
+        return f"{answer} {gib:g} GiB of host memory per node ({counted(self.ranks, 'rank')}: {self.node_gib:.0f} GiB)"
 
     def misfit(self, gib: float) -> str | None:
         """What is wrong, for the end of a dry run; None unless the exact parts alone are too large."""

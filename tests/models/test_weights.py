@@ -16,6 +16,7 @@ from grpo_megatron.models.weights.stream import WeightsError, engine_tensors
 from grpo_megatron.models.weights.table import QKV, GateUp, Vocabulary, WeightRow, expand_table
 from grpo_megatron.sync.digest import Share, share_groups
 from grpo_megatron.sync.plan import SyncTensor
+from tests.files import published_config
 from tests.sync.simulation import FAMILIES, architecture
 
 INDEX = "model.safetensors.index.json"
@@ -84,30 +85,13 @@ def test_an_engine_rank_has_its_experts_whole(family: str) -> None:
         assert whole.spans[name] == tuple((0, tensor.length if rank == owner else 0) for rank in range(4))
 
 
-QWEN3_30B = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-    "moe_intermediate_size": 768,
-    "intermediate_size": 6144,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960,
-}
-
-
 def test_the_calls_of_a_sync_do_not_grow_with_the_experts() -> None:
     """Qwen3-30B-A3B has 48 layers of 9 tensors and 128 experts, and 3 tensors beside them: 18,867.
 
     An engine loads and digests 9 and 3 stacks of a layer in one call each. A training rank that is the witness of all experts
     digests at most 2^27 elements at a time: 42 experts' first linear layers of 2 x 768 x 2048, or 85 second ones.
     """
-    arch = architecture_of(QWEN3_30B)
+    arch = architecture_of(published_config("Qwen3-30B-A3B"))
     engine = engine_tensors(arch, 4, reads_shards=True)
     assert len(engine.tensors) == 48 * (9 + 3 * 128) + 3 == 18_867
     assert [len(engine.units(rank)) for rank in range(4)] == [48 * (9 + 3) + 3] * 4

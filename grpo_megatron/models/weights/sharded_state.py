@@ -115,7 +115,7 @@ class ShardedWrite:
                 for place, ((_, original), (item, tensor)) in enumerate(zip(before, tensors, strict=True)):
                     if original.device.type == "cpu":  # from a device it is a copy already
                         tensors[place] = item, tensor.clone()
-        # Megatron's request lives until `finish`: it must not keep the optimizer's gathered state on the device.
+        # Megatron's request lives until `finish`: it must not keep this rank's state on the device.
         own[:] = [(path, name, ([], [])) for path, name, _ in own]
         return list(staged)
 
