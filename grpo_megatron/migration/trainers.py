@@ -77,7 +77,8 @@ class OtherTrainer:
         return next((self.rules[name] for name in above if name in self.rules and not self.rules[name].ours), None)
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """A list as it is, and a list of any other value."""
     return value if isinstance(value, list) else [value]
 
 
@@ -116,8 +117,8 @@ def _name(value: Any, settings: Settings) -> Mapping[str, Any]:
 VERL = OtherTrainer.read(
     "verl",
     {
-        "data.train_files": ("data.train_files", lambda value, _: {"data.train_files": _as_list(value)}),
-        "data.val_files": ("data.val_files", lambda value, _: {"data.val_files": _as_list(value)}),
+        "data.train_files": ("data.train_files", lambda value, _: {"data.train_files": as_list(value)}),
+        "data.val_files": ("data.val_files", lambda value, _: {"data.val_files": as_list(value)}),
         f"{ACTOR}clip_ratio": (  # verl reads it where the two others are not set
             "actor.clip_ratio_low",
             lambda value, settings: {
@@ -148,7 +149,7 @@ VERL = OtherTrainer.read(
         "trainer.logger": (
             "trainer.logger",
             lambda value, _: {
-                "trainer.logger": list(dict.fromkeys(["jsonl", *(SINKS[n] for n in _as_list(value) if n in SINKS)]))
+                "trainer.logger": list(dict.fromkeys(["jsonl", *(SINKS[n] for n in as_list(value) if n in SINKS)]))
             },
         ),
         "trainer.total_epochs": (  # verl's total_training_steps, where it is set, is the one that holds
@@ -214,12 +215,12 @@ def _epochs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
 
 def _reports(value: Any, settings: Settings) -> Mapping[str, Any]:
     known = ("tensorboard", "wandb", "swanlab", "mlflow")
-    return {"trainer.logger": ["console", "jsonl", *(name for name in known if name in _as_list(value))]}
+    return {"trainer.logger": ["console", "jsonl", *(name for name in known if name in as_list(value))]}
 
 
 def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     """Names as `trl grpo` reads them: functions of trl.rewards, or a dotted path. rewards/reward.py knows how to call them."""
-    names = [str(name) for name in _as_list(value)]
+    names = [str(name) for name in as_list(value)]
     if OVERLONG in names:
         return f"reward.overlong_buffer.len=256 is {OVERLONG}; name the other functions as reward.components"
     functions = [name.rpartition(".") if "." in name else ("trl.rewards", ".", name) for name in names]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import itertools
 import json
-import operator
 import re
-import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,12 +15,12 @@ from typing import Annotated, Any, Literal
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.config.section import ConfigKey, config_keys
-from grpo_megatron.migration.trainers import ACTOR, OTHER_TRAINERS, TRL, OtherTrainer, Settings
+from grpo_megatron.migration.shell import UNKNOWN, commands
+from grpo_megatron.migration.trainers import ACTOR, OTHER_TRAINERS, TRL, OtherTrainer, Settings, as_list
 from grpo_megatron.reading import ReadError, parse_yaml, read_text, shown
 from grpo_megatron.storage.files import write_file
 
 REQUIRED = "model.path"
-UNKNOWN = re.compile(r"\$[\w{(]")  # a variable or an interpolation whose value is not known
 
 
 @dataclass
@@ -109,21 +107,12 @@ def _inline(value: Any) -> str:
 
 
 # -- Their settings, from what users have: a YAML or JSON file, a shell script, or a Python script ---------------------
-# A shell script gives verl's `a.b=value` and TRL's `--name value`; its variables are put in where their value is known.
+# A shell script gives verl's `a.b=value` and TRL's `--name value`.
 # A Python script is read, never run: the keyword arguments of `GRPOConfig(...)` that are literals.
 
 MAX_SOURCE = 1 << 18  # bytes
-VARIABLE = re.compile(r"\$\{(\w+)(?::-([^${}]*))?\}|\$(\w+)")
 # What YAML 1.1 reads as a text, and their programs as a number.
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
-OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv,  # of a shell
-}
 
 
 def read_settings(path: Path, overrides: list[str]) -> Settings:
@@ -135,16 +124,17 @@ def read_settings(path: Path, overrides: list[str]) -> Settings:
         elif path.suffix in (".yaml", ".yml", ".json"):
             settings = flat(parse_yaml(text))
         else:
-            settings = _shell(text)
+            settings = _shell(text, dict(override.partition("=")[::2] for override in overrides))
     except OSError as error:
         raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from error
-    except (ReadError, SyntaxError, ValueError) as error:
+    except (ReadError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{shown(str(path))}: {error}") from error
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"override {shown(override)} is not of the form key=value")
-        settings[key.lstrip("+")] = _value(value)
+        if not re.search(rf"\$\{{?{re.escape(key)}\b", text):  # a variable of the script has been put in
+            settings[key.lstrip("+")] = _value(value)
     if not settings:
         raise ConfigError(f"{shown(str(path))} sets nothing that can be read; give a YAML file, a script, or key=value")
     return settings
@@ -172,22 +162,31 @@ def _python(text: str) -> Settings:
     return settings
 
 
-def _shell(text: str) -> Settings:
-    """The settings of every command in a script. A value that holds an unknown variable stays as it is written."""
-    text = ARITHMETIC.sub(lambda found: f"$(({''.join(found[1].split())}))", text.replace("\\\n", " "))
-    words = shlex.split(text, comments=True)
-    variables = {"HOME": str(Path.home())}
+def _shell(text: str, given: dict[str, str]) -> Settings:
+    """The settings of the command that has the most of them. A value that holds an unknown variable stays as it is written."""
+    found = sorted(map(_arguments, commands(text, given)), key=len)
+    if len(found) > 1 and len(found[-2]) > len(found[-1]) / 2:
+        found[-1] |= {"another command of the script": next(iter(found[-2].items()))}
+    return found[-1] if found else {}
+
+
+def _arguments(words: list[str]) -> Settings:
+    """`a.b=value`, `--name value`, `--name=value` and `--name` of a command, behind its program."""
+    start = next((place for place, word in enumerate(words) if word.endswith(".py") or words[place - 1] == "-m"), 0)
     settings: Settings = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        key, equals, value = word.lstrip("+").partition("=")
-        if equals and re.fullmatch(r"\w+", key):
-            variables[key] = _expanded(value, variables)
-        elif equals and re.fullmatch(r"(--)?[\w.]+", key):
-            settings[key.removeprefix("--")] = _value(_expanded(value, variables))
-        elif re.fullmatch(r"--\w+", word) and not following.startswith("-"):
-            settings[word[2:]] = _value(_expanded(following, variables))
-        elif re.fullmatch(r"--\w+", word):
-            settings[word[2:]] = True
+    name = ""  # of an argument that takes the next word
+    for word in words[start:]:
+        key, equals, value = word.lstrip("+").removeprefix("--").partition("=")
+        if word.startswith("--"):
+            settings[key] = _value(value) if equals else True
+            name = "" if equals else key
+        elif name:
+            one = _value(word.rstrip(","))
+            settings[name] = one if settings[name] is True else [*as_list(settings[name]), one]
+        elif equals and re.fullmatch(r"[a-z][\w.]*", key):
+            settings |= flat({key: _value(value)})
+        elif UNKNOWN.match(word) and "${@" not in word:
+            settings[word] = word
     return settings
 
 
@@ -201,30 +200,6 @@ def _value(text: str) -> Any:
 
 def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
-
-
-def _expanded(text: str, variables: dict[str, str]) -> str:
-    """The text with known variables and integer arithmetic (`$((1024 * 2))`) replaced."""
-
-    def variable(found: re.Match[str]) -> str:
-        return variables.get(found[1] or found[3], found[2] if found[2] is not None else found[0])
-
-    def computed(found: re.Match[str]) -> str:
-        expression = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), found[1])
-        try:
-            return str(_integer(ast.parse(expression.strip(), mode="eval").body))
-        except (ValueError, SyntaxError, ZeroDivisionError):
-            return found[0]
-
-    return ARITHMETIC.sub(computed, VARIABLE.sub(variable, text))
-
-
-def _integer(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_integer(node.left), _integer(node.right))
-    raise ValueError("not an integer expression")
 
 
 # -- `grpo-megatron import verl|trl FILE [key=value ...]`: a config of this program from one of another trainer --------

@@ -82,6 +82,29 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
     assert 'actor_rollout_ref.model.path="$MODEL": model.path: its value is not known here' in text
 
 
+def test_variables_within_each_other_and_sums(tmp_path: Path) -> None:
+    """As in the scripts that verl ships: arrays of settings, `${A:-$B}`, arithmetic, a branch, a second command."""
+    script = """
+        TP=${TP:-2}
+        infer_tp=${INFER_TP:-${TP}}; n=$(( (1024 + 1024) * 2 ))
+        DEVICE=${DEVICE:-$(probe && echo npu || echo gpu)}
+        if [ "$DEVICE" = gpu ]; then EP=4; else EP=8; fi
+        ACTOR=(
+            actor_rollout_ref.actor.megatron.tensor_model_parallel_size=${ACTOR_TP:-"${TP}"}
+            actor_rollout_ref.actor.megatron.expert_model_parallel_size=${EP}
+            actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$((n * 2))
+            actor_rollout_ref.model.path=/models/m data.train_files=/data/a.parquet
+        )
+        ray start --address=$ip:6379
+        python3 -m verl.trainer.main_ppo "${ACTOR[@]}" actor_rollout_ref.rollout.tensor_model_parallel_size=$infer_tp "$@"
+    """
+    config, text = imported("verl", script, ".sh", tmp_path, "DEVICE=gpu")
+    megatron = config.actor.megatron
+    assert (megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size) == (2, 4)
+    assert (config.rollout.tensor_model_parallel_size, config.actor.ppo_max_token_len_per_gpu) == (2, 8192)
+    assert "$" not in text and "address" not in text and "DEVICE" not in text
+
+
 def test_a_script_of_trl_is_read_and_not_run(tmp_path: Path) -> None:
     config, text = imported("trl", TRL_SCRIPT, ".py", tmp_path)
     assert (config.rollout.n, config.actor.optim.lr, config.data.max_response_length) == (4, 5e-6, 256)
