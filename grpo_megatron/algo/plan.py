@@ -99,14 +99,14 @@ def with_overlong_penalty(table: GroupTable, config: OverlongBuffer, max_length:
 
 
 def dupo_copies(table: GroupTable) -> list[int]:
-    """Counts how often each row is trained on: 0 in groups whose rewards are equal, 1 or more in the others.
+    """Counts how often each row is trained on: 0 in groups whose raw rewards are equal, 1 or more in the others.
 
     The places are given to the other groups in turn, in prompt order: the copies of two groups differ by at most one. All
     counts are 0 when every group's rewards are equal. The advantages stay those of the original group: copies are not
     part of its statistics.
     """
     copies = [0] * len(table)
-    informative = {table.prompt_index[rows[0]] for rows in informative_groups(table)}
+    informative = {table.prompt_index[rows[0]] for rows in informative_groups(table, table.raw_reward or None)}
     groups = table.groups()
     kept = [rows for rows in groups if table.prompt_index[rows[0]] in informative]
     for place in range(len(groups) if kept else 0):

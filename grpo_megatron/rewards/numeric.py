@@ -83,8 +83,11 @@ _register("gsm8k_flexible", _flexible)
 # case, white space and outer punctuation.
 
 RIGHT, INSIDE, WRONG, NONE = 1.0, 0.5, 0.01, 0.0
-OUTER = " *_`~$\"'.,;:!?"  # characters that do not count at the ends of a text
+# Characters that do not count at the ends of a text: ASCII, then the Chinese and Japanese full stop, commas, marks and quotes.
+OUTER = " *_`~$\"'.,;:!?" + "\u3002\u3001\uff0c\uff1b\uff1a\uff01\uff1f\u201c\u201d\u300c\u300d\u300e\u300f"
 MAX_COMPARED = 4096  # characters of an answer that are compared
+# A word character of a script with spaces between words: not Thai to Burmese, Khmer, kana, Chinese characters.
+_SPACED = r"[^\W\u0e00-\u109f\u1780-\u17ff\u3005\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 
 
 def reference(answer: str) -> Fraction | str:
@@ -109,11 +112,16 @@ def is_answer(text: str, expected: Fraction | str) -> bool:
 
 
 def holds_answer(text: str, expected: Fraction | str) -> bool:
-    """Whether the expected answer stands anywhere in the text, as a number or as words of its own. Linear time."""
+    """Whether the expected answer stands anywhere in the text, as a number or as words of its own. Linear time.
+
+    In a script without spaces between words, any place counts.
+    """
     if isinstance(expected, Fraction):
         return contains_number(text, expected)
     joined = " ".join(text.split()).casefold()
-    return bool(re.search(rf"(?<!\w){re.escape(expected)}(?!\w)", joined))
+    before = rf"(?<!{_SPACED})" if re.match(_SPACED, expected) else ""
+    after = rf"(?!{_SPACED})" if re.match(_SPACED, expected[-1:]) else ""
+    return bool(re.search(before + re.escape(expected) + after, joined))
 
 
 @rewards.register("graded")

@@ -56,7 +56,7 @@ from grpo_megatron.types import Batch, Sample
 #
 # Measured in bfloat16, 4 to 12 layers: healthy probes of neighbouring steps vary by a factor of 1.3, with experts by 2. One
 # wrong norm or value bias gives 2.9 to 35 times the healthy value, one wrong expert of 8 gives 2.7 to 6 times.
-# Below rounding, and left to the attestation (sync/digest.py): one wrong query or key bias, one expert of 64.
+# Below rounding, and left to the attestation (sync/digest.py): one wrong query or key bias, one expert of 64, and stale tensors.
 
 NUM_SEQUENCES, LENGTH = 8, 64
 NUM_HEALTHY = 8  # probes that are remembered
@@ -67,7 +67,11 @@ FIRST_ATTESTED = {"float32": 1e-4, "bfloat16": 0.1}  # the same where the weight
 
 
 class Probe:
-    """`tolerance`: a fixed bound instead of the relative one, or None. `dtype`: of the models."""
+    """Compares what engine and policy compute, not what they hold.
+
+    It misses a stale tensor: a step changes a tensor by less than rounding shows. The attestation names such tensors.
+    `tolerance`: a fixed bound instead of the relative one, or None. `dtype`: of the models.
+    """
 
     def __init__(self, vocab_size: int, max_length: int, *, dtype: str, tolerance: float | None) -> None:
         self.batch = fixed_tokens(vocab_size, min(LENGTH, max_length - 1))

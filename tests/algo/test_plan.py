@@ -404,6 +404,8 @@ def test_copies_fill_the_places_of_equal_groups() -> None:
     groups = [[1.0] * 4, a, [0.1] * 4, [0.0, math.nan, 1.0, 0.0], [0.0] * 4]
     assert dupo_copies(tables.make_table(groups)) == [0] * 4 + [3] * 4 + [0] * 4 + [2] * 4 + [0] * 4
     assert dupo_copies(tables.make_table([[0.3] * 8, [0.9] * 6])) == [0] * 14
+    penalised = replace(tables.make_table([[1.0, 0.5], [1.0, 0.5]]), raw_reward=[1.0, 1.0, 1.0, 0.5])
+    assert dupo_copies(penalised) == [0, 0, 2, 2]  # two right answers, one of them too long, teach nothing else
     assert tables.run(tables.make_table(groups), "grpo")[4:8] == pytest.approx(
         [0.8660239, -0.8660239, -0.8660239, 0.8660239], abs=1e-6
     )

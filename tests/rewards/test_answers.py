@@ -210,6 +210,13 @@ def test_arithmetic_needs_the_integer_at_the_very_end(text: str, score: int, for
         ("<answer>Parisian</answer>", "Paris", 0.01, 0.01),
         ("<answer>a</answer>", ".*", 0.01, 0.01),  # the reference is no pattern
         ("<answer>yes</answer>", "#### Yes", 1, 1),
+        # scripts without spaces between words; "the answer is apple", with a Chinese full stop
+        ("<answer>\u7b54\u6848\u662f\u82f9\u679c\u3002</answer>", "\u82f9\u679c", 0.5, 0.5),
+        ("<answer>\u82f9\u679c\u3002</answer>", "\u82f9\u679c", 1, 1),
+        ("<answer>\u7b54\u6848\u662fParis\u3002</answer>", "Paris", 0.5, 0.5),
+        ("<answer>\u7b54\u6848\u662fParisian</answer>", "Paris", 0.01, 0.01),
+        ("<answer>\u7b54\u6848\u662f\u68a8</answer>", "\u82f9\u679c", 0.01, 0.01),
+        ("<answer>\u7b54\u6848\u662f42\u4e2a\u3002</answer>", "42", 0.5, 0.5),
     ],
 )
 def test_the_four_values(completion: str, answer: str, marked: float, tagged: float) -> None:

@@ -21,13 +21,14 @@ from grpo_megatron.rewards.answers import MAX_BOX, box_start, last_boxed, tagged
 from grpo_megatron.rewards.math.structure import (
     MAX_ANSWER,
     Node,
+    is_name,
     parse_tree,
     same_tree,
     split_outside_brackets,
     tidy,
     tokens_outside_brackets,
 )
-from grpo_megatron.rewards.math.value import TIME_LIMIT_S, import_math_verify, parsed, rational, refuses
+from grpo_megatron.rewards.math.value import TIME_LIMIT_S, import_math_verify, parsed, rational, refuses, split_unit
 from grpo_megatron.rewards.reward import Extractor, extractors, rewards
 
 # -- whether two relations are one -------------------------------------------------------------------------------------
@@ -144,20 +145,21 @@ def _solutions(text: str, bounds: list[tuple[Any, bool]]) -> Any:
 
 # -- the value that an equation without variables states ---------------------------------------------------------------
 # `e^{i\pi} = -1` is -1, because that is true; `\lim_{x\to0} ... = 1` is 1, as it stands. An equation with a free variable has
-# no value (`x + y = 1` is not 1); `x = 1`, and plain numbers as `2 + 3 = 5`, are read in structure.py.
+# no value (`x + y = 1` is not 1); `x = 1`, and numbers as `2 + 3 = 5`, are read in structure.py. What can be seen to be
+# false has no value either: `2 + 2 = 5` is not 5.
 
 _BOUND = re.compile(
     r"[-0-9]*\\(?:lim_\{?\s?(?P<lim>[a-zA-Z])\\to|(?:sum|prod)_\{?(?P<sum>[a-zA-Z])=|int.*d\s?(?P<int>[a-zA-Z])$)",
     re.DOTALL,
 )
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+")
+_DECIMALS = re.compile(r"(?<=[.])[0-9]+")
+_UNCLEAR = re.compile(r"\\circ|degree|mod|\\log(?!_)|%|:|(?<!log)_|\\approx")  # signs that a number's value depends on
 
 
 def _stated(text: str) -> str:
     """The right side of an equation without a free variable; other texts as they are. Raises TimeoutError."""
-    if "=" not in text:
-        return text
-    sides = split_outside_brackets(tidy(text), {"="})
+    sides = split_outside_brackets(tidy(text), {"="}) if "=" in text else []
     if len(sides) != 2 or not all(sides) or refuses(sides[0]) or refuses(sides[1]):
         return text
     left, right = sides
@@ -165,21 +167,46 @@ def _stated(text: str) -> str:
         variable = next(filter(None, bound.groups()))
         letters = "".join(_LETTER.findall(left.replace(f"d{variable}", "") + right))
         return right if set(letters) <= {variable, "e", "i"} and variable not in _LETTER.findall(right) else text
-    if set("".join(_LETTER.findall(left + right))) <= {"e", "i"}:
-        import_math_verify()
-        from sympy import E, I
+    one, other = _number(left), _number(right)
+    return right if one is not None and other is not None and abs(one - other) < 1e-9 else text
 
-        with time_limit(TIME_LIMIT_S, "an equation"):
-            try:
-                difference = _expression(left) - _expression(right)
-                constants = {symbol: E if symbol.name == "e" else I for symbol in difference.free_symbols}
-                if abs(complex(difference.subs(constants).evalf(20))) < 1e-9:
-                    return right
-            except TimeoutError:
-                raise
-            except Exception:  # noqa: BLE001 - sympy raises exceptions of many types at odd formulas
-                return text
-    return text
+
+def _is_false(text: str) -> bool:
+    """Whether a side of an equation is a number that the last side is not, not even as a decimal that rounds it."""
+    if "=" not in text or _UNCLEAR.search(text):
+        return False
+    *sides, last = (split_unit(side.strip()) for side in split_outside_brackets(tidy(text), {"="}))
+    value = _number(last[0])
+    if value is None:
+        return False
+    for side, unit in sides:
+        number = _number(side) if unit in ("", last[1]) else None
+        decimal = _DECIMALS.search(side if value.real % 1 and "." not in last[0] else last[0])
+        slack = 10.0 ** -len(decimal[0]) if decimal else 0.0
+        if number is not None and abs(number - value) > slack + 1e-9 * max(1.0, abs(value)):
+            return True
+    return False
+
+
+def _number(text: str) -> complex | None:
+    """The value of a formula in which no letter but e and i occurs; None for other texts. Raises TimeoutError."""
+    value = rational(text)
+    if value is not None:
+        return complex(value)
+    if refuses(text) or "," in text or is_name(text) or not set("".join(_LETTER.findall(text))) <= {"e", "i"}:
+        return None
+    import_math_verify()
+    from sympy import E, I
+
+    with time_limit(TIME_LIMIT_S, "an equation"):
+        try:
+            formula = _expression(text)
+            constants = {symbol: E if symbol.name == "e" else I for symbol in formula.free_symbols}
+            return complex(formula.subs(constants).evalf(20))
+        except TimeoutError:
+            raise
+        except Exception:  # noqa: BLE001 - sympy raises exceptions of many types at odd formulas
+            return None
 
 
 def _set(node: Node) -> Any:
@@ -265,7 +292,9 @@ def equivalent(answer: str, prediction: str) -> bool:
     if len(answer) > MAX_ANSWER or len(prediction) > MAX_ANSWER:
         return "".join(answer.split()) == "".join(prediction.split())
     for text in (prediction, sentence_value(prediction)):
-        if text is not None and (same_tree(parse_tree(answer), parse_tree(text)) or same_relation(answer, text)):
+        if text is None or _is_false(text):
+            continue
+        if same_tree(parse_tree(answer), parse_tree(text)) or same_relation(answer, text):
             return True
     first, second = _stated(answer), _stated(prediction)
     return (first, second) != (answer, prediction) and same_tree(parse_tree(first), parse_tree(second))

@@ -158,7 +158,7 @@ _LATEX_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[^\\]", re.DOTALL)
 _OPEN = {"(", "[", "{", "\\{", "\\langle", "\\begin"}
 _CLOSE = {")", "]", "}", "\\}", "\\rangle", "\\end"}
 _VARIABLE = re.compile(
-    r"\([a-z](?:,[a-z])+\)|[A-Za-z]{1,2}(?::[A-Za-z]{1,2})+|\\Pr\([^()]{1,12}\)|[A-Za-z]{1,3}|[A-Za-z]_?\{?\w{1,3}\}?|\\[a-z]+|[A-Za-z]{1,2}'?\([A-Za-z0-9,]{1,5}\)|[a-zA-Z]\^\{-1\}\([a-z]\)"
+    r"\([a-z](?:,[a-z])+\)|[A-Za-z]{1,2}(?:_\{?\w\}?)?(?::[A-Za-z]{1,2}(?:_\{?\w\}?)?)+|\\Pr\([^()]{1,12}\)|[A-Za-z]{1,3}|[A-Za-z]_?\{?\w{1,3}\}?|\\[a-z]+|[A-Za-z]{1,2}'?\([A-Za-z0-9,]{1,5}\)|[a-zA-Z]\^\{-1\}\([a-z]\)"
 )
 _CONSTANTS = {"\\pi", "\\infty", "\\sqrt", "\\frac"}
 _WORD_NAME = re.compile(r"\\angle\s?\w+|(?:\\text\{)?[A-Za-z][A-Za-z ]*\}?")
@@ -179,7 +179,10 @@ def parse_tree(text: str) -> Node:
     text = tidy(text)
     text = _TEXT_LIST.sub(lambda m: ",".join(f"\\text{{{part.strip()}}}" for part in m[1].split(",")), text)
     text = _ABOUT.sub(r"\\approx \g<number>", _ELEMENT.sub(r"\\in ", _LEAD.sub("", text)))
-    return _parse(_OR.sub(",", text), 0)
+    node = _parse(_OR.sub(",", text), 0)
+    if node.kind == "list" and len({part.name for part in node.parts}) > 1 and "or" in "".join(_OR.findall(text)):
+        return Node("value", text)  # x = 3 or y = 5 is not x = 3, y = 5
+    return node
 
 
 def _parse(text: str, depth: int) -> Node:

@@ -161,6 +161,20 @@ e @ \lim_{n\to\infty}\left(1+\frac1n\right)^n = e
 1250 @ \text{He earns } \$1,250 \text{ per month} @ \text{The area is } 1,250 \text{ cm}^2
 17 @ \text{We add } 8+9 \text{ to get } 17. \text{ Final answer: } 17 @ x^2 = 289, \text{ so } x = 17. \text{ Final answer: } 17
 7 @ 7\ @ x = 7 \
+\left(-\frac{3}{4},\frac{1}{8}\right) @ (-0.75, 0.125) @ x\in(-.75,.125)
+x \in (0, \frac{3}{2}] @ 0<x\le 1.5 @ 0 < x \leq \frac32 @ 1.5 \ge x > 0
+(1,2,3),(4,5,6) @ (4,5,6),(1,2,3),(4,5,6)
+9:16 @ A_1:A_2 = 9:16 @ S_{1}:S_{2}=9:16 @ \text{The ratio is } 9:16
+60 @ 1 \text{ hour} = 60 \text{ minutes}
+12 @ 3 \text{ cm} \times 4 \text{ cm} = 12 \text{ cm}^2 @ 3 \cdot 4 = 12 \text{ cm}
+0.33 @ \frac13 = 0.33
+2.5 @ 2\frac12 = 2.5
+13 @ 1101_2 = 13
+\frac{\pi}{4} @ 45^\circ = \frac{\pi}{4}
+6 @ \gcd(12, 18) = 6 @ \binom{4}{2} = 6
+2 @ \log 100 = 2
+1 @ 0.\overline{9} = 1
+42 @ \text{Using } x=6, \text{ we find } 7x. \text{ Final answer: } 42
 """
 
 OTHER = r"""
@@ -201,7 +215,14 @@ p=2, q=-3 @ (-3,2) @ (q,p)=(2,-3) @ (p,q)=(2,3)
 250 @ \text{He earns } \$1,250 \text{ per month}
 17 @ 17. \text{ Final answer: } 18 @ \text{Final answer: } 17. \text{ Final answer: } 18 @ \text{Final answer: } 17 \text{ or } 18
 17 @ \text{This is not the final answer: } 17 @ \text{Final answer: } 17x
-7 @ -7\
+7 @ -7\ @ \sqrt{50} = 7 @ \frac{50}{7} = 7
+5 @ 2+2=5 @ $2 + 2 = 5$ @ x = 2+2 = 5 @ \text{Total} = 2+2 = 5 @ 4 = 5 @ \sqrt{16}=5 @ 3! = 5 @ y = 4.9 = 5
+12 @ 3\cdot 5 = 12\text{ cm}
+0.33 @ \frac14 = 0.33
+1 @ \cos\pi = 1
+\left[\frac{2}{3},\frac{11}{7}\right) @ [0.66, 1.57) @ [0.666667, 1.571429]
+(3,-7) @ p=3 \text{ or } q=-7
+9:16 @ A_1:A_2 = 16:9
 """
 
 
