@@ -157,7 +157,8 @@ class Trainer:
         self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data)
         self.loss = self.correction_step.corrected(build_loss(self.actor))
         self.guards = Guards(config, self.mesh, self._save_hf, self.heartbeat.phase)
-        self.metrics = Metrics(self.device.synchronize, percentile_limit(self.mesh.world_size))
+        limit = percentile_limit(self.mesh.world_size)
+        self.metrics = Metrics(self.device.synchronize, limit, in_float32=config.model.exact)
         self.metrics.within = self.heartbeat.phase
         self.report = StepReport(config, checked, self.policy, self.sinks, self.guards)
         self.summary = Summary(self.output_dir, config if checked.scored_folder is None else None)
@@ -283,6 +284,7 @@ class Trainer:
                 train_batch_size=self.data.train_batch_size,
                 max_response_length=self.data.max_response_length,
                 cost=sequence_cost(self.policy.arch),
+                exact=self.config.model.exact,
             )
 
     def old_logprobs(self, batch: Batch) -> torch.Tensor | None:

@@ -26,7 +26,7 @@ SOURCES = {
 ROOMS = (  # a room imports only rooms that stand before it
     *("types", "importing", "reading", "config"),  # the ground
     *("storage", "pages", "processes", "rewards", "algo", "data"),  # no process group is visible here
-    *("device", "parallel", "sync", "environments", "observability"),
+    *("device", "parallel", "sync", "exact", "environments", "observability"),
     *("models", "rollout"),  # siblings
     *("convert", "sampling", "evaluation"),
     *("memory", "checks", "planning", "training", "trainer"),

@@ -11,7 +11,7 @@
     python tools/benchmark.py scale [--ranks 64 512 4096] [--samples 65536]
     python tools/benchmark.py start [--ranks 2] [--engine transformers] [--cold] [--against CHECKOUT]
     python tools/benchmark.py step [--workload 0.4M] [--rounds 3] [--plain] [--trl-vllm]
-    python tools/benchmark.py rollout | update | transformers [--workload 0.4M] [--repeats 5]
+    python tools/benchmark.py rollout | update | transformers | exact [--workload 0.4M] [--repeats 5]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
 with `cp` followed by `sha256sum` of the copy, since the converter hashes what it writes. All take turns; the medians are
@@ -39,7 +39,8 @@ start: from the command to the first sampled token on the CPU, and where the tim
 step: whole steps beside TRL's GRPOTrainer, which is installed into an environment of its own.
 
 rollout: an engine's `generate` beside bare `vllm.LLM.generate`. update: the policy's update beside Megatron-Core's forward and
-backward of the same packs. transformers: the same beside a training step of transformers. Each on one rank.
+backward of the same packs. transformers: the same beside a training step of transformers. exact: log-probabilities, update and
+rollout with `model.exact` beside without. Each on one rank.
 """
 
 from __future__ import annotations

@@ -201,7 +201,14 @@ def draw(workload: dict[str, Any], lengths: list[int | None] | None = None) -> t
 
 
 def make_batch(
-    table: Any, sequences: list[list[int]], actor: Any, *, rank: int = 0, dp: int = 1, cost: Any = None
+    table: Any,
+    sequences: list[list[int]],
+    actor: Any,
+    *,
+    rank: int = 0,
+    dp: int = 1,
+    cost: Any = None,
+    exact: bool = False,
 ) -> Any:
     import torch
 
@@ -212,7 +219,14 @@ def make_batch(
     count = len(table.groups())
     longest = max(table.response_length)
     plan = make_plan(
-        table, AlgorithmConfig(), actor, dp=dp, train_batch_size=count, max_response_length=longest, cost=cost
+        table,
+        AlgorithmConfig(),
+        actor,
+        dp=dp,
+        train_batch_size=count,
+        max_response_length=longest,
+        cost=cost,
+        exact=exact,
     )
     rows = plan.rows(rank)
     return build_batch(

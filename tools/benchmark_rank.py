@@ -1,4 +1,4 @@
-"""`tools/benchmark.py rollout | update | transformers`: parts of a step beside the libraries under them, on one CPU rank.
+"""`tools/benchmark.py rollout | update | transformers | exact`: parts of a step beside the libraries under them, on one CPU rank.
 
 Both ways of a pair take turns on the same data; medians and processor seconds are printed.
 """
@@ -6,6 +6,7 @@ Both ways of a pair take turns on the same data; medians and processor seconds a
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import resource
 import statistics
@@ -26,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
 
 
-def benchmark(make: Callable[[Path, Workload, Any], Ways]) -> Callable[[argparse.Namespace], int]:
-    """A command that measures the ways that `make(folder, workload, mesh)` gives."""
+def benchmark(make: Callable[[Path, Workload, Any], Ways | list[Ways]]) -> Callable[[argparse.Namespace], int]:
+    """A command that measures the ways that `make(folder, workload, mesh)` gives, or each of several lists of ways."""
 
     def command(args: argparse.Namespace) -> int:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -44,7 +45,9 @@ def benchmark(make: Callable[[Path, Workload, Any], Ways]) -> Callable[[argparse
         for name in args.workload or list(WORKLOADS)[:1]:
             with tempfile.TemporaryDirectory(prefix="benchmark-rank-") as root:
                 write_model(Path(root) / "model", WORKLOADS[name])
-                measure(name, make(Path(root) / "model", WORKLOADS[name], mesh), args.repeats)
+                made = make(Path(root) / "model", WORKLOADS[name], mesh)
+                for ways in made if isinstance(made, list) else [made]:
+                    measure(name, ways, args.repeats)
         os._exit(0)  # threads of vLLM and gloo would delay a normal exit
 
     return command
@@ -169,6 +172,54 @@ def update(folder: Path, workload: Workload, mesh: Any) -> Ways:
     return {"Megatron-Core: forward, backward, optimizer": plain, "the policy's update": whole}
 
 
+def exact(folder: Path, workload: Workload, mesh: Any) -> list[Ways]:
+    """Log-probabilities, update and rollout of half a step, plain and with `model.exact`."""
+    import benchmark_passes
+    import torch
+
+    from grpo_megatron.config import ActorConfig
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.families import read_architecture
+    from grpo_megatron.models.policy import Policy
+    from grpo_megatron.rollout.engine import Request
+    from grpo_megatron.rollout.transformers_engine import RowModel, RunningBatch
+    from grpo_megatron.training.correction_step import build_loss
+
+    actor = ActorConfig.model_validate({"use_kl_loss": False, "optim": {"lr": 1e-6}})
+    shape = {"prompts": workload.prompts // 2, "vocab_size": workload.vocabulary}
+    shape |= {"prompt_length": workload.prompt_length, "response_length": workload.response_length}
+    table, sequences = benchmark_passes.draw(shape)
+    loss, prompts = build_loss(actor), [ids[: workload.prompt_length] for ids in sequences]
+    logprobs: Ways = {}
+    updates: Ways = {}
+    rollouts: Ways = {}
+    for title, is_exact in (("plain", False), ("model.exact", True)):
+        parts = (folder, "float32", read_architecture(folder), actor, mesh, Device("cpu"))
+        policy = Policy.load(*parts, exact=is_exact)
+        policy.set_optimizer(actor.optim, 1)
+        batch = benchmark_passes.make_batch(table, sequences, actor, exact=is_exact)
+        engine = RowModel(folder, "float32", exact=is_exact)
+        weights = {name: tensor for bucket in policy.hf_weights() for name, tensor in bucket}
+        engine.module.load_state_dict(weights, strict=False)
+
+        def update(policy: Policy = policy, batch: Any = batch) -> None:
+            batch.old_logprobs = None
+            policy.update(batch, loss, complete=lambda batch: None)
+
+        def rollout(engine: RowModel = engine) -> None:
+            running = RunningBatch(engine, 256, 8192, ())
+            for number, prompt in enumerate(prompts):
+                running.add(str(number), Request(tuple(prompt), number, workload.response_length))
+            with torch.inference_mode():
+                while running:
+                    running.step()
+
+        logprobs[f"log-probabilities, {title}"] = functools.partial(policy.logprobs, batch)
+        updates[f"update, {title}"] = update
+        rollouts[f"rollout, {title}"] = rollout
+    return [logprobs, updates, rollouts]
+
+
 def transformers(folder: Path, workload: Workload, mesh: Any) -> Ways:
     """The baseline pads the same sequences to one batch, as a plain training loop does, and has torch's fused AdamW."""
     import torch
@@ -199,6 +250,7 @@ def transformers(folder: Path, workload: Workload, mesh: Any) -> Ways:
 
 BENCHMARKS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     "rollout": (benchmark(rollout), "engines beside bare vllm.LLM.generate"),
+    "exact": (benchmark(exact), "log-probabilities, update and rollout with model.exact beside without"),
     "update": (benchmark(update), "the policy's update beside plain Megatron-Core"),
     "transformers": (benchmark(transformers), "the policy's update beside a training step of transformers"),
 }

@@ -86,9 +86,10 @@ class MetricSum(NamedTuple):
 
     def plus(self, other: MetricSum) -> MetricSum:
         """The share of both micro-batches together."""
+        total = self.total.double() + other.total.double()
         if self.num_tokens is None or other.num_tokens is None:
-            return MetricSum(self.total + other.total, None)
-        return MetricSum(self.total + other.total, self.num_tokens + other.num_tokens)
+            return MetricSum(total, None)
+        return MetricSum(total, self.num_tokens + other.num_tokens)
 
 
 # A metric by name: [B, R], averaged over the loss tokens, or a MetricSum that the loss has computed itself.

@@ -138,6 +138,7 @@ def _copies(table: GroupTable, algorithm: AlgorithmConfig) -> list[int]:
 
 Unit = list[int]  # rows that must stay in one micro-batch, in this order: one, a pair, or those that share their prompt
 
+LEAVES = 8  # exact/rowwise.py's NUM_BLOCKS
 LEAST_ATTENTION = 10  # attention counts where it is at least one part in so many
 
 
@@ -206,6 +207,25 @@ def assign(
             of_rank.append(micro_batches)
         counts.append(count)
     return Assignment(mini_batches, counts, lengths, costs)
+
+
+def assign_leaves(units_of_mini_batches: list[list[Unit]], dp: int, lengths: list[int]) -> Assignment:
+    """`model.exact`: the rows of a mini-batch, in table order, as LEAVES neighbouring parts of equal numbers of rows.
+
+    A part's gradients are added row by row, and the parts' by one tree (models/layers/exact.py). Rank r of D has the parts
+    [8 r / D, 8 (r + 1) / D). A micro-batch is one row; all parts have as many, the last ones of them empty.
+    """
+    mini_batches: list[MiniBatches] = [[] for _ in range(dp)]
+    for units in filter(None, units_of_mini_batches):
+        rows = sorted(itertools.chain.from_iterable(units))
+        cuts = [len(rows) * leaf // LEAVES for leaf in range(LEAVES + 1)]
+        leaves = [[[row] for row in rows[start:end]] for start, end in itertools.pairwise(cuts)]
+        size = max(map(len, leaves))
+        for leaf in leaves:
+            leaf += [[] for _ in range(size - len(leaf))]
+        for rank, of_rank in enumerate(mini_batches):
+            of_rank.append(list(itertools.chain.from_iterable(leaves[rank * LEAVES // dp : (rank + 1) * LEAVES // dp])))
+    return Assignment(mini_batches, [0] * len(mini_batches[0]), lengths, lengths)
 
 
 def _lighter(
@@ -320,8 +340,10 @@ def make_plan(
     train_batch_size: int,
     max_response_length: int,
     cost: SequenceCost | None = None,
+    exact: bool = False,
 ) -> Plan:
-    """The plan for one step of GRPO over `dp` data-parallel ranks, which are balanced by `cost` (None: tokens).
+    """The plan for one step of GRPO over `dp` data-parallel ranks, which are balanced by `cost` (None: tokens). `exact`: see
+    `assign_leaves`.
 
     `train_batch_size` is in prompts and is the mini-batch when `ppo_mini_batch_size` is null; `max_response_length` is
     in tokens and is L of seq-mean-token-sum-norm when `loss_scale_factor` is null. The last mini-batch may be short and
@@ -345,7 +367,10 @@ def make_plan(
             rows = [row for row in group if in_loss[row]]
             minis[-1] += _pairs(rows, advantages) if paired else [[row] for row in rows]
     silent = _rows_of_zero_advantage(advantages) if forward_only_at_zero_advantage(algorithm, actor) else set()
-    chosen = _lighter(minis, table, actor, dp, cost or SequenceCost(1, 0, 0), silent)
+    if exact:
+        chosen = assign_leaves(minis, dp, table.sequence_lengths())
+    else:
+        chosen = _lighter(minis, table, actor, dp, cost or SequenceCost(1, 0, 0), silent)
 
     weights = row_weights(chosen.mini_batches, table, copies, actor, max_response_length)
     metrics = _group_metrics(table)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_megatron.checks.digests import input_problems
+from grpo_megatron.checks.exact import exact_problems
 from grpo_megatron.checks.inputs import (
     RunRows,
     has_tokenizer,
@@ -173,6 +174,7 @@ def validate(
     problems.add(environment_problems(config))
     problems.add(output_problems(config))
     problems.add(precision_problems(config, arch), "actor.megatron.fp8")
+    problems.add(exact_problems(config, world_size, arch, elsewhere=dry_run), "model.exact")
     problems.add(engine_problems(config.rollout) if config.draws else (), "rollout.engine")
     problems.add(missing_keys(config))
     problems.add(beside_problems(config, world_size, folders))

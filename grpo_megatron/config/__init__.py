@@ -40,6 +40,7 @@ class ModelConfig(Section):
     tokenizer_path: Fixed[Path | None] = None  # null: path
     family: Fixed[str | None] = None  # null: by model_type of config.json; or my.module:FAMILY of your own
     dtype: Fixed[Literal["float32", "bfloat16"]] = "bfloat16"  # of policy, reference, reward model and engine
+    exact: Fixed[bool] = False  # CPU: the engine's log-probabilities are the policy's, bit for bit (exact/rowwise.py)
 
 
 class OptimConfig(Section):

@@ -18,6 +18,7 @@ from torch import Tensor
 from grpo_megatron.config import MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture, Routing
+from grpo_megatron.models.layers import exact
 from grpo_megatron.models.layers.modules import TreeParams
 from grpo_megatron.models.layers.spec import (
     GroupLimitedChoice,
@@ -236,6 +237,7 @@ class LogprobModel(GPTModel):
 
     real_vocab_size: int
     has_fused_head: bool
+    is_exact: bool  # `model.exact`
 
     def _preprocess(self, *, position_ids: Tensor, packed_seq_params: Any, **inputs: Any) -> Any:
         """Takes a token's angle from its position id in a pack of trees, where Megatron-Core would take it from its place."""
@@ -255,22 +257,21 @@ class LogprobModel(GPTModel):
             hook(self.output_layer, ())
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        sizes: dict[str, Any] = {"vocab_size": self.real_vocab_size, "temperature": labels.temperature}
+        sizes |= {"chunk": labels.chunk, "group": parallel_state.get_tensor_model_parallel_group()}
+        sizes["tp_rank"] = parallel_state.get_tensor_model_parallel_rank()
+        if self.is_exact:
+            hidden = exact.whole_sequence(hidden_states, self.config.sequence_parallel)
+            states = hidden.squeeze(1)[labels.state_indices]
+            return HeadOutput(*exact.exact_logprobs(states, weight, labels.tokens, **sizes))
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)  # backward: all-reduce
-        logprobs, entropy = vocab_parallel_logprobs(
-            hidden.squeeze(1)[labels.state_indices],
-            weight,
-            labels.tokens,
-            vocab_size=self.real_vocab_size,
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            group=parallel_state.get_tensor_model_parallel_group(),
-            temperature=labels.temperature,
-            chunk=labels.chunk,
-            is_fused=self.has_fused_head,
+        states = hidden.squeeze(1)[labels.state_indices]
+        return HeadOutput(
+            *vocab_parallel_logprobs(states, weight, labels.tokens, is_fused=self.has_fused_head, **sizes)
         )
-        return HeadOutput(logprobs, entropy)
 
 
 def _mark_parameters(model: torch.nn.Module, arch: Architecture) -> None:
@@ -311,10 +312,11 @@ def build_model(
     model_class: type[LogprobModel] = LogprobModel,
     *,
     has_gradients: bool = True,
+    is_exact: bool = False,
 ) -> torch.nn.Module:
     """This rank's shard of its stage, without weights. Collective over the model-parallel ranks.
 
-    `has_gradients` False: the model is frozen, and is never wrapped in DDP.
+    `has_gradients` False: the model is frozen, and is never wrapped in DDP. `is_exact`: see layers/exact.py.
     """
     if arch.post_norms:  # Transformer Engine's fused modules have no place for such norms
         megatron = megatron.model_copy(update={"transformer_impl": "local"})
@@ -339,7 +341,9 @@ def build_model(
             rope_scaling_factor=arch.rope_factor or 1.0,
             seq_len_interpolation_factor=arch.rope_linear_factor,
         )
-        model.real_vocab_size, model.has_fused_head = arch.vocab_size, kernels.fused_head
+        model.real_vocab_size, model.has_fused_head, model.is_exact = arch.vocab_size, kernels.fused_head, is_exact
+        if is_exact:
+            exact.make_exact(model.decoder)
         _mark_parameters(model, arch)
         model.to(device.torch_device)
         built = Float16Module(config, model) if config.bf16 else model

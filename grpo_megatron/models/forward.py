@@ -24,12 +24,13 @@ from torch import Tensor
 from grpo_megatron.algo.losses import LossInputs, MetricSum
 from grpo_megatron.config import ActorConfig
 from grpo_megatron.device import Device
+from grpo_megatron.exact import rowwise
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import Targets, build_model
 from grpo_megatron.models.layers.modules import Branch, TreeParams
 from grpo_megatron.models.layers.precision import token_multiple
 from grpo_megatron.models.weights.folder import load_hf
-from grpo_megatron.models.weights.stream import Resharding, hf_weights, stage_owners
+from grpo_megatron.models.weights.stream import Resharding, hf_weights, stage_owners, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sync.digest import Expected
 from grpo_megatron.types import Batch, WeightBucket
@@ -377,7 +378,9 @@ class ShardedModel:
     ) -> None:
         self.model, self.arch, self.actor, self.mesh, self.device = model, arch, actor, mesh, device
         self.temperature, self.chunk = temperature, actor.logprob_chunk_size
-        self.multiple = token_multiple(actor.megatron)  # packs are padded to a multiple of this many tokens
+        self.is_exact = bool(getattr(unwrapped(model), "is_exact", False))
+        # Packs are padded to a multiple of this many tokens, in all layouts to the same where sums over tokens must be equal.
+        self.multiple = rowwise.NUM_BLOCKS if self.is_exact else token_multiple(actor.megatron)
         self.stage_of = stage_owners(model, arch, mesh)
 
     def packs(self, batch: Batch, micro_batches: list[list[int]], temperature: float | None = None) -> list[Pack]:
@@ -451,9 +454,10 @@ class LanguageModel(ShardedModel):
         device: Device,
         *,
         temperature: float = 1.0,
+        exact: bool = False,
     ) -> Self:
         """The model with the weights of a Hugging Face folder. Collective. Raises WeightsError."""
-        model = build_model(arch, actor.megatron, dtype, device, has_gradients=not cls.is_frozen)
+        model = build_model(arch, actor.megatron, dtype, device, has_gradients=not cls.is_frozen, is_exact=exact)
         load_hf(model, folder, arch, mesh)
         return cls(model, arch, actor, mesh, device, temperature)
 

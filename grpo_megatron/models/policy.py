@@ -29,6 +29,7 @@ from grpo_megatron.models.forward import (
     ShardedModel,
     loss_inputs,
 )
+from grpo_megatron.models.leaves import LeafGradients, order_free_norm
 from grpo_megatron.models.optimizer import (
     OffloadedTensors,
     build_lr_scheduler,
@@ -204,7 +205,13 @@ class Policy(LanguageModel):
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss_pass = LossPass(batch, loss, self.loss_inputs)
-        loss_pass.run(self.model, self.packs(batch, micro_batches), self.device, num_forward_only)
+        packs = self.packs(batch, micro_batches)
+        if self.is_exact:
+            with LeafGradients(self.ddp) as gradients:
+                for leaf in gradients.leaves(packs):
+                    loss_pass.run(self.model, leaf, self.device)
+        else:
+            loss_pass.run(self.model, packs, self.device, num_forward_only)
         sums.append(loss_pass.sums)
         return loss_pass
 
@@ -218,7 +225,7 @@ class Policy(LanguageModel):
 
         Otherwise skip: weights, optimizer and schedule stay as they are. Returns the norm before clipping, or infinity.
         """
-        with self.device.megatron():
+        with self.device.megatron(), order_free_norm() if self.is_exact else contextlib.nullcontext():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if allows(norm) if allows is not None else all(self.mesh.all_gather(math.isfinite(norm))):

@@ -48,13 +48,20 @@ class Metrics:
 
     `synchronize` waits for the device, so that `phase` measures finished work; `within(name)` is entered around each phase.
     A rank sends at most `max_percentile_values` values per percentile, at a fixed stride; else it is exact.
+    `in_float32`: reduced numbers are rounded, so that the order of their sums, in float64, leaves no trace.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None, max_percentile_values: int = 65_536) -> None:
+    def __init__(
+        self,
+        synchronize: Callable[[], None] | None = None,
+        max_percentile_values: int = 65_536,
+        *,
+        in_float32: bool = False,
+    ) -> None:
         assert max_percentile_values > 0
         self._synchronize = synchronize or (lambda: None)
         self.within: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
-        self._max_percentile_values = max_percentile_values
+        self._max_percentile_values, self._in_float32 = max_percentile_values, in_float32
         self._records: dict[str, tuple[str, list[Any]]] = {}
         self._constants: dict[str, float] = {}
 
@@ -128,7 +135,10 @@ class Metrics:
         """
         local = {name: (kind, self._local_state(kind, items)) for name, (kind, items) in self._records.items()}
         constants, self._constants, self._records = self._constants, {}, {}
-        return dict(sorted((constants | reduce_records(all_gather(rank_records(local)))).items()))
+        reduced = reduce_records(all_gather(rank_records(local)))
+        if self._in_float32:
+            reduced = {name: float(np.float32(value)) for name, value in reduced.items()}
+        return dict(sorted((constants | reduced).items()))
 
     def _record(self, name: str, kind: str, item: Any) -> None:
         assert name not in self._constants, f"metric {name!r} is recorded and constant"

@@ -134,6 +134,7 @@ class RolloutEngine(ABC):
     Options: ClassVar[type[Section]] = Section  # the type of the section `rollout.engine_options`
     requires: ClassVar[Mapping[str, str]] = {}  # package to import -> what `pip install` calls it
     reads_shards: ClassVar[bool] = False  # True: of each tensor it reads only its rank's part (`engine_tensors`)
+    has_exact_rows: ClassVar[bool] = False  # True: it takes `exact`, of `model.exact`
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: Any) -> Iterator[str]:

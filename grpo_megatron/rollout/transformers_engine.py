@@ -8,13 +8,14 @@ Every rank holds the whole model and serves its own requests. There is no tensor
 The bits of a row's logits do not depend on the other rows. Measured with torch 2.11 and 2.13, float32, one thread: a matrix
 product computes a row in the same way for any number of rows from 4 on (one AVX-512 processor) or from 16 on (another, with AMX:
 4 is enough for 64 columns, 16 from 512 on). Attention is the same for any padding that keeps the number of keys a multiple of
-16. So there are never fewer than `FEWEST_ROWS` rows, and prompts and caches are padded to a multiple of `ALIGNMENT` tokens.
+16. So there are never fewer than FEWEST_ROWS rows, and prompts and caches are padded to a multiple of 32 (exact/rowwise.py).
 tests/rollout/test_transformers.py compares the bits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,20 +29,15 @@ from torch import Tensor
 
 from grpo_megatron.config import ConfigError, RolloutConfig, Section
 from grpo_megatron.device import Device
+from grpo_megatron.exact import rowwise
+from grpo_megatron.exact.rowwise import FEWEST_ROWS, aligned
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import Completion, Request, StatefulEngine, load_verified
 from grpo_megatron.sync.digest import part_digest
 from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.types import WeightBucket
 
-ALIGNMENT = 32  # tokens
-FEWEST_ROWS = 16
-_ATTENTION = "grpo_megatron_rows"
-
-
-def aligned(length: int) -> int:
-    """`length` rounded up."""
-    return -(-length // ALIGNMENT) * ALIGNMENT
+_ATTENTION, _EXACT_ATTENTION = "grpo_megatron_rows", "grpo_megatron_exact"
 
 
 # -- The model: prefills prompts, and decodes rows of different lengths together ---------------------------------------
@@ -69,7 +65,7 @@ class RowCache:
     """Keys and values of each layer, [rows, heads, tokens, dimensions]. Memory beyond a row's length is finite, and masked.
 
     transformers' own dynamic cache copies all keys and values at every token. Here a row keeps its place, and has its own
-    length. The lengths that a step reads are rounded up to a multiple of `ALIGNMENT` and masked.
+    length. The lengths that a step reads are rounded up to whole blocks and masked.
     """
 
     def __init__(self) -> None:
@@ -135,10 +131,12 @@ def _mask(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
 class RowModel:
     """`module` is the transformers model, with undefined weights. Raises ConfigError for a model that it cannot compute."""
 
-    def __init__(self, folder: Path | str, dtype: str) -> None:
+    def __init__(self, folder: Path | str, dtype: str, *, exact: bool = False) -> None:
+        """`exact`: the expressions of `model.exact`."""
         from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
         AttentionInterface.register(_ATTENTION, _attention)
+        AttentionInterface.register(_EXACT_ATTENTION, _exact_attention)
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
@@ -147,10 +145,19 @@ class RowModel:
                 " and this engine computes full attention only; set rollout.engine=vllm"
             )
         self.module: Any = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=_ATTENTION
+            config, dtype=getattr(torch, dtype), attn_implementation=_EXACT_ATTENTION if exact else _ATTENTION
         )
+        for name, layer in self.module.named_modules() if exact else ():
+            if isinstance(layer, torch.nn.Linear):
+                is_cut = name.endswith((".o_proj", ".down_proj"))
+                layer.forward = functools.partial(_cut_product if is_cut else _product, layer)  # type: ignore[method-assign]
+            elif type(layer).__name__.endswith("RMSNorm"):
+                layer.forward = functools.partial(_norm, layer)
+            elif hasattr(layer, "act_fn"):
+                layer.act_fn.forward = rowwise.silu
         self.module.eval().requires_grad_(False)
         self.vocab_size: int = config.vocab_size
+        self.log_softmax = rowwise.log_softmax if exact else functools.partial(torch.log_softmax, dim=-1)
         self._decoder, self._head = self.module.get_decoder(), self.module.get_output_embeddings()
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, PromptCache]:
@@ -172,7 +179,7 @@ class RowModel:
         hidden = self._hidden(sequences, PromptCache())
         rows = []
         for state, ids in zip(hidden, sequences, strict=True):
-            logprobs = self._logits(state[: len(ids) - 1]).log_softmax(-1)  # [T - 1, V]
+            logprobs = self.log_softmax(self._logits(state[: len(ids) - 1]))  # [T - 1, V]
             rows.append(logprobs.gather(1, torch.tensor(ids[1:], dtype=torch.int64).unsqueeze(1))[:, 0].tolist())
         return rows
 
@@ -221,13 +228,47 @@ def _attention(
     return output.transpose(1, 2).contiguous(), None
 
 
+def _exact_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`_attention` of `model.exact`. A prompt is longer than one token: it is padded to whole blocks."""
+    if query.shape[2] > 1:
+        output = rowwise.attention(query, key, value, scale=scaling)
+    else:
+        positions = (attention_mask[:, 0, 0] == 0).sum(1) - 1
+        output = rowwise.decoding_attention(query, key, value, positions, scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _product(layer: torch.nn.Linear, x: Tensor) -> Tensor:
+    return rowwise.product(x, layer.weight, layer.bias)
+
+
+def _norm(layer: Any, x: Tensor) -> Tensor:
+    return rowwise.rms_norm(x, layer.weight, layer.variance_epsilon)
+
+
+def _cut_product(layer: torch.nn.Linear, x: Tensor) -> Tensor:
+    """Of a layer whose inputs tensor parallelism cuts. None of the families has a bias there."""
+    return rowwise.partial_product(x, layer.weight).to(x.dtype)
+
+
 # -- Drawing one token for each row by inverting its cumulative distribution: one uniform number per token -------------
 
 _BELOW_ONE = 1 - 2.0**-50  # times a sum, it stays below the sum
 
 
 def draw_tokens(
-    logits: Tensor, requests: Sequence[Request], uniform: Sequence[Callable[[], float]]
+    logits: Tensor,
+    requests: Sequence[Request],
+    uniform: Sequence[Callable[[], float]],
+    log_softmax: Callable[[Tensor], Tensor] = functools.partial(torch.log_softmax, dim=-1),  # noqa: B008
 ) -> tuple[list[int], list[float]]:
     """(tokens, their log-probabilities) for logits [n, V], by the temperature, top_k and top_p of each row's request.
 
@@ -241,7 +282,7 @@ def draw_tokens(
         logits = logits / torch.tensor(temperatures).unsqueeze(1)
     if any(request.top_k > 0 or request.top_p < 1 for request in requests):
         logits = torch.stack([_cut(row, request) for row, request in zip(logits, requests, strict=True)])
-    logprobs = logits.log_softmax(-1)
+    logprobs = log_softmax(logits)
     sums = logprobs.double().exp_().cumsum(-1)
     is_greedy = [request.temperature == 0 for request in requests]
     numbers = [0.0 if g else min(u(), _BELOW_ONE) for g, u in zip(is_greedy, uniform, strict=True)]
@@ -383,7 +424,8 @@ class RunningBatch:
     def _draw(self, first: int, logits: Tensor) -> list[_Entry]:
         """The next token of the running requests from row `first` on. Those that finish leave, and are returned."""
         entries = self._running[first:]
-        tokens, logprobs = draw_tokens(logits, [e.request for e in entries], [e.generator.random for e in entries])
+        requests, numbers = [e.request for e in entries], [e.generator.random for e in entries]
+        tokens, logprobs = draw_tokens(logits, requests, numbers, self._model.log_softmax)
         done = []
         for row, (entry, token, logprob) in enumerate(zip(entries, tokens, logprobs, strict=True), start=first):
             entry.response_ids.append(token)
@@ -419,6 +461,7 @@ class TransformersEngine(StatefulEngine):
 
     Options = TransformersOptions
     requires = {"transformers": "transformers"}  # noqa: RUF012 - declared as ClassVar in the base class
+    has_exact_rows = True
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: TransformersOptions) -> Iterator[str]:
@@ -452,6 +495,7 @@ class TransformersEngine(StatefulEngine):
         max_model_len: int,
         eos_token_ids: list[int],
         tensors: EngineTensors,
+        exact: bool = False,
     ) -> None:
         if device.is_cuda:
             raise ConfigError(
@@ -459,7 +503,7 @@ class TransformersEngine(StatefulEngine):
             )
         self._mesh, self._tensors, self._max_model_len = mesh, tensors, max_model_len
         with device.preserve_rng():  # transformers draws initial weights
-            self._model = RowModel(model_path, dtype)
+            self._model = RowModel(model_path, dtype, exact=exact)
         self._vocab_size = self._model.vocab_size
         self._weights: dict[str, torch.Tensor] = self._model.module.state_dict()
         if unknown := [name for name in tensors.tensors if name not in self._weights]:

@@ -29,6 +29,7 @@ from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.forward import LanguageModel
 from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
+from grpo_megatron.models.layers.exact import exact_problem
 from grpo_megatron.models.layers.spec import DTYPES
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.folder import Serving, save_hf
@@ -82,7 +83,7 @@ class Probe:
         """Says why the differences of the batch's log-probabilities are too large, if they are. Remembers a healthy probe."""
         mean, factor, origin = difference.abs().mean().item(), FACTOR_ATTESTED if is_attested else FACTOR, ""
         if self.tolerance is not None:
-            bound, origin = self.tolerance, "rollout.probe_tolerance="
+            bound, origin = self.tolerance, "rollout.probe_tolerance=" if self.tolerance else "model.exact's "
         elif model in self._healthy:
             bound = factor * max(FLOOR[self.dtype], *self._healthy[model])
             origin = f"{factor:g} times that of healthy probes of this run: "
@@ -284,7 +285,10 @@ def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -
         folder = checked.scored_folder
         return ScalarPolicy(folder, config.model.dtype, config.actor, mesh, device, places=response_tokens)
     model, temperature = config.model, config.rollout.temperature
-    return Policy.load(Path(model.path), model.dtype, checked.arch, config.actor, mesh, device, temperature=temperature)
+    if model.exact:
+        mesh.agree(exact_problem(checked.arch, config.actor.megatron.tensor_model_parallel_size, model.dtype))
+    parts = (Path(model.path), model.dtype, checked.arch, config.actor, mesh, device)
+    return Policy.load(*parts, temperature=temperature, exact=model.exact)
 
 
 def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[[Path], None]:
@@ -332,7 +336,7 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
             policy.arch.vocab_size,
             config.data.max_prompt_length + config.data.max_response_length,
             dtype=config.model.dtype,
-            tolerance=config.rollout.probe_tolerance,
+            tolerance=0.0 if config.model.exact else config.rollout.probe_tolerance,
         ),
         provenance=Provenance(policy.mesh, config.max_staleness),
     )
@@ -354,6 +358,7 @@ def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: D
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
         eos_token_ids=checked.end_tokens.ids,
         tensors=_engine_tensors(config, checked.arch),
+        **({"exact": True} if config.model.exact else {}),
     )
 
 

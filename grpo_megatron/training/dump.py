@@ -240,7 +240,8 @@ def recompute(dump: Dump) -> list[Comparison]:
         actor = config.actor.model_copy(update={"megatron": megatron, "max_skipped_steps": 1})
         folder, temperature = dump.folder / WEIGHTS, config.rollout.temperature
         arch = read_architecture(folder, config.model.family)
-        policy = Policy.load(folder, config.model.dtype, arch, actor, mesh, device, temperature=temperature)
+        parts = (folder, config.model.dtype, arch, actor, mesh, device)
+        policy = Policy.load(*parts, temperature=temperature, exact=config.model.exact)
         policy.set_optimizer(actor.optim, 1)
         (sums,), _ = policy.update(dump.batch, build_loss(actor), guard=measure)
     finally:

@@ -45,8 +45,8 @@ class References:
         self.mesh, self.cadence, self.folder = mesh, cadence, config.trainer.output_dir / "iterations"
         self.is_read = reads_reference(algorithm, actor)
         path = self._copy_for(first_step) or config.ref.path or policy_start(config)
-        dtype, temperature = config.model.dtype, config.rollout.temperature
-        self.reference = Reference.load(path, dtype, arch, actor, mesh, device, temperature=temperature)
+        parts = (path, config.model.dtype, arch, actor, mesh, device)
+        self.reference = Reference.load(*parts, temperature=config.rollout.temperature, exact=config.model.exact)
 
     def logprobs(self, batch: Batch) -> Tensor | None:
         """None where nothing reads them: the run only draws from the reference. Collective."""

@@ -117,6 +117,7 @@ def warm_up(
                     dp=mesh.dp,
                     train_batch_size=batch_size,
                     max_response_length=stage.data.max_response_length,
+                    exact=config.model.exact,
                 )
                 batch = exchange(samples, table, plan, mesh)
                 with metrics.phase("update_actor"):

@@ -19,10 +19,11 @@ import torch
 
 from grpo_megatron.config import ConfigError, RolloutConfig
 from grpo_megatron.device import Device
+from grpo_megatron.exact.rowwise import FEWEST_ROWS
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.rollout.engine import Request
-from grpo_megatron.rollout.transformers_engine import FEWEST_ROWS, RowCache, RowModel, RunningBatch, draw_tokens
+from grpo_megatron.rollout.transformers_engine import RowCache, RowModel, RunningBatch, draw_tokens
 from tests import worlds
 from tests.rollout import checks, tiny
 from tests.rollout.worlds import World, raises, requests, run_checks

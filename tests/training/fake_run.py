@@ -103,7 +103,7 @@ class NoReport(Sink):
 class FakeReference(NamedWeights):
     """Holds the name of its weights: of a folder that the run has saved, or of a given folder."""
 
-    def __init__(self, path: Path, *arguments: Any, temperature: float) -> None:
+    def __init__(self, path: Path, *arguments: Any, temperature: float, exact: bool = False) -> None:
         saved = path / WEIGHTS
         self.weights = saved.read_text() if saved.exists() else f"folder {path.name}"
 

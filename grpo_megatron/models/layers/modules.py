@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from grpo_megatron.exact import rowwise
 from grpo_megatron.importing import replaced
 
 
@@ -35,7 +36,7 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., h], normalised over h."""
-        return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
+        return rowwise.rms_norm(x, self.weight, self.eps)
 
 
 class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]

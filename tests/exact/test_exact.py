@@ -1,0 +1,227 @@
+"""`model.exact`: the engine's log-probabilities are the policy's bit for bit, and a run is the same in every layout.
+
+Nothing here has a tolerance. The ranks have one thread each (tests/worlds.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from grpo_megatron.checks.exact import exact_problems
+from grpo_megatron.config import Config
+from grpo_megatron.exact import rowwise
+from grpo_megatron.exact.self_test import ExactShapes, self_test
+from grpo_megatron.models.families import read_architecture
+from grpo_megatron.starting.prepare import ArithmeticOptions, prepare_inputs
+from tests import tiny, worlds
+from tests.e2e import run_ranks
+from tests.exact import ranks
+from tests.models.policy_ranks import LAYOUTS
+from tests.stored import metric_rows
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 192,  # over tp 4 no multiple of a vector's elements: torch's own silu would differ
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+PAIRS = tiny.make_sequences(11, vocab=128, longest=70)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: tiny.make_model(root / family, family, **SIZES) for family, _ in ranks.CASES}
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Path]) -> dict[str, Any]:
+    """One rank's log-probabilities, gradients and norm, and what the engine says of the same tokens."""
+    return worlds.run(ranks.both, 1, folders=models, pairs=PAIRS, layout=LAYOUTS["1"])[0]
+
+
+def test_engine_equals_policy_in_prefill_and_decode(alone: dict[str, Any]) -> None:
+    for family, dtype in ranks.CASES:
+        drawn, prefilled = alone[f"{family} {dtype} drawn"], alone[f"{family} {dtype} prefilled"]
+        assert len(drawn) == len(prefilled) == len(PAIRS)
+        for row, policy in enumerate(alone[f"{family} {dtype} of drawn"]):
+            assert torch.equal(policy[: len(drawn[row])], drawn[row]), (family, dtype, row)
+            assert torch.equal(policy[: len(drawn[row])], prefilled[row]), (family, dtype, row)
+
+
+SOAK = [pytest.param(name, marks=pytest.mark.soak) for name in ("TP4", "TP2", "PP2", "DP2", "DP2xTP2")]
+
+
+@pytest.mark.parametrize("layout", ["TP2xPP2+SP", *SOAK])
+def test_every_layout_has_the_bits_of_one_rank(models: dict[str, Path], alone: dict[str, Any], layout: str) -> None:
+    """Log-probabilities in two packings, every element of every gradient, and the gradient's norm."""
+    shape = LAYOUTS[layout]
+    folders = {name: folder for name, folder in models.items() if shape[2] == 1 or name != "llama3"}  # tied
+    for got in worlds.run(ranks.on_layout, shape[0], folders=folders, pairs=PAIRS, layout=shape):
+        assert {key for key in alone if key.endswith("gradients") and key.split()[0] in folders} <= got.keys()
+        for key, value in got.items():
+            if isinstance(value, dict):
+                wrong = [name for name, tensor in value.items() if not torch.equal(tensor, alone[key][name])]
+                assert value.keys() == alone[key].keys() and not wrong, (key, wrong)
+            else:
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(alone[key])), key
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+EXACT = {"model": {"exact": True}, "rollout": {"engine": "transformers"}}
+UNLIKE = (
+    "timing_s/",
+    "perf/",
+    "global_seqlen/",
+    "memory/",
+    "sync/",
+    "rollout/prefix_cache_hit_rate",
+)  # what a layout may change
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("exact")
+    prepare_inputs(ArithmeticOptions(out=root / "data", seed=0))
+    tiny.make_model(root / "model", "qwen2", **SIZES)
+    for file in (root / "data/tokenizer").iterdir():
+        shutil.copy(file, root / "model")
+    return root
+
+
+def merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `extra`, key by key."""
+    both = {key: merged(base[key], extra[key]) for key in base.keys() & extra.keys() if isinstance(extra[key], dict)}
+    return {**base, **extra, **both}
+
+
+def settings(root: Path, output: Path, world: int, **sections: Any) -> dict[str, Any]:
+    raw = run_ranks.settings(root, output, world, rollout={"engine_options": {}})
+    return merged(merged(raw, EXACT), sections)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith(UNLIKE)} for row in metric_rows(folder)]
+
+
+@pytest.mark.slow
+def test_a_run_is_the_same_in_another_layout_and_resumes_there(workspace: Path, tmp_path: Path) -> None:
+    """Three steps on one rank; and two steps with TP2 x DP2, the third with DP2. Weights, samples and metrics."""
+
+    def run(name: str, world: int, tp: int, steps: int) -> list[dict[str, Any]]:
+        raw = settings(
+            workspace,
+            tmp_path / name,
+            world,
+            actor={"megatron": {"tensor_model_parallel_size": tp}},
+            trainer={"total_training_steps": steps, "save_freq": 2},
+        )
+        return worlds.run(run_ranks.train, world, raw=raw)
+
+    [whole] = run("whole", 1, 1, 3)
+    halves = run("halves", 4, 2, 2), run("halves", 2, 1, 3)
+    drawn = [run_ranks.all_samples(part) for part in ([whole], *halves)]
+    assert drawn[0] == {**drawn[1], **drawn[2]} and len(drawn[0]) == 3
+    for name, tensor in halves[1][0]["weights"].items():
+        assert torch.equal(tensor, whole["weights"][name]), name
+    rows = metrics(tmp_path / "whole")
+    assert rows == metrics(tmp_path / "halves") and len(rows) == 3
+    for row in rows:
+        assert row["training/rollout_logp_diff_max"] == row["rollout/probe_logp_diff_max"] == 0
+        assert row["actor/grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["another tree", "another block", "a rounding more"])
+def test_a_fault_in_one_side_stops_the_run(workspace: Path, tmp_path: Path, fault: str) -> None:
+    raw = settings(workspace, tmp_path / "run", 1, model={"dtype": "bfloat16"})
+    with pytest.raises(Exception, match=r"rollout_gap|log-probabilities of fixed tokens differ"):
+        worlds.run(ranks.train_with_fault, 1, raw=raw, fault=fault)
+
+
+# -- the self-test and what is refused ---------------------------------------------------------------------------------
+
+SHAPES = ExactShapes([(64, 128, [64, 32])], [(64, 64)], heads=4, groups=2, head_dim=16, vocab_size=128, tp=2)
+
+
+@pytest.fixture
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_self_test_passes_here(one_thread: None, dtype: torch.dtype) -> None:
+    assert self_test(SHAPES, dtype) is None
+
+
+def test_the_self_test_finds_threads_and_kernels_that_look_at_their_shapes(one_thread: None) -> None:
+    torch.set_num_threads(2)
+    assert "torch has 2 threads on this rank" in (self_test(SHAPES, torch.float32) or "")
+    torch.set_num_threads(1)
+    plain = torch.nn.functional.linear
+    with mock.patch.object(torch.nn.functional, "linear", lambda x, w, b=None: plain(x, w, b) * (1 + len(x) * 1e-6)):
+        assert "have other bits than the same among" in (self_test(SHAPES, torch.float32) or "")
+    with mock.patch.object(rowwise, "FEWEST_QUERIES", 1):
+        assert "has other bits when it is decoded" in (self_test(SHAPES, torch.float32) or "")
+
+
+REFUSED = r"""
+rollout.engine=vllm => rollout.engine=vllm computes with kernels of its own; set rollout.engine=transformers
+trainer.device=cuda => set trainer.device=cpu, or for a GPU rollout.batch_invariant=true
+algorithm.rollout_correction.rollout_is=icepop => algorithm.rollout_correction.rollout_is corrects a difference that is 0
+algorithm.rollout_correction.rollout_rs=token => rollout_rs corrects a difference that is 0; leave it out
+algorithm.replay.ratio=0.2 => algorithm.replay.ratio=0.2 trains on samples of earlier weights
+algorithm.filter_groups.enable=true => algorithm.filter_groups.max_staleness=1 trains on samples of earlier weights
+actor.share_prompts=true => actor.share_prompts=true is not covered
+actor.megatron.context_parallel_size=2 => context_parallel_size=2 is not covered
+algorithm.adv_estimator=gae => needs a critic, which is not covered
+actor.megatron.tensor_model_parallel_size=3 => does not divide the 8 blocks of every sum; set 1, 2, 4 or 8
+trainer.nnodes=3 => 6 ranks / (tp 1 x pp 1) = 6 data-parallel ranks do not divide the 8 parts
+"""
+
+
+@pytest.mark.parametrize("case", REFUSED.strip().splitlines())
+def test_what_is_not_covered_is_refused(models: dict[str, Path], case: str) -> None:
+    override, message = case.split(" => ")
+    key, value = override.split("=")
+    raw: dict[str, Any] = {"model": {"path": "m"}, "trainer": {"n_gpus_per_node": 2, "device": "cpu"}}
+    raw = merged(raw, EXACT)
+    nested: Any = json.loads(value) if value[0].isdigit() or value == "true" else value
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    config = Config.model_validate(merged(raw, nested))
+    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    found = list(exact_problems(config, world, read_architecture(models["qwen2"])))
+    assert len(found) == 1 and message in str(found[0]) and str(found[0]).endswith("or leave model.exact out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({"num_experts": 4}, 1, "has experts"),
+        ({"ffn_hidden_size": 100}, 1, "the MLP width 100 cannot be cut into 8 blocks, 100 / 8 = 12.5"),
+        ({"vocab_size": 100}, 2, "with a vocabulary of 100, which is not a multiple of 64"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(
+    models: dict[str, Path], changes: dict[str, Any], tp: int, message: str
+) -> None:
+    raw = merged({"model": {"path": "m"}, "trainer": {"device": "cpu"}}, EXACT)
+    raw = merged(raw, {"actor": {"megatron": {"tensor_model_parallel_size": tp}}})
+    arch = replace(read_architecture(models["qwen2"]), **changes)
+    [found] = exact_problems(Config.model_validate(raw), tp, arch)
+    assert message in str(found)
