@@ -15,7 +15,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.problems import Problem
+from grpo_megatron.config.problems import CHANGE_ME, Problem
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.reading import MAX_LEVELS, MAX_YAML, ReadError, cut, parse_yaml, read_text, shown
 
@@ -45,12 +45,23 @@ def load_config(path: Path | str, overrides: Sequence[str] | None = None, defaul
             raw[section] = {**values, **given}
     config, mistakes = _read_right_keys(raw)
     problems = wrong + [Problem(_explain(mistake), _named_by(mistake)) for mistake in mistakes[:MAX_EXPLAINED]]
+    named = {key for problem in problems for key in problem.keys}
+    left = [key for key in _left_to_write(raw) if key not in named]
+    problems += [Problem(f"{key}={CHANGE_ME}: write the value of your run there", (key,)) for key in left]
     if len(mistakes) > MAX_EXPLAINED:
         problems.append(Problem(f"and {len(mistakes) - MAX_EXPLAINED:,} more keys are wrong"))
     if problems or config is None:
         keys = {key for problem in wrong for key in problem.keys} | {key for one in mistakes for key in _named_by(one)}
         raise WrongKeys(problems, config, keys)
     return config
+
+
+def _left_to_write(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _left_to_write(value, f"{prefix}{name}.")
+        elif value == CHANGE_ME:
+            yield f"{prefix}{name}"
 
 
 def read_raw(path: Path | str, overrides: Sequence[str] | None = None) -> tuple[dict[str, Any], list[Problem]]:

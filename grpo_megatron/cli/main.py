@@ -126,7 +126,7 @@ COMMANDS = {  # in the order of --help: as a user meets them
         *("starting.new_config:InitOptions", "starting.new_config:write_config"),
     ),
     "import": Command(
-        "write a config from one of verl or TRL",
+        "write a config from one of another trainer",
         "migration.translation:ImportOptions",
         "migration.translation:import_config",
     ),

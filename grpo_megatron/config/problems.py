@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
+CHANGE_ME = "CHANGE_ME"  # in a file that `import` wrote: a value that only the user knows
 KEY_MARK = "\0"  # before and after a key in a message; no text of a config may hold it
 
 

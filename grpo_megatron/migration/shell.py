@@ -1,7 +1,7 @@
 """Shell scripts, read and never run: the words of their commands, with the variables put in.
 
-Assignments, arrays, `${A:-$B}` and its kind, integer arithmetic, tests and `case` are evaluated. What is not known stays a text
-with a `$`: `$(command)`, a variable that is set nowhere, and what a branch changes whose condition is not known.
+Assignments, arrays, `${A:-$B}` and its kind, and integer arithmetic are evaluated. What is not known stays a text with a `$`:
+`$(command)`, a variable that is set nowhere, and what an `if`, `case`, `&&` or `||` may change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import operator
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from grpo_megatron.reading import ReadError
 
@@ -26,14 +25,10 @@ PARAMETER = re.compile(r"\{(\w+)(?:(:?)([-=+?])|(?=\}))")
 WHOLE = re.compile(r"\$(?:\w+|\{\w+\})")  # without quotes its value is several words
 ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")  # a text up to this word
-BETWEEN = re.compile(
-    r"[ \t\r]+|(?<![^\s;&|()])#[^\n]*|\d*[<>]+[&|]?[ \t]*(?:[^\s;&|()<>]+)?"
-)  # blanks, comments, redirections
-END = re.compile(r"&&|\|\||;;|[;&|\n()]")
-CLAUSE = re.compile(r"\s*(?:in\s+)?(?!esac\b)\(?([^()\n]*)\)")  # `gpu | npu)` of a case
-KEYWORDS = ("if", "then", "elif", "else", "fi", "case", "esac", "do", "{", "!")
-COMPARED: dict[str, Callable[[Any, Any], bool]] = {"=": operator.eq, "==": operator.eq, "!=": operator.ne}
-COMPARED |= {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
+# Blanks, comments, redirections.
+BETWEEN = re.compile(r"[ \t\r]+|(?<![^\s;&|()])#[^\n]*|\d*[<>]+[&|]?[ \t]*(?:[^\s;&|()<>]+)?")
+END = re.compile(r"(&&|\|\|)\s*|[;&|\n()]")
+KEYWORDS = {"if": 1, "case": 1, "fi": -1, "esac": -1} | dict.fromkeys(("then", "elif", "else", "do", "{", "!"), 0)
 END_OF_WORD = " \t\r\n;&|()<>"
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -56,98 +51,43 @@ class _Script:
     def __init__(self, text: str, variables: dict[str, str]) -> None:
         self.text, self.at, self.variables = text, 0, variables
         self.arrays: dict[str, list[str]] = {}
-        self.branches: list[bool | None] = []  # whether what is in each open `if` and `case` runs; None: not known
-        self.cases: list[str | None] = []  # the word of each open `case`; None: one of its parts has been taken
-        self.status: bool | None = None  # of the last test
-        self.condition = self.depth = self.expanded = 0  # its place; expansions within each other, and their characters
+        self.branches = self.depth = self.expanded = 0  # open `if` and `case`; expansions; their characters
 
     def read(self) -> list[list[str]]:
-        found_commands: list[list[str]] = []
-        words: list[str] = []
-        link = ""  # what ended the last command
+        found_commands: list[list[str]] = [[]]
+        is_linked = False  # behind `&&` or `||`
         while self.at < len(self.text):
-            start = self.at
+            words, start = found_commands[-1], self.at
             if found := HERE.match(self.text, self.at):
                 self.at = found.end()
                 self._until(f"\n{found[2]}")
             elif found := BETWEEN.match(self.text, self.at):
                 self.at = found.end()
             elif found := END.match(self.text, self.at):
-                found_commands += self._ended(words, link)
-                words, self.at, link = [], found.end(), found[0]
-                if link == ";;":
-                    self._clause()
+                self.at, is_linked = found.end(), bool(found[1])
+                found_commands += [[]] if words else []
             elif (found := ASSIGNMENT.match(self.text, self.at)) and DECLARES.issuperset(words):
                 self.at = found.end()
-                self._assign(found[1], is_added=bool(found[2]), runs=self._runs(link))
+                self._assign(found[1], is_added=bool(found[2]), is_sure=not (self.branches or is_linked))
             else:
                 words += self._words()
                 if len(words) == 1 and (written := self.text[start : self.at]) in KEYWORDS:
-                    words = []
-                    self._keyword(written)
+                    self.branches += KEYWORDS[written]
+                    words.clear()
                 elif words[-3:-1] in (["bash", "-c"], ["sh", "-c"], ["bash", "-lc"]):
                     self._spend(len(self.text))
                     self.text = f"{self.text[: self.at]}\n{words.pop()}\n{self.text[self.at :]}"
-        return found_commands + self._ended(words, link)
+        return [words for words in found_commands if words]
 
-    def _runs(self, link: str) -> bool | None:
-        """Whether a command behind `link` runs; None: not known."""
-        gates = {*self.branches, _linked(link, self.status)}
-        return False if False in gates else None not in gates or None
-
-    def _ended(self, words: list[str], link: str) -> list[list[str]]:
-        """The command, unless it does not run."""
-        if not words:
-            return []
-        is_skipped = self._runs(link) is False
-        decided = self.status is not None and _linked(link, self.status) is False
-        if not decided:
-            known = _test(words)
-            self.status = known if _linked(link, self.status) or known == (link == "||") else None
-        return [] if is_skipped else [words]
-
-    def _keyword(self, word: str) -> None:
-        if word == "case":
-            self.at += 1
-            self.cases.append(self._text(END_OF_WORD))
-            self.branches.append(None)
-            self._clause()
-        elif word == "if":
-            self.branches.append(True)
-        elif self.branches and word in ("fi", "esac"):
-            self.branches.pop()
-            self.cases = self.cases[: -1 if word == "esac" else None]
-        elif self.branches and word == "then" and self.branches[-1]:
-            is_grouped = re.search(r"[{(!]\s", self.text[self.condition : self.at])
-            self.branches[-1] = None if is_grouped else self.status
-        elif self.branches and word in ("elif", "else"):
-            self.branches[-1] = None if self.branches[-1] is None else not self.branches[-1]
-            self.branches[-1] = None if word == "elif" and not self.branches[-1] else self.branches[-1]
-        if word in ("if", "elif"):
-            self.condition, self.status = self.at, None
-
-    def _clause(self) -> None:
-        """Read the patterns of the next part of a `case`, and whether it runs."""
-        if not self.cases or not (found := CLAUSE.match(self.text, self.at)):
-            return
-        self.at, word = found.end(), self.cases[-1]
-        patterns = {pattern.strip(" \t'\"") for pattern in found[1].split("|")}
-        is_taken = word is not None and not patterns.isdisjoint({word, "*"})
-        is_unknown = word is not None and (UNKNOWN.search(word) or re.search(r"[*?[]", "".join(patterns - {"*"})))
-        self.branches[-1] = None if is_unknown else is_taken
-        self.cases[-1] = None if is_taken and not is_unknown else word
-
-    def _assign(self, name: str, *, is_added: bool, runs: bool | None) -> None:
+    def _assign(self, name: str, *, is_added: bool, is_sure: bool) -> None:
         if self.text.startswith("(", self.at):
             words = self._array()
-            words = words if runs else [f"{word}${{:set-by-a-branch}}" for word in words]
-            if runs is not False:
-                self.arrays[name] = [*(self.arrays.get(name, []) if is_added else []), *words]
+            words = words if is_sure else [f"{word}${{:set-by-a-branch}}" for word in words]
+            self.arrays[name] = [*(self.arrays.get(name, []) if is_added else []), *words]
             return
         value = (self.variables.get(name, "") if is_added else "") + self._text(END_OF_WORD)
-        if runs is not False:
-            is_same = runs or value == self.variables.get(name)
-            self.variables[name] = value if is_same else f"${{{name}:set-by-a-branch}}"
+        is_same = is_sure or value == self.variables.get(name)
+        self.variables[name] = value if is_same else f"${{{name}:set-by-a-branch}}"
 
     def _array(self) -> list[str]:
         words: list[str] = []
@@ -249,26 +189,6 @@ class _Script:
         self.expanded += characters
         if self.expanded > MAX_EXPANDED:
             raise ReadError(f"has variables that expand to more than {MAX_EXPANDED:,} characters")
-
-
-def _linked(link: str, status: bool | None) -> bool | None:
-    """Whether a command behind `&&` or `||` runs, after a command with this status."""
-    if link not in ("&&", "||"):
-        return True
-    return None if status is None else status == (link == "&&")
-
-
-def _test(words: list[str]) -> bool | None:
-    """The value of `[ a = b ]`, `[ -n a ]` and their kind; None: no test, or not known."""
-    if words[0] not in ("[", "[[") or re.search(r"\$[\w{(]|[*?]", " ".join(words)):
-        return None
-    try:
-        if len(words) == 5:
-            pair = (int(words[1]), int(words[3])) if words[2].startswith("-") else (words[1], words[3])
-            return COMPARED[words[2]](*pair)
-        return {"-n": bool(words[2]), "-z": not words[2]}[words[1]] if len(words) == 4 else None
-    except (KeyError, ValueError):
-        return None
 
 
 def _integer(node: ast.expr) -> int:

@@ -1,6 +1,6 @@
-"""The trainers whose configs are read: a YAML table each (verl.yaml, trl.yaml), and functions for the keys that need others.
+"""The trainers whose configs are read: a YAML table each (verl.yaml, ...), and functions for the keys that need others.
 
-A function takes their value and all their settings. It returns our keys and values, or why there are none.
+A function takes their value and all their settings, with their defaults. It returns our keys and values, or why there are none.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grpo_megatron.config.section import ConfigKey
 from grpo_megatron.reading import MAX_YAML, parse_yaml, read_text
@@ -17,25 +17,43 @@ Settings = dict[str, Any]  # their keys -> values
 Convert = Callable[[Any, Settings], "Mapping[str, Any] | str"]
 
 ACTOR = "actor_rollout_ref.actor."
-SINKS = {"file": "jsonl"} | {name: name for name in ("console", "tensorboard", "wandb", "swanlab", "mlflow")}
+OFF: tuple[Any, ...] = (
+    None,
+    False,
+    "",
+    "none",
+    "None",
+    "no",
+    [],
+)  # values of a feature that is not used; 0 is equal to False
+TABLES: tuple[Literal["none", "changes", "refused"], ...] = ("none", "changes", "refused")
+
+
+class NotNeeded(str):
+    """Why a value is not written, where the run is the same without it."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one key. `ours`: the key of the same meaning; None: there is none, and `note` says why."""
+    """What becomes of one key. `ours`: the key of the same meaning; None: there is none, and `note` says why.
+
+    A note of the table `changes` is a warning: the run is another one, or `ours` is left to the user. One of the table
+    `refused` is an error: nothing is written.
+    """
 
     ours: str | None = None
     note: str = ""
     cases: Mapping[Any, Mapping[str, Any] | str] = field(default_factory=dict)  # value -> what is written for it
     convert: Convert | None = None
+    table: Literal["none", "changes", "refused"] = "none"
 
     def apply(self, value: Any, settings: Settings) -> Mapping[str, Any] | str:
         """Our keys and values for a value of theirs, or why there are none."""
         if self.convert is not None:
             return self.convert(value, settings)
-        if self.ours is None:
-            return self.note
-        same = self.cases.get("else", {self.ours: value})
+        if self.note:
+            return NotNeeded(self.note) if self.table == "none" else self.note if value not in OFF else {}
+        same = self.cases.get("else", {str(self.ours): value})
         return self.cases.get(value, same) if isinstance(value, str | int | float) else same
 
 
@@ -47,21 +65,32 @@ class OtherTrainer:
     rules: Mapping[str, Rule]
     defaults: Settings  # that trainer's defaults, where this program's differ
     implied: Settings  # our keys and values that hold for each run of that trainer
+    renamed: Mapping[str, str]  # other names of their keys, and of the beginnings of keys
     prefixes: tuple[str, ...] = ()  # a key without a rule has our key's meaning if it is one after this is removed
 
     @classmethod
-    def read(
-        cls, name: str, converts: Mapping[str, tuple[str, Convert]], prefixes: tuple[str, ...] = ()
-    ) -> OtherTrainer:
+    def read(cls, name: str, converts: Mapping[str, tuple[str, Convert]], *prefixes: str) -> OtherTrainer:
         """The table in `name`.yaml with these functions (their key -> our key, function)."""
         table = parse_yaml(read_text(Path(__file__).parent / f"{name}.yaml", MAX_YAML))
         rules = {theirs: Rule(ours) for theirs, ours in table["same"].items()}
         for theirs, cases in table["cases"].items():
-            ours = next(key for case in cases.values() if isinstance(case, dict) for key in case)
+            ours = next((key for case in cases.values() if isinstance(case, dict) for key in case), None)
             rules[theirs] = Rule(ours, cases=cases)
-        rules |= {theirs: Rule(note=note) for theirs, note in table["none"].items()}
+        for kind in TABLES:
+            for theirs, note in table.get(kind, {}).items():
+                ours, text = note if isinstance(note, list) else (None, note)
+                rules[theirs] = Rule(ours, text, table=kind)
         rules |= {theirs: Rule(ours, convert=convert) for theirs, (ours, convert) in converts.items()}
-        return cls(name, rules, table["defaults"], table["implied"], prefixes)
+        return cls(name, rules, table["defaults"], table["implied"], table.get("renamed", {}), prefixes)
+
+    def named(self, settings: Settings) -> Settings:
+        """The settings under their present names."""
+
+        def present(key: str) -> str:
+            old = next((old for old in self.renamed if f"{key}.".startswith(f"{old}.")), None)
+            return key if old is None else self.renamed[old] + key[len(old) :]
+
+        return {present(key): value for key, value in settings.items()}
 
     def rule(self, key: str, known: Mapping[str, ConfigKey]) -> Rule | None:
         """The rule for their `key`; `known` are our keys. None: no key of that trainer that we know."""
@@ -74,7 +103,7 @@ class OtherTrainer:
                 return Rule(name)
         parts = key.split(".")
         above = (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
-        return next((self.rules[name] for name in above if name in self.rules and not self.rules[name].ours), None)
+        return next((self.rules[name] for name in above if name in self.rules and self.rules[name].note), None)
 
 
 def as_list(value: Any) -> list[Any]:
@@ -82,12 +111,51 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def _per_prompt(ours: str, group: str) -> tuple[str, Convert]:
+    """Of a number of samples: the prompts, whose group has as many samples as the setting `group` says."""
+    return ours, lambda value, settings: {ours: max(1, value // settings[group])}
+
+
+def _lengths(response: str) -> tuple[str, Convert]:
+    """Of the tokens of prompt and response together, where the setting `response` bounds the response."""
+
+    def lengths(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+        tokens = settings.get(response)
+        if not isinstance(tokens, int) or not 0 < tokens < value:
+            return (
+                f"prompt and response share {value} tokens there; here data.max_prompt_length bounds the prompt alone"
+            )
+        return {"data.max_prompt_length": value - tokens, "data.max_response_length": tokens}
+
+    return "data.max_response_length", lengths
+
+
+def _kl(coefficient: float, kind: str = "low_var_kl", *, in_loss: bool = True) -> Mapping[str, Any]:
+    """A penalty on the KL to the reference: in the loss, or in the rewards."""
+    if coefficient and not in_loss:
+        return {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": coefficient} | {
+            "algorithm.kl_penalty": kind,
+            "actor.use_kl_loss": False,
+        }
+    used = {"actor.kl_loss_coef": coefficient, "actor.kl_loss_type": kind} if coefficient else {}
+    return {"actor.use_kl_loss": bool(coefficient), **used}
+
+
+def _warm_up(value: Any, _: Settings) -> Mapping[str, Any] | str:
+    return f"set it to {value:g} x the number of optimizer steps" if value else {}
+
+
+def _sinks(value: Any, _: Settings) -> Mapping[str, Any]:
+    known = ("console", "tensorboard", "wandb", "swanlab", "mlflow")
+    return {"trainer.logger": ["jsonl", *(name for name in known if name in as_list(value))]}
+
+
 # -- verl --------------------------------------------------------------------------------------------------------------
 
 
 def _micro_batch(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     if settings.get(f"{ACTOR}use_dynamic_bsz"):
-        return "with use_dynamic_bsz the token bound alone holds: actor.ppo_max_token_len_per_gpu"
+        return NotNeeded("with use_dynamic_bsz the token bound alone holds: actor.ppo_max_token_len_per_gpu")
     return {"actor.ppo_micro_batch_size_per_gpu": value}
 
 
@@ -117,8 +185,6 @@ def _name(value: Any, settings: Settings) -> Mapping[str, Any]:
 VERL = OtherTrainer.read(
     "verl",
     {
-        "data.train_files": ("data.train_files", lambda value, _: {"data.train_files": as_list(value)}),
-        "data.val_files": ("data.val_files", lambda value, _: {"data.val_files": as_list(value)}),
         f"{ACTOR}clip_ratio": (  # verl reads it where the two others are not set
             "actor.clip_ratio_low",
             lambda value, settings: {
@@ -132,26 +198,18 @@ VERL = OtherTrainer.read(
             "actor.optim.lr_warmup_steps",
             lambda value, _: {"actor.optim.lr_warmup_steps": max(0, value)},
         ),
-        f"{ACTOR}optim.lr_warmup_steps_ratio": (
-            "actor.optim.lr_warmup_steps",
-            lambda value, _: f"set it to {value:g} x the number of optimizer steps" if value else {},
-        ),
+        f"{ACTOR}optim.lr_warmup_steps_ratio": ("actor.optim.lr_warmup_steps", _warm_up),
         "custom_reward_function.path": ("reward.function", _reward_function),
         "reward_model.model.path": (
             "reward_model.path",
             lambda value, settings: (
-                {"reward_model.path": value} if settings.get("reward_model.enable") else "reward_model.enable is false"
+                {"reward_model.path": value} if settings.get("reward_model.enable") else NotNeeded("it is not enabled")
             ),
         ),
         "reward_model.overlong_buffer.len": ("reward.overlong_buffer.len", _overlong),
         "reward_model.reward_kwargs.overlong_buffer_cfg.len": ("reward.overlong_buffer.len", _overlong),
         "trainer.experiment_name": ("trainer.experiment_name", _name),
-        "trainer.logger": (
-            "trainer.logger",
-            lambda value, _: {
-                "trainer.logger": list(dict.fromkeys(["jsonl", *(SINKS[n] for n in as_list(value) if n in SINKS)]))
-            },
-        ),
+        "trainer.logger": ("trainer.logger", _sinks),
         "trainer.total_epochs": (  # verl's total_training_steps, where it is set, is the one that holds
             "trainer.total_epochs",
             lambda value, settings: (
@@ -159,22 +217,29 @@ VERL = OtherTrainer.read(
             ),
         ),
     },
-    prefixes=("actor_rollout_ref.", ""),
+    "actor_rollout_ref.",
+    "",
 )
 
 # -- TRL ---------------------------------------------------------------------------------------------------------------
 
+SCRIPT = "(script)."  # before the name of a function that the script itself defines
 OVERLONG = "get_soft_overlong_punishment"  # of the rewards that TRL's command knows by name
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 CORRECTION = "algorithm.rollout_correction."
 
 
-def _prompts(value: Any, settings: Settings) -> str:
-    """Prompts per step on one process, as far as one machine's config can tell."""
-    accumulated, n = settings.get("gradient_accumulation_steps", 1), settings.get("num_generations", 8)
+def _prompts(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    """Prompts per batch of rollouts. The launcher knows the number of processes; `num_processes=N` behind FILE tells it."""
+    if settings.get("generation_batch_size"):
+        return {}
+    batches = settings.get("steps_per_generation") or settings["gradient_accumulation_steps"]
+    prompts = value * batches / settings["num_generations"]
+    if isinstance(processes := settings.get("num_processes"), int):
+        return {"data.train_batch_size": max(1, int(processes * prompts))}
     return (
-        f"data.train_batch_size counts prompts: number of processes x {value} x {accumulated} samples / {n} per prompt ="
-        f" processes x {value * accumulated / n:g}"
+        f"it counts prompts: number of processes x {value} x {batches} samples / {settings['num_generations']} per prompt ="
+        f" processes x {prompts:g}; give num_processes=N behind FILE"
     )
 
 
@@ -213,14 +278,11 @@ def _epochs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     return {"trainer.total_epochs": int(value)} if whole else "set trainer.total_training_steps"
 
 
-def _reports(value: Any, settings: Settings) -> Mapping[str, Any]:
-    known = ("tensorboard", "wandb", "swanlab", "mlflow")
-    return {"trainer.logger": ["console", "jsonl", *(name for name in known if name in as_list(value))]}
-
-
 def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     """Names as `trl grpo` reads them: functions of trl.rewards, or a dotted path. rewards/reward.py knows how to call them."""
     names = [str(name) for name in as_list(value)]
+    if own := [name for name in names if name.startswith(SCRIPT)]:
+        return f"a function of a script that trains cannot be imported: move {own[0][len(SCRIPT) :]} to a module of its own"
     if OVERLONG in names:
         return f"reward.overlong_buffer.len=256 is {OVERLONG}; name the other functions as reward.components"
     functions = [name.rpartition(".") if "." in name else ("trl.rewards", ".", name) for name in names]
@@ -240,14 +302,8 @@ TRL = OtherTrainer.read(
     "trl",
     {
         "per_device_train_batch_size": ("data.train_batch_size", _prompts),
-        "generation_batch_size": (
-            "data.train_batch_size",
-            lambda value, settings: {"data.train_batch_size": max(1, value // settings.get("num_generations", 8))},
-        ),
-        "beta": (
-            "actor.kl_loss_coef",
-            lambda value, _: {"actor.use_kl_loss": bool(value)} | ({"actor.kl_loss_coef": value} if value else {}),
-        ),
+        "generation_batch_size": _per_prompt("data.train_batch_size", "num_generations"),
+        "beta": ("actor.kl_loss_coef", lambda value, _: _kl(value)),
         "epsilon": ("actor.clip_ratio_low", _epsilon),
         "vllm_importance_sampling_mode": (f"{CORRECTION}rollout_is", _correction),
         "off_policy_mask_threshold": (
@@ -263,8 +319,69 @@ TRL = OtherTrainer.read(
             lambda value, _: {"trainer.total_training_steps": value} if value > 0 else {},
         ),
         "num_train_epochs": ("trainer.total_epochs", _epochs),
-        "report_to": ("trainer.logger", _reports),
+        "report_to": ("trainer.logger", lambda value, _: _sinks(["console", *as_list(value)], {})),
     },
 )
 
-OTHER_TRAINERS = {trainer.name: trainer for trainer in (VERL, TRL)}
+# -- EasyR1, OpenRLHF and prime-rl -------------------------------------------------------------------------------------
+
+EASYR1 = OtherTrainer.read(
+    "easyr1",
+    {
+        "algorithm.kl_coef": (
+            "actor.kl_loss_coef",
+            lambda value, settings: _kl(
+                0 if settings["algorithm.disable_kl"] else value,
+                settings["algorithm.kl_penalty"],
+                in_loss=settings["algorithm.use_kl_loss"],
+            ),
+        ),
+        "worker.actor.optim.lr_warmup_ratio": ("actor.optim.lr_warmup_steps", _warm_up),
+        "trainer.logger": ("trainer.logger", _sinks),
+    },
+)
+
+
+def _clip_range(value: Any, _: Settings) -> Mapping[str, Any]:
+    return {"actor.clip_ratio_low": as_list(value)[0], "actor.clip_ratio_high": as_list(value)[-1]}
+
+
+def _openrlhf_correction(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    low, high = settings["algo.advantage.is_correction_threshold"]
+    kind = settings["algo.advantage.is_correction_type"] if value else None
+    bounds = {"rollout_is_threshold": high} | ({"rollout_is_threshold_low": low} if kind == "icepop" else {})
+    kinds = {
+        None: {"rollout_is": None},
+        "tis": {"rollout_is": "token", **bounds},
+        "icepop": {"rollout_is": kind, **bounds},
+    }
+    return {CORRECTION + key: item for key, item in kinds[kind].items()} if kind in kinds else f"{kind} is not here"
+
+
+OPENRLHF = OtherTrainer.read(
+    "openrlhf",
+    {
+        "train.batch_size": _per_prompt("actor.ppo_mini_batch_size", "rollout.n_samples_per_prompt"),
+        "data.max_len": _lengths("rollout.max_new_tokens"),
+        "actor.eps_clip": ("actor.clip_ratio_low", _clip_range),
+        "actor.eps_clip_low_high": ("actor.clip_ratio_low", _clip_range),
+        "algo.kl.init_coef": (
+            "actor.kl_loss_coef",
+            lambda value, settings: _kl(
+                value,
+                {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}[settings["algo.kl.estimator"]],
+                in_loss=settings["algo.kl.use_loss"],
+            ),
+        ),
+        "algo.advantage.is_correction_enable": (f"{CORRECTION}rollout_is", _openrlhf_correction),
+    },
+)
+PRIME_RL = OtherTrainer.read(
+    "prime-rl",
+    {
+        "orchestrator.batch_size": _per_prompt("data.train_batch_size", "orchestrator.group_size"),
+        "seq_len": _lengths("orchestrator.train.sampling.max_completion_tokens"),
+    },
+)
+
+OTHER_TRAINERS = {trainer.name: trainer for trainer in (VERL, TRL, EASYR1, OPENRLHF, PRIME_RL)}

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,52 +15,94 @@ from typing import Annotated, Any, Literal
 
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.config.problems import CHANGE_ME, Problem
 from grpo_megatron.config.section import ConfigKey, config_keys
 from grpo_megatron.migration.shell import UNKNOWN, commands
-from grpo_megatron.migration.trainers import ACTOR, OTHER_TRAINERS, TRL, OtherTrainer, Settings, as_list
+from grpo_megatron.migration.trainers import (
+    ACTOR,
+    OTHER_TRAINERS,
+    SCRIPT,
+    TRL,
+    NotNeeded,
+    OtherTrainer,
+    Rule,
+    Settings,
+    as_list,
+)
 from grpo_megatron.reading import ReadError, parse_yaml, read_text, shown
 from grpo_megatron.storage.files import write_file
 
-REQUIRED = "model.path"
+REQUIRED = {"model.path": "a Hugging Face folder on this machine", "data.train_files": "files of rows"}
 
 
 @dataclass
 class Translation:
-    """`values`: our keys, with where each value comes from. `notes`: (their key and value, why it is not written)."""
+    """`values`: our keys, with where each value comes from. Of what has no equal (their key and value, why): `warnings`
+    change the run, `notes` do not."""
 
+    known: Mapping[str, ConfigKey]  # our keys
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    warnings: list[tuple[str, str]] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, written: str, origin: str, ours: str | None, outcome: Mapping[str, Any] | str) -> None:
+        """What becomes of one setting; `ours`: the key that is left to the user where `outcome` says why it has no value."""
+        is_silent = origin.endswith("default")
+        if isinstance(outcome, NotNeeded):
+            self.notes += [] if is_silent else [(written, outcome)]
+        elif isinstance(outcome, str) and ours:
+            if self.values.get(ours, ("", "default"))[1].endswith("default"):
+                self.values[ours] = (CHANGE_ME, f"{written}: {outcome}")
+            self.warnings.append((written, f"{ours}: {outcome}"))
+        elif isinstance(outcome, str):
+            self.warnings += [] if is_silent else [(written, outcome)]
+        else:
+            here = {ours: item for ours, item in outcome.items() if _key_of(ours, self.known)}
+            self.values |= {ours: (_fitting(ours, item, self.known), origin) for ours, item in here.items()}
+            self.warnings += [(written, f"{ours} is not here") for ours in outcome if ours not in here]
 
 
 def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
-    """What they set, then what their trainer does where they are silent. A later key does not replace an earlier one."""
-    known = {key.name: key for key in config_keys(Config)}
-    result = Translation({ours: (value, f"as in {trainer.name}") for ours, value in trainer.implied.items()})
-    for key, value in settings.items():
-        rule = trainer.rule(key, known)
-        if UNKNOWN.search(f"{key}={_inline(value)}"):
-            where = f"{rule.ours}: " if rule is not None and rule.ours else ""
-            outcome: Mapping[str, Any] | str = f"{where}its value is not known here"
-        elif rule is None:
-            outcome = f"not a key of {trainer.name} that is known here"
-        else:
-            is_unset = value is None and key not in trainer.defaults
-            outcome = {} if is_unset else rule.apply(value, settings)
-        notes = (
-            [outcome] if isinstance(outcome, str) else [f"{o} is not here" for o in outcome if not _key_of(o, known)]
-        )
-        result.notes += [(f"{key}={_inline(value)}", note) for note in notes]
-        if not isinstance(outcome, str):
-            result.values |= {ours: (item, key) for ours, item in outcome.items() if _key_of(ours, known)}
-    for key, value in trainer.defaults.items():
-        rule = trainer.rule(key, known)
-        outcome = rule.apply(value, settings) if rule is not None and key not in settings else {}
-        if not isinstance(outcome, str):
-            result.values = {
-                ours: (item, f"{trainer.name}'s default") for ours, item in outcome.items()
-            } | result.values
+    """What their trainer does by itself, then what they set. Raises ConfigError: refused settings."""
+    result = Translation({key.name: key for key in config_keys(Config)})
+    result.values = {ours: (value, f"as in {trainer.name}") for ours, value in trainer.implied.items()}
+    settings = trainer.named(settings)
+    every = {key: value for key, value in trainer.defaults.items() if key not in settings} | settings
+    refused: dict[str, str] = {}  # why -> the first key
+    for key, value in every.items():
+        rule, written = trainer.rule(key, result.known), f"{key}={_inline(value)}"
+        outcome = _outcome(rule, written, value, every, is_set=key in settings)
+        if rule is not None and rule.table == "refused" and outcome:
+            refused.setdefault(rule.note, written)
+        origin = key if key in settings else f"{trainer.name}'s default"
+        result.add(written, origin, rule.ours if rule is not None else None, outcome)
+    if refused:
+        raise ConfigError(*(Problem(f"{trainer.name}'s {written}: {why}") for why, written in refused.items()))
+    for ours, what in REQUIRED.items():
+        result.values.setdefault(ours, (CHANGE_ME, what))
     _fit_mini_batch(result)
     return result
+
+
+def _outcome(
+    rule: Rule | None, written: str, value: Any, settings: Settings, *, is_set: bool
+) -> Mapping[str, Any] | str:
+    """Our keys and values for one setting, or why there are none."""
+    if rule is None:
+        return "not a key that is known here"
+    if UNKNOWN.search(written) and not rule.note:
+        return "its value is not known here; give KEY=VALUE behind FILE"
+    if value is None and is_set and not rule.cases:
+        return {}
+    try:
+        return rule.apply(value, settings)
+    except (KeyError, TypeError, ValueError):
+        return "it cannot be computed from this value and those of the keys that belong to it"
+
+
+def _fitting(ours: str, value: Any, known: Mapping[str, ConfigKey]) -> Any:
+    is_list = ours in known and isinstance(known[ours].default, list)
+    return as_list(value) if is_list and value is not None else value
 
 
 def _fit_mini_batch(result: Translation) -> None:
@@ -81,8 +124,6 @@ def as_yaml(result: Translation, source: str) -> str:
     order = list(known)
     names = sorted(result.values, key=lambda name: (order.index(_key_of(name, known) or name), name))
     lines = [f"# From {source}. Run it with --dry-run first: it shows every mistake and the plan."]
-    if REQUIRED not in result.values:
-        lines += ["", "model:", "  path: CHANGE_ME                # a Hugging Face folder on this machine"]
     path: list[str] = []
     for name in names:
         value, origin = result.values[name]
@@ -93,9 +134,8 @@ def as_yaml(result: Translation, source: str) -> str:
         path = sections
         text = f"{'  ' * len(sections)}{leaf}: {_inline(value)}"
         lines.append(text if origin == name or origin.endswith(f".{name}") else f"{text:<58}  # {origin}")
-    if result.notes:
-        lines += ["", "# Without an equal here:"]
-        lines += [f"#   {written}: {note}" for written, note in result.notes]
+    for title, notes in (("These change the run", result.warnings), ("Without an equal here, or a need", result.notes)):
+        lines += ["", f"# {title}:", *(f"#   {written}: {note}" for written, note in notes)] if notes else []
     return "\n".join(lines) + "\n"
 
 
@@ -121,10 +161,13 @@ def read_settings(path: Path, overrides: list[str]) -> Settings:
         text = read_text(path, MAX_SOURCE)
         if path.suffix == ".py":
             settings = _python(text)
+        elif path.suffix == ".toml":
+            settings = flat(tomllib.loads(text))
         elif path.suffix in (".yaml", ".yml", ".json"):
             settings = flat(parse_yaml(text))
         else:
             settings = _shell(text, dict(override.partition("=")[::2] for override in overrides))
+            settings = _base(settings, path) | settings
     except OSError as error:
         raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from error
     except (ReadError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -150,16 +193,50 @@ def flat(values: Any, prefix: str = "") -> Settings:
     return settings
 
 
+def _base(settings: Settings, script: Path) -> Settings:
+    """The settings of the YAML file that a command names as its `config`: from the script's folder, the one above it, or here."""
+    name = settings.get("config")
+    for folder in (script.parent, script.parent.parent, Path()):
+        if isinstance(name, str) and (folder / name).is_file():
+            del settings["config"]
+            return flat(parse_yaml(read_text(folder / name, MAX_SOURCE)))
+    return {}
+
+
 def _python(text: str) -> Settings:
+    """Keyword arguments of `GRPOConfig(...)` and `GRPOTrainer(...)`, and what is assigned to keys of it afterwards."""
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    names = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    names |= {node.name: f"{SCRIPT}{node.name}" for node in nodes if isinstance(node, ast.FunctionDef)}
     settings: Settings = {}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "GRPOConfig":
-            for keyword in node.keywords:
-                try:
-                    settings[str(keyword.arg)] = ast.literal_eval(keyword.value)
-                except ValueError:  # a name or a call; its value is known only when the script runs
-                    settings[str(keyword.arg)] = f"${{{ast.unparse(keyword.value)}}}"
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("GRPOConfig", "GRPOTrainer"):
+            given = [*zip(("model", "reward_funcs", "args"), node.args, strict=False)]
+            given += [(str(keyword.arg), keyword.value) for keyword in node.keywords]
+            settings |= {name: _literal(value, names) for name, value in given if name != "args"}
+            if str(settings.get("peft_config")).startswith("${get_peft_config("):  # the command line decides
+                settings["get_peft_config"] = settings.pop("peft_config")
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", None) in TRL.rules:
+            settings[ast.unparse(node.targets[0]).rpartition(".")[2]] = _literal(node.value, names)
     return settings
+
+
+def _literal(node: ast.expr, names: Mapping[str, str]) -> Any:
+    """A value that a script states; of a function where it is from; of all else its text, as a variable."""
+    if isinstance(node, ast.List):
+        return [_literal(one, names) for one in node.elts]
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    try:
+        return ast.literal_eval(node)
+    except ValueError:  # a name or a call; its value is known only when the script runs
+        return f"${{{ast.unparse(node)}}}"
 
 
 def _shell(text: str, given: dict[str, str]) -> Settings:
@@ -209,10 +286,10 @@ class ImportOptions(Options):
     """The options of `import`."""
 
     program = "import"
-    description = "Write a config of this program from one of verl or TRL; what has no equal becomes a comment."
+    description = "Write a config of this program from one of another trainer; what has no equal becomes a comment."
     epilog = "grpo-megatron import verl run_qwen2_7b.sh --output grpo.yaml"
-    trainer: Annotated[Literal["trl", "verl"], Argument("whose config FILE is")]
-    file: Annotated[Path, Argument("YAML, JSON, a shell script, or a Python script (TRL)", "FILE")]
+    trainer: Annotated[Literal["easyr1", "openrlhf", "prime-rl", "trl", "verl"], Argument("whose config FILE is")]
+    file: Annotated[Path, Argument("YAML, JSON, TOML, a shell script, or a Python script (TRL)", "FILE")]
     overrides: Annotated[tuple[str, ...], Argument("settings that were given on its command line", "key=value")] = ()
     output: Annotated[Path | None, Option("write it there instead of printing it", "YAML")] = None
 
@@ -222,6 +299,8 @@ def import_config(options: ImportOptions) -> int:
     file, output = options.file, options.output
     result = translate(read_settings(file, list(options.overrides)), OTHER_TRAINERS[options.trainer])
     text = as_yaml(result, f"{file.name}, of {options.trainer}")
+    for written, warning in result.warnings:
+        print(f"warning: {written}: {warning}", file=sys.stderr)
     if output is None:
         print(text, end="")
         return 0
@@ -231,14 +310,19 @@ def import_config(options: ImportOptions) -> int:
         write_file(output, text)
     except OSError as error:
         raise ConfigError(f"cannot write --output {output}: {error.strerror}") from error
-    print(f"{output}: {len(result.values)} keys; {len(result.notes)} have no equal here", file=sys.stderr)
+    left = sum(value == CHANGE_ME for value, _ in result.values.values())
+    print(
+        f"{output}: {len(result.values)} keys, {left} of them {CHANGE_ME}; {len(result.warnings)} warnings",
+        file=sys.stderr,
+    )
     return 0
 
 
-# -- where a key of verl or TRL is here: for the message about an unknown key ------------------------------------------
+# -- where a key of another trainer is here: for the message about an unknown key ------------------------------------------
 
 MAX_HINTS = 5
 VERL_PREFIX = "actor_rollout_ref."
+SECTIONS_OF = {"actor_rollout_ref": "verl", "worker": "easyr1", "orchestrator": "prime-rl"}
 SECTIONS = ("data", "algorithm", "critic", "trainer", "reward_model")  # of both programs
 
 
@@ -254,8 +338,8 @@ def known_elsewhere(key: str) -> str | None:
     A key may be written as there (`actor_rollout_ref.actor.clip_ratio`, `learning_rate`) or below a section of ours
     (`actor.lr`, `algorithm.beta`): then its last part counts.
     """
-    if f"{key}." == VERL_PREFIX:
-        return "`grpo-megatron import verl FILE` writes a config of verl in this program's terms"
+    if key in SECTIONS_OF:
+        return f"`grpo-megatron import {SECTIONS_OF[key]} FILE` writes a config of {SECTIONS_OF[key]} in this program's terms"
     names = [name.name for name in config_keys(Config)]
     own = key.removeprefix(VERL_PREFIX)
     for trainer in OTHER_TRAINERS.values():

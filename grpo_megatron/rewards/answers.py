@@ -237,14 +237,24 @@ def is_hash_marked(text: str) -> bool:
     return bool(mark) and starts_line and "####" not in tail and "\n" not in tail and parse_number(tail) is not None
 
 
+def is_boxed(text: str) -> bool:
+    """A thought at the start, and a box somewhere behind it, as EasyR1's `math.py` wants it."""
+    thought, _, rest = text.partition("</think>")
+    return thought.startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
+
+
 LAYOUTS = {"tagged": is_tagged, "hashes": is_hash_marked, "any": lambda text: is_tagged(text) or is_hash_marked(text)}
+LAYOUTS["boxed"] = is_boxed  # not one of "any": a box is no layout of GSM8K
 
 
 @rewards.register("format")
-def format_reward(completion: str, answer: str, *, layout: Literal["tagged", "hashes", "any"] = "any") -> float:
+def format_reward(
+    completion: str, answer: str, *, layout: Literal["tagged", "hashes", "any", "boxed"] = "any"
+) -> float:
     """1 when the response has the layout, else 0; `answer` is not used.
 
-    "tagged": think and answer tags. "hashes": `#### N` at the end. Raises ValueError for another layout.
+    "tagged": think and answer tags. "hashes": `#### N` at the end. "boxed": a thought, then a box.
+    Raises ValueError for another layout.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")

@@ -1,4 +1,4 @@
-"""Configs of verl and TRL become configs of this program that load, and every key is translated or explained."""
+"""Configs of other trainers become configs of this program that load, and every key is translated or explained."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.migration.trainers import OTHER_TRAINERS
-from grpo_megatron.migration.translation import ImportOptions, import_config, known_elsewhere
+from grpo_megatron.migration.translation import ImportOptions, flat, import_config, known_elsewhere
 
 VERL_SCRIPT = r"""
 #!/bin/bash
@@ -51,13 +52,27 @@ args = GRPOConfig(
 """
 
 
+# What a user writes instead of CHANGE_ME.
+WRITTEN = {
+    "model.path": "/models/m",
+    "data.train_files": "/data/a.jsonl",
+    "data.val_files": "/data/b.jsonl",
+    "data.task": "trl",
+    "data.train_batch_size": "8",
+    "reward.function": "mine:score",
+    "trainer.experiment_name": "mine",
+    "reward.components": "[{name: a, function: mine:a}]",
+}
+
+
 def imported(trainer: str, text: str, suffix: str, folder: Path, *overrides: str) -> tuple[Config, str]:
     """The config that `import` writes, loaded, and its text."""
     source, target = folder / f"theirs{suffix}", folder / "ours.yaml"
     source.write_text(text)
     given: Any = {"trainer": trainer, "file": source, "overrides": tuple(overrides), "output": target}
     assert import_config(ImportOptions(**given)) == 0
-    return load_config(target, ["model.path=/models/m"]), target.read_text()
+    left = [key for key, value in flat(yaml.safe_load(target.read_text())).items() if value == "CHANGE_ME"]
+    return load_config(target, [f"{key}={WRITTEN[key]}" for key in left]), target.read_text()
 
 
 def test_a_script_of_verl(tmp_path: Path) -> None:
@@ -79,16 +94,15 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
     assert not config.actor.use_kl_loss and config.rollout.tensor_model_parallel_size == 2
     assert config.actor.ppo_mini_batch_size == 256
     assert 'trainer.colour="blue": not here' in text
-    assert 'actor_rollout_ref.model.path="$MODEL": model.path: its value is not known here' in text
+    assert 'path: "CHANGE_ME"' in text and 'actor_rollout_ref.model.path="$MODEL": its value is not known here' in text
 
 
 def test_variables_within_each_other_and_sums(tmp_path: Path) -> None:
-    """As in the scripts that verl ships: arrays of settings, `${A:-$B}`, arithmetic, a branch, a second command."""
+    """As in the scripts that verl ships: arrays of settings, `${A:-$B}`, arithmetic, a second command."""
     script = """
         TP=${TP:-2}
         infer_tp=${INFER_TP:-${TP}}; n=$(( (1024 + 1024) * 2 ))
-        DEVICE=${DEVICE:-$(probe && echo npu || echo gpu)}
-        if [ "$DEVICE" = gpu ]; then EP=4; else EP=8; fi
+        EP=${EP:-$(python3 -c 'print(4)' && echo 8)}
         ACTOR=(
             actor_rollout_ref.actor.megatron.tensor_model_parallel_size=${ACTOR_TP:-"${TP}"}
             actor_rollout_ref.actor.megatron.expert_model_parallel_size=${EP}
@@ -98,11 +112,11 @@ def test_variables_within_each_other_and_sums(tmp_path: Path) -> None:
         ray start --address=$ip:6379
         python3 -m verl.trainer.main_ppo "${ACTOR[@]}" actor_rollout_ref.rollout.tensor_model_parallel_size=$infer_tp "$@"
     """
-    config, text = imported("verl", script, ".sh", tmp_path, "DEVICE=gpu")
+    config, text = imported("verl", script, ".sh", tmp_path, "EP=4")
     megatron = config.actor.megatron
     assert (megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size) == (2, 4)
     assert (config.rollout.tensor_model_parallel_size, config.actor.ppo_max_token_len_per_gpu) == (2, 8192)
-    assert "$" not in text and "address" not in text and "DEVICE" not in text
+    assert "$" not in text and "address" not in text and "EP=" not in text
 
 
 def test_a_script_of_trl_is_read_and_not_run(tmp_path: Path) -> None:
@@ -120,7 +134,7 @@ def test_a_script_of_trl_is_read_and_not_run(tmp_path: Path) -> None:
 def test_a_yaml_file_without_a_model_says_where_to_write_it(tmp_path: Path) -> None:
     theirs = "algorithm: {kl_ctrl: {kl_coef: 0.01}}\nactor_rollout_ref: {actor: {optim: {lr: 1e-6}}}\n"
     config, text = imported("verl", theirs, ".yaml", tmp_path)
-    assert "path: CHANGE_ME" in text and "lr: 1.0e-06" in text and config.algorithm.kl_ctrl.kl_coef == 0.01
+    assert 'path: "CHANGE_ME"' in text and "lr: 1.0e-06" in text and config.algorithm.kl_ctrl.kl_coef == 0.01
     assert config.algorithm.adv_estimator == "gae" and "# verl's default" in text
 
 
@@ -155,6 +169,191 @@ def test_reward_functions_of_trl(tmp_path: Path) -> None:
     assert config.reward.function == "my_lib:brief" and not config.reward.components
 
 
+TRL_OWN = """
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer, get_peft_config
+from trl.rewards import accuracy_reward, think_format_reward
+def brief(completions, **kwargs): ...
+dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
+trainer = GRPOTrainer(
+    model="/models/qwen", reward_funcs={rewards}, train_dataset=dataset, peft_config={peft},
+    args=GRPOConfig(output_dir="out", bf16=True, per_device_train_batch_size=4, gradient_accumulation_steps=2),
+)
+trainer.args.temperature = 0.7
+"""
+
+
+def test_examples_of_trl_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = TRL_OWN.format(rewards="[think_format_reward, accuracy_reward]", peft="get_peft_config(model_args)")
+    config, written = imported("trl", text, ".py", tmp_path, "num_processes=8")
+    assert (
+        written.count("model:") == 1 and config.model.dtype == "bfloat16" and config.model.path == Path("/models/qwen")
+    )
+    assert [part.function for part in config.reward.components] == [
+        "trl.rewards:think_format_reward",
+        "trl.rewards:accuracy_reward",
+    ]
+    assert config.data.train_batch_size == 8 and config.rollout.temperature == 0.7  # 8 processes x 4 x 2 / 8 per prompt
+    told = capsys.readouterr().err
+    assert "LoRA, where the command line has --use_peft, is not trained here" in told
+    assert "data.train_files: rows that the script makes" in told
+    (tmp_path / "ours.yaml").unlink()
+    config, written = imported("trl", TRL_OWN.format(rewards="brief", peft=None), ".py", tmp_path)
+    assert "move brief to a module of its own" in written
+    assert 'train_batch_size: "CHANGE_ME"' in written and "number of processes x 4 x 2 samples" in written
+
+
+def test_a_value_that_is_left_to_the_user_is_refused_by_name(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "model: {path: CHANGE_ME}\ndata: {train_batch_size: CHANGE_ME}\ntrainer: {output_dir: CHANGE_ME}\n"
+    )
+    with pytest.raises(ConfigError) as refused:
+        load_config(config)
+    assert "trainer.output_dir=CHANGE_ME: write the value of your run there" in str(refused.value)
+    assert "model.path=CHANGE_ME" in str(refused.value) and str(refused.value).count("train_batch_size") == 1
+
+
+@pytest.mark.parametrize(
+    ("trainer", "text", "suffix"),
+    [
+        ("verl", "actor_rollout_ref: {model: {lora_rank: 32, lora_alpha: 16}}", ".yaml"),
+        ("verl", "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.lora_rank=$RANK", ".sh"),
+        ("trl", TRL_OWN.format(rewards="brief", peft="LoraConfig(r=8)"), ".py"),
+        ("trl", "trl grpo --model_name_or_path m --use_peft", ".sh"),
+        ("easyr1", "worker: {actor: {model: {lora: {rank: 64}}}}", ".yaml"),
+        ("openrlhf", "python3 -m openrlhf.cli.train_ppo_ray --ds.lora.rank 8", ".sh"),
+        ("openrlhf", "python3 -m openrlhf.cli.train_ppo_ray --lora_rank 8 --pretrain m", ".sh"),
+        ("prime-rl", "[trainer.model.lora]\nalpha = 64\nrank = 32\n", ".toml"),
+    ],
+)
+def test_lora_is_refused(trainer: str, text: str, suffix: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="LoRA is not trained here, and training all weights instead") as refused:
+        imported(trainer, text, suffix, tmp_path)
+    assert str(refused.value).count("LoRA is not trained") == 1 and not (tmp_path / "ours.yaml").exists()
+
+
+def test_what_changes_the_run_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "data: {image_key: images, shuffle: true, truncation: left}\nalgorithm: {pf_ppo: {weight_pow: 2.0}}\n"
+    text += "actor_rollout_ref: {actor: {policy_loss: {loss_mode: dppo_tv}}, model: {lora_rank: 0}}\n"
+    source, target = tmp_path / "run.yaml", tmp_path / "ours.yaml"
+    source.write_text(text)
+    given: Any = {"trainer": "verl", "file": source, "output": target}
+    assert import_config(ImportOptions(**given)) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert [line.split("=")[0] for line in told] == [
+        "warning: data.image_key",
+        "warning: algorithm.pf_ppo.weight_pow",
+        "warning: actor_rollout_ref.actor.policy_loss.loss_mode",
+    ]
+    written = target.read_text()
+    assert 'loss_mode: "CHANGE_ME"' in written and "this loss is not here" in written and "lora" not in written
+    assert "These change the run" in written and "truncation" in written.partition("Without an equal here")[2]
+
+
+EASYR1 = """
+data: {train_files: org/math@train, rollout_batch_size: 512, mini_rollout_batch_size: null, max_response_length: 2048}
+algorithm: {adv_estimator: grpo, disable_kl: false, use_kl_loss: true, kl_penalty: low_var_kl, kl_coef: 1.0e-2}
+worker:
+  actor: {global_batch_size: 128, optim: {lr: 1.0e-6, strategy: adamw}, model: {lora: {rank: 0}}}
+  rollout: {n: 5, val_override_config: {temperature: 0.6, top_p: 0.95, n: 1}}
+trainer: {total_epochs: 15, save_limit: -1, logger: [file, wandb]}
+"""
+
+
+def test_easyr1(tmp_path: Path) -> None:
+    """A script names the YAML file that its settings replace; `algorithm.kl_coef` is a loss or a reward."""
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/config.yaml").write_text(EASYR1)
+    script = "MODEL=/models/q\npython3 -m verl.trainer.main config=examples/config.yaml"
+    script += (
+        " worker.actor.model.model_path=${MODEL} worker.rollout.val_override_config='{\"n\":16}' trainer.max_steps=9"
+    )
+    config, _ = imported("easyr1", script, ".sh", tmp_path)
+    assert (config.rollout.n, config.data.train_batch_size, config.actor.ppo_mini_batch_size) == (5, 512, 128)
+    assert (config.actor.use_kl_loss, config.actor.kl_loss_coef, config.actor.clip_ratio_high) == (True, 0.01, 0.3)
+    assert (config.rollout.val_kwargs.n, config.rollout.val_kwargs.temperature) == (16, 0.6)
+    assert (config.trainer.total_training_steps, config.trainer.max_actor_ckpt_to_keep) == (9, None)
+    (tmp_path / "ours.yaml").unlink()
+    config, _ = imported("easyr1", EASYR1, ".yaml", tmp_path, "algorithm.use_kl_loss=false", "algorithm.kl_penalty=kl")
+    assert (config.actor.use_kl_loss, config.algorithm.use_kl_in_reward) == (False, True)
+    assert (config.algorithm.kl_ctrl.kl_coef, config.algorithm.kl_penalty) == (0.01, "kl")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "--actor.model_name_or_path /models/m --rollout.batch_size 512 --train.batch_size 1024"
+        " --rollout.n_samples_per_prompt 16 --data.max_len 9216 --rollout.max_new_tokens 8192 --algo.kl.init_coef 1e-4"
+        " --algo.kl.use_loss --algo.kl.estimator k2 --algo.advantage.estimator group_norm --actor.eps_clip_low_high 0.2 0.27"
+        " --eval.steps -1 --actor.lr_warmup_ratio 0 --actor.min_lr_ratio 0 --algo.advantage.is_correction_enable"
+        " --algo.advantage.is_correction_type icepop --algo.advantage.is_correction_threshold 0.5 5.0",
+        "--pretrain /models/m --rollout_batch_size 512 --train_batch_size 1024 --n_samples_per_prompt 16 --max_len 9216"
+        " --generate_max_len 8192 --init_kl_coef 1e-4 --use_kl_loss --kl_estimator k2 --advantage_estimator group_norm"
+        " --eps_clip_low_high 0.2 0.27 --eval_steps -1 --lr_warmup_ratio 0 --actor.min_lr_ratio 0"
+        " --enable_vllm_is_correction --algo.advantage.is_correction_type icepop",
+    ],
+)
+def test_openrlhf(names: str, tmp_path: Path) -> None:
+    """The names of the present version, and of earlier ones."""
+    script = (
+        f"ray job submit --address=http://127.0.0.1 -- python3 -m openrlhf.cli.train_ppo_ray {names} --data.input_key q"
+    )
+    config, text = imported("openrlhf", script, ".sh", tmp_path)
+    assert (config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n) == (
+        512,
+        64,
+        16,
+    )  # 1024 / 16
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 8192)
+    assert (config.actor.use_kl_loss, config.actor.kl_loss_coef, config.actor.kl_loss_type) == (True, 1e-4, "mse")
+    assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high) == (0.2, 0.27)
+    correction = config.algorithm.rollout_correction
+    assert (correction.rollout_is, correction.rollout_is_threshold_low, correction.rollout_is_threshold) == (
+        "icepop",
+        0.5,
+        5,
+    )
+    assert config.trainer.test_freq == -1 and config.actor.optim.betas == (0.9, 0.95)
+    assert 'data.input_key="q": a task file names the columns' in text and "address" not in text
+
+
+def test_prime_rl(tmp_path: Path) -> None:
+    text = """
+        max_steps = 20
+        seq_len = 2048
+        [model]
+        name = "/models/m"
+        [orchestrator]
+        batch_size = 128
+        group_size = 16
+        [orchestrator.train.sampling]
+        max_completion_tokens = 128
+        [[orchestrator.train.source]]
+        name = "reverse-text"
+        [trainer.optim]
+        lr = 3e-6
+        [trainer.loss]
+        type = "default"
+        [inference.vllm]
+        tensor_parallel_size = 2
+        [ckpt]
+    """
+    with pytest.raises(KeyError, match="actor.loss_mode"):  # left to the user
+        imported("prime-rl", text, ".toml", tmp_path)
+    config = load_config(
+        tmp_path / "ours.yaml", ["actor.loss_mode=vanilla", "data.train_files=a.jsonl", "trainer.output_dir=out"]
+    )
+    assert (config.data.train_batch_size, config.rollout.n, config.trainer.total_training_steps) == (
+        8,
+        16,
+        20,
+    )  # 128 / 16
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (1920, 128)
+    assert (config.actor.optim.lr, config.rollout.tensor_model_parallel_size) == (3e-6, 2)
+    assert not config.actor.use_kl_loss and not config.algorithm.norm_adv_by_std_in_grpo
+
+
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
@@ -164,6 +363,9 @@ def test_reward_functions_of_trl(tmp_path: Path) -> None:
         ("actor.lr", "there is 'actor.optim.lr'"),
         ("actor.clip_ratio", "is 'actor.clip_ratio_low'"),
         ("actor.strategy", "the strategy is always Megatron-Core"),
+        ("algorithm.kl_coef", "easyr1's algorithm.kl_coef is 'actor.kl_loss_coef'"),
+        ("worker.rollout.n", "`grpo-megatron import easyr1 FILE`"),
+        ("orchestrator.group_size", "`grpo-megatron import prime-rl FILE`"),
     ],
 )
 def test_an_unknown_key_of_theirs_is_explained(key: str, hint: str, tmp_path: Path) -> None:

@@ -156,6 +156,9 @@ def test_layouts() -> None:
     counts = {whole: 1.0, whole + "<answer>": 0.75, whole * 2: 0.0, "</think><answer>b": 0.5, "": 0}
     assert {text: tag_count_reward(text, "") for text in counts} == counts
     assert [format_reward(whole, "", layout=name) for name in ("tagged", "hashes", "any")] == [1, 0, 1]  # type: ignore[arg-type]
+    thought = "<think>5 < 6}</think> So \\boxed{4}."
+    texts = [thought, thought[:-2], f" {thought}", thought.replace("</think>", ""), "\\boxed{4}", f"<think>{thought}"]
+    assert [format_reward(text, "", layout="boxed") for text in texts] == [1, 0, 0, 0, 0, 1]
     assert [format_reward("#### 4", "", layout=name) for name in ("tagged", "hashes", "any")] == [0, 1, 1]  # type: ignore[arg-type]
 
 

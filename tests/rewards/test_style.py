@@ -69,7 +69,7 @@ def test_repetition(text: str, kwargs: dict[str, Any], value: float) -> None:
         ("language", {"script": "english"}, "script='english' must be one or several of latin"),
         ("repetition", {"ngram": 0}, "ngram=0 must be between 1 and 32"),
         ("repetition", {"unit": "token"}, "unit='token' is neither"),
-        ("format", {"layout": "xml"}, "layout='xml' is not one of tagged, hashes, any"),
+        ("format", {"layout": "xml"}, "layout='xml' is not one of tagged, hashes, any, boxed"),
     ],
 )
 def test_wrong_arguments(name: str, kwargs: dict[str, Any], message: str) -> None:
