@@ -336,6 +336,14 @@ EASYR1 = OtherTrainer.read(
                 in_loss=settings["algorithm.use_kl_loss"],
             ),
         ),
+        "trainer.max_try_make_batch": (  # -1: no limit; refused here where no group is filtered
+            "algorithm.filter_groups.max_num_gen_batches",
+            lambda value, settings: (
+                {"algorithm.filter_groups.max_num_gen_batches": value if value > 0 else 1_000_000}
+                if settings["algorithm.online_filtering"]
+                else {}
+            ),
+        ),
         "worker.actor.optim.lr_warmup_ratio": ("actor.optim.lr_warmup_steps", _warm_up),
         "trainer.logger": ("trainer.logger", _sinks),
     },

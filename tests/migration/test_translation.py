@@ -275,7 +275,10 @@ def test_easyr1(tmp_path: Path) -> None:
     assert (config.rollout.val_kwargs.n, config.rollout.val_kwargs.temperature) == (16, 0.6)
     assert (config.trainer.total_training_steps, config.trainer.max_actor_ckpt_to_keep) == (9, None)
     (tmp_path / "ours.yaml").unlink()
-    config, _ = imported("easyr1", EASYR1, ".yaml", tmp_path, "algorithm.use_kl_loss=false", "algorithm.kl_penalty=kl")
+    given = ("algorithm.use_kl_loss=false", "algorithm.kl_penalty=kl", "algorithm.online_filtering=true")
+    assert config.algorithm.filter_groups.max_num_gen_batches == 10  # a limit without filtering would be refused
+    config, _ = imported("easyr1", EASYR1, ".yaml", tmp_path, *given)
+    assert config.algorithm.filter_groups.max_num_gen_batches == 20
     assert (config.actor.use_kl_loss, config.algorithm.use_kl_in_reward) == (False, True)
     assert (config.algorithm.kl_ctrl.kl_coef, config.algorithm.kl_penalty) == (0.01, "kl")
 
