@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config import ConfigError
 from grpo_megatron.importing import (
     Version,
     examine_transformer_engine,
@@ -29,6 +29,7 @@ from grpo_megatron.importing import (
     parse_version,
     replaced,
 )
+from grpo_megatron.processes.variables import TE_NONDETERMINISM
 
 leave_megatron_uncompiled(torch.version.cuda)
 
@@ -192,24 +193,6 @@ class Device:
         if not self.is_cuda:
             return _megatron_on_cpu()
         return _deterministic() if os.environ.get(TE_NONDETERMINISM) == "0" else contextlib.nullcontext()
-
-
-# -- Results that do not change from run to run ------------------------------------------------------------------------
-
-TE_NONDETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # "0": Transformer Engine's attention adds in a fixed order
-
-
-def determinism_environment(config: Config) -> dict[str, str]:
-    """Environment variables of `actor.megatron.deterministic` and `rollout.batch_invariant`, for before CUDA is used.
-
-    TE reads its own when it builds an attention, cuBLAS when it makes its first handle, vLLM when it is imported.
-    """
-    environment: dict[str, str] = {}
-    if config.actor.megatron.deterministic:
-        environment |= {TE_NONDETERMINISM: "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    if config.draws and config.rollout.batch_invariant:
-        environment["VLLM_BATCH_INVARIANT"] = "1"
-    return environment
 
 
 @contextlib.contextmanager

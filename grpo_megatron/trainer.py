@@ -20,7 +20,7 @@ from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
 from grpo_megatron.data.sampler import rewards_of
-from grpo_megatron.device import Device, determinism_environment, device_bytes, keep_freed_memory
+from grpo_megatron.device import Device, device_bytes, keep_freed_memory
 from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.models.engine_cache import with_sequences
 from grpo_megatron.models.flops import sequence_cost
@@ -33,6 +33,7 @@ from grpo_megatron.observability.progress import awaited
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh
+from grpo_megatron.processes.variables import set_determinism_variables
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.sampling.collector import numbered_samples
 from grpo_megatron.sampling.generator import Generator
@@ -59,6 +60,7 @@ class Trainer:
     """`checked`: what `validate` read for this config; `profiled`: steps to profile. Build on every rank, `run` once."""
 
     def __init__(self, config: Config, checked: Checked | None = None, profiled: range | None = None) -> None:
+        set_determinism_variables(config)  # before the check, which looks for CUDA; the command line has done both
         checked = checked or check_alone(config)
         self.config = config = checked.resolved(config)  # whole: every checkpoint records it
         self.algorithm, self.actor, self.data = config.algorithm, config.actor, config.data
@@ -76,7 +78,6 @@ class Trainer:
     def _build(self, config: Config, checked: Checked, opened: contextlib.ExitStack) -> None:
         """Build every part once, after the parts that it needs. `opened` closes what is open if a later part fails."""
         trainer = config.trainer
-        os.environ.update(determinism_environment(config))
         self.device = Device(trainer.device)
         self.mesh = join_world(config, self.device)
         length, memory = config.data.max_prompt_length + config.data.max_response_length, device_bytes(trainer.device)

@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from grpo_megatron.config import Config
-from grpo_megatron.device import TE_NONDETERMINISM, Device, determinism_environment
+from grpo_megatron.device import Device
+from grpo_megatron.processes.variables import TE_NONDETERMINISM
 
 # 40 MiB: above the 32 MiB up to which glibc learns by itself what to keep. Kept, the ten blocks are one: a tenth of the faults.
 SCRIPT = """
@@ -52,17 +51,6 @@ def gpu() -> Device:
     device = Device("cpu")
     device.kind = "cuda"
     return device
-
-
-def test_the_switches_of_repeatable_runs_are_variables(gpu: Device) -> None:
-    def variables(**sections: Any) -> dict[str, str]:
-        return determinism_environment(Config.model_validate({"model": {"path": "x"}, **sections}))
-
-    assert variables() == {}
-    megatron = {"actor": {"megatron": {"deterministic": True}}}
-    assert variables(**megatron) == {TE_NONDETERMINISM: "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    assert variables(rollout={"batch_invariant": True}) == {"VLLM_BATCH_INVARIANT": "1"}
-    assert variables(rollout={"batch_invariant": True}, algorithm={"source": "file"}) == {}
 
 
 @pytest.mark.parametrize("value", ["0", "1"])

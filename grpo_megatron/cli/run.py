@@ -21,6 +21,7 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problems, keys_of
 from grpo_megatron.importing import find_modules, large_imports
 from grpo_megatron.observability.progress import awaited
+from grpo_megatron.processes.variables import set_determinism_variables
 from grpo_megatron.storage.files import remove_leftovers
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
     if not by_epochs and _has_nothing_to_do(config, options.profile):
         return 0
     ranks.prepare_environment(config.trainer.device)
+    set_determinism_variables(config)
     starts_ranks = _starts_ranks(options, world_size)
     if not is_rank or (os.environ.get("LOCAL_RANK") == "0" and failures.LAUNCHER_PID not in os.environ):
         remove_leftovers()  # our launcher cleans up for its ranks

@@ -1,7 +1,7 @@
 """Environment variables of a rank with a GPU: one table, with the reason of each.
 
 They are set in every process that may become a rank, before it imports torch: CUDA and NCCL read them once. What the user
-has set stays. On the CPU nothing is set. Not run on a GPU yet.
+has set stays, but for what keys of the config ask for. On the CPU nothing is set. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from grpo_megatron.config import Config
 from grpo_megatron.storage.files import folder_until_exit
 
 
@@ -51,6 +52,20 @@ def set_gpu_variables() -> Iterator[str]:
             os.environ[name] = value
         elif variable in GPU_VARIABLES and os.environ[name] != value:
             yield f"environment: {name}={os.environ[name]} stays as it is set; the default here is {value} ({reason})"
+
+
+TE_NONDETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # "0": Transformer Engine's attention adds in a fixed order
+
+
+def set_determinism_variables(config: Config) -> None:
+    """Set the variables of `actor.megatron.deterministic` and `rollout.batch_invariant`, over the user's own.
+
+    cuBLAS reads its own when it makes its first handle, vLLM when it is imported, TE when it builds an attention.
+    """
+    if config.actor.megatron.deterministic:
+        os.environ |= {TE_NONDETERMINISM: "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    if config.draws and config.rollout.batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
 
 def cache_folder() -> Path:

@@ -5,13 +5,27 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import yaml
 
+from grpo_megatron.cli.main import main
 from grpo_megatron.cli.ranks import prepare_environment
-from grpo_megatron.processes.variables import CACHES, GPU_VARIABLES, cache_folder, set_gpu_variables
+from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.processes.variables import (
+    CACHES,
+    GPU_VARIABLES,
+    TE_NONDETERMINISM,
+    cache_folder,
+    set_determinism_variables,
+    set_gpu_variables,
+)
 
-NAMES = {variable.name for variable in (*GPU_VARIABLES, *CACHES)}
+DETERMINISTIC = {TE_NONDETERMINISM: "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+NAMES = {variable.name for variable in (*GPU_VARIABLES, *CACHES)} | DETERMINISTIC.keys() | INVARIANT.keys()
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +87,48 @@ def test_the_first_rank_prints_and_a_cpu_run_sets_nothing(capsys: pytest.Capture
     os.environ["RANK"] = "0"
     prepare_environment("cuda")
     assert "NCCL_NVLS_ENABLE=1 stays" in capsys.readouterr().out
+
+
+# -- results that do not change from run to run ------------------------------------------------------------------------
+
+
+def test_the_switches_of_repeatable_runs_are_variables() -> None:
+    def variables(**sections: Any) -> dict[str, str]:
+        for name in NAMES & os.environ.keys():
+            del os.environ[name]
+        set_determinism_variables(Config.model_validate({"model": {"path": "x"}, **sections}))
+        return {name: os.environ[name] for name in NAMES & os.environ.keys()}
+
+    assert variables() == {}
+    assert variables(actor={"megatron": {"deterministic": True}}) == DETERMINISTIC
+    assert variables(rollout={"batch_invariant": True}) == INVARIANT
+    assert variables(rollout={"batch_invariant": True}, algorithm={"source": "file"}) == {}
+
+
+@pytest.mark.parametrize("start", ["the command", "a Trainer"])
+def test_they_are_set_before_anything_asks_for_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    """The check looks for CUDA devices. Here it finds none, and refuses the run."""
+    from grpo_megatron.trainer import Trainer  # Megatron-Core looks for CUDA when it is imported
+
+    at_calls = []
+
+    def is_available() -> bool:
+        at_calls.append({name: os.environ.get(name) for name in (*DETERMINISTIC, *INVARIANT)})
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    raw = {
+        "model": {"path": str(tmp_path / "model")},
+        "actor": {"megatron": {"deterministic": True}},
+        "rollout": {"batch_invariant": True},
+        "trainer": {"device": "cuda", "n_gpus_per_node": 1},
+    }
+    if start == "the command":
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw))
+        assert main(["train", str(tmp_path / "run.yaml")]) == 2
+    else:
+        with pytest.raises(ConfigError):
+            Trainer(Config.model_validate(raw))
+    assert at_calls and all(seen == DETERMINISTIC | INVARIANT for seen in at_calls)
