@@ -6,7 +6,8 @@
 1. Each node alone: GPU count, uncorrected ECC errors, memory in use, hardware slowdown, free space in /dev/shm.
 2. Compared through the files: package versions and GPU type must be those of most nodes.
 3. Together: all-reduce within each node (NVLink), then between neighbours in a ring of nodes (the network). A node is
-   bad if it is slow with both its neighbours. So the node with the bad cable is named, not the node next to it.
+   bad if it is slow with both its neighbours. So the node with the bad cable is named, not the node next to it. Of two
+   nodes nobody can say which one it is: both have the verdict "link with ...", and train_70b.sh names the link.
 Bus bandwidth is 2 (n - 1) / n x bytes / seconds, as nccl-tests counts it. On CPU the GPU checks are skipped. Environment:
 
     PREFLIGHT_NODE_GBPS       lowest bandwidth within a node, GB/s (default 100; on CPU 0)
@@ -157,8 +158,8 @@ def bandwidth(group: Any, size: int, device: str, megabytes: int) -> float:
     return 2 * (size - 1) / size * rounds * data.nbytes / (time.perf_counter() - start) / 1e9
 
 
-def network_problems(device: str) -> list[str]:
-    """Measure all-reduces within the node and with its neighbours; returns what is too slow."""
+def network_problems(device: str, names: list[str]) -> list[str]:
+    """Measure all-reduces within the node and with its neighbours; returns what is too slow. `names`: of all nodes."""
     import torch
     import torch.distributed as dist
 
@@ -184,11 +185,11 @@ def network_problems(device: str) -> list[str]:
         for group, pair in zip(groups, pairs, strict=True):
             if own in pair:
                 speed = bandwidth(group, 2 * PER_NODE, device, megabytes)
-                other = pair[1 - pair.index(own)]
-                say(f"all-reduce with node {other} of the job: {speed:.2f} GB/s")
+                other = names[pair[1 - pair.index(own)]]
+                say(f"all-reduce with {other}: {speed:.2f} GB/s")
                 num_pairs += 1
                 if speed < floors["PAIR"]:
-                    slow.append(f"all-reduce with node {other} at {speed:.2f} GB/s, below {floors['PAIR']:g}")
+                    slow.append(f"link with {other}: all-reduce at {speed:.2f} GB/s, below {floors['PAIR']:g}")
     dist.barrier()
     dist.destroy_process_group()
     if slow and len(slow) == num_pairs:
@@ -220,7 +221,7 @@ def main() -> int:
             problems = node_facts["problems"] + problems
     if not missing and not odd and not any(node_facts["problems"] for node_facts in facts):
         try:
-            problems = network_problems(args.device)
+            problems = network_problems(args.device, [node_facts["node"] for node_facts in facts])
         except Exception as error:  # noqa: BLE001 - any error of a broken network is this node's verdict
             problems = [f"all-reduce: {first_line(error)}"]
     elif missing:

@@ -13,7 +13,7 @@
 #   pre-emption without notice                             requeue; not counted as a failure
 #   a rank was killed, a node died, no step for an hour    requeue; resume from the newest undamaged checkpoint
 #   an exception after a new checkpoint                    requeue (hardware, network); before one: end with its code
-#   the pre-flight check finds bad nodes                   requeue without them
+#   the pre-flight check finds bad nodes                   requeue without them (two nodes and a bad link: without both)
 #   ... and all nodes fail: file system, image, network    requeue with the same nodes, once
 #   a mistake in the config (2), two attempts without a new checkpoint, MAX_ATTEMPTS          the job ends
 #
@@ -105,27 +105,31 @@ snapshot() {
 
 # Check every node. If some are bad, print why, and requeue the job without them.
 preflight() {
-    local bad=() node reason excluded enough
+    local bad=() linked=() fault node reason excluded enough
     [ "$DRY_RUN" = 1 ] || mkdir -p "$ATTEMPT/preflight"
     on_ranks --time="$PREFLIGHT_MINUTES" -- "$PYTHON" slurm/preflight.py "$ATTEMPT/preflight" --device "$DEVICE"
     [ "$DRY_RUN" = 1 ] && return
     for node in "${NODE_LIST[@]}"; do
         reason=$(cat "$ATTEMPT/preflight/$node.verdict" 2>/dev/null || echo "did not answer in $PREFLIGHT_MINUTES min")
         say "pre-flight $node: $reason"
-        [ "$reason" = ok ] || bad+=("$node")
+        if [[ $reason == "link with "* ]]; then linked+=("$node"); elif [ "$reason" != ok ]; then bad+=("$node"); fi
     done
+    [ "$NODES" -eq 2 ] || bad+=("${linked[@]}") # slow with both its neighbours
     [ "$signalled" != TERM ] || finish 75 "ended by Slurm during the pre-flight"
     [ "$signalled" != USR1 ] || requeue "stopped on request during the pre-flight"
-    [ ${#bad[@]} -gt 0 ] || return 0
-    if [ ${#bad[@]} -eq "$NODES" ] && [ "$NODES" -gt 1 ]; then # no node is excluded; a second attempt of this kind is the last
+    [ ${#bad[@]} -gt 0 ] || [ ${#linked[@]} -gt 0 ] || return 0
+    fault="bad nodes: ${bad[*]}"
+    if [ ${#bad[@]} -eq 0 ]; then # two nodes: which end of the link it is, nobody can say
+        bad=("${linked[@]}") fault="bad link between ${linked[0]} and ${linked[1]} (${reason#*: })"
+    elif [ ${#bad[@]} -eq "$NODES" ] && [ "$NODES" -gt 1 ]; then # no node is excluded; a second attempt of this kind is the last
         requeue "all $NODES nodes fail the pre-flight: the infrastructure (shared file system, image or network), no single node"
     fi
     touch "$ATTEMPT/interrupted" # this attempt has not trained, so it does not count as one without progress
     excluded=$(scontrol -o show job "$JOB" | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p')
     excluded=$(IFS=,; echo "${excluded:+$excluded,}${bad[*]}")
     enough=$(sinfo -h -N -p "$SLURM_JOB_PARTITION" -o %N | sort -u | grep -cvxF "$(scontrol show hostnames "$excluded")")
-    [ "$enough" -ge "$NODES" ] || finish 1 "bad nodes: ${bad[*]}; the partition has $enough others, and $NODES are needed"
-    requeue "bad nodes: ${bad[*]}" "$excluded"
+    [ "$enough" -ge "$NODES" ] || finish 1 "$fault; the partition has $enough others, and $NODES are needed"
+    requeue "$fault" "$excluded"
 }
 
 # Run in the background until standard input is closed. When a step takes too long, dump the stacks of all ranks, then end srun.

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from tests.slurm.lab import HANG_S, Lab
 
@@ -223,6 +224,35 @@ def test_where_all_nodes_fail_the_infrastructure_is_named_and_no_node_excluded(j
     assert job.calls.read_text() == "requeued\n"
 
 
+@pytest.mark.parametrize(
+    ("own", "partition", "code", "words"),
+    [
+        (
+            "",
+            "node1 node2 node3 node4",
+            75,
+            "bad link between node1 and node2 (all-reduce at 2.00 GB/s, below 20); requeued",
+        ),
+        (
+            "",
+            "node1 node2 node3",
+            1,
+            "and node2 (all-reduce at 2.00 GB/s, below 20); the partition has 1 others, and 2 are",
+        ),
+        ("7 GPUs, 8 expected; ", "node1 node2 node3", 75, "bad nodes: node1; requeued without node1"),
+    ],
+    ids=["requeued", "too few nodes", "one end is at fault"],
+)
+def test_of_two_nodes_a_bad_link_is_named(job: Job, own: str, partition: str, code: int, words: str) -> None:
+    """It is no fault of the infrastructure, and no fault of either node that anyone could see."""
+    slow = "all-reduce at 2.00 GB/s, below 20"
+    does = f"cd $OUT/attempts/7-0/preflight; echo '{own}link with node2: {slow}' >node1.verdict"
+    status, text = job.run(
+        PREFLIGHT="1", PREFLIGHT_DOES=f"{does}; echo 'link with node1: {slow}' >node2.verdict", PARTITION=partition
+    )
+    assert status == code and words in text.splitlines()[-1], text
+
+
 @pytest.fixture
 def preflight(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
@@ -271,6 +301,16 @@ def test_imports_come_before_the_clock_and_the_facts(
     assert preflight.main() == 0
     assert 10 * len(waited) >= preflight.RENDEZVOUS_S > preflight.PEER_S  # from the end of the imports
     assert (tmp_path / "n1.verdict").read_text() == "imports: ImportError: libcudart.so.13 is not here"
+
+
+def test_a_slow_link_is_named_by_its_other_end(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of 8: 300 GB/s within each, 2 between them."""
+    monkeypatch.setattr(preflight, "bandwidth", lambda group, size, *_: 300.0 if size == 8 else 2.0)
+    for name in ("new_group", "barrier", "destroy_process_group"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, **__: None)
+    monkeypatch.setattr("grpo_megatron.parallel.control.join_default_group", lambda *_: None)
+    monkeypatch.setenv("PREFLIGHT_PAIR_GBPS", "20")
+    assert preflight.network_problems("cpu", ["n1", "n2"]) == ["link with n2: all-reduce at 2.00 GB/s, below 20"]
 
 
 def test_every_node_meets_its_neighbours_once(preflight: ModuleType) -> None:
@@ -352,4 +392,4 @@ def test_scripts_are_clean() -> None:
     assert done.returncode == 0 and len(scripts) == 4, done.stdout
     for script in scripts:
         text = (ROOT / script).read_text()
-        assert text.isascii() and len(text.splitlines()) <= 220
+        assert text.isascii() and len(text.splitlines()) <= 225
