@@ -78,6 +78,11 @@ def everything(folders: list[Path], pairs: Any, layout: Any) -> list[dict[str, A
     return results
 
 
+def streamed(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
+    """The stream after loading."""
+    return stream(build(folder, *world(layout)))
+
+
 def bfloat16(folder: Path, layout: Layout) -> tuple[dict[str, torch.Tensor], float]:
     policy = build(folder, *world(layout), dtype="bfloat16")
     pairs = tiny.make_sequences(6)

@@ -127,6 +127,15 @@ def test_every_layout_is_the_same_model(
             assert got["norms"] == pytest.approx(one["norms"], rel=1e-5)
 
 
+@pytest.mark.slow
+def test_a_sync_takes_experts_from_the_ranks_that_have_them(folders: list[Path]) -> None:
+    """Expert-parallel ranks alternate over the replicas: with EP2 x DP4 ranks 0 and 2 have the first half of the experts."""
+    files = load_file(folders[0] / "model.safetensors")
+    for got in worlds.run(moe_ranks.streamed, 4, folder=folders[0], layout=LAYOUTS["EP2xDP4"]):
+        assert got.keys() == files.keys()
+        assert all(torch.equal(got[name], tensor) for name, tensor in files.items())
+
+
 @pytest.mark.parametrize("layout", ["EP2xDP2", pytest.param("TP2+SP", marks=pytest.mark.soak)])
 def test_grouped_experts_are_the_same_model(folders: list[Path], single: list[dict[str, Any]], layout: str) -> None:
     """Transformer Engine's form (a stand-in computes its products): loaded, streamed and trained as one MLP per expert."""
