@@ -94,7 +94,7 @@ def floor_of(parameters: Iterable[SyncParameter], spans: EngineSpans, grid: Grid
                 tuple((piece.start, piece.stop) for piece in pieces if piece.tensor == index)
                 for pieces in parameter.pieces
             )
-            key = parameter.stage, parameter.ep_rank, held, spans[tensor.name]
+            key = parameter.stages, parameter.ep_rank, held, spans[tensor.name]
             if key not in known:
                 known[key] = _missing(*key, grid)
             width = tensor.numel // tensor.length
@@ -104,7 +104,11 @@ def floor_of(parameters: Iterable[SyncParameter], spans: EngineSpans, grid: Grid
 
 
 def _missing(
-    stage: int, ep_rank: int | None, held: tuple[tuple[Interval, ...], ...], read: tuple[Interval, ...], grid: Grid
+    stages: tuple[int, ...],
+    ep_rank: int | None,
+    held: tuple[tuple[Interval, ...], ...],
+    read: tuple[Interval, ...],
+    grid: Grid,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Positions along a tensor's axis that each rank, and each node, must receive."""
     borders = sorted({border for span in (*read, *(span for spans in held for span in spans)) for border in span})
@@ -113,7 +117,8 @@ def _missing(
     has, needs = (np.zeros((grid.world_size, len(lengths)), dtype=bool) for _ in range(2))
     for tp_rank, spans in enumerate(held):
         for low, high in spans:
-            has[grid.ranks(tp_rank, stage, ep_rank)] |= (low <= starts) & (starts < high)
+            for stage in stages:
+                has[grid.ranks(tp_rank, stage, ep_rank)] |= (low <= starts) & (starts < high)
     for engine_rank, (low, high) in enumerate(read):
         needs[engine_rank :: grid.rollout_tp] = (low <= starts) & (starts < high)
     first_ranks = range(0, grid.world_size, grid.ranks_per_node)

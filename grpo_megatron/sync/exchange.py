@@ -107,8 +107,9 @@ class RankPlan:
         self.plan, self.rank = plan, rank
         self._lane = plan.lanes[rank]
         self.engine_rank = plan.grid.engine_rank(rank)
-        self._stage, self._tp_rank = plan.grid.stage(rank), rank % plan.grid.tp
+        self._tp_rank = rank % plan.grid.tp
         self._holds = [rank in routes.holders for routes in plan.routes]
+        self._sends = {kind.stages[0] for kind, holds in zip(plan.kinds, self._holds, strict=True) if holds}  # stages
         self._mine: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
         self.own = self._own()
         self.rounds = [self._round(rounds, number) for number in range(rounds.count)]
@@ -176,7 +177,7 @@ class RankPlan:
         sent: dict[int, dict[int, list[int]]] = {phase: {} for phase in PHASES}  # phase -> peer -> parts
         received: dict[int, dict[int, list[int]]] = {phase: {} for phase in PHASES}
         for lane in range(rounds.num_lanes):
-            if lane != self._lane and rounds.stage(lane, number) != self._stage:
+            if lane != self._lane and rounds.stage(lane, number) not in self._sends:
                 continue  # other lanes receive only what this rank holds
             for index in rounds.parts(lane, number):
                 part = self.plan.parts[index]

@@ -69,14 +69,20 @@ class SyncParameter:
     """A parameter of the training model, and the tensors in it.
 
     `pieces[tp_rank]` is what a tensor-parallel rank holds, in the parameter's order; ranks with a copy of the same part
-    each list it. `stage` and `ep_rank` (None: not an expert's) say on which ranks the parameter exists.
+    each list it. `stages` and `ep_rank` (None: not an expert's) say on which ranks the parameter exists: in one stage, or
+    a tied embedding in the first and, as its head, in the last.
     """
 
     name: str
     tensors: tuple[SyncTensor, ...]
-    stage: int
+    stages: tuple[int, ...]
     ep_rank: int | None
     pieces: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def stage(self) -> int:
+        """The one in whose turn the parameter is sent."""
+        return self.stages[0]
 
 
 # Tensor name -> per tensor-parallel rank of the engine the part that it reads. An empty span: nothing.
@@ -160,7 +166,7 @@ LONGEST_ROTATION = 4096  # turns; more only if the sizes of the world have many 
 class PartKind(NamedTuple):
     """What parts have in common that travel alike. `holders` are tensor-parallel ranks of the training layout."""
 
-    stage: int
+    stages: tuple[int, ...]  # that hold the parts; they travel in the turn of the first
     ep_rank: int | None
     holders: tuple[int, ...]
     readers: tuple[int, ...]  # tensor-parallel ranks of an engine
@@ -188,7 +194,7 @@ class Routes:
     """The transfers of one kind in each turn of its rotation."""
 
     def __init__(self, kind: PartKind, grid: Grid) -> None:
-        self.holders = sorted(r for tp in kind.holders for r in grid.ranks(tp, kind.stage, kind.ep_rank))
+        self.holders = sorted(r for s in kind.stages for tp in kind.holders for r in grid.ranks(tp, s, kind.ep_rank))
         holding, reading = set(self.holders), set(kind.readers)
         self._tasks: list[
             tuple[list[int], list[int]]
@@ -213,7 +219,7 @@ class Routes:
                 for index, reader in enumerate(readers):
                     yield Transfer(NODE, holders[(turn + index) % len(holders)], reader)
                 continue
-            first = readers[(turn // len(self.holders) + turn) % len(readers)]
+            first = readers[turn % len(readers)]
             yield Transfer(NETWORK, self.holders[(turn + number) % len(self.holders)], first)
             yield from (Transfer(NODE, first, reader) for reader in readers if reader != first)
 
@@ -257,7 +263,7 @@ class SyncPlan:
         modules = itertools.groupby(self._make_parts(), key=lambda p: module_of(self.parameters[self.owner[p.tensor]]))
         self.parts = [part for _, parts in modules for part in self._side_by_side(list(parts))]
         # Stage -> its parts, which are neighbours
-        stages = [self.kinds[part.kind].stage for part in self.parts]
+        stages = [self.kinds[part.kind].stages[0] for part in self.parts]
         borders = [0, *(i for i in range(1, len(stages)) if stages[i] != stages[i - 1]), len(stages)]
         self.stages = {stages[low]: range(low, high) for low, high in itertools.pairwise(borders)}
         self.lanes = [_first_stage(rank, list(self.stages), grid) for rank in range(grid.world_size)]
@@ -344,7 +350,7 @@ class SyncPlan:
         index = tensor - self.first[tensor]
         held = tuple(tuple((p.start, p.stop) for p in pieces if p.tensor == index) for pieces in parameter.pieces)
         for start, stop, holders, readers in _intervals(held, self.spans[self.tensors[tensor].name]):
-            yield start, stop, PartKind(parameter.stage, parameter.ep_rank, holders, readers)
+            yield start, stop, PartKind(parameter.stages, parameter.ep_rank, holders, readers)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -448,7 +454,8 @@ class TrafficCounter:
         sent, received = ({phase: np.zeros(shape) for phase in PHASES} for _ in range(2))
         for index, stage in enumerate(self._plan.stages):
             turns, elements = self._elements(rounds.pieces[index])
-            holders = np.array([self._plan.grid.stage(rank) == stage for rank in range(shape[0])])
+            routes = [r for r, kind in zip(self._plan.routes, self._plan.kinds, strict=True) if kind.stages[0] == stage]
+            holders = np.isin(np.arange(shape[0]), [rank for route in routes for rank in route.holders])
             for lane in range(rounds.num_lanes):
                 members, numbers = self._lanes == lane, rounds.numbers(lane, index)
                 for phase in PHASES:

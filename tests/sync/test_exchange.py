@@ -159,7 +159,7 @@ def _floors(plan: SyncPlan) -> tuple[list[int], list[int]]:
         width = tensor.numel // tensor.length
         has, needs = ([torch.zeros(tensor.length, dtype=torch.bool) for _ in ranks] for _ in range(2))
         for tp_rank, pieces in enumerate(parameter.pieces):
-            for rank in grid.ranks(tp_rank, parameter.stage, parameter.ep_rank):
+            for rank in (r for stage in parameter.stages for r in grid.ranks(tp_rank, stage, parameter.ep_rank)):
                 for piece in pieces:
                     if piece.tensor == index:
                         has[rank][piece.start : piece.stop] = True

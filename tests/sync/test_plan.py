@@ -22,7 +22,8 @@ MIB = 1 << 20
 
 
 def test_no_rank_sends_much_more_than_others_that_hold_the_same() -> None:
-    """Over the network. And the message buffers fit the budget, unless a single part alone exceeds it."""
+    """Over the network, where a node's readers take turns. And the message buffers fit the budget, unless a single part alone
+    exceeds it."""
     num_compared = 0
     for number, (family, grid, sizes, rollout_ep) in enumerate(LAYOUTS):
         budget = budget_of(number)
@@ -34,9 +35,30 @@ def test_no_rank_sends_much_more_than_others_that_hold_the_same() -> None:
         for alike in groups.values():
             assert max(alike) <= LARGEST_IMBALANCE * np.mean(alike), (LAYOUTS[number], alike)
             num_compared += len(alike) > 1 and sum(alike) > 0
+        for routes in plan.routes:
+            turns = [routes.transfers(turn) for turn in range(routes.period)]
+            first = Counter(t.target for transfers in turns for t in transfers if t.phase == NETWORK)
+            relayed = {t.target: grid.node(t.target) for t in turns[0] if grid.node(t.source) == grid.node(t.target)}
+            for node in {grid.node(rank) for rank in first}:
+                readers = [
+                    rank for rank, of_node in [*relayed.items(), *((r, grid.node(r)) for r in first)] if of_node == node
+                ]
+                assert len({first[rank] for rank in readers}) == 1, (LAYOUTS[number], first)
         if max(plan.numel(part) for part in plan.parts) <= budget:
             assert traffic.buffers().max() <= budget, LAYOUTS[number]
     assert num_compared > 200
+
+
+def test_the_second_copy_of_tied_embeddings_is_a_holder() -> None:
+    """Stages on a node each: no rank receives a part of the embedding, which the last stage has as its head."""
+    grid = Grid(6, tp=2, pp=3, rollout_tp=2, ranks_per_node=2)
+    for family, receiving in (("qwen2-tied", {2, 3}), ("qwen2", {2, 3, 4, 5})):
+        plan, rounds, _ = simulation.planned(architecture(family, vocab_size=128), grid, [2, 1, 1], 1 << 14)
+        made = [RankPlan(plan, rounds, rank) for rank in range(6)]
+        names = [{plan.tensors[plan.parts[part].tensor].name for part in of_rank.received} for of_rank in made]
+        assert {rank for rank in range(6) if "model.embed_tokens.weight" in names[rank]} == receiving
+        sending = [{plan.tensors[plan.parts[part].tensor].name for part in of_rank.sent} for of_rank in made]
+        assert ("model.embed_tokens.weight" in sending[4]) == (family == "qwen2-tied")
 
 
 def llama_70b() -> Architecture:

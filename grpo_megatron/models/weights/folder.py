@@ -19,7 +19,14 @@ from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes
-from grpo_megatron.models.weights.stream import WeightsError, global_parameters, model_rows, set_parameter
+from grpo_megatron.models.weights.stream import (
+    EMBEDDING,
+    HEAD,
+    WeightsError,
+    global_parameters,
+    model_rows,
+    set_parameter,
+)
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.reading import read_json
 from grpo_megatron.storage.files import new_folder
@@ -120,8 +127,8 @@ def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh
     with SafetensorsFolder(folder) as files:
         files.check_model(arch)
         for name, parameter in global_parameters(model).items():
-            if name == "output_layer.weight" and arch.tied:
-                name = "embedding.word_embeddings.weight"
+            if name == HEAD and arch.tied:
+                name = EMBEDDING
             set_parameter(parameter, rows[name].shard(files.slice, arch, mesh.tp_rank, mesh.tp))
 
 

@@ -28,6 +28,7 @@ from grpo_megatron.sync.plan import EngineTensors, Interval, SyncParameter, Sync
 from grpo_megatron.types import WeightBucket
 
 CONSTANTS = (".router.expert_bias",)  # buffers with a row in the weight table
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 # Transformer Engine fuses a norm into the linear layer that follows. Only the name of the tensor differs.
 TE_NAMES = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -110,7 +111,7 @@ def model_rows(arch: Architecture) -> dict[str, WeightRow]:
 
 
 def stage_owners(model: torch.nn.Module, arch: Architecture, mesh: Mesh) -> dict[str, int]:
-    """Collective: Megatron name -> the first pipeline stage that has it (a tied head is the first stage's embedding)."""
+    """Collective: Megatron name -> the first pipeline stage that has it."""
     names_of_stage: list[str] = []
     for names in all_gather_values(list(global_parameters(model)), mesh.ep_group):
         names_of_stage += names
@@ -136,16 +137,21 @@ def stages_of_parameters(arch: Architecture, layers: Sequence[int]) -> dict[str,
             out[name] = of_layer[int(name.split(".")[2])]
         else:
             out[name] = 0 if "embedding" in name else len(layers) - 1
-    return out
+    return {**out, HEAD: len(layers) - 1}
 
 
 def sync_parameters(arch: Architecture, grid: Grid, stage_of: Mapping[str, int]) -> list[SyncParameter]:
-    """All parameters of the model, in the order of its table, without its constants. `stage_of`: Megatron name -> stage."""
+    """All parameters of the model, in the order of its table, without its constants. `stage_of`: Megatron name -> stage.
+
+    A tied embedding is on the head's stage too. (A critic has no head.)
+    """
+    head_stage = stage_of.get(HEAD, 0) if arch.tied else 0
+    copies = {EMBEDDING: (head_stage,)} if head_stage > 0 else {}
     return [
         SyncParameter(
             name=row.megatron,
             tensors=tuple(SyncTensor(n, s, row.axis) for n, s in zip(row.hf, row.hf_shapes(arch), strict=True)),
-            stage=stage_of[row.megatron],
+            stages=(stage_of[row.megatron], *copies.get(row.megatron, ())),
             ep_rank=row.ep_rank(arch, grid.ep),
             pieces=tuple(row.pieces(arch, tp_rank, grid.tp) for tp_rank in range(grid.tp)),
         )
@@ -277,7 +283,7 @@ class Resharding:
 
         The parameters must not change before the stream has ended: some of them are handed over as they are.
         """
-        parameters = global_parameters(model)
+        parameters = _with_tied_head(global_parameters(model))
         read, problem, exchange = _reader(parameters), None, None
         try:
             for name, shape in self._shapes.items():
@@ -301,7 +307,7 @@ class Resharding:
         """The digests of the model's current weights, for each rank of the engine. Collective. Raises RankError."""
         problem, expected = None, None
         try:
-            read = _reader(global_parameters(model))
+            read = _reader(_with_tied_head(global_parameters(model)))
             expected = expected_digests(self._shares, read, self.tensors, dist.all_reduce, self.device)
         except (KeyError, ValueError, RuntimeError) as error:
             problem = f"cannot read weights: {error}"
@@ -326,6 +332,11 @@ class Resharding:
             if self.mesh.pp > 1:
                 dist.broadcast(flat, self.mesh.stage_rank(stage), group=self.mesh.pp_group)
             yield [(tensor.name, part) for (_, tensor), part in zip(held, flat.split(sizes), strict=True)]
+
+
+def _with_tied_head(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The head by the embedding's name too, where a stage has only the head. Plans read it if they are tied."""
+    return {EMBEDDING: parameters[HEAD], **parameters} if HEAD in parameters else parameters
 
 
 def _reader(parameters: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
