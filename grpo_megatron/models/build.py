@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,16 @@ from grpo_megatron.models.weights.stream import global_parameters, model_rows
 # Gradients: d logprob / d logits_v = [v = y] - p_v,   d entropy / d logits_v = -p_v (log p_v + entropy).
 
 
+class _OfTokens(NamedTuple):
+    """What the gradient of a chunk's logits is made of, each [n]: targets' columns, results, gradients of the results."""
+
+    columns: Tensor
+    entropy: Tensor
+    lse: Tensor
+    grad_logprobs: Tensor | None
+    grad_entropy: Tensor | None
+
+
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -72,7 +82,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, *of_tokens = ctx.saved_tensors  # [n] columns, entropy, lse
+        hidden, weight, *saved = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         if all(grad is None for grad in grads):
@@ -80,8 +90,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         gradient = _fused_gradient if ctx.is_fused else _gradient
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            given: list[Any] = [None if tensor is None else tensor[part] for tensor in (*of_tokens, *grads)]
-            grad = gradient(hidden[part], weight, ctx.temperature, *given)  # [n, v]
+            given: list[Any] = [None if tensor is None else tensor[part] for tensor in (*saved, *grads)]
+            grad = gradient(hidden[part], weight, ctx.temperature, _OfTokens(*given))  # [n, v]
             grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]
             del grad  # else it would be in memory beside the next chunk's logits
@@ -132,17 +142,9 @@ def _fused_sums(
     return top, torch.stack([shift.exp() * total, shift.exp() * (weighted + shift * total), at_target])
 
 
-def _gradient(
-    hidden: Tensor,
-    weight: Tensor,
-    temperature: float,
-    columns: Tensor,
-    entropy: Tensor,
-    lse: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> Tensor:
+def _gradient(hidden: Tensor, weight: Tensor, temperature: float, of_tokens: _OfTokens) -> Tensor:
     """The gradient of this rank's logits before the temperature [n, v], in the weight's type."""
+    columns, entropy, lse, grad_logprobs, grad_entropy = of_tokens
     logp = _logits(hidden, weight, temperature) - lse[:, None]
     p = logp.exp()
     grad = torch.zeros_like(p)
@@ -155,23 +157,12 @@ def _gradient(
     return (grad / temperature).to(weight.dtype)
 
 
-def _fused_gradient(
-    hidden: Tensor,
-    weight: Tensor,
-    temperature: float,
-    columns: Tensor,
-    entropy: Tensor,
-    lse: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> Tensor:
+def _fused_gradient(hidden: Tensor, weight: Tensor, temperature: float, of_tokens: _OfTokens) -> Tensor:
     """`_gradient` by a kernel that writes it over the logits."""
     from grpo_megatron.models.layers.head_kernel import write_gradient
 
-    logits = hidden @ weight.T
-    of_logprobs, of_entropy = (
-        torch.zeros_like(lse) if grad is None else grad.contiguous() for grad in (grad_logprobs, grad_entropy)
-    )
+    logits, (columns, entropy, lse, *grads) = hidden @ weight.T, of_tokens
+    of_logprobs, of_entropy = (torch.zeros_like(lse) if grad is None else grad.contiguous() for grad in grads)
     write_gradient(logits, columns, lse, entropy, of_logprobs, of_entropy, temperature)
     return logits
 

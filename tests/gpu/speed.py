@@ -1,4 +1,4 @@
-"""Steps of GRPO on one GPU in the shapes of Qwen2.5-0.5B and 1.5B: seconds of each phase, tokens/s, MFU.
+"""Steps of GRPO on one GPU: seconds of each phase, tokens/s, MFU. Groups 8 and 9 are this test, with a shape each.
 
 Not run on a GPU yet. A step is 32 prompts x 8 samples of 512 tokens, drawn with CUDA graphs, one update. The first step is
 left out, and the medians of the others are printed.
@@ -18,7 +18,7 @@ from grpo_megatron.data.generated import build_tokenizer, write_example
 from grpo_megatron.device import read_hardware
 from grpo_megatron.models.layers.precision import hardware_problems
 from tests.gpu import conftest, training_ranks
-from tests.gpu.building import KIND, ON_CPU, QWEN_HALF_B, QWEN_ONE_AND_A_HALF_B, write_random_model
+from tests.gpu.building import KIND, ON_CPU, write_random_model
 from tests.stored import metric_rows
 
 PROMPTS, SAMPLES, RESPONSE = (4, 2, 16) if ON_CPU else (32, 8, 512)
@@ -27,19 +27,14 @@ PHASES = ("step", "update_weights", "probe", "gen", "reward", "adv", "old_log_pr
 LEAST_MFU = 0.1  # of the update, with Transformer Engine's layers
 
 
-def speed_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A shape's folder, with the quickstart's tokenizer. The model's other tokens decode to nothing."""
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in the shape that the test's file names, with the quickstart's tokenizer. Its other tokens decode to nothing."""
     root = tmp_path_factory.mktemp("speed")
     (root / "data").mkdir()
     write_example("arithmetic", root / "data", seed=0, num_train=PROMPTS * STEPS, num_val=1)
-    shapes = {"0.5B": QWEN_HALF_B, "1.5B": QWEN_ONE_AND_A_HALF_B}
-
-    def folder(size: str) -> Path:
-        if not (root / size).exists():
-            write_random_model(root / size, shapes[size])
-            build_tokenizer().save_pretrained(root / size)
-        return root / size
-
+    folder = write_random_model(root / "model", request.module.SHAPE)
+    build_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -80,13 +75,12 @@ def median(steps: list[dict[str, float]], name: str) -> float | None:
     return values[len(values) // 2] if values else None
 
 
-def check_step_time(
-    models: Callable[[str], Path], tmp_path: Path, record_figure: Callable[..., None], size: str, recipe: str | None
-) -> None:
+@pytest.mark.parametrize("recipe", [None, "tensorwise"], ids=["bf16", "fp8"])
+def test_step_time(model: Path, tmp_path: Path, record_figure: Callable[..., None], recipe: str | None) -> None:
     conftest.needs_vllm()
     if recipe is not None:
         conftest.needs_transformer_engine()
-    raw = settings(models(size), tmp_path / "run", recipe)
+    raw = settings(model, tmp_path / "run", recipe)
     if problems := list(hardware_problems(Config.model_validate(raw), read_hardware(KIND))):  # type: ignore[arg-type]
         pytest.skip(problems[0])
     conftest.run(training_ranks.train, raw=raw)
