@@ -57,7 +57,6 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "pydantic_core": ("config",),
     "yaml": ("reading", "planning.", "training."),
     "jinja2": ("pages.", "starting."),
-    "matplotlib": ("observability.", "pages."),
     "numpy": ("data.",),
     "msgspec": ("rewards.pool",),
     "pyarrow": ("data.",),

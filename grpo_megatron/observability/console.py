@@ -196,7 +196,6 @@ class ConsoleSink(Sink):
 OUTPUTS = {
     "hf": "the trained model, a Hugging Face folder",
     REPORT_FILE: "the run as a page: curves, time, samples, config, events",
-    "curves.png": "learning curves",
     METRICS_FILE: "every metric of every step",
     "calibration.txt": "confidence against accuracy on held-out rows",
     "samples": "completions at each validation, as text",
@@ -255,13 +254,9 @@ class Summary:
                 self.add(row["step"], {name: value for name, value in row.items() if name.startswith(("val-", "val/"))})
 
     def show(self, sinks: Sinks) -> None:
-        """Print the table and the list of files, and draw the curves. For rank 0 only."""
+        """Print the table and the list of files. For rank 0 only."""
         if rows := self._rows():
             sinks.note("\n" + format_table(rows, ["held-out data", "before", "after"]))
-        if (self.output_dir / METRICS_FILE).stat().st_size:
-            from grpo_megatron.observability.curves import plot  # imports matplotlib, which other ranks do not need
-
-            plot(self.output_dir / METRICS_FILE, self.output_dir / "curves.png")
         found = {
             str(self.output_dir / name): text for name, text in OUTPUTS.items() if (self.output_dir / name).exists()
         }

@@ -100,8 +100,7 @@ def train(
         close()
 
     trainer.close = keep_then_close  # type: ignore[method-assign]
-    with _no_curves():
-        trainer.run()
+    trainer.run()
     return result
 
 
@@ -129,11 +128,6 @@ def _exit_at_an_answer(answers: Any, count: int) -> None:
         return take(trajectories)
 
     answers.take = dying
-
-
-def _no_curves() -> Any:
-    """Skips the plot, which takes longer than a step. The quickstart's test draws it."""
-    return mock.patch("grpo_megatron.observability.curves.plot", lambda *arguments: None)
 
 
 def all_samples(results: list[dict[str, Any]]) -> dict[int, list[Any]]:
@@ -200,7 +194,6 @@ def _recorded(raw: dict[str, Any]) -> dict[str, Any]:
 
     trainer.log = record  # type: ignore[method-assign]
     trainer.close = lambda: None  # type: ignore[method-assign]
-    with _no_curves():
-        trainer.run()
+    trainer.run()
     seen["weights"] = {name: t.clone() for bucket in trainer.policy.hf_weights(1) for name, t in bucket}
     return seen

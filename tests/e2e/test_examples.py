@@ -92,7 +92,7 @@ def test_quickstart_in_short(quickstart: tuple[Path, str, set[str]]) -> None:
     out = folder / "outputs/quickstart/run"
     assert addresses and all(map(is_loopback, addresses)), addresses
     assert "before" in printed and "arithmetic/acc/mean@1" in printed
-    for name in ("metrics.jsonl", "tensorboard", "curves.png", "config.yaml", "hf", "checkpoints/step_000003"):
+    for name in ("metrics.jsonl", "tensorboard", "config.yaml", "hf", "checkpoints/step_000003"):
         assert (out / name).exists(), name
     assert "--- prompt" in (out / "samples" / "step_000002.txt").read_text()
     recorded = yaml.safe_load((out / "config.yaml").read_text())

@@ -6,17 +6,14 @@ import io
 import json
 import math
 import re
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from grpo_megatron.config import Config, ConfigError, TrainerConfig
 from grpo_megatron.observability import console as summary_module
-from grpo_megatron.observability import curves
 from grpo_megatron.observability.console import (
     CONSOLE_COLUMNS,
     SUPERVISED_COLUMNS,
@@ -222,7 +219,7 @@ def test_summary_of_a_resumed_run(tmp_path: Path) -> None:
         ["b/acc/mean@1", "0.2500", "-"],
         ["gsm8k/acc/mean@1", "0.2500", "0.7500"],  # val-aux has one value only: there is nothing to compare
     ]
-    names = ("report.html", "curves.png", "metrics.jsonl")
+    names = ("report.html", "metrics.jsonl")
     assert [line.split()[0] for line in files.splitlines()] == [str(tmp_path / name) for name in names]
 
 
@@ -247,28 +244,6 @@ def test_the_command_that_serves(
     run = Config.model_validate({**values, "rollout": {"tensor_model_parallel_size": 2}})
     line = serve_command(Path("/my runs/hf"), run)
     assert line.startswith(start) and line.endswith(f" bfloat16 --max-model-len 8 --tensor-parallel-size 2{end}")
-
-
-# -- curves --------------------------------------------------------------------------------------------------------
-
-
-def test_curves_of_a_run_with_gaps_and_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that stopped within a line and diverged at step 2. It has no KL; a reward that stays at 0 is drawn."""
-    path, png = tmp_path / "metrics.jsonl", tmp_path / "out.png"
-    row = {"critic/score/mean": 0.0, "actor/ppo_kl": 0.0, "actor/entropy": 0.5}
-    rows: list[dict[str, Any]] = [{"step": step, **row, "actor/grad_norm": 1.0 + step} for step in range(60)]
-    rows[2]["actor/grad_norm"] = None
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 60, "cri')
-    command = [sys.executable, "-W", "error", "-m", "grpo_megatron.observability.curves", str(path), str(png)]
-    subprocess.run(command, check=True)
-    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 15_000  # not a blank sheet
-    drawn: list[str] = []
-    monkeypatch.setattr(curves, "_draw_panel", lambda ax, rows, panel: drawn.append(panel.title))
-    curves.plot(path, png)
-    assert {"Training reward", "Entropy of the policy"} < set(drawn) and len(drawn) == 3
-    path.write_text("")
-    with pytest.raises(ValueError, match="has no steps to plot"):
-        curves.plot(path, png)
 
 
 def test_damaged_lines_do_not_block_a_resume(tmp_path: Path) -> None:

@@ -82,7 +82,6 @@ def train(
     with (
         mock.patch.object(StepReport, "log", watched),
         mock.patch.object(trainer_module, "destroy_mesh", lambda: None),  # the world is used again
-        mock.patch("grpo_megatron.observability.curves.plot"),
     ):
         try:
             trainer = trainer_module.Trainer(config, validate(config, int(os.environ["WORLD_SIZE"])))
