@@ -493,10 +493,10 @@ def _python_task(name: str) -> Task:
         raise ConfigError(str(error)) from error
     if not isinstance(task, Task):
         raise ConfigError(f"task {name!r} is {type(task).__name__}, not a grpo_megatron.data.task.Task")
-    return task if task.sha256 else dataclasses.replace(task, sha256=_source_sha256(name.partition(":")[0]))
+    return task if task.sha256 else dataclasses.replace(task, sha256=source_sha256(name.partition(":")[0]))
 
 
-def _source_sha256(module_name: str) -> str:
+def source_sha256(module_name: str) -> str:
     """sha256 of the module's file. What the module imports is not part of it."""
     path = importlib.import_module(module_name).__file__
     return hashlib.sha256(Path(path).read_bytes() if path else module_name.encode()).hexdigest()

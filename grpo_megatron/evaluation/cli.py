@@ -42,8 +42,8 @@ StartRanks = Callable[[int, str], int]  # (world size, device) -> exit code: sta
 
 def evaluate(
     model: Path | str,
-    tasks: str | Sequence[str],
-    output: Path | str,
+    tasks: str | Sequence[str] = (),
+    output: Path | str | None = None,
     *,
     data: Path | str | None = None,
     samples: int = 1,
@@ -53,9 +53,9 @@ def evaluate(
     """Draw and grade answers in this process; returns the content of `output`/results.json.
 
     `model`: a Hugging Face folder, a converted checkpoint, or a training step. `tasks`: names, or paths of task files, as a
-    list or as one text with commas. `data`: the folder with the benchmarks' files. `samples`: drawn per problem besides the
-    greedy one; 1: only the greedy one. `limit`: only the first problems. `options`: other fields of EvaluateOptions, such as
-    `max_tokens=256`.
+    list or as one text with commas; none: the rows of `file`, which `reward` grades. `data`: the folder with the benchmarks'
+    files. `samples`: drawn per problem besides the greedy one; 1: only the greedy one. `limit`: only the first problems.
+    `options`: other fields of EvaluateOptions, such as `max_tokens=256`.
 
     Samples that `output` holds are not drawn again. Raises ConfigError; RankError where memory or weights are missing.
     """
@@ -237,20 +237,29 @@ def cut_at_stop(token_ids: list[int], stop: Sequence[str], tokenizer: Any) -> tu
 
 
 def _grade_and_report(settings: EvaluationSettings) -> None:
-    """Grade all samples, write OUT/samples, OUT/results.json and OUT/report.html, print the tables."""
-    options, tasks, graded = settings.options, {}, {}
+    """Grade all samples, write OUT/samples, OUT/results.json and OUT/report.html, print the tables.
+
+    Tasks that the folder has from earlier commands stay in all three.
+    """
+    options, samples = settings.options, settings.options.folder / "samples"
+    path = options.folder / "results.json"
+    tasks = results.read_result(path)["tasks"] if path.exists() else {}
+    again = {selected.name for selected in settings.selected}
+    graded = {name: results.read_samples(samples / f"{name}.jsonl") for name in tasks if name not in again}
     with RewardPool(options.workers, GRADER_TIMEOUT_S) as pool:
         for selected in settings.selected:
             start = time.monotonic()
             problems = graded[selected.name] = results.grade_task(settings, selected, pool)
             num_samples = len(selected.keys())
             print(f"{selected.name}: {num_samples} samples graded in {time.monotonic() - start:.1f} s", flush=True)
-            results.write_samples(options.folder / "samples" / f"{selected.name}.jsonl", selected, problems)
+            for text in results.grader_failures(problems):
+                print(text, flush=True)
+            results.write_samples(samples / f"{selected.name}.jsonl", selected, problems)
             tasks[selected.name] = results.task_result(selected, problems, pool)
     result = results.whole_result(settings, tasks)
     write_file(options.folder / "report.html", report.render_page(result, graded, options.report_samples))
     # last, so that it exists only with all other files
-    write_file(options.folder / "results.json", json.dumps(result, indent=1) + "\n")
+    write_file(path, json.dumps(result, indent=1) + "\n")
     print(f"\n{results.result_tables(result)}\n\nwrote {options.folder}/results.json, samples/, report.html")
 
 

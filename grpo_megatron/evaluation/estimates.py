@@ -60,21 +60,21 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def paired_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of differences in [-1, 1], one for each problem. It never collapses.
+def paired_interval(differences: Sequence[float], span: float = 1.0) -> tuple[float, float]:
+    """The 95 % interval of the mean of differences in [-span, span], one for each problem. It never collapses.
 
     It is the normal interval after two problems are added, one with the difference +e and one with -e. Where each difference
     is -1, 0 or 1, e is 1, and the interval is that of Bonett and Price (J. Educ. Behav. Stat. 37, 2012, p. 479), which
     Fagerland et al. (Stat. Med. 33, 2014, p. 2850) recommend for paired proportions. Averages over samples differ by less. So
     e^2 = (sum of d^2 + 1) / (m + 1) for m problems that differ: their mean squared difference, with one problem of 1 added.
     """
-    d = np.asarray(differences, dtype=np.float64)
+    d = np.asarray(differences, dtype=np.float64) / span
     squares = float((d**2).sum())
     pseudo = (squares + 1) / (int((d != 0).sum()) + 1)  # e^2
     count = len(d) + 2
     centre = float(d.sum()) / count
     half = Z * math.sqrt(((squares + 2 * pseudo) / count - centre**2) / count)
-    return max(-1.0, centre - half), min(1.0, centre + half)
+    return span * max(-1.0, centre - half), span * min(1.0, centre + half)
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
@@ -92,9 +92,9 @@ def mcnemar(only_a: int, only_b: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> dict[str, float]:
-    """{"value", "low", "high", "problems"} of the mean over problems of values in [0, 1], rounded to 6 digits."""
+    """{"value", "low", "high", "problems"} of the mean over problems, rounded to 6 digits."""
     mean = sum(values) / len(values)
-    is_share = set(values) <= {0.0, 1.0} or len(set(values)) == 1
+    is_share = set(values) <= {0.0, 1.0} or (len(set(values)) == 1 and 0 <= mean <= 1)
     low, high = wilson(mean, len(values)) if is_share else interval(values)
     return {"value": round(mean, 6), "low": round(low, 6), "high": round(high, 6), "problems": len(values)}
 

@@ -1,7 +1,8 @@
 """Grading of completions: the rewards and extractors of training, in the same worker processes with a time limit.
 
 Evaluation and the command `grade` use it. Here `task` is a built-in task, which is graded by its reward, or a reward:
-gsm8k, math, gsm8k_strict, gsm8k_cot_strict and gsm8k_flexible (as lm-evaluation-harness), module:function.
+gsm8k, math, gsm8k_strict, gsm8k_cot_strict and gsm8k_flexible (as lm-evaluation-harness), module:function. As in validation,
+the score of a completion is `acc` where the reward reports it, or else the reward itself.
 """
 
 from __future__ import annotations
@@ -38,17 +39,26 @@ SPELLING = {  # how a completion writes an answer, per grader
 
 @dataclass(frozen=True)
 class Grade:
-    """The grade of one completion. Where the grader failed, `correct` is False and `status` is not "ok"."""
+    """The grade of one completion. Where the grader failed, `correct` is False and `status` is not "ok".
+
+    `reward` is that of a grader which reads no prediction: any number; None for the others.
+    """
 
     correct: bool
     prediction: str | None  # the prediction as the grader reads it; None: the completion has none
     status: Literal["ok", "error", "timeout", "none"] = "ok"
     message: str = ""
+    reward: float | None = None
 
     @property
     def format_ok(self) -> bool:
-        """Whether the completion has a prediction in the form that the task requires."""
-        return bool(self.prediction)
+        """Whether the completion has a prediction in the form that the task requires, if it requires one."""
+        return self.reward is not None or bool(self.prediction)
+
+    @property
+    def score(self) -> float:
+        """The reward, or else 1 for a right answer and 0 for a wrong one."""
+        return float(self.correct) if self.reward is None else self.reward
 
 
 def grader_of(task: str) -> str:
@@ -79,8 +89,8 @@ def grade(
     no grader, RuntimeError when the workers cannot run.
     """
     name = grader_of(task)
-    extract = extractors.get(name).extract if name in extractors.names() else lambda completion: None
-    predictions = [extract(completion) for completion in completions]
+    reader = extractors.get(name) if name in extractors.names() else None
+    predictions = [reader.extract(completion) if reader else None for completion in completions]
     grades = {  # equal strings need no worker
         number: Grade(True, prediction)
         for number, (answer, prediction) in enumerate(zip(answers, predictions, strict=True))
@@ -102,8 +112,9 @@ def grade(
                 for number in chunk
             ]
             for number, result in zip(chunk, pool.grade(items), strict=True):
-                correct = result.metrics.get("acc", result.reward) == 1.0
-                grades[number] = Grade(correct, predictions[number], result.status, result.message)
+                score = result.metrics.get("acc", result.reward) if result.status == "ok" else 0.0
+                reward = None if reader else score
+                grades[number] = Grade(score == 1.0, predictions[number], result.status, result.message, reward)
             bar.update(len(chunk))
     return [grades[number] for number in range(len(answers))]
 
@@ -152,6 +163,7 @@ def grade_file(task: str, rows_path: Path | str, output_path: Path | str, worker
             **row,
             "correct": one.correct,
             "prediction": one.prediction,
+            **({} if one.reward is None else {"reward": one.reward}),
             **({} if one.status == "ok" else {"status": one.status}),
         }
         for row, one in zip(rows, grades, strict=True)

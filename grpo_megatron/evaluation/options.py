@@ -70,16 +70,17 @@ class EvaluateOptions(EngineOptions):
     """The options of `evaluate`, on the command line and in Python."""
 
     program = "evaluate"
-    description = "Scores of a model on mathematics benchmarks."
+    description = "Scores of a model on benchmarks, or the mean reward on your own rows."
     epilog = """
 one greedy sample per problem:
   grpo-megatron evaluate --model HF_DIR --tasks gsm8k,math500 --data DATA
 and 16 drawn samples, for avg, pass@k and maj@16:
   grpo-megatron evaluate --model HF_DIR --tasks math500 --data DATA --samples 16
-a training step, on 4 copies of tp 4; a task of one file:
+a training step, on 4 copies of tp 4; a task of one file; your own rows and reward:
   grpo-megatron evaluate --model outputs/run/checkpoints/step_000020 \\
       --tasks gsm8k --data DATA --tp 4 --dp 4
-  grpo-megatron evaluate --model HF_DIR --tasks aime --file aime=aime25.jsonl
+  grpo-megatron evaluate --model HF_DIR --tasks aime --file aime25.jsonl
+  grpo-megatron evaluate --model HF_DIR --file val.jsonl --reward my_reward:reward
 rows {"answer": ..., "completion": ...}; two results; the tasks and files:
   grpo-megatron evaluate grade --task math ROWS.jsonl --output OUT.jsonl
   grpo-megatron evaluate compare A/results.json B/results.json
@@ -88,10 +89,16 @@ rows {"answer": ..., "completion": ...}; two results; the tasks and files:
 DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
 """
     tasks: Annotated[
-        tuple[str, ...], prompting("names, paths of task files (.yaml), or module:function", "A,B", read=_tasks)
-    ]
+        tuple[str, ...],
+        prompting(
+            "names, paths of task files (.yaml), or module:function (default: the rows of --file)", "A,B", read=_tasks
+        ),
+    ] = ()
     data: Annotated[Path | None, prompting("folder with the benchmarks' files", "DIR")] = None
-    file: Annotated[tuple[str, ...], prompting("the data file of a task", "TASK=PATH", repeated=True)] = ()
+    file: Annotated[
+        tuple[str, ...], prompting("the data file of the only task, or of the one named", "[TASK=]PATH", repeated=True)
+    ] = ()
+    reward: Annotated[str | None, prompting("grades instead of the task's own reward", "MODULE:FUNCTION")] = None
     limit: Annotated[
         int | None, prompting("only the first N problems; scores are then not those of the benchmark", "N", low=1)
     ] = None
@@ -133,15 +140,20 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
 
     @property
     def files(self) -> dict[str, Path]:
-        """Task -> its data file, of --file."""
-        return {task: Path(path) for task, _, path in (file.partition("=") for file in self.file)}
+        """Task -> its data file, of --file; "": the file that names no task."""
+        parts = (file.partition("=") for file in self.file)
+        return {one if path else "": Path(path or one) for one, _, path in parts}
 
     def problems(self) -> Iterator[str]:
         """Also files of no task, and sampling that draws nothing or the same again."""
         yield from super().problems()
         for file in self.file:
-            if not all(file.partition("=")):
+            if "=" in file and not all(file.partition("=")):
                 yield f"--file {file!r} is not of the form TASK=PATH"
+        if "" in self.files and (len(self.file) > 1 or len(self.tasks) > 1):
+            yield f"--file {self.files['']} names no task; with several, write TASK=PATH"
+        if not self.tasks and "" not in self.files:
+            yield "nothing to evaluate; set --tasks A,B, or --file val.jsonl with --reward module:function"
         if self.temperature == 0 and self.samples > 1:
             yield (
                 f"--samples {self.samples} with --temperature 0: greedy samples are all the same; set a temperature above"

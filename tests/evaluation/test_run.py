@@ -300,6 +300,60 @@ def test_the_command_grades_and_reports(
     assert "is not a results.json" in capsys.readouterr().err
 
 
+def test_own_rows_have_the_mean_of_their_own_reward(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rewards of A: 0.5 (three rows) and -1; of B, 1 and -1. A second file in the folder leaves the first one's results."""
+    rows = [{"prompt": f"{n}?", "answer": str(n)} for n in range(4)]
+    for name in ("my val", "other"):
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+    reward = "tests.evaluation.doubling:nearness"
+
+    def run(output: str, texts: list[str], file: str = "my val", *more: str) -> str:
+        given = ["--model", str(folder / "model"), "--file", f"{tmp_path}/{file}.jsonl", "--reward", reward]
+        given += ["--output", str(tmp_path / output), "--max-tokens", "9", "--workers", "1", *more]
+        made = prepare(parse(EvaluateOptions, given))
+        (tmp_path / output).mkdir(exist_ok=True)
+        write_identity(tmp_path / output, made.identity())
+        [one] = made.selected
+        entries = [LedgerEntry(uid, i, text, 3, "stop") for (uid, i), text in zip(one.keys(), texts, strict=True)]
+        Ledger(tmp_path / output, one.name).append(0, entries)
+        assert main(["evaluate", *given]) == 0
+        return capsys.readouterr().out
+
+    printed = run("a", ["0", "1", "3", "9"])  # rewards 1, 1, 0, -1
+    values = "0.250 [-0.500, 1.000]"
+    assert "mean reward (greedy)" in printed and values in printed and "pass@1" not in printed
+    assert [line for line in printed.splitlines() if line.startswith("my_val")][2].split()[1:4] == ["-", "0.00", "%"]
+    page = (tmp_path / "a" / "report.html").read_text()
+    assert "<b>0.250</b>" in page and '"isMean":true' in page.replace(" ", "")
+    result = json.loads((tmp_path / "a" / "results.json").read_text())["tasks"]["my_val"]
+    assert result["problems"] == {"greedy": [1, 1, 0, -1], "samples": 0, "right": "", "is_reward": True}
+    assert result["graders"] == {"reward": reward} and result["by"] == {}
+
+    run("b", ["0", "1", "2", "3"])  # all right: shares again, and yet compared as rewards
+    paths = [str(tmp_path / name / "results.json") for name in "ab"]
+    assert main(["evaluate", "compare", *paths]) == 0
+    table = capsys.readouterr().out
+    assert "my_val mean reward (greedy)" in table and "+0.750" in table and "McNemar p" in table
+
+    printed = run("a", ["x", "1", "2", "3"], "other")  # the first one's reward fails
+    assert "WARNING: the grader failed 1 times, first at other/0: " in printed and "'x'" in printed
+    merged = json.loads((tmp_path / "a" / "results.json").read_text())["tasks"]
+    assert list(merged) == ["my_val", "other"] and merged["my_val"] == result and "my_val" in printed
+    again = (tmp_path / "a" / "report.html").read_text()
+    assert "other/" not in again.partition('id="data"')[0] and '"my_val"' in again and '"other"' in again
+    assert evaluate(model=folder / "model", file=str(tmp_path / "my val.jsonl"), reward=reward, output=tmp_path / "a",
+                    max_tokens=9, workers=1)["tasks"].keys() == merged.keys()  # fmt: skip
+
+    text = run("n", ["0", "1", "0", "0", "0", "5", "0", "2", "0", "0", "0", "0"], "my val", "--samples", "2")
+    assert "mean reward@2" in text and "maj@2" not in text
+    other = json.loads((tmp_path / "b" / "results.json").read_text())
+    other["tasks"]["my_val"]["reward_sha256"] = {reward: "0" * 64}
+    (tmp_path / "b" / "results.json").write_text(json.dumps(other))
+    assert main(["evaluate", "compare", *paths]) == 2 and "reward_sha256" in capsys.readouterr().err
+
+
 def test_a_run_with_other_settings_is_refused(
     folder: Path, tmp_path: Path, command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,9 +377,11 @@ def test_a_run_with_other_settings_is_refused(
         (["--num-fewshot", "2", "--tasks", "gsm8k,math"], "task 'math': no few-shot file"),
         (["--max-tokens", "4000"], "exceed the model's max_position_embeddings 2048; set --max-tokens 1"),
         (["--model", "nowhere"], "--model: 'nowhere' is not a folder"),
-        (["--file", "aime"], "--file 'aime' is not of the form TASK=PATH"),
+        (["--file", "aime="], "--file 'aime=' is not of the form TASK=PATH"),
+        (["--file", "aime"], "--file aime names no task; with several, write TASK=PATH"),
+        (["--tasks", ""], "nothing to evaluate; set --tasks A,B, or --file val.jsonl with --reward module:function"),
         (["--samples", "1", "--no-greedy"], "--no-greedy leaves nothing to draw"),
-        (["--tasks", "jsonl", "--file", "jsonl=x.jsonl"], "task 'jsonl' has no grader; add `reward` or `graders`"),
+        (["--tasks", "jsonl", "--file", "jsonl=x.jsonl"], "task 'jsonl' has no grader; set --reward module:function"),
         (["--tasks", "boxed"], "task 'boxed' names no data file; set --file boxed=PATH"),
         (["--format", "text", "--system-prompt", "x"], "--system-prompt needs a chat, and task 'gsm8k' is plain text"),
         (["--tp", "3"], "320 rows of the vocabulary over 3 leave 2; set one of 1, 2\n"),

@@ -15,12 +15,12 @@
     const task = tasks[$("task").value];
     fillLabels("subject", task.subjects);
     fillLabels("level", task.levels);
-    const usable = Object.entries(VERDICTS).filter(([key]) => (key.startsWith("greedy") ? task.greedy : key === "mixed" ? task.samples > 1 : true));
+    const usable = Object.entries(VERDICTS).filter(([key]) => (task.isMean ? ["all", "texts", "truncated", "failed"].includes(key) : key.startsWith("greedy") ? task.greedy : key === "mixed" ? task.samples > 1 : true));
     $("verdict").replaceChildren(...usable.map(([key, text]) => option(key, text)));
     $("first-prompt").querySelector("pre").textContent = task.prompt;
     filter();
   }
-  // a row: [number, subject, level, greedy right (0, 1 or null), number of right samples, flags, texts or null]
+  // a row: [number, subject, level, greedy right (0, 1 or null), number of right samples, flags, texts or null, mean reward (of a task with rewards besides 0 and 1)]
   const MATCHES = {
     all: () => true, texts: (row) => row[6] !== null, "greedy-right": (row) => row[3] === 1, "greedy-wrong": (row) => row[3] === 0,
     mixed: (row, task) => row[4] > 0 && row[4] < task.samples, never: (row) => !row[3] && !row[4], always: (row, task) => row[3] !== 0 && row[4] === task.samples,
@@ -49,11 +49,12 @@
     $("next").disabled = page + 1 >= pages;
   }
   function problem(task, row) {
-    const [number, subject, level, greedy, right, flags, texts] = row;
+    const [number, subject, level, greedy, right, flags, texts, reward] = row;
     const made = make("details", "problem"), head = make("summary");
     head.append(make("span", "uid", `${$("task").value}/${number}`));
-    if (greedy !== null) head.append(make("span", `badge ${greedy ? "right" : "wrong"}`, greedy ? `${CHECK} greedy` : `${CROSS} greedy`));
-    if (task.samples) head.append(make("span", `badge ${right === task.samples ? "right" : right ? "mixed" : "wrong"}`, `${right} of ${task.samples}`));
+    if (task.isMean) head.append(make("span", "badge calm", `reward ${reward}`));
+    if (!task.isMean && greedy !== null) head.append(make("span", `badge ${greedy ? "right" : "wrong"}`, greedy ? `${CHECK} greedy` : `${CROSS} greedy`));
+    if (!task.isMean && task.samples) head.append(make("span", `badge ${right === task.samples ? "right" : right ? "mixed" : "wrong"}`, `${right} of ${task.samples}`));
     if (flags & 1) head.append(make("span", "badge mark", "format"));
     if (flags & 2) head.append(make("span", "badge mark", "truncated"));
     if (flags & 4) head.append(make("span", "badge mark", "grader failed"));
@@ -75,10 +76,12 @@
   }
   function completion(sample) {
     const made = make("div", sample.right ? "sample right" : "sample"), head = make("div", "head");
-    head.append(make("b", "", sample.right ? `${CHECK} right` : `${CROSS} wrong`), make("span", "", sample.index < 0 ? "greedy" : `sample ${sample.index}`));
+    const verdict = sample.right ? `${CHECK} right` : `${CROSS} wrong`;
+    head.append(make("b", "", sample.reward === null ? verdict : `reward ${short(sample.reward)}`), make("span", "", sample.index < 0 ? "greedy" : `sample ${sample.index}`));
     const prediction = make("span", "text", "prediction: ");
     prediction.append(sample.prediction ?? make("i", "", "none found"));
-    head.append(prediction, make("span", "soft", `${sample.tokens.toLocaleString("en")} tokens`));
+    if (sample.reward === null) head.append(prediction);
+    head.append(make("span", "soft", `${sample.tokens.toLocaleString("en")} tokens`));
     for (const [bit, name] of [[1, "format error"], [2, "truncated"], [4, "grader failed"]]) if (sample.flags & bit) head.append(make("span", "badge mark", name));
     if (sample.status !== "ok") head.append(make("span", "badge mark", sample.status));
     made.append(head);
@@ -102,13 +105,13 @@
   $("next").addEventListener("click", () => { page += 1; show(); });
   // right and wrong per bin of tokens; problems per number of right answers, of which 0 is drawn as wrong
   document.querySelectorAll(".charts").forEach((charts, number) => {
-    const { histogram, counts } = Object.values(tasks)[number], colours = { right: "var(--right)", wrong: "var(--wrong)" };
-    const layer = (name, y) => ({ name, y, colour: colours[name] }), total = (made) => made.y.reduce((sum, value) => sum + value, 0);
+    const { histogram, counts, isMean } = Object.values(tasks)[number], colours = { right: "var(--right)", wrong: "var(--wrong)" };
+    const layer = (name, y) => ({ name: isMean ? { right: "reward 1", wrong: "other rewards" }[name] : name, y, colour: colours[name] }), total = (made) => made.y.reduce((sum, value) => sum + value, 0);
     const value = (made, place) => (place === null ? total(made) : made.y[place]).toLocaleString("en");
     const starts = histogram.right.map((_, place) => place * histogram.size);
     charts.append(stackFigure("Tokens per completion", "completions", starts, histogram.size, [layer("right", histogram.right), layer("wrong", histogram.wrong)],
       (place) => (place === null ? "all" : histogram.size > 1 ? `${starts[place]} to ${starts[place] + histogram.size - 1}` : `${starts[place]}`), value));
-    if (counts) charts.append(stackFigure("Right answers of a problem", "problems", counts.map((_, right) => right), 1, [layer("right", counts.map((count, right) => (right ? count : 0))), layer("wrong", counts.map((count, right) => (right ? 0 : count)))],
+    if (counts && !isMean) charts.append(stackFigure("Right answers of a problem", "problems", counts.map((_, right) => right), 1, [layer("right", counts.map((count, right) => (right ? count : 0))), layer("wrong", counts.map((count, right) => (right ? 0 : count)))],
       (place) => (place === null ? "all" : `${place} of ${counts.length - 1}`), value));
   });
   chooseTask();
