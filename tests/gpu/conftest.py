@@ -10,6 +10,23 @@ Group N is the files test_N_*.py; each is meant for less than six minutes on a c
     7  two GPUs
     8  speed of 0.5B: phases of a step, tokens/s and MFU        9  the same of 1.5B
 
+Estimated on a cold H100 with Transformer Engine: a process 25 s (imports, CUDA context), an eager engine 15 s, one with CUDA
+graphs 60 s (25 s once its kernels are in the cache), and the work. Groups 1 to 9 start 1, 0, 3, 2, 2, 0, 6, 2, 2 engines.
+
+    group  processes  eager + graphs  work                                                        seconds
+    1      4          0 + 1           60 steps of 1 s, 4 validations of 2 s, two without CUDA       200
+    2      7          0               7 x 10 s                                                       245
+    3      3          1 + 2           20 cycles of 2 s, 3 steps of 3 s                               260
+    4      2          2 + 0           2 x 35 s: FP8 kernels (a third engine, mxfp8, on Blackwell)    150
+    5      2          1 + 1           2 x 60 s: every check on one engine for each dtype             245
+    6      6          0               6 x 10 s (mxfp8 on Blackwell only)                             210
+    7      8 worlds   3 worlds + 0    8 x 10 s; skipped on one GPU                                   325
+    8      2          0 + 2           2 x 4 steps of 6 s; the second engine's kernels are cached     185
+    9      2          0 + 2           2 x 4 steps of 12 s, 30 s more to compile 28 layers            260
+
+No more engines can be shared: the others differ in what an engine is built with (graphs, sleep level, quantization, dtype,
+model, ranks), and a process can build one.
+
 They need pytest and the packages under test, nothing else. Each test starts its own processes. They are spawned, because a
 forked process cannot use CUDA. The models are random and made by the tests. A test whose requirements are missing is
 skipped with the reason; without a GPU all are skipped. Every test's figures are printed at the end, and written as JSON to

@@ -22,10 +22,9 @@ LOCAL, TE = {"transformer_impl": "local"}, {"transformer_impl": "transformer_eng
 @pytest.fixture(scope="module")
 def exact_and_local(medium: Path) -> list[dict[str, Any]]:
     """Log-probabilities and gradients of local layers in float32 and in bf16."""
-    return [
-        conftest.run(training_ranks.logprobs_and_gradients, folder=medium, megatron=LOCAL, dtype=dtype)[0]
-        for dtype in ("float32", "bfloat16")
-    ]
+    dtypes = ["float32", "bfloat16"]
+    (results,) = conftest.run(training_ranks.in_each_dtype, folder=medium, megatron=LOCAL, dtypes=dtypes)
+    return list(results)
 
 
 @pytest.mark.parametrize("layers", ["local", "transformer_engine"])

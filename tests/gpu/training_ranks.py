@@ -16,6 +16,11 @@ from tests.tiny import make_batch
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
+def in_each_dtype(folder: Path, megatron: dict[str, Any], dtypes: list[str]) -> list[dict[str, Any]]:
+    """`logprobs_and_gradients` in one process for all."""
+    return [logprobs_and_gradients(folder, megatron, dtype) for dtype in dtypes]
+
+
 def logprobs_and_gradients(folder: Path, megatron: dict[str, Any], dtype: str) -> dict[str, Any]:
     policy = build_policy(folder, {"use_distributed_optimizer": False, **megatron}, dtype=dtype)
     batch = whole_batch(sequences(8, 400))
