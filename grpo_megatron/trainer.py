@@ -137,7 +137,7 @@ class Trainer:
             self.sinks.note(f"resumed from {checkpoint}: {self.first_step} steps done")
             if changed:
                 self.sinks.note(announcement(changed, self.policy.num_updates, num_updates))
-        parts = (config, checked.arch, self.mesh, self.device, self.cadence, self.first_step)
+        parts = (config, checked.arch, self.mesh, self.device, self.cadence, self.first_step, self.policy)
         self.references = References(*parts) if needs_reference(self.algorithm, self.actor) else None
 
         # The parts of the step that use these models.

@@ -50,6 +50,7 @@ def _settings(config: Config, elsewhere: bool) -> Iterator[str]:
         "actor.megatron.overlap_grad_reduce",
         "actor.megatron.overlap_param_gather",
         "actor.megatron.fp8.recipe",
+        "actor.lora.rank",
     ):
         if config.at(key):
             yield f"{key}={written(config.at(key))} is not covered; leave it out"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 
 from grpo_megatron.config import Config, MegatronConfig
 from grpo_megatron.config.problems import Problems, keys_of, marked
 from grpo_megatron.memory.parameters import FIRST, LAST, stage_layers
 from grpo_megatron.models.architecture import Architecture, engine_split_problems, fitting_sizes, split_problems
+from grpo_megatron.models.lora.table import ROUTER, lora_rows, target_problem
 from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu, divides_experts_on_cpu
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
@@ -204,6 +206,40 @@ def family_problems(config: Config, arch: Architecture | None) -> Problems:
             f" qk_rope_head_dim={CPU_LATENT[1]} only, and config.json gives {latent.kv_rank} and {latent.rope_dim}; use a"
             " model of these sizes, or run on GPUs"
         )
+
+
+def lora_problems(config: Config, archs: Mapping[str, Architecture]) -> Problems:
+    """Adapters against the model and the layout. `archs`: of the models that could be read, by their section."""
+    k, megatron = keys_of(config), config.actor.megatron
+    for section, lora, key in (
+        ("actor", config.actor.lora, k.actor.lora),
+        ("critic", config.critic.lora, k.critic.lora),
+    ):
+        if lora.rank is None or section not in archs:
+            continue
+        if problem := target_problem(marked(f"{section}.lora"), archs[section], lora):
+            yield problem
+            continue
+        if megatron.fp8.recipe is not None:
+            yield f"{key.rank}: adapters of weights in FP8 are not supported; leave actor.megatron.fp8 out"
+        if lora.mode == "merged":
+            continue
+        whole = "set mode=merged, or leave mode out"
+        if megatron.transformer_impl == "transformer_engine":
+            yield f"{key.mode} needs Megatron-Core's layers, and {k.actor.megatron.transformer_impl}; {whole}"
+        if megatron.context_parallel_size > 1:
+            yield f"{key.mode} needs Megatron-Core's layers, which cannot cut a sequence over ranks; {whole}"
+        if archs[section].post_norms:
+            yield f"{key.mode}: this model ({archs[section].family}) has a norm between W0 x and its sum; {whole}"
+        if any(
+            name.endswith(f".{ROUTER}") for row in lora_rows(archs[section], lora).values() for name in row.layer_names
+        ):
+            yield f"{key.mode}: a router's logits cannot be split from its choice of experts; {whole}"
+        if lora.dropout and megatron.tensor_model_parallel_size > 1 and not megatron.use_sequence_parallel:
+            yield (
+                f"{key.dropout}: without sequence parallelism the tensor-parallel ranks would drop different inputs; leave"
+                " actor.megatron.sequence_parallel out, or set dropout=0"
+            )
 
 
 # -- Lengths and batch sizes -------------------------------------------------------------------------------------------

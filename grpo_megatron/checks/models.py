@@ -144,6 +144,13 @@ class ModelFolders:
         """Those of `scoring_models`."""
         return {key: folder for key, folder in self.beside.items() if key != CRITIC}
 
+    @property
+    def lora_archs(self) -> dict[str, Architecture]:
+        """The models that may have adapters, by their section. A critic without a folder is the policy's model."""
+        if self.arch is None:
+            return {}
+        return {"actor": self.arch, CRITIC: self.beside[CRITIC].arch if CRITIC in self.beside else self.arch}
+
     def models(self, config: Config) -> RunModels:
         """What the folders describe. All of them could be read. A critic without a folder is the policy without its head."""
         assert self.arch is not None

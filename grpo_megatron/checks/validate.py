@@ -28,6 +28,7 @@ from grpo_megatron.checks.layout import (
     engine_expert_problems,
     family_problems,
     length_problems,
+    lora_problems,
     world_problems,
 )
 from grpo_megatron.checks.machine import device_problems, in_use_problems, output_problems, package_problems
@@ -163,6 +164,7 @@ def validate(
     for folder in folders.beside.values():
         has_layout &= not any(second_layout_problems(config, world_size, folder.arch))
     problems.add(family_problems(config, arch))
+    problems.add(lora_problems(config, folders.lora_archs))
     problems.add(batch_problems(config))
     problems.add(length_problems(config, arch))
     problems.add(name_problems(config))

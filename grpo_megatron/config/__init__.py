@@ -76,6 +76,31 @@ class Fp8Config(Section):
     num_layers_at_end_in_bf16: int = Field(1, ge=0)  # with first_last_layers_bf16
 
 
+class LoraConfig(Section):
+    """LoRA (arXiv:2106.09685) with PEFT's meanings: only low-rank adapters W0 + s B A are trained. rank = null: all weights."""
+
+    rank: int | None = Field(None, ge=1, le=4096)  # r, the width of A and B; null: no LoRA
+    alpha: Annotated[float | None, Needs(".rank")] = Field(None, gt=0, le=1e6)  # s = alpha / rank; null: rank, so s = 1
+    use_rslora: Annotated[bool, Needs(".rank")] = False  # s = alpha / sqrt(rank), arXiv:2312.03732
+    # all-linear (without routers, experts, embedding, head), names (q_proj ... down_proj), or a regular expression
+    target_modules: Annotated[str | list[str], Needs(".rank")] = "all-linear"
+    exclude_modules: Annotated[str | list[str], Needs(".rank")] = []  # names, or a regular expression
+    # A's initial values: uniform within 1 / sqrt(inputs), or normal with deviation 1 / rank. B starts as zeros
+    init: Annotated[Literal["kaiming", "gaussian"], Needs(".rank")] = "kaiming"
+    # merged: the forward pass multiplies by round(W0 + s B A), the tensor that the engine holds. split: W0 x + s B (A x),
+    # which is cheaper; the engine still gets the rounded sum
+    mode: Annotated[Literal["merged", "split"], Needs(".rank")] = "merged"
+    # of the inputs of A in an update, not in other passes
+    dropout: Annotated[float, Needs(".rank"), Needs(".mode=split")] = Field(0.0, ge=0, lt=1)
+
+    @property
+    def scale(self) -> float:
+        """s. Only with a rank."""
+        assert self.rank is not None
+        alpha = self.rank if self.alpha is None else self.alpha
+        return alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+
 class MegatronConfig(Section):
     """Layout and kernels of training. The data-parallel size is what the other sizes leave of the world size."""
 
@@ -144,7 +169,14 @@ class ActorConfig(Section):
     logprob_chunk_size: int = Field(1024, ge=1)  # tokens whose logits are in memory at a time
     max_skipped_steps: int = Field(10, ge=0)  # consecutive optimizer steps with a non-finite gradient; one more: stop
     optim: OptimConfig = OptimConfig()
+    lora: Fixed[LoraConfig] = LoraConfig()
     megatron: MegatronConfig = MegatronConfig()
+
+    @property
+    def layers(self) -> MegatronConfig:
+        """`megatron`, with Megatron-Core's layers for split adapters: Transformer Engine's do not give the normalised input."""
+        is_split = self.lora.rank is not None and self.lora.mode == "split"
+        return self.megatron.model_copy(update={"transformer_impl": "local"}) if is_split else self.megatron
 
     def mini_batch_size(self, train_batch_size: int) -> int:
         """Prompts per optimizer step."""
@@ -193,6 +225,7 @@ class CriticConfig(Section):
     pretrain_steps: Schedule[int] = Field(0, ge=0)
     offload: bool = False  # weights, gradients and optimizer are on the host while the critic is not used
     optim: OptimConfig = OptimConfig(lr=1e-5)
+    lora: Fixed[LoraConfig] = LoraConfig()
 
     def mini_batch_size(self, actor: ActorConfig, train_batch_size: int) -> int:
         """Prompts per optimizer step."""

@@ -84,18 +84,20 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, *saved = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        is_frozen = not ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight[:0] if is_frozen else weight, dtype=torch.float32)
         if all(grad is None for grad in grads):
-            return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+            return grad_hidden, None if is_frozen else grad_weight.to(weight.dtype), None, None, None, None, None
         gradient = _fused_gradient if ctx.is_fused else _gradient
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             given: list[Any] = [None if tensor is None else tensor[part] for tensor in (*saved, *grads)]
             grad = gradient(hidden[part], weight, ctx.temperature, _OfTokens(*given))  # [n, v]
             grad_hidden[part] = grad @ weight
-            grad_weight += grad.T @ hidden[part]
+            if not is_frozen:
+                grad_weight += grad.T @ hidden[part]
             del grad  # else it would be in memory beside the next chunk's logits
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, None if is_frozen else grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _all_reduce(tensor: Tensor, operation: Any, group: Any) -> None:

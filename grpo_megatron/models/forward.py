@@ -457,7 +457,8 @@ class LanguageModel(ShardedModel):
         exact: bool = False,
     ) -> Self:
         """The model with the weights of a Hugging Face folder. Collective. Raises WeightsError."""
-        model = build_model(arch, actor.megatron, dtype, device, has_gradients=not cls.is_frozen, is_exact=exact)
+        megatron = actor.megatron if cls.is_frozen else actor.layers
+        model = build_model(arch, megatron, dtype, device, has_gradients=not cls.is_frozen, is_exact=exact)
         load_hf(model, folder, arch, mesh)
         return cls(model, arch, actor, mesh, device, temperature)
 

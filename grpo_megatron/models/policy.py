@@ -30,6 +30,7 @@ from grpo_megatron.models.forward import (
     loss_inputs,
 )
 from grpo_megatron.models.leaves import LeafGradients, order_free_norm
+from grpo_megatron.models.lora.layers import Factors, attach
 from grpo_megatron.models.optimizer import (
     OffloadedTensors,
     build_lr_scheduler,
@@ -38,9 +39,10 @@ from grpo_megatron.models.optimizer import (
     state_tensors,
     wrap_ddp,
 )
-from grpo_megatron.models.weights.stream import unwrapped
+from grpo_megatron.models.weights.stream import Resharding, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.types import Batch
+from grpo_megatron.sync.digest import Expected
+from grpo_megatron.types import Batch, WeightBucket
 
 
 class TooManySkippedSteps(RuntimeError):
@@ -74,6 +76,7 @@ class Policy(LanguageModel):
         device: Device,
         temperature: float = 1.0,
     ) -> None:
+        self.lora = attach(model, arch, actor.lora, mesh)
         self.ddp = wrap_ddp(model, actor.megatron, device)
         super().__init__(self.ddp, arch, actor, mesh, device, temperature)
         self.num_skipped_in_a_row = 0
@@ -211,7 +214,8 @@ class Policy(LanguageModel):
                 for leaf in gradients.leaves(packs):
                     loss_pass.run(self.model, leaf, self.device)
         else:
-            loss_pass.run(self.model, packs, self.device, num_forward_only)
+            with self.lora.updating() if self.lora is not None else contextlib.nullcontext():
+                loss_pass.run(self.model, packs, self.device, num_forward_only)
         sums.append(loss_pass.sums)
         return loss_pass
 
@@ -319,3 +323,37 @@ class Reference(FrozenModel, LanguageModel):
         with self.readable_weights(unchanged=False):
             for name, parameter in unwrapped(self.model).named_parameters():
                 parameter.copy_(source[name])
+
+
+class AdapterReference:
+    """The reference of a policy with LoRA: the policy's own model with the adapters of an earlier time, at first none.
+
+    It costs no memory at first, and later a copy of the factors. It has a Reference's methods.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self._factors = policy, Factors()
+
+    def copy_from(self, policy: Policy) -> None:
+        """Take the adapters of now. `policy` is the policy of which this is the reference."""
+        assert policy is self.policy and policy.lora is not None
+        self._factors = policy.lora.copies()
+
+    def _reading(self) -> contextlib.AbstractContextManager[None]:
+        assert self.policy.lora is not None
+        return self.policy.lora.reading(self._factors)
+
+    def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
+        """See LanguageModel."""
+        with self._reading():
+            return self.policy.logprobs(batch, temperature)
+
+    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
+        """See ShardedModel."""
+        with self._reading():
+            yield from self.policy.engine_weights(resharding, version)
+
+    def expected_digests(self, resharding: Resharding) -> Expected:
+        """See ShardedModel."""
+        with self._reading():
+            return self.policy.expected_digests(resharding)

@@ -132,6 +132,7 @@ class Mesh:
     cp: int = 1
     cp_rank: int = 0
     ranks_per_node: int = 1
+    seed: int = 42  # trainer.seed
 
     def grid(self) -> Grid:
         """The same layout without this rank's view."""
@@ -278,6 +279,7 @@ def build_mesh(
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         ep_group=parallel_state.get_expert_model_parallel_group(),
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        seed=seed,
     )
 
 

@@ -31,7 +31,7 @@ from grpo_megatron.models.forward import LanguageModel
 from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
 from grpo_megatron.models.layers.exact import exact_problem
 from grpo_megatron.models.layers.spec import DTYPES
-from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.policy import AdapterReference, Policy
 from grpo_megatron.models.weights.folder import Serving, save_hf
 from grpo_megatron.models.weights.stream import Resharding, engine_tensors
 from grpo_megatron.observability.metrics import Metrics
@@ -231,12 +231,12 @@ class Colocation:
         self.policy.device.empty_cache()
         self.policy.onload()
 
-    def sync_weights_from(self, source: LanguageModel, version: int, metrics: Metrics) -> None:
+    def sync_weights_from(self, source: LanguageModel | AdapterReference, version: int, metrics: Metrics) -> None:
         """Stream another model into the awake engine, which holds it until `rollout` is entered again. Collective."""
         self._sync("reference", source, version, metrics)
         self._probe("reference", source, metrics)
 
-    def _sync(self, name: str, source: LanguageModel, version: int, metrics: Metrics) -> None:
+    def _sync(self, name: str, source: LanguageModel | AdapterReference, version: int, metrics: Metrics) -> None:
         """Collective. Raises RankError."""
         self.weights_digest = ""
         with metrics.phase("attest"):
@@ -264,7 +264,7 @@ class Colocation:
             return None
         return compare(expected, held, self.resharding.tensors, self.mesh.rank % self.mesh.rollout_tp, self.mesh.rank)
 
-    def _probe(self, name: str, source: LanguageModel, metrics: Metrics) -> None:
+    def _probe(self, name: str, source: LanguageModel | AdapterReference, metrics: Metrics) -> None:
         """Compare the engine with `source` on fixed tokens at temperature 1. Collective. Raises RankError."""
         with metrics.phase("probe"):
             expected = source.logprobs(self.probe.batch, temperature=1.0)
@@ -283,7 +283,8 @@ def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -
     """The model that is trained: a language model, or one that scores (actor.loss_mode). Collective."""
     if checked.scored_folder is not None:
         folder = checked.scored_folder
-        return ScalarPolicy(folder, config.model.dtype, config.actor, mesh, device, places=response_tokens)
+        places, lora = response_tokens, config.actor.lora
+        return ScalarPolicy(folder, config.model.dtype, config.actor, mesh, device, places=places, lora=lora)
     model, temperature = config.model, config.rollout.temperature
     if model.exact:
         mesh.agree(exact_problem(checked.arch, config.actor.megatron.tensor_model_parallel_size, model.dtype))

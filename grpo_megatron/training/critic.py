@@ -121,4 +121,5 @@ def build_critic(config: Config, checked: Checked, mesh: Mesh, device: Device) -
         return None
     folder = checked.critic_folder or read_reward_folder(policy_start(config), "value")
     parts = (folder, config.model.dtype, config.actor, mesh, device)
-    return Critic(config, ValueModel(*parts, optim=config.critic.optim, offload=config.critic.offload))
+    critic = config.critic
+    return Critic(config, ValueModel(*parts, optim=critic.optim, lora=critic.lora, offload=critic.offload))

@@ -4,6 +4,9 @@ It starts as `ref.path`, or as the model that the run starts from (after the war
 arXiv:2402.03300, algorithm 1) replaces it with the current policy every `algorithm.iteration_steps` steps. Each time a copy
 is kept in `output_dir/iterations/step_000040/` as a Hugging Face folder, so that a run resumed within an iteration
 has the same reference. Copies that no checkpoint needs are removed.
+
+Where the policy has LoRA and starts from the reference's weights, both are one model: the reference is its base, or has the
+adapters of an earlier time.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from grpo_megatron.algo.losses import reads_reference
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.policy import Policy, Reference
+from grpo_megatron.models.policy import AdapterReference, Policy, Reference
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage.files import remove_folder
 from grpo_megatron.storage.run_files import on_disk, steps_of
@@ -39,14 +42,25 @@ class References:
     """
 
     def __init__(
-        self, config: Config, arch: Architecture, mesh: Mesh, device: Device, cadence: Cadence, first_step: int
+        self,
+        config: Config,
+        arch: Architecture,
+        mesh: Mesh,
+        device: Device,
+        cadence: Cadence,
+        first_step: int,
+        policy: Policy,
     ) -> None:
         actor, algorithm = config.actor, config.algorithm
         self.mesh, self.cadence, self.folder = mesh, cadence, config.trainer.output_dir / "iterations"
         self.is_read = reads_reference(algorithm, actor)
         path = self._copy_for(first_step) or config.ref.path or policy_start(config)
-        parts = (path, config.model.dtype, arch, actor, mesh, device)
-        self.reference = Reference.load(*parts, temperature=config.rollout.temperature, exact=config.model.exact)
+        self.reference: Reference | AdapterReference
+        if policy.lora is not None and path == config.model.path:
+            self.reference = AdapterReference(policy)
+        else:
+            parts = (path, config.model.dtype, arch, actor, mesh, device)
+            self.reference = Reference.load(*parts, temperature=config.rollout.temperature, exact=config.model.exact)
 
     def logprobs(self, batch: Batch) -> Tensor | None:
         """None where nothing reads them: the run only draws from the reference. Collective."""
@@ -54,6 +68,8 @@ class References:
 
     def renew(self, step: int, policy: Policy, save_hf: Callable[[Path], None]) -> None:
         """Take the policy's weights before step `step`, and keep a copy of them. Collective."""
+        if policy.lora is not None and isinstance(self.reference, Reference):
+            self.reference = AdapterReference(policy)
         self.reference.copy_from(policy)
         save_hf(self._copy_of(step))
         if self.mesh.rank == 0:

@@ -17,7 +17,8 @@ def named_gradients(policy: Any) -> dict[str, torch.Tensor]:
     from grpo_megatron.models.weights.stream import global_parameters
 
     parameters = global_parameters(policy.ddp).items()
-    return {name: p.main_grad.clone() for name, p in parameters if isinstance(p, torch.nn.Parameter)}  # type: ignore[attr-defined]
+    trained = ((name, p) for name, p in parameters if isinstance(p, torch.nn.Parameter) and p.requires_grad)
+    return {name: p.main_grad.clone() for name, p in trained}  # type: ignore[attr-defined]
 
 
 class _NoFloat32(TorchFunctionMode):
@@ -32,11 +33,11 @@ class _NoFloat32(TorchFunctionMode):
 
 
 def transformers_backward(
-    folder: Path, pairs: Any, loss: Any, dtype: torch.dtype = torch.float32, *, masked: bool = False
+    folder: Path, pairs: Any, loss: Any, dtype: torch.dtype = torch.float32, *, masked: bool = False, adapt: Any = None
 ) -> Any:
     """transformers' model after one backward pass of `loss` over all pairs, in `dtype`: its parameters have `grad`.
 
-    `masked`: with the loss mask of `make_batch(masked=True)`.
+    `masked`: with the loss mask of `make_batch(masked=True)`. `adapt(model)`: called before the pass.
     """
     from transformers import AutoModelForCausalLM
 
@@ -44,6 +45,8 @@ def transformers_backward(
 
     batch = tiny.make_batch(pairs, [], masked=masked)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if adapt is not None:
+        adapt(model)
     logprobs, entropies = [], []  # [R] each, zeros after the end
     width = batch.response_mask.shape[1]
     for prompt, response in pairs:
@@ -64,4 +67,5 @@ def transformers_backward(
         token_weights=batch.token_weights.to(dtype),
     )
     loss(inputs)[0].backward()
+    model.expected_logprobs = torch.stack(logprobs).detach()
     return model

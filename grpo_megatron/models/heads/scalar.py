@@ -37,7 +37,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from grpo_megatron.algo.losses import ValueInputs, value_loss
-from grpo_megatron.config import ActorConfig, MegatronConfig, OptimConfig
+from grpo_megatron.config import ActorConfig, LoraConfig, MegatronConfig, OptimConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.build import HeadOutput, LogprobModel, Targets, build_model
 from grpo_megatron.models.forward import MetricSums, Pack, ShardedModel, like_rows, local_tokens, target_share, unpack
@@ -200,8 +200,9 @@ class ScalarPolicy(ScalarReader, Policy):
     """A policy whose output is one number per place. It is updated, saved and loaded like a policy.
 
     Built on every rank at the same point. `actor` gives the layout and the limits of a micro-batch, `optim` the optimizer if
-    it is not the policy's. With `offload` its weights and its optimizer are on the device only inside `in_use`, and its weights
-    inside `numbers`. Call `set_optimizer` before the first update.
+    it is not the policy's, `lora` the adapters of the base, if it has any (the head is trained whole). With `offload` its
+    weights and its optimizer are on the device only inside `in_use`, and its weights inside `numbers`. Call `set_optimizer`
+    before the first update.
     """
 
     def __init__(
@@ -214,14 +215,17 @@ class ScalarPolicy(ScalarReader, Policy):
         *,
         places: Places | None = None,
         optim: OptimConfig | None = None,
+        lora: LoraConfig | None = None,
         offload: bool = False,
     ) -> None:
         self.folder, self.places, self._offloads_weights = folder, places, offload
         self._weights = OffloadedTensors(device)
         megatron = actor.megatron
         megatron = megatron.model_copy(update={"offload_optimizer": offload or megatron.offload_optimizer})
-        actor = actor.model_copy(update={"optim": optim or actor.optim, "megatron": megatron})
-        inner = load_scalar_model(folder, megatron, dtype, mesh, device)
+        actor = actor.model_copy(
+            update={"optim": optim or actor.optim, "lora": lora or LoraConfig(), "megatron": megatron}
+        )
+        inner = load_scalar_model(folder, actor.layers, dtype, mesh, device)
         super().__init__(inner, folder.arch, actor, mesh, device)
 
     @contextlib.contextmanager

@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.device import Device
+from grpo_megatron.models.lora.state import sharded_factors
 from grpo_megatron.models.optimizer import (
     load_optimizer,
     prepare_for_load,
@@ -207,6 +208,9 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 def _sharded(policy: Policy, is_loading: bool) -> dict[str, Any]:
     model = unwrapped(policy.ddp).sharded_state_dict(metadata=METADATA)  # type: ignore[operator]
+    if policy.lora is not None:  # what is trained: the factors, and a scalar head
+        model = {name: entry for name, entry in model.items() if name.startswith("score.")}
+        model |= sharded_factors(policy.ddp, policy.lora, policy.arch, policy.mesh)
     with steps_of_empty_parts(policy.optimizer), optimizer_in_pieces():
         optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
     return {"model": model if is_loading else divide_writing(model, policy.mesh), "optimizer": optimizer}
@@ -265,6 +269,7 @@ def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
             wanted["model"] = _without_unknown_extra_state(wanted["model"], folder)
             state = dist_checkpointing.load(wanted, str(folder))
         missing, unexpected = unwrapped(policy.ddp).load_state_dict(state["model"], strict=False)
+        missing = [name for name in missing if policy.lora is None or name in state["model"]]  # else it is the base's
         lost = [name for name in [*missing, *unexpected] if "_extra_state" not in name]
         assert not lost, f"checkpoint and model differ in {lost}"  # dist_checkpointing has compared the tensors already
         with optimizer_in_pieces():

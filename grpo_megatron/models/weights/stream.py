@@ -96,6 +96,12 @@ def dequantized(parameter: Tensor) -> Tensor:
     return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
 
 
+def served(parameter: Tensor) -> Tensor:
+    """The values that the model multiplies by, as an ordinary tensor. Those of an adapted weight are merged now."""
+    merged: Callable[[], Tensor] | None = getattr(parameter, "served", None)  # set by models/lora/layers.py
+    return dequantized(parameter.detach()) if merged is None else merged()
+
+
 @torch.no_grad()
 def set_parameter(parameter: Tensor, values: Tensor) -> None:
     """Set a parameter's values. If it is stored in FP8, also set its exact values, which the optimizer copies to float32."""
@@ -340,7 +346,7 @@ def _with_tied_head(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _reader(parameters: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
-    return lambda name: dequantized(parameters[name].detach())
+    return lambda name: served(parameters[name])
 
 
 def hf_weights(

@@ -1,0 +1,294 @@
+"""Linear modules with factors: `attach` gives a loaded model its adapters and freezes everything else.
+
+The module of a weight W0 becomes one of a class below its own, with the parameters `lora_a` and `lora_b` beside `weight`, so
+that names, loading and the base's own code stay. In a merged forward pass, the module finds W = round(W0 + s B A) as its
+weight, and Megatron's code multiplies by it as by any weight that is trained. From its gradient dW follow
+
+    dA = s B^T dW,    dB = s dW A^T    (the rounding counts as the identity)
+
+layer by layer, so that no more than one dW exists. A rank has dW of its part of W0. A factor that is cut as W0 is gets its
+whole gradient from this part. A whole factor gets a part of the sum: A of a weight that is cut along its output, B of one
+that is cut along its input, and under sequence parallelism both of a replicated weight, whose dW is of the rank's tokens.
+These are summed over the tensor-parallel ranks in the backward pass itself, in float32.
+
+W is not kept from the forward to the backward pass, which merges again: it would be a second copy of the model for every
+micro-batch under way. Where layers are recomputed as a whole, it lives for one layer anyway.
+
+A split forward pass adds s B (A x) to W0 x, with Megatron's own communication, r wide. There a whole factor has its whole
+gradient, or, under sequence parallelism, that of the rank's tokens, which Megatron sums as for norms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor
+
+from grpo_megatron.config import LoraConfig
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.lora.merge import merge
+from grpo_megatron.models.lora.table import LORA_A, LORA_B, Factor, lora_rows
+from grpo_megatron.models.weights.stream import global_parameters, set_parameter, unwrapped
+from grpo_megatron.parallel.mesh import Mesh
+
+Factors = dict[str, tuple[Tensor, Tensor]]  # Megatron name of the weight -> lora_a, lora_b of this rank
+
+
+class Lora:
+    """The adapters of one model on this rank.
+
+    `rows`: those of this rank's parameters, by global Megatron name. `reading`: which factors a pass multiplies by.
+    """
+
+    def __init__(self, config: LoraConfig, rows: Mapping[str, Factor]) -> None:
+        self.config, self.rows = config, dict(rows)
+        self.modules: dict[str, _Adapted] = {}  # by the Megatron name of the weight
+        self.drops = False
+        self._read: Factors | None = None
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """What a pass multiplies by, of one weight. None: the base alone."""
+        if self._read is not None:
+            return self._read.get(name)
+        module = self.modules[name]
+        return module.lora_a, module.lora_b
+
+    def copies(self) -> Factors:
+        """The factors of now, for a later `reading`."""
+        return {name: (m.lora_a.detach().clone(), m.lora_b.detach().clone()) for name, m in self.modules.items()}
+
+    @contextlib.contextmanager
+    def reading(self, factors: Factors) -> Iterator[None]:
+        """Inside the block the model has these factors; with none it is the base, bit for bit. Not for an update."""
+        before, self._read = self._read, factors
+        try:
+            yield
+        finally:
+            self._read = before
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside the block, passes have `dropout`."""
+        self.drops = True
+        try:
+            yield
+        finally:
+            self.drops = False
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """Of one weight. `rows`: for each adapted part, its rows of the weight; `sums`: whether gradients of A, B are summed."""
+
+    lora: Lora
+    name: str
+    split_dim: int | None
+    rows: list[Any]
+    sums: tuple[bool, bool]
+    keeps_merged: bool
+    group: Any
+
+    @property
+    def scale(self) -> float:
+        return self.lora.config.scale
+
+    def parts(self) -> Iterator[tuple[Any, slice]]:
+        """For each adapted part: its rows of the weight and of `lora_b`, and its rows of `lora_a`."""
+        rank = self.lora.config.rank
+        assert rank is not None
+        return ((rows, slice(number * rank, (number + 1) * rank)) for number, rows in enumerate(self.rows))
+
+    @torch.no_grad()
+    def merged(self, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """The rank's part of round(W0 + s B A). Rows without an adapter are W0's."""
+        out = base.detach().clone()
+        for rows, own in self.parts():
+            out[rows] = merge(base[rows], a[own], b[rows], self.scale)
+        return out
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, base: Tensor, adapter: _Adapter) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.adapter = adapter
+        return adapter.merged(base, a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        adapter, (a, b), scale = ctx.adapter, ctx.saved_tensors, ctx.adapter.scale
+        grad_a, grad_b = (torch.zeros_like(factor, dtype=torch.float32) for factor in (a, b))
+        for rows, own in adapter.parts():
+            grad = grads[0][rows].float()
+            grad_a[own] = scale * (b[rows].float().T @ grad)
+            grad_b[rows] = scale * (grad @ a[own].float().T)
+        for factor, is_summed in zip((grad_a, grad_b), adapter.sums, strict=True):
+            if is_summed:
+                dist.all_reduce(factor, group=adapter.group)
+        return grad_a.to(a.dtype), grad_b.to(b.dtype), None, None
+
+
+class _Adapted(torch.nn.Module):
+    """Stands before a class of linear modules; `_adapted` joins them."""
+
+    adapter: _Adapter
+    weight: Tensor
+    lora_a: torch.nn.Parameter
+    lora_b: torch.nn.Parameter
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the base's."""
+        adapter, run = self.adapter, super().forward
+        factors = adapter.lora.factors(adapter.name)
+        if factors is None:
+            return run(x, *args, **kwargs)
+        if adapter.lora.config.mode == "split":
+            output, bias = run(x, *args, **kwargs)
+            return output + adapter.scale * self._low_rank(x, *factors), bias
+        base = self.weight
+        weight = _Merge.apply(*factors, base, adapter)
+        place = weight.data_ptr(), weight.shape
+
+        def pack(saved: Tensor) -> Tensor | None:
+            return None if (saved.data_ptr(), saved.shape) == place else saved
+
+        def unpack(saved: Tensor | None) -> Tensor:
+            return adapter.merged(base, *factors) if saved is None else saved
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        self.__dict__["weight"] = weight  # found before the parameter of this name
+        try:
+            with contextlib.nullcontext() if adapter.keeps_merged else hooks:
+                return run(x, *args, **kwargs)
+        finally:
+            del self.__dict__["weight"]
+
+    def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """B (A x), as the base's output is: x [s, b, inputs of this rank] -> [s, b, outputs of this rank]."""
+        adapter = self.adapter
+        config = adapter.lora.config
+        is_parallel: bool = self.config.sequence_parallel  # type: ignore[union-attr, assignment]
+        if adapter.lora.drops and config.dropout:
+            x = F.dropout(x, config.dropout)
+        low = x @ a.T
+        if adapter.split_dim == 0 and is_parallel:
+            low = tensor_parallel.gather_from_sequence_parallel_region(low)
+        elif adapter.split_dim == 0:
+            low = tensor_parallel.copy_to_tensor_model_parallel_region(low)
+        elif adapter.split_dim == 1 and is_parallel:
+            low = tensor_parallel.reduce_scatter_to_sequence_parallel_region(low)
+        elif adapter.split_dim == 1:
+            low = tensor_parallel.reduce_from_tensor_model_parallel_region(low)
+        out = low.new_zeros(*low.shape[:-1], len(b))
+        for rows, own in adapter.parts():
+            out[..., rows] = low[..., own] @ b[rows].T
+        return out
+
+
+@functools.cache
+def _adapted(base: Any) -> type[_Adapted]:
+    return type(f"Adapted{base.__name__}", (_Adapted, base), {})
+
+
+def served_weight(module: _Adapted) -> Tensor:
+    """The merged weight of a module: what an engine and a Hugging Face folder get."""
+    adapter = module.adapter
+    factors = adapter.lora.factors(adapter.name)
+    return module.weight.detach() if factors is None else adapter.merged(module.weight, *factors)
+
+
+# -- attaching ---------------------------------------------------------------------------------------------------------
+
+
+def attach(model: torch.nn.Module, arch: Architecture, config: LoraConfig, mesh: Mesh) -> Lora | None:
+    """Give a model that has its weights the adapters of `config`, with initial values, before it is wrapped in DDP.
+
+    All else is frozen, except a scalar head. None, and nothing is changed, without LoRA. No communication.
+    """
+    if config.rank is None:
+        return None
+    inner: Any = unwrapped(model)
+    parameters = global_parameters(model)
+    owners = {id(m.weight): m for m in inner.modules() if isinstance(getattr(m, "weight", None), torch.nn.Parameter)}
+    rows = lora_rows(arch, config)
+    lora = Lora(config, {name: row for name, row in rows.items() if row.base.megatron in parameters})
+    for name, parameter in inner.named_parameters():
+        if not name.startswith("score."):
+            parameter.requires_grad_(False)
+    for name, row in lora.rows.items():
+        weight = parameters[row.base.megatron]
+        module = owners[id(weight)]
+        if name.endswith(LORA_A):
+            _adapt(module, lora, row, rows[name.removesuffix(LORA_A) + LORA_B], arch, mesh, inner.config)
+        factor = torch.nn.Parameter(
+            torch.empty(row.local_shape(arch, mesh.tp), dtype=weight.dtype, device=weight.device)
+        )
+        set_parameter(factor, _initial(row, config, arch, mesh))
+        if row.split_dim is not None:  # else the gradient norm would count the first rank's part only
+            set_tensor_model_parallel_attributes(factor, True, row.split_dim, 1)
+        elif config.mode == "split":
+            factor.sequence_parallel = inner.config.sequence_parallel  # type: ignore[attr-defined]
+        module.register_parameter(name.rpartition(".")[2], factor)
+    if getattr(inner, "embedding", None) is not None:
+        # Else the first layer's input needs no gradient, and a layer that is recomputed would get none, without an error.
+        inner.embedding.register_forward_hook(_require_gradient)
+    return lora
+
+
+def _require_gradient(module: torch.nn.Module, inputs: Any, output: Tensor) -> None:
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+def _adapt(
+    module: Any, lora: Lora, row_a: Factor, row_b: Factor, arch: Architecture, mesh: Mesh, transformer: Any
+) -> None:
+    base = row_a.base
+    is_whole = base.split_dim is None and transformer.sequence_parallel
+    sums = (base.split_dim == 0 or is_whole, base.split_dim == 1 or is_whole) if mesh.tp > 1 else (False, False)
+    pieces = row_b.pieces(arch, mesh.tp_rank, mesh.tp)
+    rows: list[Any] = []
+    for number in range(len(row_b.targets)):
+        own = [torch.arange(p.stop - p.start) + p.local_start for p in pieces if p.tensor == number]
+        places = torch.cat(own) if own else torch.empty(0, dtype=torch.int64)
+        rows.append(slice(int(places[0]), int(places[-1]) + 1) if len(own) == 1 else places.to(module.weight.device))
+    keeps_merged = transformer.recompute_granularity == "full"
+    module.adapter = _Adapter(lora, base.megatron, base.split_dim, rows, sums, keeps_merged, mesh.tp_group)
+    kind: Any = type(module)
+    module.__class__ = _adapted(kind)
+    for fused in (
+        "gradient_accumulation_fusion",
+        "fuse_wgrad_accumulation",
+    ):  # into a buffer that the weight has no more
+        if hasattr(module, fused):
+            setattr(module, fused, False)
+    module.weight.served = functools.partial(served_weight, module)
+    lora.modules[base.megatron] = module
+
+
+def _initial(row: Factor, config: LoraConfig, arch: Architecture, mesh: Mesh) -> Tensor:
+    """This rank's part of a factor at the start. Each is drawn whole, from its name: the same in every layout."""
+    drawn: dict[str, Tensor] = {}
+    for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True):
+        drawn[name] = torch.zeros(shape)
+        generator = torch.Generator().manual_seed(_seed(name, mesh.seed))
+        if name.endswith("lora_A.weight") and config.init == "gaussian":
+            drawn[name].normal_(0, 1 / shape[0], generator=generator)
+        elif name.endswith("lora_A.weight"):
+            bound = shape[1] ** -0.5
+            drawn[name].uniform_(-bound, bound, generator=generator)
+    return row.shard(drawn.__getitem__, arch, mesh.tp_rank, mesh.tp)
+
+
+def _seed(name: str, seed: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])

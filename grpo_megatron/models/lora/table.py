@@ -1,0 +1,147 @@
+"""Which weights have adapters, and the two factors of each as rows of a weight table.
+
+The factors are canonical, as PEFT has them: q, k, v, gate and up have an A and a B of their own, although Megatron has them
+in two weights. A weight W0 [m, n] that tensor parallelism cuts along m has A [r, n] whole on every rank and B [m, r] cut as
+W0 is; one that is cut along n has A cut and B whole.
+
+    weight of this rank    lora_a of this rank                      lora_b of this rank
+    linear_qkv             [A of q; A of k; A of v]  [3 r, n]       row i belongs to row i of the weight  [m / tp, r]
+    linear_fc1             [A of gate; A of up]      [2 r, n]       the same
+    linear_proj, fc2       A's columns               [r, n / tp]    B  [m, r]
+
+A fused weight may have adapters for some of its parts only. `lora_a` then has no rows for the others, and the others' rows
+of `lora_b` are never read. Experts have no adapters: transformers has the experts of a layer in one tensor, for which PEFT
+has no names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_megatron.config import LoraConfig
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.weights.stream import model_rows
+from grpo_megatron.models.weights.table import QKV, GateUp, InputSplit, OutputSplit, ReplicatedMatrix, WeightRow
+from grpo_megatron.sync.plan import Piece
+
+LORA_A, LORA_B = "lora_a", "lora_b"  # names of a module's parameters
+PEFT_PREFIX = "base_model.model."  # of every name in an adapter_model.safetensors
+ROUTER = "gate"
+
+
+@dataclass(frozen=True)
+class Factor(WeightRow):
+    """A row of factors. `base`: the row of the weight; `targets`: the parts of it that have adapters, as indices in its `hf`."""
+
+    base: WeightRow
+    targets: tuple[int, ...]
+    rank: int
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Hugging Face names of the adapted linear layers: `model.layers.0.self_attn.q_proj`."""
+        return tuple(self.base.hf[index].removesuffix(".weight") for index in self.targets)
+
+
+class FactorA(Factor):
+    """A [r, inputs] of every adapted part, on top of each other."""
+
+    @property
+    def split_dim(self) -> int | None:  # type: ignore[override]
+        return 1 if self.base.split_dim == 1 else None
+
+    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        return tuple((self.rank, self.base.hf_shapes(arch)[index][1]) for index in self.targets)
+
+    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+        if self.split_dim is not None:
+            return super().pieces(arch, tp_rank, tp)
+        return tuple(Piece(number, 0, self.rank, number * self.rank) for number in range(len(self.targets)))
+
+
+class FactorB(Factor):
+    """B [outputs, r] of every adapted part, in the rows of the weight."""
+
+    @property
+    def split_dim(self) -> int | None:  # type: ignore[override]
+        return 0 if self.base.split_dim == 0 else None
+
+    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        return tuple((self.base.hf_shapes(arch)[index][0], self.rank) for index in self.targets)
+
+    def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
+        return (self.base.local_shape(arch, tp)[0], self.rank)
+
+    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+        if self.split_dim is None:
+            return super().pieces(arch, tp_rank, tp)
+        return tuple(
+            Piece(self.targets.index(piece.tensor), piece.start, piece.stop, piece.local_start)
+            for piece in self.base.pieces(arch, tp_rank, tp)
+            if piece.tensor in self.targets
+        )
+
+
+def lora_rows(arch: Architecture, lora: LoraConfig) -> dict[str, Factor]:
+    """Global Megatron name of `lora_a` and `lora_b` -> its row, for the whole model, in the order of its weights.
+
+    Empty without LoRA. The Hugging Face names are PEFT's, as in adapter_model.safetensors.
+    """
+    if lora.rank is None:
+        return {}
+    rows: dict[str, Factor] = {}
+    for base in model_rows(arch).values():
+        if not _can_adapt(base):
+            continue
+        targets = tuple(i for i, name in enumerate(base.hf) if _is_target(name.removesuffix(".weight"), lora))
+        if not targets:
+            continue
+        module = base.megatron.removesuffix("weight")
+        for kind, parameter, suffix in ((FactorA, LORA_A, "lora_A"), (FactorB, LORA_B, "lora_B")):
+            names = (f"{PEFT_PREFIX}{base.hf[i].removesuffix('weight')}{suffix}.weight" for i in targets)
+            rows[module + parameter] = kind(module + parameter, tuple(names), base, targets, lora.rank)
+    return rows
+
+
+def _can_adapt(row: WeightRow) -> bool:
+    is_linear = isinstance(row, (QKV, GateUp, InputSplit, OutputSplit, ReplicatedMatrix))
+    return is_linear and row.expert is None and row.megatron.endswith(".weight")
+
+
+def _is_target(name: str, lora: LoraConfig) -> bool:
+    if matches(name, lora.exclude_modules):
+        return False
+    if lora.target_modules == "all-linear":
+        return name.rpartition(".")[2] != ROUTER
+    return matches(name, lora.target_modules)
+
+
+def matches(name: str, wanted: str | Sequence[str]) -> bool:
+    """PEFT's rule: a text is a regular expression for the whole name; a list has names, or the ends of names."""
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, name) is not None
+    return any(name == one or name.endswith(f".{one}") for one in wanted)
+
+
+def target_problem(key: str, arch: Architecture, lora: LoraConfig) -> str | None:
+    """What is wrong with the names in `target_modules` and `exclude_modules`: one that no layer has. `key`: of the section."""
+    linear = [name.removesuffix(".weight") for row in model_rows(arch).values() if _can_adapt(row) for name in row.hf]
+    last = sorted({name.rpartition(".")[2] for name in linear})
+    for field in ("target_modules", "exclude_modules"):
+        wanted: Any = getattr(lora, field)
+        if wanted == "all-linear" and field == "target_modules":
+            continue
+        for one in [wanted] if isinstance(wanted, str) else [[name] for name in wanted]:
+            try:
+                if not any(matches(name, one) for name in linear):
+                    text = one if isinstance(one, str) else one[0]
+                    hint = " (experts have no adapters)" if arch.num_experts else ""
+                    return f"{key}.{field}: {text!r} matches no linear layer{hint}; this model has {', '.join(last)}"
+            except re.error as error:
+                return f"{key}.{field}={one!r} is no regular expression ({error}); correct it, or set a list of names"
+    if not lora_rows(arch, lora):
+        return f"{key}.exclude_modules={lora.exclude_modules!r} leaves no layer with an adapter; exclude less"
+    return None
