@@ -1,6 +1,6 @@
 """Careful reading of files that users write: a bounded size, regular files only, and messages of bounded length.
 
-What a message may show of a value; limits on paths and integers; bytes of a regular file; JSON and YAML, without
+What a message or a terminal may show of a value; limits on paths and integers; bytes of a regular file; JSON and YAML, without
 duplicate keys. All raise `ReadError`. Its message is a predicate ("is a FIFO, not a regular file"); the caller
 puts the file's name first.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,25 @@ def shown(value: object, limit: int = MAX_SHOWN) -> str:
         return cut(repr(value), limit)
     except (ValueError, RecursionError):  # an integer with too many digits, or a table nested too deeply
         return f"a value of type {type(value).__name__} that cannot be shown"
+
+
+# Control characters but the line end and the tab; marks that turn the direction of writing; halves of surrogate pairs.
+STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Show characters that steer a terminal, or reorder its text, as <U+001B>."""
+    return STEERING.sub(lambda match: f"<U+{ord(match[0]):04X}>", text)
+
+
+def visible_line(text: str) -> str:
+    """Make the text visible, in one line."""
+    return " ".join(visible(text).split())
+
+
+def reason_of(error: OSError) -> str:
+    """Why the system refuses. An error of a library (pyarrow) has a message only; its first line counts."""
+    return error.strerror or cut(str(error).partition("\n")[0]) or type(error).__name__
 
 
 def text_problem(text: str) -> str | None:
@@ -80,7 +100,8 @@ def integer_problem(value: int) -> str | None:
 
 # -- Bytes of regular files. A FIFO would block for ever, and a device may have no end -----------------------
 
-SPECIAL_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+SPECIAL_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+SPECIAL_KINDS |= dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "a device")
 
 
 def read_regular(path: Path | str, max_bytes: int) -> bytes:
@@ -117,6 +138,7 @@ def special_file_in(folder: Path) -> str | None:
         if entry.is_dir():
             with contextlib.suppress(PermissionError):
                 entries += sorted(entry.iterdir()) if entry.parent == folder else []
+            continue
         try:
             check_regular(entry)
         except ReadError as error:

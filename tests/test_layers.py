@@ -58,7 +58,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "yaml": ("reading", "planning.", "training."),
     "jinja2": ("pages.", "starting."),
     "numpy": ("data.",),
-    "msgspec": ("rewards.pool",),
+    "msgspec": ("rewards.pool", "pages.run_folder"),
     "pyarrow": ("data.",),
     "tqdm": ("data.", "observability.", "training.", "evaluation.", "convert."),
     "jsonschema": ("environments.",),

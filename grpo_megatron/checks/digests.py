@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,8 +28,9 @@ from grpo_megatron.config.problems import Problems, marked
 from grpo_megatron.data.rows import files_of_split
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.reading import ReadError
+from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import sha256_of
-from grpo_megatron.storage.run_files import STEP_FILE, WARM_UP_FOLDER, on_disk
+from grpo_megatron.storage.run_files import WARM_UP_FOLDER, on_disk, read_step
 
 THREADS = 8
 OF_WEIGHTS = (".safetensors",)
@@ -135,8 +135,8 @@ def _entry(path: Path) -> dict[str, Any]:
 def recorded_inputs(checkpoint: Path) -> Recorded:
     """The digests in a checkpoint; empty in one of an older version, and in one that cannot be read."""
     try:
-        recorded: Recorded = json.loads((checkpoint / STEP_FILE).read_text())["run"].get("inputs", {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        recorded: Recorded = read_step(checkpoint, "run")["run"].get("inputs", {})
+    except StorageError:
         return {}
     return recorded
 

@@ -16,7 +16,8 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problems, keys_of, marked
 from grpo_megatron.config.section import ResumeClass, config_keys
-from grpo_megatron.storage.run_files import STEP_FILE, on_disk, saved_config, step_in, steps_of
+from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.run_files import STEP_FILE, on_disk, read_step, steps_of
 
 RESUME_CLASSES = {key.name: key.resume for key in config_keys(Config)}
 LONGEST_VALUE = 80  # characters of a value in a message
@@ -77,24 +78,24 @@ def resume_problems(config: Config) -> Problems:
     found = on_disk(config.trainer.output_dir) if config.trainer.resume_mode == "auto" else []
     if found:
         try:
-            saved = saved_config(found[-1])
-        except (OSError, ValueError, KeyError, TypeError):
+            saved = read_step(found[-1], "step", "config")
+        except StorageError:
             return
         yield from refusals(found[-1], saved, config)
 
 
 def check_resume(checkpoint: Path, config: Config) -> list[Difference]:
     """The differences from the checkpoint's config. Raises ConfigError if one of them cannot be made."""
-    saved = saved_config(checkpoint)
+    saved = read_step(checkpoint, "step", "config")
     if problems := list(refusals(checkpoint, saved, config)):
         raise ConfigError(*problems)
-    return list(differences(saved, config.model_dump(mode="json")))
+    return list(differences(saved["config"], config.model_dump(mode="json")))
 
 
-def refusals(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> Problems:
-    """Why the run cannot continue from `checkpoint`, which was written with the config `saved`."""
-    done, total = steps_of(checkpoint), config.trainer.total_training_steps
-    if (written := step_in(checkpoint)) != done:
+def refusals(checkpoint: Path, content: Mapping[str, Any], config: Config) -> Problems:
+    """Why the run cannot continue from `checkpoint`, whose trainer.json has this content."""
+    done, total, saved = steps_of(checkpoint), config.trainer.total_training_steps, content["config"]
+    if (written := content["step"]) != done:
         yield (
             f"{checkpoint} is the checkpoint after step {written}, by its {STEP_FILE}, under another step's name; rename it to"
             f" step_{written:06d}, or remove it"

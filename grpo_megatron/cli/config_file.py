@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import CHANGE_ME, Problem
 from grpo_megatron.config.section import config_keys
-from grpo_megatron.reading import MAX_LEVELS, MAX_YAML, ReadError, cut, parse_yaml, read_text, shown
+from grpo_megatron.reading import MAX_LEVELS, MAX_YAML, ReadError, cut, parse_yaml, read_text, reason_of, shown
 
 Defaults = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]  # the file's content -> section -> key -> value
 MAX_EXPLAINED = 50  # wrong keys that are shown
@@ -70,7 +70,7 @@ def read_raw(path: Path | str, overrides: Sequence[str] | None = None) -> tuple[
     try:
         text = read_text(path, MAX_YAML)
     except OSError as error:
-        raise ConfigError(f"cannot read {where}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {where}: {reason_of(error)}") from error
     except ReadError as error:
         raise ConfigError(f"{where} {error}") from error
     raw = _parsed(where, text)

@@ -13,6 +13,7 @@ peer". A rank with a symptom waits until torchrun's agent ends it, so that the a
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.reading import cut
+from grpo_megatron.reading import cut, visible
 
 LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"  # in the environment of ranks: the process that ends them, and prints
 PF_EXITING = 0x4  # include/linux/sched.h: the kernel sets this flag before it closes the sockets of a dying process
@@ -124,8 +125,10 @@ def _torchrun_folder() -> Path | None:
 
 
 def _describe(error: Exception, folder: Path | None) -> FailureReport:
-    is_expected = getattr(error, "tells_what_to_do", False)
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_expected = is_full or getattr(error, "tells_what_to_do", False)
     message = str(error) if is_expected else f"{type(error).__name__}: {error}"
+    message += "; make room, and start again" if is_full else ""
     text = ""
     if is_debugging() or not is_expected:
         text += "".join(traceback.format_exception(error))
@@ -139,7 +142,7 @@ def _describe(error: Exception, folder: Path | None) -> FailureReport:
         rank=int(os.environ.get("RANK", "0")),
         code=2 if isinstance(error, ConfigError) else 1,
         message=message,
-        text=text,
+        text=visible(text),
         is_expected=is_expected,
         is_symptom=folder is not None and _has_dead_rank(folder.parent),
         time_ns=time.monotonic_ns(),
@@ -200,10 +203,19 @@ def _print(text: str) -> None:
     sys.stderr.flush()
 
 
+class _VisibleFormatter(logging.Formatter):
+    """A warning may quote a file or an answer."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 def quieten(is_rank: bool, starts_ranks: bool) -> None:
     """Show warnings in one process only: rank 0, or the only process."""
     shows_warnings = not starts_ranks and (not is_rank or os.environ["RANK"] == "0")
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING if shows_warnings else logging.ERROR)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING if shows_warnings else logging.ERROR, handlers=[handler])
     if not is_debugging():
         warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # the user cannot act on them
         warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor")  # Megatron-Core's checkpoints use it

@@ -25,6 +25,8 @@ from grpo_megatron.config.options import COMMAND_NAME, HIDDEN, Argument, Option,
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.importing import did_you_mean, find_modules, import_function, large_imports
 from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
+from grpo_megatron.reading import visible_line
+from grpo_megatron.storage.files import remove_leftovers
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,7 +63,9 @@ def _run_command(argv: list[str]) -> int:
     if not command.starts_ranks:
         return int(run(options))
     ranks.prepare_environment(options.device)  # type: ignore[attr-defined]
-    if is_rank:
+    if not is_rank:
+        remove_leftovers()
+    else:
         ranks.join_launcher()
         failures.mark_started()
 
@@ -402,7 +406,7 @@ def replay_dump(options: ReplayOptions) -> int:
     incident = dump.incident
     print(f"step {incident.step}, update {incident.update}, guard {incident.guard}: {len(dump.batch)} responses")
     for text in incident.problems.values():
-        print(f"  {text}")
+        print(f"  {visible_line(str(text))}")
     tolerance = TOLERANCE[dump.config.model.dtype] if options.tolerance is None else options.tolerance
     compared = recompute(dump)
     width = max(len(row.name) for row in compared)

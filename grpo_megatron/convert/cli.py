@@ -9,7 +9,7 @@ from grpo_megatron.convert.conversion import hf_to_megatron, megatron_to_hf
 from grpo_megatron.convert.inspection import describe_model, verify
 from grpo_megatron.convert.options import ConvertOptions, InspectOptions, ToHfOptions, ToMegatronOptions, VerifyOptions
 from grpo_megatron.models.architecture import UnsupportedModel
-from grpo_megatron.reading import cut
+from grpo_megatron.reading import cut, visible
 from grpo_megatron.storage import StorageError
 
 
@@ -23,9 +23,9 @@ def convert(options: ConvertOptions) -> int:
         elif isinstance(options, ToHfOptions):
             megatron_to_hf(options)
         elif isinstance(options, InspectOptions):
-            print(describe_model(options))
+            print(visible(describe_model(options)))
     except (ConvertError, StorageError, UnsupportedModel) as error:
-        print("\n".join(cut(line, 2000) for line in f"error: {error}".splitlines()), file=sys.stderr)
+        print("\n".join(cut(line, 2000) for line in visible(f"error: {error}").splitlines()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)

@@ -16,6 +16,7 @@ from grpo_megatron.convert.options import InspectOptions, VerifyOptions
 from grpo_megatron.convert.output import Progress, format_bytes
 from grpo_megatron.convert.source import FLOATS, Source, dtype_name, row_blocks
 from grpo_megatron.models.heads.folder import WHAT
+from grpo_megatron.reading import visible
 from grpo_megatron.storage.files import MANIFEST_FILE, Verification, read_manifest
 
 KINDS = {"hf": "Hugging Face safetensors", "megatron": "Megatron-Core distributed checkpoint (torch_dist)"}
@@ -138,9 +139,7 @@ def verify(options: VerifyOptions) -> int:
     other += [f"{n}: shape {list(left[n])} != {list(right[n])}" for n in left if left[n] != right.get(n, left[n])]
     with a.checked(not options.no_hashes), b.checked(not options.no_hashes):
         tensors = _compared(a, b, [name for name in left if left[name] == right.get(name)], options)
-    print(_table(tensors))
-    for line in other:
-        print(line)
+    print(visible("\n".join([_table(tensors), *other])))
     differing = sum(not tensor.is_equal for tensor in tensors)
     how = f" in {options.dtype}" if options.dtype else ""
     how += f" within {options.tolerance:g}" if options.tolerance is not None else ""

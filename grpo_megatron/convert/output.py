@@ -17,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from grpo_megatron.convert import ConvertError
+from grpo_megatron.reading import reason_of
 from grpo_megatron.storage.files import MANIFEST_FILE, new_folder
 
 SECONDS_BETWEEN_LINES = 15.0
@@ -68,7 +69,7 @@ def output_folder(target: Path, needed_bytes: int) -> Iterator[Path]:
         if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             free = shutil.disk_usage(parent).free
             room = f" ({format_bytes(free)} free, {format_bytes(needed_bytes)} needed)"
-        raise ConvertError(f"cannot write {str(target)!r}: {error.strerror or error}{room}") from error
+        raise ConvertError(f"cannot write {str(target)!r}: {reason_of(error)}{room}") from error
 
 
 def _existing_parent(target: Path) -> Path:

@@ -21,6 +21,7 @@ from grpo_megatron.curation.tally import ProblemTally, ResponsePlace, ResponseRe
 from grpo_megatron.data.pass_rates import wilson
 from grpo_megatron.data.rows import LineFile, checked_row, open_rows, problem_digest, question_text
 from grpo_megatron.data.task import Task, get_task
+from grpo_megatron.reading import visible
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import new_folder, write_file
 
@@ -53,7 +54,7 @@ def curate(options: CurateOptions) -> int:
             write_file(folder / "summary.txt", summary + "\n")
     except OSError as error:
         raise StorageError(f"cannot write --output {str(output)!r}: {error}") from error
-    print(f"{summary}\n\nwrote {output}/: {', '.join(sorted(path.name for path in output.iterdir()))}")
+    print(f"{visible(summary)}\n\nwrote {output}/: {', '.join(sorted(path.name for path in output.iterdir()))}")
     return 0
 
 

@@ -25,7 +25,7 @@ from grpo_megatron.data.rows import (
     text_field,
     type_name,
 )
-from grpo_megatron.reading import ReadError, cut, shown
+from grpo_megatron.reading import ReadError, cut, reason_of, shown
 from grpo_megatron.storage.run_files import rollout_files
 
 # -- Responses with their scores, read one by one from rollout files and from the samples of an evaluation -------------
@@ -87,7 +87,7 @@ class ResponseReader:
             try:
                 self.files.append(LineFile(path, MAX_SAMPLES_LINE))
             except OSError as error:
-                raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from error
+                raise ConfigError(f"cannot read {shown(str(path))}: {reason_of(error)}") from error
             except ReadError as error:
                 raise ConfigError(f"{shown(str(path))} {error}") from error
         self._last: tuple[tuple[int, int], list[Response]] | None = None

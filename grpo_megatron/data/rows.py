@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import bisect
+import contextlib
 import csv
 import datetime
 import glob
@@ -43,6 +44,7 @@ from grpo_megatron.reading import (
     parse_json,
     path_problem,
     read_json,
+    reason_of,
     shown,
     surrogate_problem,
 )
@@ -54,6 +56,7 @@ FORMATS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 MAX_ROW = 1 << 22  # bytes of a line, and characters of a field: a text of a million tokens
 MAX_WHOLE = 1 << 29  # bytes of a file that is read as a whole
 KEPT_BYTES = 1 << 32  # bytes of decoded Parquet row groups that a process keeps
+MAX_GROUP = 1 << 31  # decoded bytes of one row group: a file of a kilobyte may repeat one value a million times
 LARGE_GROUP = 1 << 26  # bytes of a row group whose decoding for a single row takes a noticeable time
 ROWS_PER_BATCH = 1024  # rows of an Arrow file that become Python objects at once
 ROWS_PER_CHUNK = 8192  # rows that are checked at once
@@ -222,16 +225,19 @@ class ArrowPart(RowFile):
     Values become what JSON has: dates are ISO texts, decimals are texts, bytes are base64 texts.
     """
 
-    def __init__(self, size: int, load: Callable[[], Any]) -> None:
-        self._size, self._load = size, load
+    def __init__(self, path: Path, size: int, load: Callable[[], Any]) -> None:
+        self._path, self._size, self._load = path, size, load
 
     def __len__(self) -> int:
         return self._size
 
     def rows(self, start: int, stop: int) -> Iterator[Any]:
-        part = self._load()
         for begin in range(start, stop, ROWS_PER_BATCH):
-            yield from map(_plain, part.slice(begin, min(ROWS_PER_BATCH, stop - begin)).to_pylist())
+            with _readable(self._path):
+                rows = self._load().slice(begin, min(ROWS_PER_BATCH, stop - begin))
+                rows.validate(full=True)  # a wrong offset would end the process
+                values = rows.to_pylist()
+            yield from map(_plain, values)
 
 
 class JoinedRows(RowFile):
@@ -263,16 +269,32 @@ class JoinedRows(RowFile):
 
 def open_rows(path: Path) -> RowFile:
     """The rows of a file, or of a folder with one split. Raises ConfigError: not there, unreadable, without rows."""
-    try:
+    with _readable(path):
         opened = [_open(file) for file in files_of_split(path)]
-    except OSError as error:
-        raise ConfigError(f"cannot read data file {shown(str(path))}: {error.strerror}") from error
-    except ReadError as error:
-        raise ConfigError(f"data file {shown(str(path))} {error}") from error
     rows = opened[0] if len(opened) == 1 else JoinedRows(opened)
     if not len(rows):
         raise ConfigError(f"data file {str(path)!r} has no rows")
     return rows
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """What a file cannot give is a ConfigError with its name. pyarrow raises errors of many types."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ReadError as error:
+        raise ConfigError(f"data file {shown(str(path))} {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read data file {shown(str(path))}: {reason_of(error)}") from error
+    except Exception as error:
+        if path.suffix not in (".parquet", ".arrow"):
+            raise
+        reason = cut(str(error).partition("\n")[0])
+        raise ConfigError(
+            f"data file {shown(str(path))} is no {path.suffix[1:]} file that can be read ({reason})"
+        ) from error
 
 
 def _open(path: Path) -> RowFile:
@@ -325,26 +347,49 @@ def _open_table(path: Path) -> ListFile:
 
 def _open_arrow(path: Path) -> JoinedRows:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
+    if path.suffix == ".parquet":
+        file = pq.ParquetFile(path, memory_map=True)
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        for number, group in enumerate(groups):
+            _check_group(number, group.total_byte_size)
+        parts = [
+            ArrowPart(path, group.num_rows, partial(_row_groups.read, file, number))
+            for number, group in enumerate(groups)
+        ]
+        return JoinedRows(parts, are_shards=False)
+    source = pa.memory_map(str(path))
     try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet as pq
+        reader = pa.ipc.open_file(source)
+    except pa.ArrowInvalid:  # `datasets` writes the stream format
+        source.seek(0)
+        reader = pa.ipc.open_stream(source)
+    batches = reader.read_all().to_batches()
+    return JoinedRows([ArrowPart(path, batch.num_rows, partial(batch.slice, 0)) for batch in batches], are_shards=False)
 
-            file = pq.ParquetFile(path, memory_map=True)
-            groups = range(file.metadata.num_row_groups)
-            sizes = [file.metadata.row_group(group).num_rows for group in groups]
-            parts = [ArrowPart(sizes[group], partial(_row_groups.read, file, group)) for group in groups]
-        else:
-            source = pa.memory_map(str(path))
-            try:
-                reader = pa.ipc.open_file(source)
-            except pa.ArrowInvalid:  # `datasets` writes the stream format
-                source.seek(0)
-                reader = pa.ipc.open_stream(source)
-            parts = [ArrowPart(batch.num_rows, partial(batch.slice, 0)) for batch in reader.read_all().to_batches()]
-    except pa.ArrowInvalid as error:
-        raise ReadError(f"is no {path.suffix[1:]} file that can be read ({str(error).partition(chr(10))[0]})") from None
-    return JoinedRows(parts, are_shards=False)
+
+def _check_group(number: int, size: int) -> None:
+    if size > MAX_GROUP:
+        raise ReadError(
+            f"has {size:,} bytes or more in row group {number} when it is decoded; at most {MAX_GROUP:,} are accepted: write it"
+            " with smaller row groups (pyarrow: write_table(table, path, row_group_size=1000)), or as .jsonl"
+        )
+
+
+def _decoded(file: Any, number: int) -> Any:
+    """A row group, decoded in batches: a value that is repeated a million times is noticed before it fills the memory."""
+    import pyarrow as pa
+
+    group = file.metadata.row_group(number)
+    # A row has at most all bytes of its columns, so a batch stays below MAX_GROUP, unless a list repeats one value.
+    size = max(1, min(ROWS_PER_BATCH, MAX_GROUP // max(1, group.total_byte_size)))
+    batches, decoded = [], 0
+    for batch in file.iter_batches(size, row_groups=[number], use_threads=False):
+        decoded += batch.get_total_buffer_size()
+        _check_group(number, decoded)
+        batches.append(batch)
+    return pa.Table.from_batches(batches, file.schema_arrow)
 
 
 class _RowGroups:
@@ -358,7 +403,7 @@ class _RowGroups:
         key = (file, group)
         table = self._kept.pop(key, None)
         if table is None:
-            table = file.read_row_group(group)
+            table = _decoded(file, group)
             self._bytes += table.nbytes
         self._kept[key] = table
         while self._bytes > KEPT_BYTES and len(self._kept) > 1:

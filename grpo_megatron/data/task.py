@@ -38,7 +38,7 @@ from grpo_megatron.data.rows import (
     type_name,
 )
 from grpo_megatron.importing import did_you_mean, import_function, no_exit
-from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_text, shown
+from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_text, reason_of, shown
 from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.answers import box_start, last_boxed
 
@@ -410,7 +410,7 @@ def _load(path: Path) -> tuple[bytes, dict[str, Any]]:
         text = read_text(path, MAX_YAML)
         raw: Any = parse_yaml(text)
     except OSError as error:
-        raise ConfigError(f"cannot read task file {shown(str(path))}: {error.strerror}") from error
+        raise ConfigError(f"cannot read task file {shown(str(path))}: {reason_of(error)}") from error
     except ReadError as error:
         raise ConfigError(f"task file {shown(str(path))} cannot be used: {error}") from error
     if not isinstance(raw, dict):

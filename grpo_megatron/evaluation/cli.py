@@ -29,6 +29,7 @@ from grpo_megatron.evaluation.options import CompareOptions, EvaluateOptions, Gr
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected, prepare
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh, destroy_mesh
+from grpo_megatron.reading import visible, visible_line
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sampling.generator import Generator
@@ -260,7 +261,7 @@ def _grade_and_report(settings: EvaluationSettings) -> None:
     write_file(options.folder / "report.html", report.render_page(result, graded, options.report_samples))
     # last, so that it exists only with all other files
     write_file(path, json.dumps(result, indent=1) + "\n")
-    print(f"\n{results.result_tables(result)}\n\nwrote {options.folder}/results.json, samples/, report.html")
+    print(f"\n{visible(results.result_tables(result))}\n\nwrote {options.folder}/results.json, samples/, report.html")
 
 
 def grade_rows(options: GradeOptions) -> int:
@@ -274,14 +275,14 @@ def print_comparison(options: CompareOptions) -> int:
     """Print the paired comparison of two results; returns the exit code."""
     a, b = results.read_result(options.a), results.read_result(options.b)
     rows = results.compare_results(a, b, any_template=options.any_template)
-    print(json.dumps(rows, indent=1) if options.json else results.paired_table(rows))
+    print(json.dumps(rows, indent=1) if options.json else visible(results.paired_table(rows)))
     return 0
 
 
 def list_tasks(options: TasksOptions) -> int:
     """Print the built-in tasks and the files that they need; returns the exit code."""
     for task in get_tasks(task_names()):
-        print(f"{task.name} version {task.version}, sha256 {task.sha256[:12]}: {task.title}")
+        print(f"{task.name} version {task.version}, sha256 {task.sha256[:12]}: {visible_line(task.title)}")
         files = f"in --data: {' or '.join(task.files)}" if task.files else f"--file {task.name}=PATH"
         fewshot = task.fewshot
         examples = f"{len(fewshot.examples)} of its own" if fewshot and fewshot.examples else ""

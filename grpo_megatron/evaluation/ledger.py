@@ -19,7 +19,8 @@ from typing import Any, BinaryIO
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.pages.run_folder import flat_config
-from grpo_megatron.storage.files import try_lock, write_file
+from grpo_megatron.reading import check_regular, read_json
+from grpo_megatron.storage.files import LOCK_FILE, open_lock, try_lock, write_file
 
 Key = tuple[str, int]  # the problem's uid, the sample's index
 
@@ -64,6 +65,7 @@ class Ledger:
         """Read every complete line. A last line without its end is skipped; any other wrong line raises ConfigError."""
         entries: dict[Key, LedgerEntry] = {}
         for path in sorted(self.folder.glob("block_*.jsonl")):
+            check_regular(path)
             content = path.read_bytes()
             for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
                 try:
@@ -109,7 +111,7 @@ RUN_FILE = "run.json"
 def claim_output(output: Path) -> Iterator[None]:
     """Lock the output folder for this process. Raises ConfigError when another evaluation holds the lock."""
     output.mkdir(parents=True, exist_ok=True)
-    with (output / ".lock").open("w") as file:
+    with os.fdopen(open_lock(output / LOCK_FILE), "r+") as file:
         if not try_lock(file.fileno()):
             raise ConfigError(
                 f"--output {str(output)!r} is in use by another evaluation; wait for it, or choose another folder"
@@ -121,7 +123,7 @@ def write_identity(output: Path, identity: dict[str, Any]) -> None:
     """Write run.json, and keep the tasks that it holds already."""
     path = output / RUN_FILE
     if path.exists():
-        identity = {**identity, "tasks": {**json.loads(path.read_text())["tasks"], **identity["tasks"]}}
+        identity = {**identity, "tasks": {**read_json(path)["tasks"], **identity["tasks"]}}
     write_file(path, json.dumps(identity, indent=1, sort_keys=True) + "\n")
 
 
@@ -139,7 +141,7 @@ def check_output(output: Path, identity: dict[str, Any]) -> None:
             )
         return
     try:
-        recorded = json.loads(path.read_text())
+        recorded = read_json(path)
         shared = recorded.get("tasks", {}).keys() & identity["tasks"].keys()  # tasks may be added
         old, new = (
             flat_config({**one, "tasks": {name: one["tasks"][name] for name in shared}}) for one in (recorded, identity)

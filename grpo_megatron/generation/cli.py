@@ -26,6 +26,7 @@ from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, start_engine
 from grpo_megatron.generation.options import GenerateOptions
 from grpo_megatron.generation.settings import GenerationSettings, prepare_generation
 from grpo_megatron.parallel.mesh import destroy_mesh
+from grpo_megatron.reading import reason_of, visible
 from grpo_megatron.rollout.engine import Request, StopTexts, sample_seed
 from grpo_megatron.storage.files import write_file
 
@@ -47,7 +48,7 @@ def generate(options: GenerateOptions, start_ranks: StartRanks | None) -> int:
         hold_chat(answerer)
     elif options.samples == 1 and options.prompt is not None and options.output is None and not options.json:
         [[answer]] = answerer.all_answers()
-        print(answer.text, flush=True)
+        _show(f"{answer.text}\n")
         if answer.finish_reason == "length":
             _tell(f"(cut after {answer.num_tokens} tokens: --max-tokens)")
     else:
@@ -66,7 +67,7 @@ def _check_output(output: Path | None) -> None:
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output {str(output)!r}: its folder cannot be made ({error.strerror})") from error
+        raise ConfigError(f"--output {str(output)!r}: its folder cannot be made ({reason_of(error)})") from error
 
 
 def _write_rows(answerer: Answerer) -> None:
@@ -95,12 +96,12 @@ def _write_rows(answerer: Answerer) -> None:
         return
     if output is None:
         for row in rows():
-            print(row, end="", flush=True)
+            _show(row)
     else:
         try:
             write_file(output, rows())
         except OSError as error:
-            raise ConfigError(f"--output {str(output)!r} cannot be written: {error.strerror}") from error
+            raise ConfigError(f"--output {str(output)!r} cannot be written: {reason_of(error)}") from error
     where = f" in {output}" if output is not None else ""
     _tell(f"{counts[0]} answers{where}, {counts[1]} tokens in {time.monotonic() - start:.1f} s")
 
@@ -273,11 +274,8 @@ def _answer(answerer: Answerer, messages: Messages, turn: int) -> str | None:
         )
         return None
 
-    def show(piece: str) -> None:
-        print(piece, end="", flush=True)
-
     with _ctrl_c_pressed() as is_pressed:
-        answer = answerer.streamed(ids, f"chat/{turn}", min(settings.max_tokens, room), show, is_pressed)
+        answer = answerer.streamed(ids, f"chat/{turn}", min(settings.max_tokens, room), _show, is_pressed)
     print(flush=True)
     if answer.finish_reason in EARLY_ENDS:
         _tell(f"({EARLY_ENDS[answer.finish_reason]} after {answer.num_tokens} tokens)")
@@ -299,6 +297,11 @@ def _ctrl_c_pressed() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(pressed)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _show(text: str) -> None:
+    """To a file as it is."""
+    print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def _tell(line: str) -> None:

@@ -29,7 +29,7 @@ from grpo_megatron.migration.trainers import (
     Settings,
     as_list,
 )
-from grpo_megatron.reading import ReadError, parse_yaml, read_text, shown
+from grpo_megatron.reading import TOO_DEEP, ReadError, parse_yaml, read_text, reason_of, shown, visible
 from grpo_megatron.storage.files import write_file
 
 REQUIRED = {"model.path": "a Hugging Face folder on this machine", "data.train_files": "files of rows"}
@@ -143,7 +143,10 @@ def _inline(value: Any) -> str:
     """A value as YAML on one line."""
     if isinstance(value, float):
         return repr(value) if "e" not in repr(value) or "." in repr(value) else repr(value).replace("e", ".0e")
-    return json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except TypeError:  # a literal of Python whose keys are tuples
+        return json.dumps(shown(value))
 
 
 # -- Their settings, from what users have: a YAML or JSON file, a shell script, or a Python script ---------------------
@@ -169,9 +172,9 @@ def read_settings(path: Path, overrides: list[str]) -> Settings:
             settings = _shell(text, dict(override.partition("=")[::2] for override in overrides))
             settings = _base(settings, path) | settings
     except OSError as error:
-        raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {shown(str(path))}: {reason_of(error)}") from error
     except (ReadError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"{shown(str(path))}: {error}") from error
+        raise ConfigError(f"{shown(str(path))}: {str(error) or TOO_DEEP}") from error
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
@@ -302,14 +305,14 @@ def import_config(options: ImportOptions) -> int:
     for written, warning in result.warnings:
         print(f"warning: {written}: {warning}", file=sys.stderr)
     if output is None:
-        print(text, end="")
+        print(visible(text), end="")
         return 0
     if output.exists():
         raise ConfigError(f"--output {output} exists; name another file, or remove it")
     try:
         write_file(output, text)
     except OSError as error:
-        raise ConfigError(f"cannot write --output {output}: {error.strerror}") from error
+        raise ConfigError(f"cannot write --output {output}: {reason_of(error)}") from error
     left = sum(value == CHANGE_ME for value, _ in result.values.values())
     print(
         f"{output}: {len(result.values)} keys, {left} of them {CHANGE_ME}; {len(result.warnings)} warnings",

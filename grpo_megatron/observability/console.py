@@ -23,6 +23,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.observability.metrics import REPORT_FILE, Sink, Sinks
 from grpo_megatron.observability.progress import FIRST_LINE_S, StepProgress
 from grpo_megatron.pages.run_folder import METRICS_FILE, read_metrics
+from grpo_megatron.reading import visible
 
 # -- columns of runs that draw samples, and of supervised ones ---------------------------------------------------------
 
@@ -179,6 +180,7 @@ class ConsoleSink(Sink):
         self._bar.update(min(step + 1, self._bar.total) - self._bar.n)  # after the last step, validation logs once more
 
     def note(self, text: str) -> None:
+        text = visible(text)
         if self._bar.disable:
             print(text, file=self._stream, flush=True)
         else:

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, TextIO
 from grpo_megatron.config import ConfigError, TrainerConfig
 from grpo_megatron.observability.console import ConsoleSink, console_columns
 from grpo_megatron.observability.metrics import JsonlSink, ReportSink, ShownGroups, Sink, Sinks
-from grpo_megatron.pages.kit import OTHER, page_panels, visible
+from grpo_megatron.pages.kit import OTHER, page_panels
 from grpo_megatron.pages.run_folder import METRICS_FILE, flat_config
+from grpo_megatron.reading import visible
 from grpo_megatron.storage.run_files import add_event
 
 # -- trackers ----------------------------------------------------------------------------------------------------------

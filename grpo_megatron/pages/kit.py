@@ -18,24 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_megatron.pages.run_folder import RunFolder, rounded
-from grpo_megatron.reading import parse_yaml
+from grpo_megatron.reading import parse_yaml, visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 PAGE_PARTS = Path(__file__).parent / "page"
-# Control characters but the line end and the tab; marks that turn the direction of writing; halves of surrogate pairs.
-STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def visible(text: str) -> str:
-    """Show characters that steer a terminal, or reorder its text, as <U+001B>."""
-    return STEERING.sub(lambda match: f"<U+{ord(match[0]):04X}>", text)
-
-
-def visible_line(text: str) -> str:
-    """Make the text visible, in one line."""
-    return " ".join(visible(text).split())
 
 
 def html_page(kind: str, title: str, data: Any, **parts: Any) -> str:

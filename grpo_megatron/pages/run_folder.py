@@ -15,11 +15,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 
-from grpo_megatron.reading import parse_yaml
+import msgspec
+
+from grpo_megatron.reading import MAX_YAML, ReadError, check_regular, parse_yaml, read_json, read_text
 from grpo_megatron.storage.files import write_file
-from grpo_megatron.storage.run_files import read_events
+from grpo_megatron.storage.run_files import LONGEST_S, read_events
 
 # -- metrics.jsonl: one JSON object per step, {"step": 3, "critic/score/mean": 0.25, ...}; null: a number that is not finite
 
@@ -27,6 +29,7 @@ METRICS_FILE = "metrics.jsonl"
 StepMetrics = dict[str, Any]  # one line: "step", and a number or null per metric
 READ_AT_ONCE = 1 << 24  # bytes
 MAX_BUCKETS = 400
+LONG_INTEGER = 16  # digits
 DIGITS = 6  # significant ones
 
 
@@ -34,15 +37,21 @@ def metric_rows(lines: Iterable[bytes]) -> Iterator[StepMetrics]:
     """The JSON objects of these lines that have a step. Lines that are cut off or damaged are left out, whatever their bytes."""
     for line in lines:
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_int=_number)
         except (ValueError, RecursionError):  # no JSON, no UTF-8
             continue
         if isinstance(row, dict) and type(row.get("step")) is int:
             yield row
 
 
+def _number(digits: str) -> float:
+    """A step is an integer; one of thousands of digits would not fit into a float."""
+    return int(digits) if len(digits) < LONG_INTEGER else float(digits)
+
+
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Read the objects of a metrics.jsonl in file order, without damaged lines. Raises OSError."""
+    """Read the objects of a metrics.jsonl in file order, without damaged lines. Raises OSError, ReadError."""
+    check_regular(path)
     return list(metric_rows(path.read_bytes().splitlines()))
 
 
@@ -158,6 +167,21 @@ SAMPLES_FILE = "report_samples.jsonl"
 MAX_STEPS, NEWEST = 12, 5  # steps that are kept; the first one, the newest ones, and others between them
 
 
+class _KeptSample(TypedDict):
+    """The parts of a sample that are read here; the page reads more."""
+
+    reward: float | None
+    advantage: float | None
+    tokens: int
+    pieces: list[tuple[str, float | None, float | None]]
+
+
+class _KeptGroup(TypedDict):
+    prompt: str
+    answer: str
+    samples: Annotated[list[_KeptSample], msgspec.Meta(min_length=1)]
+
+
 class KeptSamples:
     """The steps whose samples are kept in the file, with those of earlier attempts."""
 
@@ -165,11 +189,7 @@ class KeptSamples:
         """`first_step`: later steps of an earlier attempt are dropped; None keeps all."""
         self.path = folder / SAMPLES_FILE
         rows = read_metrics(self.path) if self.path.is_file() else []
-        self.steps = [
-            row
-            for row in rows
-            if isinstance(row.get("groups"), list) and (first_step is None or row["step"] < first_step)
-        ]
+        self.steps = [row for row in rows if _is_kept_step(row) and (first_step is None or row["step"] < first_step)]
 
     def add(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
         """Keep the step, and write the file. Raises OSError."""
@@ -178,6 +198,14 @@ class KeptSamples:
             steps = [kept["step"] for kept in self.steps]
             del self.steps[min(range(1, len(steps) - NEWEST), key=lambda n: (steps[n + 1] - steps[n - 1], n))]
         write_file(self.path, (json.dumps(kept) + "\n" for kept in self.steps))
+
+
+def _is_kept_step(row: StepMetrics) -> bool:
+    try:
+        msgspec.convert(row.get("groups"), list[_KeptGroup])
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 # -- all files of a run ------------------------------------------------------------------------------------------------
@@ -215,7 +243,7 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        return self.settings.get("trainer.experiment_name") or self.folder.resolve().name
+        return str(self.settings.get("trainer.experiment_name") or self.folder.resolve().name)
 
     def update(self) -> None:
         self._read_metrics()
@@ -230,8 +258,9 @@ class RunFolder:
     def _read_metrics(self) -> None:
         """Add the new whole lines to the curves. A file that was replaced is read from its beginning."""
         try:
+            check_regular(self.folder / METRICS_FILE)
             file = (self.folder / METRICS_FILE).open("rb")
-        except OSError:
+        except (OSError, ReadError):
             return
         with file:
             status = os.fstat(file.fileno())
@@ -246,14 +275,14 @@ class RunFolder:
                 rows = list(metric_rows(lines))
                 self.curves.add(rows)
                 seconds = [row.get("timing_s/step") for row in rows[-RECENT:]]
-                self._step_seconds.extend(value for value in seconds if isinstance(value, int | float))
+                self._step_seconds.extend(s for s in seconds if isinstance(s, int | float) and 0 <= s < LONGEST_S)
 
     def _config(self, path: Path) -> FlatSettings:
         """Reading YAML takes some 20 ms, so an unchanged file is read once."""
         try:
             changed = path.stat().st_mtime_ns
             if path not in self._configs or self._configs[path][0] != changed:
-                content = parse_yaml(path.read_text(encoding="utf-8"))
+                content = parse_yaml(read_text(path, MAX_YAML))
                 self._configs[path] = changed, flat_config(content if isinstance(content, dict) else {})
         except (OSError, ValueError):
             return {}
@@ -267,7 +296,7 @@ class RunFolder:
         """The steps of the newest config; None if it is not readable."""
         settings = self.settings | {key: now for _, changes in self.attempts for key, _, now in changes}
         total = settings.get("trainer.total_training_steps")
-        return total if isinstance(total, int) else None
+        return total if type(total) is int and 0 <= total < 10**LONG_INTEGER else None
 
     def steps_done(self) -> int:
         total = self.total_steps()
@@ -301,10 +330,13 @@ class RunFolder:
         """What rank 0 was doing at its last heartbeat; None without a readable one."""
         path = self.folder / "heartbeats" / "rank_00000.json"
         try:
-            beat, age_s = json.loads(path.read_text(encoding="utf-8")), time.time() - path.stat().st_mtime
+            beat, age_s = read_json(path), time.time() - path.stat().st_mtime
             phase = str(beat["phase"]).rpartition("/")[2]
-            return Now(phase, float(beat["phase_s"]), beat["step"], float(beat.get("step_s", 0.0)), max(0.0, age_s))
-        except (OSError, ValueError, KeyError, TypeError):
+            phase_s, step_s, step = float(beat["phase_s"]), float(beat.get("step_s", 0.0)), beat["step"]
+            if not (0 <= phase_s < LONGEST_S and 0 <= step_s < LONGEST_S and isinstance(step, int | None)):
+                return None
+            return Now(phase, phase_s, step, step_s, max(0.0, age_s))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None
 
 

@@ -41,6 +41,7 @@ from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
 from grpo_megatron.planning.search import Fit, PlannedLayout, estimated, fit, nearest_layouts
 from grpo_megatron.planning.traffic import border_traffic, weight_sync_lines
+from grpo_megatron.reading import reason_of
 from grpo_megatron.rollout.vllm_arguments import loops_over_requests
 from grpo_megatron.rollout.vllm_process import installed_vllm
 from grpo_megatron.storage.files import write_file
@@ -588,7 +589,7 @@ def write_resolved(config: Config, path: Path | None) -> str:
         try:
             write_file(path, text)
         except OSError as error:
-            raise ConfigError(f"cannot write --resolved-config {path}: {error.strerror}") from error
+            raise ConfigError(f"cannot write --resolved-config {path}: {reason_of(error)}") from error
         return str(path)
     output_dir, elsewhere = config.trainer.output_dir, "--resolved-config FILE writes it elsewhere"
     path = output_dir / "run.resolved.yaml"  # of a folder without a name of its own, such as "."
@@ -601,5 +602,5 @@ def write_resolved(config: Config, path: Path | None) -> str:
             path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, HEADER + text)
     except OSError as error:
-        return f"not written: {path}: {error.strerror}; {elsewhere}"
+        return f"not written: {path}: {reason_of(error)}; {elsewhere}"
     return str(path)

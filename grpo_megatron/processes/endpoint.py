@@ -1,21 +1,23 @@
 """POST to an HTTP endpoint, with retries and a deadline: for tools and rewards that ask a service. Standard library only.
 
 It tries again after a lost connection and after the statuses 408, 429 and 5xx, and waits 0.1 s, 0.2 s, 0.4 s, ... between,
-or longer where the service says so (Retry-After). The deadline is for all attempts together; no attempt begins after
-it. Redirects and proxies are not used, so headers reach no other host.
+or longer where the service says so (Retry-After). The deadline is for all attempts together, and for headers as for the body;
+no attempt begins after it. Redirects and proxies are not used, so headers reach no other host. A key that the service repeats
+is masked wherever it appears.
 """
 
 from __future__ import annotations
 
-import socket
+import functools
+import io
+import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.message import Message
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 FIRST_PAUSE_S = 0.1
 MAX_RESPONSE = 1 << 20  # bytes
@@ -36,7 +38,7 @@ class EndpointTimeout(EndpointError):
 
 
 @dataclass(frozen=True)
-class HttpResponse:
+class ServiceReply:
     """A response of status 200, after so many attempts."""
 
     data: bytes
@@ -44,17 +46,37 @@ class HttpResponse:
     attempts: int
 
 
-class _Direct(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        return None  # the status of the redirect is then an error
+def check_url(url: str, name: str) -> None:
+    """Raises ValueError unless `url` is an http address without user and password, which would be logged. `name`: its key."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise ValueError(f"{name} holds a user or password, which would be logged; set api_key_env")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{name}={url!r} is no http address such as http://HOST:8000/v1")
 
 
-OPENER = urllib.request.build_opener(_Direct, urllib.request.ProxyHandler({}))
+def key_of(variable: str | None, name: str) -> str | None:
+    """The key in an environment variable; None without one. Raises ValueError: it is not set, or no header can hold it."""
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(f"{name}={variable!r}: this environment variable is not set; export it before the start")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"{name}: the environment variable {variable!r} holds characters that no HTTP header may have")
+    return key
 
 
-def post_json(url: str, body: bytes, headers: Mapping[str, str], retries: int, deadline_s: float) -> HttpResponse:
-    """The response to `body`, which is JSON, within `deadline_s` seconds and `retries` + 1 attempts. Raises EndpointError."""
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers}, method="POST")
+def post_json(
+    url: str, body: bytes, headers: Mapping[str, str], retries: int, deadline_s: float, key: str | None = None
+) -> ServiceReply:
+    """The reply to `body`, which is JSON, within `deadline_s` seconds and `retries` + 1 attempts. Raises EndpointError.
+
+    `key` is sent as a bearer token. It is *** in the reply and in messages, which are stored with samples.
+    """
+    headers = {"Content-Type": "application/json", "Connection": "close", **headers}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
     end = time.monotonic() + deadline_s
     problem, reason, least_pause = "no attempt", "", 0.0
     for attempt in range(retries + 1):
@@ -63,36 +85,69 @@ def post_json(url: str, body: bytes, headers: Mapping[str, str], retries: int, d
             raise EndpointTimeout(f"no answer within {deadline_s:g} s ({problem})", reason)
         time.sleep(pause)
         try:
-            with OPENER.open(request, timeout=max(end - time.monotonic(), 0.001)) as response:
-                return HttpResponse(_read(response, end), response.headers, attempt + 1)
-        except urllib.error.HTTPError as error:
-            problem, reason = f"HTTP status {error.code}", _reason(error)
-            least_pause = _seconds(error.headers.get("Retry-After"))
-            error.close()
-            if error.code not in AGAIN:
-                break
+            status, received, data = _attempt(url, body, headers, end)
         except (OSError, HTTPException) as error:
-            problem, reason, least_pause = f"{type(error).__name__}: {error}", "", 0.0
+            problem, reason, least_pause = f"{type(error).__name__}: {error}".replace(key or "\0", "***"), "", 0.0
+            continue
+        data = data if key is None else data.replace(key.encode(), b"***")
+        if status == 200:
+            return ServiceReply(data, received, attempt + 1)
+        problem, reason = f"HTTP status {status}", data.decode("utf-8", "replace")[:MAX_REASON]
+        least_pause = _seconds(received.get("Retry-After"))
+        if status not in AGAIN:
+            break
     raise EndpointError(f"the service does not answer after {attempt + 1} attempts: {problem}", reason)
 
 
-def _read(response: Any, end: float) -> bytes:
-    """All of it. Each read has a time limit of its own, so a service that drips bytes is cut at the deadline here."""
-    data = bytearray()
-    while chunk := response.read1(1 << 16):
-        data += chunk
+def _attempt(url: str, body: bytes, headers: Mapping[str, str], end: float) -> tuple[int, Message, bytes]:
+    """Status, headers and data."""
+    parts = urlsplit(url)
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=_left(end))
+    connection.response_class = functools.partial(_TimedResponse, end)  # type: ignore[assignment]
+    try:
+        connection.connect()
+        connection.sock.settimeout(_left(end))
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.request("POST", target, body, dict(headers))
+        response = connection.getresponse()
+        data = response.read(MAX_RESPONSE + 1)
         if len(data) > MAX_RESPONSE:
             raise EndpointError(f"the response has more than {MAX_RESPONSE} bytes")
-        if time.monotonic() > end:
-            raise socket.timeout("the response took too long")  # noqa: UP041 - handled as a lost connection
-    return bytes(data)
+        return response.status, response.headers, data
+    finally:
+        connection.close()
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
-    try:  # read1: one read, so that a service that drips bytes takes no longer
-        return str(error.fp.read1(4 * MAX_REASON).decode("utf-8", "replace")[:MAX_REASON])  # type: ignore[attr-defined]
-    except (OSError, HTTPException, AttributeError):
-        return ""
+class _TimedResponse(HTTPResponse):
+    """A response that is read until `end` at the latest. A time limit of a socket is for each read alone."""
+
+    def __init__(self, end: float, sock: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
+        self.fp = io.BufferedReader(_TimedReader(end, sock, self.fp))
+
+
+class _TimedReader(io.RawIOBase):
+    def __init__(self, end: float, sock: Any, file: Any) -> None:
+        self._end, self._socket, self._file = end, sock, file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._socket.settimeout(_left(self._end))
+        return int(self._socket.recv_into(buffer))
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _left(end: float) -> float:
+    """Seconds until `end`. Raises TimeoutError after it."""
+    if (left := end - time.monotonic()) <= 0:
+        raise TimeoutError("the response took too long")
+    return left
 
 
 def _seconds(retry_after: str | None) -> float:

@@ -13,8 +13,9 @@ from typing import Annotated, TextIO
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.observability.progress import duration
-from grpo_megatron.pages.kit import page_panels, render_report, visible, visible_line
+from grpo_megatron.pages.kit import page_panels, render_report
 from grpo_megatron.pages.run_folder import METRICS_FILE, RunFolder
+from grpo_megatron.reading import visible, visible_line
 from grpo_megatron.storage.files import write_file
 
 PLAIN_WIDTH = 100  # characters of a line where there is no terminal

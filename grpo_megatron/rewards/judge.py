@@ -15,15 +15,13 @@ import asyncio
 import functools
 import hashlib
 import json
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from grpo_megatron.processes.endpoint import EndpointError, EndpointTimeout, post_json
+from grpo_megatron.processes.endpoint import EndpointError, EndpointTimeout, check_url, key_of, post_json
+from grpo_megatron.reading import ReadError, read_text
 from grpo_megatron.rewards.reward import rewards
 
 PATTERN = r"(?im)^[ \t*#>`_-]*(?:score|verdict|rating)[ \t*:=`_]*(-?[0-9]+(?:\.[0-9]+)?)"
@@ -64,13 +62,14 @@ async def judge_reward(
     question, response = (_cut(text, max_characters) for text in (prompt_text, completion))
     fields = {"question": question, "response": response, "answer": answer}
     text = FIELDS.sub(lambda match: fields[match[1]], _template(prompt))  # once: braces in a response stay as they are
-    url = _url(base_url)
+    check_url(base_url, "judge: base_url")
+    url = base_url.rstrip("/") + "/chat/completions"
     message = {"role": "user", "content": text.encode("utf-8", "replace").decode()}  # no halves of surrogate pairs
     body = json.dumps({"model": model, "messages": [message], **OPTIONS, **(options or {})}).encode()
     place = hashlib.sha256(url.encode() + b"\0" + body).digest()
     attempts = 0
     if (verdict := _verdicts.get(place)) is None:
-        reply, attempts = await _ask(url, body, _key(api_key_env), retries, timeout_s)
+        reply, attempts = await _ask(url, body, key_of(api_key_env, "judge: api_key_env"), retries, timeout_s)
         _verdicts[place] = verdict = _verdict(reply, pattern, low, high)
         while len(_verdicts) > cache_size:
             _verdicts.popitem(last=False)
@@ -80,46 +79,20 @@ async def judge_reward(
 
 async def _ask(url: str, body: bytes, key: str | None, retries: int, timeout_s: float) -> tuple[bytes, int]:
     """(reply, number of attempts)."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        response = await asyncio.to_thread(post_json, url, body, headers, retries, timeout_s)
+        reply = await asyncio.to_thread(post_json, url, body, {}, retries, timeout_s, key)
     except EndpointError as error:
         message = f"the judge at {url}: {error}" + (f": {' '.join(error.reason.split())}" if error.reason else "")
-        if key is not None:
-            message = message.replace(key, "***")  # a service may repeat it
         raise (TimeoutError if isinstance(error, EndpointTimeout) else ConnectionError)(message) from None
-    return response.data, response.attempts
-
-
-def _url(base_url: str) -> str:
-    parts = urlsplit(base_url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"judge: base_url={base_url!r} is no http address such as http://HOST:8000/v1")
-    if "@" in parts.netloc:
-        raise ValueError("judge: base_url holds a user or password, which would be logged; set api_key_env")
-    return base_url.rstrip("/") + "/chat/completions"
-
-
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ValueError(
-            f"judge: api_key_env={variable!r}: this environment variable is not set; export it before the start"
-        )
-    if not key.isascii() or not key.isprintable() or " " in key:
-        raise ValueError(f"judge: the environment variable {variable!r} holds characters that no HTTP header may have")
-    return key
+    return reply.data, reply.attempts
 
 
 @functools.lru_cache(maxsize=16)
 def _template(path: str) -> str:
-    with Path(path).open("rb") as file:
-        content = file.read(MAX_PROMPT_FILE + 1)
-    if len(content) > MAX_PROMPT_FILE:
-        raise ValueError(f"judge: prompt={path!r} has more than {MAX_PROMPT_FILE:,} bytes")
-    text = content.decode("utf-8")
+    try:
+        text = read_text(path, MAX_PROMPT_FILE)
+    except ReadError as error:
+        raise ValueError(f"judge: prompt={path!r} {error}") from None
     if "{response}" not in text:
         raise ValueError(
             f"judge: prompt={path!r} has no field {{response}}, so that the judge would not see the response"

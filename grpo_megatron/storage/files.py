@@ -31,6 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.reading import ReadError, check_regular, read_json, read_text, reason_of, visible_line
 from grpo_megatron.storage import StorageError
 
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
@@ -146,6 +147,17 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
+def open_lock(path: Path) -> int:
+    """The descriptor of a lock's file, which is made where there is none. Raises StorageError for a folder, FIFO or device."""
+    try:
+        check_regular(path)
+    except ReadError as error:
+        raise StorageError(f"{path} {error}; remove it") from error
+    except FileNotFoundError:
+        pass
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
+
+
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -219,7 +231,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         return {name: _checked_entry(name, entry) for name, entry in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise StorageError(f"{path}: not a readable manifest ({type(error).__name__}: {error})") from error
@@ -274,7 +286,7 @@ class Verification:
                 if sha256_of(self.folder / name) != entry["sha256"]:
                     self.problems.append(f"{name}: sha256 differs, its content has changed since it was written")
             except OSError as error:
-                self.problems.append(f"{name}: {error.strerror}")
+                self.problems.append(f"{name}: {reason_of(error)}")
 
     def finish(self) -> bool:
         """Wait for the thread. False when there is no manifest. Raises StorageError that names every changed file."""
@@ -295,6 +307,7 @@ class Verification:
 # requeued, is waited for. A file system without locks is used without one, with a warning.
 
 LOCK_FILE = ".lock"
+MAX_SIGNATURE = 4096  # bytes
 SAME_JOB_S = 180.0  # a server of NFS releases the locks of a dead machine after 90 s
 JOB = "SLURM_JOB_ID"
 
@@ -304,7 +317,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK_FILE
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor = open_lock(self.path)
         try:
             self._take(time.monotonic() + SAME_JOB_S)
             self._sign()
@@ -359,9 +372,10 @@ def lock_holder(folder: Path) -> str | None:
     """
     path = folder / LOCK_FILE
     try:
+        check_regular(path)
         if _is_free(path, fcntl.LOCK_SH):
             return None
-    except OSError:
+    except (OSError, ReadError):
         return None
     holder = _signature(path)
     return None if _is_of_this_job(holder) else holder
@@ -379,8 +393,8 @@ def in_use_by(holder: str) -> str:
 
 
 def _signature(path: Path) -> str:
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text(encoding="utf-8").strip()
+    with contextlib.suppress(OSError, ReadError):
+        return visible_line(read_text(path, MAX_SIGNATURE))
     return ""
 
 

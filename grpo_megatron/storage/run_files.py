@@ -16,9 +16,12 @@ import json
 import os
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+from grpo_megatron.reading import ReadError, check_regular, read_json, reason_of
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import sync_path, write_file
 
@@ -40,15 +43,26 @@ def steps_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def step_in(checkpoint: Path) -> int:
-    """The number of steps that a checkpoint has done, from its content. Raises OSError, ValueError and KeyError."""
-    return int(json.loads((checkpoint / STEP_FILE).read_text())["step"])
+IN_STEP_FILE: dict[str, type] = {"step": int, "config": dict, "run": dict, "policy": dict, "world_size": int}
 
 
-def saved_config(checkpoint: Path) -> dict[str, Any]:
-    """The config of the run that wrote the checkpoint, as plain JSON. Raises OSError, ValueError and KeyError."""
-    config: dict[str, Any] = json.loads((checkpoint / STEP_FILE).read_text())["config"]
-    return config
+def read_step(checkpoint: Path, *keys: str) -> dict[str, Any]:
+    """What a checkpoint's trainer.json holds, with these keys of IN_STEP_FILE. Raises StorageError: damaged, or not there."""
+    return read_stored(checkpoint / STEP_FILE, {key: IN_STEP_FILE[key] for key in keys})
+
+
+def read_stored(path: Path, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint, with values of these kinds. Raises StorageError."""
+    try:
+        content = read_json(path)
+    except (OSError, ReadError) as error:
+        raise StorageError(
+            f"{path} {f'cannot be read: {reason_of(error)}' if isinstance(error, OSError) else error}"
+        ) from error
+    for key, kind in kinds.items():
+        if type(content.get(key) if isinstance(content, dict) else None) is not kind:
+            raise StorageError(f"{path} is damaged: it lacks the key {key!r}, or its value is wrong")
+    return content  # type: ignore[no-any-return]
 
 
 # -- The folder of rollout files (trainer.rollout_data_dir). It belongs to one run -------------------------------------
@@ -76,7 +90,7 @@ def owner_problem(folder: Path, output_dir: Path) -> str | None:
     if not rollout_files(folder):
         return None
     try:
-        owner = json.loads((folder / OWNER_FILE).read_text(encoding="utf-8"))["output_dir"]
+        owner = read_json(folder / OWNER_FILE)["output_dir"]
     except (OSError, ValueError, KeyError, TypeError):
         owner = "an unknown run"
     if owner == _relative(output_dir, folder):
@@ -113,6 +127,7 @@ def remove_rollouts_from(folder: Path, first_step: int) -> None:
 EVENTS_FILE = "events.jsonl"
 EVENT_KINDS = ("started", "resumed", "guard", "stopped", "stalled", "failed", "done")
 LONGEST_TEXT = 2000  # characters
+LONGEST_TIME = 2.0**37  # seconds: the year 6325, which every calendar has
 
 
 def add_event(output_dir: Path, kind: str, step: int | None, text: str = "") -> None:
@@ -126,15 +141,16 @@ def add_event(output_dir: Path, kind: str, step: int | None, text: str = "") -> 
 def read_events(output_dir: Path) -> list[dict[str, Any]]:
     """The events in file order. Damaged lines are left out; without a file there are none."""
     try:
+        check_regular(output_dir / EVENTS_FILE)
         lines = (output_dir / EVENTS_FILE).read_bytes().splitlines()
-    except OSError:
+    except (OSError, ReadError):
         return []
     events = []
     for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError, OverflowError):
             event = json.loads(line)
             is_event = isinstance(event, dict) and event.get("kind") in EVENT_KINDS
-            if is_event and isinstance(event.get("time"), float | int):
+            if is_event and 0 <= float(event["time"]) < LONGEST_TIME and type(event.get("step")) in (int, NoneType):
                 events.append({"step": None, "text": "", **event})
     return events
 
@@ -142,8 +158,8 @@ def read_events(output_dir: Path) -> list[dict[str, Any]]:
 # -- How long the last start with the same model took, so that the first line of the next run can say it ---------------
 # The file starts.json, {"2 ranks of MODEL": seconds}, has the last MAX_STARTS. It may be deleted at any time.
 
-STARTS_FILE, MAX_STARTS = "starts.json", 50
-LONGEST_S = 1e6  # of a start; what is longer was not written here
+STARTS_FILE, MAX_STARTS, MAX_STARTS_FILE = "starts.json", 50, 1 << 20  # the last one: bytes
+LONGEST_S = 1e6  # of a start, a phase or a step; what is longer was not measured
 BEGAN = "GRPO_MEGATRON_START"  # in the environment of ranks: the start's Unix time, a space, its name in the file
 
 
@@ -175,6 +191,6 @@ def finish_start() -> None:
 
 def _known() -> dict[str, float]:
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        known = json.loads(starts_path().read_bytes()).items()
+        known = read_json(starts_path(), MAX_STARTS_FILE).items()
         return {name: s for name, s in known if type(s) in (int, float) and 0 <= s < LONGEST_S}  # not NaN
     return {}

@@ -54,7 +54,7 @@ from grpo_megatron.storage.files import (
     write_file,
     write_manifest,
 )
-from grpo_megatron.storage.run_files import STEP_FILE, on_disk, steps_of
+from grpo_megatron.storage.run_files import IN_STEP_FILE, STEP_FILE, on_disk, read_step, read_stored, steps_of
 
 DAMAGED = ".damaged"
 log = logging.getLogger(__name__)
@@ -93,7 +93,8 @@ class TrainedModel:
     def load(self, folder: Path, *, same_world: bool) -> None:
         """Collective: the inverse of `save`, in any layout. Raises RankError."""
         target = folder / self.folder_name
-        content = _read_json(self.model.mesh, target, self.file_name)
+        task, file = f"cannot read checkpoint {target}", target / self.file_name
+        content = on_every_rank(self.model.mesh, task, lambda: read_stored(file, {}))
         with self.model.in_use():
             load_sharded(self.model, target / "state", same_world=same_world)
         self.restore(content)
@@ -160,6 +161,7 @@ class Checkpoints:
             files = read_manifest(path) or {}
             if self.mesh.rank == 0 and check_sizes(path) is None:
                 found.append(f"it has no {MANIFEST_FILE}")
+            read_step(path, *IN_STEP_FILE)  # a file may be whole and still be none of ours
             if self.verify == "full":
                 for name, entry in sorted(files.items())[self.mesh.rank :: self.mesh.world_size]:
                     if sha256_of(path / name) != entry["sha256"]:
@@ -274,7 +276,7 @@ class Checkpoints:
 
     def load(self, path: Path, policy: Policy, parts: Sequence[TrainedModel] = ()) -> int:
         """Collective: restore the policy and the parts. Returns the number of steps that the checkpoint has done."""
-        content = _read_json(self.mesh, path, STEP_FILE)
+        content = on_every_rank(self.mesh, f"cannot read checkpoint {path}", lambda: read_step(path, *IN_STEP_FILE))
         same_world = content["world_size"] == self.mesh.world_size
         load_sharded(policy, path / "state", same_world=same_world)
         policy.load_state(content["policy"])
@@ -284,10 +286,6 @@ class Checkpoints:
         return int(content["step"])
 
 
-def _read_json(mesh: Mesh, folder: Path, name: str) -> Any:
-    return on_every_rank(mesh, f"cannot read checkpoint {folder}", lambda: json.loads((folder / name).read_text()))
-
-
 def checkpoint_bytes(arch: Architecture, dtype: str) -> int:
     """The size of a policy's checkpoint with optimizer: 14 bytes per parameter in bfloat16. A reward model or critic is extra."""
     return sum(map(math.prod, hf_shapes(arch).values())) * (DTYPE_BYTES[dtype] + SAVED_OPTIMIZER_BYTES)
@@ -295,4 +293,4 @@ def checkpoint_bytes(arch: Architecture, dtype: str) -> int:
 
 def run_state(path: Path) -> dict[str, Any]:
     """The `run` that was passed to `Checkpoints.save`."""
-    return json.loads((path / STEP_FILE).read_text()).get("run", {})  # type: ignore[no-any-return]
+    return read_step(path, "run")["run"]  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,11 +94,9 @@ class Validator:
             graded = [sample for sample in samples if self.mesh.is_block_leader and not is_declined(sample)]
             ranks = self.mesh.all_gather([self._row(sample) for sample in graded])
             rows = sorted((row for of_rank in ranks for row in of_rank), key=lambda row: (row.prompt_index, row.index))
-        if self.mesh.rank == 0 and self.num_logged_samples:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            text = "\n".join(row.example for row in rows if row.example is not None)
+        if self.num_logged_samples:
             path = self.folder / f"step_{version:06d}.txt"
-            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            on_first_rank(self.mesh, f"cannot write {path}", lambda: _write_examples(path, rows))
         return summarize(rows, self.val.n)
 
     def _row(self, sample: Sample) -> ValidationRow:
@@ -117,6 +116,12 @@ class Validator:
             reward_metrics=tuple(sorted(extra.items())),
             example=_example(sample, value, is_truncated) if is_logged else None,
         )
+
+
+def _write_examples(path: Path, rows: Sequence[ValidationRow]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(row.example for row in rows if row.example is not None)
+    write_file(path, text.encode("utf-8", "backslashreplace").decode())
 
 
 def _example(sample: Sample, value: float, is_truncated: bool) -> str:

@@ -210,7 +210,7 @@ def test_a_fifo_or_device_is_no_input_file(tmp_path: Path, read: Callable[[Path]
     (tmp_path / "folder.jsonl").mkdir()
     assert "is a FIFO, not a regular file" in refusal(read, tmp_path / "fifo.jsonl")
     assert "is a device, not a regular file" in refusal(read, tmp_path / "zero.jsonl")
-    assert "Is a directory" in refusal(read, tmp_path / "folder.jsonl")
+    assert "is a folder, not a regular file" in refusal(read, tmp_path / "folder.jsonl")
     assert "a name in it has 306 bytes" in refusal(read, tmp_path / ("x" * 300 + ".jsonl"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -148,3 +149,11 @@ def test_a_report_that_cannot_be_written_is_printed(rank_0: Path, capsys: pytest
     (rank_0.parent / "0" / "error.partial").mkdir()
     assert failures.report_failure(ConfigError("a=1")) == 2
     assert capsys.readouterr().err == "error: a=1\n"
+
+
+def test_a_full_disk_is_no_traceback_and_no_text_steers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failures.report_failure(OSError(errno.ENOSPC, "No space left on device", "out/a.txt")) == 1
+    message = "error: [Errno 28] No space left on device: 'out/a.txt'; make room, and start again\n"
+    assert capsys.readouterr().err == message
+    assert failures.report_failure(ConfigError("the key \x1b[31m\x9b")) == 2
+    assert capsys.readouterr().err == "error: the key <U+001B>[31m<U+009B>\n"

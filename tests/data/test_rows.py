@@ -6,6 +6,7 @@ import datetime
 import decimal
 import json
 import shutil
+import struct
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,32 @@ def test_rows_are_not_held_in_memory(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < file.stat().st_size / 10
+
+
+def test_a_parquet_file_that_repeats_a_value_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """448 bytes would become 6.5 GB."""
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), pa.array(["x" * 65_536]))
+    pq.write_table(pa.table({"prompt": repeated}), tmp_path / "a.parquet", compression="zstd", store_schema=False)
+    assert (tmp_path / "a.parquet").stat().st_size < 1000
+    monkeypatch.setattr(rows_module, "MAX_GROUP", 1 << 20)
+    rows = open_rows(tmp_path / "a.parquet")
+    with pytest.raises(
+        ConfigError, match=r"a.parquet' has .* bytes or more in row group 0 .* at most 1,048,576 .* or as .jsonl"
+    ):
+        next(rows.rows(0, 1))
+    monkeypatch.setattr(rows_module, "MAX_GROUP", 1 << 10)
+    with pytest.raises(ConfigError, match="at most 1,024 are accepted"):
+        open_rows(tmp_path / "a.parquet")
+
+
+def test_an_arrow_file_with_a_wrong_offset_ends_no_process(tmp_path: Path) -> None:
+    content = arrow_stream(tmp_path / "a.arrow", [{"prompt": "a" * 10}] * 7).read_bytes()
+    place = content.index(struct.pack("<3i", 0, 10, 20)) + 4
+    (tmp_path / "b.arrow").write_bytes(content[:place] + struct.pack("<i", 1 << 30) + content[place + 4 :])
+    with pytest.raises(
+        ConfigError, match=r"b.arrow' is no arrow file .*offset for slot 1 out of bounds: 1073741824 > 70"
+    ):
+        list(open_rows(tmp_path / "b.arrow").rows(0, 7))
+    (tmp_path / "c.arrow").write_bytes(b"\x00" + content[1:])
+    with pytest.raises(ConfigError, match=r"cannot read data file '.*c.arrow': (?!None)."):
+        open_rows(tmp_path / "c.arrow")

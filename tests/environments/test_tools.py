@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -182,7 +185,8 @@ class Stub(BaseHTTPRequestHandler):
             self.connection.close()
             return
         status = {"/busy": 503 if count < 3 else 200, "/down": 500, "/wrong": 400, "/moved": 302}.get(self.path, 200)
-        body = {"/text": f"{query} {count}".encode(), "/huge": b"x" * (1 << 21)}.get(self.path)
+        key = str(self.headers.get("Authorization"))
+        body = {"/text": f"{query} {count}".encode(), "/huge": b"x" * (1 << 21), "/echo": key.encode()}.get(self.path)
         self.send_response(status)
         self.send_header("Content-Type", "text/plain" if body else "application/json; charset=utf-8")
         self.send_header("Location", "/text")
@@ -258,3 +262,32 @@ def test_a_corpus_that_is_none(text: str, problem: str, tmp_path: Path) -> None:
         kwargs = {"tools": ["search"], "search": {"corpus": str(path)}}
         with pytest.raises(RuntimeError, match=expected):
             turns([""], **kwargs)
+
+
+@pytest.mark.parametrize("begin", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["headers", "body"])
+def test_a_service_that_drips_is_cut_at_the_deadline(begin: bytes) -> None:
+    """A byte every 20 ms for 20 s: each read is short, and together they never end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(begin)
+                for _ in range(1000):
+                    connection.sendall(b"x")
+                    time.sleep(0.02)
+
+        threading.Thread(target=drip, daemon=True).start()
+        with pytest.raises(ToolError, match="the response took too long|no answer within 0.3 s|timed out"):
+            remote("a", url=f"http://127.0.0.1:{server.getsockname()[1]}", retries=0, deadline_s=0.3)
+
+
+def test_a_key_reaches_the_service_and_no_text(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REMOTE_KEY", "sk-very-secret")
+    assert remote("f", url=f"{stub}/text", api_key_env="REMOTE_KEY") == "f 1"
+    assert remote("g", url=f"{stub}/echo", api_key_env="REMOTE_KEY") == "Bearer ***"
+    with pytest.raises(ValueError, match="remote: api_key_env='NO_KEY': this environment variable is not set"):
+        remote("h", url=stub, api_key_env="NO_KEY")
+    with pytest.raises(ValueError, match="holds a user or password") as raised:
+        remote("h", url="http://me:sk-very-secret@host")
+    assert "sk-very" not in str(raised.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -389,3 +390,20 @@ def test_the_tables_name_keys_of_ours() -> None:
         ours |= {*trainer.implied, *(rule.ours for rule in trainer.rules.values() if rule.ours)}
         assert not [key for key in ours if not any(key == one or key.startswith(f"{one}.") for one in known)]
         assert all(trainer.rule(key, {}) or trainer.prefixes for key in trainer.defaults)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", "GRPOConfig(beta={(1, 2): 3})"),
+        ("a.py", f"GRPOConfig(beta={'-' * 30_000}1)"),
+        ("a.yaml", 'data: {train_files: "\\e[31m\\x9b31m"}'),
+    ],
+)
+def test_a_hostile_source_gives_a_config_or_a_reason(
+    tmp_path: Path, name: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    with contextlib.suppress(ConfigError):
+        import_config(ImportOptions(trainer="trl" if name == "a.py" else "verl", file=tmp_path / name))
+    assert not {"\x1b", "\x9b"} & set(capsys.readouterr().out)

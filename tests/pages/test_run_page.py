@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from grpo_megatron.cli.main import main
-from grpo_megatron.pages.kit import appended_step, render_report, visible
+from grpo_megatron.pages.kit import appended_step, render_report
 from grpo_megatron.pages.run_folder import MAX_BUCKETS, RunFolder
+from grpo_megatron.reading import visible
 from tests.browser import DESKTOP, PHONE, WIDTHS, Browser
 from tests.pages.material import HOSTILE, event, group, make_run, metrics_of, sample
 from tests.runs import write_rows

@@ -7,11 +7,14 @@ import io
 import json
 import os
 import pty
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from grpo_megatron.pages.kit import render_report
 from grpo_megatron.pages.run_folder import RunFolder
 from grpo_megatron.report.cli import WatchOptions, sparkline, watch, watch_lines
 from tests.pages.material import HOSTILE, event, group, make_run, sample
@@ -112,3 +115,43 @@ def test_on_a_terminal_it_follows_until_the_run_ends(tmp_path: Path) -> None:
     os.close(master)
     text = b"".join(parts).decode()
     assert text.startswith("\x1b[?25l\x1b[H\x1b[Jrun: done, 40 of 40 steps") and text.endswith("\x1b[?25h")
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to every part of a value, but to the whole."""
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        yield (*place, key)
+        yield from places(part, (*place, key))
+
+
+def replaced(value: Any, place: tuple[Any, ...], new: Any) -> Any:
+    if not place:
+        return new
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    parts = {key: replaced(part, place[1:], new) if key == place[0] else part for key, part in pairs}
+    return parts if isinstance(value, dict) else list(parts.values())
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "report_samples.jsonl", "heartbeats/rank_00000.json", "config.yaml"])
+def test_any_value_in_any_place_is_no_traceback(tmp_path: Path, name: str) -> None:
+    samples, events = [group([sample(0, 1.0, "a")])], [event("guard", 2, "t")]
+    config = {"trainer": {"experiment_name": "n"}, "guards": {"entropy": {"low": 0.1}}}
+    folder = make_run(tmp_path / "run", steps=3, samples=samples, events=events, config=config)
+    beat(folder)
+    value = yaml.safe_load((folder / name).read_text())
+    for place in places(value):
+        for new in (None, -1, 10**400, "x", [], [1], {"a": 1}):
+            (folder / name).write_text(json.dumps(replaced(value, place, new)) + "\n")
+            run = RunFolder(folder)
+            run.update()
+            assert watch_lines(run, 80)
+    assert render_report([run])
+
+
+def test_files_that_would_block_are_passed_over(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    beat(folder)
+    for name in ("events.jsonl", "report_samples.jsonl", "heartbeats/rank_00000.json", "config.yaml"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+    assert lines_of(folder)[0] == "run: running, 40 steps, 10 s per step"

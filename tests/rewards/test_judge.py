@@ -40,7 +40,12 @@ class Stub(BaseHTTPRequestHandler):
         content = {"busy": "Score: 5", "none": None, "many": "Score: 1\nthen\n**Score: 9.5**"}.get(asked, asked)
         status = {"later": 429, "denied": 401, "hangs": 500}.get(asked, 200)
         reply = json.dumps({"choices": [{"message": {"content": content}}]})
-        texts = {"denied": f"wrong key: {self.headers.get('Authorization')}", "html": "<html>", "list": "[1]"}
+        texts = {
+            "denied": f"wrong key: {self.headers.get('Authorization')}",
+            "html": "<html>",
+            "echoes": str(self.headers.get("Authorization")),
+            "list": "[1]",
+        }
         self.send_response(status)
         self.send_header("Retry-After", "1000" if asked == "later" else "soon")
         self.end_headers()
@@ -110,6 +115,7 @@ def test_a_hostile_response_fills_no_field_and_is_cut(options: dict[str, Any]) -
         ("hangs", {"retries": 100, "timeout_s": 0.25}, TimeoutError, "no answer within 0.25 s "),
         ("later", {}, TimeoutError, r"no answer within 8 s \(HTTP status 429\)"),  # which would come in 1000 s
         ("html", {}, ValueError, "is no chat completion: b'<html>'"),
+        ("echoes", {}, ValueError, r"is no chat completion: b'Bearer \*\*\*'"),
         ("I like it", {}, ValueError, "has no verdict that `pattern` finds; it ends with 'I like it'"),
         ("Score: 11", {}, ValueError, "verdict 11 is not between 0 and 10"),
         ("Score: 5", {"low": 5, "high": 5}, ValueError, "low=5 must be below high=5"),
@@ -136,11 +142,17 @@ def test_failures(
 
 
 def test_a_prompt_that_cannot_be_used(options: dict[str, Any], tmp_path: Path) -> None:
-    for text, message in (("{answer}", "has no field {response}"), ("{response}" * 40_000, "more than 262,144 bytes")):
+    for text, message in (
+        ("{answer}", "has no field {response}"),
+        ("{response}" * 40_000, "has 400,000 bytes; at most 262,144"),
+    ):
         path = tmp_path / f"{len(text)}.txt"
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             judged("Score: 5", options, prompt=str(path))
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="zero' is a device, not a regular file"):
+        judged("Score: 5", options, prompt=str(tmp_path / "zero"))
     assert "Score: N" in judge._template(str(EXAMPLE))
 
 

@@ -13,8 +13,14 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron.evaluation.ledger import claim_output
 from grpo_megatron.storage import StorageError, files
 from grpo_megatron.storage.files import is_partial, new_folder, partial_of, publish_folder, write_file
+from grpo_megatron.storage.run_files import read_step
+
+
+def to_zero(path: Path) -> None:
+    path.symlink_to("/dev/zero")
 
 
 def names(folder: Path) -> list[str]:
@@ -205,3 +211,20 @@ def test_a_file_system_without_locks_says_so(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(OSError, match="No locks available"), new_folder(tmp_path / "out"):
         pass
+
+
+@pytest.mark.parametrize(("kind", "make"), {"folder": Path.mkdir, "FIFO": os.mkfifo, "device": to_zero}.items())
+def test_a_lock_that_is_no_file_is_refused_by_name(tmp_path: Path, kind: str, make: Callable[[Path], None]) -> None:
+    make(tmp_path / ".lock")
+    with pytest.raises(StorageError, match=rf"/.lock is a {kind}, not a regular file; remove it"):
+        files.FolderLock(tmp_path)
+    assert files.lock_holder(tmp_path) is None
+    with pytest.raises(StorageError, match=kind), claim_output(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"step": "2", "config": {}}', None])
+def test_a_damaged_trainer_json_is_named(tmp_path: Path, content: str | None) -> None:
+    os.mkfifo(tmp_path / "trainer.json") if content is None else (tmp_path / "trainer.json").write_text(content)
+    with pytest.raises(StorageError, match=r"/trainer.json is (damaged: it lacks the key 'step'|not JSON|a FIFO)"):
+        read_step(tmp_path, "step", "config")

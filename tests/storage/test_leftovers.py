@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.cli.main import main
 from grpo_megatron.storage import files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,3 +94,10 @@ def test_a_semaphore_that_another_process_has_yet_to_open() -> None:
     make_old(path)
     files.remove_leftovers()
     assert path.exists()
+
+
+def test_any_command_removes_what_killed_ones_have_left(folder: Path) -> None:
+    (left := folder / f"{files.PREFIX}left").mkdir()
+    make_old(left)
+    assert main(["generate", "--model", "no-such-model", "--prompt", "a", "--device", "cpu"]) == 2
+    assert not left.exists()

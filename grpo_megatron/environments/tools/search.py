@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_megatron.environments.tool import ToolError, tools
-from grpo_megatron.processes.endpoint import EndpointError, HttpResponse, post_json
+from grpo_megatron.processes.endpoint import EndpointError, ServiceReply, check_url, key_of, post_json
+from grpo_megatron.reading import ReadError, check_regular
 
 TOKEN = re.compile(r"\w+")
 
@@ -66,8 +67,9 @@ def search(query: str, *, corpus: str, top_k: int = 3, max_characters: int = 600
 
 def _passages(path: str) -> Iterator[str]:
     try:
+        check_regular(path)
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, ReadError) as error:
         raise ValueError(f"the corpus {path!r} cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -91,22 +93,30 @@ def _tokens(text: str) -> list[str]:
 
 
 @tools.register("remote")
-def remote(query: str, *, url: str, retries: int = 4, deadline_s: float = 20.0, headers: dict | None = None) -> str:
+def remote(
+    query: str,
+    *,
+    url: str,
+    retries: int = 4,
+    deadline_s: float = 20.0,
+    headers: dict | None = None,
+    api_key_env: str | None = None,
+) -> str:
     """Ask a remote service.
 
     Args:
         query: The question or command for the service.
     """
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"the option url={url!r} is no http address")
+    check_url(url, "remote: url")
+    key = key_of(api_key_env, "remote: api_key_env")
     body = json.dumps({"query": query}).encode()
     try:
-        return _text(post_json(url, body, headers or {}, retries, deadline_s))
+        return _text(post_json(url, body, headers or {}, retries, deadline_s, key))
     except EndpointError as error:
         raise ToolError(str(error)) from error
 
 
-def _text(response: HttpResponse) -> str:
+def _text(response: ServiceReply) -> str:
     text = response.data.decode("utf-8", "replace")
     if response.headers.get_content_type() == "application/json":
         value = json.loads(text)

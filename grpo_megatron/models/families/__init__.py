@@ -16,7 +16,7 @@ from grpo_megatron.models.architecture import Architecture, UnsupportedModel, ch
 from grpo_megatron.models.families import deepseek
 from grpo_megatron.models.families.decoders import DECODERS, ModelFamily
 from grpo_megatron.models.weights.table import WeightRow, expand_table
-from grpo_megatron.reading import ReadError, cut, read_json, shown
+from grpo_megatron.reading import ReadError, cut, read_json, reason_of, shown
 
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
 MAX_CONFIG = 1 << 24  # bytes of a config.json
@@ -64,7 +64,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = read_json(path, MAX_CONFIG)
     except OSError as error:
-        raise ValueError(f"model folder {str(folder)!r}: cannot read config.json ({error.strerror})") from error
+        raise ValueError(f"model folder {str(folder)!r}: cannot read config.json ({reason_of(error)})") from error
     except ReadError as error:
         raise ValueError(f"model folder {str(folder)!r}: config.json {error}") from error
     if not isinstance(config, dict):

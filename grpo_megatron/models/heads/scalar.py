@@ -24,7 +24,6 @@ import contextlib
 import functools
 import itertools
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +54,7 @@ from grpo_megatron.models.policy import FrozenModel, Policy
 from grpo_megatron.models.weights.folder import SafetensorsFolder, save_hf
 from grpo_megatron.models.weights.stream import global_parameters, model_rows, set_parameter, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.storage.files import private_folder
 from grpo_megatron.types import Batch, WeightBucket
 
 # Batch, row -> the tokens (indices into prompt + response) at which the head is read.
@@ -278,10 +278,10 @@ class ScalarPolicy(ScalarReader, Policy):
 
         transformers, `reward_model.path` and `critic.path` can read it.
         """
-        with tempfile.TemporaryDirectory() as config_folder:
+        with private_folder() as config_folder:
             config = exported_config(self.folder)
-            (Path(config_folder) / "config.json").write_text(json.dumps(config))
-            save_hf(self.hf_weights(), Path(config_folder), tokenizer_path, target, self.mesh)
+            (config_folder / "config.json").write_text(json.dumps(config))
+            save_hf(self.hf_weights(), config_folder, tokenizer_path, target, self.mesh)
 
 
 class ValueModel(ScalarPolicy):

@@ -340,6 +340,12 @@ extractors.register("math")(Extractor(boxed_prediction, latex_answer, vote_key))
 
 @rewards.register("math", preload=import_math_verify)
 def math_reward(completion: str, answer: str) -> dict[str, float]:
-    """1 when the prediction is the answer, else 0. "extracted": 1 when there is a prediction to compare."""
-    correct = float(is_right(_without_box(answer), completion))
+    """1 when the prediction is the answer, else 0. "extracted": 1 when there is a prediction to compare.
+
+    0 also where they take too long to compare: a sample that fails would be left out of its group's mean.
+    """
+    try:
+        correct = float(is_right(_without_box(answer), completion))
+    except TimeoutError:
+        correct = 0.0
     return {"score": correct, "acc": correct, "extracted": float(bool(boxed_prediction(completion)))}

@@ -169,11 +169,11 @@ def test_hostile_text_is_wrong_and_nothing_more(pool: RewardPool, name: str) -> 
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_what_sympy_cannot_finish_is_a_timeout_of_its_sample_only(pool: RewardPool, name: str) -> None:
+def test_what_sympy_cannot_finish_is_wrong(pool: RewardPool, name: str) -> None:
     good = ("math", r"\boxed{(x+1)^2}", "x^2+2x+1")
     results = pool.grade([good, ("math", SLOW[name], "x^2+1"), good])
-    assert [result.status for result in results] == ["ok", "timeout", "ok"]
-    assert "a formula took more than 2 s of processor time" in results[1].message
+    assert [result.status for result in results] == ["ok", "ok", "ok"]
+    assert [result.reward for result in results] == [1.0, 0.0, 1.0]
 
 
 def test_what_is_refused_before_sympy_sees_it() -> None:
