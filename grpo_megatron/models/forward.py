@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
 from grpo_megatron.algo.losses import LossInputs, MetricSum
+from grpo_megatron.algo.plan import pack_units
 from grpo_megatron.config import ActorConfig
 from grpo_megatron.device import Device
 from grpo_megatron.exact import rowwise
@@ -406,6 +407,9 @@ class ShardedModel:
         micro_batches = [rows for mini in batch.mini_batches for rows in mini]
         if not micro_batches:  # the batch is empty on every rank
             return out
+        if self.is_exact:  # they have one row each, and several have the same bits
+            lengths = [len(tokens) for tokens in batch.tokens]
+            [micro_batches] = pack_units([[rows for rows in micro_batches if rows]], lengths, self.actor)
         packs = self.packs(batch, micro_batches, temperature)
         forward_backward(self.model, packs, consume, device=self.device, forward_only=True)
         return self.from_last_stage(out)
