@@ -33,6 +33,7 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "distributed/",
     "e2e/",
     "environments/test_pool.py",
+    "environments/test_sandbox.py",
     "environments/test_tools.py",
     "evaluation/test_run.py",
     "models/test_context.py",

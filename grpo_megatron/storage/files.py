@@ -423,9 +423,35 @@ MIN_AGE_S = 60.0  # a younger one may be between its creation and its lock, or i
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
     """A new temporary folder that only this user can read; it is locked until the block ends, and then removed."""
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as name, _opened(Path(name)) as descriptor:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield Path(name)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        with _opened(folder) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            remove_tree(folder)
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete a folder that a hostile program has filled, which has ended. Raises OSError.
+
+    `shutil.rmtree` recurses, and fails on a thousand nested folders. Here each folder is made writable and moved to the top, so
+    that no path grows. Links are not followed.
+    """
+    name, number, pending = uuid.uuid4().hex, itertools.count(), [folder]
+    while pending:
+        current = pending.pop()
+        for entry in list(os.scandir(current)):
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.path, 0o700)
+                pending.append(folder / f"{name}{next(number)}")
+                os.rename(entry.path, pending[-1])
+            else:
+                os.unlink(entry.path)
+        if current != folder:
+            current.rmdir()
+    folder.rmdir()
 
 
 def folder_until_exit() -> Path:
@@ -440,7 +466,7 @@ def remove_leftovers() -> None:
     for folder in _own_and_old(Path(tempfile.gettempdir()), f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if _is_free(folder, fcntl.LOCK_EX, os.O_DIRECTORY | os.O_NOFOLLOW):
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_tree(folder)
     candidates = _own_and_old(SHARED_MEMORY, *PATTERNS)
     mapped = _mapped_files() if candidates else set()
     for path in candidates:

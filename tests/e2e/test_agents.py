@@ -10,6 +10,7 @@ import pytest
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.data.generated import ROWS_PER_STEP
+from grpo_megatron.environments.tools.isolation import find_isolation
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_examples import ROOT
@@ -58,7 +59,10 @@ def test_the_calculators_share_of_calls_rises(tmp_path: Path) -> None:
 def test_the_plan_of_the_real_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The dry run of examples/agents/gsm8k_python.yaml: every check of the config, with real problems."""
+    """The dry run of examples/agents/gsm8k_python.yaml: every check of the config, with real problems.
+
+    Where nothing isolates the tool's programs it is refused, with exit code 2.
+    """
     monkeypatch.chdir(ROOT)
     (tmp_path / "config.json").write_text((CONFIGS / "Qwen2.5-7B-Instruct.json").read_text())
     (tmp_path / "tokenizer.json").symlink_to(QWEN_SMALL)
@@ -69,5 +73,10 @@ def test_the_plan_of_the_real_model(
         (tmp_path / f"{name}.jsonl").write_text("".join((3 * lines)[:200]))
     arguments = ["--dry-run", "--world-size", "8", "--gpu-memory", "79", f"model.path={tmp_path}"]
     arguments += [f"data.train_files=[{tmp_path}/train.jsonl]", f"data.val_files=[{tmp_path}/test.jsonl]"]
-    assert main.main(["train", "examples/agents/gsm8k_python.yaml", *arguments]) == 0
-    assert "python" in capsys.readouterr().out
+    try:
+        expected, said = 0, find_isolation() and "python"
+    except ValueError:
+        expected, said = 2, "the tool python cannot isolate programs on this machine; install bubblewrap"
+    assert main.main(["train", "examples/agents/gsm8k_python.yaml", *arguments]) == expected
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err

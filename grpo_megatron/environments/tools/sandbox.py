@@ -1,9 +1,13 @@
-"""The program that runs code of the tool `python`: limits itself, then executes the code. Standard library only.
+"""The program that runs code of the tool `python`: gives up what it can, then executes the code. Standard library only.
 
-    python -I sandbox.py LIMITS < code       LIMITS: {"cpu_s": 10, "memory": bytes, "file": bytes}
+    python -I sandbox.py SETTINGS < code
+    SETTINGS: {"cpu_s": 10, "memory": bytes, "file": bytes, "uid": 4294900000 or null, "readable": ["/usr", ...] or null}
 
-A seccomp filter (seccomp(2)) refuses sockets, new processes, signals, and reaching into other processes. It needs no
-privilege, and code that calls C cannot evade it. Threads are allowed. x86-64, and AArch64, where it has not been run.
+In this order, each for good: limits (setrlimit(2)); another user, if it was started as root; with `readable`, no files but
+these and the working folder (Landlock, landlock(7)); a seccomp filter (seccomp(2)), which allows the calls of MACHINES. There is
+no call for a socket, a process, another program, a signal, a mount, or another process's memory, limits or priority; and
+none that changes owner, mode, times or attributes of a file, because Landlock does not cover those. Threads are allowed.
+None of it needs a privilege, and code that calls C cannot evade it. x86-64, and AArch64, where it has not been run.
 """
 
 from __future__ import annotations
@@ -13,45 +17,58 @@ import ctypes
 import errno
 import json
 import os
-import platform
 import resource
 import signal
+import stat
 import struct
 import sys
 import traceback
 
-OPEN_FILES = 64
+OPEN_FILES, THREADS = 64, 64
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2  # of prctl(2)
-CLONE_THREAD = 0x10000
 # linux/filter.h: load a word of the system call's data; jump if equal, greater or equal, any bit set; return
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
-ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # REFUSE + errno
-OTHER_NUMBERS = 0x40000000  # of the x32 calls of x86-64
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; an argument has 8 bytes
+Program = list[tuple[int, int, int, int]]  # (code, jump if true, jump if false, operand)
+ALLOW, REFUSE = [(RETURN, 0, 0, 0x7FFF0000)], [(RETURN, 0, 0, 0x00050000 + errno.EPERM)]
+ABSENT = [(RETURN, 0, 0, 0x00050000 + errno.ENOSYS)]  # the C library then takes an older call
+FIRST_NEW = 424  # from here on, calls have the same number on all machines
+CLONE_THREAD, CLONE_NAMESPACES = 0x10000, 0x7E020000
 
-# machine -> (its number in linux/audit.h, clone, other calls that are refused)
-CALLS = {
-    # fork vfork; socket socketpair; kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo; ptrace process_vm_readv/writev
-    "x86_64": (0xC000003E, 56, (57, 58, 41, 53, 62, 200, 234, 129, 297, 101, 310, 311)),
-    "aarch64": (0xC00000B7, 220, (198, 199, 129, 130, 131, 138, 240, 117, 270, 271)),
+# machine -> (its number in linux/audit.h; clone, prctl, prlimit64, fcntl, ioctl; the calls below FIRST_NEW that are allowed)
+MACHINES = {
+    "x86_64": (
+        *(0xC000003E, 56, 157, 302, 72, 16),
+        "0-15 17-28 32-40 60 61 63 73-75 77-89 95-100 102 104 107 108 110 111 115 118 120 121 124-128 131 137 138 140 143"
+        " 145-152 158 160 186 187 191-196 201 202 204 213 217-219 221-226 228-233 247 257 258 262-267 269-271 273 277 281-293"
+        " 295 296 309 315 316 318 324-332 334",
+    ),
+    "aarch64": (
+        *(0xC00000B7, 220, 167, 261, 25, 29),
+        "8-13 17 19-24 32 34-38 43 44 46-50 56 57 59 61-74 78-80 82-87 90 93-96 98 99 101-103 107-111 113-115 120 121 123 124"
+        " 125-128 132-137 139 141 148 150 153 155 156 158 160 163-166 168 169 172-179 213-216 222 223 226-233 236 260 275 276"
+        " 278 283-291 293",
+    ),
 }
-CLONE3 = 435  # the C library uses clone instead, whose flags a filter can read
-REFUSED_EVERYWHERE = (424, 425, 438)  # pidfd_send_signal io_uring_setup pidfd_getfd
-
-
-def sandbox_command(limits: dict[str, int]) -> list[str]:
-    """The command that runs the code on its stdin within `limits`: all that a caller knows of the sandbox."""
-    return [sys.executable, "-I", "-u", __file__, json.dumps(limits)]
+NEW_ALLOWED = (436, 439)  # close_range faccessat2
+# what the first or second argument may be
+PRCTL = (15, 16)  # the name of a thread; not PR_SET_PDEATHSIG, for example
+OWN_LIMITS = (0,)  # the process of prlimit64: itself
+# fcntl: duplicates, flags and locks; not F_SETOWN, F_SETSIG, F_NOTIFY, F_SETLEASE
+FCNTL = (*range(8), *range(36, 39), 1030)
+IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
 
 
 def main() -> None:
-    """Run the code on stdin; the exit code is that of the code."""
-    limits = json.loads(sys.argv[1])
+    """Run the code on stdin; the exit code is that of the code, or 1 with a text if it cannot be run."""
+    settings = json.loads(sys.argv[1])
     code = sys.stdin.buffer.read()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _limit(limits)
-    _install_filter(_filter())
+    try:
+        give_up(**settings)
+    except (OSError, OverflowError) as error:
+        sys.exit(f"the program was not run: {error}")
     sys.argv = ["main.py"]
     sys.path.insert(0, os.getcwd())
     try:
@@ -62,42 +79,98 @@ def main() -> None:
         sys.exit(1)
 
 
-def _limit(limits: dict[str, int]) -> None:
+def give_up(cpu_s: int, memory: int, file: int, uid: int | None, readable: list[str] | None) -> None:
+    """All that the header says. Raises OSError where the system lacks a part of it."""
+    filter_program = build_filter()
+    _limit(cpu_s, memory, file)
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    if os.geteuid() == 0:
+        raise PermissionError("user 0 runs no program as itself")
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "PR_SET_PDEATHSIG")  # a change of the user clears it
+    _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+    if readable is not None:
+        _restrict_files(libc, readable)
+    instructions = b"".join(struct.pack("HBBI", *instruction) for instruction in filter_program)
+    buffer = ctypes.create_string_buffer(instructions)
+    header = struct.pack("HxxxxxxP", len(filter_program), ctypes.addressof(buffer))  # struct sock_fprog
+    _check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0), "PR_SET_SECCOMP")
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"the kernel refuses {what} ({os.strerror(ctypes.get_errno())})")
+    return result
+
+
+def _limit(cpu_s: int, memory: int, size: int) -> None:
     bounds = {
-        resource.RLIMIT_CPU: limits["cpu_s"],
-        resource.RLIMIT_AS: limits["memory"],
-        resource.RLIMIT_FSIZE: limits["file"],
+        resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: size,
         resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_CORE: 0,
     }
+    with contextlib.suppress(OSError), open("/proc/loadavg") as file:  # the limit counts what else this user runs
+        bounds[resource.RLIMIT_NPROC] = int(file.read().split()[3].partition("/")[2]) + THREADS
     for kind, bound in bounds.items():
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(kind, (bound, bound))
 
 
-def _filter() -> list[tuple[int, int, int, int]]:
-    """Instructions (code, jump if true, jump if false, operand) of the filter. Raises OSError on another machine."""
-    if platform.machine() not in CALLS:
-        raise OSError(f"code cannot be isolated on {platform.machine()}; only on {', '.join(CALLS)}")
-    architecture, clone, refused = CALLS[platform.machine()]
-    refuse = (RETURN, 0, 0, REFUSE + errno.EPERM)
-    program = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), refuse]
-    program += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, OTHER_NUMBERS), refuse]
-    program += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, REFUSE + errno.ENOSYS)]
-    for number in (*refused, *REFUSED_EVERYWHERE):
-        program += [(EQUAL, 0, 1, number), refuse]
-    program += [(EQUAL, 0, 3, clone), (LOAD, 0, 0, FIRST_ARGUMENT), (ANY_BIT, 1, 0, CLONE_THREAD), refuse]
-    return [*program, (RETURN, 0, 0, ALLOW)]
+# -- files: Landlock -----------------------------------------------------------------------------------------------------
+
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+RIGHTS = (0, 13, 14, 15, 15, 16)  # kinds of access that each version of Landlock knows, as bits of a mask
+WRITE_FILE, READ_FILE, READ_DIR = 2, 4, 8
 
 
-def _install_filter(program: list[tuple[int, int, int, int]]) -> None:
-    instructions = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
-    buffer = ctypes.create_string_buffer(instructions)
-    header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))  # struct sock_fprog
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_ulong]
-    if prctl(PR_SET_NO_NEW_PRIVS, 1, None, 0, 0) or prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0):
-        raise OSError(ctypes.get_errno(), "the kernel does not install a seccomp filter, so no code is run")
+def _restrict_files(libc: ctypes.CDLL, readable: list[str]) -> None:
+    version = _check(libc.syscall(CREATE_RULESET, None, 0, 1), "Landlock")
+    rights = (1 << RIGHTS[min(version, len(RIGHTS) - 1)]) - 1
+    ruleset = _check(libc.syscall(CREATE_RULESET, struct.pack("Q", rights), 8, 0), "a ruleset of Landlock")
+    rules = (
+        dict.fromkeys(readable, READ_FILE | READ_DIR) | dict.fromkeys(DEVICES, READ_FILE | WRITE_FILE) | {".": rights}
+    )
+    for path, access in rules.items():
+        with contextlib.suppress(FileNotFoundError):
+            opened = os.open(path, os.O_PATH)
+            mask = access if stat.S_ISDIR(os.fstat(opened).st_mode) else access & ~READ_DIR
+            _check(libc.syscall(ADD_RULE, ruleset, 1, struct.pack("=Qi", mask, opened), 0), f"a rule for {path}")
+            os.close(opened)
+    _check(libc.syscall(RESTRICT_SELF, ruleset, 0), "Landlock's restriction")
+    os.close(ruleset)
+
+
+# -- system calls: seccomp -----------------------------------------------------------------------------------------------
+
+
+def build_filter() -> Program:
+    """The filter's instructions. Raises OSError on another machine."""
+    if os.uname().machine not in MACHINES:
+        raise OSError(f"code cannot be isolated on {os.uname().machine}; only on {', '.join(MACHINES)}")
+    architecture, clone, prctl, prlimit, fcntl, ioctl, allowed = MACHINES[os.uname().machine]
+    program = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), *REFUSE, (LOAD, 0, 0, NUMBER)]
+    program += [(EQUAL, 0, 5, clone), (LOAD, 0, 0, FIRST_ARGUMENT)]
+    program += [(ANY_BIT, 1, 0, CLONE_NAMESPACES), (ANY_BIT, 1, 0, CLONE_THREAD), *REFUSE, *ALLOW]
+    program += _only(prctl, 0, PRCTL) + _only(prlimit, 0, OWN_LIMITS) + _only(fcntl, 1, FCNTL) + _only(ioctl, 1, IOCTL)
+    for number in NEW_ALLOWED:
+        program += [(EQUAL, 0, 1, number), *ALLOW]
+    program += [(AT_LEAST, 0, 1, FIRST_NEW), *ABSENT]
+    for part in allowed.split():
+        first, _, last = part.partition("-")
+        program += [(AT_LEAST, 1, 0, int(first)), *REFUSE, (AT_LEAST, 1, 0, int(last or first) + 1), *ALLOW]
+    return program + REFUSE
+
+
+def _only(number: int, argument: int, values: tuple[int, ...]) -> Program:
+    """Allows a call where the lower half of an argument, which is all the kernel reads of these, is one of `values`."""
+    count = len(values)
+    program = [(EQUAL, 0, count + 3, number), (LOAD, 0, 0, FIRST_ARGUMENT + 8 * argument)]
+    return [*program, *((EQUAL, count - i, 0, value) for i, value in enumerate(values)), *REFUSE, *ALLOW]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,163 @@
+"""How programs of the tool `python` are kept from the machine: by what this machine has, tried out before it is used.
+
+bwrap       bubblewrap (0.7 or newer): mount, pid, network, ipc and uts namespaces, a user namespace unless it is started as
+            root, and no capabilities. The program sees READABLE_PATHS read-only, three devices, and an empty /tmp in
+            memory, which goes with it. There is no /proc.
+landlock    Linux 5.13 or newer, without bubblewrap or namespaces: Landlock opens the same files, and a temporary folder.
+none        only with `unsafe`, where the others are impossible: every file of its user.
+
+In all of them sandbox.py adds limits, a filter of system calls and, started as root, another user for each program. That
+user is in no group and owns nothing. Without bwrap it must be able to read this Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from grpo_megatron.environments.tools import sandbox
+from grpo_megatron.processes.process import MARK, describe_exit, end_tree
+from grpo_megatron.storage.files import private_folder
+
+VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+READABLE_PATHS = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")  # and the folders of this Python
+FOLDER_FILES = 4  # the folder in memory holds so many times the largest file
+MIB = 1 << 20
+MAX_PRINTED = 1 << 20  # bytes of output that the model is shown; of more, none is right
+PROBE = "import fractions; print(fractions.Fraction(2, 4))"  # imports Python and C that sandbox.py does not
+PROBE_S = 60.0
+
+
+class ProgramLimits(NamedTuple):
+    """Of one program."""
+
+    timeout_s: float = 10.0
+    memory_mib: int = 1024
+    file_mib: int = 16  # of each file, and of the output
+
+
+@functools.cache
+def find_isolation(unsafe: bool = False) -> str:
+    """The first kind that works on this machine. Raises ValueError: none does."""
+    problems = []
+    for kind in ("bwrap", "landlock", "none") if unsafe else ("bwrap", "landlock"):
+        text, problem = run_program(PROBE, ProgramLimits(PROBE_S), kind)
+        if (text, problem) == ("1/2\n", ""):
+            return kind
+        problems.append(f"{kind}: {' '.join((text or problem).split())[-120:]}")
+    raise ValueError(
+        "the tool python cannot isolate programs on this machine; install bubblewrap 0.7 or newer, or use a kernel with"
+        " Landlock and, as root, a Python that all users can read; or let programs read and change files here, with"
+        f" rollout.multi_turn.kwargs={{python: {{unsafe: true}}}} ({'; '.join(problems)})"
+    )
+
+
+def run_program(code: str, limits: ProgramLimits, kind: str) -> tuple[str, str]:
+    """(what a program printed, how it failed or "")."""
+    uid = _other_user() if os.geteuid() == 0 else None
+    settings = {
+        "cpu_s": int(limits.timeout_s) + 1,
+        "memory": limits.memory_mib * MIB,
+        "file": limits.file_mib * MIB,
+        "uid": uid,
+        "readable": _readable() if kind == "landlock" else None,
+    }
+    command = [sys.executable, "-I", "-u", sandbox.__file__, json.dumps(settings)]
+    problem, bwrap = "", shutil.which("bwrap")
+    if kind == "bwrap" and bwrap is None:
+        return "", "bwrap is not installed"
+    with contextlib.ExitStack() as opened:
+        folder = "/tmp"
+        if kind == "bwrap":
+            command = [str(bwrap), *_bwrap_options(FOLDER_FILES * limits.file_mib * MIB), *command]
+        else:
+            folder = _working_folder(opened.enter_context(private_folder()), uid)
+        # files: a program that prints without end meets the limit on files, and nobody waits for a pipe
+        program, printed = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        program.write(code.encode("utf-8", "replace"))
+        program.seek(0)
+        process = subprocess.Popen(
+            command,
+            stdin=program,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=VARIABLES | {"HOME": folder, "TMPDIR": folder, MARK: os.environ.get(MARK, "")},
+            start_new_session=True,
+        )
+        if not _wait(process, limits.timeout_s):
+            problem = f"the program has not ended after {limits.timeout_s:g} s"
+        ended = process.wait()
+        size = printed.seek(0, os.SEEK_END)
+        printed.seek(0)
+        text = printed.read(MAX_PRINTED).decode("utf-8", "replace")
+    if size > MAX_PRINTED:
+        problem = f"the program has printed more than {MAX_PRINTED} bytes"
+    if ended and not problem:  # bwrap returns 128 + signal
+        problem = f"the program has ended: {describe_exit(128 - ended if 128 < ended <= 128 + 64 else ended)}"
+    return text, problem
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether it ends in time; if not, it is ended. `Popen.wait` would sleep 32 ms where a program takes 40 ms."""
+    handle, poll = os.pidfd_open(process.pid), select.poll()
+    poll.register(handle, select.POLLIN)
+    try:
+        return bool(poll.poll(seconds * 1000))
+    finally:
+        os.close(handle)
+        if process.poll() is None:
+            end_tree(process.pid)
+
+
+def _other_user() -> int:
+    """A user id at the end of those that this process may take, which no running program of another thread has."""
+    maps = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    first, _, count = max(maps, key=lambda one: one[2])
+    return first + count - 3 - threading.get_native_id() % max(count // 16, 1)
+
+
+def _readable() -> list[str]:
+    python = [Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parents[1]]
+    return [*READABLE_PATHS, *dict.fromkeys(str(path) for path in python if not path.is_relative_to("/usr"))]
+
+
+def _bwrap_options(folder_bytes: int) -> list[str]:
+    command = ["--die-with-parent", "--cap-drop", "ALL"]
+    if os.geteuid():
+        command += ["--unshare-user"]
+    else:  # to become another user; with that, sandbox.py loses them
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    command += [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
+    files = [*_readable(), sandbox.__file__]
+    for parent in sorted({str(parent) for path in (*files, *sandbox.DEVICES) for parent in Path(path).parents} - {"/"}):
+        command += ["--perms", "0755", "--dir", parent]
+    for path in files:
+        command += ["--ro-bind-try", path, path]
+    for path in sandbox.DEVICES:
+        command += ["--dev-bind", path, path]
+    return [
+        *command,
+        *("--perms", "1777", "--size", str(folder_bytes), "--tmpfs", "/tmp"),
+        *("--remount-ro", "/", "--chdir", "/tmp"),
+    ]
+
+
+def _working_folder(private: Path, uid: int | None) -> str:
+    """Within a folder that stays this user's, so that the next start can remove it."""
+    folder = private / "work"
+    folder.mkdir(0o700)
+    if uid is not None:
+        private.chmod(0o711)
+        os.chown(folder, uid, uid)
+    return str(folder)
