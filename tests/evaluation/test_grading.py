@@ -49,13 +49,13 @@ def test_grades_between_answer_tags_and_behind_an_opened_thought(pool: RewardPoo
     assert [verdict.correct for verdict in grades] == [True, False]
 
 
-def test_grades_of_math_and_a_failure_of_the_grader(pool: RewardPool) -> None:
+def test_grades_of_math_and_what_takes_too_long(pool: RewardPool) -> None:
     answers = ["x^2+2x+1", "(1,2)", "5", "x^2+1", "7"]
     texts = [r"\boxed{(x+1)^2}", r"\boxed{[1,2]}", "five", r"\boxed{(x+y+z+1)^{999}}", r"\boxed{7}"]
     grades = grade("math", answers, texts, pool)
     assert same_answers("math", [(r"\frac12", "0.5"), ("1", "2")], pool) == [True, False]
     assert [(verdict.correct, verdict.status) for verdict in grades] == [
-        *((True, "ok"), (False, "ok"), (False, "ok"), (False, "timeout"), (True, "ok"))
+        *((True, "ok"), (False, "ok"), (False, "ok"), (False, "ok"), (True, "ok"))
     ]
     assert [verdict.prediction for verdict in grades] == ["(x+1)^2", "[1,2]", None, "(x+y+z+1)^{999}", "7"]
 
