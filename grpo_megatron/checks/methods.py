@@ -371,7 +371,8 @@ def epoch_problems(config: Config, rows: int) -> Problems:
     if steps == 0:
         yield f"{counted}; set {k.data.train_batch_size:key}={rows} or less"
     elif steps and "total_training_steps" in trainer.model_fields_set and trainer.total_training_steps != steps:
-        yield f"{counted}, and {k.trainer.total_training_steps}; leave one of them out"
+        remedy = f"leave one of them out (on a command line: {k.trainer.total_epochs:key}=null)"
+        yield f"{counted}, and {k.trainer.total_training_steps}; {remedy}"
 
 
 def profile_problems(config: Config, profiled: range | None) -> Problems:

@@ -163,13 +163,14 @@ def _explain(error: Any) -> str:
     """One line for one pydantic error; for an unknown key with the nearest known key."""
     location = cut(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
-        from grpo_megatron.migration.translation import explained, known_elsewhere
+        from grpo_megatron.migration.translation import SAME_NAME, explained, known_elsewhere
 
         known = _fields_at(error["loc"][:-1])
         close = difflib.get_close_matches(str(error["loc"][-1])[:100], known, n=1)
         elsewhere = known_elsewhere(location)
-        if close and elsewhere is None:
+        if close and (elsewhere is None or elsewhere.startswith(SAME_NAME)):  # of this section first
             hint = f"; did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?"
+            hint += f" (elsewhere {elsewhere})" if elsewhere else ""
         else:
             hint = "".join(f"; {text}" for text in (elsewhere, explained(error["input"], location)) if text)
         return f"unknown key {location!r}{hint} (known here: {', '.join(known)})"

@@ -335,6 +335,9 @@ def explained(value: Any, key: str) -> str:
     return "; ".join(f"{name}: {hint}" for name in list(below)[:MAX_HINTS] if (hint := known_elsewhere(name)))
 
 
+SAME_NAME = "there is"  # how a mere namesake in another section is announced
+
+
 def known_elsewhere(key: str) -> str | None:
     """What becomes of another trainer's key, or of a key in another section. None: nothing is known.
 
@@ -361,4 +364,4 @@ def known_elsewhere(key: str) -> str | None:
     section, _, leaf = key.rpartition(".")
     same = [name for name in names if section and name.endswith(f".{leaf}")]
     same = [name for name in same if name.startswith(f"{section.partition('.')[0]}.")] or same
-    return f"there is {' and '.join(map(repr, same))}" if 0 < len(same) <= 3 else None
+    return f"{SAME_NAME} {' and '.join(map(repr, same))}" if 0 < len(same) <= 3 else None

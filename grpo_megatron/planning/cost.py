@@ -20,6 +20,7 @@ from grpo_megatron.planning.gpus import (
     EXPERTS,
     FP8_SPEEDUP,
     HALF_TOKENS,
+    HALF_WIDTH,
     HOST,
     LINK,
     MATMUL,
@@ -185,7 +186,8 @@ def _prompt_seconds(work: Workload, layout: Layout, machine: PlannedMachine, sam
 
 # -- Training ----------------------------------------------------------------------------------------------------------
 # compute      FLOP of models/flops.py / (GPUs x peak x fraction); recomputation adds a third to an update
-# fraction     MATMUL (or EXPERTS) x t / (t + HALF_TOKENS), for a micro-batch of t tokens
+# fraction     MATMUL (or EXPERTS x w / (w + HALF_WIDTH), for w rows of an expert per rank) x t / (t + HALF_TOKENS), for a
+#              micro-batch of t tokens
 # tp           4 h bytes x (tp - 1) / tp per token, layer and forward pass over the links; twice as much backward
 # ep           2 copies of the hidden state of each of a token's experts, per layer and forward pass; twice as much backward
 # pipeline     (compute + tp + ep) x (m + pp - 1) / m, for m micro-batches per optimizer step; with unequal stages
@@ -212,7 +214,8 @@ def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, bac
     count = max(1, math.ceil(per_update / micro_batch))
     flops = work.samples * _flops_per_sample(work.arch, round(work.sample_tokens)) / (1 if backward else 3)
     recompute = 4 / 3 if backward and layout.recompute else 1.0
-    fraction = EXPERTS if work.arch.num_experts else MATMUL
+    width = work.arch.ffn_hidden_size / layout.tp  # of an expert, on one rank
+    fraction = EXPERTS * width / (width + HALF_WIDTH) if work.arch.num_experts else MATMUL
     fraction *= micro_batch / (micro_batch + HALF_TOKENS) * (FP8_SPEEDUP if work.is_fp8 else 1.0)
     compute = flops * recompute / (machine.world_size * machine.gpu.tflops * 1e12 * fraction)
     exchange = _exchange_seconds(work, layout, machine) * (3 * recompute if backward else 1)

@@ -87,7 +87,8 @@ def find_gpu(text: str) -> Gpu:
 #
 #     MATMUL, HALF_TOKENS   of the bf16 peak, in a micro-batch of many tokens; half of it in one of HALF_TOKENS tokens.
 #                           Megatron-LM's pretraining reaches 0.41 to 0.48 on H100, bubbles and communication included
-#     EXPERTS               a mixture of experts reaches about half of this: its products are small
+#     EXPERTS, HALF_WIDTH   a mixture of experts reaches half of this where a rank has 768 rows of an expert, since its
+#                           products are small; half of EXPERTS with HALF_WIDTH rows, where tensor parallelism cuts experts
 #     MEMORY                of the memory's bandwidth, where decoding reads weights and cache
 #     LINK, NETWORK, HOST   large messages over NVLink, the network and the host link
 #     ENGINE_STEP_S         host work of the engine per decoding step; SAMPLE_S more for each sequence
@@ -97,7 +98,8 @@ def find_gpu(text: str) -> Gpu:
 # docs/layouts.md says by how much the estimate misses other published step times.
 
 MATMUL = 0.46
-EXPERTS = 0.23
+EXPERTS = 0.307
+HALF_WIDTH = 256
 HALF_TOKENS = 1024
 FP8_SPEEDUP = 1.3  # of a whole pass; published steps get 15 to 25 % shorter
 MEMORY = 0.7

@@ -249,3 +249,17 @@ def test_a_key_reaches_the_service_and_no_text(stub: str, monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="holds a user or password") as raised:
         remote("h", url="http://me:sk-very-secret@host")
     assert "sk-very" not in str(raised.value)
+
+
+def test_the_environment_of_the_documentation() -> None:
+    """docs/agents.md: its file, word for word, played for three turns."""
+    text = (Path(__file__).parents[2] / "docs/agents.md").read_text()
+    names: dict[str, Any] = {}
+    exec(text.partition("```python\n")[2].partition("```")[0], names)
+    played = names["Guess"]()
+    assert played.gives_rewards
+    row = {"prompt": "Guess a number from 1 to 9.", "answer": "4"}
+    assert played.reset(row, 0) == [{"role": "user", "content": row["prompt"]}]
+    steps = [played.step(text) for text in ("5?", "3", "It is 4.", "none")]
+    assert [step.messages[0]["content"] for step in steps[:2]] == ["It is lower.", "It is higher."]
+    assert [(step.reward, step.done) for step in steps] == [(0.0, False), (0.0, False), (1.0, True), (0.0, True)]

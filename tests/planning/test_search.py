@@ -41,6 +41,8 @@ def test_the_arguments_of_a_layout_make_its_config(monkeypatch: pytest.MonkeyPat
         assert load_config(EXAMPLE, list(layout.overrides(config))) == layout.applied(config)
         assert Layout.of(layout.applied(config)) == layout
     assert not list(layouts[-1].overrides(config))
+    own = load_config(EXAMPLE, ["actor.megatron.override_transformer_config={moe_router_dtype: fp32}"])
+    assert any("moe_router_dtype: fp32, recompute" in text for text in layouts[1].overrides(own))  # the user's own stay
     divided = load_config(EXAMPLE, ["rollout.expert_parallel_size=8"])  # as many as the engine's ranks
     assert "rollout.expert_parallel_size=4" in list(Layout(tp=4, pp=4, rollout_tp=4).overrides(divided))
     strict = load_config(EXAMPLE, ["actor.megatron.sequence_parallel=true"])
@@ -109,6 +111,18 @@ def test_the_search_lists_what_fits_fastest_first(monkeypatch: pytest.MonkeyPatc
     # 8 GPUs of 40 GB hold neither 1.1 TB of weights, gradients and optimizer nor a part of them that is enough.
     small = search(config, models, work, PlannedMachine(find_gpu("a100-40"), 8))
     assert small.found == [] and small.num_tried > 0
+
+
+def test_narrow_experts_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """768 rows of an expert in 4 parts are products of 192 rows, which reach 4/7 of what those of 768 reach."""
+    config, _, _ = config_70b(monkeypatch)
+    models = RunModels(published.architecture("Qwen3-30B-A3B"))
+    machine = PlannedMachine(find_gpu("h100-80"), 32)
+    assert [one.layout.tp for one in search(config, models, Workload.of(config, models), machine).found[:3]] == [
+        1,
+        1,
+        1,
+    ]
 
 
 def test_no_rank_stays_without_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
