@@ -76,7 +76,7 @@ one greedy sample per problem:
   grpo-megatron evaluate --model HF_DIR --tasks gsm8k,math500 --data DATA
 and 16 drawn samples, for avg, pass@k and maj@16:
   grpo-megatron evaluate --model HF_DIR --tasks math500 --data DATA --samples 16
-a training step, on 4 copies of tp 4; a task of one file; your own rows and reward:
+a training step, on 4 copies of tp 4; a task of one file; your rows and reward:
   grpo-megatron evaluate --model outputs/run/checkpoints/step_000020 \\
       --tasks gsm8k --data DATA --tp 4 --dp 4
   grpo-megatron evaluate --model HF_DIR --tasks aime --file aime25.jsonl
