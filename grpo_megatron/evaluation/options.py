@@ -80,7 +80,7 @@ a training step, on 4 copies of tp 4; a task of one file; your rows and reward:
   grpo-megatron evaluate --model outputs/run/checkpoints/step_000020 \\
       --tasks gsm8k --data DATA --tp 4 --dp 4
   grpo-megatron evaluate --model HF_DIR --tasks aime --file aime25.jsonl
-  grpo-megatron evaluate --model HF_DIR --file val.jsonl --reward my_reward:reward
+  grpo-megatron evaluate --model HF_DIR --file val.jsonl --reward my:reward
 rows {"answer": ..., "completion": ...}; two results; the tasks and files:
   grpo-megatron evaluate grade --task math ROWS.jsonl --output OUT.jsonl
   grpo-megatron evaluate compare A/results.json B/results.json
