@@ -94,6 +94,8 @@ def test_optimizer_steps_of_five_training_steps(
         ("data.train_files=5", "data.train_files=5"),
         ("actor.optim.betas=[0.9, 1.0]", "actor.optim.betas.1=1.0"),
         ("actor.optim.lr=.nan", "actor.optim.lr=nan"),
+        ("actor.lora.rank=0", "actor.lora.rank=0: Input should be greater than or equal to 1"),
+        ("actor.lora={rank: 4, alpha: .nan}", "actor.lora.alpha=nan: Input should be a finite number"),
         ("model.dtype=float16", "'float32' or 'bfloat16'"),
         ("trainer.save_freq=0", "trainer.save_freq=0: every 0 steps has no meaning; set -1 for never"),
         ("trainer.test_freq=-2", "trainer.test_freq=-2"),

@@ -732,6 +732,11 @@ class Config(Section):
         return max(0, self.trainer.total_training_steps - self.critic_only_steps)
 
     @property
+    def shares_reference(self) -> bool:
+        """Whether the reference is the policy without its adapters, and needs no memory of its own."""
+        return self.actor.lora.rank is not None and self.ref.path in (None, self.model.path) and not self.sft.steps
+
+    @property
     def reward_paths(self) -> list[Path]:
         """The folders of all reward models."""
         return [model.path for model in (self.reward_model, *self.reward_models.values()) if model.path is not None]

@@ -138,7 +138,7 @@ def memory_of_stages(
     With algorithm.iteration_steps the first one, that of `reward_model.path`, learns.
     """
     itemsize = DTYPE_BYTES[config.model.dtype]
-    has_reference = needs_reference(config.algorithm, config.actor)
+    has_reference = needs_reference(config.algorithm, config.actor) and not config.shares_reference
     has_main = bool(reward_models) and config.reward_model.path is not None
     learns = has_main and config.algorithm.iteration_steps is not None
     out = []

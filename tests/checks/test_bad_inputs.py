@@ -106,6 +106,28 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["sft.steps=5", "sft.optim.lr_decay_style=WSD", "sft.optim.lr_wsd_decay_steps=6"],
         ["sft.optim.lr_wsd_decay_steps=6 is more than sft.steps=5", "set it to 5 or less"],
     ),
+    # adapters
+    (
+        ["actor.lora.rank=4", "actor.lora.target_modules=[q_proj,qkv_proj]"],
+        ["actor.lora.target_modules: 'qkv_proj' matches no linear layer", "has down_proj, gate_proj, k_proj, o_proj"],
+    ),
+    (["actor.lora.rank=4", "actor.lora.target_modules='(q'"], ["'(q' is no regular expression", "set a list"]),
+    (
+        ["actor.lora.rank=4", "actor.lora.exclude_modules=.*"],
+        ["actor.lora.exclude_modules='.*' leaves no layer with an adapter", "exclude less"],
+    ),
+    (
+        [
+            "actor.lora={rank: 4, mode: split, dropout: 0.1}",
+            f"{TP}=2",
+            "actor.megatron.sequence_parallel=false",
+        ],
+        ["actor.lora.dropout=0.1: without sequence parallelism", "dropout=0"],
+    ),
+    (
+        ["actor.lora.rank=4", "actor.lora.mode=split", "actor.megatron.transformer_impl=transformer_engine"],
+        ["actor.lora.mode=split needs Megatron-Core's layers", "set mode=merged"],
+    ),
     # pass-through tables
     ([f"{OVERRIDE}.recompute_granularty=full"], [f"{OVERRIDE}.recompute_granularty", "mean 'recompute_granularity'?"]),
     ([f"{OVERRIDE}.calculate_per_token_loss=false"], ["calculate_per_token_loss=False cannot be set", "leave it out"]),

@@ -169,6 +169,10 @@ rollout.delta_full_every=9 => has no effect with rollout.sync=full; set rollout.
 RATES data.sampling.uniform_share=0.5 => has no effect with data.sampling.weight=uniform; set another data.sampling.weight
 RATES data.sampling.min_pass_rate=0.5 data.sampling.max_pass_rate=0.4 => 0.5 is above max_pass_rate=0.4
 RATES data.sampling.weight=1-p data.shuffle=false => set shuffle=true, or weight=uniform
+# LoRA
+actor.lora.alpha=8 => actor.lora.alpha=8 has no effect with actor.lora.rank=null; set actor.lora.rank, or leave it out
+actor.lora.rank=4 actor.lora.dropout=0.1 => actor.lora.dropout=0.1 has no effect with actor.lora.mode=merged; set
+critic.lora.rank=4 => critic.lora.rank=4 has no effect with algorithm.adv_estimator=grpo; set algorithm.adv_estimator=gae
 # the critic
 GAE algorithm.lam=0.95 critic.lam_alpha=0.05 => critic.lam_alpha=0.05 gives each response a lambda by its length
 GAE trainer.critic_warmup=100 => leaves no step of trainer.total_training_steps=100 to train the policy; set it to 99 or less

@@ -22,7 +22,7 @@ from tests import worlds
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.e2e import run_ranks
 from tests.models.test_reward_model import make_classifier, make_step_classifier
-from tests.stored import metric_rows
+from tests.stored import metric_rows, stored
 
 SFT = {"loss_mode": "sft", "use_kl_loss": False}
 DPO = {"loss_mode": "dpo", "use_kl_loss": False, "loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 6}
@@ -32,6 +32,8 @@ PPO = {
     "critic": {"lam": 0.5, "pretrain_steps": 1, "ppo_mini_batch_size": 6, "optim": {"lr": 1e-3}},
     "actor": {"use_kl_loss": False},
 }
+ADAPTED = {"lora": {"rank": 4, "alpha": 8.0}}
+LORA = {**PPO, "critic": {**PPO["critic"], **ADAPTED}, "actor": {**PPO["actor"], **ADAPTED}}
 PARTIAL = {"rollout": {"partial": {"over_sample": 1.5, "chunk_tokens": 2}, "stop_token_ids": [*range(20, 45)]}}
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -67,6 +69,9 @@ METHODS: dict[str, dict[str, Any]] = {
         "critic": {**PPO["critic"], "offload": True},
         "trainer": {"total_training_steps": 3, "save_freq": 2, "save_hf_at_end": True},
     },
+    "lora": {**LORA, "trainer": {"total_training_steps": 3, "save_hf_at_end": True}},
+    "lora again": {**LORA, "trainer": {"total_training_steps": 2, "save_freq": 2}},
+    "lora resumed": {**LORA, "trainer": {"total_training_steps": 3, "save_freq": 2, "save_hf_at_end": True}},
     "rft": {"algorithm": {"source": "initial", "adv_estimator": "rft", "rft_threshold": 4.0}, "actor": SFT},
     "online rft": {"algorithm": {"adv_estimator": "rft", "rft_threshold": 4.0}, "actor": SFT},
     "sft": {"algorithm": {"source": "file", "adv_estimator": "constant"}, "actor": SFT},
@@ -83,6 +88,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "trainer": {"save_freq": 1},
     },
     "iterative": {"algorithm": {"iteration_steps": 2}, "trainer": {"total_training_steps": 3, "save_freq": 1}},
+    "iterative lora": {
+        "algorithm": {"iteration_steps": 2},
+        "actor": {"lora": {"rank": 4, "mode": "split", "dropout": 0.1}},
+        "trainer": {"total_training_steps": 3},
+    },
 }
 
 
@@ -258,6 +268,28 @@ def test_ppo_trains_its_critic_and_resumes_with_it(
     assert "put back the file" in capsys.readouterr().err
 
 
+def test_lora_trains_adapters_serves_their_merged_weights_and_resumes(
+    runs: dict[str, dict[str, Any]], workspace: Path
+) -> None:
+    """PPO with adapters of policy and critic. Step 0 trains the critic alone, so the KL to the base is 0 until step 2."""
+    run, resumed = runs["lora"], runs["lora resumed"]
+    base = load_file(workspace / "model/model.safetensors")
+    changed = {name for name, tensor in base.items() if not torch.equal(tensor, run["weights"][name])}
+    assert changed and all("_proj." in name and name.endswith("weight") for name in changed)
+    assert {name.split(".")[-2] for name in changed} == {
+        f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")
+    }
+    assert max(column(run, "rollout/probe_logp_diff_max")) < 1e-5
+    assert column(run, "actor/reward_kl_penalty")[:2] == [0, 0] and column(run, "actor/reward_kl_penalty")[2] > 0
+    assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in run["weights"].items())
+    critics = [load_file(result["output_dir"] / "critic/model.safetensors") for result in (run, resumed)]
+    assert all(torch.equal(tensor, critics[1][name]) for name, tensor in critics[0].items())
+    for folder in ("", "critic"):  # no base weight is stored; beside the factors, the critic's head
+        names = stored(resumed["output_dir"] / "checkpoints/step_000003" / folder)
+        own = [name.removeprefix("optimizer.state.") for name in names if "lora_" not in name]
+        assert {name.split(".")[-2] for name in own} == ({"score"} if folder else set()), own
+
+
 def test_rejected_tokens_weigh_nothing_and_the_rest_sums_to_one(runs: dict[str, dict[str, Any]]) -> None:
     """Over both ranks, in each of the two mini-batches of a step."""
     assert all(0 < share < 1 for share in column(runs["rejection"], "rollout_corr/rollout_rs_masked_fraction"))
@@ -291,3 +323,5 @@ def test_iterative_grpo_renews_its_reference(runs: dict[str, dict[str, Any]]) ->
     plain = column(runs["plain"], "actor/kl_loss")
     assert kl[:2] == plain[:2]
     assert kl[2] < kl[1] / 2  # to the renewed reference, not to the initial model
+    first, second, renewed = column(runs["iterative lora"], "actor/kl_loss")
+    assert renewed < second / 2 and first < second  # with adapters, of which it keeps a copy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -118,3 +119,49 @@ def passes(
         result["norm"] = policy.update(batch, loss)[1]["actor/grad_norm"]
         results.append(result)
     return results
+
+
+def chain(
+    folder: Path, layout: Layout, pairs: Any, lora: Any, out: Path, done: int | None, count: int
+) -> dict[str, Any]:
+    """`count` updates, each saved as `out`/number; after the checkpoint of `done` updates, if any, which is saved again.
+
+    `done` None: nothing is loaded or saved.
+    """
+    from grpo_megatron.models.weights.sharded_state import load_sharded, save_sharded
+
+    device, mesh = world(layout)
+    policy = build(folder, layout, device, mesh, lora)
+    result: dict[str, Any] = {"initial": factors(policy), "updates": []}
+    if done:
+        load_sharded(policy, out / f"{done}" / "state", same_world=False)
+        save_sharded(policy, out / f"{done} again" / "state")
+    rows = share(len(pairs), mesh.dp_rank, mesh.dp)
+    batch = tiny.make_batch(pairs, [[[i] for i in range(len(rows))]], rows)
+    for number in range(count):
+        _, metrics = policy.update(batch, loss)
+        result["updates"].append({"norm": metrics["actor/grad_norm"], "factors": factors(policy)})
+        if done is not None:
+            save_sharded(policy, out / f"{done + number + 1}" / "state")
+    return result
+
+
+def bfloat16(folder: Path, layout: Layout, lora: Any) -> tuple[Tensors, dict[str, bool]]:
+    """The served weights after B was set; for each adapted weight, whether they are what the module multiplies by."""
+    from grpo_megatron.models.weights.stream import global_parameters, served
+
+    device, mesh = world(layout)
+    policy = build(folder, layout, device, mesh, lora, dtype="bfloat16")
+    values = factors(policy)
+    for number, (name, tensor) in enumerate(sorted(values.items())):
+        if "lora_B" in name:
+            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)))
+    set_factors(policy, values)
+    parameters, seen = global_parameters(policy.ddp), {}
+    for name, module in policy.lora.modules.items():
+        used: list[torch.Tensor] = []
+        base = type(module).__mro__[2]
+        with mock.patch.object(base, "forward", lambda own, x, used=used: (used.append(own.weight), (x, None))[1]):
+            module(torch.zeros(1))
+        seen[name] = torch.equal(used[0], served(parameters[name])) and not torch.equal(used[0], module.weight)
+    return stream(policy), seen

@@ -1,4 +1,4 @@
-"""LoRA: PEFT on transformers agrees, in every layout, and what is served is what is trained.
+"""LoRA: PEFT on transformers agrees in every layout, and what is served is what is trained.
 
 The reference is PEFT's own forward and backward pass over transformers' model, with all factors random (B, too: with zeros,
 A would have no gradient). Bounds are relative to a tensor's largest entry.
@@ -8,53 +8,95 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from grpo_megatron.models.lora.merge import MERGE_ELEMENTS, merge
 from tests import tiny, worlds
 from tests.models import lora_ranks
 from tests.models.gradients import transformers_backward
+from tests.models.lora_ranks import LAYOUTS, RECOMPUTE
 from tests.models.policy_ranks import loss
+from tests.models.test_moe import MODELS as EXPERTS
+from tests.stored import same_stored, stored
 
 PAIRS = tiny.make_sequences(6)
 ALL = {"rank": 3, "alpha": 5.0}
 SOME = {
-    "rank": 3,
-    "alpha": 5.0,
+    **ALL,
     "target_modules": ["q_proj", "v_proj", "down_proj", "up_proj"],
     "exclude_modules": ["layers.1.mlp.up_proj"],
 }
-FAMILIES = {"llama2": ALL, "qwen2": SOME, "qwen3": ALL}
+FAMILIES = {"llama2": {**ALL, "use_rslora": True}, "qwen2": SOME, "qwen3": ALL, "olmo2": ALL, "deepseek_v3": ALL}
+DENSE = [("qwen2", "merged", {}), ("qwen2", "split", {}), ("qwen3", "split", {}), ("qwen3", "merged", RECOMPUTE)]
+WHOLE = [("llama2", "merged", {}), ("olmo2", "merged", {})]
+LATENT = [("deepseek_v3", "merged", {}), ("deepseek_v3", "split", {})]
+CASES = {  # layout -> (family, mode, override)
+    "1": DENSE + WHOLE + LATENT,
+    "TP2+SP": DENSE + LATENT,
+    "TP2": DENSE[:3],
+    "PP2": [DENSE[0], DENSE[3]],
+    "TP4+SP": [DENSE[0], DENSE[1], *WHOLE[1:]],  # 2 groups of heads
+    "DP2": DENSE,
+    "EP2": LATENT,
+    "TP2xPP2+SP": DENSE + WHOLE,
+}
+OFTEN = ("1", "TP2+SP", "PP2", "TP4+SP", "EP2")
+EVERY_LAYOUT = [pytest.param(name, marks=[pytest.mark.soak] * (name not in OFTEN)) for name in CASES]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: tiny.make_model(root / family, family) for family in FAMILIES}
+    return {
+        name: tiny.make_model(
+            root / name, name if name in tiny.FAMILIES else "llama2", num_hidden_layers=2, **EXPERTS.get(name, {})
+        )
+        for name in FAMILIES
+    }
 
 
-def peft_model(folder: Path, lora: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """transformers' model after one backward pass with PEFT's adapters, and their random factors by PEFT's names."""
+def peft_model(folder: Path, lora: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """transformers' model after one backward pass with PEFT's adapters; their random factors; the sums that PEFT merges."""
     import peft
 
-    settings = {
-        "r": lora["rank"],
-        "lora_alpha": lora["alpha"],
-        "target_modules": lora.get("target_modules", "all-linear"),
-    }
-    settings["exclude_modules"] = lora.get("exclude_modules")
+    settings = {name: lora.get(name) for name in ("target_modules", "exclude_modules")}
+    settings = {**settings, "target_modules": lora.get("target_modules", "all-linear")}
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora["rank"],
+        lora_alpha=lora["alpha"],
+        use_rslora=lora.get("use_rslora", False),
+        **settings,
+    )
     values: dict[str, torch.Tensor] = {}
+    wrapped: Any = None
 
     def adapt(model: Any) -> None:
-        wrapped = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+        nonlocal wrapped
+        conversion = "peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers"
+        with mock.patch(
+            conversion, lambda *unused, **too: None
+        ):  # it would adapt experts, and not the layers without them
+            wrapped = peft.get_peft_model(model, config)
         generator = torch.Generator().manual_seed(5)
         for name, parameter in sorted(wrapped.named_parameters()):
             if parameter.requires_grad:
                 parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
                 values[name.replace(".default", "")] = parameter.detach().clone()
 
-    return transformers_backward(folder, PAIRS, loss, adapt=adapt), values
+    model = transformers_backward(folder, PAIRS, loss, adapt=adapt)
+    gradients = {name.replace(".default", ""): p.grad for name, p in wrapped.named_parameters() if p.grad is not None}
+    model.expected_gradients = gradients
+    sums = {}
+    for name, module in wrapped.named_modules():
+        if isinstance(module, peft.tuners.lora.Linear):
+            key = name.removeprefix("base_model.model.") + ".weight"
+            sums[key] = module.base_layer.weight.detach() + module.get_delta_weight("default").detach()
+    return model, values, sums
 
 
 @pytest.fixture(scope="module")
@@ -62,32 +104,92 @@ def expected(models: dict[str, Path]) -> dict[str, Any]:
     return {family: peft_model(models[family], lora) for family, lora in FAMILIES.items()}
 
 
-def check(result: dict[str, Any], model: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
-    for row, (_, response) in enumerate(PAIRS):
-        got, want = result["logprobs"][row], model.expected_logprobs[row, : len(response)]
-        torch.testing.assert_close(got[: len(response)], want, rtol=0, atol=1e-5)
-    gradients = {
-        f"base_model.model.{name.replace('.default', '')}": p.grad
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
-    assert gradients.keys() == values.keys() == result["gradients"].keys()
-    for name, want in gradients.items():
-        error = (result["gradients"][name] - want).abs().max() / want.abs().max()
-        assert error < 1e-5, f"{name}: {error:.1e}"
-    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
-    assert result["norm"] == pytest.approx(norm, rel=1e-5)
-    assert torch.equal(result["first"], result["base"])  # B is zero at first
-    assert not torch.equal(result["logprobs"], result["base"])
-
-
-@pytest.mark.parametrize("layout", ["1", "TP2", "TP2+SP", "PP2", "DP2", "TP4+SP"])
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_values_and_gradients_equal_peft(models: dict[str, Path], expected: dict[str, Any], layout: str) -> None:
-    shape = lora_ranks.LAYOUTS[layout]
-    cases = [(family, {**lora, "mode": mode}, {}) for family, lora in FAMILIES.items() for mode in ("merged", "split")]
+    """The base is the files, bit for bit: at first, and without adapters. Recomputed layers have gradients on every stage."""
+    cases = [(family, {**FAMILIES[family], "mode": mode}, override) for family, mode, override in CASES[layout]]
     values = {family: expected[family][1] for family in FAMILIES}
-    for results in worlds.run(
-        lora_ranks.passes, shape[0], folders=models, layout=shape, pairs=PAIRS, values=values, cases=cases
-    ):
+    arguments: dict[str, Any] = {"folders": models, "pairs": PAIRS, "values": values, "cases": cases}
+    for results in worlds.run(lora_ranks.passes, LAYOUTS[layout][0], layout=LAYOUTS[layout], **arguments):
         for (family, _, _), result in zip(cases, results, strict=True):
-            check(result, *expected[family], models[family])
+            model, factors, sums = expected[family]
+            for row, (_, response) in enumerate(PAIRS):
+                want = model.expected_logprobs[row, : len(response)]
+                torch.testing.assert_close(result["logprobs"][row, : len(want)], want, rtol=0, atol=1e-5)
+            gradients = model.expected_gradients
+            assert gradients.keys() == factors.keys() == result["gradients"].keys() == result["initial"].keys()
+            for name, want in gradients.items():
+                error = (result["gradients"][name] - want).abs().max() / want.abs().max()
+                assert error < 1e-5, f"{family} {name}: {error:.1e}"
+            norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+            assert result["norm"] == pytest.approx(norm, rel=1e-5)
+            assert torch.equal(result["first"], result["base"]) and not torch.equal(result["logprobs"], result["base"])
+            files = load_file(models[family] / "model.safetensors")
+            for name, tensor in files.items():
+                assert torch.equal(result["served base"][name], tensor) and torch.equal(
+                    result["served at first"][name], tensor
+                )
+                torch.testing.assert_close(result["served"][name], sums.get(name, tensor), rtol=0, atol=1e-5)
+                assert torch.equal(result["served"][name], tensor) == (name not in sums)
+            assert all("lora_" in name for name in result["trained"])
+
+
+def test_the_bits_of_a_merged_weight_do_not_depend_on_its_cut() -> None:
+    """Rows and columns of odd sizes: a vector unit of the processor would treat the last ones of a row differently."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        base, a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((129, 517), (5, 517), (129, 5)))
+        whole = merge(base, a, b, 5 / 3)
+        for rows, columns in (
+            (slice(0, 1), slice(0, 517)),
+            (slice(3, 100), slice(7, 24)),
+            (slice(64, 129), slice(511, 514)),
+        ):
+            part = merge(base[rows, columns], a[:, columns], b[rows], 5 / 3)
+            assert part.dtype == dtype and torch.equal(part, whole[rows, columns])
+        exact = base.double() + 5 / 3 * b.double() @ a.double()
+        torch.testing.assert_close(whole.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    tall = torch.randn(2100, 130, generator=generator)
+    assert tall.numel() > MERGE_ELEMENTS  # several blocks; before, one
+    a, b = torch.randn(3, 130, generator=generator), torch.randn(2100, 3, generator=generator)
+    assert torch.equal(merge(tall, a, b, 1.0)[2050:], merge(tall[2050:], a, b[2050:], 1.0))
+
+
+CHAIN = ["1", "TP2+SP", "DP2", "PP2", "TP4+SP"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_adapters_resumes_in_other_layouts(models: dict[str, Path], tmp_path: Path) -> None:
+    """Each layout loads what the one before has saved, saves it again (the same bits), updates once and saves.
+
+    The last updates must be those of one rank that is never stopped. Factors are drawn from their names: the same anywhere.
+    """
+    common = {"folder": models["qwen2"], "pairs": PAIRS, "lora": SOME, "out": tmp_path}
+    [alone] = worlds.run(lora_ranks.chain, 1, layout=LAYOUTS["1"], done=None, count=len(CHAIN), **common)
+    for done, layout in enumerate(CHAIN):
+        for got in worlds.run(
+            lora_ranks.chain, LAYOUTS[layout][0], layout=LAYOUTS[layout], done=done, count=1, **common
+        ):
+            [got_update], want = got["updates"], alone["updates"][done]
+            assert done or all(torch.equal(tensor, alone["initial"][name]) for name, tensor in got["initial"].items())
+            assert got_update["norm"] == pytest.approx(want["norm"], rel=1e-5)
+            for name, tensor in want["factors"].items():
+                torch.testing.assert_close(
+                    got_update["factors"][name], tensor, atol=1e-5, rtol=0, msg=f"{layout} {name}"
+                )
+        if done:
+            same_stored(tmp_path / f"{done}", tmp_path / f"{done} again")
+    names = {name.removeprefix("optimizer.state.") for name in stored(tmp_path / "1")}
+    assert all("lora_" in name for name in names), names
+
+
+def test_a_bfloat16_model_serves_what_it_multiplies_by(models: dict[str, Path]) -> None:
+    """Policy and served weights are the same bits in two layouts; the merged sum is rounded once, from float32."""
+    served = []
+    for layout in ("1", "TP2+SP"):
+        arguments = {"folder": models["qwen2"], "layout": LAYOUTS[layout], "lora": ALL}
+        results = worlds.run(lora_ranks.bfloat16, LAYOUTS[layout][0], **arguments)
+        for weights, own in results:
+            assert own and all(own.values()), own
+            served.append(weights)
+    assert all(torch.equal(tensor, other[name]) for other in served for name, tensor in served[0].items())

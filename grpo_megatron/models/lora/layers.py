@@ -96,6 +96,7 @@ class _Adapter:
     rows: list[Any]
     sums: tuple[bool, bool]
     keeps_merged: bool
+    is_parallel: bool  # sequence parallelism
     group: Any
 
     @property
@@ -176,8 +177,7 @@ class _Adapted(torch.nn.Module):
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """B (A x), as the base's output is: x [s, b, inputs of this rank] -> [s, b, outputs of this rank]."""
         adapter = self.adapter
-        config = adapter.lora.config
-        is_parallel: bool = self.config.sequence_parallel  # type: ignore[union-attr, assignment]
+        config, is_parallel = adapter.lora.config, adapter.is_parallel
         if adapter.lora.drops and config.dropout:
             x = F.dropout(x, config.dropout)
         low = x @ a.T
@@ -263,7 +263,8 @@ def _adapt(
         places = torch.cat(own) if own else torch.empty(0, dtype=torch.int64)
         rows.append(slice(int(places[0]), int(places[-1]) + 1) if len(own) == 1 else places.to(module.weight.device))
     keeps_merged = transformer.recompute_granularity == "full"
-    module.adapter = _Adapter(lora, base.megatron, base.split_dim, rows, sums, keeps_merged, mesh.tp_group)
+    flags = keeps_merged, bool(transformer.sequence_parallel)
+    module.adapter = _Adapter(lora, base.megatron, base.split_dim, rows, sums, *flags, mesh.tp_group)
     kind: Any = type(module)
     module.__class__ = _adapted(kind)
     for fused in (

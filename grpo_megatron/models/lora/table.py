@@ -10,8 +10,8 @@ W0 is; one that is cut along n has A cut and B whole.
     linear_proj, fc2       A's columns               [r, n / tp]    B  [m, r]
 
 A fused weight may have adapters for some of its parts only. `lora_a` then has no rows for the others, and the others' rows
-of `lora_b` are never read. Experts have no adapters: transformers has the experts of a layer in one tensor, for which PEFT
-has no names.
+of `lora_b` are never read. Experts have no adapters: transformers 5 has the experts of a layer in two tensors, which PEFT
+adapts in a form of its own (one A of rank 2 r for gate and up together) that has no canonical factors.
 """
 
 from __future__ import annotations
