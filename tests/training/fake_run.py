@@ -61,6 +61,8 @@ class NamedWeights:
 class FakePolicy(NamedWeights):
     """`updates` counts optimizer steps: what a checkpoint restores and what `copy_from` would copy."""
 
+    lora = None
+
     def __init__(self, events: list[Any], device: Any) -> None:
         self.events, self.device, self.mesh, self.updates = events, device, LoneMesh(), 0
         self.arch, self.multiple, self.is_offloaded = ARCH, 1, False

@@ -12,7 +12,7 @@ that is cut along its input, and under sequence parallelism both of a replicated
 These are summed over the tensor-parallel ranks in the backward pass itself, in float32.
 
 W is not kept from the forward to the backward pass, which merges again: it would be a second copy of the model for every
-micro-batch under way. Where layers are recomputed as a whole, it lives for one layer anyway.
+micro-batch under way. Where all layers are recomputed as a whole, it lives for one layer anyway.
 
 A split forward pass adds s B (A x) to W0 x, with Megatron's own communication, r wide. There a whole factor has its whole
 gradient, or, under sequence parallelism, that of the rank's tokens, which Megatron sums as for norms.
@@ -262,7 +262,7 @@ def _adapt(
         own = [torch.arange(p.stop - p.start) + p.local_start for p in pieces if p.tensor == number]
         places = torch.cat(own) if own else torch.empty(0, dtype=torch.int64)
         rows.append(slice(int(places[0]), int(places[-1]) + 1) if len(own) == 1 else places.to(module.weight.device))
-    keeps_merged = transformer.recompute_granularity == "full"
+    keeps_merged = (transformer.recompute_granularity, transformer.recompute_method) == ("full", "uniform")
     flags = keeps_merged, bool(transformer.sequence_parallel)
     module.adapter = _Adapter(lora, base.megatron, base.split_dim, rows, sums, *flags, mesh.tp_group)
     kind: Any = type(module)
