@@ -81,6 +81,15 @@ on_ranks() {
     run srun "${OUTSIDE[@]}" "${options[@]}" "${INSIDE[@]}" bash slurm/as_rank.sh "$@"
 }
 
+# name_job OLD NEW: sbatch reads a job's name before its arguments are known. Another name than OLD is the user's own.
+name_job() {
+    [ "${SLURM_JOB_NAME:-}" = "$1" ] && [ "$1" != "$2" ] || return 0
+    local first
+    first=$(squeue -h --me --name="$2" -o %A | sort -n | head -n 1)
+    [ "${first:-$JOB}" -ge "$JOB" ] || die "job $first is called $2, too: set trainer.output_dir or --job-name"
+    run scontrol update jobid="$JOB" JobName="$2" || say "Slurm does not rename the job to $2"
+}
+
 print_place() {
     say "job $JOB, attempt $RESTARTS: $NODES nodes x $RANKS_PER_NODE = $RANKS ranks on $DEVICE, rank 0 at $MASTER_ADDR:$MASTER_PORT"
     say "nodes: ${NODE_LIST[*]}"

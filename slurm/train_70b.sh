@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # GRPO of a 70B model on 8 nodes x 8 GPUs:   sbatch slurm/train_70b.sh [CONFIG] [section.key=value ...]
 #
+#   sbatch slurm/train_70b.sh                                              # Llama-3.3-70B in FP8: variables MODEL and DATA, below
 #   sbatch --nodes=2 slurm/train_70b.sh examples/qwen2_72b.yaml model.path=/models/qwen trainer.save_freq=2
 #   sbatch --nodes=4 --ntasks-per-node=4 --gpus-per-node=4 ...             # nodes of 4 GPUs
 #   DRY_RUN=1 bash slurm/train_70b.sh CONFIG                               # show the plan and every command, start nothing
 #
-# Sizes are Slurm's own options. Everything else is a variable of ranks.sh or of the block below, for example
+# The job is named after OUTPUT_DIR, which is named after the config, unless sbatch --job-name gives it another name.
+# Sizes and --time are Slurm's own options. Everything else is a variable of ranks.sh or of the block below, for example
 # sbatch --export=ALL,CONTAINER=/images/grpo.sqsh. How an attempt ends decides what follows:
 #
 #   the run is finished                                    the job ends with 0
@@ -25,14 +27,16 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0
+#SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 #SBATCH --dependency=singleton
 #SBATCH --signal=B:USR1@600
+# time                   at the limit the run is saved and requeued. It must not be above the partition's
 # exclusive, mem         all cores and all memory of the nodes
 # requeue, open-mode     Slurm may start the job again, and appends to its log
-# dependency             never two jobs with the same name, which would share one OUTPUT_DIR
+# dependency             never two jobs with the same name
 # signal                 USR1 ten minutes before the time limit, to this script only. Also GraceTime of the partition before
 #                        a pre-emption, if slurm.conf has SlurmctldParameters=preempt_send_user_signal. Without that
 #                        setting Slurm ends the ranks at once.
@@ -49,14 +53,25 @@ HANG_SECONDS=${HANG_SECONDS:-3600}    # a run without a step for so long hangs (
 PREFLIGHT=${PREFLIGHT:-1}             # 0: do not check the nodes
 PREFLIGHT_MINUTES=${PREFLIGHT_MINUTES:-10} # imports, PREFLIGHT_RENDEZVOUS_SECONDS and the all-reduces (preflight.py)
 
-CONFIG=examples/llama3_70b.yaml
-if [ $# -gt 0 ] && [[ $1 != *=* ]]; then CONFIG=$1 && shift; fi
+# Without CONFIG: this model, and train.jsonl and test.jsonl of this folder. A dry run without MODEL plans its architecture.
+CONFIG=examples/llama3_70b_fp8.yaml
+MODEL=${MODEL:-/models/Llama-3.3-70B-Instruct}
+DATA=${DATA:-/data/math}
+NEEDS_MODEL=
+if [ $# -gt 0 ] && [[ $1 != *=* ]]; then
+    CONFIG=$1 && shift
+elif [ "$DRY_RUN" != 1 ] || [ -e "$MODEL" ]; then
+    NEEDS_MODEL=1
+    set -- model.path="$MODEL" data.train_files="[$DATA/train.jsonl]" data.val_files="[$DATA/test.jsonl]" "$@"
+fi
 [ -f "$CONFIG" ] || die "no config $CONFIG in $PWD; the first argument is a YAML file, the rest are section.key=value"
 OUTPUT_DIR=outputs/$(basename "$CONFIG" .yaml)
 for override; do
     [[ $override == *.*=* ]] || die "argument '$override' is not of the form section.key=value"
     [[ $override == trainer.output_dir=* ]] && OUTPUT_DIR=${override#*=}
+    [[ $override == model.path=* ]] && MODEL=${override#*=}
 done
+[ -z "$NEEDS_MODEL" ] || [ -e "$MODEL" ] || die "no model $MODEL; set MODEL, or give a config: sbatch slurm/train_70b.sh CONFIG"
 ATTEMPT=$OUTPUT_DIR/attempts/$JOB-$RESTARTS
 TRAIN=("$PYTHON" -m grpo_megatron train "$CONFIG" "$@" trainer.output_dir="$OUTPUT_DIR" trainer.device="$DEVICE"
     trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" trainer.stop_file="$ATTEMPT/stop")
@@ -171,6 +186,7 @@ main() {
             trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" || exit
         say "the commands:"
     else
+        name_job grpo-70b "${OUTPUT_DIR##*/}"
         [ "$RESTARTS" -lt "$MAX_ATTEMPTS" ] || finish 1 "MAX_ATTEMPTS=$MAX_ATTEMPTS have been made"
         # When a node dies, Slurm requeues the job itself: the previous attempt did not reach `decide`.
         if [ "$RESTARTS" -ge 2 ] && no_progress $((RESTARTS - 1)) && no_progress $((RESTARTS - 2)); then

@@ -3,6 +3,8 @@
 A response is a text, or chat messages of several turns. Turns are made of the same pieces as a rollout (TurnRenderer): the
 assistant's texts, each with its end-of-turn token, and between them the observations. So the same texts give the same tokens,
 written or generated. Only the assistant's own tokens are in the loss.
+
+A row of plain text, for continued pre-training, has no prompt: all its tokens but the first are in the loss.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.reading import cut, shown
 from grpo_megatron.types import Prompt, Turn
 
-Written = str | Messages  # a response in a data file
+
+class Tokens(tuple[int, ...]):
+    """Token ids of a part of a plain text, as they are: no template, no further end token."""
+
+
+Written = str | Messages | Tokens  # a response in a data file
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ def read_written(row: dict[str, Any], fields: Sequence[str]) -> tuple[Question, 
         question = read_question({"messages": messages[:start]}, "messages")
         return question, [_check_turns(messages[start:], "messages")]
     if list(fields) == ["response"] and "response" not in row and "prompt" not in row:
-        raise missing_field(["prompt", "messages"], row)
+        raise missing_field(["prompt", "messages", "text"], row)
     question = read_question(row)
     return question, [
         _check_turns(_read_messages(row, name), name) if isinstance(row.get(name), list) else text_field(row, name)
@@ -135,7 +142,9 @@ def _check_turns(messages: list[dict[str, Any]], name: str) -> list[dict[str, An
 # As prompts (prompts.py), all rows are checked and measured before the run, and a group is made when it is read.
 
 SupervisedExample = tuple[list[int], WrittenResponse]  # prompt ids, response
-WrittenGroup = tuple[Question, list[Written], Sequence[Any]]  # a question, its responses, a reward (or labels) of each
+WrittenGroup = tuple[
+    Question | Tokens, list[Written], Sequence[Any]
+]  # a question, its responses, a reward (or labels) of each
 OfflineGroup = tuple[Prompt, list[WrittenResponse], list[float]]  # a prompt, its responses, their rewards
 
 
@@ -146,7 +155,7 @@ def load_supervised(
     renderer: TurnRenderer | None = None,
     end_token_ids: Sequence[int] = (),
 ) -> Sequence[SupervisedExample]:
-    """(prompt ids, response) of rows {"prompt", "response"} or {"messages"}, in order.
+    """(prompt ids, response) of rows {"prompt", "response"}, {"messages"} or {"text"}, in order.
 
     Rows over data.max_prompt_length or data.max_response_length tokens are dropped or refused as in `load_prompts`.
     `renderer` is that of the rollouts, if they have several turns; `end_token_ids` those of `EndTokens`. Raises ConfigError.
@@ -176,9 +185,27 @@ def load_offline_groups(
     rewards = list(fields.values())
 
     def read(row: dict[str, Any]) -> list[WrittenGroup]:
+        if list(fields) == ["response"] and "text" in row and not row.keys() & {"prompt", "messages", "response"}:
+            return [
+                (*part, rewards) for part in text_parts(text_field(row, "text"), tokenizer, data.max_response_length)
+            ]
         return [(*read_written(row, list(fields)), rewards)]
 
     return _load_groups(data, files, tokenizer, read, None, renderer, end_token_ids)
+
+
+def text_parts(text: str, tokenizer: Any, longest: int) -> list[tuple[Tokens, list[Written]]]:
+    """A plain text in parts of at most `longest` tokens, each after one token of context. Raises ValueError.
+
+    Every token is in the loss of one part, the end-of-sequence token too, but for the first: the beginning-of-sequence
+    token, or the text's own where the tokenizer has none. A part's context is its last token before.
+    """
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    ids = [*begin, *tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    if len(ids) < 2:
+        raise ValueError("field 'text' has no tokens")
+    starts = range(1, len(ids), longest)
+    return [(Tokens(ids[start - 1 : start]), [Tokens(ids[start : start + longest])]) for start in starts]
 
 
 def _load_groups(
@@ -224,7 +251,8 @@ class GroupReader(RowRenderer):
     def fit_groups(self, written: list[tuple[int, WrittenGroup]]) -> list[bool]:
         """Whether the prompt and all responses of each (row number, group) have at most the configured lengths, in tokens."""
         longest = self.data.max_response_length
-        fits = self.fit([(number, group[0]) for number, group in written])
+        measured = iter(self.fit([(number, group[0]) for number, group in written if not isinstance(group[0], Tokens)]))
+        fits = [isinstance(group[0], Tokens) or next(measured) for _, group in written]
         unsure = [place for place, (_, group) in enumerate(written) if not self._certainly_short(group[1])]
         for place, responses in zip(unsure, self.responses([written[place] for place in unsure]), strict=True):
             fits[place] = fits[place] and max(map(len, responses), default=0) <= longest
@@ -233,12 +261,16 @@ class GroupReader(RowRenderer):
     def _certainly_short(self, responses: Sequence[Written]) -> bool:
         """By the bytes of the texts. Labels are checked by their tokens, and turns by their rendering."""
         longest = self.data.max_response_length - 1  # the end-of-sequence token
-        return self.label is None and all(isinstance(one, str) and most_tokens(one) <= longest for one in responses)
+        return self.label is None and all(
+            isinstance(one, Tokens) or (isinstance(one, str) and most_tokens(one) <= longest) for one in responses
+        )
 
     def group(self, number: int, written: WrittenGroup) -> OfflineGroup:
         """The group of a row. Raises ConfigError."""
-        text, [responses] = self.text(number, written[0]), self.responses([(number, written)])
-        prompt = Prompt(self.rows.uid(number), tuple(self.encode([text])[0]), text, "", self.task.name, "")
+        question, [responses] = written[0], self.responses([(number, written)])
+        text = "" if isinstance(question, Tokens) else self.text(number, question)
+        ids = tuple(question) if isinstance(question, Tokens) else tuple(self.encode([text])[0])
+        prompt = Prompt(self.rows.uid(number), ids, text, "", self.task.name, "")
         if self.label is None:
             return prompt, responses, list(written[2])
         return prompt, responses, [sum(value for _, value in one.labels) / len(one.labels) for one in responses]
@@ -264,7 +296,7 @@ class GroupReader(RowRenderer):
         """
         tokenizer = self.tokenizer
         texts = [one for one in written if isinstance(one, str)]
-        chats = [one for one in written if not isinstance(one, str)]
+        chats = [one for one in written if not isinstance(one, str | Tokens)]
         encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
         if chats and not self.data.apply_chat_template:
             raise ConfigError(
@@ -277,7 +309,9 @@ class GroupReader(RowRenderer):
             renderer.check(role)
         responses = []
         for one in written:
-            if isinstance(one, str):
+            if isinstance(one, Tokens):
+                responses.append(WrittenResponse(list(one)))
+            elif isinstance(one, str):
                 ids = next(encoded)
                 is_ended = bool(ids) and ids[-1] in self.ends
                 responses.append(WrittenResponse(ids if is_ended else [*ids, tokenizer.eos_token_id]))

@@ -31,11 +31,15 @@ SAVED_OPTIMIZER_BYTES = 12  # per parameter in a checkpoint: the weight in float
 
 @dataclass(frozen=True)
 class StageParameters:
-    """What one rank of a pipeline stage holds. `experts`: the part of the parameters that is in experts."""
+    """What one rank of a pipeline stage holds. `experts`: the part of the parameters that is in experts.
+
+    `fp8`: the weights that an FP8 recipe computes with, those of linear layers that are not left in bfloat16.
+    """
 
     layers: int
     dense: int
     experts: int
+    fp8: int = 0
 
     @property
     def total(self) -> int:
@@ -80,17 +84,38 @@ def parameters_from_table(
     ends = [row for row in rows if not is_layered(row) and row not in embedding]
     if arch.tied and len(layers) > 1 and has_output_head:
         ends += embedding
-    dense, experts, first = [], [], 0
+    in_fp8 = fp8_layers(arch.num_layers, megatron)
+    dense, experts, fp8, first = [], [], [], 0
     for number in layers:
         own = [
-            row for layer in range(first, first + number) for row in rows if is_layered(row) and row.is_in(layer, arch)
+            (row, layer in in_fp8 and _is_linear(row, arch, tp))
+            for layer in range(first, first + number)
+            for row in rows
+            if is_layered(row) and row.is_in(layer, arch)
         ]
-        dense.append(_size([row for row in own if not is_expert(row)], arch, tp))
-        experts.append((arch.num_experts // ep) * _size([row for row in own if is_expert(row)], arch, tp))
+        shared, expert = ([found for found in own if is_expert(found[0]) == value] for value in (False, True))
+        dense.append(_size([row for row, _ in shared], arch, tp))
+        experts.append((arch.num_experts // ep) * _size([row for row, _ in expert], arch, tp))
+        linear = _size([row for row, is_fp8 in expert if is_fp8], arch, tp)
+        fp8.append(_size([row for row, is_fp8 in shared if is_fp8], arch, tp) + (arch.num_experts // ep) * linear)
         first += number
     dense[0] += _size(embedding, arch, tp)
     dense[-1] += _size(ends, arch, tp)
-    return [StageParameters(*stage) for stage in zip(layers, dense, experts, strict=True)]
+    return [StageParameters(*stage) for stage in zip(layers, dense, experts, fp8, strict=True)]
+
+
+def fp8_layers(num_layers: int, megatron: MegatronConfig) -> range:
+    """The layers that an FP8 recipe computes in FP8, of weights in bfloat16; none without a recipe."""
+    fp8 = megatron.fp8
+    if fp8.recipe is None or fp8.param_gather:  # whose weights are FP8 themselves, in two layouts of a byte
+        return range(0)
+    if not fp8.first_last_layers_bf16:
+        return range(num_layers)
+    return range(fp8.num_layers_at_start_in_bf16, num_layers - fp8.num_layers_at_end_in_bf16)
+
+
+def _is_linear(row: WeightRow, arch: Architecture, tp: int) -> bool:
+    return len(row.local_shape(arch, tp)) == 2 and ".router." not in row.megatron
 
 
 def _size(rows: Sequence[WeightRow], arch: Architecture, tp: int) -> int:
@@ -120,7 +145,8 @@ class RunModels:
         megatron = config.actor.megatron
         layers = str(sorted(megatron.override_transformer_config.items()))
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-        key = (id(arch), has_head, layers, tp, pp, megatron.expert_model_parallel_size)
+        in_fp8 = fp8_layers(arch.num_layers, megatron)
+        key = (id(arch), has_head, layers, tp, pp, megatron.expert_model_parallel_size, in_fp8)
         if key not in self._known:
             self._known[key] = parameters_from_table(arch, megatron, has_output_head=has_head)
         return self._known[key]

@@ -17,8 +17,12 @@ A run that draws nothing has no engine: start, sync and rollout are absent, and 
 log-probabilities from before the update. A save needs nothing on the device; `host_parts` counts what it needs on the host.
 
 Parameters and vLLM's budget are exact up to padding. The parts in ESTIMATED are estimates. A phase that does not fit
-without them is an error; one that does not fit with them is only reported by the plan. Not counted: FP8 copies of weights,
-fragmentation. Compared with no GPU yet.
+without them is an error; one that does not fit with them is only reported by the plan. Not counted: fragmentation. Compared
+with no GPU yet.
+
+FP8 copies: Transformer Engine quantizes the weights of linear layers in each pass, to one byte, and where there is a backward
+pass to a second one in the other layout. They are freed at the end of the pass (models/forward.py); the probe of a rollout is
+one. Critic and reward models are taken to be as large as the policy.
 """
 
 from __future__ import annotations
@@ -45,9 +49,10 @@ from grpo_megatron.memory.parameters import (
 )
 from grpo_megatron.memory.reserved import RESERVED_PARTS, reserved_bytes
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.engine_cache import engine_weights
 
 GIB = 2**30
-ESTIMATED = ("activations kept", "layer or logits", "sync buckets", *RESERVED_PARTS)
+ESTIMATED = ("FP8 copies", "activations kept", "layer or logits", "sync buckets", *RESERVED_PARTS)
 PARTS = (  # in the order of the plan's rows
     *("weights", "gradients", "copy of weights", "optimizer", "reference", "reward model", "critic"),
     *("engine weights", "KV cache", *ESTIMATED),
@@ -146,9 +151,10 @@ class _Rank:
 
     def _rollout(self) -> Phase:
         rollout = self.config.rollout
-        parts = self._beside_engine(needs_reference=False)
+        parts = {**self._beside_engine(needs_reference=False), "FP8 copies": float(self.parameters.fp8)}
         if cache := rollout.engine_kwargs.get("kv_cache_memory_bytes"):  # vLLM then ignores its budget after the start
-            return self._phase("rollout", {**parts, "engine weights": self.engine_weights, "KV cache": float(cache)})
+            parts |= {"engine weights": self.engine_weights, "KV cache": float(cache)}
+            return self._phase("rollout", parts)
         return self._phase("rollout", parts, rollout.gpu_memory_utilization)
 
     def _trained(self) -> dict[str, float]:
@@ -175,12 +181,14 @@ class _Rank:
     def _forward(self, *, has_head: bool = True) -> dict[str, float]:
         actor, itemsize = self.config.actor, DTYPE_BYTES[self.config.model.dtype]
         head = head_bytes(self.arch, actor, itemsize, backward=False) if has_head and self._has_head() else 0.0
-        return {"layer or logits": max(forward_bytes(self.arch, actor, itemsize), head)}
+        working = max(forward_bytes(self.arch, actor, itemsize), head)
+        return {"FP8 copies": float(self.parameters.fp8), "layer or logits": working}
 
     def _backward(self, *, has_head: bool = True) -> dict[str, float]:
         actor, itemsize, layers = self.config.actor, DTYPE_BYTES[self.config.model.dtype], self.parameters.layers
         head = head_bytes(self.arch, actor, itemsize, backward=True) if has_head and self._has_head() else 0.0
         return {
+            "FP8 copies": 2.0 * self.parameters.fp8,
             "activations kept": kept_bytes(self.arch, actor, itemsize, stage=self.stage, layers=layers),
             "layer or logits": max(working_bytes(self.arch, actor, itemsize, layers=layers), head),
         }
@@ -199,7 +207,7 @@ def memory_phases(
 ) -> list[Phase]:
     """Every phase of the run, of the pipeline stage that needs most in it."""
     memories = memory_of_stages(config, world_size, policy, reward_models, critic)
-    engine = arch.num_parameters() * DTYPE_BYTES[config.model.dtype] / config.rollout.tensor_model_parallel_size
+    engine = engine_weights(config.rollout, arch, DTYPE_BYTES[config.model.dtype])
     reserved = reserved_bytes(config, arch, world_size)
     stages = [
         list(_Rank(config, arch, world_size, number, policy[number], memories[number], engine, reserved).phases())
@@ -272,9 +280,9 @@ def phase_problems(config: Config, arch: Architecture, phases: list[Phase], devi
             yield shortage(config, phase, device)
     if not config.draws:
         return
-    engine = arch.num_parameters() * DTYPE_BYTES[config.model.dtype] / config.rollout.tensor_model_parallel_size
+    engine = engine_weights(config.rollout, arch, DTYPE_BYTES[config.model.dtype])
     budget = config.rollout.gpu_memory_utilization * device
-    if budget <= engine and config.rollout.quantization is None:
+    if budget <= engine:
         yield (
             f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization:g} x {device / GIB:.2f} GiB ="
             f" {budget / GIB:.2f} GiB leaves no KV cache beside the engine's weights of {engine / GIB:.2f} GiB; raise it,"

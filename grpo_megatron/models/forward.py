@@ -290,7 +290,17 @@ def forward_backward(
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+    _free_fp8_copies(model)
     return list(results)
+
+
+def _free_fp8_copies(model: torch.nn.Module) -> None:
+    """Transformer Engine keeps the FP8 copies of its weights until the next pass, which makes them anew. The engine, and the
+    other models, need their memory: a byte for each weight of a linear layer, or two after a backward pass."""
+    for module in model.modules():
+        copies = getattr(module, "_fp8_workspaces", None)
+        if copies:
+            copies.clear()
 
 
 MetricSums = dict[str, MetricSum]

@@ -13,7 +13,7 @@ from grpo_megatron.algo.losses import needs_old_logprobs, policy_losses, reads_r
 from grpo_megatron.config import Config
 from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.engine_cache import MOST_SEQUENCES, kv_token_bytes
+from grpo_megatron.models.engine_cache import MOST_SEQUENCES, engine_weights, kv_token_bytes
 from grpo_megatron.models.flops import active_parameters, flops_per_pass
 from grpo_megatron.planning.gpus import (
     ENGINE_STEP_S,
@@ -81,6 +81,7 @@ class Workload:
     itemsize: int = 2
     max_num_seqs: int = 256
     is_fp8: bool = False
+    engine_itemsize: float = 2.0  # bytes of an engine's weight on average, less where it is quantized
     overlaps_gradients: bool = False
 
     @property
@@ -118,6 +119,9 @@ class Workload:
             itemsize=DTYPE_BYTES[config.model.dtype],
             max_num_seqs=config.rollout.max_num_seqs or MOST_SEQUENCES,  # `estimated` has the derived number
             is_fp8=actor.megatron.fp8.recipe is not None,
+            engine_itemsize=engine_weights(config.rollout, models.arch, DTYPE_BYTES[config.model.dtype])
+            * config.rollout.tensor_model_parallel_size
+            / size,
             overlaps_gradients=actor.megatron.overlap_grad_reduce,
         )
 
@@ -156,7 +160,7 @@ def _step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, seque
     arch, tp = work.arch, layout.rollout_tp
     in_flight = work.prompt_tokens + work.response_tokens / 2
     cache = sequences * in_flight * kv_token_bytes(arch, tp, work.itemsize)
-    memory = machine.read_seconds(_visited_weights(arch, sequences) * work.itemsize / tp + cache)
+    memory = machine.read_seconds(_visited_weights(arch, sequences) * work.engine_itemsize / tp + cache)
     active = active_parameters(arch)
     compute = 2 * active * sequences / (tp * machine.gpu.tflops * 1e12 * MATMUL)
     reduce = 0.0

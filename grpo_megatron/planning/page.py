@@ -35,10 +35,11 @@ from grpo_megatron.memory.parameters import (
     memory_of_stages,
 )
 from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, host_parts, memory_phases, shortage
-from grpo_megatron.models.engine_cache import engine_cache
+from grpo_megatron.models.engine_cache import engine_cache, engine_weights
+from grpo_megatron.models.layers.precision import capability_problems
 from grpo_megatron.pages.kit import text_page
 from grpo_megatron.planning.cost import PlannedMachine, Workload
-from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
+from grpo_megatron.planning.gpus import FP8_SPEEDUP, GPUS, REFERENCE, Gpu
 from grpo_megatron.planning.search import Fit, PlannedLayout, estimated, fit, nearest_layouts
 from grpo_megatron.planning.traffic import border_traffic, weight_sync_lines
 from grpo_megatron.reading import reason_of
@@ -116,7 +117,7 @@ def plan_page(
         trials=_rows(trial_lines(checked.reward_calls)),
         memory="\n".join(_memory_lines(config, world_size, *stages)),
         host=host,
-        engine_shard=models.arch.num_parameters() * itemsize / config.rollout.tensor_model_parallel_size / GIB,
+        engine_shard=engine_weights(config.rollout, models.arch, itemsize) / GIB,
         sent=stage * itemsize / GIB,
         weight_sync=_rows(weight_sync_lines(config, models.arch, world_size)) if config.draws else "",
         steps=steps_of_epochs(config, rows),
@@ -136,6 +137,7 @@ def plan_page(
         commas=lambda number, places=None: f"{number:,}" if places is None else f"{number:,.{places}f}",
         repr=repr,
         GIB=GIB,
+        FP8_SPEEDUP=FP8_SPEEDUP,
     )
     verdict, problem = [], None
     if host is not None and host_gib is not None:
@@ -144,7 +146,10 @@ def plan_page(
         verdict += verdict_without_gpu(config, models, world_size)
         return PlanPage(_laid_out(text, width - 2), verdict, problem)
     verdict += verdict_lines(config, models, work, machine, found, width - 2)
-    return PlanPage(_laid_out(text, width - 2), verdict, misfit(found) or problem)
+    lacking = next(capability_problems(config, machine.gpu.capability), None)
+    if lacking is not None:
+        verdict[-1] = f"DOES NOT RUN ON {machine.gpu.name}: {lacking}"
+    return PlanPage(_laid_out(text, width - 2), verdict, lacking or misfit(found) or problem)
 
 
 @dataclass(frozen=True)
@@ -554,7 +559,11 @@ def verdict_without_gpu(config: Config, models: RunModels, world_size: int) -> I
     if config.trainer.device == "cpu":
         yield "NO VERDICT for trainer.device=cpu: only the memory of GPUs is counted"
         return
-    fits = {name: fit(config, models, world_size, gpu.usable_bytes).fits for name, gpu in GPUS.items()}
+    fits = {
+        name: fit(config, models, world_size, gpu.usable_bytes).fits
+        and not list(capability_problems(config, gpu.capability))
+        for name, gpu in GPUS.items()
+    }
     yield "--gpu NAME or --gpu GIB says what to change, and which layouts fit."
     good, bad = ([name for name in GPUS if fits[name] == value] for value in (True, False))
     yield f"FITS {', '.join(good) or 'none of the known GPUs'}" + (f"; DOES NOT FIT {', '.join(bad)}" if bad else "")

@@ -56,6 +56,25 @@ def test_messages_become_the_tokens_of_a_rollout(tmp_path: Path) -> None:
     assert prompt + response.ids == tokenizer(whole)["input_ids"][:-1]
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_plain_text_is_cut_into_rows_that_learn_each_token_once(tmp_path: Path, begins: bool) -> None:
+    """Seven tokens and the end in parts of three. The context of a part is the token before it. No template is applied."""
+    tokenizer = tokenizer_with(CHATML, "<|im_end|>")
+    tokenizer.bos_token = "<|im_start|>" if begins else None
+    text = "1 2 3 4"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    data = DATA.model_copy(update={"max_response_length": 3})
+    rows = load_supervised(
+        data, row_files(tmp_path / "text.jsonl", {"text": text}, {"prompt": "1", "response": "2"}), tokenizer
+    )
+    *parts, (prompt, response) = list(rows)
+    assert len(prompt) > 1 and len(response) == 2
+    whole = [*([tokenizer.bos_token_id] if begins else []), *ids, tokenizer.eos_token_id]
+    assert [p for p, _ in parts] == [[token] for token in whole[:-1:3]]
+    assert [token for _, part in parts for token in part.ids] == whole[1:]
+    assert {len(part) for _, part in parts[:-1]} == {3} and all(part.num_loss_tokens == len(part) for _, part in parts)
+
+
 def test_prompt_and_turns_in_separate_fields(tmp_path: Path) -> None:
     """The same conversation as "prompt" and a list in "response"; preferences between two trajectories."""
     tokenizer = tokenizer_with(CHATML, "<|im_end|>")

@@ -75,7 +75,11 @@ def trained(folder: Path, dtype: str, distributed: bool) -> dict[str, Any]:
             policy.offload()
             out["offloaded bytes"] = policy._offloaded.num_bytes
             assert gradients.nbytes() == (0 if offload else before)
+            copies = next(policy.ddp.modules())._fp8_workspaces = {
+                "weight": torch.ones(1)
+            }  # as Transformer Engine's layers have
             out[f"logprobs {offload}"] = policy.logprobs(batch)
+            assert not copies, "the FP8 copies of weights are freed after each pass"
             list(policy.hf_weights(1))
             policy.onload()
             assert gradients.nbytes() == before

@@ -70,6 +70,66 @@ def test_every_cross_check_passes_on_the_real_architecture(
     assert "no tokenizer in" in errors or example != "llama3_70b"  # the other one lacks a chat template first
 
 
+def plan_of(example: str, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    command = [
+        "train",
+        f"examples/{example}.yaml",
+        "--dry-run",
+        "--world-size",
+        "64",
+        "--gpu",
+        *(options or ("h100-80",)),
+    ]
+    main.main(command)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("example", "quantization"), {"llama3_70b": "fp8_per_block", "qwen2_72b": "fp8_per_channel"}.items()
+)
+def test_the_fp8_examples_plan_fp8(
+    example: str, quantization: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FP8 is in the page, the memory and the seconds, and the header's figures are the plan's.
+
+    A middle stage has 20 of 80 layers, whose linear weights are all of its parameters but two norms of 8,192 per layer, and
+    Qwen's biases of (8192 + 2 x 1024) / 4 per layer. The first and the last stage leave one layer in bfloat16.
+    """
+    monkeypatch.chdir(ROOT)
+    plan, plain = plan_of(f"{example}_fp8", capsys), plan_of(example, capsys)
+    assert "bfloat16, FP8 blockwise in the linear layers but those at both ends" in " ".join(plan.split())
+    assert f"8 engines of tp 8, FP8 weights ({quantization})" in plan
+    assert "FP8: passes 1.3 x as fast as in bfloat16; decoding reads 1 bytes per weight" in plan and "FP8" not in plain
+    stage = int(re.findall(r"^ +1 +20 +([\d,]+)", plan, re.MULTILINE)[0].replace(",", ""))
+    linear = stage - 20 * (2 * 8192 + (2560 if example == "qwen2_72b" else 0))
+    copies = re.findall(r"^  ~ FP8 copies +- +- +- +(\S+) +(\S+) +(\S+)$", plan, re.MULTILINE)[0]
+    assert [float(size) for size in copies] == pytest.approx(
+        [ways * linear * 19 / 20 / 2**30 for ways in (1, 1, 2)], abs=0.01
+    )
+
+    header = (ROOT / "examples" / f"{example}_fp8.yaml").read_text().partition("\nmodel:")[0]
+    totals = re.findall(r"^  together +(.*)$", plan, re.MULTILINE)[0].split()
+    written = re.findall(r"^#   (?:rollout|scoring|update) +([\d.]+):", header, re.MULTILINE)
+    assert [float(size) for size in written] == pytest.approx([float(size) for size in totals[3:]], abs=0.051)
+    tokens = re.findall(r"([\d,]+) tokens of 40 KiB", plan)[0]
+    assert f"{tokens} tokens" in header
+    seconds = [float(re.findall(r"^  ([\d.]+) = generate", text, re.MULTILINE)[0]) for text in (plan, plain)]
+    assert "takes an estimated {:.0f} s, instead of {:.0f} s in bfloat16".format(*seconds) in header
+
+
+def test_gpus_without_the_fp8_of_a_config_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    needs = "actor.megatron.fp8.recipe=blockwise needs compute capability 9.0, this device has 8.0; leave it out"
+    assert f"DOES NOT RUN ON a100-80: {needs}" in plan_of("llama3_70b_fp8", capsys, "a100-80")
+    assert main.main(["train", "examples/llama3_70b_fp8.yaml", "--dry-run", "--world-size", "64"]) == 0
+    assert "FITS h100-80, h200, h20-96; DOES NOT FIT b200, a100-80," in capsys.readouterr().out
+    options = ["--dry-run", "--world-size", "64", "rollout.quantization=fp8_per_block"]
+    assert main.main(["train", "examples/qwen2_72b_fp8.yaml", *options]) == 2
+    assert "multiples of 128; this model's MLP width, 29568 / tp 8 = 3696, is not; set" in capsys.readouterr().err
+
+
 def test_a_supervised_run_of_70b_has_no_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

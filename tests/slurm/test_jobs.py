@@ -44,11 +44,14 @@ def settings(workspace: Path, output_dir: Path, world: int, tp: int, pp: int, st
 class Run:
     """One job, its output folder and its log."""
 
-    def __init__(self, lab: Lab, folder: Path, raw: dict[str, Any], nodes: int, **variables: str) -> None:
+    def __init__(
+        self, lab: Lab, folder: Path, raw: dict[str, Any], nodes: int, *, name: str | None = None, **variables: str
+    ) -> None:
         self.lab, self.out, self.log = lab, Path(raw["trainer"]["output_dir"]), folder / "job.log"
         self.allowed = folder / "allowed"
         (folder / "run.yaml").write_text(yaml.safe_dump(raw))
-        options = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--job-name={folder.name}", f"--output={self.log}"]
+        name = name or folder.name
+        options = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--job-name={name}", f"--output={self.log}"]
         arguments = [SCRIPT, str(folder / "run.yaml"), f"trainer.output_dir={self.out}"]
         # TERM_SECONDS: no step can be finished after SIGTERM, since it waits at the gate.
         environment = {"REPO": str(ROOT), "DEVICE": "cpu", "PREFLIGHT": "0", "TERM_SECONDS": "1", **variables}
@@ -103,12 +106,13 @@ def same_run(one: Path, other: Path, steps: int) -> None:
 
 
 def test_a_bad_node_is_left_out_of_the_next_attempt(lab: Lab, tmp_path: Path) -> None:
-    """Before tests that take nodes down: Slurm gives the first nodes."""
-    run = stand_in(lab, tmp_path, PREFLIGHT="1", KIND="trains")
+    """Before tests that take nodes down: Slurm gives the first nodes. The script's own name gives way to the output folder's."""
+    run = stand_in(lab, tmp_path, name="grpo-70b", PREFLIGHT="1", KIND="trains")
     run.ended(0, "bad nodes: node2; requeued without node2; newest checkpoint: none")
     run.end()
     assert "node2" not in lab.nodes_of(run.job) and lab.job(run.job)["ExcNodeList"] == "node2"
     assert run.last_lines()[-1].startswith(f"job {run.job} attempt 1: finished")
+    assert lab.job(run.job)["JobName"] == run.out.name
 
 
 @pytest.mark.parametrize("by_slurm", [False, pytest.param(True, marks=pytest.mark.soak)])

@@ -30,7 +30,7 @@ STUBS = {
             update*) eval "${UPDATE_DOES:-}"; echo "$*" >>"$CALLS" ;;
         esac""",
     "srun": 'case "$*" in *preflight.py*) eval "$PREFLIGHT_DOES" ;; *) eval "$TRAIN_DOES" ;; esac',
-    "squeue": "date -d '+1 hour' +%Y-%m-%dT%H:%M:%S",
+    "squeue": 'case "$*" in *--name=*) printf "%s\\n" $SAME_NAME ;; *) date -d "+1 hour" +%Y-%m-%dT%H:%M:%S ;; esac',
     "sinfo": "printf '%s\\n' ${PARTITION:-node1 node2 node3}",
     "scancel": 'echo "scancel $*" >>"$CALLS"',
     "getent": "true",
@@ -335,6 +335,8 @@ def test_every_node_meets_its_neighbours_once(preflight: ModuleType) -> None:
         (("examples/quickstart.yaml",), {"SLURM_JOB_ID": ""}, "not in a Slurm job"),
         (("examples/quickstart.yaml",), {"CONTAINER": "x", "CONTAINER_RUNTIME": "docker"}, "set pyxis or apptainer"),
         (("examples/quickstart.yaml",), {"REPO": "/"}, "submit from the project's root"),
+        (("trainer.save_freq=5",), {"MODEL": "/nowhere"}, "no model /nowhere; set MODEL, or give a config"),
+        (("trainer.save_freq=5", "model.path=/away"), {}, "no model /away"),
     ],
 )
 def test_mistakes_are_named(job: Job, arguments: tuple[str, ...], variables: dict[str, str], words: str) -> None:
@@ -360,6 +362,27 @@ def test_dry_run_shows_the_plan_and_every_command(job: Job) -> None:
     assert pyxis.count("--container-image=/i.sqsh --container-mounts=/a:/a --container-workdir=") == 2
     apptainer = job.run("examples/qwen2_72b.yaml", **variables, CONTAINER="/i.sif", CONTAINER_RUNTIME="apptainer")[1]
     assert apptainer.count("apptainer exec --nv --bind") == 2
+
+
+def test_a_job_without_a_config_trains_the_70b_model_in_fp8(job: Job, tmp_path: Path) -> None:
+    """A dry run needs no model: then the example's own path stays, which is an architecture."""
+    options = ("trainer.save_freq=5", f"trainer.output_dir={job.out}")
+    text = job.run(*options, DRY_RUN="1", MODEL="/nowhere")[1]
+    assert "train examples/llama3_70b_fp8.yaml trainer.save_freq=5 " in text and "model.path" not in text
+    status, text = job.run(*options, DRY_RUN="1", MODEL=str(tmp_path), DATA="/rows")
+    files = r"data.train_files=\[/rows/train.jsonl\] data.val_files=\[/rows/test.jsonl\]"
+    assert status == 0 and f"llama3_70b_fp8.yaml model.path={tmp_path} {files} trainer.save_freq=5" in text, text
+
+
+def test_a_job_is_named_after_its_output_folder(job: Job) -> None:
+    """sbatch knows the script's name for it only. A later job of the same name would share the folder."""
+    variables = {"TRAIN_DOES": DONE, "SLURM_JOB_NAME": "grpo-70b"}
+    assert job.run(**variables, SAME_NAME="7 9")[0] == 0
+    assert job.calls.read_text() == "update jobid=7 JobName=out\n"
+    status, text = job.run(**variables, SAME_NAME="9 6")
+    assert status == 2 and "job 6 is called out, too" in text
+    job.calls.write_text("")
+    assert job.run(**{**variables, "SLURM_JOB_NAME": "mine"}, SAME_NAME="6")[0] == 0 and job.calls.read_text() == ""
 
 
 def test_ports_are_the_same_for_an_attempt_and_others_for_the_next(job: Job) -> None:
@@ -392,4 +415,4 @@ def test_scripts_are_clean() -> None:
     assert done.returncode == 0 and len(scripts) == 4, done.stdout
     for script in scripts:
         text = (ROOT / script).read_text()
-        assert text.isascii() and len(text.splitlines()) <= 225
+        assert text.isascii() and len(text.splitlines()) <= 240

@@ -57,6 +57,8 @@ QUANTIZATIONS: dict[str, Recipe] = {
     "fp8_per_block": Recipe((9, 0), (12, 1), remedy="fp8_per_tensor"),
     "mxfp8": Recipe((10, 0), (12, 8), remedy="fp8_per_tensor"),
 }
+# Its kernels scale the inputs of a linear layer in groups of so many: a rank's inputs must be whole groups.
+ENGINE_GROUPS = {"fp8_per_block": 128, "mxfp8": 32}
 # vLLM's batch invariance replaces kernels of the whole process, so the trainer's, too. Below 9.0 these include `aten::linear`,
 # whose replacement has no gradient (`enable_batch_invariant_mode` of model_executor/determinism/batch_invariant.py).
 BATCH_INVARIANCE = Recipe((9, 0), (12, 1))
@@ -110,8 +112,10 @@ def token_multiple(megatron: MegatronConfig) -> int:
 
 
 def precision_problems(config: Config, arch: Architecture | None) -> Iterator[str]:
-    """Contradictions of actor.megatron.fp8 with other keys or the model, one line each. Independent of the hardware."""
+    """Contradictions of FP8 in training or rollouts with other keys or the model, one line each, whatever the hardware."""
     megatron, fp8 = config.actor.megatron, config.actor.megatron.fp8
+    if arch is not None and config.draws:
+        yield from _engine_problems(config, arch)
     if fp8.recipe is None:
         changed = [name for name in fp8.model_fields_set if getattr(fp8, name) != type(fp8).model_fields[name].default]
         for name in sorted(changed):
@@ -138,6 +142,25 @@ def precision_problems(config: Config, arch: Architecture | None) -> Iterator[st
         )
     if arch is not None:
         yield from _size_problems(megatron, arch)
+
+
+def _engine_problems(config: Config, arch: Architecture) -> Iterator[str]:
+    """vLLM would fail at the first request. Experts are padded."""
+    quantization, tp = config.rollout.quantization, config.rollout.tensor_model_parallel_size
+    unit = ENGINE_GROUPS.get(quantization or "", 1)
+    mlp = 0 if arch.num_experts else arch.ffn_hidden_size
+    widths = (
+        ("hidden_size", arch.hidden_size, 1),
+        ("attention width", arch.attention_size, tp),
+        ("MLP width", mlp, tp),
+    )
+    for name, size, ways in widths:
+        if size % ways == 0 and size // ways % unit:
+            yield (
+                f"rollout.quantization={quantization} needs inputs that are multiples of {unit}; this model's {name}, {size} /"
+                f" tp {ways} = {size // ways}, is not; set rollout.quantization=fp8_per_channel, or another"
+                " rollout.tensor_model_parallel_size"
+            )
 
 
 def _size_problems(megatron: MegatronConfig, arch: Architecture) -> Iterator[str]:
@@ -188,10 +211,8 @@ def hardware_problems(config: Config, hardware: Hardware | None = None) -> Itera
     if recipe is None and quantization is None and cp == 1 and not is_needed:
         return
     hardware = hardware or read_hardware(config.trainer.device)
-    if recipe is not None:
-        yield from _lacks(f"{FP8}.recipe={recipe}", RECIPES[recipe], hardware)
-    if quantization is not None:
-        yield from _lacks(f"rollout.quantization={quantization}", QUANTIZATIONS[quantization], hardware)
+    for key, needed in _fp8_needs(config):
+        yield from _lacks(key, needed, hardware)
     if batch_invariant:
         yield from _lacks("rollout.batch_invariant=true", BATCH_INVARIANCE, hardware)
         size, per_node = config.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
@@ -221,21 +242,41 @@ def hardware_problems(config: Config, hardware: Hardware | None = None) -> Itera
 _NO_CUDA = "needs a CUDA device, and this run has none; leave it out"
 
 
+def _fp8_needs(config: Config) -> Iterator[tuple[str, Recipe]]:
+    recipe, quantization = config.actor.megatron.fp8.recipe, config.rollout.quantization
+    if recipe is not None:
+        yield f"{FP8}.recipe={recipe}", RECIPES[recipe]
+    if quantization is not None:
+        yield f"rollout.quantization={quantization}", QUANTIZATIONS[quantization]
+
+
+def capability_problems(config: Config, capability: Version) -> Iterator[str]:
+    """What of FP8 a device of this compute capability cannot do, one line each."""
+    for key, needed in _fp8_needs(config):
+        yield from _lacks_capability(key, needed, capability)
+
+
 def _lacks(key: str, recipe: Recipe, hardware: Hardware) -> Iterator[str]:
     if hardware.capability is None or hardware.cuda_version is None:
         yield f"{key} {_NO_CUDA}"
         return
-    remedy = f"set it to {recipe.remedy}, or leave it out" if recipe.remedy else "leave it out"
-    has = f"this device has {_dotted(hardware.capability)}; {remedy}"
-    if hardware.capability < recipe.capability:
-        yield f"{key} needs compute capability {_dotted(recipe.capability)}, {has}"
-    elif recipe.limit is not None and hardware.capability >= recipe.limit:
-        yield f"{key} is for compute capability below {_dotted(recipe.limit)}, {has}"
+    yield from _lacks_capability(key, recipe, hardware.capability)
     if hardware.cuda_version < recipe.cuda_version:
         yield (
             f"{key} needs CUDA {_dotted(recipe.cuda_version)}, torch was built with {_dotted(hardware.cuda_version)};"
             " install a newer torch, or leave it out"
         )
+
+
+def _lacks_capability(key: str, recipe: Recipe, capability: Version) -> Iterator[str]:
+    other = {**RECIPES, **QUANTIZATIONS}.get(recipe.remedy)
+    runs = other is not None and capability >= other.capability
+    remedy = f"set it to {recipe.remedy}, or leave it out" if runs else "leave it out"
+    has = f"this device has {_dotted(capability)}; {remedy}"
+    if capability < recipe.capability:
+        yield f"{key} needs compute capability {_dotted(recipe.capability)}, {has}"
+    elif recipe.limit is not None and capability >= recipe.limit:
+        yield f"{key} is for compute capability below {_dotted(recipe.limit)}, {has}"
 
 
 def _dotted(version: Version) -> str:
