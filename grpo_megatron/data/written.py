@@ -142,9 +142,8 @@ def _check_turns(messages: list[dict[str, Any]], name: str) -> list[dict[str, An
 # As prompts (prompts.py), all rows are checked and measured before the run, and a group is made when it is read.
 
 SupervisedExample = tuple[list[int], WrittenResponse]  # prompt ids, response
-WrittenGroup = tuple[
-    Question | Tokens, list[Written], Sequence[Any]
-]  # a question, its responses, a reward (or labels) of each
+# A question, its responses, a reward (or labels) of each.
+WrittenGroup = tuple[Question | Tokens, list[Written], Sequence[Any]]
 OfflineGroup = tuple[Prompt, list[WrittenResponse], list[float]]  # a prompt, its responses, their rewards
 
 

@@ -123,6 +123,8 @@ def test_gpus_without_the_fp8_of_a_config_are_named(
     monkeypatch.chdir(ROOT)
     needs = "actor.megatron.fp8.recipe=blockwise needs compute capability 9.0, this device has 8.0; leave it out"
     assert f"DOES NOT RUN ON a100-80: {needs}" in plan_of("llama3_70b_fp8", capsys, "a100-80")
+    mxfp8 = ("actor.megatron.fp8.recipe=mxfp8", "rollout.quantization=fp8_per_channel")
+    assert "DOES NOT RUN" not in plan_of("llama3_70b_fp8", capsys, "178", *mxfp8)  # of unknown capability
     assert main.main(["train", "examples/llama3_70b_fp8.yaml", "--dry-run", "--world-size", "64"]) == 0
     assert "FITS h100-80, h200, h20-96; DOES NOT FIT b200, a100-80," in capsys.readouterr().out
     options = ["--dry-run", "--world-size", "64", "rollout.quantization=fp8_per_block"]
