@@ -206,7 +206,7 @@ SMALL = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-REAL_REWARDS = ("qwen25_7b", "r1_gsm8k_1b")  # the others have one that a random model gets
+REAL_REWARDS = ("qwen25_7b", "r1_gsm8k_1b", "easyr1_qwen25_7b")  # the others have one that a random model gets
 PROMPT, RESPONSE = 720, 16  # tokens; longer prompts are left out
 
 
