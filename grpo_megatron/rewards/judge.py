@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_megatron.processes.endpoint import EndpointError, EndpointTimeout, check_url, key_of, post_json
-from grpo_megatron.reading import ReadError, read_text
 from grpo_megatron.rewards.reward import rewards
 
 PATTERN = r"(?im)^[ \t*#>`_-]*(?:score|verdict|rating)[ \t*:=`_]*(-?[0-9]+(?:\.[0-9]+)?)"
@@ -89,6 +88,8 @@ async def _ask(url: str, body: bytes, key: str | None, retries: int, timeout_s: 
 
 @functools.lru_cache(maxsize=16)
 def _template(path: str) -> str:
+    from grpo_megatron.reading import ReadError, read_text  # imports yaml, which other rewards' workers need not
+
     try:
         text = read_text(path, MAX_PROMPT_FILE)
     except ReadError as error:
