@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 
 from grpo_megatron.config import Config, ConfigError
@@ -12,11 +13,12 @@ from grpo_megatron.observability.loggers import check_loggers
 from grpo_megatron.rollout.build import engine_packages
 from grpo_megatron.storage.files import in_use_by, lock_holder
 
+logger = logging.getLogger(__name__)
 NO_DEVICE = "torch sees no CUDA device on this machine"
 
 
-def output_problems(config: Config) -> Problems:
-    """The output folder can be made and written, and the loggers' packages are installed."""
+def output_problems(config: Config, *, is_plan: bool = False) -> Problems:
+    """The output folder can be made and written, and the loggers' packages are installed, of which a plan only warns."""
     k, folder = keys_of(config), config.trainer.output_dir
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
@@ -26,7 +28,10 @@ def output_problems(config: Config) -> Problems:
     try:
         check_loggers(config.trainer.logger)
     except ConfigError as error:
-        yield from (Problem.of(problem, "trainer.logger") for problem in error.problems)
+        if is_plan:
+            logger.warning("%s", error)
+        else:
+            yield from (Problem.of(problem, "trainer.logger") for problem in error.problems)
 
 
 def in_use_problems(config: Config) -> Problems:

@@ -18,12 +18,10 @@ from grpo_megatron.config import Config, ConfigError, DataConfig, RewardComponen
 from grpo_megatron.config.problems import Problem, Problems, keys_of, marked
 from grpo_megatron.data.task import FORMS, get_task, recognised_task
 from grpo_megatron.data.tokenizer import TurnRenderer
-from grpo_megatron.environments.environment import ChatMessage
-from grpo_megatron.environments.pool import find_environment, first_messages, make_environment
+from grpo_megatron.environments.pool import find_environment, make_environment
 from grpo_megatron.importing import Registry
 from grpo_megatron.rewards import check_reward, rewards
 from grpo_megatron.rewards.calling import COMPOSITE
-from grpo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -405,10 +403,3 @@ def check_environment(config: Config, tokenizer: Any, end_token_ids: Sequence[in
     )
     renderer.check()
     return CheckedEnvironment(renderer, environment.gives_rewards)
-
-
-def rehearse(config: Config, prompts: Sequence[Prompt]) -> list[ChatMessage]:
-    """The first messages of the first prompt's environment, from a worker process. Raises ConfigError. None: no prompt."""
-    if config.rollout.multi_turn.environment is None or not prompts:
-        return []
-    return first_messages(config.rollout.multi_turn, prompts[0].extra["row"])  # type: ignore[arg-type]

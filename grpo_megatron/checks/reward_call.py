@@ -1,4 +1,4 @@
-"""Calls each reward function on a real row before anything starts: what always fails would train on nothing.
+"""Calls each reward function and the environment on a real row before anything starts: what always fails would train on nothing.
 
 The row's reference answer is written in the form that the task asks for, and so is a wrong answer: that of another row. The
 dry run shows the rewards of both. A reward that does not prefer the right one is a warning.
@@ -16,6 +16,7 @@ from grpo_megatron.config.problems import Problems, marked
 from grpo_megatron.data.prompts import reward_item
 from grpo_megatron.data.sampler import one_of_each
 from grpo_megatron.data.task import get_task
+from grpo_megatron.environments.pool import try_episode
 from grpo_megatron.reading import cut, shown
 from grpo_megatron.rewards import check_reward
 from grpo_megatron.rewards.answers import AnswerForm, answer_form
@@ -90,6 +91,15 @@ def call_rewards(config: Config, prompts: Sequence[Prompt]) -> list[RewardTrial]
     if failing := [trial for trial in trials if _failed(trial.right) and _failed(trial.wrong)]:
         raise ConfigError("\n".join(map(_problem, failing)))
     return trials
+
+
+def play_episode(config: Config, prompts: Sequence[Prompt]) -> list[tuple[str, str]]:
+    """(who, text) of the first prompt's episode, in which the model writes its answer, if the row has one. [] without prompts."""
+    multi_turn = config.rollout.multi_turn
+    if multi_turn.environment is None or not prompts:
+        return []
+    written = _form(config, prompts[0]).response(prompts[0].answer or WRONG, prompts[0].text)
+    return list(try_episode(multi_turn, prompts[0].extra["row"], written))  # type: ignore[arg-type]
 
 
 def report_trials(config: Config, trials: Sequence[RewardTrial]) -> None:

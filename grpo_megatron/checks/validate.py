@@ -57,19 +57,17 @@ from grpo_megatron.checks.names import (
     check_environment,
     environment_problems,
     name_problems,
-    rehearse,
     reward_name_problems,
     source_problems,
     task_problem,
     with_recognised_tasks,
 )
 from grpo_megatron.checks.resume import resume_problems
-from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, column_problems, report_trials
+from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, column_problems, play_episode, report_trials
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.passthrough import transformer_problems
 from grpo_megatron.config.problems import Problem, ProblemList
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
-from grpo_megatron.environments.environment import ChatMessage
 from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.memory.phases import phase_shortages
 from grpo_megatron.models.architecture import Architecture
@@ -121,7 +119,7 @@ class Checked(RunRows):
     tokenizer: Any  # None only in a dry run for another machine
     end_tokens: EndTokens | None = None  # None only where `tokenizer` is
     environment: CheckedEnvironment | None = None  # rollout.multi_turn.environment
-    first_messages: list[ChatMessage]  # of that environment, if it was to be called
+    episode: list[tuple[str, str]]  # (who, text) of one on a real row, if that environment was to be called
     reward_calls: list[RewardTrial]  # on real rows, if the rewards were to be called
     data: DataConfig  # with the tasks that were recognised
 
@@ -174,7 +172,7 @@ def validate(
     problems.add(rollout_file_problems(config))
     problems.add(sharing_problems(config, arch))
     problems.add(environment_problems(config))
-    problems.add(output_problems(config))
+    problems.add(output_problems(config, is_plan=dry_run))
     problems.add(precision_problems(config, arch), "actor.megatron.fp8")
     problems.add(exact_problems(config, world_size, arch, elsewhere=dry_run), "model.exact")
     problems.add(engine_problems(config.rollout) if config.draws else (), "rollout.engine")
@@ -212,14 +210,14 @@ def validate(
         problems.add(schedule_problems(config))
         problems.add(resume_problems(config) if not elsewhere else [])
         problems.add(profile_problems(config, start.profiled))
-    calls = messages = None
+    calls = episode = None
     if rehearsed:
         problems.add(in_use_problems(config) if not dry_run else [])
         problems.add(input_problems(config, prints=not dry_run) if not (elsewhere or start.wrong_keys) else [])
         if has_rewards and start.knows("data.task", "data.sources", "reward"):
             calls = problems.attempt("reward.function", call_rewards, config, rows.examples)
         if environment is not None and start.knows("rollout.multi_turn"):
-            messages = problems.attempt("rollout.multi_turn", rehearse, config, rows.first_of_each)
+            episode = problems.attempt("rollout.multi_turn", play_episode, config, rows.first_of_each)
     if has_layout and start.knows(*SHORTAGE_KEYS) and (problems.problems or not dry_run):  # else the plan's verdict
         known = folders.models(config)
         problems.add(phase_shortages(config, world_size, known, start.device, elsewhere=elsewhere), "actor.megatron")
@@ -228,7 +226,8 @@ def validate(
     if not dry_run:
         report_trials(config, calls or [])
     if rehearsed and not dry_run:
-        print("".join(f"WARNING: {text}\n" for text in suspicions(config)), end="", flush=True)
+        failing = [f"rollout.multi_turn: {text}" for who, text in episode or () if who == "WARNING"]
+        print("".join(f"WARNING: {text}\n" for text in (*suspicions(config), *failing)), end="", flush=True)
     return Checked(
         **vars(rows),
         arch=arch,
@@ -241,7 +240,7 @@ def validate(
         tokenizer=tokenizer,
         end_tokens=end_tokens,
         environment=environment,
-        first_messages=messages or [],
+        episode=episode or [],
         reward_calls=calls or [],
         data=data,
     )

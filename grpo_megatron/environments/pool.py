@@ -6,11 +6,11 @@ A trajectory whose host is lost is replayed from its row, seed and completions (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
-from grpo_megatron.environments.environment import ChatMessage, Environment, Outcome, environment_class, read_outcome
+from grpo_megatron.environments.environment import Environment, Outcome, environment_class, read_outcome
 from grpo_megatron.processes.pool import Limits, ProcessAnswer, ProcessPool
 from grpo_megatron.processes.process import describe
 
@@ -144,23 +144,45 @@ def make_environment(multi_turn: MultiTurnConfig) -> Environment:
         ) from error
 
 
-def first_messages(multi_turn: MultiTurnConfig, row: Mapping[str, Any]) -> list[ChatMessage]:
-    """What the environment's reset gives for a row, in a worker as during the run. Raises ConfigError."""
+TRIED_TURNS = 3  # of the episode before a run
+
+
+def try_episode(multi_turn: MultiTurnConfig, row: Mapping[str, Any], written: str) -> Iterator[tuple[str, str]]:
+    """(who, text) of an episode on a row, in a worker as during the run, in which the model writes the same in each turn.
+
+    Raises ConfigError if the environment cannot be loaded or started. That a step fails is said: it may be the text's fault.
+    """
     key = f"{_KEY}={multi_turn.environment!r}"
     try:
         with build_pool(multi_turn.model_copy(update={"num_workers": 1})) as pool:
             pool.start("first row", row, seed=0)
-            outcome = pool.wait(["first row"])["first row"]
+            outcomes = [pool.wait(["first row"])["first row"]]
+            turns = min(TRIED_TURNS, multi_turn.max_assistant_turns)
+            while len(outcomes) <= turns and (step := outcomes[-1].step) is not None and not step.done:
+                pool.step("first row", written)
+                outcomes += pool.wait(["first row"]).values()
     except RuntimeError as error:
         raise ConfigError(f"{key}: {error}") from error
-    if outcome.step is None:
-        raise ConfigError(
-            f"{key}: its reset fails on the first row of the data ({outcome.status}: {outcome.message}); the row's fields"
-            f" are {', '.join(row)}"
-        )
-    if not outcome.step.messages:
-        raise ConfigError(f"{key}: its reset gives no message for the first row of the data; the prompt would be empty")
-    return outcome.step.messages
+    for turn, outcome in enumerate(outcomes):
+        if turn:
+            yield "model", written
+        if outcome.step is None and turn:
+            yield "WARNING", f"the step fails ({outcome.status}: {outcome.message})"
+            return
+        if outcome.step is None:
+            raise ConfigError(
+                f"{key}: its reset fails on the first row of the data ({outcome.status}: {outcome.message}); the row's fields"
+                f" are {', '.join(row)}"
+            )
+        if not turn and not outcome.step.messages:
+            raise ConfigError(
+                f"{key}: its reset gives no message for the first row of the data; the prompt would be empty"
+            )
+        yield from ((message["role"], message["content"]) for message in outcome.step.messages)
+        if turn:
+            reward = "no reward" if outcome.step.reward is None else f"the reward {outcome.step.reward:g}"
+            metrics = "".join(f", {name} {value:g}" for name, value in outcome.step.metrics.items())
+            yield f"turn {turn}", f"{reward}{metrics}; {'the end' if outcome.step.done else 'it goes on'}"
 
 
 def build_pool(multi_turn: MultiTurnConfig) -> EnvironmentPool:

@@ -79,7 +79,8 @@ def invariance_problems(rollout: RolloutConfig) -> Iterator[str]:
     if rollout.quantization is not None:
         yield (
             f"rollout.batch_invariant=true with rollout.quantization={rollout.quantization}: vLLM then dequantises the"
-            " weights in every step, which is slower than without quantization; leave one of them out"
+            " weights in every step, which is slower than without quantization; leave one of them out (on a command line:"
+            " rollout.quantization=null)"
         )
 
 

@@ -25,7 +25,7 @@ from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, find_gpu
 from grpo_megatron.planning.layout import FULL_RECOMPUTATION
 from grpo_megatron.planning.search import PlannedLayout, search
-from grpo_megatron.reading import parse_yaml
+from grpo_megatron.reading import parse_yaml, shown
 from grpo_megatron.storage.files import write_file
 
 PER_NODE = 8
@@ -52,6 +52,8 @@ class InitOptions(Options):
             flags=("--gpu", "--gpu-memory"),
         ),
     ] = REFERENCE
+    chat_template: Annotated[Path | None, Option("a Jinja file, instead of the tokenizer's template", "FILE")] = None
+    overrides: Annotated[tuple[str, ...], Argument("another value in the file", "section.key=value")] = ()
     output: Annotated[Path, Option("the file to write (default grpo.yaml)", "YAML")] = Path("grpo.yaml")
 
 
@@ -124,7 +126,43 @@ def config_text(
     )
     parts = (line.partition(" ## ") for line in text.splitlines())
     # a comment needs the space before it, also behind a long value
-    return "\n".join(f"{key:<{COLUMN - 1}} # {comment}" if mark else key for key, mark, comment in parts) + "\n"
+    lines = [f"{key:<{COLUMN - 1}} # {comment}" if mark else key for key, mark, comment in parts]
+    template = [f"data.chat_template={options.chat_template}"] if options.chat_template else []
+    for override in (*template, *options.overrides):
+        _write_value(lines, override)
+    return "\n".join(lines) + "\n"
+
+
+def _write_value(lines: list[str], override: str) -> None:
+    """Put `section.key=value` into the lines: over the value that is there, or at the end of the section."""
+    key, equals, value = override.partition("=")
+    names = key.split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"{shown(override)} is not of the form section.key=value")
+    begin, end = 0, len(lines)
+    for depth, name in enumerate(names):
+        start = f"{'  ' * depth}{name}:"
+        place = next((at for at in range(begin, end) if lines[at].startswith(start)), None)
+        if place is None:  # with the sections that are missing
+            while end > begin and not lines[end - 1].strip():
+                end -= 1
+            rest = names[depth:]
+            lines[end:end] = [f"{'  ' * (depth + more)}{part}:" for more, part in enumerate(rest)]
+            lines[end + len(rest) - 1] += f" {value}"
+            return
+        written = lines[place].partition(" # ")[0].removeprefix(start).strip()
+        if depth == len(names) - 1 or written:  # in a mapping on one line: {lr: 1.0e-6}
+            *inner, leaf = names[depth:]
+            table = whole = {name: parse_yaml(written or "null")}
+            for part in inner:
+                table = table.setdefault(part, {})
+            table[leaf] = parse_yaml(value)
+            lines[place] = f"{start} {json.dumps(whole[name])}"
+            return
+        begin = place + 1
+        end = next(
+            (at for at in range(begin, end) if lines[at][:1] and not lines[at].startswith("  " * (depth + 1))), end
+        )
 
 
 def _scalar(value: object) -> str:
@@ -152,7 +190,8 @@ def write_config(options: InitOptions) -> int:
             f"task {options.task} does not grade answers; name your function with --reward my_module:reward"
         )
     try:
-        has_template = load_tokenizer(options.model, DataConfig()).chat_template is not None
+        data = DataConfig(chat_template=options.chat_template)
+        has_template = load_tokenizer(options.model, data).chat_template is not None
     except ConfigError as error:
         raise ConfigError(f"{error}\n  (for init, put the tokenizer's files into MODEL)") from error
 
@@ -185,5 +224,9 @@ def _machine(options: InitOptions) -> Machine:
 
 
 def _config(text: str) -> Config:
-    raw: Any = parse_yaml(text)
-    return Config.model_validate(raw)
+    try:
+        raw: Any = parse_yaml(text)
+        return Config.model_validate(raw)
+    except ValueError as error:  # of an override; pydantic's first line is a count
+        where, what = (*str(error).splitlines(), "", "")[1:3]
+        raise ConfigError(f"{where or error}: {what.strip()}; see grpo-megatron keys SECTION") from error

@@ -26,12 +26,24 @@ def dry_run(run: Path, environment: str, *arguments: str) -> int:
     return main.main(["train", str(run / "run.yaml"), "--dry-run", *template, *limits, *arguments])
 
 
-def test_the_plan_shows_the_first_messages(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_plays_an_episode(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry_run(run, "tests.environments.games:Guess", f"{KEY}.kwargs={{most: 7}}") == 0
     text = capsys.readouterr().out
     assert "tests.environments.games:Guess; 1 worker per engine, 30 s per call" in text
     assert "trajectory        at most 8 turns and 64 tokens with observations, 16 per tool response" in text
-    assert "user: Guess my number from 1 to 7." in text
+    assert "an episode        user: Guess my number from 1 to 7." in text
+    assert (
+        " model: <think>The answer is 1.</think> <answer>1</answer>\n" in text
+    )  # the row's answer, as the task wants it
+    assert " user: My number is higher.\n" in text
+    assert " turn 1: the reward 0.1, guesses 1; it goes on\n" in text
+    assert " turn 3: the reward 0, guesses 3; it goes on\n" in text
+    assert "turn 4" not in text
+
+
+def test_a_step_that_fails_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(run, "tests.environments.games:Strict") == 0
+    assert "WARNING: the step fails (raised: KeyError" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,13 @@ class Guess(Environment):
         return Step([{"role": "user", "content": f"My number is {hint}."}], reward=reward, metrics=metrics)
 
 
+class Strict(Guess):
+    """Reads only what it expects."""
+
+    def step(self, completion: str) -> Step:
+        return Step([], reward={"a guess": 1.0}[completion])
+
+
 class AsyncGuess(Guess):
     """The same game, in coroutines."""
 

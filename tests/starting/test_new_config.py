@@ -80,12 +80,34 @@ def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
         (["--gpus", "12"], "no multiple of --gpus-per-node 8"),
         (["--gpus", "2", "--gpu", "1"], "no layout fits"),
         (["--gpu", "h101"], "'h101' is neither one of h100-80"),
+        (["--cpu", "rollout.m=3"], "rollout.m: Extra inputs are not permitted"),
+        (["--cpu", "rollout"], "'rollout' is not of the form section.key=value"),
     ):
         with pytest.raises(ConfigError, match=message):
             init(arguments(run, output, *more))
     with pytest.raises(ConfigError, match="cannot read config.json"):
         init(["nowhere", "--train", str(run / "train.jsonl"), "--output", str(output)])
     assert not output.exists()
+
+
+def test_values_of_the_command_line_are_written(run: Path, tmp_path: Path) -> None:
+    """Over a value, in a mapping on one line, at the end of a section, and in a section that is not there."""
+    output, template = tmp_path / "own.yaml", tmp_path / "turns.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    own = [
+        "rollout.n=2",
+        "actor.optim.lr=3.0e-5",
+        "actor.optim.eps=1.0e-6",
+        "actor.megatron.sequence_parallel=false",
+        "sft.steps=2",
+    ]
+    files = [f"sft.train_files=[{run / 'sft.jsonl'}]", "data.seed=7"]
+    assert init(arguments(run, output, "--cpu", "--chat-template", str(template), *own, *files)) == 0
+    config = load_config(output)
+    assert (config.rollout.n, config.actor.optim.lr, config.sft.steps, config.data.seed) == (2, 3e-5, 2, 7)
+    assert config.actor.optim.eps == 1e-6
+    assert config.actor.megatron.sequence_parallel is False
+    assert config.data.apply_chat_template and config.data.chat_template == template
 
 
 def suggested(machine: Machine) -> tuple[PlannedLayout, Config]:
