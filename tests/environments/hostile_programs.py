@@ -174,8 +174,9 @@ for name, code in json.loads(%r).items():
 BOMBS = {  # name -> (program, a part of what is said; "" for a program that ends well)
     "memory": ("x = bytearray(1 << 32)", "MemoryError"),
     "threads": (
-        "import os, threading, time; threading.stack_size(32768)\n"
-        "try:\n while True: threading.Thread(target=time.sleep, args=(99,)).start()\n"
+        # Thread.start would wait for ever for a thread that has no memory for its first line
+        "import _thread, os, threading, time; threading.stack_size(32768)\n"
+        "try:\n while True: _thread.start_new_thread(time.sleep, (99,))\n"
         "except RuntimeError as error: print(error, flush=True); os._exit(1)",
         "can't start new thread",
     ),
