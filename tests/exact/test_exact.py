@@ -62,6 +62,7 @@ def test_engine_equals_policy_in_prefill_and_decode(alone: dict[str, Any]) -> No
 SOAK = [pytest.param(name, marks=pytest.mark.soak) for name in ("TP4", "TP2", "PP2", "DP2", "DP2xTP2")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["TP2xPP2+SP", *SOAK])
 def test_every_layout_has_the_bits_of_one_rank(models: dict[str, Path], alone: dict[str, Any], layout: str) -> None:
     """Log-probabilities in two packings, every element of every gradient, and the gradient's norm."""

@@ -45,7 +45,8 @@ CASES = {  # layout -> (family, mode, override)
     "TP2xPP2+SP": DENSE + WHOLE,
 }
 OFTEN = ("1", "TP2+SP", "PP2", "TP4+SP", "EP2")
-EVERY_LAYOUT = [pytest.param(name, marks=[pytest.mark.soak] * (name not in OFTEN)) for name in CASES]
+MARKS = {name: [pytest.mark.slow] for name in OFTEN} | {"TP2+SP": [pytest.mark.slow, pytest.mark.both_stacks]}
+EVERY_LAYOUT = [pytest.param(name, marks=MARKS.get(name, [pytest.mark.soak])) for name in CASES]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from grpo_megatron.environments.tools import sandbox
-from grpo_megatron.processes.process import MARK, describe_exit, die_with_parent, end_tree
+from grpo_megatron.processes.process import MARK, describe_exit, end_tree
 from grpo_megatron.storage.files import private_folder
 
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
@@ -72,11 +72,14 @@ def run_program(code: str, limits: ProgramLimits, kind: str) -> tuple[str, str]:
         "uid": uid,
         "readable": _readable() if kind == "landlock" else None,
     }
-    command = [sys.executable, "-I", "-u", sandbox.__file__, json.dumps(settings)]
     problem, bwrap = "", shutil.which("bwrap")
     if kind == "bwrap" and bwrap is None:
         return "", "bwrap is not installed"
     with contextlib.ExitStack() as opened:
+        alive, held = os.pipe()  # `held` is closed when this process ends, however that happens
+        opened.callback(os.close, held)
+        opened.callback(os.close, alive)
+        command = [sys.executable, "-I", "-u", sandbox.__file__, json.dumps({**settings, "alive": alive})]
         folder = "/tmp"
         if kind == "bwrap":
             command = [str(bwrap), *_bwrap_options(FOLDER_FILES * limits.file_mib * MIB), *command]
@@ -94,8 +97,7 @@ def run_program(code: str, limits: ProgramLimits, kind: str) -> tuple[str, str]:
             cwd=folder,
             env=VARIABLES | {"HOME": folder, "TMPDIR": folder, MARK: os.environ.get(MARK, "")},
             start_new_session=True,
-            # bwrap's own --die-with-parent comes later: a program whose worker was killed before that would stay
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            pass_fds=[alive],
         )
         if not _wait(process, limits.timeout_s):
             problem = f"the program has not ended after {limits.timeout_s:g} s"

@@ -18,6 +18,7 @@ import errno
 import json
 import os
 import resource
+import select
 import signal
 import stat
 import struct
@@ -79,8 +80,11 @@ def main() -> None:
         sys.exit(1)
 
 
-def give_up(cpu_s: int, memory: int, file: int, uid: int | None, readable: list[str] | None) -> None:
-    """All that the header says. Raises OSError where the system lacks a part of it."""
+def give_up(cpu_s: int, memory: int, file: int, uid: int | None, readable: list[str] | None, alive: int) -> None:
+    """All that the header says. Raises OSError where the system lacks a part of it.
+
+    `alive`: end of a pipe, whose other end the caller holds.
+    """
     filter_program = build_filter()
     _limit(cpu_s, memory, file)
     if uid is not None:
@@ -91,6 +95,11 @@ def give_up(cpu_s: int, memory: int, file: int, uid: int | None, readable: list[
         raise PermissionError("user 0 runs no program as itself")
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "PR_SET_PDEATHSIG")  # a change of the user clears it
+    ended = select.poll()
+    ended.register(alive, 0)
+    if ended.poll(0):  # before this process, or bwrap's, had asked for the signal
+        raise ChildProcessError("its caller has ended")
+    os.close(alive)
     _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
     if readable is not None:
         _restrict_files(libc, readable)
