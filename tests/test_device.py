@@ -31,6 +31,7 @@ print(is_kept, 3 * page_faults() < before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 @pytest.mark.parametrize(
     ("variables", "expected"), [({}, "True True"), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, "False False")]

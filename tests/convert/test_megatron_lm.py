@@ -32,6 +32,8 @@ def specs() -> dict[str, list[str]]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_names_in_the_specs(specs: dict[str, list[str]]) -> None:
     """The names are written out, so that a change of them in Megatron-Core fails this test."""
     fused = ["self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"]
@@ -42,6 +44,8 @@ def test_names_in_the_specs(specs: dict[str, list[str]]) -> None:
 
 
 @pytest.mark.parametrize("kind", FAMILY)
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_a_converted_checkpoint_has_every_name_that_a_spec_reads(kind: str, specs: dict[str, list[str]]) -> None:
     """That such names are read as well: test_round_trip.py."""
     arch = architecture_of(folders.config_of(FAMILY[kind]))

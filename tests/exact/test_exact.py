@@ -50,6 +50,8 @@ def alone(models: dict[str, Path]) -> dict[str, Any]:
     return worlds.run(ranks.both, 1, folders=models, pairs=PAIRS, layout=LAYOUTS["1"])[0]
 
 
+@pytest.mark.slow
+@pytest.mark.both_stacks
 def test_engine_equals_policy_in_prefill_and_decode(alone: dict[str, Any]) -> None:
     for family, dtype in ranks.CASES:
         drawn, prefilled = alone[f"{family} {dtype} drawn"], alone[f"{family} {dtype} prefilled"]

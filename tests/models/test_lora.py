@@ -184,6 +184,7 @@ def test_a_checkpoint_of_adapters_resumes_in_other_layouts(models: dict[str, Pat
     assert all("lora_" in name for name in names), names
 
 
+@pytest.mark.slow
 def test_a_bfloat16_model_serves_what_it_multiplies_by(models: dict[str, Path]) -> None:
     """Policy and served weights are the same bits in two layouts; the merged sum is rounded once, from float32."""
     served = []
