@@ -146,9 +146,8 @@ def plan_page(
         verdict += verdict_without_gpu(config, models, world_size)
         return PlanPage(_laid_out(text, width - 2), verdict, problem)
     verdict += verdict_lines(config, models, work, machine, found, width - 2)
-    lacking = next(capability_problems(config, machine.gpu.capability), None)
-    if machine.gpu.name not in GPUS:  # of a size alone, or this machine's, which its own check knows
-        lacking = None
+    is_known = machine.gpu.name in GPUS  # not of a size alone, or this machine's, which its own check knows
+    lacking = next(capability_problems(config, machine.gpu.capability), None) if is_known else None
     if lacking is not None:
         verdict[-1] = f"DOES NOT RUN ON {machine.gpu.name}: {lacking}"
     return PlanPage(_laid_out(text, width - 2), verdict, lacking or misfit(found) or problem)

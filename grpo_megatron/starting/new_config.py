@@ -25,7 +25,7 @@ from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, find_gpu
 from grpo_megatron.planning.layout import FULL_RECOMPUTATION
 from grpo_megatron.planning.search import PlannedLayout, search
-from grpo_megatron.reading import parse_yaml, shown
+from grpo_megatron.reading import ReadError, parse_yaml, shown
 from grpo_megatron.storage.files import write_file
 
 PER_NODE = 8
@@ -127,18 +127,25 @@ def config_text(
     parts = (line.partition(" ## ") for line in text.splitlines())
     # a comment needs the space before it, also behind a long value
     lines = [f"{key:<{COLUMN - 1}} # {comment}" if mark else key for key, mark, comment in parts]
-    template = [f"data.chat_template={options.chat_template}"] if options.chat_template else []
+    template = [f"data.chat_template={_scalar(options.chat_template)}"] if options.chat_template else []
     for override in (*template, *options.overrides):
         _write_value(lines, override)
     return "\n".join(lines) + "\n"
 
 
 def _write_value(lines: list[str], override: str) -> None:
-    """Put `section.key=value` into the lines: over the value that is there, or at the end of the section."""
+    """Put `section.key=value` into the lines: over the value that is there, or at the end of the section.
+
+    Raises ConfigError.
+    """
     key, equals, value = override.partition("=")
     names = key.split(".")
     if not equals or not all(names):
         raise ConfigError(f"{shown(override)} is not of the form section.key=value")
+    try:
+        given = parse_yaml(value)
+    except ReadError as error:
+        raise ConfigError(f"{shown(override)}: the value is not valid YAML: {error}") from error
     begin, end = 0, len(lines)
     for depth, name in enumerate(names):
         start = f"{'  ' * depth}{name}:"
@@ -152,11 +159,13 @@ def _write_value(lines: list[str], override: str) -> None:
             return
         written = lines[place].partition(" # ")[0].removeprefix(start).strip()
         if depth == len(names) - 1 or written:  # in a mapping on one line: {lr: 1.0e-6}
-            *inner, leaf = names[depth:]
-            table = whole = {name: parse_yaml(written or "null")}
-            for part in inner:
+            whole = parse_yaml(f"{name}: {written}")
+            table = whole
+            for part in names[depth:-1]:
                 table = table.setdefault(part, {})
-            table[leaf] = parse_yaml(value)
+                if not isinstance(table, dict):
+                    raise ConfigError(f"{shown(override)}: {shown(part)} is a value, not a section")
+            table[names[-1]] = given
             lines[place] = f"{start} {json.dumps(whole[name])}"
             return
         begin = place + 1

@@ -81,6 +81,8 @@ def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
         (["--gpus", "2", "--gpu", "1"], "no layout fits"),
         (["--gpu", "h101"], "'h101' is neither one of h100-80"),
         (["--cpu", "rollout.m=3"], "rollout.m: Extra inputs are not permitted"),
+        (["--cpu", "rollout.n.m=3"], "'rollout.n.m=3': 'n' is a value, not a section"),
+        (["--cpu", "rollout.n=["], "'rollout.n=\\[': the value is not valid YAML"),
         (["--cpu", "rollout"], "'rollout' is not of the form section.key=value"),
     ):
         with pytest.raises(ConfigError, match=message):
