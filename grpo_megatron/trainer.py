@@ -62,7 +62,7 @@ class Trainer:
     def __init__(self, config: Config, checked: Checked | None = None, profiled: range | None = None) -> None:
         set_determinism_variables(config)  # before the check, which looks for CUDA; the command line has done both
         checked = checked or check_alone(config)
-        self.config = config = checked.resolved(config)  # whole: every checkpoint records it
+        self.config = config = checked.config  # whole: every checkpoint records it
         self.algorithm, self.actor, self.data = config.algorithm, config.actor, config.data
         self.output_dir, self.num_steps = config.trainer.output_dir, config.trainer.total_training_steps
         self.tokenizer_path = config.model.tokenizer_path or config.model.path

@@ -15,6 +15,7 @@ from tests.files import DATA, WHOLE
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # as in the Makefile: some tests fork, and OpenMP's threads do not survive it
+os.environ["HF_HUB_OFFLINE"] = "1"  # the id of a model is looked for in the cache only
 os.environ["COLUMNS"] = "120"  # pytest's workers set 80, in which a plan wraps its rows
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode, a process imports vLLM in 20 s instead of 6
 sys.dont_write_bytecode = False

@@ -80,8 +80,8 @@ import os, sys, types
 if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in str(sys.orig_argv):
 
     class Checked:
-        def resolved(self, config):
-            return config
+        def __init__(self, config, *_, **__):
+            self.config = config
 
     class Trainer:
         def __init__(self, config, checked, profiled):
@@ -92,7 +92,7 @@ if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in
 
     stand_ins = {{
         "trainer": {{"Trainer": Trainer}},
-        "checks.validate": {{"validate": lambda *a, **k: Checked(), "RunStart": lambda *a: None}},
+        "checks.validate": {{"validate": Checked, "RunStart": lambda *a: None}},
         "rollout.vllm_process": {{"preload": lambda: None}},
     }}
     for name, content in stand_ins.items():

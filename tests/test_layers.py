@@ -52,6 +52,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "safetensors": ("models.", "convert.", "training."),
     "sentencepiece": ("convert.",),
     "transformers": ("data.", "starting.", "rollout.transformers"),
+    "huggingface_hub": ("storage.hub",),
     "tokenizers": ("data.", "starting."),
     "pydantic": ("config", "cli.", "data.", "rollout.", "evaluation.", "generation.", "curation.", "convert."),
     "pydantic_core": ("config",),

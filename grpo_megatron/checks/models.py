@@ -24,6 +24,7 @@ from grpo_megatron.models.heads.folder import HeadKind, RewardFolder, check_rewa
 from grpo_megatron.models.weights.folder import check_hf
 from grpo_megatron.reading import ReadError, read_json, special_file_in
 from grpo_megatron.rewards.reward import rewards
+from grpo_megatron.storage.hub import model_folder
 
 MAIN, OTHERS, CRITIC = "reward_model", "reward_models.", "critic"  # keys of the config
 HEAD_KINDS: dict[str, HeadKind] = {"response": "outcome", "step": "process"}  # LossFacts.scores -> kind of the folder
@@ -49,14 +50,9 @@ def scoring_models(config: Config) -> dict[str, ScoringModel]:
 
 def read_model(path: Path, key: str = "model.path", family: str | None = None) -> Architecture:
     """The architecture that `path`/config.json describes, of a folder of regular files. `family`: `model.family`."""
-    if not path.is_dir():
-        name = str(path)
-        hub = f"; fetch one with: hf download {name} --local-dir DIR" if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else ""
-        raise ConfigError(
-            f"{key}={name!r} is not a folder; it must be a local Hugging Face folder (config.json, *.safetensors,"
-            f" tokenizer){hub}"
-        )
     try:
+        if not model_folder(path, weights=False).is_dir():
+            raise ReadError("it is not a folder, and no id of the Hub")
         if problem := special_file_in(path):
             raise ReadError(f"it holds {problem}; remove it")
         return read_architecture(path, family)
@@ -105,6 +101,21 @@ def check_reference(config: Config, arch: Architecture) -> None:
             " must be of the policy's: leave ref.path out, or set actor.use_kl_loss=false"
         )
     check_complete("ref.path", check_hf, path, arch)
+
+
+def with_hub_models(config: Config, *, weights: bool) -> Config:
+    """The config with the folder of every model that it names by an id of the Hub, where it can be had (storage/hub.py)."""
+
+    def local(path: Path | None) -> Path | None:
+        try:
+            return path and model_folder(path, weights=weights)
+        except ReadError:  # `read_model` says why
+            return path
+
+    named = ("model.path", "model.tokenizer_path", "ref.path", "critic.path", "reward_model.path")
+    folders: dict[str, object] = {key: local(config.at(key)) for key in named}
+    others = {name: model.with_values({"path": local(model.path)}) for name, model in config.reward_models.items()}
+    return config.with_values({**folders, "reward_models": others})
 
 
 @dataclass(frozen=True)

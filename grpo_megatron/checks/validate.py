@@ -51,6 +51,7 @@ from grpo_megatron.checks.models import (
     has_weights,
     score_head_problems,
     second_layout_problems,
+    with_hub_models,
 )
 from grpo_megatron.checks.names import (
     CheckedEnvironment,
@@ -64,7 +65,7 @@ from grpo_megatron.checks.names import (
 )
 from grpo_megatron.checks.resume import resume_problems
 from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, column_problems, play_episode, report_trials
-from grpo_megatron.config import Config, ConfigError, DataConfig
+from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.passthrough import transformer_problems
 from grpo_megatron.config.problems import Problem, ProblemList
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
@@ -121,11 +122,7 @@ class Checked(RunRows):
     environment: CheckedEnvironment | None = None  # rollout.multi_turn.environment
     episode: list[tuple[str, str]]  # (who, text) of one on a real row, if that environment was to be called
     reward_calls: list[RewardTrial]  # on real rows, if the rewards were to be called
-    data: DataConfig  # with the tasks that were recognised
-
-    def resolved(self, config: Config) -> Config:
-        """The config with the training steps that `trainer.total_epochs` means, and the tasks that were recognised."""
-        return with_total_steps(config.model_copy(update={"data": self.data}), self.num_trained)
+    config: Config  # with the training steps, the tasks that were recognised, and the folders of the Hub's models
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
@@ -150,8 +147,8 @@ def validate(
     """
     start, problems = start or RunStart(), ProblemList()
     problems.add(start.problems)
-    config = with_recognised_tasks(config)
-    data, megatron = config.data, config.actor.megatron
+    config = with_hub_models(with_recognised_tasks(config), weights=not dry_run)
+    megatron = config.actor.megatron
     folders = ModelFolders.read(config, problems)
     arch = folders.arch
 
@@ -242,7 +239,7 @@ def validate(
         environment=environment,
         episode=episode or [],
         reward_calls=calls or [],
-        data=data,
+        config=config,
     )
 
 

@@ -56,7 +56,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
     if options.dry_run:
         checked = _validate(options, argv, config)
         if failures.is_first():
-            _print_plan(checked.resolved(config), checked, world_size, options)
+            _print_plan(checked.config, checked, world_size, options)
         return 0
     if not by_epochs and _has_nothing_to_do(config, options.profile):
         return 0
@@ -73,7 +73,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
         with awaited("importing libraries", failures.is_first()), large_imports():
             _join_run(is_rank)
     checked = _validate(options, argv, config)
-    config = checked.resolved(config)
+    config = checked.config
     if by_epochs and _has_nothing_to_do(config, options.profile):
         return 0
     if starts_ranks:

@@ -36,7 +36,7 @@ from grpo_megatron.config.section import Section as Section
 class ModelConfig(Section):
     """The model that the run starts from."""
 
-    path: Fixed[Path]  # Hugging Face folder: config.json, *.safetensors, tokenizer
+    path: Fixed[Path]  # Hugging Face folder (config.json, *.safetensors, tokenizer), or the id of a model of the Hub
     tokenizer_path: Fixed[Path | None] = None  # null: path
     family: Fixed[str | None] = None  # null: by model_type of config.json; or my.module:FAMILY of your own
     dtype: Fixed[Literal["float32", "bfloat16"]] = "bfloat16"  # of policy, reference, reward model and engine

@@ -16,8 +16,9 @@ from grpo_megatron.convert.output import Progress, check_target, output_folder
 from grpo_megatron.convert.source import Source
 from grpo_megatron.models.architecture import Architecture, fitting_sizes, split_problems
 from grpo_megatron.models.heads.folder import WHAT
-from grpo_megatron.reading import path_problem, read_json, shown, special_file_in
+from grpo_megatron.reading import ReadError, path_problem, read_json, shown, special_file_in
 from grpo_megatron.storage.files import MANIFEST_FILE, is_partial, write_manifest
+from grpo_megatron.storage.hub import model_folder
 from grpo_megatron.storage.run_files import CRITIC_FOLDER, REWARD_MODEL_FOLDER, STEP_FILE
 
 OVERHEAD_BYTES = 64 << 20  # estimated: tokenizer and tables of contents
@@ -95,13 +96,18 @@ EXPORT_FOLDER = "hf"  # of a run's output folder
 def open_source(
     folder: Path, *, hf: Path | None = None, allow_pickle: bool = False, family: str | None = None
 ) -> Source:
-    """The model in `folder`, in either format. Raises ConvertError, UnsupportedModel.
+    """The model in `folder`, in either format, or of the Hub, by its id. Raises ConvertError, UnsupportedModel.
 
     `family`: `package.module:FAMILY` of the user's own; None: the one that config.json names.
     """
     for path in filter(None, (folder, hf)):
         if problem := path_problem(path):
             raise ConvertError(f"{shown(str(path))} cannot be opened: {problem}")
+    try:
+        folder = model_folder(folder)
+    except ReadError as error:
+        raise ConvertError(f"{str(folder)!r}: {error}") from error
+    for path in filter(None, (folder, hf)):
         if not path.is_dir():
             raise ConvertError(f"{str(path)!r} is not a folder{_part_hint(path)}")
         if special := special_file_in(path):

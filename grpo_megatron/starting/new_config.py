@@ -27,6 +27,7 @@ from grpo_megatron.planning.layout import FULL_RECOMPUTATION
 from grpo_megatron.planning.search import PlannedLayout, search
 from grpo_megatron.reading import ReadError, parse_yaml, shown
 from grpo_megatron.storage.files import write_file
+from grpo_megatron.storage.hub import model_folder
 
 PER_NODE = 8
 CPU_RANKS = 2
@@ -188,7 +189,8 @@ def write_config(options: InitOptions) -> int:
         raise ConfigError(f"{output} exists; name another file with --output, or remove it")
     find_modules(output)  # the user's reward is called
     try:
-        arch = read_architecture(options.model)
+        folder = model_folder(options.model, weights=False)
+        arch = read_architecture(folder)
     except ValueError as error:
         raise ConfigError(
             f"MODEL {str(options.model)!r}: {error}; name a Hugging Face folder of a supported model"
@@ -200,7 +202,7 @@ def write_config(options: InitOptions) -> int:
         )
     try:
         data = DataConfig(chat_template=options.chat_template)
-        has_template = load_tokenizer(options.model, data).chat_template is not None
+        has_template = load_tokenizer(folder, data).chat_template is not None
     except ConfigError as error:
         raise ConfigError(f"{error}\n  (for init, put the tokenizer's files into MODEL)") from error
 

@@ -139,7 +139,10 @@ CASES: list[tuple[list[str], list[str]]] = [
     (["data.val_files=[]", "trainer.val_before_train=false"], ["trainer.test_freq=5", "test_freq=-1"]),
     (["sft.steps=3", "sft.train_files=[]"], ["sft.steps=3", "set sft.train_files"]),
     (["data.train_files=[nowhere.jsonl]"], ["data.train_files: cannot read data file 'nowhere.jsonl'", "No such file"]),
-    (["model.path=Qwen/Qwen2.5-0.5B"], ["model.path='Qwen/Qwen2.5-0.5B' is not a folder", "hf download Qwen/"]),
+    (
+        ["model.path=Qwen/Qwen2.5-0.5B"],
+        ["'Qwen/Qwen2.5-0.5B': it is not a folder, and as an id of the Hub", "HF_HUB_OFFLINE"],
+    ),
     (["model.tokenizer_path=nowhere"], ["'nowhere' does not exist", "model.tokenizer_path"]),
     # prompts
     (["sft.steps=3", "data.max_response_length=1"], ["sft.train_files", "1 response tokens", "nothing is left"]),
@@ -149,7 +152,7 @@ CASES: list[tuple[list[str], list[str]]] = [
     ),
     # the rest
     (["trainer.logger=[wandb]"], ["trainer.logger=['wandb']", "pip install wandb"]),
-    (["ref.path=nowhere"], ["ref.path='nowhere' is not a folder"]),
+    (["ref.path=nowhere"], ["ref.path='nowhere': it is not a folder"]),
 ]
 
 

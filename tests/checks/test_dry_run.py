@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import MegatronConfig
+from grpo_megatron.evaluation.engine import open_model
 from grpo_megatron.memory.parameters import (
     StageParameters,
     memory_of_stages,
@@ -101,6 +103,20 @@ def test_a_dry_run_needs_no_weights_and_says_so(run: Path, tmp_path: Path, capsy
     folder = shutil.copytree(run / "model", tmp_path / "model")
     (folder / "model.safetensors").unlink()
     assert "NOT FOUND, so not checked" in plan(run, capsys, f"model.path={folder}")
+
+
+def test_a_model_of_the_hub_is_its_folder_in_the_cache(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    model, commit = tmp_path / "models--me--tiny", "1" * 40
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(commit)
+    folder = shutil.copytree(run / "model", model / "snapshots" / commit)
+    resolved = tmp_path / "resolved.yaml"
+    assert "complete, by name and shape" in plan(run, capsys, "model.path=me/tiny", "--resolved-config", str(resolved))
+    assert load_config(resolved).model.path == folder  # of a commit: what the Hub has later is not taken
+    assert open_model(Path("me/tiny")).hf_folder == folder
 
 
 def test_epochs_are_shown_as_arithmetic(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

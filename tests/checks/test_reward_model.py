@@ -145,7 +145,7 @@ def test_a_start_reports_folder_weights_and_keys(run: Path, tmp_path: Path) -> N
     """The weights of the second folder do not have the shapes of its config.json."""
     leaves_none = "=2 x algorithm.iteration_steps=2 = 4 steps leave none of"
     for path, expected in {
-        "nowhere": ["reward_model.path='nowhere' is not a folder"],
+        "nowhere": ["reward_model.path='nowhere': it is not a folder"],
         str(changed(run, tmp_path / "model", hidden_size=32)): ["reward_model.path: model folder", leaves_none],
     }.items():
         overrides = [f"reward_model.path={path}", "algorithm.iteration_steps=2", "reward_model.start_iteration=2"]

@@ -53,7 +53,7 @@ def test_rows_of_verl_are_recognised_and_graded_by_their_source(run: Path, caplo
     overrides = ["data.train_files={run}/verl.jsonl", *ALONE, "data.train_batch_size=2", *CHAT]
     config = load_config(unset(run), [o.replace("{run}", str(run)) for o in overrides])
     found = validate(config, 2, dry_run=True)
-    assert found.resolved(config).data.task == "verl"
+    assert found.config.data.task == "verl"
     assert caplog.text.count("data.task is not set") == 1 and "rows in verl's form" in caplog.text
     prompts = list(found.train_prompts)
     assert [prompt.reward for prompt in prompts] == ["gsm8k", "math", "gsm8k"]
@@ -64,7 +64,7 @@ def test_rows_of_verl_are_recognised_and_graded_by_their_source(run: Path, caplo
     assert first.text == "user 1 + 1 = " and len(first.prompt_ids) == 4
     # a config with the task set is not looked at again, and a run that draws nothing neither
     caplog.clear()
-    assert with_recognised_tasks(found.resolved(config)) == found.resolved(config) and not caplog.text
+    assert with_recognised_tasks(found.config) == found.config and not caplog.text
 
 
 def test_a_source_without_a_reward_here_is_named(run: Path, tmp_path: Path) -> None:

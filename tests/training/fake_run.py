@@ -259,6 +259,7 @@ def run(
     config = Config.model_validate(raw)
     is_from_file = config.algorithm.source == "file"
     checked = SimpleNamespace(
+        config=config,
         arch=ARCH,
         tokenizer=SimpleNamespace(decode=lambda ids, **options: " ".join(f"token{i}" for i in ids)),
         train_prompts=[prompt(i) for i in range(6)],
@@ -275,7 +276,6 @@ def run(
             (replace(prompt(200 + i), uid=f"task/held_out/{i}"), [WrittenResponse([7] * i + [1])], [1.0])
             for i in range(num_loss_rows)
         ],
-        resolved=lambda config: config,
     )
     events: list[Any] = []
     policies: list[FakePolicy] = []
