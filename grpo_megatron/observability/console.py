@@ -49,7 +49,9 @@ class Column:
         return f"{value:,.{self.decimals}f}"
 
 
-_VAL_ACCURACY = Column("val acc", "val acc", 4, "accuracy on the validation sets, in steps that validate")
+_VAL_REWARD = Column(
+    "val reward", "val reward", 4, "mean reward on the validation sets: the accuracy, where rewards are 0 or 1"
+)
 _LENGTH = Column("resp len", "response_length/mean", 1, "mean response length, tokens")
 _ENTROPY = Column("entropy", "actor/entropy", 4, "policy entropy per token, nats; near 0 the policy no longer explores")
 _GRAD_NORM = Column("grad norm", "actor/grad_norm", 4, "gradient norm before clipping; spikes are a warning")
@@ -58,7 +60,7 @@ _SPEED = Column("tok/s", "perf/throughput", 0, "prompt + response tokens per sec
 
 CONSOLE_COLUMNS = (
     Column("reward", "critic/score/mean", 4, "mean reward of this step's samples, before penalties; should rise"),
-    _VAL_ACCURACY,
+    _VAL_REWARD,
     _LENGTH,
     _ENTROPY,
     _GRAD_NORM,
@@ -75,7 +77,7 @@ CONSOLE_COLUMNS = (
 SUPERVISED_COLUMNS = (
     Column("loss", "actor/pg_loss", 4, "of this step's rows, before the update; should fall"),
     Column("val loss", "val loss", 4, "of data.val_loss_files, in steps that validate; training too long raises it"),
-    _VAL_ACCURACY,
+    _VAL_REWARD,
     _LENGTH,
     _ENTROPY,
     _GRAD_NORM,
@@ -100,7 +102,7 @@ def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
 
 # -- the sink ----------------------------------------------------------------------------------------------------------
 
-VALIDATION_ACCURACY = re.compile(r"val-core/(?P<source>.+)/mean@\d+")
+VALIDATION_REWARD = re.compile(r"val-core/(?P<source>.+)/mean@\d+")
 COLUMN_WIDTH = 11  # 6 + 9 * 11 = 105 characters per line
 ROWS_PER_HEADER = 20
 BAR_PERIOD_S, LOG_PERIOD_S = 1.0, 5.0
@@ -170,9 +172,9 @@ class ConsoleSink(Sink):
         if self._rows % ROWS_PER_HEADER == 0:
             self.note(f"{'step':>6}" + "".join(f"{column.title:>{COLUMN_WIDTH}}" for column in self._columns))
         self._rows += 1
-        accuracies = [value for name, value in metrics.items() if VALIDATION_ACCURACY.fullmatch(name)]
+        rewards = [value for name, value in metrics.items() if VALIDATION_REWARD.fullmatch(name)]
         losses = [value for name, value in metrics.items() if name.startswith("val/loss/")]
-        means = {name: sum(of) / len(of) for name, of in (("val acc", accuracies), ("val loss", losses)) if of}
+        means = {name: sum(of) / len(of) for name, of in (("val reward", rewards), ("val loss", losses)) if of}
         cells = "".join(f"{column.cell({**metrics, **means}):>{COLUMN_WIDTH}}" for column in self._columns)
         reason = skip_reason(metrics)
         self.note(f"{step:>6}{cells}" + (f"  {reason}" if reason else ""))

@@ -71,7 +71,6 @@ def _environment(*, is_html: bool) -> Environment:
 # page/panels.yaml lists the known ones. Other metrics get panels of their own, by the part of their name before the last slash.
 # So rewards and tasks that the user adds appear without a change here.
 
-PHASE = re.compile(r"timing_s/(?!step$).+")  # drawn in a stack, not as curves
 MAX_CURVES = 8  # in one panel
 OTHER, VALIDATION = "Other metrics", "Validation in detail"  # groups of the panels that are not listed
 
@@ -94,11 +93,18 @@ class PagePanel:
     def found(self, names: Iterable[str]) -> list[tuple[str, str]]:
         """The curves of those metrics that the rules name, in the order of the rules."""
         return [
-            (name, match.expand(label))
+            (name, match.expand(label).replace("_", " "))
             for rule, label in self.rules
             for name in names
             if (match := re.fullmatch(rule, name))
         ]
+
+
+@functools.cache
+def _phases() -> dict[str, str]:
+    """Metrics that are drawn in a stack, not as curves, and what is done in each phase."""
+    known = parse_yaml((PAGE_PARTS / "phases.yaml").read_text(encoding="utf-8"))
+    return {f"timing_s/{name}": text for name, text in known.items()}
 
 
 @functools.cache
@@ -113,7 +119,7 @@ def _known_panels() -> list[PagePanel]:
 
 def page_panels(names: Iterable[str], guards: Mapping[str, Any]) -> list[PagePanel]:
     """The panels of these metrics, each of which has at least one. `guards`: the section of the run's config."""
-    left = [name for name in names if not PHASE.fullmatch(name)]
+    left = [name for name in names if name not in _phases()]
     panels: list[PagePanel] = []
     for known in _known_panels():
         curves = known.found(left)
@@ -187,7 +193,7 @@ def _drawn_panels(runs: Sequence[RunFolder]) -> tuple[list[PagePanel], dict[str,
             varying = [curve for curve in panel.curves if any(constants.get(curve[0], [1.0]))]
             panels.append(replace(panel, curves=_merged(runs, varying or panel.curves[:1])))
     drawn = {name for panel in panels for name, _ in panel.curves}
-    is_left = (name for name in constants if name not in drawn and not PHASE.fullmatch(name))
+    is_left = (name for name in constants if name not in drawn and name not in _phases())
     return panels, {name: constants[name] for name in is_left}
 
 
@@ -212,8 +218,8 @@ def _constants(runs: Sequence[RunFolder], name: str) -> list[float | None] | Non
 
 def _run_data(run: RunFolder, drawn: set[str], is_live: bool) -> dict[str, Any]:
     curves = run.curves
-    phases = [name for name in curves.names() if PHASE.fullmatch(name)]
-    shown = [name for name in curves.names() if name in drawn or PHASE.fullmatch(name) or name == "timing_s/step"]
+    phases = [name for name in curves.names() if name in _phases()]
+    shown = [name for name in curves.names() if name in drawn or name in phases or name == "timing_s/step"]
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -227,7 +233,7 @@ def _run_data(run: RunFolder, drawn: set[str], is_live: bool) -> dict[str, Any]:
         "width": curves.width,
         "steps": curves.steps(),
         "metrics": {name: curves.data(name) for name in shown},
-        "phases": phases,
+        "phases": {name.removeprefix("timing_s/"): _phases()[name] for name in phases},
         "settings": {key: _shown(value) for key, value in run.settings.items()},
         "attempts": [
             {"number": number, "changes": [[key, _shown(old), _shown(new)] for key, old, new in changes]}

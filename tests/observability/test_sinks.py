@@ -193,7 +193,7 @@ def test_a_supervised_run_shows_its_losses() -> None:
     sink = ConsoleSink(2, stream=stream, columns=columns)
     sink.log(0, {"actor/pg_loss": 2.5, "val/loss/a": 1.0, "val/loss/b": 2.0, "actor/lr": 1e-3})
     *_, header, row = stream.getvalue().splitlines()
-    cells = dict(zip(header.replace("val acc", "acc").replace("val loss", "val").split(), row.split(), strict=False))
+    cells = dict(zip(header.replace("val reward", "acc").replace("val loss", "val").split(), row.split(), strict=False))
     assert columns == SUPERVISED_COLUMNS != CONSOLE_COLUMNS == console_columns(None)
     scored = console_columns({"algorithm": {"source": "file"}, "actor": {"loss_mode": "step_labels"}})
     assert "actor/step_accuracy" in [column.metric for column in scored] and len(scored) == len(columns)

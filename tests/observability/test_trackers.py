@@ -118,7 +118,7 @@ def test_tensorboard_has_scalars_an_overview_texts_and_the_config(tmp_path: Path
     layout = layout_pb2.Layout()
     layout.ParseFromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
-    assert charts == {"Training reward": ["^critic/score/mean$"], "Validation accuracy": [f"^{re.escape(ACCURACY)}$"]}
+    assert charts == {"Training reward": ["^critic/score/mean$"], "Validation reward": [f"^{re.escape(ACCURACY)}$"]}
 
     plugins = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"actor.optim.lr" in plugins and b"[0.9, 0.99]" in plugins

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+import grpo_megatron
 from grpo_megatron.cli.main import main
 from grpo_megatron.pages.kit import appended_step, render_report
 from grpo_megatron.pages.run_folder import MAX_BUCKETS, RunFolder
@@ -248,3 +249,11 @@ def test_a_run_is_followed_while_its_files_grow(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, **metrics_of(0)}) + "\n")
     run.update()
     assert (run.curves.last_step, run.curves.num_rows) == (0, 1)
+
+
+def test_each_phase_is_explained() -> None:
+    """Those that the step times, by name. Times of other kinds, such as a tool's, are no part of the stack."""
+    root = Path(grpo_megatron.__file__).parent
+    named = {name for path in root.rglob("*.py") for name in re.findall(r'\.phase\("(\w+)"', path.read_text("utf-8"))}
+    explained = yaml.safe_load((root / "pages/page/phases.yaml").read_text("utf-8"))
+    assert named - {"step"} == set(explained) and all(explained.values())

@@ -79,12 +79,12 @@
   }
   const lastValue = (run, metric) => { const value = run.metrics[metric]?.y.findLast(isNumber); return isNumber(value) ? short(value) : "\u2013"; };
   function facts(run) {
-    const accuracy = Object.keys(run.metrics).find((name) => /^val-core\/.+\/mean@\d+$/.test(name));
+    const validation = Object.keys(run.metrics).find((name) => /^val-core\/.+\/mean@\d+$/.test(name));
     return [
       ["steps", run.total === null ? run.done.toLocaleString("en") : `${run.done.toLocaleString("en")} of ${run.total.toLocaleString("en")}`],
       ["training reward", change(run, "critic/score/mean")],
       ["loss", run.metrics["timing_s/gen"] ? "\u2013" : change(run, "actor/pg_loss")],
-      ["validation accuracy", accuracy ? change(run, accuracy) : "\u2013"],
+      ["validation reward", validation ? change(run, validation) : "\u2013"],
       ["response length", change(run, "response_length/mean")],
       ["seconds per step", isNumber(run.stepSeconds) ? seconds(run.stepSeconds) : "\u2013"],
       ["tokens per second and device", lastValue(run, "perf/throughput")],
@@ -130,9 +130,9 @@
   function phaseTable(run) {
     const mean = (values) => { const found = values.filter(isNumber); return found.length ? found.reduce((a, b) => a + b, 0) / found.length : 0; };
     const whole = run.metrics["timing_s/step"]?.y ?? [], places = run.steps.map((step, place) => place).filter((place) => isNumber(whole[place]));
-    const phases = run.phases.map((name) => ({ name: name.replace("timing_s/", ""), y: run.metrics[name].y }));
+    const phases = Object.entries(run.phases).map(([name, text]) => ({ name, text, y: run.metrics[`timing_s/${name}`].y }));
     const covered = (place) => phases.reduce((sum, phase) => sum + (phase.y[place] ?? 0), 0);
-    phases.push({ name: "other", y: run.steps.map((step, place) => (isNumber(whole[place]) ? Math.max(0, whole[place] - covered(place)) : null)) });
+    phases.push({ name: "other", text: "between the phases", y: run.steps.map((step, place) => (isNumber(whole[place]) ? Math.max(0, whole[place] - covered(place)) : null)) });
     for (const phase of phases) phase.mean = mean(places.map((place) => phase.y[place] ?? 0));
     phases.sort((a, b) => (a.name === "other") - (b.name === "other") || b.mean - a.mean);
     for (const phase of phases) {
@@ -151,7 +151,7 @@
   function time() {
     const drawn = runs.map((run) => [run, phaseFigure(run, two ? run.name : "Phases of a step")]).filter(([, made]) => made);
     if (!drawn.length) return;
-    const made = section("Where the time goes", "Seconds of the slowest rank. A phase that grows alone is the one to look at; `train --profile` shows what a phase waits for.");
+    const made = section("Where the time goes", "Seconds of the slowest rank. A phase that grows alone is the one to look at; the command train with --profile shows what a phase waits for.");
     const both = make("div", two ? "grid" : "");
     both.append(...drawn.map(([, stack]) => stack));
     made.append(both);
@@ -159,7 +159,7 @@
       const { phases, whole } = phaseTable(run), rows = phases.map((phase) => {
         const bar = make("div", "share"), inner = make("div");
         inner.style.width = `${(100 * phase.mean) / whole}%`; inner.style.background = phase.colour; bar.append(inner);
-        return [phase.name, seconds(phase.mean), `${((100 * phase.mean) / whole).toFixed(1)} %`, bar];
+        return [`${phase.name}: ${phase.text}`, seconds(phase.mean), `${((100 * phase.mean) / whole).toFixed(1)} %`, bar];
       });
       if (two) made.append(make("h3", "", run.name));
       made.append(scrolled(table(["phase", "per step", "share", ""], rows)));
