@@ -138,7 +138,7 @@ def test_a_reset_can_fail_too(act: str) -> None:
         assert pool.wait(["x"])["x"].status == FATAL[act][0]
 
 
-@pytest.mark.parametrize("act", ["kill the worker", pytest.param("stop the worker", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("act", ["kill the worker", pytest.param("stop the worker", marks=pytest.mark.soak)])
 def test_a_worker_that_is_killed_is_replaced(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trajectories are replayed, those in execution one by one, and whoever kills the new worker too is found."""
     monkeypatch.setattr("grpo_megatron.processes.pool.GRACE_S", 1.0)

@@ -194,7 +194,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["stopped", "keeps the lock", pytest.param("sleeps", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "kind", ["stopped", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("keeps the lock", "sleeps"))]
+)
 def test_a_stall_is_named_and_ends_all_ranks(run: Path, tmp_path: Path, kind: str) -> None:
     stand_in_trainer(tmp_path, RUN)
     env = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RANK", "GRPO_DEBUG")}
