@@ -357,7 +357,7 @@ class Trainer:
             self.metrics.reduce(self.mesh.all_gather)  # clears the timings of this validation, which belong to no step
             self.sinks.log(self.num_steps, results)
         if self.config.trainer.save_hf_at_end:
-            self._save_hf(self.output_dir / "hf")
+            self._save_hf(self.output_dir / "hf", adapters=self.config.trainer.save_hf_at_end != "merged")
             for model in self.trained:
                 model.save_hf(self.output_dir / model.folder_name, self.tokenizer_path)
         if self.mesh.rank == 0:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
-from grpo_megatron.config import Config, MegatronConfig
+from grpo_megatron.config import Config, LoraConfig, MegatronConfig
 from grpo_megatron.config.problems import Problems, keys_of, marked
 from grpo_megatron.memory.parameters import FIRST, LAST, stage_layers
 from grpo_megatron.models.architecture import Architecture, engine_split_problems, fitting_sizes, split_problems
+from grpo_megatron.models.lora.folder import PeftFolder
 from grpo_megatron.models.lora.table import ROUTER, lora_rows, target_problem
+from grpo_megatron.models.weights.stream import WeightsError
 from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu, divides_experts_on_cpu
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
@@ -220,6 +223,8 @@ def lora_problems(config: Config, archs: Mapping[str, Architecture]) -> Problems
         if problem := target_problem(marked(f"{section}.lora"), archs[section], lora):
             yield problem
             continue
+        if lora.path is not None:
+            yield from _path_problems(f"{section}.lora", lora, lora.path, archs[section])
         if megatron.fp8.recipe is not None:
             yield f"{key.rank}: adapters of weights in FP8 are not supported; leave actor.megatron.fp8 out"
         if lora.mode == "merged":
@@ -240,6 +245,18 @@ def lora_problems(config: Config, archs: Mapping[str, Architecture]) -> Problems
                 f"{key.dropout}: without sequence parallelism the tensor-parallel ranks would drop different inputs; leave"
                 " actor.megatron.sequence_parallel out, or set dropout=0"
             )
+
+
+def _path_problems(key: str, lora: LoraConfig, path: Path, arch: Architecture) -> Problems:
+    """The PEFT folder that adapters start from: its form, rank, scale and layers, and every number in it."""
+    try:
+        folder = PeftFolder(path)
+        if problem := folder.difference(lora):
+            yield f"{marked(key)}.path={str(path)!r} {problem.format(key=key)}"
+        else:
+            folder.check(arch, lora)
+    except WeightsError as error:
+        yield f"{marked(key)}.path: {error}\n  (set {key}.target_modules to the layers of the folder, or another folder)"
 
 
 # -- Lengths and batch sizes -------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.heads.folder import HeadKind, RewardFolder, check_reward_weights, read_reward_folder
+from grpo_megatron.models.lora.folder import is_peft_folder
 from grpo_megatron.models.weights.folder import check_hf
 from grpo_megatron.reading import ReadError, read_json, special_file_in
 from grpo_megatron.rewards.reward import rewards
@@ -50,6 +51,11 @@ def scoring_models(config: Config) -> dict[str, ScoringModel]:
 
 def read_model(path: Path, key: str = "model.path", family: str | None = None) -> Architecture:
     """The architecture that `path`/config.json describes, of a folder of regular files. `family`: `model.family`."""
+    if is_peft_folder(path):
+        raise ConfigError(
+            f"{key}={str(path)!r} has adapters only; set {key} to their base and actor.lora.path to this folder, or make a"
+            f" whole model: grpo-megatron convert merge {path} OUT"
+        )
     try:
         if not model_folder(path, weights=False).is_dir():
             raise ReadError("it is not a folder, and no id of the Hub")
@@ -112,7 +118,10 @@ def with_hub_models(config: Config, *, weights: bool) -> Config:
         except ReadError:  # `read_model` says why
             return path
 
-    named = ("model.path", "model.tokenizer_path", "ref.path", "critic.path", "reward_model.path")
+    named = (
+        *("model.path", "model.tokenizer_path", "ref.path", "critic.path", "reward_model.path"),
+        *("actor.lora.path", "critic.lora.path"),
+    )
     folders: dict[str, object] = {key: local(config.at(key)) for key in named}
     others = {name: model.with_values({"path": local(model.path)}) for name, model in config.reward_models.items()}
     return config.with_values({**folders, "reward_models": others})

@@ -87,6 +87,7 @@ class LoraConfig(Section):
     exclude_modules: Annotated[str | list[str], Needs(".rank")] = []  # names, or a regular expression
     # A's initial values: uniform within 1 / sqrt(inputs), or normal with deviation 1 / rank. B starts as zeros
     init: Annotated[Literal["kaiming", "gaussian"], Needs(".rank")] = "kaiming"
+    path: Annotated[Path | None, Needs(".rank")] = None  # PEFT folder with the adapters to start from; null: new ones
     # merged: the forward pass multiplies by round(W0 + s B A), the tensor that the engine holds. split: W0 x + s B (A x),
     # which is cheaper; the engine still gets the rounded sum
     mode: Annotated[Literal["merged", "split"], Needs(".rank")] = "merged"
@@ -683,7 +684,8 @@ class TrainerConfig(Section):
     stop_at: float | None = Field(None, gt=0, le=1e11)
     async_save: bool = False  # training goes on while a checkpoint is written, from a copy on the host
     max_actor_ckpt_to_keep: int | None = Field(3, ge=1)  # older checkpoints are removed; null: keep all
-    save_hf_at_end: bool = True  # write the trained model as a Hugging Face folder, output_dir/hf
+    # write the trained model as a Hugging Face folder, output_dir/hf; of adapters a PEFT folder, or (merged) the whole model
+    save_hf_at_end: bool | Literal["merged"] = True
     # metrics.jsonl and report.html are written in any case
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb", "swanlab", "mlflow"]] = ["console", "jsonl"]
     project_name: str = Field("grpo_megatron", min_length=1, max_length=128)  # of wandb, swanlab and mlflow

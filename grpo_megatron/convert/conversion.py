@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_megatron.convert import ConvertError, listing_error
+from grpo_megatron.convert.adapters import AdaptedModel
 from grpo_megatron.convert.hf import HFFolder, write_shards
 from grpo_megatron.convert.layout import RELEASE, TRACKER_FILE, tracked_folder
 from grpo_megatron.convert.megatron import FORMAT_FILE, MegatronFolder, write_checkpoint
-from grpo_megatron.convert.options import ToHfOptions, ToMegatronOptions
+from grpo_megatron.convert.options import MergeOptions, ToHfOptions, ToMegatronOptions
 from grpo_megatron.convert.output import Progress, check_target, output_folder
-from grpo_megatron.convert.source import Source
+from grpo_megatron.convert.source import FLOATS, Source
 from grpo_megatron.models.architecture import Architecture, fitting_sizes, split_problems
 from grpo_megatron.models.heads.folder import WHAT
+from grpo_megatron.models.lora.folder import ADAPTER_CONFIG, PeftFolder, is_peft_folder
+from grpo_megatron.models.weights.stream import WeightsError
 from grpo_megatron.reading import ReadError, path_problem, read_json, shown, special_file_in
 from grpo_megatron.storage.files import MANIFEST_FILE, is_partial, write_manifest
 from grpo_megatron.storage.hub import model_folder
@@ -32,7 +35,7 @@ def hf_to_megatron(options: ToMegatronOptions) -> None:
     source = options.source
     check_target(options.target, source, options.force)
     model = open_source(source, allow_pickle=options.allow_pickle, family=options.family)
-    if not isinstance(model, HFFolder):
+    if isinstance(model, MegatronFolder) or (isinstance(model, AdaptedModel) and model.is_step):
         raise ConvertError(f"{str(source)!r} is a Megatron-Core checkpoint already; to-hf converts it")
     if model.head:
         raise ConvertError(
@@ -51,15 +54,38 @@ def hf_to_megatron(options: ToMegatronOptions) -> None:
 def megatron_to_hf(options: ToHfOptions) -> None:
     """Distributed checkpoint (converted, a training step, or its critic/ or reward_model/) -> Hugging Face folder.
 
+    Of a policy with LoRA a PEFT folder. `merge` makes a whole model of such a step, or of a PEFT folder.
     Raises ConvertError, StorageError.
     """
     source = options.source
     check_target(options.target, source, options.force)
     model = open_source(source, hf=options.hf, family=options.family)
-    if not isinstance(model, MegatronFolder):
-        raise ConvertError(f"{str(source)!r} is a Hugging Face folder already; to-megatron converts it")
+    if isinstance(options, MergeOptions):
+        if not isinstance(model, AdaptedModel):
+            raise ConvertError(f"{str(source)!r} has no adapters that could be merged")
+    elif isinstance(model, AdaptedModel) and model.is_step and model.head is None:
+        _write_adapters(model, options)
+        return
+    elif isinstance(model, HFFolder) or (isinstance(model, AdaptedModel) and not model.is_step):
+        merged = " (merge makes the whole model of adapters)" if isinstance(model, AdaptedModel) else ""
+        raise ConvertError(f"{str(source)!r} is a Hugging Face folder already; to-megatron converts it{merged}")
     with _conversion(model, options, "hf") as (folder, hashes, progress):
         hashes.update(write_shards(model, folder, model.dtype(options.dtype), options.shard_size, progress))
+
+
+def _write_adapters(model: AdaptedModel, options: ToHfOptions) -> None:
+    with output_folder(options.target, OVERHEAD_BYTES) as folder:
+        with model.checked(not options.no_hashes):
+            model.write_adapters(folder, FLOATS[options.dtype] if options.dtype else None)
+        _copy_companions(model.tokenizer_folder, folder)
+        write_manifest(folder, "hf", {})
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    for path in companions(source):
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 @contextlib.contextmanager
@@ -80,10 +106,8 @@ def _conversion(
             of_hf = folder / "hf" if kind == "megatron" else folder
             of_hf.mkdir(exist_ok=True)
             (of_hf / "config.json").write_bytes(model.config_text(wanted))
-            for path in companions(model.tokenizer_folder):
-                copy = of_hf / path.relative_to(model.tokenizer_folder)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copy)
+            for origin in (model.hf_folder, model.tokenizer_folder)[not isinstance(model, AdaptedModel) :]:
+                _copy_companions(origin, of_hf)
         write_manifest(folder, kind, hashes)
 
 
@@ -118,7 +142,13 @@ def open_source(
         folder = folder.parent
     places = (folder, folder / "state", tracked_folder(folder) or folder)
     if any((place / FORMAT_FILE).exists() for place in places):
-        return MegatronFolder(folder, hf, family)
+        step = MegatronFolder(folder, hf, family)
+        return step if step.lora is None else AdaptedModel(step, family=family)
+    if is_peft_folder(folder):
+        try:
+            return AdaptedModel(PeftFolder(folder), hf, family)
+        except WeightsError as error:
+            raise ConvertError(str(error)) from error
     if (folder / "config.json").exists():
         return HFFolder(folder, allow_pickle, family)
     inside = _model_in(folder)
@@ -168,7 +198,7 @@ def check_model_layout(arch: Architecture, tp: int, pp: int, ep: int) -> None:
 
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf", ".onnx", ".distcp", ".npz"}
 CODE = {".py", ".pyc", ".so", ".sh"}  # never copied: a loader with trust_remote_code would run it
-WRITTEN_ANEW = {"config.json", MANIFEST_FILE, STEP_FILE, FORMAT_FILE}
+WRITTEN_ANEW = {"config.json", ADAPTER_CONFIG, MANIFEST_FILE, STEP_FILE, FORMAT_FILE}
 
 
 def companions(folder: Path) -> list[Path]:

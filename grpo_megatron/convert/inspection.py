@@ -20,6 +20,7 @@ from grpo_megatron.reading import visible
 from grpo_megatron.storage.files import MANIFEST_FILE, Verification, read_manifest
 
 KINDS = {"hf": "Hugging Face safetensors", "megatron": "Megatron-Core distributed checkpoint (torch_dist)"}
+KINDS["adapters"] = "adapters, and the Hugging Face safetensors of their base"
 
 
 def describe_model(options: InspectOptions) -> str:

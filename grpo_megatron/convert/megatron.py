@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
 
+from grpo_megatron.config import LoraConfig
 from grpo_megatron.convert import ConvertError, listing_error
-from grpo_megatron.convert.hf import HFFolder
 from grpo_megatron.convert.layout import (
     Place,
     common_state,
@@ -57,6 +57,7 @@ from grpo_megatron.convert.source import (
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_config
 from grpo_megatron.models.heads.folder import HEAD, HEAD_BIAS, HeadKind
+from grpo_megatron.models.lora.table import PEFT_PREFIX, lora_rows
 from grpo_megatron.models.weights import plain_data
 from grpo_megatron.models.weights.table import Vocabulary, WeightRow
 from grpo_megatron.reading import read_json
@@ -71,6 +72,7 @@ TORCH_DIST = {
     "common_backend_version": 1,
 }
 FILE_BYTES = 4 << 30
+OF_THE_MODEL = ("decoder.", "embedding.", "output_layer.", "score.", PEFT_PREFIX)  # beginnings of its keys
 
 # -- Origin: the training step that a checkpoint belongs to, and which of its models the checkpoint holds --------------
 # step_000020/state                 policy          beside trainer.json
@@ -88,6 +90,7 @@ class Origin:
     folder: Path
     part: PartName | None
     config: dict[str, Any]
+    inputs: dict[str, Any]  # key of the config -> file -> size and sha256 (checks/digests.py)
 
     def start(self) -> Path | None:
         """The Hugging Face folder that the model started from. None: the config does not say."""
@@ -102,6 +105,23 @@ class Origin:
     def family(self) -> str | None:
         """`model.family`. None: the key is not set."""
         return self._text("model", "family")
+
+    def dtype(self) -> str | None:
+        """`model.dtype`. None: the config does not say."""
+        return self._text("model", "dtype")
+
+    def lora(self) -> LoraConfig | None:
+        """The adapters that the model was trained with. None: all of its weights were trained."""
+        section = self.config.get("critic" if self.part == "critic" else "actor")
+        values = section.get("lora") if isinstance(section, dict) and self.part in ("policy", "critic") else None
+        if not isinstance(values, dict) or values.get("rank") is None:
+            return None
+        return LoraConfig.model_validate({name: value for name, value in values.items() if name != "path"})
+
+    def base_files(self) -> dict[str, dict[str, Any]]:
+        """Name, size and sha256 of the files that the model started from, as the step records them; empty if it does not."""
+        key = "critic.path" if self.part == "critic" and self._text("critic", "path") else "model.path"
+        return dict(self.inputs.get(key, {}))
 
     def head(self, keys: set[str]) -> HeadKind | None:
         """The kind of scalar head of a checkpoint with these tensors. None: a language model. Raises ConvertError."""
@@ -147,10 +167,22 @@ def read_origin(data_folder: Path) -> Origin:
     part = next((part for part, mark in MARK_FILES.items() if (folder / mark).exists()), None)
     step = folder.parent if part in ("critic", "reward_model") else folder
     try:
-        config = read_json(step / STEP_FILE)["config"]
-    except (OSError, ValueError, KeyError, TypeError):
-        config = None
-    return Origin(folder, part, config if isinstance(config, dict) else {})
+        content = read_json(step / STEP_FILE)
+        config, inputs = content["config"], (content.get("run") or {}).get("inputs")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        config = inputs = None
+    return Origin(folder, part, *(value if isinstance(value, dict) else {} for value in (config, inputs)))
+
+
+@dataclass(frozen=True)
+class StoredFactor(WeightRow):
+    """A factor of LoRA, which is stored whole under PEFT's name."""
+
+    shape: tuple[int, ...] = ()
+    split_dim: ClassVar[int | None] = None
+
+    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        return (self.shape,)
 
 
 class MegatronFolder(Source):
@@ -167,7 +199,8 @@ class MegatronFolder(Source):
         self.folder = self.data_folder = folder
         if not (folder / FORMAT_FILE).exists():
             self.data_folder = tracked_folder(folder) or folder / "state"
-        origin = read_origin(self.data_folder)
+        self.origin = origin = read_origin(self.data_folder)
+        self.lora = origin.lora()
         self.hf_folder = self.tokenizer_folder = hf or self._find_hf(origin)
         try:
             self.config = read_config(self.hf_folder)
@@ -226,6 +259,15 @@ class MegatronFolder(Source):
                 f"{self.data_folder}: format {backend} {version} is not supported (supported: torch_dist 1)"
             )
 
+    @property
+    def rows(self) -> list[WeightRow]:
+        """With `lora`, those of the factors: the step has no other weights, except a scalar head."""
+        if self.lora is None:
+            return super().rows
+        factors = lora_rows(self.arch, self.lora).values()
+        named = ((name, shape) for row in factors for name, shape in zip(row.hf, row.hf_shapes(self.arch), strict=True))
+        return [*(StoredFactor(name, (name,), shape=shape) for name, shape in named), *self.head_rows]
+
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
@@ -240,7 +282,7 @@ class MegatronFolder(Source):
             used |= {p.key for p in known}
             self._where[row.megatron] = place
             problems += self._wrong_shape(row, place)
-        of_model = {key for key in self._sizes if key.startswith(("decoder.", "embedding.", "output_layer.", "score."))}
+        of_model = {key for key in self._sizes if key.startswith(OF_THE_MODEL)}
         problems += [f"unexpected {key}" for key in sorted(of_model - used)]
         ends: dict[str, int] = {}  # file -> the byte after its last chunk: the least size that it can have
         for info in self._used().values():
@@ -381,7 +423,7 @@ def _has_valid_checksums(folder: Path, info: _StorageInfo) -> bool:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(source: HFFolder, folder: Path, dtype: torch.dtype, progress: Progress) -> dict[str, str]:
+def write_checkpoint(source: Source, folder: Path, dtype: torch.dtype, progress: Progress) -> dict[str, str]:
     """Write the whole model as a distributed checkpoint into the existing `folder`. Returns file -> sha256.
 
     torch makes the table of contents. Its own writer of files keeps a chunk of every tensor in memory; here it is one.
@@ -416,7 +458,7 @@ def write_checkpoint(source: HFFolder, folder: Path, dtype: torch.dtype, progres
     return files.hashes
 
 
-def _chunks(source: HFFolder, dtype: torch.dtype) -> Iterator[tuple[WriteItem, Any]]:
+def _chunks(source: Source, dtype: torch.dtype) -> Iterator[tuple[WriteItem, Any]]:
     """All that is stored, as items of torch's plan, and the value of each.
 
     A tensor is stored as chunks of rows, of which a rank of any tensor-, pipeline- and expert-parallel layout reads those

@@ -1,4 +1,4 @@
-"""The options of the command `convert`: to-megatron, to-hf, verify, inspect. From Python they are keywords."""
+"""The options of the command `convert`: to-megatron, to-hf, merge, verify, inspect. From Python they are keywords."""
 
 from __future__ import annotations
 
@@ -72,6 +72,16 @@ class ToHfOptions(ConvertOptions):
     quiet: _Quiet = False
 
 
+class MergeOptions(ToHfOptions):
+    """The options of `convert merge`."""
+
+    summary = (
+        "adapters (PEFT folder, or training step of LoRA) and their base -> Hugging Face folder of the whole model"
+    )
+    source: Annotated[Path, Argument("such as outputs/run/hf", "ADAPTERS")]
+    hf: Annotated[Path | None, Option("the base model; default: the one that the adapters name", "DIR")] = None
+
+
 class VerifyOptions(ConvertOptions):
     """The options of `convert verify`."""
 
@@ -104,6 +114,7 @@ class InspectOptions(ConvertOptions):
 ConvertOptions.actions = {
     "to-megatron": ToMegatronOptions,
     "to-hf": ToHfOptions,
+    "merge": MergeOptions,
     "verify": VerifyOptions,
     "inspect": InspectOptions,
 }

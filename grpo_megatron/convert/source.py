@@ -70,6 +70,14 @@ class Source(ABC):
         """The weight table rows of the whole model, in stream order."""
         return [*model_rows(self.arch).values(), *self.head_rows]
 
+    @property
+    def weight_folders(self) -> tuple[Path, ...]:
+        """The folders whose files make the weights."""
+        return (self.data_folder,)
+
+    def check_base(self) -> None:  # noqa: B027 - most models have none
+        """Raise ConvertError unless the base of adapters is that of their training."""
+
     @abstractmethod
     def read(self, name: str) -> Tensor:
         """A Hugging Face tensor in its stored dtype, on the CPU. Its memory is not written to; it may be a file's.

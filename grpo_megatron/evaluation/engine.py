@@ -37,6 +37,7 @@ def open_model(path: Path, hf: Path | None = None, family: str | None = None) ->
     """Open the policy in `path`; names and shapes of its tensors are checked. Raises ConfigError."""
     try:
         source = open_source(path, hf=hf, family=family)
+        source.check_base()
     except (ConvertError, UnsupportedModel) as error:
         raise ConfigError(
             f"--model: {error}\n  (a Hugging Face folder with weights, a converted checkpoint, or a training step such as"
@@ -92,7 +93,7 @@ def weights_sha256(source: Source) -> str:
     """Hash config.json, the dtypes, and every weight file's name, size, beginning and end."""
     digest = hashlib.sha256((source.hf_folder / "config.json").read_bytes())
     digest.update(repr(sorted((name, dtype_name(dtype)) for name, dtype in source.dtypes.items())).encode())
-    files = [p for p in source.data_folder.iterdir() if p.suffix in (".safetensors", ".distcp")]
+    files = [p for folder in source.weight_folders for p in folder.iterdir() if p.suffix in (".safetensors", ".distcp")]
     for path in sorted(files):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
@@ -179,7 +180,7 @@ def start_engine(settings: EngineSettings) -> tuple[RolloutEngine, Mesh, int]:
 
 def model_tokenizer(source: Source, folder: Path | None, chat_template: Path | None) -> Any:
     """Load the tokenizer in `folder`, or else the model's own. Raises ConfigError, which names the command line's options."""
-    folder = folder or source.hf_folder
+    folder = folder or source.tokenizer_folder
     try:
         tokenizer = load_tokenizer(folder, DataConfig(chat_template=chat_template))
     except ConfigError as error:

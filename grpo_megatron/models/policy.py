@@ -326,13 +326,14 @@ class Reference(FrozenModel, LanguageModel):
 
 
 class AdapterReference:
-    """The reference of a policy with LoRA: the policy's own model with the adapters of an earlier time, at first none.
+    """The reference of a policy with LoRA: the policy's own model with the adapters of an earlier time.
 
-    It costs no memory at first, and later a copy of the factors. It has a Reference's methods.
+    Those of the `start` may be none: the base. It costs a copy of the factors, and has a Reference's methods.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy, self._factors = policy, Factors()
+    def __init__(self, policy: Policy, start: Factors) -> None:
+        assert policy.lora is not None
+        self.policy, self._factors = policy, start
 
     def copy_from(self, policy: Policy) -> None:
         """Take the adapters of now. `policy` is the policy of which this is the reference."""

@@ -212,6 +212,9 @@ OUTPUTS = {
 }
 
 
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # choices of --max-lora-rank
+
+
 def serve_command(folder: Path, config: Config) -> str:
     """The command for an OpenAI-compatible server of the exported folder, with the run's dtype, lengths, layout and memory.
 
@@ -232,8 +235,14 @@ def serve_command(folder: Path, config: Config) -> str:
     memory = f" --gpu-memory-utilization {config.rollout.gpu_memory_utilization:g}"
     if on_cpu:
         memory = f" --kv-cache-memory-bytes {int(config.rollout.engine_options.get('kv_cache_gib', 1) * 2**30)}"
-    served = f"{shlex.quote(str(folder))} --dtype {config.model.dtype} --max-model-len {length}"
-    return f"{serve} {served}{layout}{memory}{eager}"
+    model, adapters = folder, ""
+    if (folder / "adapter_config.json").exists():  # a PEFT folder
+        model, rank, own = config.model.path, config.actor.lora.rank or 0, shlex.quote(str(folder))
+        largest = next((size for size in VLLM_LORA_RANKS if size >= rank), rank)
+        adapters = f" --tokenizer {own} --generation-config {own} --enable-lora --max-lora-rank {largest}"
+        adapters += f" --lora-modules {shlex.quote(f'{folder}={folder}')}"
+    served = f"{shlex.quote(str(model))} --dtype {config.model.dtype} --max-model-len {length}"
+    return f"{serve} {served}{layout}{memory}{eager}{adapters}"
 
 
 def request_command(folder: Path, config: Config) -> str:

@@ -31,6 +31,7 @@ from grpo_megatron.models.forward import LanguageModel
 from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
 from grpo_megatron.models.layers.exact import exact_problem
 from grpo_megatron.models.layers.spec import DTYPES
+from grpo_megatron.models.lora.folder import save_peft
 from grpo_megatron.models.policy import AdapterReference, Policy
 from grpo_megatron.models.weights.folder import Serving, save_hf
 from grpo_megatron.models.weights.stream import Resharding, engine_tensors
@@ -292,8 +293,10 @@ def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -
     return Policy.load(*parts, temperature=temperature, exact=model.exact)
 
 
-def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[[Path], None]:
+def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[..., None]:
     """The function that writes the policy as a Hugging Face folder. Calling it is collective.
+
+    With `adapters=True` it is a PEFT folder, where the policy is a language model with LoRA; else the whole model.
 
     A server of the folder stops where rollouts stop: at every end token, and at `rollout.stop_token_ids`.
     """
@@ -302,9 +305,13 @@ def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[[
     template = None if config.data.chat_template is None else checked.tokenizer.chat_template
     serving = Serving(template, sorted(ends))
 
-    def export(target: Path) -> None:
+    def export(target: Path, *, adapters: bool = False) -> None:
         if isinstance(policy, ScalarPolicy):
             policy.save_hf(target, tokenizer_path)
+            return
+        if adapters and policy.lora is not None:
+            parts = (policy.ddp, policy.lora, policy.arch, policy.mesh, config.model.path, tokenizer_path, target)
+            save_peft(*parts, serving)
             return
         stream = policy.hf_weights(config.rollout.update_weights_bucket_megabytes)
         save_hf(stream, config.model.path, tokenizer_path, target, policy.mesh, serving=serving)

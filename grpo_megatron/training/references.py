@@ -6,7 +6,7 @@ is kept in `output_dir/iterations/step_000040/` as a Hugging Face folder, so tha
 has the same reference. Copies that no checkpoint needs are removed.
 
 Where the policy has LoRA and starts from the reference's weights, both are one model: the reference is its base, or has the
-adapters of an earlier time.
+adapters of an earlier time: those of `actor.lora.path`, or of the iteration's start.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ class References:
         actor, algorithm = config.actor, config.algorithm
         self.mesh, self.cadence, self.folder = mesh, cadence, config.trainer.output_dir / "iterations"
         self.is_read = reads_reference(algorithm, actor)
-        path = self._copy_for(first_step) or config.ref.path or policy_start(config)
+        start = self._copy_for(first_step) or config.ref.path
+        path = start or policy_start(config)
         self.reference: Reference | AdapterReference
         if policy.lora is not None and path == config.model.path:
-            self.reference = AdapterReference(policy)
+            self.reference = AdapterReference(policy, policy.lora.first if start is None else {})
         else:
             parts = (path, config.model.dtype, arch, actor, mesh, device)
             self.reference = Reference.load(*parts, temperature=config.rollout.temperature, exact=config.model.exact)
@@ -69,7 +70,7 @@ class References:
     def renew(self, step: int, policy: Policy, save_hf: Callable[[Path], None]) -> None:
         """Take the policy's weights before step `step`, and keep a copy of them. Collective."""
         if policy.lora is not None and isinstance(self.reference, Reference):
-            self.reference = AdapterReference(policy)
+            self.reference = AdapterReference(policy, {})
         self.reference.copy_from(policy)
         save_hf(self._copy_of(step))
         if self.mesh.rank == 0:

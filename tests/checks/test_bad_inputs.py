@@ -15,8 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from grpo_megatron.cli import main, ranks
+from grpo_megatron.config import LoraConfig
+from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.lora.folder import factor_shapes, write_peft
 from tests.checks.test_reward_model import changed
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
@@ -207,6 +211,75 @@ def test_a_reference_of_another_architecture_is_refused(run: Path, tmp_path: Pat
     message = refused(f"ref.path={changed(run, tmp_path / 'model', rms_norm_eps=1e-5)}")
     assert "norm_eps 1e-05 against 1e-06" in message
     assert "set actor.use_kl_loss=false" in message
+
+
+@pytest.fixture(scope="module")
+def adapters(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PEFT folder of rank 4 for the run's model."""
+    folder, arch = tmp_path_factory.mktemp("adapters"), read_architecture(run / "model")
+    lora = LoraConfig.model_validate({"rank": 4, "alpha": 8})
+    tensors = {name: torch.ones(shape) for name, shape in factor_shapes(arch, lora).items()}
+    write_peft(folder, tensors, lora, arch, run / "model", "float32")
+    return folder
+
+
+def setting(**values: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        found = load_file(folder / "adapter_model.safetensors")
+        change(found)
+        save_file(found, folder / "adapter_model.safetensors")
+
+    return rewrite
+
+
+OF_K = "base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"
+BAD_ADAPTERS: list[tuple[Callable[[Path], object], str]] = [
+    (setting(use_dora=True), "use_dora=True: only W0 + s B A of linear layers is supported"),
+    (setting(bias="lora_only", modules_to_save=["lm_head"]), "modules_to_save=['lm_head'], bias='lora_only': only W0"),
+    (setting(rank_pattern={"q_proj": 8}), "rank_pattern={'q_proj': 8}: only"),
+    (setting(peft_type="IA3"), "peft_type='IA3': only"),
+    (setting(init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_niter_4': only"),
+    (setting(r=8), "has adapters of rank 8 and scale 1; set actor.lora.rank=8"),
+    (setting(r=-1), "r=-1, lora_alpha=8 are no rank and scale of adapters"),
+    (setting(lora_alpha=16), "has adapters of rank 4 and scale 4; set actor.lora.alpha=16.0"),
+    (setting(use_rslora=True), "has adapters of rank 4 and scale 4; set actor.lora.use_rslora=True"),
+    (tensors(lambda found: found.pop(OF_K)), f"missing {OF_K}"),
+    (tensors(lambda found: found.update({OF_K: torch.ones(4, 7)})), f"{OF_K} has shape (4, 7), expected (4, 64)"),
+    (tensors(lambda found: found[OF_K].fill_(torch.nan)), f"{OF_K} has values that are no finite numbers"),
+    (tensors(lambda found: found.update({OF_K.replace("1", "9"): torch.ones(1)})), "unexpected base_model.model"),
+    (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"), "not a readable safetensors file"),
+    (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors; save"),
+    (lambda folder: (folder / "adapter_config.json").unlink(), "not a readable PEFT config"),
+    (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "not a readable PEFT config"),
+]
+
+
+@pytest.mark.parametrize(("damage", "expected"), BAD_ADAPTERS)
+def test_adapters_to_start_from_are_checked(
+    adapters: Path, tmp_path: Path, refused: Callable[..., str], damage: Callable[[Path], object], expected: str
+) -> None:
+    folder = shutil.copytree(adapters, tmp_path / "adapters")
+    damage(folder)
+    message = refused("actor.lora={rank: 4, alpha: 8}", f"actor.lora.path={folder}")
+    assert message.startswith("error: actor.lora.path") and expected in message, message
+
+
+def test_a_peft_folder_is_no_model(adapters: Path, refused: Callable[..., str]) -> None:
+    message = refused(f"model.path={adapters}")
+    assert f"model.path='{adapters}' has adapters only; set model.path to their base" in message
+
+
+def test_other_layers_than_those_of_the_adapters_are_refused(adapters: Path, refused: Callable[..., str]) -> None:
+    message = refused("actor.lora={rank: 4, alpha: 8, target_modules: [q_proj]}", f"actor.lora.path={adapters}")
+    assert f"unexpected {OF_K}" in message and "set actor.lora.target_modules to the layers of the folder" in message
 
 
 @pytest.mark.parametrize(

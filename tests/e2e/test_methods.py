@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from grpo_megatron.data.generated import build_tokenizer
 from grpo_megatron.models.heads.folder import check_reward_weights, read_reward_folder
@@ -69,7 +69,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "critic": {**PPO["critic"], "offload": True},
         "trainer": {"total_training_steps": 3, "save_freq": 2, "save_hf_at_end": True},
     },
-    "lora": {**LORA, "trainer": {"total_training_steps": 3, "save_hf_at_end": True}},
+    "lora": {**LORA, "trainer": {"total_training_steps": 3, "save_hf_at_end": "merged"}},
     "lora again": {**LORA, "trainer": {"total_training_steps": 2, "save_freq": 2}},
     "lora resumed": {**LORA, "trainer": {"total_training_steps": 3, "save_freq": 2, "save_hf_at_end": True}},
     "rft": {"algorithm": {"source": "initial", "adv_estimator": "rft", "rft_threshold": 4.0}, "actor": SFT},
@@ -269,7 +269,7 @@ def test_ppo_trains_its_critic_and_resumes_with_it(
 
 
 def test_lora_trains_adapters_serves_their_merged_weights_and_resumes(
-    runs: dict[str, dict[str, Any]], workspace: Path
+    runs: dict[str, dict[str, Any]], workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """PPO with adapters of policy and critic. Step 0 trains the critic alone, so the KL to the base is 0 until step 2."""
     run, resumed = runs["lora"], runs["lora resumed"]
@@ -282,6 +282,25 @@ def test_lora_trains_adapters_serves_their_merged_weights_and_resumes(
     assert max(column(run, "rollout/probe_logp_diff_max")) < 1e-5
     assert column(run, "actor/reward_kl_penalty")[:2] == [0, 0] and column(run, "actor/reward_kl_penalty")[2] > 0
     assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in run["weights"].items())
+    step, adapters = resumed["output_dir"] / "checkpoints/step_000003", resumed["output_dir"] / "hf"  # a PEFT folder
+    assert convert("to-hf", step, tmp_path / "adapters", "--quiet") == 0
+    same_bits(tensors_of(adapters), tensors_of(tmp_path / "adapters"))
+    settings = [
+        json.loads((folder / "adapter_config.json").read_text()) for folder in (adapters, tmp_path / "adapters")
+    ]
+    assert settings[0] == settings[1] and "q_proj" in settings[0]["target_modules"]
+    for number, source in enumerate((step, adapters)):  # the whole model, bit for bit
+        assert convert("merge", source, tmp_path / f"{number}", "--quiet") == 0
+        same_bits(run["weights"], tensors_of(tmp_path / f"{number}"))
+        assert convert("verify", source, run["output_dir"] / "hf", "--quiet") == 0
+    assert convert("to-hf", step / "critic", tmp_path / "critic", "--quiet") == 0
+    same_bits(tensors_of(resumed["output_dir"] / "critic"), tensors_of(tmp_path / "critic"))
+    shutil.copytree(workspace / "model", tmp_path / "other")
+    save_file({name: tensor + 1 for name, tensor in base.items()}, tmp_path / "other/model.safetensors")
+    capsys.readouterr()
+    for command in (("merge", step, tmp_path / "x"), ("verify", step, run["output_dir"] / "hf")):
+        assert convert(*command, "--hf", tmp_path / "other") == 2
+        assert "adapters of another base" in (told := capsys.readouterr().err) and "other/model.safetensors has" in told
     critics = [load_file(result["output_dir"] / "critic/model.safetensors") for result in (run, resumed)]
     assert all(torch.equal(tensor, critics[1][name]) for name, tensor in critics[0].items())
     for folder in ("", "critic"):  # no base weight is stored; beside the factors, the critic's head

@@ -146,17 +146,18 @@ def chain(
     return result
 
 
-def bfloat16(folder: Path, layout: Layout, lora: Any) -> tuple[Tensors, dict[str, bool]]:
-    """The served weights after B was set; for each adapted weight, whether they are what the module multiplies by."""
+def bfloat16(folder: Path, layout: Layout, lora: Any, out: Path) -> tuple[Tensors, dict[str, bool]]:
+    """The served weights of adapters from `lora.path`; for each adapted weight, whether the module multiplies by them.
+
+    The adapters are exported to `out`.
+    """
+    from grpo_megatron.models.lora.folder import save_peft
+    from grpo_megatron.models.weights.folder import Serving
     from grpo_megatron.models.weights.stream import global_parameters, served
 
     device, mesh = world(layout)
     policy = build(folder, layout, device, mesh, lora, dtype="bfloat16")
-    values = factors(policy)
-    for number, (name, tensor) in enumerate(sorted(values.items())):
-        if "lora_B" in name:
-            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)))
-    set_factors(policy, values)
+    save_peft(policy.ddp, policy.lora, policy.arch, mesh, folder, folder, out, Serving(end_token_ids=[2]))
     parameters, seen = global_parameters(policy.ddp), {}
     for name, module in policy.lora.modules.items():
         used: list[torch.Tensor] = []

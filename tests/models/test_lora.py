@@ -6,6 +6,7 @@ A would have no gradient). Bounds are relative to a tensor's largest entry.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from grpo_megatron.models.lora.merge import MERGE_ELEMENTS, merge
 from tests import tiny, worlds
+from tests.convert.folders import convert, same_bits, tensors_of
 from tests.models import lora_ranks
 from tests.models.gradients import transformers_backward
 from tests.models.lora_ranks import LAYOUTS, RECOMPUTE
@@ -185,13 +187,47 @@ def test_a_checkpoint_of_adapters_resumes_in_other_layouts(models: dict[str, Pat
 
 
 @pytest.mark.slow
-def test_a_bfloat16_model_serves_what_it_multiplies_by(models: dict[str, Path]) -> None:
-    """Policy and served weights are the same bits in two layouts; the merged sum is rounded once, from float32."""
-    served = []
-    for layout in ("1", "TP2+SP"):
-        arguments = {"folder": models["qwen2"], "layout": LAYOUTS[layout], "lora": ALL}
+def test_adapters_of_peft_are_imported_exported_and_merged_bit_by_bit(models: dict[str, Path], tmp_path: Path) -> None:
+    """In bfloat16, in two layouts. Served weights are what modules multiply by, and what `convert merge` writes.
+
+    `peft` and `transformers` load the exported folder, whose layers have whole names: SOME leaves one up_proj out.
+    """
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = models["qwen2"]
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    settings = {"target_modules": SOME["target_modules"], "exclude_modules": SOME["exclude_modules"]}
+    adapted = peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=5, **settings))
+    for number, (name, parameter) in enumerate(sorted(adapted.named_parameters())):
+        if "lora_" in name:
+            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.data = (0.1 * values).bfloat16()
+    adapted.save_pretrained(tmp_path / "given")
+    given = load_file(tmp_path / "given" / "adapter_model.safetensors")
+    for layout in ("1", "TP2xPP2+SP"):
+        out, whole = tmp_path / layout, tmp_path / f"{layout} whole"
+        lora = {**SOME, "path": tmp_path / "given"}
+        arguments = {"folder": base, "layout": LAYOUTS[layout], "lora": lora, "out": out}
         results = worlds.run(lora_ranks.bfloat16, LAYOUTS[layout][0], **arguments)
+        same_bits(given, load_file(out / "adapter_model.safetensors"))
+        assert convert("merge", out, whole, "--quiet") == 0
         for weights, own in results:
             assert own and all(own.values()), own
-            served.append(weights)
-    assert all(torch.equal(tensor, other[name]) for other in served for name, tensor in served[0].items())
+            same_bits(weights, tensors_of(whole))
+        config, by_peft = (
+            json.loads((folder / "adapter_config.json").read_text()) for folder in (out, tmp_path / "given")
+        )
+        assert config["base_model_name_or_path"] == str(base) and len(config["target_modules"]) == 7
+        assert all(config[key] == by_peft[key] for key in ("r", "lora_alpha", "use_rslora", "bias", "peft_type"))
+        assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 2
+    tokens, unadapted = torch.arange(50)[None], AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        loaded = [
+            peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "1"),
+            AutoModelForCausalLM.from_pretrained(tmp_path / "1"),
+            AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32),
+        ]
+        peft_s, by_transformers, merged = (model.eval()(tokens).logits for model in loaded)
+        assert torch.equal(peft_s, by_transformers) and not torch.equal(peft_s, unadapted(tokens).logits)
+        torch.testing.assert_close(merged, peft_s, rtol=0, atol=0.1)  # bfloat16 weights against float32 ones

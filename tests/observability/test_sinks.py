@@ -238,7 +238,7 @@ ON_CPU = " --kv-cache-memory-bytes 2147483648 --enforce-eager"
     ],
 )
 def test_the_command_that_serves(
-    monkeypatch: pytest.MonkeyPatch, packages: tuple[str, ...], start: str, end: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packages: tuple[str, ...], start: str, end: str
 ) -> None:
     def version(name: str) -> str:
         if name not in packages:
@@ -250,6 +250,12 @@ def test_the_command_that_serves(
     run = Config.model_validate({**values, "rollout": ROLLOUT})
     line = serve_command(Path("/my runs/hf"), run)
     assert line.startswith(start) and line.endswith(f" bfloat16 --max-model-len 8 --tensor-parallel-size 2{end}")
+    values["actor"] = {"lora": {"rank": 20}}
+    (tmp_path / "adapter_config.json").touch()  # a PEFT folder: the server has its base
+    line = serve_command(tmp_path, Config.model_validate({**values, "rollout": ROLLOUT}))
+    served = f"--tokenizer {tmp_path} --generation-config {tmp_path} --enable-lora --max-lora-rank 32"
+    assert line.startswith(start.partition("'")[0]) and " m --dtype bfloat16 " in line
+    assert line.endswith(f"{served} --lora-modules {tmp_path}={tmp_path}")
     *request, body = shlex.split(request_command(Path("/my runs/hf"), run))
     assert request[1] == "http://localhost:8000/v1/chat/completions" and request[-1] == "-d"
     message = {"role": "user", "content": "TEXT"}

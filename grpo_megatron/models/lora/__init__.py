@@ -4,6 +4,7 @@
     merge.py    W from W0, A and B, with the same bits for any part of the weight
     layers.py   modules with factors: the forward passes, the gradients, the initial values
     state.py    the factors in a checkpoint
+    folder.py   the factors in a PEFT folder
 
 Everything that reads or writes factors (training, checkpoints, files, weight sync) goes through the rows of `lora_rows`.
 """

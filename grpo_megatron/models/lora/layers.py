@@ -38,6 +38,7 @@ from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.lora.merge import merge
 from grpo_megatron.models.lora.table import LORA_A, LORA_B, Factor, lora_rows
+from grpo_megatron.models.weights.folder import SafetensorsFolder
 from grpo_megatron.models.weights.stream import global_parameters, set_parameter, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 
@@ -54,6 +55,7 @@ class Lora:
         self.config, self.rows = config, dict(rows)
         self.modules: dict[str, _Adapted] = {}  # by the Megatron name of the weight
         self.drops = False
+        self.first = Factors()  # of `config.path`; none: the model starts as its base
         self._read: Factors | None = None
 
     def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
@@ -214,6 +216,7 @@ def attach(model: torch.nn.Module, arch: Architecture, config: LoraConfig, mesh:
     """Give a model that has its weights the adapters of `config`, with initial values, before it is wrapped in DDP.
 
     All else is frozen, except a scalar head. None, and nothing is changed, without LoRA. No communication.
+    Raises WeightsError if `path` cannot be read.
     """
     if config.rank is None:
         return None
@@ -225,20 +228,27 @@ def attach(model: torch.nn.Module, arch: Architecture, config: LoraConfig, mesh:
     for name, parameter in inner.named_parameters():
         if not name.startswith("score."):
             parameter.requires_grad_(False)
-    for name, row in lora.rows.items():
-        weight = parameters[row.base.megatron]
-        module = owners[id(weight)]
-        if name.endswith(LORA_A):
-            _adapt(module, lora, row, rows[name.removesuffix(LORA_A) + LORA_B], arch, mesh, inner.config)
-        factor = torch.nn.Parameter(
-            torch.empty(row.local_shape(arch, mesh.tp), dtype=weight.dtype, device=weight.device)
-        )
-        set_parameter(factor, _initial(row, config, arch, mesh))
-        if row.split_dim is not None:  # else the gradient norm would count the first rank's part only
-            set_tensor_model_parallel_attributes(factor, True, row.split_dim, 1)
-        elif config.mode == "split":
-            factor.sequence_parallel = inner.config.sequence_parallel  # type: ignore[attr-defined]
-        module.register_parameter(name.rpartition(".")[2], factor)
+    stored = contextlib.nullcontext() if config.path is None else SafetensorsFolder(config.path)
+    with stored as files:
+        for name, row in lora.rows.items():
+            weight = parameters[row.base.megatron]
+            module = owners[id(weight)]
+            if name.endswith(LORA_A):
+                _adapt(module, lora, row, rows[name.removesuffix(LORA_A) + LORA_B], arch, mesh, inner.config)
+            factor = torch.nn.Parameter(
+                torch.empty(row.local_shape(arch, mesh.tp), dtype=weight.dtype, device=weight.device)
+            )
+            if files is None:
+                set_parameter(factor, _initial(row, config, arch, mesh))
+            else:
+                set_parameter(factor, row.shard(files.slice, arch, mesh.tp_rank, mesh.tp))
+            if row.split_dim is not None:  # else the gradient norm would count the first rank's part only
+                set_tensor_model_parallel_attributes(factor, True, row.split_dim, 1)
+            elif config.mode == "split":
+                factor.sequence_parallel = inner.config.sequence_parallel  # type: ignore[attr-defined]
+            module.register_parameter(name.rpartition(".")[2], factor)
+    if config.path is not None:
+        lora.first = lora.copies()
     if getattr(inner, "embedding", None) is not None:
         # Else the first layer's input needs no gradient, and a layer that is recomputed would get none, without an error.
         inner.embedding.register_forward_hook(_require_gradient)

@@ -126,9 +126,14 @@ def matches(name: str, wanted: str | Sequence[str]) -> bool:
     return any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
+def adaptable_layers(arch: Architecture) -> list[str]:
+    """Hugging Face names of the linear layers that may have adapters."""
+    return [name.removesuffix(".weight") for row in model_rows(arch).values() if _can_adapt(row) for name in row.hf]
+
+
 def target_problem(key: str, arch: Architecture, lora: LoraConfig) -> str | None:
     """What is wrong with the names in `target_modules` and `exclude_modules`: one that no layer has. `key`: of the section."""
-    linear = [name.removesuffix(".weight") for row in model_rows(arch).values() if _can_adapt(row) for name in row.hf]
+    linear = adaptable_layers(arch)
     last = sorted({name.rpartition(".")[2] for name in linear})
     for field in ("target_modules", "exclude_modules"):
         wanted: Any = getattr(lora, field)

@@ -250,8 +250,13 @@ class _ShardWriter:
         config.pop("torch_dtype", None)
         config["dtype"] = self.dtype
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for name in COMPANIONS:
-            folder = source if name == GENERATION_CONFIG else tokenizer_source
-            if (folder / name).exists():
-                shutil.copyfile(folder / name, self.folder / name)
-        serving.write(self.folder)
+        write_companions(self.folder, source, tokenizer_source, serving)
+
+
+def write_companions(target: Path, source: Path, tokenizer_source: Path, serving: Serving) -> None:
+    """Copy the tokenizer and the generation config into the exported folder, and complete them. Raises OSError."""
+    for name in COMPANIONS:
+        folder = source if name == GENERATION_CONFIG else tokenizer_source
+        if (folder / name).exists():
+            shutil.copyfile(folder / name, target / name)
+    serving.write(target)

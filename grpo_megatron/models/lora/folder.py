@@ -1,0 +1,211 @@
+"""A PEFT folder: adapter_config.json and adapter_model.safetensors, as `peft`, `transformers` and vLLM load it.
+
+The factors are canonical and have PEFT's names, so that import and export change no bit. (A model in another dtype than the
+file rounds what it reads once.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from grpo_megatron.config import LoraConfig
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.lora.table import PEFT_PREFIX, Factor, adaptable_layers, lora_rows
+from grpo_megatron.models.weights.folder import SafetensorsFolder, Serving, write_companions
+from grpo_megatron.models.weights.stream import WeightsError, global_parameters
+from grpo_megatron.parallel.mesh import Mesh, on_first_rank
+from grpo_megatron.reading import read_json, shown, special_file_in
+from grpo_megatron.storage.files import new_folder
+
+if TYPE_CHECKING:
+    from grpo_megatron.models.lora.layers import Lora
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MODEL_DTYPE = "model_dtype"  # in the weight file's metadata: the dtype of the model that the factors were trained with
+UNSUPPORTED = (  # keys of PEFT that make the model more, or other, than W0 + s B A
+    *("use_dora", "use_qalora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication"),
+    *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config", "fan_in_fan_out"),
+)
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
+
+
+def is_peft_folder(folder: Path) -> bool:
+    """Whether a folder has adapters, and not the whole model."""
+    return (folder / ADAPTER_CONFIG).exists() and (
+        (folder / ADAPTER_WEIGHTS).exists() or not (folder / "config.json").exists()
+    )
+
+
+class PeftFolder:
+    """Reads adapter_config.json and the weight file's header. Raises WeightsError.
+
+    `lora`: rank, scale and targets, which are the layers that the weight file names. `base`: the path or the name of the
+    base model. `model_dtype`: of the model that the factors were trained with; None: the file does not say.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, file = folder, folder / ADAPTER_CONFIG
+        if folder.is_dir() and (special := special_file_in(folder)):
+            raise WeightsError(f"{str(folder)!r} holds {special}; remove it")
+        try:
+            settings = dict(read_json(file))
+        except (OSError, ValueError, TypeError) as error:
+            raise WeightsError(f"{file}: not a readable PEFT config ({error})") from error
+        self._check_supported(settings, file)
+        self.base = str(settings.get("base_model_name_or_path") or "")
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise WeightsError(f"{str(folder)!r} has no {ADAPTER_WEIGHTS}; save the adapter as safetensors")
+        try:
+            with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as header:
+                names, metadata = list(header.keys()), header.metadata() or {}
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{folder / ADAPTER_WEIGHTS}: not a readable safetensors file ({error})") from error
+        layers = sorted({name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in names})
+        self.model_dtype = metadata.get(MODEL_DTYPE)
+        try:
+            self.lora = LoraConfig.model_validate(
+                {
+                    "rank": settings.get("r"),
+                    "alpha": settings.get("lora_alpha"),
+                    "use_rslora": settings.get("use_rslora") or False,
+                    "target_modules": layers,
+                }
+            )
+            assert self.lora.rank is not None
+        except (ValueError, AssertionError) as error:
+            found = f"r={shown(settings.get('r'))}, lora_alpha={shown(settings.get('lora_alpha'))}"
+            raise WeightsError(f"{file}: {found} are no rank and scale of adapters") from error
+
+    def _check_supported(self, settings: Mapping[str, Any], file: Path) -> None:
+        found = [key for key in UNSUPPORTED if settings.get(key)]
+        found += ["peft_type"] if settings.get("peft_type") != "LORA" else []
+        found += ["bias"] if settings.get("bias", "none") != "none" else []
+        found += ["init_lora_weights"] if str(settings.get("init_lora_weights")).startswith(CHANGE_THE_BASE) else []
+        if found:
+            given = ", ".join(f"{key}={shown(settings.get(key))}" for key in found)
+            raise WeightsError(f"{file}: {given}: only W0 + s B A of linear layers is supported, without more")
+
+    def check(self, arch: Architecture, lora: LoraConfig | None = None) -> None:
+        """Raise WeightsError unless the factors are finite, and are those of the model's layers that `lora` names.
+
+        `lora` None: those that the file has. Reads the whole file.
+        """
+        shapes = factor_shapes(arch, lora or self.lora)
+        with SafetensorsFolder(self.folder) as files:
+            files.check(shapes, set())
+            for name in shapes:
+                tensor = files.slice(name)[:]
+                if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+                    raise WeightsError(f"{self.folder / ADAPTER_WEIGHTS}: {name} has values that are no finite numbers")
+
+    def read(self, name: str) -> Tensor:
+        """A factor, as it is stored."""
+        with safe_open(self.folder / ADAPTER_WEIGHTS, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    def difference(self, lora: LoraConfig) -> str | None:
+        """What is another rank or scale in `lora`, with {key} for its section; None: nothing."""
+        own = self.lora
+        if lora.rank == own.rank and lora.scale == own.scale:
+            return None
+        changes = [n for n in ("rank", "alpha", "use_rslora") if getattr(lora, n) != getattr(own, n)]
+        wanted = ", ".join(f"{{key}}.{name}={getattr(own, name)}" for name in changes)
+        return f"has adapters of rank {own.rank} and scale {own.scale:g}; set {wanted}"
+
+
+def factor_shapes(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """PEFT's name of every factor -> its shape."""
+    rows = lora_rows(arch, lora).values()
+    return {name: shape for row in rows for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True)}
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_peft(
+    folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, arch: Architecture, base: Path, model_dtype: str
+) -> None:
+    """Write both files into the existing `folder`. `tensors`: every factor on the CPU, by PEFT's name. Raises OSError."""
+    metadata = {"format": "pt", MODEL_DTYPE: model_dtype}
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, metadata)
+    except SafetensorError as error:  # how the library reports a full disk
+        raise OSError(str(error)) from error
+    alpha = lora.rank if lora.alpha is None else lora.alpha
+    assert alpha is not None
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": os.path.abspath(base),
+        "r": lora.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "use_rslora": lora.use_rslora,
+        "lora_dropout": lora.dropout,
+        "target_modules": _targets(arch, lora),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _targets(arch: Architecture, lora: LoraConfig) -> list[str]:
+    """The last parts of the adapted layers' names, or whole names where these would match others, too."""
+    adapted = {name for row in lora_rows(arch, lora).values() for name in row.layer_names}
+    last = {name.rpartition(".")[2] for name in adapted}
+    same = {name for name in adaptable_layers(arch) if name.rpartition(".")[2] in last}
+    return sorted(last if same == adapted and not arch.num_experts else adapted)
+
+
+def save_peft(
+    model: torch.nn.Module,
+    lora: Lora,
+    arch: Architecture,
+    mesh: Mesh,
+    base: Path,
+    tokenizer_source: Path,
+    target: Path,
+    serving: Serving,
+) -> None:
+    """Collective: rank 0 writes the adapters of a model as a PEFT folder, with the tokenizer. Raises RankError."""
+    tensors = gathered_factors(model, lora, arch, mesh)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+
+    def write() -> None:
+        with new_folder(target) as folder:
+            write_peft(folder, tensors, lora.config, arch, base, dtype)
+            write_companions(folder, base, tokenizer_source, serving)
+
+    on_first_rank(mesh, f"cannot write {target}", write)
+
+
+def gathered_factors(model: torch.nn.Module, lora: Lora, arch: Architecture, mesh: Mesh) -> dict[str, Tensor]:
+    """Collective: every factor, whole and by PEFT's name, in the memory of rank 0; empty on the others.
+
+    The first of the ranks with the same parameters sends its part.
+    """
+    own: dict[str, Tensor] = {}
+    if (mesh.dp_rank, mesh.cp_rank) == (0, 0):
+        parameters = global_parameters(model)
+        held = (name for name, row in lora.rows.items() if row.split_dim is not None or mesh.tp_rank == 0)
+        own = {name: parameters[name].detach().cpu() for name in held}
+    parts = mesh.gather((mesh.tp_rank, own))
+    shards: dict[str, dict[int, Tensor]] = {}
+    for tp_rank, of_rank in parts:
+        for name, tensor in of_rank.items():
+            shards.setdefault(name, {})[tp_rank] = tensor
+    rows: Mapping[str, Factor] = lora_rows(arch, lora.config)
+    out: dict[str, Tensor] = {}
+    for name, row in rows.items() if parts else ():
+        whole = row.merge([shards[name][rank] for rank in sorted(shards[name])], arch)
+        out.update(zip(row.hf, whole, strict=True))
+    return out
