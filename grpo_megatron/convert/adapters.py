@@ -21,7 +21,9 @@ from grpo_megatron.models.lora.folder import PeftFolder, is_peft_folder, write_p
 from grpo_megatron.models.lora.merge import merge
 from grpo_megatron.models.lora.table import lora_rows
 from grpo_megatron.models.weights.stream import WeightsError
+from grpo_megatron.reading import ReadError
 from grpo_megatron.storage.files import sha256_of
+from grpo_megatron.storage.hub import model_folder
 
 
 class AdaptedModel(Source):
@@ -36,11 +38,7 @@ class AdaptedModel(Source):
             self.lora, base, self.data_folder = of.lora, of.hf_folder, of.data_folder
             family, dtype = family or of.origin.family(), of.origin.dtype()
         else:
-            self.lora, base, self.data_folder, dtype = of.lora, hf or Path(of.base), of.folder, of.model_dtype
-            if not of.base or not base.is_dir():
-                raise ConvertError(
-                    f"{of.folder}: its base {of.base!r} is no folder here; name the base model with --hf"
-                )
+            self.lora, base, self.data_folder, dtype = of.lora, hf or _base_folder(of), of.folder, of.model_dtype
         if is_peft_folder(base):
             raise ConvertError(f"{str(base)!r}, the base of {of.folder}, is itself an adapter; merge that one first")
         self.base = HFFolder(base, family=family)
@@ -119,3 +117,11 @@ class AdaptedModel(Source):
         tensors = {name: self.factor(name).to(dtype) if dtype else self.factor(name) for name in names}
         model_dtype = dtype_name(dtype or self._model_dtype)
         write_peft(folder, tensors, self.lora, self.arch, self.hf_folder, model_dtype)
+
+
+def _base_folder(adapters: PeftFolder) -> Path:
+    with contextlib.suppress(ReadError):
+        if adapters.base and (folder := model_folder(Path(adapters.base))).is_dir():
+            return folder
+    named = f"its base {adapters.base!r} is no folder here, and cannot be fetched"
+    raise ConvertError(f"{adapters.folder}: {named}; name the base model with --hf")

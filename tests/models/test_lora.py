@@ -7,6 +7,7 @@ A would have no gradient). Bounds are relative to a tensor's largest entry.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -187,7 +188,9 @@ def test_a_checkpoint_of_adapters_resumes_in_other_layouts(models: dict[str, Pat
 
 
 @pytest.mark.slow
-def test_adapters_of_peft_are_imported_exported_and_merged_bit_by_bit(models: dict[str, Path], tmp_path: Path) -> None:
+def test_adapters_of_peft_are_imported_exported_and_merged_bit_by_bit(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In bfloat16, in two layouts. Served weights are what modules multiply by, and what `convert merge` writes.
 
     `peft` and `transformers` load the exported folder, whose layers have whole names: SOME leaves one up_proj out.
@@ -221,6 +224,13 @@ def test_adapters_of_peft_are_imported_exported_and_merged_bit_by_bit(models: di
         assert config["base_model_name_or_path"] == str(base) and len(config["target_modules"]) == 7
         assert all(config[key] == by_peft[key] for key in ("r", "lora_alpha", "use_rslora", "bias", "peft_type"))
         assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 2
+    settings_file = tmp_path / "1" / "adapter_config.json"
+    moved = {**json.loads(settings_file.read_text()), "base_model_name_or_path": "nobody/nothing"}
+    shutil.copytree(tmp_path / "1", tmp_path / "moved")
+    (tmp_path / "moved" / "adapter_config.json").write_text(json.dumps(moved))
+    assert convert("merge", tmp_path / "moved", tmp_path / "x", "--quiet") == 2
+    assert "its base 'nobody/nothing' is no folder here" in capsys.readouterr().err
+    assert convert("merge", tmp_path / "moved", tmp_path / "x", "--hf", base, "--quiet") == 0
     tokens, unadapted = torch.arange(50)[None], AutoModelForCausalLM.from_pretrained(base)
     with torch.no_grad():
         loaded = [
