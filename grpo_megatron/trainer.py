@@ -90,7 +90,7 @@ class Trainer:
         self.folder = opened.enter_context(OutputFolder(trainer, self.mesh, inputs))
         self.heartbeat = opened.enter_context(Heartbeat(self.output_dir, self.mesh, trainer.stall_timeout_s))
         if trainer.save_freq != -1:
-            self.folder.check_space(checkpoint_bytes(checked.arch, config.model.dtype))
+            self.folder.check_space(checkpoint_bytes(checked.arch, config.model.dtype, config.actor.lora))
         keep, verify = trainer.max_actor_ckpt_to_keep, trainer.verify_checkpoints
         self.checkpoints = Checkpoints(self.output_dir, self.mesh, keep, verify, in_background=trainer.async_save)
         self.heartbeat.is_flushing = lambda: self.checkpoints.pending is not None

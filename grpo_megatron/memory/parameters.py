@@ -3,7 +3,8 @@
     parameters      the sum of the weight table's shards
     bytes for each  weights 2 (bfloat16) or 4; gradients 4; Adam 8, with bfloat16 4 more for a float32 copy
 
-A model that learns has all three; a frozen one (the reference, a frozen reward model) has weights only. The distributed
+A model that learns has all three; a frozen one (the reference, a frozen reward model) has weights only. So has the base of a
+model with LoRA, whose adapters have all three. The distributed
 optimizer divides Adam's part by the number of ranks with the same parameters. For a dense parameter these are the
 dp x cp data-parallel ranks. An expert has only dp x cp / ep, because the other ranks hold other experts.
 
@@ -13,14 +14,17 @@ Activations, logits and the engine are in phases.py. Not counted: the h weights 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_megatron.algo.losses import needs_reference
-from grpo_megatron.config import ActorConfig, Config, MegatronConfig
+from grpo_megatron.config import ActorConfig, Config, LoraConfig, MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of
+from grpo_megatron.models.lora.merge import DEVICE_MERGE_ELEMENTS
+from grpo_megatron.models.lora.table import LORA_A, lora_rows
 from grpo_megatron.models.weights.table import WeightRow, is_expert, is_layered
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -34,16 +38,31 @@ class StageParameters:
     """What one rank of a pipeline stage holds. `experts`: the part of the parameters that is in experts.
 
     `fp8`: the weights that an FP8 recipe computes with, those of linear layers that are not left in bfloat16.
+    `adapters`: the factors of LoRA, besides; None: all parameters are trained. `merged_layer`: the adapted weights of the
+    largest layer; `merged_weight`: the largest of them.
     """
 
     layers: int
     dense: int
     experts: int
     fp8: int = 0
+    adapters: int | None = None
+    merged_layer: int = 0
+    merged_weight: int = 0
 
     @property
     def total(self) -> int:
+        """Without adapters."""
         return self.dense + self.experts
+
+    @property
+    def held(self) -> int:
+        return self.total + (self.adapters or 0)
+
+    @property
+    def trained(self) -> StageParameters:
+        """The parameters with gradients."""
+        return self if self.adapters is None else replace(self, dense=self.adapters, experts=0)
 
 
 Stages = list[StageParameters]  # of a model
@@ -53,6 +72,7 @@ Stages = list[StageParameters]  # of a model
 class StageMemory:
     """Bytes of one rank of a pipeline stage; the first three are the policy's.
 
+    `trained`, `critic_trained`: the part of the weights that is trained: with LoRA, that of the adapters.
     `reward_training`: the part of `reward_model` that is gradients and optimizer; 0 if all are frozen. `frozen_rewards`:
     the weights of each frozen reward model, which are part of `reward_model`, too.
     """
@@ -66,6 +86,8 @@ class StageMemory:
     frozen_rewards: tuple[float, ...] = ()
     critic: float = 0.0  # weights, gradients and optimizer
     critic_weights: float = 0.0
+    trained: float = 0.0
+    critic_trained: float = 0.0
 
     @property
     def total(self) -> float:
@@ -73,9 +95,12 @@ class StageMemory:
 
 
 def parameters_from_table(
-    arch: Architecture, megatron: MegatronConfig, *, has_output_head: bool = True
+    arch: Architecture, megatron: MegatronConfig, *, has_output_head: bool = True, lora: LoraConfig | None = None
 ) -> list[StageParameters]:
-    """Every pipeline stage of a valid layout. A tied head on another stage than the embedding is a copy of it."""
+    """Every pipeline stage of a valid layout. A tied head on another stage than the embedding is a copy of it.
+
+    `lora`: of the model; None: all its parameters are trained.
+    """
     tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
     layers = stage_layers(arch.num_layers, megatron)
     assert layers is not None, "the layout was checked"
@@ -101,7 +126,27 @@ def parameters_from_table(
         first += number
     dense[0] += _size(embedding, arch, tp)
     dense[-1] += _size(ends, arch, tp)
-    return [StageParameters(*stage) for stage in zip(layers, dense, experts, fp8, strict=True)]
+    stages = [StageParameters(*stage) for stage in zip(layers, dense, experts, fp8, strict=True)]
+    return stages if lora is None or lora.rank is None else _with_adapters(stages, arch, lora, tp)
+
+
+def _with_adapters(stages: Stages, arch: Architecture, lora: LoraConfig, tp: int) -> Stages:
+    factors: Counter[int] = Counter()  # by layer
+    merged: dict[int, list[int]] = {}
+    for row in lora_rows(arch, lora).values():
+        layer = int(row.megatron.split(".")[2])
+        factors[layer] += math.prod(row.local_shape(arch, tp))
+        if row.megatron.endswith(LORA_A):
+            merged.setdefault(layer, []).append(math.prod(row.base.local_shape(arch, tp)))
+    out, first = [], 0
+    for stage in stages:
+        layers = range(first, first + stage.layers)
+        own = [merged.get(layer, []) for layer in layers]
+        adapters, largest = sum(factors[layer] for layer in layers), max((sum(of) for of in own), default=0)
+        weight = max((size for of in own for size in of), default=0)
+        out.append(replace(stage, adapters=adapters, merged_layer=largest, merged_weight=weight))
+        first += stage.layers
+    return out
 
 
 def fp8_layers(num_layers: int, megatron: MegatronConfig) -> range:
@@ -137,18 +182,20 @@ class RunModels:
 
     def stages(self, config: Config) -> tuple[Stages, list[Stages], Stages | None]:
         """Parameters of every stage of the policy, of each reward model, of the critic. The layout must be valid."""
-        critic = None if self.critic is None else self._stages(self.critic, config, has_head=False)
+        critic = None
+        if self.critic is not None:
+            critic = self._stages(self.critic, config, has_head=False, lora=config.critic.lora)
         rewards = [self._stages(arch, config, has_head=False) for arch in self.reward_archs]
-        return self._stages(self.arch, config, has_head=self.has_head), rewards, critic
+        return self._stages(self.arch, config, has_head=self.has_head, lora=config.actor.lora), rewards, critic
 
-    def _stages(self, arch: Architecture, config: Config, *, has_head: bool) -> Stages:
+    def _stages(self, arch: Architecture, config: Config, *, has_head: bool, lora: LoraConfig | None = None) -> Stages:
         megatron = config.actor.megatron
         layers = str(sorted(megatron.override_transformer_config.items()))
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         in_fp8 = fp8_layers(arch.num_layers, megatron)
-        key = (id(arch), has_head, layers, tp, pp, megatron.expert_model_parallel_size, in_fp8)
+        key = (id(arch), has_head, layers, tp, pp, megatron.expert_model_parallel_size, in_fp8, str(lora))
         if key not in self._known:
-            self._known[key] = parameters_from_table(arch, megatron, has_output_head=has_head)
+            self._known[key] = parameters_from_table(arch, megatron, has_output_head=has_head, lora=lora)
         return self._known[key]
 
 
@@ -165,27 +212,31 @@ def memory_of_stages(
     """
     itemsize = DTYPE_BYTES[config.model.dtype]
     has_reference = needs_reference(config.algorithm, config.actor) and not config.shares_reference
+    keeps_adapters = config.shares_reference and bool(config.algorithm.iteration_steps or config.actor.lora.path)
     has_main = bool(reward_models) and config.reward_model.path is not None
     learns = has_main and config.algorithm.iteration_steps is not None
     out = []
     for number, stage in enumerate(policy):
         weights = [model[number].total * itemsize for model in reward_models]
         reward_training = _training(config, world_size, reward_models[0][number]) if learns else 0.0
-        critic_weights = critic_training = 0.0
+        critic_weights = critic_training = critic_trained = 0.0
         if critic is not None:
-            critic_weights = critic[number].total * itemsize
-            critic_training = _training(config, world_size, critic[number])
+            critic_weights = critic[number].held * itemsize
+            critic_trained = critic[number].trained.total * itemsize
+            critic_training = _training(config, world_size, critic[number].trained)
         out.append(
             StageMemory(
-                weights=stage.total * itemsize,
-                gradients=stage.total * GRADIENT_BYTES,
-                optimizer=_optimizer(config, world_size, stage),
-                reference=stage.total * itemsize if has_reference else 0,
+                weights=stage.held * itemsize,
+                gradients=stage.trained.total * GRADIENT_BYTES,
+                optimizer=_optimizer(config, world_size, stage.trained),
+                reference=(stage.total * has_reference + (stage.adapters or 0) * keeps_adapters) * itemsize,
                 reward_model=sum(weights) + reward_training,
                 reward_training=reward_training,
                 frozen_rewards=tuple(weights[1:] if learns else weights),
                 critic=critic_weights + critic_training,
                 critic_weights=critic_weights,
+                trained=stage.trained.total * itemsize,
+                critic_trained=critic_trained,
             )
         )
     return out
@@ -233,6 +284,11 @@ def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
 # MLP             s 5 f / tp: projection 2 f, activation, gate, product. With experts: of those that a token visits,
 # and 2 s h for each copy of the token that is sent to an expert and back
 #
+# merged LoRA     a pass multiplies by the merged weight of one layer at a time: that weight, the part of it that is merged,
+# and two blocks in float32; a backward pass also dW in the weight's type and in float32. Where layers are recomputed as a
+# whole, the merged weights of a unit of layers are kept together (models/lora/layers.py). Split LoRA keeps r numbers per
+# adapted layer, which are not counted.
+#
 # latents         of latent attention: (4 + 3 s) for each element of a latent; its heads count as attention above, with
 # as many key heads as query heads (not compared with measured peaks)
 #
@@ -270,6 +326,21 @@ def working_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, laye
     if actor.megatron.override_transformer_config.get("recompute_method") == "block":
         unit = int(unit == layers)  # the other layers' activations are used up before the first is computed again
     return gradients + unit * layer_bytes(arch, actor, itemsize)
+
+
+def merged_bytes(
+    stage: StageParameters, lora: LoraConfig, actor: ActorConfig, itemsize: int, *, backward: bool
+) -> float:
+    """What merging adds to a pass of a stage with LoRA; 0 for all others."""
+    if lora.rank is None or lora.mode == "split":
+        return 0.0
+    weight, table = stage.merged_weight, actor.megatron.override_transformer_config
+    scratch = itemsize * weight + 2 * 4 * min(weight, DEVICE_MERGE_ELEMENTS)
+    if not backward:
+        return itemsize * weight + scratch
+    is_unit = recomputes_all(actor.megatron) and table.get("recompute_method") == "uniform"
+    kept = stage.merged_layer * _recompute_number(actor.megatron, stage.layers) if is_unit else weight
+    return itemsize * kept + max(scratch, (itemsize + 4) * weight)
 
 
 def layer_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
@@ -310,7 +381,7 @@ def head_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, backwar
     hidden = itemsize * tokens * arch.hidden_size  # of the tokens with a target, from all tensor-parallel ranks
     if not backward:
         return hidden + 3 * logits
-    weight = rows * arch.hidden_size
+    weight = 0.0 if actor.lora.rank is not None else rows * arch.hidden_size  # the head of a base is frozen
     in_chunk = (6 if actor.entropy_coeff else 4 if itemsize == 4 else 4.5) * logits
     in_product = itemsize / 4 * logits + weight * (4 if itemsize == 4 else itemsize + 4)
     return 2 * hidden + 4 * weight + max(in_chunk, in_product)

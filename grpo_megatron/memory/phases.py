@@ -44,6 +44,7 @@ from grpo_megatron.memory.parameters import (
     head_bytes,
     kept_bytes,
     memory_of_stages,
+    merged_bytes,
     recomputes_all,
     working_bytes,
 )
@@ -52,7 +53,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.engine_cache import engine_weights
 
 GIB = 2**30
-ESTIMATED = ("FP8 copies", "activations kept", "layer or logits", "sync buckets", *RESERVED_PARTS)
+ESTIMATED = ("FP8 copies", "merged weights", "activations kept", "layer or logits", "sync buckets", *RESERVED_PARTS)
 PARTS = (  # in the order of the plan's rows
     *("weights", "gradients", "copy of weights", "optimizer", "reference", "reward model", "critic"),
     *("engine weights", "KV cache", *ESTIMATED),
@@ -103,11 +104,12 @@ class _Rank:
     memory: StageMemory
     engine_weights: float
     reserved: dict[str, float]
+    critic: StageParameters | None
 
     def phases(self) -> Iterator[Phase]:
         megatron, memory = self.config.actor.megatron, self.memory
         gradients = {"gradients": memory.gradients}
-        copy = {"copy of weights": memory.weights} if megatron.use_distributed_optimizer else {}
+        copy = {"copy of weights": memory.trained} if megatron.use_distributed_optimizer else {}
         yield self._phase("load", {**gradients, **copy})
         if self.config.draws:
             utilization = self.config.rollout.gpu_memory_utilization
@@ -121,18 +123,18 @@ class _Rank:
             offloaded = max(memory.frozen_rewards) if megatron.offload_reference else 0.0
             parts = {**trained, "reward model": trained["reward model"] + offloaded}
             parts["reference"] = 0.0 if megatron.offload_reference else memory.reference
-            yield self._phase("rewards", {**parts, **self._forward(has_head=False)})
+            yield self._phase("rewards", {**parts, **self._forward(is_policy=False)})
         if self.config.draws or self._is_scored():
             yield self._phase("scoring", {**trained, "reference": memory.reference, **self._forward()})
         trained["reference"] = 0.0 if megatron.offload_reference else memory.reference
         if memory.critic:
-            yield self._phase("critic", {**trained, "critic": memory.critic, **self._backward(has_head=False)})
-        yield self._phase("update", {**trained, **self._backward()})
+            yield self._phase("critic", {**trained, "critic": memory.critic, **self._backward(self.critic)})
+        yield self._phase("update", {**trained, **self._backward(self.parameters)})
         if memory.reward_training:
             learning = {**trained, "reward model": trained["reward model"]}
             if megatron.offload_optimizer:
                 learning["reward model"] += memory.reward_training
-            yield self._phase("learn", {**learning, **self._backward(has_head=False)})
+            yield self._phase("learn", {**learning, **self._backward(None)})
 
     def _phase(self, name: str, parts: dict[str, float], utilization: float = 0.0) -> Phase:
         always = {"weights": self.memory.weights}
@@ -178,17 +180,24 @@ class _Rank:
             parts["reference"] = self.memory.reference
         return parts
 
-    def _forward(self, *, has_head: bool = True) -> dict[str, float]:
+    def _forward(self, *, is_policy: bool = True) -> dict[str, float]:
         actor, itemsize = self.config.actor, DTYPE_BYTES[self.config.model.dtype]
-        head = head_bytes(self.arch, actor, itemsize, backward=False) if has_head and self._has_head() else 0.0
+        head = head_bytes(self.arch, actor, itemsize, backward=False) if is_policy and self._has_head() else 0.0
         working = max(forward_bytes(self.arch, actor, itemsize), head)
-        return {"FP8 copies": float(self.parameters.fp8), "layer or logits": working}
+        merged = merged_bytes(self.parameters, actor.lora, actor, itemsize, backward=False) if is_policy else 0.0
+        return {"FP8 copies": float(self.parameters.fp8), "merged weights": merged, "layer or logits": working}
 
-    def _backward(self, *, has_head: bool = True) -> dict[str, float]:
+    def _backward(self, model: StageParameters | None) -> dict[str, float]:
+        """`model`: the policy's or the critic's stage; None: a reward model's."""
         actor, itemsize, layers = self.config.actor, DTYPE_BYTES[self.config.model.dtype], self.parameters.layers
-        head = head_bytes(self.arch, actor, itemsize, backward=True) if has_head and self._has_head() else 0.0
+        is_policy, merged = model is self.parameters, 0.0
+        if model is not None:
+            lora = actor.lora if is_policy else self.config.critic.lora
+            merged = merged_bytes(model, lora, actor, itemsize, backward=True)
+        head = head_bytes(self.arch, actor, itemsize, backward=True) if is_policy and self._has_head() else 0.0
         return {
             "FP8 copies": 2.0 * self.parameters.fp8,
+            "merged weights": merged,
             "activations kept": kept_bytes(self.arch, actor, itemsize, stage=self.stage, layers=layers),
             "layer or logits": max(working_bytes(self.arch, actor, itemsize, layers=layers), head),
         }
@@ -209,8 +218,13 @@ def memory_phases(
     memories = memory_of_stages(config, world_size, policy, reward_models, critic)
     engine = engine_weights(config.rollout, arch, DTYPE_BYTES[config.model.dtype])
     reserved = reserved_bytes(config, arch, world_size)
+
+    def rank(number: int) -> _Rank:
+        of_stage = policy[number], memories[number], engine, reserved, critic[number] if critic else None
+        return _Rank(config, arch, world_size, number, *of_stage)
+
     stages = [
-        list(_Rank(config, arch, world_size, number, policy[number], memories[number], engine, reserved).phases())
+        list(rank(number).phases())
         for number in range(len(policy))
         # A middle stage that is like the one before needs no more: it keeps activations of fewer micro-batches.
         if not 0 < number < len(policy) - 1
@@ -234,7 +248,7 @@ def host_parts(config: Config, world_size: int, memory: StageMemory) -> dict[str
     adam = {  # of the models that learn
         "policy": memory.optimizer,
         "reward model": memory.reward_training - GRADIENT_BYTES * learning_weights / itemsize,
-        "critic": memory.critic - memory.critic_weights * (1 + GRADIENT_BYTES / itemsize),
+        "critic": memory.critic - memory.critic_weights - memory.critic_trained * GRADIENT_BYTES / itemsize,
     }
     parts = {
         "process": float(PROCESS_BYTES),
@@ -252,7 +266,7 @@ def host_parts(config: Config, world_size: int, memory: StageMemory) -> dict[str
         parts["offloaded weights"] += memory.critic_weights
     if config.trainer.save_freq > 0:
         replicas = world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
-        weights = {"policy": memory.weights, "reward model": learning_weights, "critic": memory.critic_weights}
+        weights = {"policy": memory.trained, "reward model": learning_weights, "critic": memory.critic_trained}
         own = 1 + (4 / 8 if itemsize == 4 else 0)  # a float32 model's weights are stored as Adam's, too
         copies = [weights[name] / replicas + adam[name] * own for name in adam]
         parts["copies of a save"] = sum(copies) if config.trainer.async_save else max(copies)

@@ -10,11 +10,12 @@ import math
 from dataclasses import dataclass
 
 from grpo_megatron.algo.losses import needs_old_logprobs, policy_losses, reads_reference, reasons_for_old_pass
-from grpo_megatron.config import Config
+from grpo_megatron.config import Config, LoraConfig
 from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.engine_cache import MOST_SEQUENCES, engine_weights, kv_token_bytes
 from grpo_megatron.models.flops import active_parameters, flops_per_pass
+from grpo_megatron.models.lora.table import lora_rows
 from grpo_megatron.planning.gpus import (
     ENGINE_STEP_S,
     EXPERTS,
@@ -64,6 +65,32 @@ class PlannedMachine:
 
 
 @dataclass(frozen=True)
+class LoraSize:
+    """`trained`: parameters of all adapters; `adapted`: of the weights that they belong to, which `is_merged` merges."""
+
+    rank: int
+    layers: int
+    trained: int
+    adapted: int
+    is_merged: bool
+
+    @classmethod
+    def of(cls, lora: LoraConfig, arch: Architecture) -> LoraSize | None:
+        """None without LoRA."""
+        if lora.rank is None:
+            return None
+        rows = list(lora_rows(arch, lora).values())
+        trained = sum(math.prod(shape) for row in rows for shape in row.hf_shapes(arch))
+        adapted = [row.base.hf_shapes(arch)[target] for row in rows[::2] for target in row.targets]
+        return cls(lora.rank, len(adapted), trained, sum(map(math.prod, adapted)), lora.mode == "merged")
+
+    @property
+    def merge_bytes(self) -> float:
+        """What the device's memory moves to merge all adapted weights once, in float32 term by term."""
+        return self.adapted * (MERGE_TERM_BYTES * self.rank + MERGE_BYTES)
+
+
+@dataclass(frozen=True)
 class Workload:
     """`scoring_passes`: forward passes over all samples before the update, in passes of the policy's size."""
 
@@ -83,10 +110,16 @@ class Workload:
     is_fp8: bool = False
     engine_itemsize: float = 2.0  # bytes of an engine's weight on average, less where it is quantized
     overlaps_gradients: bool = False
+    lora: LoraSize | None = None
 
     @property
     def sample_tokens(self) -> float:
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters with gradients."""
+        return self.arch.num_parameters() if self.lora is None else self.lora.trained
 
     @property
     def tokens(self) -> float:
@@ -123,6 +156,7 @@ class Workload:
             * config.rollout.tensor_model_parallel_size
             / size,
             overlaps_gradients=actor.megatron.overlap_grad_reduce,
+            lora=LoraSize.of(actor.lora, models.arch),
         )
 
 
@@ -199,8 +233,15 @@ def _prompt_seconds(work: Workload, layout: Layout, machine: PlannedMachine, sam
 # gradients    4 + 2 bytes per parameter and optimizer step, in a ring over the data-parallel ranks. With
 # overlap_grad_reduce only the part that takes longer than the backward pass
 #
+# merging      of merged LoRA, once per micro-batch and pass, forward and backward: 16 r + 24 bytes of memory traffic for each
+# adapted weight. Split LoRA has no gradients of weights: two thirds of the FLOP. Gradients and Adam are of the adapters
+#
 # Context-parallel ranks count as data-parallel ones; what they exchange is not counted.
 
+MERGE_TERM_BYTES, MERGE_BYTES = (
+    16,
+    24,
+)  # models/lora/merge.py: a product and a sum of each term; copies, W0 and the result
 GRADIENT_SYNC_BYTES = 4 + 2  # float32 gradients are reduced, bfloat16 weights are gathered
 
 
@@ -218,12 +259,18 @@ def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, bac
     count = max(1, math.ceil(per_update / micro_batch))
     flops = work.samples * _flops_per_sample(work.arch, round(work.sample_tokens)) / (1 if backward else 3)
     recompute = 4 / 3 if backward and layout.recompute else 1.0
+    share, merging = recompute, 0.0  # of a forward and backward pass
+    if work.lora is not None and work.lora.is_merged:
+        merges = count * (2 if backward else 1)
+        merging = merges * machine.read_seconds(work.lora.merge_bytes / (layout.tp * layout.pp))
+    elif work.lora is not None and backward:
+        share -= 1 / 3
     width = work.arch.ffn_hidden_size / layout.tp  # of an expert, on one rank
     fraction = EXPERTS * width / (width + HALF_WIDTH) if work.arch.num_experts else MATMUL
     fraction *= micro_batch / (micro_batch + HALF_TOKENS) * (FP8_SPEEDUP if work.is_fp8 else 1.0)
-    compute = flops * recompute / (machine.world_size * machine.gpu.tflops * 1e12 * fraction)
+    compute = flops * share / (machine.world_size * machine.gpu.tflops * 1e12 * fraction)
     exchange = _exchange_seconds(work, layout, machine) * (3 * recompute if backward else 1)
-    return (compute + exchange) * layout.largest_stage(work.arch.num_layers) * (count + layout.pp - 1) / count
+    return (compute + exchange + merging) * layout.largest_stage(work.arch.num_layers) * (count + layout.pp - 1) / count
 
 
 def _exchange_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
@@ -242,8 +289,8 @@ def _exchange_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -
 def gradient_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
     """Reducing gradients and gathering weights once over the data-parallel ranks."""
     replicas = layout.replicas(machine.world_size)
-    experts = _expert_parameters(work.arch)
-    dense = (work.arch.num_parameters() - experts) / (layout.tp * layout.pp)
+    experts = 0 if work.lora is not None else _expert_parameters(work.arch)
+    dense = (work.num_trained - experts) / (layout.tp * layout.pp)
     seconds = 0.0
     for size, ranks in ((dense, replicas), (experts / (layout.tp * layout.pp * layout.ep), replicas // layout.ep)):
         if ranks > 1:
@@ -263,7 +310,7 @@ def update_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> f
     gradients = gradient_seconds(work, layout, machine) * work.updates
     if work.overlaps_gradients:
         gradients = max(0.0, gradients - work.epochs * one * 2 / 3)
-    own = work.arch.num_parameters() / (layout.tp * layout.pp)
+    own = work.num_trained / (layout.tp * layout.pp)
     replicas = layout.replicas(machine.world_size)
     state = 12 * own / (replicas if layout.distributed_optimizer else 1)
     adam = machine.read_seconds(2 * state + 8 * own) * work.updates

@@ -202,7 +202,7 @@ def _gradients(config: Config, grid: Grid, policy: list[StageParameters]) -> Ite
     """Of one optimizer step, for each group of ranks with the same parameters."""
     gathered = DTYPE_BYTES[config.model.dtype] if config.actor.megatron.use_distributed_optimizer else GRADIENT_BYTES
     per_parameter = GRADIENT_BYTES + gathered
-    for stage, parameters in enumerate(policy):
+    for stage, parameters in enumerate(of_stage.trained for of_stage in policy):
         for tp_rank in range(grid.tp):
             yield per_parameter * parameters.dense * _ring(grid, grid.ranks(tp_rank, stage, None))
             for ep_rank in range(grid.ep if parameters.experts else 0):

@@ -32,11 +32,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config import Config, ConfigError, LoraConfig
 from grpo_megatron.memory.parameters import DTYPE_BYTES, SAVED_OPTIMIZER_BYTES
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.heads.scalar import ScalarPolicy
+from grpo_megatron.models.lora.folder import factor_shapes
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.sharded_state import Writes, load_sharded, save_sharded
 from grpo_megatron.parallel.mesh import Mesh, RankError, on_every_rank, on_first_rank
@@ -286,9 +287,13 @@ class Checkpoints:
         return int(content["step"])
 
 
-def checkpoint_bytes(arch: Architecture, dtype: str) -> int:
-    """The size of a policy's checkpoint with optimizer: 14 bytes per parameter in bfloat16. A reward model or critic is extra."""
-    return sum(map(math.prod, hf_shapes(arch).values())) * (DTYPE_BYTES[dtype] + SAVED_OPTIMIZER_BYTES)
+def checkpoint_bytes(arch: Architecture, dtype: str, lora: LoraConfig) -> int:
+    """The size of a policy's checkpoint with optimizer: 14 bytes per trained parameter in bfloat16.
+
+    A reward model or critic is extra.
+    """
+    shapes = hf_shapes(arch) if lora.rank is None else factor_shapes(arch, lora)
+    return sum(map(math.prod, shapes.values())) * (DTYPE_BYTES[dtype] + SAVED_OPTIMIZER_BYTES)
 
 
 def run_state(path: Path) -> dict[str, Any]:

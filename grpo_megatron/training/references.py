@@ -2,8 +2,8 @@
 
 It starts as `ref.path`, or as the model that the run starts from (after the warm-up). Iterative GRPO (DeepSeekMath,
 arXiv:2402.03300, algorithm 1) replaces it with the current policy every `algorithm.iteration_steps` steps. Each time a copy
-is kept in `output_dir/iterations/step_000040/` as a Hugging Face folder, so that a run resumed within an iteration
-has the same reference. Copies that no checkpoint needs are removed.
+is kept in `output_dir/iterations/step_000040/` as a Hugging Face folder, or of adapters as a PEFT folder, so that a run resumed
+within an iteration has the same reference. Copies that no checkpoint needs are removed.
 
 Where the policy has LoRA and starts from the reference's weights, both are one model: the reference is its base, or has the
 adapters of an earlier time: those of `actor.lora.path`, or of the iteration's start.
@@ -54,11 +54,13 @@ class References:
         actor, algorithm = config.actor, config.algorithm
         self.mesh, self.cadence, self.folder = mesh, cadence, config.trainer.output_dir / "iterations"
         self.is_read = reads_reference(algorithm, actor)
-        start = self._copy_for(first_step) or config.ref.path
-        path = start or policy_start(config)
+        copy = self._copy_for(first_step)
+        path = copy or config.ref.path or policy_start(config)
         self.reference: Reference | AdapterReference
-        if policy.lora is not None and path == config.model.path:
-            self.reference = AdapterReference(policy, policy.lora.first if start is None else {})
+        if policy.lora is not None and (copy is not None or path == config.model.path):
+            adapters = copy or (config.actor.lora.path if config.ref.path is None else None)
+            stored = policy.lora.stored(adapters, arch, mesh) if adapters is not None else {}
+            self.reference = AdapterReference(policy, stored)
         else:
             parts = (path, config.model.dtype, arch, actor, mesh, device)
             self.reference = Reference.load(*parts, temperature=config.rollout.temperature, exact=config.model.exact)
@@ -67,12 +69,12 @@ class References:
         """None where nothing reads them: the run only draws from the reference. Collective."""
         return self.reference.logprobs(batch) if self.is_read else None
 
-    def renew(self, step: int, policy: Policy, save_hf: Callable[[Path], None]) -> None:
+    def renew(self, step: int, policy: Policy, save_hf: Callable[..., None]) -> None:
         """Take the policy's weights before step `step`, and keep a copy of them. Collective."""
         if policy.lora is not None and isinstance(self.reference, Reference):
             self.reference = AdapterReference(policy, {})
         self.reference.copy_from(policy)
-        save_hf(self._copy_of(step))
+        save_hf(self._copy_of(step), adapters=True)
         if self.mesh.rank == 0:
             oldest_checkpoint = next(map(steps_of, on_disk(self.folder.parent)), 0)  # a run may still resume from it
             oldest_needed = self.cadence.iteration_start(oldest_checkpoint)

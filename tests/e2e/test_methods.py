@@ -344,3 +344,5 @@ def test_iterative_grpo_renews_its_reference(runs: dict[str, dict[str, Any]]) ->
     assert kl[2] < kl[1] / 2  # to the renewed reference, not to the initial model
     first, second, renewed = column(runs["iterative lora"], "actor/kl_loss")
     assert renewed < second / 2 and first < second  # with adapters, of which it keeps a copy
+    copies = runs["iterative lora"]["output_dir"] / "iterations"
+    assert [path.name for path in copies.glob("*/*.safetensors")] == ["adapter_model.safetensors"]

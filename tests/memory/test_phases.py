@@ -158,6 +158,38 @@ def test_what_is_on_the_device_in_each_phase() -> None:
     assert on_device["update"].parts["reference"] == 2 * P
 
 
+def test_lora_trains_and_keeps_adapters_only() -> None:
+    """Rank 32 on all linear layers: a layer has 32 x (8,192 + 2 x 5,120 + 8,192 + 3 x 18,432) = 2,621,440 parameters more.
+
+    Its weights have 218,103,808 parameters, of which gate and up, one weight, have 2 x 14,336 x 4,096. Recomputed as a whole,
+    their merged copies are there together; in float32 a block of 2**26 elements at a time, twice, or all of dW.
+    """
+    adapters, layer, weight, block = 32 * 2_621_440, 218_103_808, 2 * 14_336 * 4_096, 2**26
+    phases = {}
+    for mode in ("merged", "split"):
+        config = config_of(WITH_GRADIENTS, actor={"lora": {"rank": 32, "mode": mode}})
+        models = RunModels(arch_8b())
+        memory = memory_phases(config, arch_8b(), 8, *models.stages(config))
+        phases[mode] = {phase.name: phase for phase in memory}
+        for name in ("update", "scoring", "rollout"):
+            parts = phases[mode][name].parts
+            assert (parts["weights"], parts["gradients"]) == (2 * (P + adapters), 4 * adapters)
+            assert parts["optimizer"] == 12 * adapters / 8 and "reference" not in parts
+        assert phases[mode]["load"].parts["copy of weights"] == 2 * adapters
+    found = [phases["merged"][name].parts["merged weights"] for name in ("scoring", "update")]
+    assert found == [2 * weight + 2 * weight + 8 * block, 2 * layer + max(2 * weight + 8 * block, 6 * weight)]
+    assert not any("merged weights" in phase.parts for phase in phases["split"].values())
+    iterative = config_of(actor={"lora": {"rank": 32}}, algorithm=ITERATIVE)
+    (memory,) = memory_of_stages(iterative, 8, *RunModels(arch_8b()).stages(iterative))
+    assert memory.reference == memory.trained == 2 * adapters
+    host = host_parts(iterative, 8, memory)
+    assert host["copies of a save"] == 14 * adapters / 8 and host["offloaded optimizer"] == 12 * adapters / 8
+    both = config_of(critic={"lora": {"rank": 32}})  # of a policy of which all is trained
+    (memory,) = memory_of_stages(both, 8, *RunModels(arch_8b(), critic=arch_8b()).stages(both))
+    assert memory.weights == 2 * P and memory.critic_weights > 2 * P - 2 * 128_256 * 4096
+    assert memory.critic - memory.critic_weights == (4 + 12 / 8) * adapters
+
+
 def test_the_host_has_offloaded_copies_and_a_share_of_every_save() -> None:
     """Of 8 data-parallel ranks. A saved parameter is 2 bytes of weights and 12 of Adam; the gradients go nowhere."""
     policy, adam = parameters_from_table(arch_8b(), config_of().actor.megatron), 12 * P / 8

@@ -10,7 +10,7 @@ import torch
 
 from tests import tiny
 from tests.models.gradients import named_gradients
-from tests.models.policy_ranks import loss, share, stream
+from tests.models.policy_ranks import check_counts, loss, share, stream
 
 Layout = tuple[int, int, int, int, bool]
 LAYOUTS: dict[str, Layout] = {
@@ -50,6 +50,7 @@ def build(
     config = ActorConfig.model_validate(values)
     policy = Policy.load(folder, dtype, read_architecture(folder), config, mesh, device)
     policy.set_optimizer(config.optim, 1)
+    check_counts(policy)
     return policy
 
 
@@ -157,6 +158,8 @@ def bfloat16(folder: Path, layout: Layout, lora: Any, out: Path) -> tuple[Tensor
 
     device, mesh = world(layout)
     policy = build(folder, layout, device, mesh, lora, dtype="bfloat16")
+    stored, now = policy.lora.stored(lora["path"], policy.arch, mesh), policy.lora.copies()  # as a reference reads them
+    assert all(torch.equal(a, b) for name, pair in now.items() for a, b in zip(pair, stored[name], strict=True))
     save_peft(policy.ddp, policy.lora, policy.arch, mesh, folder, folder, out, Serving(end_token_ids=[2]))
     parameters, seen = global_parameters(policy.ddp), {}
     for name, module in policy.lora.modules.items():

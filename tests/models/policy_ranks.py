@@ -66,9 +66,18 @@ def check_counts(policy: Any, has_output_head: bool = True) -> None:
     """Megatron-Core's modules have as many parameters as the plan of the run counts in the weight table."""
     from grpo_megatron.memory.parameters import parameters_from_table
 
-    stages = parameters_from_table(policy.arch, policy.actor.megatron, has_output_head=has_output_head)
-    held = {name: parameter.numel() for name, parameter in policy.ddp.named_parameters() if "score." not in name}
-    assert sum(held.values()) == stages[policy.mesh.pp_rank].total
+    parts = policy.arch, policy.actor.megatron
+    stages = parameters_from_table(*parts, has_output_head=has_output_head, lora=policy.actor.lora)
+    stage = stages[policy.mesh.pp_rank]
+    held = [parameter for name, parameter in policy.ddp.named_parameters() if "score." not in name]
+    assert sum(parameter.numel() for parameter in held) == stage.held
+    assert sum(parameter.numel() for parameter in held if parameter.requires_grad) == stage.trained.total
+    if policy.lora is not None:
+        of_layer: dict[str, list[int]] = {}
+        for name, module in policy.lora.modules.items():
+            of_layer.setdefault(name.split(".")[2], []).append(module.weight.numel())
+        assert stage.merged_layer == max(map(sum, of_layer.values()))
+        assert stage.merged_weight == max(map(max, of_layer.values()))
 
 
 def share(count: int, dp_rank: int, dp: int) -> list[int]:

@@ -16,17 +16,20 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.flops import active_parameters, peak_tflops
 from grpo_megatron.planning.cost import (
+    LoraSize,
     PlannedMachine,
     Workload,
     generation_seconds,
+    gradient_seconds,
     pass_seconds,
     scoring_seconds,
     step_seconds,
     update_seconds,
 )
-from grpo_megatron.planning.gpus import ENGINE_STEP_S, GPUS, REDUCE_S, REFERENCE, SAMPLE_S, find_gpu
+from grpo_megatron.planning.gpus import ENGINE_STEP_S, GPUS, MEMORY, REDUCE_S, REFERENCE, SAMPLE_S, find_gpu
 from grpo_megatron.planning.layout import Layout
 from tests.planning import published
 
@@ -53,6 +56,23 @@ def test_a_pass_by_hand() -> None:
     assert pass_seconds(WORK, LAYOUT, H100, backward=True) == pytest.approx(expected)
     expected = (compute / 3 + exchange) * 129 / 128
     assert pass_seconds(WORK, LAYOUT, H100, backward=False) == pytest.approx(expected)
+
+
+def test_adapters_by_hand() -> None:
+    """A layer of 70B has 855,638,016 adapted weights; rank 8 moves 8 x 16 + 24 = 152 bytes for each, twice per update."""
+    arch = WORK.arch
+    size = LoraSize.of(LoraConfig.model_validate({"rank": 8}), arch)
+    assert size is not None and (size.layers, size.adapted) == (560, 80 * 855_638_016)
+    assert size.trained == 80 * 8 * (2 * 16_384 + 2 * (8192 + 1024) + 3 * (8192 + 28_672))
+    merged, split = (replace(WORK, lora=replace(size, is_merged=value)) for value in (True, False))
+    plain = pass_seconds(WORK, LAYOUT, H100, backward=True)
+    merging = 2 * 128 * 152 * size.adapted / 16 / (3.35e12 * MEMORY) * 129 / 128
+    assert pass_seconds(merged, LAYOUT, H100, backward=True) == pytest.approx(plain + merging)
+    exchange = 3 * 512_000 * 40 * 4 * 8192 * 2 * 7 / 8 / (0.75 * 450e9) * 129 / 128
+    without_dw = 2 / 3 * (plain - exchange) + exchange
+    assert pass_seconds(split, LAYOUT, H100, backward=True) == pytest.approx(without_dw)
+    assert pass_seconds(split, LAYOUT, H100, backward=False) == pass_seconds(WORK, LAYOUT, H100, backward=False)
+    assert gradient_seconds(split, LAYOUT, H100) < gradient_seconds(WORK, LAYOUT, H100) / 500
 
 
 def test_decoding_by_hand() -> None:

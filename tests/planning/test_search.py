@@ -113,6 +113,19 @@ def test_the_search_lists_what_fits_fastest_first(monkeypatch: pytest.MonkeyPatc
     assert small.found == [] and small.num_tried > 0
 
 
+def test_adapters_of_70b_fit_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 GPUs of 80 GB, which cannot train all weights: 141 GB of weights twice (policy, engine), 1 GB of adapters."""
+    machine = PlannedMachine(find_gpu("h100-80"), 8)
+    config, models, work = config_70b(monkeypatch, "actor.lora.rank=32")
+    best = search(config, models, work, machine).found[0]
+    config, _, work = config_70b(monkeypatch, "actor.lora={rank: 32, mode: split}")
+    split = estimated(fit(best.layout.applied(config), models, 8, machine.gpu.usable_bytes), work, machine)
+    assert split.fit.fits
+    assert best.seconds.update > 2 * split.seconds.update  # merging moves 500 bytes per weight and micro-batch
+    config, models, _ = config_70b(monkeypatch)
+    assert fit(best.layout.applied(config), models, 8, machine.gpu.usable_bytes).is_impossible
+
+
 def test_narrow_experts_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """768 rows of an expert in 4 parts are products of 192 rows, which reach 4/7 of what those of 768 reach."""
     config, _, _ = config_70b(monkeypatch)

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 from safetensors import safe_open
 
-from grpo_megatron.config import Config, ConfigError, TrainerConfig
+from grpo_megatron.config import Config, ConfigError, LoraConfig, TrainerConfig
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.storage import files
@@ -230,5 +230,7 @@ def test_the_size_of_a_checkpoint(tmp_path: Path) -> None:
     arch = architecture_of(json.loads((folder / "config.json").read_text()))
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         parameters = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    assert checkpoint_bytes(arch, "float32") == 16 * parameters
-    assert checkpoint_bytes(arch, "bfloat16") == 14 * parameters
+    assert checkpoint_bytes(arch, "float32", LoraConfig()) == 16 * parameters
+    assert checkpoint_bytes(arch, "bfloat16", LoraConfig()) == 14 * parameters
+    lora = LoraConfig.model_validate({"rank": 2, "target_modules": ["q_proj"]})  # A [2, 128], B [128, 2], 4 layers
+    assert checkpoint_bytes(arch, "bfloat16", lora) == 14 * 4 * 2 * 256

@@ -25,6 +25,7 @@ import functools
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +56,6 @@ class Lora:
         self.config, self.rows = config, dict(rows)
         self.modules: dict[str, _Adapted] = {}  # by the Megatron name of the weight
         self.drops = False
-        self.first = Factors()  # of `config.path`; none: the model starts as its base
         self._read: Factors | None = None
 
     def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
@@ -68,6 +68,17 @@ class Lora:
     def copies(self) -> Factors:
         """The factors of now, for a later `reading`."""
         return {name: (m.lora_a.detach().clone(), m.lora_b.detach().clone()) for name, m in self.modules.items()}
+
+    def stored(self, folder: Path, arch: Architecture, mesh: Mesh) -> Factors:
+        """The factors of a PEFT folder, for a later `reading`. No communication. Raises WeightsError."""
+        with SafetensorsFolder(folder) as files:
+            rows = {name: row.shard(files.slice, arch, mesh.tp_rank, mesh.tp) for name, row in self.rows.items()}
+        found: Factors = {}
+        for name, module in self.modules.items():
+            pair = (rows[f"{name.removesuffix('weight')}{factor}"] for factor in (LORA_A, LORA_B))
+            a, b = (own.to(module.lora_a) for own in pair)
+            found[name] = a, b
+        return found
 
     @contextlib.contextmanager
     def reading(self, factors: Factors) -> Iterator[None]:
@@ -247,8 +258,6 @@ def attach(model: torch.nn.Module, arch: Architecture, config: LoraConfig, mesh:
             elif config.mode == "split":
                 factor.sequence_parallel = inner.config.sequence_parallel  # type: ignore[attr-defined]
             module.register_parameter(name.rpartition(".")[2], factor)
-    if config.path is not None:
-        lora.first = lora.copies()
     if getattr(inner, "embedding", None) is not None:
         # Else the first layer's input needs no gradient, and a layer that is recomputed would get none, without an error.
         inner.embedding.register_forward_hook(_require_gradient)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MERGE_ELEMENTS = 1 << 18  # of a block of rows on the CPU: its float32 sum stays in the cache; 256 blocks on a device
+MERGE_ELEMENTS = 1 << 18  # of a block of rows on the CPU, whose float32 sum stays in the cache
+DEVICE_MERGE_ELEMENTS = 1 << 26
 
 
 @torch.no_grad()
@@ -25,7 +26,8 @@ def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """
     out = torch.empty_like(base)
     a, b = a.float(), b.float() * scale
-    rows = max(1, MERGE_ELEMENTS * (1 if base.device.type == "cpu" else 256) // max(1, base.shape[1]))
+    elements = MERGE_ELEMENTS if base.device.type == "cpu" else DEVICE_MERGE_ELEMENTS
+    rows = max(1, elements // max(1, base.shape[1]))
     for start in range(0, base.shape[0], rows):
         part = slice(start, start + rows)
         total = b[part, :1] * a[:1]
