@@ -55,6 +55,7 @@ class Option:
     read: Callable[[str], Any] | None = None  # text -> value; raises ValueError
     repeated: bool = False
     exclusive: bool = False
+    bare: Any = None  # the value where the option stands alone; None: it must have one
     action: type[argparse.Action] | None = None  # of an option that prints something and ends, as --help does
 
 
@@ -171,6 +172,7 @@ def _add_option(target: Any, field: dataclasses.Field[Any], value: Any, option: 
         keywords["action"] = "store_true"
     else:
         keywords["type"] = _reader(inner, option)
+        keywords |= {} if option.bare is None else {"nargs": "?", "const": option.bare}
         if choices := option.choices or (get_args(inner) if get_origin(inner) is Literal else ()):
             keywords["choices"] = choices
     is_sequence = is_sequence and option.read is None

@@ -223,11 +223,36 @@ def _python(text: str) -> Settings:
             given = [*zip(("model", "reward_funcs", "args"), node.args, strict=False)]
             given += [(str(keyword.arg), keyword.value) for keyword in node.keywords]
             settings |= {name: _literal(value, names) for name, value in given if name != "args"}
+            if isinstance(adapters := _peft_config(settings.get("peft_config"), nodes, names), dict):
+                settings |= {**adapters, "peft_config": None}
             if str(settings.get("peft_config")).startswith("${get_peft_config("):  # the command line decides
                 settings["get_peft_config"] = settings.pop("peft_config")
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", None) in TRL.rules:
             settings[ast.unparse(node.targets[0]).rpartition(".")[2]] = _literal(node.value, names)
     return settings
+
+
+PEFT_NAMES = {  # of LoraConfig -> of TRL's command
+    "r": "lora_r",
+    "target_modules": "lora_target_modules",
+    "modules_to_save": "lora_modules_to_save",
+    "target_parameters": "lora_target_parameters",
+    "task_type": "lora_task_type",
+}
+
+
+def _peft_config(value: Any, nodes: list[ast.AST], names: Mapping[str, str]) -> Settings | None:
+    """The settings of the `LoraConfig(...)` that `peft_config` is; None: it is something else."""
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("LoraConfig")]
+    assigned = [ast.unparse(node.targets[0]) for node in nodes if isinstance(node, ast.Assign) and node.value in calls]
+    if (
+        len(calls) != 1
+        or calls[0].args
+        or str(value) not in (f"${{{text}}}" for text in (ast.unparse(calls[0]), *assigned))
+    ):
+        return None
+    given = {PEFT_NAMES.get(str(k.arg), str(k.arg)): _literal(k.value, names) for k in calls[0].keywords}
+    return {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0, **given}
 
 
 def _literal(node: ast.expr, names: Mapping[str, str]) -> Any:

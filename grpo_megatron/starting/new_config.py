@@ -31,6 +31,7 @@ from grpo_megatron.storage.hub import model_folder
 
 PER_NODE = 8
 CPU_RANKS = 2
+LORA_RANK = 32  # verl's documentation: smaller ones may learn more slowly
 
 
 class InitOptions(Options):
@@ -53,6 +54,12 @@ class InitOptions(Options):
             flags=("--gpu", "--gpu-memory"),
         ),
     ] = REFERENCE
+    lora: Annotated[
+        int | None,
+        Option(
+            f"train adapters of this rank instead of all weights (alone: {LORA_RANK})", "RANK", low=1, bare=LORA_RANK
+        ),
+    ] = None
     chat_template: Annotated[Path | None, Option("a Jinja file, instead of the tokenizer's template", "FILE")] = None
     overrides: Annotated[tuple[str, ...], Argument("another value in the file", "section.key=value")] = ()
     output: Annotated[Path, Option("the file to write (default grpo.yaml)", "YAML")] = Path("grpo.yaml")
@@ -123,6 +130,7 @@ def config_text(
         tokens=planned.layout.tokens if planned else max(16384 if gpu else 4096, max_prompt + max_response),
         copies=machine.ranks // (planned.layout.tp * planned.layout.pp) if planned else 0,
         recomputation=FULL_RECOMPUTATION,
+        learning_rate=("1.0e-5" if options.lora else "1.0e-6") if gpu else "1.0e-4" if options.lora else "1.0e-5",
         output_dir=Path("outputs") / options.output.stem,
     )
     parts = (line.partition(" ## ") for line in text.splitlines())

@@ -196,7 +196,7 @@ def test_examples_of_trl_itself(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ]
     assert config.data.train_batch_size == 8 and config.rollout.temperature == 0.7  # 8 processes x 4 x 2 / 8 per prompt
     told = capsys.readouterr().err
-    assert "LoRA, where the command line has --use_peft, is not trained here" in told
+    assert "where the command line has --use_peft, give use_peft=true" in told
     assert "data.train_files: rows that the script makes" in told
     (tmp_path / "ours.yaml").unlink()
     config, written = imported("trl", TRL_OWN.format(rewards="brief", peft=None), ".py", tmp_path)
@@ -215,23 +215,94 @@ def test_a_value_that_is_left_to_the_user_is_refused_by_name(tmp_path: Path) -> 
     assert "model.path=CHANGE_ME" in str(refused.value) and str(refused.value).count("train_batch_size") == 1
 
 
+OF_VERL = "actor_rollout_ref: {model: {path: m, "
+OF_OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --rollout.max_new_tokens 1024 "
+SCRIPT_OF_TRL = TRL_OWN.replace("dataset =", "adapters = {given}\ndataset =")
+ADAPTERS: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("verl", OF_VERL + "lora_rank: 32}}", ".yaml", {"rank": 32, "alpha": 16}),
+    (
+        "verl",
+        OF_VERL + "lora_rank: 8, lora_alpha: 32, target_modules: 'q_proj,v_proj', exclude_modules: null}}",
+        ".yaml",
+        {"rank": 8, "alpha": 32, "target_modules": ["q_proj", "v_proj"]},
+    ),
+    (
+        "verl",
+        OF_VERL + "lora: {rank: 8, type: lora, dropout: 0.1, target_modules: [linear_qkv, linear_fc2]}}}",
+        ".yaml",
+        {
+            "rank": 8,
+            "alpha": 32,
+            "dropout": 0.1,
+            "mode": "split",
+            "target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"],
+        },
+    ),
+    ("verl", OF_VERL + "lora_rank: 0, lora_alpha: 16, target_modules: all-linear}}", ".yaml", {}),
+    (
+        "trl",
+        SCRIPT_OF_TRL.format(
+            given="LoraConfig(r=4, lora_alpha=16, task_type=TaskType.CAUSAL_LM)", rewards="brief", peft="adapters"
+        ),
+        ".py",
+        {"rank": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj"]},
+    ),
+    (
+        "trl",
+        TRL_OWN.format(rewards="brief", peft="peft.LoraConfig(target_modules='all-linear', use_rslora=True)"),
+        ".py",
+        {"rank": 8, "alpha": 8, "use_rslora": True},
+    ),
+    (
+        "trl",
+        "trl grpo --model_name_or_path m --use_peft --lora_r 32 --lora_target_modules all-linear",
+        ".sh",
+        {"rank": 32, "alpha": 32, "dropout": 0.05, "mode": "split"},
+    ),
+    ("trl", "trl grpo --model_name_or_path m --lora_r 32", ".sh", {}),
+    ("easyr1", "worker: {actor: {model: {lora: {rank: 64}}}}", ".yaml", {"rank": 64, "alpha": 64}),
+    ("openrlhf", OF_OPENRLHF + "--ds.lora.rank 8 --ds.lora.dropout 0", ".sh", {"rank": 8, "alpha": 16}),
+    (
+        "openrlhf",
+        OF_OPENRLHF + "--lora_rank 8 --lora_alpha 32 --target_modules q_proj k_proj",
+        ".sh",
+        {"rank": 8, "alpha": 32, "target_modules": ["q_proj", "k_proj"]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("trainer", "text", "suffix", "expected"), ADAPTERS)
+def test_lora_is_translated(trainer: str, text: str, suffix: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    config, written = imported(trainer, text, suffix, tmp_path)
+    assert config.actor.lora.model_dump(exclude_defaults=True) == expected
+    assert expected or "lora" not in written.partition("\n# ")[0]
+
+
 @pytest.mark.parametrize(
-    ("trainer", "text", "suffix"),
+    ("trainer", "text", "suffix", "message"),
     [
-        ("verl", "actor_rollout_ref: {model: {lora_rank: 32, lora_alpha: 16}}", ".yaml"),
-        ("verl", "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.lora_rank=$RANK", ".sh"),
-        ("trl", TRL_OWN.format(rewards="brief", peft="LoraConfig(r=8)"), ".py"),
-        ("trl", "trl grpo --model_name_or_path m --use_peft", ".sh"),
-        ("easyr1", "worker: {actor: {model: {lora: {rank: 64}}}}", ".yaml"),
-        ("openrlhf", "python3 -m openrlhf.cli.train_ppo_ray --ds.lora.rank 8", ".sh"),
-        ("openrlhf", "python3 -m openrlhf.cli.train_ppo_ray --lora_rank 8 --pretrain m", ".sh"),
-        ("prime-rl", "[trainer.model.lora]\nalpha = 64\nrank = 32\n", ".toml"),
+        ("trl", TRL_OWN.format(rewards="brief", peft="own_config()"), ".py", "only a LoraConfig"),
+        ("trl", TRL_OWN.format(rewards="brief", peft="LoraConfig(use_dora=True)"), ".py", "only W0 .* is trained here"),
+        ("trl", TRL_OWN.format(rewards="brief", peft="LoraConfig(modules_to_save=['lm_head'])"), ".py", "only W0"),
+        ("prime-rl", "[trainer.model.lora]\nalpha = 64\nrank = 32\n", ".toml", "training all weights instead would"),
     ],
 )
-def test_lora_is_refused(trainer: str, text: str, suffix: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="LoRA is not trained here, and training all weights instead") as refused:
+def test_lora_that_cannot_be_translated_is_refused(
+    trainer: str, text: str, suffix: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         imported(trainer, text, suffix, tmp_path)
-    assert str(refused.value).count("LoRA is not trained") == 1 and not (tmp_path / "ours.yaml").exists()
+    assert not (tmp_path / "ours.yaml").exists()
+
+
+def test_an_unknown_rank_is_left_to_the_user(tmp_path: Path) -> None:
+    text = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m actor_rollout_ref.model.lora_rank=$RANK"
+    source, target = tmp_path / "run.sh", tmp_path / "ours.yaml"
+    source.write_text(text)
+    given: Any = {"trainer": "verl", "file": source, "output": target}
+    assert import_config(ImportOptions(**given)) == 0
+    with pytest.raises(ConfigError, match="actor.lora.rank='CHANGE_ME'"):
+        load_config(target)
 
 
 def test_what_changes_the_run_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

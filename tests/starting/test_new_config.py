@@ -72,11 +72,21 @@ def test_a_reward_in_the_current_folder_or_beside_the_config_is_found(
     assert not config.trainer.val_before_train  # there are no held-out rows
 
 
+@pytest.mark.parametrize(("words", "rank"), [(["--lora"], 32), (["--lora", "8", "--cpu"], 8), (["--cpu"], None)])
+def test_adapters_learn_ten_times_as_fast(run: Path, tmp_path: Path, words: list[str], rank: int | None) -> None:
+    output = tmp_path / "own.yaml"
+    assert init([*arguments(run, output), *words]) == 0
+    config = load_config(output)
+    assert config.actor.lora.rank == rank
+    assert config.actor.optim.lr == pytest.approx((1e-5 if "--cpu" in words else 1e-6) * (10 if rank else 1))
+
+
 def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "own.yaml"
     for more, message in (
         (["--train", "missing.jsonl"], "missing.jsonl"),
         (["--task", "jsonl"], "does not grade answers; name your function with --reward"),
+        (["--lora", "0"], "--lora 0 is too small"),
         (["--gpus", "12"], "no multiple of --gpus-per-node 8"),
         (["--gpus", "2", "--gpu", "1"], "no layout fits"),
         (["--gpu", "h101"], "'h101' is neither one of h100-80"),
