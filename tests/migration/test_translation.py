@@ -62,6 +62,8 @@ WRITTEN = {
     "data.train_batch_size": "8",
     "reward.function": "mine:score",
     "trainer.experiment_name": "mine",
+    "actor.optim.lr_warmup_steps": "3",
+    "actor.optim.min_lr": "1.0e-8",
     "reward.components": "[{name: a, function: mine:a}]",
 }
 
