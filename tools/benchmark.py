@@ -6,6 +6,7 @@
     python tools/benchmark.py overlap [--milliseconds 4] [--workers 1]
     python tools/benchmark.py passes [--workload "26 M"]
     python tools/benchmark.py head [--hidden 3584] [--vocabulary 152064]
+    python tools/benchmark.py lora [--workload 26M] [--rank 32]
     python tools/benchmark.py waiting [--steps 12]
     python tools/benchmark.py saving [--steps 5] [--folder DIR]
     python tools/benchmark.py scale [--ranks 64 512 4096] [--samples 65536]
@@ -27,6 +28,8 @@ ones, also with --network. --preset, --plan: large layouts, only planned.
 overlap: rewards graded while the engine generates, beside rewards graded afterwards; in a step and in a validation. passes: the
 training part of a step with and without passes that it can do without. head: bytes per token that the output head reads and
 writes, by torch and by the fused kernels; on a GPU also seconds.
+
+lora: step time, memory and sync bytes of LoRA, merged and split, beside training of all weights, on two ranks.
 
 waiting: two ranks with responses of very different lengths: steps that wait for all beside partial rollouts, and requests
 of one rank beside requests that ranks share.
@@ -62,6 +65,7 @@ from typing import Any
 
 import benchmark_grading
 import benchmark_head
+import benchmark_lora
 import benchmark_overlap
 import benchmark_passes
 import benchmark_rank
@@ -289,6 +293,9 @@ def main(arguments: list[str] | None = None) -> int:
     head_parser = commands.add_parser("head", help="the output head by torch and by fused kernels")
     benchmark_head.add_arguments(head_parser)
     head_parser.set_defaults(run=benchmark_head.run)
+    lora_parser = commands.add_parser("lora", help="LoRA, merged and split, beside training of all weights")
+    benchmark_lora.add_arguments(lora_parser)
+    lora_parser.set_defaults(run=benchmark_lora.lora)
     waiting_parser = commands.add_parser("waiting", help="partial rollouts, and requests that ranks share")
     benchmark_waiting.add_arguments(waiting_parser)
     waiting_parser.set_defaults(run=benchmark_waiting.waiting)

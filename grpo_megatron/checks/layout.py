@@ -227,6 +227,11 @@ def lora_problems(config: Config, archs: Mapping[str, Architecture]) -> Problems
             yield from _path_problems(f"{section}.lora", lora, lora.path, archs[section])
         if megatron.fp8.recipe is not None:
             yield f"{key.rank}: adapters of weights in FP8 are not supported; leave actor.megatron.fp8 out"
+        if section == "actor" and config.rollout.sync == "delta":
+            yield (
+                f"{k.rollout.sync} with {key.rank}: a sync sends the adapters alone, and no changes of weights; set"
+                " rollout.sync=full"
+            )
         if lora.mode == "merged":
             continue
         whole = "set mode=merged, or leave mode out"

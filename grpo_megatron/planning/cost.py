@@ -355,13 +355,14 @@ def step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, cache_
 def sync_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
     """Of one weight sync: each engine's shard over NVLink; over the network what no rank of the node holds, once per node.
 
-    NCCL runs both on one stream, so the times add up (sync/plan.py; traffic.py is exact).
+    NCCL runs both on one stream, so the times add up (sync/plan.py; traffic.py is exact). Adapters are merged there.
     """
-    size = work.arch.num_parameters() * work.itemsize
+    size = work.num_trained * work.itemsize
+    merging = machine.read_seconds(work.lora.merge_bytes / layout.rollout_tp) if work.lora is not None else 0.0
     per_node = min(machine.per_node, machine.world_size)
     ranks_of_stage = machine.world_size // layout.pp
     stages_in_node = max(1, per_node // ranks_of_stage)
     missing = 1 - min(1.0, stages_in_node / layout.pp)
     network = size * missing / per_node / (machine.gpu.network_bytes_per_s * NETWORK)
     within = size / layout.rollout_tp / (machine.gpu.nvlink_bytes_per_s * LINK)
-    return network + within + SWITCH_S
+    return network + within + merging + SWITCH_S

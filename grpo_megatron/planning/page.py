@@ -41,7 +41,7 @@ from grpo_megatron.pages.kit import text_page
 from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import FP8_SPEEDUP, GPUS, REFERENCE, Gpu
 from grpo_megatron.planning.search import Fit, PlannedLayout, estimated, fit, nearest_layouts
-from grpo_megatron.planning.traffic import border_traffic, weight_sync_lines
+from grpo_megatron.planning.traffic import border_traffic, kept_by_syncs, weight_sync_lines
 from grpo_megatron.reading import reason_of
 from grpo_megatron.rollout.vllm_arguments import loops_over_requests
 from grpo_megatron.rollout.vllm_process import installed_vllm
@@ -92,7 +92,13 @@ def plan_page(
     stages = models.stages(config)
     stage = max(stage.total for stage in stages[0])
     host = (
-        NodeMemory.of(config, world_size, memory_of_stages(config, world_size, *stages), per_node)
+        NodeMemory.of(
+            config,
+            world_size,
+            memory_of_stages(config, world_size, *stages),
+            per_node,
+            kept_by_syncs(config, models.arch, world_size),
+        )
         if is_on_gpus
         else None
     )
@@ -162,9 +168,10 @@ class NodeMemory:
     remedies: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: Config, world_size: int, stages: list[StageMemory], ranks: int) -> NodeMemory:
+    def of(cls, config: Config, world_size: int, stages: list[StageMemory], ranks: int, kept: float) -> NodeMemory:
         """That of the stage that needs most. A node may have ranks of several stages, so this is an upper bound."""
-        of_stages = [host_parts(config, world_size, stage) for stage in stages]
+        of_syncs = {"weights kept by syncs": kept} if kept else {}
+        of_stages = [host_parts(config, world_size, stage) | of_syncs for stage in stages]
         keys = {
             "actor.megatron.offload_optimizer=false": config.actor.megatron.offload_optimizer,
             "actor.megatron.offload_reference=false": config.actor.megatron.offload_reference,

@@ -22,9 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_megatron.config import Config
+from grpo_megatron.config import Config, LoraConfig
 from grpo_megatron.memory.parameters import DTYPE_BYTES, GRADIENT_BYTES, RunModels, StageParameters, stage_layers
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.lora.sync import factor_parameters, factor_spans
+from grpo_megatron.models.lora.table import lora_rows
 from grpo_megatron.models.weights.stream import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.planning.cost import Workload
@@ -84,10 +86,16 @@ def planned_sync(
     bucket_megabytes: int,
     reads_shards: bool = True,
     rollout_ep: int = 1,
+    lora: LoraConfig | None = None,
 ) -> PlannedSync:
-    """The plan that `Resharding` makes. `layers`: of each pipeline stage."""
-    parameters = sync_parameters(arch, grid, stages_of_parameters(arch, layers))
+    """The plan that `Resharding` makes; with `lora`, that of its factors. `layers`: of each pipeline stage."""
+    stage_of = stages_of_parameters(arch, layers)
     spans = engine_tensors(arch, grid.rollout_tp, reads_shards=reads_shards, rollout_ep=rollout_ep).spans
+    if lora is None:
+        parameters = sync_parameters(arch, grid, stage_of)
+    else:
+        rows = lora_rows(arch, lora)
+        parameters, spans = factor_parameters(rows, arch, grid, stage_of), factor_spans(rows.values(), arch, spans)
     return PlannedSync(*plan_rounds(parameters, spans, grid, (bucket_megabytes << 20) // itemsize), itemsize)
 
 
@@ -104,11 +112,13 @@ def grid_of(config: Config, world_size: int) -> Grid:
     )
 
 
-def planned_for(config: Config, arch: Architecture, world_size: int) -> PlannedSync:
-    """The sync of a run, for a layout that has been checked."""
+def planned_for(config: Config, arch: Architecture, world_size: int, *, whole: bool = False) -> PlannedSync:
+    """The sync of a run's steps, for a layout that has been checked. `whole`: the first one, also where adapters are trained."""
+    lora = config.actor.lora
     layers = stage_layers(arch.num_layers, config.actor.megatron)
     assert layers is not None, "the layout was checked"
-    return _last_planned(
+    is_whole = whole or lora.rank is None
+    return (_last_planned if is_whole else functools.partial(planned_sync, lora=lora))(
         arch,
         grid_of(config, world_size),
         tuple(layers),
@@ -122,14 +132,27 @@ def planned_for(config: Config, arch: Architecture, world_size: int) -> PlannedS
 _last_planned = functools.lru_cache(maxsize=1)(planned_sync)  # a page of a plan reads it twice
 
 
+def kept_by_syncs(config: Config, arch: Architecture, world_size: int) -> float:
+    """What a rank keeps of its engine's shard on the host, at most: where syncs send adapters only (sync/kept.py)."""
+    if config.actor.lora.rank is None or not config.draws:
+        return 0.0
+    return float(planned_for(config, arch, world_size, whole=True).received.max())
+
+
 def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> Iterator[tuple[str, str]]:
     """(name, text) for the printed plan of a layout that has been checked."""
-    planned = planned_for(config, arch, world_size)
-    whole, rounds = arch.num_parameters() * planned.itemsize, planned.rounds.count
+    planned, whole = planned_for(config, arch, world_size), planned_for(config, arch, world_size, whole=True)
+    size, rounds = arch.num_parameters() * planned.itemsize, planned.rounds.count
+    if planned is not whole:
+        yield (
+            "first",
+            f"the base weights: at most {_size(whole.received.max())} of {_size(size)} into a rank; then adapters",
+        )
+        size = sum(tensor.numel for tensor in planned.plan.tensors) * planned.itemsize
     if not planned.received.max():
-        yield "into a rank", f"nothing from other ranks: each has all {_size(whole)} that its engine reads"
+        yield "into a rank", f"nothing from other ranks: each has all {_size(size)} that its engine reads"
     else:
-        yield "into a rank", f"at most {_size(planned.received.max())} of {_size(whole)}"
+        yield "into a rank", f"at most {_size(planned.received.max())} of {_size(size)}"
         if borders := planned.over_borders.max():
             yield "", f"at most {_size(borders)} over the border of a node"
     yield "messages", f"{planned.operations(rank=0):,} of rank 0, in {rounds:,} {'round' if rounds == 1 else 'rounds'}"

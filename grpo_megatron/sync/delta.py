@@ -7,9 +7,8 @@ A sync is full
 - if a larger share than `max_density` of the compared elements has changed.
 All ranks agree on this from one sum of four numbers.
 
-Each rank keeps two copies on the host: of the parts that its engine reads and other ranks send (the base of the patches),
-and of the parts that it sends itself. At most one engine shard and one training shard per rank, in the weights' dtype. An
-engine cannot give its weights back: vLLM packs or quantises them. Not run on a GPU yet.
+Each rank keeps two copies on the host: of the parts that its engine reads and other ranks send (the base of the patches,
+kept.py), and of the parts that it sends itself: at most one training shard per rank. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sync.exchange import Exchange, Pool, Post, RankPlan, Shard, Wait, in_rounds, part_of
+from grpo_megatron.sync.exchange import Exchange, Pool, Post, RankPlan, Shard, Wait, in_rounds
+from grpo_megatron.sync.kept import KeptParts, host_copies
 from grpo_megatron.sync.plan import PHASES
 from grpo_megatron.types import WeightBucket
 
@@ -236,8 +236,6 @@ class PatchExchange:
 
 # -- The syncs of a run ------------------------------------------------------------------------------------------------
 
-_BLOCK_BYTES = 1 << 26  # torch rounds pinned memory up to a power of two: blocks of that size waste little
-
 
 @dataclass(frozen=True)
 class DeltaLimits:
@@ -258,29 +256,12 @@ class DeltaSync:
         """Allocates the copies on the host."""
         self._plan, self._post, self._mesh = plan, post, mesh
         self._pool, self._limits = pool, limits
-        self._received: dict[int, list[int]] = {}  # tensor -> parts
-        for part in plan.received:
-            self._received.setdefault(plan.plan.parts[part].tensor, []).append(part)
-        self._sent, self._base = self._host_copies(plan.sent), self._host_copies(plan.received)
+        self._sent, self._base = host_copies(plan, plan.sent, pool), KeptParts(plan, pool)
         self._sequence, self._digest = 0, 0
         self._age = 0  # syncs since the last full one
         self._is_complete = self._is_accepted = False
         self.is_full, self.bytes_received = True, 0
         self.density: float | None = None
-
-    def _host_copies(self, parts: list[int]) -> dict[int, Tensor]:
-        """Memory for the values of these parts, each as one dimension. Pinned for a GPU."""
-        copies: dict[int, Tensor] = {}
-        pinned = self._pool.device.type != "cpu"
-        block, used = torch.empty(0, dtype=self._pool.dtype), 0
-        for part in parts:
-            size = self._plan.plan.numel(self._plan.plan.parts[part])
-            if used + size > block.numel():
-                whole = max(size, _BLOCK_BYTES // self._pool.dtype.itemsize) if pinned else size
-                block, used = torch.empty(whole, dtype=self._pool.dtype, pin_memory=pinned), 0
-            copies[part] = block[used : used + size]
-            used += size
-        return copies
 
     def stream(self, read: Callable[[str], Tensor], version: int) -> Iterator[WeightBucket]:
         """The weights as `Exchange.stream` gives them. Collective. Raises what `Mesh.agree` raises.
@@ -339,14 +320,7 @@ class DeltaSync:
         self._mesh.agree(problem)
         assert exchange is not None
         self.bytes_received = self._plan.elements_received * self._pool.dtype.itemsize
-        numbers = {tensor.name: number for number, tensor in enumerate(self._plan.plan.tensors)}
-        for bucket in exchange.stream():
-            for name, tensor in bucket:
-                axis = self._plan.tensor(numbers[name]).axis
-                for part in self._received.get(numbers[name], []):
-                    values = part_of(tensor, self._plan.plan.parts[part], axis)
-                    self._base[part].view(values.shape).copy_(values)
-            yield bucket
+        yield from self._base.recorded(exchange.stream())
 
     def _changes(self, patches: dict[int, Patch], shard: Shard, version: int) -> Iterator[WeightBucket]:
         stamp = Stamp(self._digest, version, self._sequence, place=0, source=self._plan.rank)
@@ -354,21 +328,8 @@ class DeltaSync:
         received = exchange.run(self._mesh.agree)
         self.bytes_received = exchange.bytes_received
         for part, patch in received.items():
-            apply_patch(patch, self._base[part])
-        for current in self._plan.rounds:
-            bucket = [(self._plan.tensor(tensor).name, self._patched(shard, tensor)) for tensor in current.complete]
-            shard.copy()
-            shard.forget()
-            if bucket:
-                yield bucket
-
-    def _patched(self, shard: Shard, tensor: int) -> Tensor:
-        """A full-shaped tensor. The rank's own parts come from its parameters, the others from the base."""
-        out, axis = shard.begin(tensor), self._plan.tensor(tensor).axis
-        for number in self._received.get(tensor, []):
-            target = part_of(out, self._plan.plan.parts[number], axis)
-            target.copy_(self._base[number].view(target.shape), non_blocking=True)
-        return out
+            apply_patch(patch, self._base.parts[part])
+        yield from self._base.stream(shard)
 
 
 def _digest(history: object) -> int:

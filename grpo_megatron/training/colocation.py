@@ -32,6 +32,7 @@ from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
 from grpo_megatron.models.layers.exact import exact_problem
 from grpo_megatron.models.layers.spec import DTYPES
 from grpo_megatron.models.lora.folder import save_peft
+from grpo_megatron.models.lora.sync import AdapterResharding
 from grpo_megatron.models.policy import AdapterReference, Policy
 from grpo_megatron.models.weights.folder import Serving, save_hf
 from grpo_megatron.models.weights.stream import Resharding, engine_tensors
@@ -251,6 +252,7 @@ class Colocation:
             metrics.max("sync/density", self.resharding.density)
         with metrics.phase("attest"):
             self.mesh.agree(self._attest(expected))
+        self.resharding.attested()
         self.weights_digest, self._has_synced = expected.weights_digest, True
         self.provenance.record(version, expected.weights_digest)
 
@@ -388,17 +390,18 @@ def memory_problem(config: Config, memory: DeviceMemory | None) -> str | None:
 
 def build_resharding(config: Config, policy: Policy) -> Resharding:
     """The plan from the policy's layout to the engine's. Collective."""
-    is_delta = config.rollout.sync == "delta"
-    return Resharding(
-        policy.arch,
-        policy.mesh,
-        policy.stage_of,
-        _engine_tensors(config, policy.arch),
-        dtype=DTYPES[config.model.dtype],
-        device=policy.device.torch_device,
-        bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
-        delta=DeltaLimits(config.rollout.delta_full_every, config.rollout.delta_max_density) if is_delta else None,
-    )
+    rollout, lora = config.rollout, config.actor.lora
+    layout = policy.arch, policy.mesh, policy.stage_of, _engine_tensors(config, policy.arch)
+    options: dict[str, Any] = {
+        "dtype": DTYPES[config.model.dtype],
+        "device": policy.device.torch_device,
+        "bucket_megabytes": rollout.update_weights_bucket_megabytes,
+    }
+    if lora.rank is not None:
+        return AdapterResharding(*layout, lora, **options)
+    is_delta = rollout.sync == "delta"
+    delta = DeltaLimits(rollout.delta_full_every, rollout.delta_max_density) if is_delta else None
+    return Resharding(*layout, delta=delta, **options)
 
 
 def _engine_tensors(config: Config, arch: Architecture) -> EngineTensors:

@@ -132,6 +132,10 @@ CASES: list[tuple[list[str], list[str]]] = [
         ["actor.lora.rank=4", "actor.lora.mode=split", "actor.megatron.transformer_impl=transformer_engine"],
         ["actor.lora.mode=split needs Megatron-Core's layers", "set mode=merged"],
     ),
+    (
+        ["actor.lora.rank=4", "rollout.sync=delta", "rollout.free_cache_engine=false"],
+        ["rollout.sync=delta with actor.lora.rank=4: a sync sends the adapters alone", "set rollout.sync=full"],
+    ),
     # pass-through tables
     ([f"{OVERRIDE}.recompute_granularty=full"], [f"{OVERRIDE}.recompute_granularty", "mean 'recompute_granularity'?"]),
     ([f"{OVERRIDE}.calculate_per_token_loss=false"], ["calculate_per_token_loss=False cannot be set", "leave it out"]),

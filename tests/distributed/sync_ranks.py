@@ -32,6 +32,7 @@ def build(
     dtype: str = "float32",
     sync: str = "full",
     ranks_per_node: int | None = None,
+    lora: Any = None,
 ) -> Any:
     """`ranks_per_node`: the ranks of this machine are taken for several nodes of that size."""
     from grpo_megatron.config import ActorConfig, RolloutConfig
@@ -49,7 +50,7 @@ def build(
         mesh = dataclasses.replace(mesh, ranks_per_node=ranks_per_node)
     arch = read_architecture(folder)
     megatron = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": sp}
-    actor = ActorConfig.model_validate({"megatron": megatron, "optim": {"lr": lr}})
+    actor = ActorConfig.model_validate({"megatron": megatron, "optim": {"lr": lr}, "lora": lora or {}})
     policy = Policy.load(folder, dtype, arch, actor, mesh, device, temperature=temperature)
     policy.set_optimizer(actor.optim, 1)
     rollout = RolloutConfig(tensor_model_parallel_size=rollout_tp, engine_options={"kv_cache_gib": 0.03})
@@ -149,6 +150,51 @@ def delta_and_full(folder: Path, layout: tuple[int, int, int, bool], rollout_tp:
             out["metrics"].append(metrics.reduce(mesh.all_gather))
             engine.load_weights(policy.engine_weights(full, step), step)
             out["full"].append(engine.logprobs(sequences))
+        policy.update(batch, loss)
+    return out
+
+
+def adapters(
+    folder: Path, layout: tuple[int, int, int, bool], rollout_tp: int, lora: dict[str, Any], dtype: str
+) -> dict[str, Any]:
+    """Syncs of a policy with LoRA, each after an update; every one is attested.
+
+    The third fails on the last rank. After the sixth, the reference is synced, which is the base. Before the eighth, one
+    base weight is written to, on one rank.
+    """
+    from grpo_megatron.models.policy import AdapterReference
+    from grpo_megatron.models.weights.stream import global_parameters
+    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.parallel.mesh import RankError
+
+    world, tp, pp, sp = layout
+    mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, 1.0, 1e-2, dtype, lora=lora)
+    pairs, resharding = tiny.make_sequences(6), colocation.resharding
+    rows = share(len(pairs), mesh.dp_rank, mesh.dp)
+    batch = make_batch(pairs, [[list(range(len(rows)))]], rows)
+    plans = {"base": resharding.plan, "factors": resharding.factors}
+    out: dict[str, Any] = {name: plan.elements_received * resharding.dtype.itemsize for name, plan in plans.items()}
+    out |= {"received": [], "digests": [], "drawn": [], "error": ""}
+    reference = AdapterReference(policy, {})
+    for step in range(9):
+        if step == 2:
+            broken = mock.Mock(side_effect=RuntimeError if mesh.rank == world - 1 else None, wraps=engine.digests)
+            with mock.patch.object(engine, "digests", broken):
+                try:
+                    with colocation.rollout(step, Metrics()):
+                        raise AssertionError("the attestation has passed")
+                except RankError as error:
+                    out["error"] = str(error)
+        else:
+            if step == 7 and mesh.rank == 0:
+                next(iter(global_parameters(policy.ddp).values())).detach().mul_(1)
+            with colocation.rollout(step, Metrics()):
+                completions = engine.generate(requests(0, 1.0), step)
+                out["drawn"].append([completion.response_ids for completion in completions])
+                if step == 5:
+                    colocation.sync_weights_from(reference, step, Metrics())
+        out["received"].append(resharding.bytes_received)
+        out["digests"].append(colocation.weights_digest)
         policy.update(batch, loss)
     return out
 

@@ -124,6 +124,35 @@ def test_a_delta_is_a_full_sync_bit_for_bit(models: dict[str, Path]) -> None:
         assert all(0 < received[step] < received[0] / 4 for step in (1, 2, 4, 5))
 
 
+# (family, layout, rollout tp, mode, dtype)
+ADAPTED = [
+    ("qwen2", "TP2+SP", 1, "merged", "bfloat16"),
+    ("qwen3", "PP2", 2, "merged", "bfloat16"),
+    ("qwen2-tied", "DP2", 2, "split", "float32"),
+    pytest.param("llama3", "TP2xPP2+SP", 2, "merged", "bfloat16", marks=pytest.mark.soak),
+    pytest.param("qwen2", "TP2xPP2+SP", 1, "merged", "bfloat16", marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layout", "rollout_tp", "mode", "dtype"), ADAPTED)
+def test_a_sync_of_adapters_sends_factors_and_vllm_holds_the_policys_bits(
+    models: dict[str, Path], family: str, layout: str, rollout_tp: int, mode: str, dtype: str
+) -> None:
+    """The base travels in the first sync, after the one that failed, and after it was written to."""
+    shape = LAYOUTS[layout]
+    arguments = {"layout": shape, "rollout_tp": rollout_tp, "lora": {"rank": 4, "mode": mode}, "dtype": dtype}
+    for result in worlds.run(sync_ranks.adapters, shape[0], folder=models[family], **arguments):
+        base, factors = result["base"], result["factors"]
+        assert f"rank {shape[0] - 1}: the engine cannot read its own weights (RuntimeError: )" in result["error"]
+        first = base + factors
+        assert result["received"] == [first, factors, factors, first, factors, 0, factors, first, factors]
+        digests = result["digests"]
+        assert digests[2] == "" and digests[5] == digests[0]  # the base: at first, and as the reference
+        assert len(set(digests)) == 8 and factors <= base / 4
+        assert result["drawn"][0] != result["drawn"][-1]
+
+
 FAULTS = {
     "missing": "rank 1: cannot read weights: 'decoder.layers.1.mlp.linear_fc2.weight'",
     "nan": "the policy's own weights are not finite: ",

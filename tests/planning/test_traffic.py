@@ -26,7 +26,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.planning.cost import Workload
-from grpo_megatron.planning.traffic import border_traffic, expert_lines
+from grpo_megatron.planning.traffic import border_traffic, expert_lines, kept_by_syncs, weight_sync_lines
 from tests import tiny, worlds
 from tests.models import policy_ranks
 from tests.planning import published
@@ -57,6 +57,20 @@ def test_70b_by_hand(config_70b: Config) -> None:
     assert found["gradients"] == pytest.approx(2 * 3 / 4 * 6 * of_ranks)
     # Each node has one of four stages: about three quarters of 141.1 GB enter it.
     assert found["weight sync"] == pytest.approx(8 * 141.1e9 * 3 / 4, rel=0.02)
+
+
+def test_the_plan_of_a_run_with_lora_counts_adapters(config_70b: Config) -> None:
+    """Rank 32: r (inputs + outputs) of q and o, k and v, gate, up and down, in 80 layers, bfloat16."""
+    factors = 2 * 80 * 32 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
+    config = load_config("examples/llama3_70b.yaml", ["actor.lora.rank=32"])
+    models = read_models(config)
+    assert sizes(config, models, 64)["weight sync"] == pytest.approx(8 * factors * 3 / 4, rel=0.02)
+    lines, whole = (dict(list(weight_sync_lines(c, models.arch, 64))[:2]) for c in (config, config_70b))
+    assert whole["into a rank"].endswith(" of 141.1 GB") and "first" not in whole
+    assert lines["first"] == f"the base weights: {whole['into a rank']} into a rank; then adapters"
+    assert lines["into a rank"].endswith(" of 828.4 MB")
+    assert f"{kept_by_syncs(config, models.arch, 64) / 1e9:.2f} GB" in whole["into a rank"]
+    assert kept_by_syncs(config_70b, models.arch, 64) == 0
 
 
 def test_whole_experts_are_advised_where_parts_are_narrow() -> None:

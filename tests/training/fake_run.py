@@ -118,6 +118,8 @@ class FakeResharding:
 
     def connect(self) -> None: ...
 
+    def attested(self) -> None: ...
+
     def accept(self, weights_digest: str) -> None:
         assert weights_digest.startswith("policy after"), "a delta must not build on another model"
 

@@ -56,14 +56,7 @@ class Lora:
         self.config, self.rows = config, dict(rows)
         self.modules: dict[str, _Adapted] = {}  # by the Megatron name of the weight
         self.drops = False
-        self._read: Factors | None = None
-
-    def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """What a pass multiplies by, of one weight. None: the base alone."""
-        if self._read is not None:
-            return self._read.get(name)
-        module = self.modules[name]
-        return module.lora_a, module.lora_b
+        self.read: Factors | None = None  # in `reading`
 
     def copies(self) -> Factors:
         """The factors of now, for a later `reading`."""
@@ -83,11 +76,11 @@ class Lora:
     @contextlib.contextmanager
     def reading(self, factors: Factors) -> Iterator[None]:
         """Inside the block the model has these factors; with none it is the base, bit for bit. Not for an update."""
-        before, self._read = self._read, factors
+        before, self.read = self.read, factors
         try:
             yield
         finally:
-            self._read = before
+            self.read = before
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
@@ -160,10 +153,19 @@ class _Adapted(torch.nn.Module):
     lora_a: torch.nn.Parameter
     lora_b: torch.nn.Parameter
 
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        """What a pass multiplies by. None: the base alone."""
+        read = self.adapter.lora.read
+        return (self.lora_a, self.lora_b) if read is None else read.get(self.adapter.name)
+
+    def served(self) -> Tensor:
+        """The merged weight: what an engine and a Hugging Face folder get."""
+        factors = self.factors()
+        return self.weight.detach() if factors is None else self.adapter.merged(self.weight, *factors)
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the base's."""
-        adapter, run = self.adapter, super().forward
-        factors = adapter.lora.factors(adapter.name)
+        adapter, run, factors = self.adapter, super().forward, self.factors()
         if factors is None:
             return run(x, *args, **kwargs)
         if adapter.lora.config.mode == "split":
@@ -211,13 +213,6 @@ class _Adapted(torch.nn.Module):
 @functools.cache
 def _adapted(base: Any) -> type[_Adapted]:
     return type(f"Adapted{base.__name__}", (_Adapted, base), {})
-
-
-def served_weight(module: _Adapted) -> Tensor:
-    """The merged weight of a module: what an engine and a Hugging Face folder get."""
-    adapter = module.adapter
-    factors = adapter.lora.factors(adapter.name)
-    return module.weight.detach() if factors is None else adapter.merged(module.weight, *factors)
 
 
 # -- attaching ---------------------------------------------------------------------------------------------------------
@@ -292,7 +287,7 @@ def _adapt(
     ):  # into a buffer that the weight has no more
         if hasattr(module, fused):
             setattr(module, fused, False)
-    module.weight.served = functools.partial(served_weight, module)
+    module.weight.adapted = module
     lora.modules[base.megatron] = module
 
 

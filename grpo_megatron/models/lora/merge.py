@@ -19,12 +19,12 @@ DEVICE_MERGE_ELEMENTS = 1 << 26
 
 
 @torch.no_grad()
-def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """round(base + scale * b a) in base's type: base [m, n], a [r, n], b [m, r].
+def merge(base: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """round(base + scale * b a) in base's type: base [m, n], a [r, n], b [m, r]. `out`: where it is written.
 
     Any rows of `base` and `b`, and any columns of `base` and `a`, give those rows and columns of the whole result.
     """
-    out = torch.empty_like(base)
+    out = torch.empty_like(base) if out is None else out
     a, b = a.float(), b.float() * scale
     elements = MERGE_ELEMENTS if base.device.type == "cpu" else DEVICE_MERGE_ELEMENTS
     rows = max(1, elements // max(1, base.shape[1]))

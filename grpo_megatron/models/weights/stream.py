@@ -10,7 +10,8 @@ one dtype, so the biases travel apart. They are small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,15 @@ from grpo_megatron.parallel.mesh import Grid, Mesh, RankError, all_gather_values
 from grpo_megatron.sync.delta import DeltaLimits, DeltaSync
 from grpo_megatron.sync.digest import Expected, Share, expected_digests
 from grpo_megatron.sync.exchange import Exchange, Pool, RankPlan, point_to_point
-from grpo_megatron.sync.plan import EngineTensors, Interval, SyncParameter, SyncTensor, plan_rounds
+from grpo_megatron.sync.plan import (
+    EngineSpans,
+    EngineTensors,
+    Interval,
+    SyncParameter,
+    SyncTensor,
+    Traffic,
+    plan_rounds,
+)
 from grpo_megatron.types import WeightBucket
 
 CONSTANTS = (".router.expert_bias",)  # buffers with a row in the weight table
@@ -98,8 +107,8 @@ def dequantized(parameter: Tensor) -> Tensor:
 
 def served(parameter: Tensor) -> Tensor:
     """The values that the model multiplies by, as an ordinary tensor. Those of an adapted weight are merged now."""
-    merged: Callable[[], Tensor] | None = getattr(parameter, "served", None)  # set by models/lora/layers.py
-    return dequantized(parameter.detach()) if merged is None else merged()
+    adapted: Any = getattr(parameter, "adapted", None)  # set by models/lora/layers.py
+    return dequantized(parameter.detach()) if adapted is None else adapted.served()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -146,10 +155,12 @@ def stages_of_parameters(arch: Architecture, layers: Sequence[int]) -> dict[str,
     return {**out, HEAD: len(layers) - 1}
 
 
-def sync_parameters(arch: Architecture, grid: Grid, stage_of: Mapping[str, int]) -> list[SyncParameter]:
+def sync_parameters(
+    arch: Architecture, grid: Grid, stage_of: Mapping[str, int], rows: Iterable[WeightRow] | None = None
+) -> list[SyncParameter]:
     """All parameters of the model, in the order of its table, without its constants. `stage_of`: Megatron name -> stage.
 
-    A tied embedding is on the head's stage too. (A critic has no head.)
+    A tied embedding is on the head's stage too. (A critic has no head.) `rows`: of other parameters.
     """
     head_stage = stage_of.get(HEAD, 0) if arch.tied else 0
     copies = {EMBEDDING: (head_stage,)} if head_stage > 0 else {}
@@ -161,7 +172,7 @@ def sync_parameters(arch: Architecture, grid: Grid, stage_of: Mapping[str, int])
             ep_rank=row.ep_rank(arch, grid.ep),
             pieces=tuple(row.pieces(arch, tp_rank, grid.tp) for tp_rank in range(grid.tp)),
         )
-        for row in model_rows(arch).values()
+        for row in (model_rows(arch).values() if rows is None else rows)
         if not row.is_constant
     ]
 
@@ -229,10 +240,9 @@ class Resharding:
         `delta`: changes are sent where possible (see `DeltaSync`); None: every sync is full.
         """
         self.mesh, self.tensors, self.dtype, self.device = mesh, tensors, dtype, device
-        self._pool = Pool(dtype, device)
-        grid, budget = mesh.grid(), (bucket_megabytes << 20) // dtype.itemsize
-        plan, rounds, self.traffic = plan_rounds(sync_parameters(arch, grid, stage_of), tensors.spans, grid, budget)
-        self.plan = RankPlan(plan, rounds, mesh.rank, tensors.units(mesh.rank % mesh.rollout_tp))
+        self._pool, self._budget = Pool(dtype, device), (bucket_megabytes << 20) // dtype.itemsize
+        parameters, units = sync_parameters(arch, mesh.grid(), stage_of), tensors.units(mesh.rank % mesh.rollout_tp)
+        self.plan, self.traffic = self._planned(parameters, tensors.spans, units)
         rows = model_rows(arch)
         self._constants: dict[int, list[tuple[str, SyncTensor]]] = {}  # of each stage: (Megatron name, tensor)
         for row in rows.values():
@@ -240,20 +250,30 @@ class Resharding:
                 tensor = SyncTensor(row.hf[0], row.hf_shapes(arch)[0], 0)
                 self._constants.setdefault(stage_of[row.megatron], []).append((row.megatron, tensor))
         self._shares = [*self.plan.shares(), *self._constant_shares()]
-        self._shapes = {p.name: rows[p.name].local_shape(arch, grid.tp) for p in self.plan.parameters()}
-        if len(set(mesh.all_gather(plan.digest))) > 1:
-            raise RankError("the ranks have planned different weight syncs: their configs or their versions differ")
-        self._delta = None if delta is None else self._build_delta(delta)
+        self._shapes = {p.name: rows[p.name].local_shape(arch, mesh.tp) for p in self.plan.parameters()}
+        self._delta: DeltaSync | None = None
+        if delta is not None:
+            with self._kept_on_host("rollout.sync=delta", "set rollout.sync=full"):
+                self._delta = DeltaSync(self.plan, point_to_point, mesh, pool=self._pool, limits=delta)
 
-    def _build_delta(self, limits: DeltaLimits) -> DeltaSync:
-        problem, delta = None, None
+    def _planned(
+        self, parameters: list[SyncParameter], spans: EngineSpans, units: Mapping[str, list[str]] | None
+    ) -> tuple[RankPlan, Traffic]:
+        """Collective. This rank's plan, and the traffic of all ranks."""
+        plan, rounds, traffic = plan_rounds(parameters, spans, self.mesh.grid(), self._budget)
+        if len(set(self.mesh.all_gather(plan.digest))) > 1:
+            raise RankError("the ranks have planned different weight syncs: their configs or their versions differ")
+        return RankPlan(plan, rounds, self.mesh.rank, units), traffic
+
+    @contextlib.contextmanager
+    def _kept_on_host(self, key: str, remedy: str) -> Iterator[None]:
+        """Collective. Around the allocation of what `key` keeps."""
+        problem = None
         try:
-            delta = DeltaSync(self.plan, point_to_point, self.mesh, pool=self._pool, limits=limits)
+            yield
         except RuntimeError as error:  # out of memory
-            problem = f"no memory on the host for what rollout.sync=delta keeps there: {error}; set rollout.sync=full"
+            problem = f"no memory on the host for what {key} keeps there: {error}; {remedy}"
         self.mesh.agree(problem)
-        assert delta is not None
-        return delta
 
     def connect(self) -> None:
         """Send one element to every rank that a sync will send to. Collective.
@@ -261,11 +281,15 @@ class Resharding:
         NCCL allocates the buffers of a connection at its first message, gigabytes where a rank has many peers
         (memory/reserved.py). After this call they are no longer part of the free memory.
         """
-        targets, sources = self.plan.peers()
+        sides = zip(*(plan.peers() for plan in self._plans()), strict=True)
+        targets, sources = (sorted({peer for peers in side for peer in peers}) for side in sides)
         element = torch.zeros(1, dtype=self.dtype, device=self.device)
         receives = [(peer, torch.empty_like(element)) for peer in sources]
         point_to_point([(peer, element) for peer in targets], receives)()
         dist.all_reduce(element)  # as the digests do
+
+    def _plans(self) -> list[RankPlan]:
+        return [self.plan]
 
     @property
     def bytes_received(self) -> int:
@@ -279,8 +303,11 @@ class Resharding:
         """The share of elements that had changed at the last sync. None: they were not compared."""
         return None if self._delta is None else self._delta.density
 
+    def attested(self) -> None:
+        """The engine holds what was streamed last, of whichever model."""
+
     def accept(self, weights_digest: str) -> None:
-        """The engine holds what was streamed last, as attested. Only after this may the next sync send changes."""
+        """The engine holds what was streamed last, of the policy, and computes with it. The next sync may send changes."""
         if self._delta is not None:
             self._delta.accept(weights_digest)
 
@@ -290,24 +317,26 @@ class Resharding:
         The parameters must not change before the stream has ended: some of them are handed over as they are.
         """
         parameters = _with_tied_head(global_parameters(model))
-        read, problem, exchange = _reader(parameters), None, None
+        problem, buckets = None, None
         try:
             for name, shape in self._shapes.items():
                 if name not in parameters:
                     raise ValueError(f"{name} is missing")
                 if tuple(parameters[name].shape) != shape:
                     raise ValueError(f"{name} has shape {tuple(parameters[name].shape)}, expected {shape}")
-            if self._delta is None:
-                exchange = Exchange(self.plan, read, point_to_point, self._pool)
+            buckets = self._buckets(parameters, version)
         except (ValueError, RuntimeError) as error:  # RuntimeError: out of memory
             problem = f"cannot send weights: {error}"
         self.mesh.agree(problem)
-        if self._delta is not None:
-            yield from self._delta.stream(read, version)
-        else:
-            assert exchange is not None
-            yield from exchange.stream()
+        assert buckets is not None
+        yield from buckets
         yield from self._stream_constants(parameters)
+
+    def _buckets(self, parameters: Mapping[str, Tensor], version: int) -> Iterator[WeightBucket]:
+        """The stream without constants. No communication before its first bucket."""
+        if self._delta is not None:
+            return self._delta.stream(_reader(parameters), version)
+        return Exchange(self.plan, _reader(parameters), point_to_point, self._pool).stream()
 
     def expected_digests(self, model: torch.nn.Module) -> Expected:
         """The digests of the model's current weights, for each rank of the engine. Collective. Raises RankError."""
