@@ -143,7 +143,11 @@ def target_problem(key: str, arch: Architecture, lora: LoraConfig) -> str | None
             try:
                 if not any(matches(name, one) for name in linear):
                     text = one if isinstance(one, str) else one[0]
-                    hint = " (experts have no adapters)" if arch.num_experts else ""
+                    hint = (
+                        " (experts have no adapters: PEFT's own form for them has no A and B per layer)"
+                        if arch.num_experts
+                        else ""
+                    )
                     return f"{key}.{field}: {text!r} matches no linear layer{hint}; this model has {', '.join(last)}"
             except re.error as error:
                 return f"{key}.{field}={one!r} is no regular expression ({error}); correct it, or set a list of names"
