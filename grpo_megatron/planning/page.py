@@ -92,13 +92,7 @@ def plan_page(
     stages = models.stages(config)
     stage = max(stage.total for stage in stages[0])
     host = (
-        NodeMemory.of(
-            config,
-            world_size,
-            memory_of_stages(config, world_size, *stages),
-            per_node,
-            kept_by_syncs(config, models.arch, world_size),
-        )
+        NodeMemory.of(config, models, world_size, memory_of_stages(config, world_size, *stages), per_node)
         if is_on_gpus
         else None
     )
@@ -168,8 +162,11 @@ class NodeMemory:
     remedies: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: Config, world_size: int, stages: list[StageMemory], ranks: int, kept: float) -> NodeMemory:
+    def of(
+        cls, config: Config, models: RunModels, world_size: int, stages: list[StageMemory], ranks: int
+    ) -> NodeMemory:
         """That of the stage that needs most. A node may have ranks of several stages, so this is an upper bound."""
+        kept = kept_by_syncs(config, models.arch, world_size)
         of_syncs = {"weights kept by syncs": kept} if kept else {}
         of_stages = [host_parts(config, world_size, stage) | of_syncs for stage in stages]
         keys = {

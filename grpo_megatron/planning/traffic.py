@@ -25,7 +25,7 @@ import numpy as np
 from grpo_megatron.config import Config, LoraConfig
 from grpo_megatron.memory.parameters import DTYPE_BYTES, GRADIENT_BYTES, RunModels, StageParameters, stage_layers
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.lora.sync import factor_parameters, factor_spans
+from grpo_megatron.models.lora.sync import factor_sync
 from grpo_megatron.models.lora.table import lora_rows
 from grpo_megatron.models.weights.stream import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.parallel.mesh import Grid
@@ -91,11 +91,9 @@ def planned_sync(
     """The plan that `Resharding` makes; with `lora`, that of its factors. `layers`: of each pipeline stage."""
     stage_of = stages_of_parameters(arch, layers)
     spans = engine_tensors(arch, grid.rollout_tp, reads_shards=reads_shards, rollout_ep=rollout_ep).spans
-    if lora is None:
-        parameters = sync_parameters(arch, grid, stage_of)
-    else:
-        rows = lora_rows(arch, lora)
-        parameters, spans = factor_parameters(rows, arch, grid, stage_of), factor_spans(rows.values(), arch, spans)
+    parameters = sync_parameters(arch, grid, stage_of)
+    if lora is not None:
+        parameters, spans = factor_sync(lora_rows(arch, lora), arch, grid, stage_of, spans)
     return PlannedSync(*plan_rounds(parameters, spans, grid, (bucket_megabytes << 20) // itemsize), itemsize)
 
 

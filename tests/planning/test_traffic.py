@@ -23,9 +23,10 @@ import torch.distributed as dist
 from grpo_megatron.checks.models import read_models
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
-from grpo_megatron.memory.parameters import RunModels
+from grpo_megatron.memory.parameters import RunModels, memory_of_stages
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.planning.cost import Workload
+from grpo_megatron.planning.page import NodeMemory
 from grpo_megatron.planning.traffic import border_traffic, expert_lines, kept_by_syncs, weight_sync_lines
 from tests import tiny, worlds
 from tests.models import policy_ranks
@@ -69,8 +70,9 @@ def test_the_plan_of_a_run_with_lora_counts_adapters(config_70b: Config) -> None
     assert whole["into a rank"].endswith(" of 141.1 GB") and "first" not in whole
     assert lines["first"] == f"the base weights: {whole['into a rank']} into a rank; then adapters"
     assert lines["into a rank"].endswith(" of 828.4 MB")
-    assert f"{kept_by_syncs(config, models.arch, 64) / 1e9:.2f} GB" in whole["into a rank"]
-    assert kept_by_syncs(config_70b, models.arch, 64) == 0
+    stages = memory_of_stages(config, 64, *models.stages(config))
+    kept = NodeMemory.of(config, models, 64, stages, 8).parts["weights kept by syncs"]
+    assert f"{kept / 1e9:.2f} GB" in whole["into a rank"] and kept_by_syncs(config_70b, models.arch, 64) == 0
 
 
 def test_whole_experts_are_advised_where_parts_are_narrow() -> None:

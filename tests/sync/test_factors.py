@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.lora.merge import merge
-from grpo_megatron.models.lora.sync import FactorSync, factor_parameters, factor_spans, merges_of
+from grpo_megatron.models.lora.sync import FactorSync, factor_sync, merges_of
 from grpo_megatron.models.lora.table import lora_rows
 from grpo_megatron.models.weights.stream import stages_of_parameters
 from grpo_megatron.parallel.mesh import Grid, RankError
@@ -46,8 +46,8 @@ class AdaptedWorld:
         arch, size = self.base.arch, grid.world_size
         self.rows = lora_rows(arch, lora)
         self.lora, self.merges = lora, merges_of(self.rows)
-        parameters = factor_parameters(self.rows, arch, grid, stages_of_parameters(arch, sizes))
-        spans = factor_spans(self.rows.values(), arch, self.base.engine.spans)
+        stages = stages_of_parameters(arch, sizes)
+        parameters, spans = factor_sync(self.rows, arch, grid, stages, self.base.engine.spans)
         plan, rounds, _ = plan_rounds(parameters, spans, grid, 1 << 14)
         self.floor = simulation.floor_of(parameters, spans, grid)
         self.plans = [RankPlan(plan, rounds, rank) for rank in range(size)]

@@ -111,8 +111,7 @@ class _Adapter:
 
     def parts(self) -> Iterator[tuple[Any, slice]]:
         """For each adapted part: its rows of the weight and of `lora_b`, and its rows of `lora_a`."""
-        rank = self.lora.config.rank
-        assert rank is not None
+        rank: Any = self.lora.config.rank
         return ((rows, slice(number * rank, (number + 1) * rank)) for number, rows in enumerate(self.rows))
 
     @torch.no_grad()
@@ -234,25 +233,22 @@ def attach(model: torch.nn.Module, arch: Architecture, config: LoraConfig, mesh:
     for name, parameter in inner.named_parameters():
         if not name.startswith("score."):
             parameter.requires_grad_(False)
-    stored = contextlib.nullcontext() if config.path is None else SafetensorsFolder(config.path)
-    with stored as files:
-        for name, row in lora.rows.items():
-            weight = parameters[row.base.megatron]
-            module = owners[id(weight)]
-            if name.endswith(LORA_A):
-                _adapt(module, lora, row, rows[name.removesuffix(LORA_A) + LORA_B], arch, mesh, inner.config)
-            factor = torch.nn.Parameter(
-                torch.empty(row.local_shape(arch, mesh.tp), dtype=weight.dtype, device=weight.device)
-            )
-            if files is None:
-                set_parameter(factor, _initial(row, config, arch, mesh))
-            else:
-                set_parameter(factor, row.shard(files.slice, arch, mesh.tp_rank, mesh.tp))
-            if row.split_dim is not None:  # else the gradient norm would count the first rank's part only
-                set_tensor_model_parallel_attributes(factor, True, row.split_dim, 1)
-            elif config.mode == "split":
-                factor.sequence_parallel = inner.config.sequence_parallel  # type: ignore[attr-defined]
-            module.register_parameter(name.rpartition(".")[2], factor)
+    for name, row in lora.rows.items():
+        weight = parameters[row.base.megatron]
+        module = owners[id(weight)]
+        if name.endswith(LORA_A):
+            _adapt(module, lora, row, rows[name.removesuffix(LORA_A) + LORA_B], arch, mesh, inner.config)
+        factor = torch.nn.Parameter(weight.new_empty(row.local_shape(arch, mesh.tp)))
+        set_parameter(factor, _initial(row, config, arch, mesh))
+        if row.split_dim is not None:  # else the gradient norm would count the first rank's part only
+            set_tensor_model_parallel_attributes(factor, True, row.split_dim, 1)
+        elif config.mode == "split":
+            factor.sequence_parallel = inner.config.sequence_parallel  # type: ignore[attr-defined]
+        module.register_parameter(name.rpartition(".")[2], factor)
+    if config.path is not None:
+        for name, (a, b) in lora.stored(config.path, arch, mesh).items():
+            set_parameter(lora.modules[name].lora_a, a)
+            set_parameter(lora.modules[name].lora_b, b)
     if getattr(inner, "embedding", None) is not None:
         # Else the first layer's input needs no gradient, and a layer that is recomputed would get none, without an error.
         inner.embedding.register_forward_hook(_require_gradient)
@@ -281,11 +277,8 @@ def _adapt(
     module.adapter = _Adapter(lora, base.megatron, base.split_dim, rows, sums, *flags, mesh.tp_group)
     kind: Any = type(module)
     module.__class__ = _adapted(kind)
-    for fused in (
-        "gradient_accumulation_fusion",
-        "fuse_wgrad_accumulation",
-    ):  # into a buffer that the weight has no more
-        if hasattr(module, fused):
+    for fused in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
+        if hasattr(module, fused):  # into a buffer that the weight has no more
             setattr(module, fused, False)
     module.weight.adapted = module
     lora.modules[base.megatron] = module
@@ -295,15 +288,11 @@ def _initial(row: Factor, config: LoraConfig, arch: Architecture, mesh: Mesh) ->
     """This rank's part of a factor at the start. Each is drawn whole, from its name: the same in every layout."""
     drawn: dict[str, Tensor] = {}
     for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True):
-        drawn[name] = torch.zeros(shape)
-        generator = torch.Generator().manual_seed(_seed(name, mesh.seed))
+        drawn[name], bound = torch.zeros(shape), shape[1] ** -0.5
+        seed = int.from_bytes(hashlib.sha256(f"{mesh.seed} {name}".encode()).digest()[:7])
+        generator = torch.Generator().manual_seed(seed)
         if name.endswith("lora_A.weight") and config.init == "gaussian":
             drawn[name].normal_(0, 1 / shape[0], generator=generator)
         elif name.endswith("lora_A.weight"):
-            bound = shape[1] ** -0.5
             drawn[name].uniform_(-bound, bound, generator=generator)
     return row.shard(drawn.__getitem__, arch, mesh.tp_rank, mesh.tp)
-
-
-def _seed(name: str, seed: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])

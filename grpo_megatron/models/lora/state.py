@@ -30,19 +30,11 @@ def _entry(row: Factor, parameter: Tensor, arch: Architecture, mesh: Mesh) -> Sh
         found = []
         for piece in pieces:
             part = tensor.narrow(row.axis, piece.local_start, piece.stop - piece.start)
+            shown, shape = row.hf[piece.tensor], shapes[piece.tensor]
             offset = (0,) * row.axis + (piece.start,) + (0,) * (1 - row.axis)
-            shape, shown = shapes[piece.tensor], row.hf[piece.tensor]
+            layout = {"local_shape": tuple(part.shape), "global_shape": shape, "global_offset": offset}
             found.append(
-                ShardedTensor(
-                    key=shown,
-                    data=part,
-                    dtype=part.dtype,
-                    local_shape=tuple(part.shape),
-                    global_shape=shape,
-                    global_offset=offset,
-                    axis_fragmentations=None,
-                    replica_id=replica_id,
-                )
+                ShardedTensor(shown, part, part.dtype, **layout, axis_fragmentations=None, replica_id=replica_id)
             )
         return found
 

@@ -32,23 +32,19 @@ from grpo_megatron.types import WeightBucket
 Merges = dict[str, tuple[str, str]]  # Hugging Face name of a weight -> names of its A and B
 
 
-def factor_parameters(
-    rows: Mapping[str, Factor], arch: Architecture, grid: Grid, stage_of: Mapping[str, int]
-) -> list[SyncParameter]:
-    """The factors as parameters of a sync. `stage_of`: of the weights."""
-    stages = {name: stage_of[row.base.megatron] for name, row in rows.items()}
-    return sync_parameters(arch, grid, stages, rows.values())
+def factor_sync(
+    rows: Mapping[str, Factor], arch: Architecture, grid: Grid, stage_of: Mapping[str, int], spans: EngineSpans
+) -> tuple[list[SyncParameter], EngineSpans]:
+    """The factors as parameters of a sync, and the part of each that merges what an engine rank reads of the weight.
 
-
-def factor_spans(rows: Iterable[Factor], arch: Architecture, spans: EngineSpans) -> EngineSpans:
-    """The part of each factor that merges what an engine rank reads of the weight. `spans`: of the weights."""
-    out = {}
-    for row in rows:
+    `stage_of` and `spans` are those of the weights.
+    """
+    stages, out = {name: stage_of[row.base.megatron] for name, row in rows.items()}, {}
+    for row in rows.values():
         for name, index, shape in zip(row.hf, row.targets, row.hf_shapes(arch), strict=True):
-            read = spans[row.base.hf[index]]
-            is_cut = row.split_dim is not None
+            read, is_cut = spans[row.base.hf[index]], row.split_dim is not None
             out[name] = read if is_cut else tuple((0, shape[0] if start < stop else 0) for start, stop in read)
-    return out
+    return sync_parameters(arch, grid, stages, rows.values()), out
 
 
 def merges_of(rows: Mapping[str, Factor]) -> Merges:
@@ -162,14 +158,12 @@ class AdapterResharding(Resharding):
         """As `Resharding`, with the `lora` of the model."""
         super().__init__(arch, mesh, stage_of, tensors, **options)
         self._rows = lora_rows(arch, lora)
-        parameters = factor_parameters(self._rows, arch, mesh.grid(), stage_of)
-        self.factors, _ = self._planned(parameters, factor_spans(self._rows.values(), arch, tensors.spans), None)
+        parameters, spans = factor_sync(self._rows, arch, mesh.grid(), stage_of, tensors.spans)
+        self.factors, _ = self._planned(parameters, spans, None)
+        self._plans.append(self.factors)
         with self._kept_on_host("actor.lora", "give each node more memory, or train and draw in the same layout"):
-            state = merges_of(self._rows), lora.scale, point_to_point, mesh, self._pool
-            self._sync = FactorSync(self.plan, self.factors, *state)
-
-    def _plans(self) -> list[RankPlan]:
-        return [self.plan, self.factors]
+            merges, plans = merges_of(self._rows), (self.plan, self.factors)
+            self._sync = FactorSync(*plans, merges, lora.scale, point_to_point, mesh, self._pool)
 
     @property
     def bytes_received(self) -> int:
@@ -185,11 +179,8 @@ class AdapterResharding(Resharding):
             weight: Any = parameters[self._rows[name].base.megatron]
             return weight.adapted.factors()[name.endswith(LORA_B)].detach()  # type: ignore[no-any-return]
 
-        adapted: list[Any] = [
-            module for p in parameters.values() if (module := getattr(p, "adapted", None)) is not None
-        ]
-        has_factors = any(module.factors() is not None for module in adapted)
-        weights = [parameters[name] for name in self._shapes]
+        weights: list[Any] = [parameters[name] for name in self._shapes]
+        has_factors = any(hasattr(weight, "adapted") and weight.adapted.factors() is not None for weight in weights)
         source = [(id(weight), weight._version) for weight in weights]  # the version counts what is written to a tensor
         return self._sync.stream(
             lambda name: dequantized(parameters[name]), read_factor, source, has_factors=has_factors

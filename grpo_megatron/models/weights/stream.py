@@ -250,6 +250,7 @@ class Resharding:
                 tensor = SyncTensor(row.hf[0], row.hf_shapes(arch)[0], 0)
                 self._constants.setdefault(stage_of[row.megatron], []).append((row.megatron, tensor))
         self._shares = [*self.plan.shares(), *self._constant_shares()]
+        self._plans = [self.plan]  # all whose messages are sent
         self._shapes = {p.name: rows[p.name].local_shape(arch, mesh.tp) for p in self.plan.parameters()}
         self._delta: DeltaSync | None = None
         if delta is not None:
@@ -281,15 +282,12 @@ class Resharding:
         NCCL allocates the buffers of a connection at its first message, gigabytes where a rank has many peers
         (memory/reserved.py). After this call they are no longer part of the free memory.
         """
-        sides = zip(*(plan.peers() for plan in self._plans()), strict=True)
+        sides = zip(*(plan.peers() for plan in self._plans), strict=True)
         targets, sources = (sorted({peer for peers in side for peer in peers}) for side in sides)
         element = torch.zeros(1, dtype=self.dtype, device=self.device)
         receives = [(peer, torch.empty_like(element)) for peer in sources]
         point_to_point([(peer, element) for peer in targets], receives)()
         dist.all_reduce(element)  # as the digests do
-
-    def _plans(self) -> list[RankPlan]:
-        return [self.plan]
 
     @property
     def bytes_received(self) -> int:
