@@ -255,13 +255,9 @@ def lora_problems(config: Config, archs: Mapping[str, Architecture]) -> Problems
 def _path_problems(key: str, lora: LoraConfig, path: Path, arch: Architecture) -> Problems:
     """The PEFT folder that adapters start from: its form, rank, scale and layers, and every number in it."""
     try:
-        folder = PeftFolder(path)
-        if problem := folder.difference(lora):
-            yield f"{marked(key)}.path={str(path)!r} {problem.format(key=key)}"
-        else:
-            folder.check(arch, lora)
+        PeftFolder(path).check(arch, lora)
     except WeightsError as error:
-        yield f"{marked(key)}.path: {error}\n  (set {key}.target_modules to the layers of the folder, or another folder)"
+        yield f"{marked(key)}.path={str(path)!r}: {error}\n  (or set {key}.target_modules to its layers, or another folder)"
 
 
 # -- Lengths and batch sizes -------------------------------------------------------------------------------------------

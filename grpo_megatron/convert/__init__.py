@@ -1,8 +1,9 @@
 """Hugging Face safetensors <-> Megatron-Core distributed checkpoints, on a CPU, in bounded memory, without a model.
 
-options.py      the options of to-megatron, to-hf, verify and inspect; cli.py: the command
-conversion.py   to-megatron and to-hf; inspection.py: verify and inspect
+options.py      the options of the actions; cli.py: the command
+conversion.py   to-megatron, to-hf and merge; inspection.py: verify and inspect
 source.py       a model in either format as Hugging Face tensors; hf.py and megatron.py are its two kinds, and write them too
+adapters.py     adapters and their base, as a third kind
 layout.py       names and places of the tensors in a distributed checkpoint
 output.py       the output folder and its files, hashed while they are written; progress
 """

@@ -85,17 +85,13 @@ class AdaptedModel(Source):
     def weight_folders(self) -> tuple[Path, ...]:
         return self.data_folder, self.hf_folder
 
-    def factor(self, name: str) -> Tensor:
-        """A factor by PEFT's name, as it is stored."""
-        return self.adapters.read(name)
-
     def read(self, name: str) -> Tensor:
         if any(name in row.hf for row in self.head_rows):
             return self.adapters.read(name)
         base = self.base.read(name)
         if name not in self._names:
             return base.to(self.dtypes[name])
-        a, b = map(self.factor, self._names[name])
+        a, b = map(self.adapters.read, self._names[name])
         return merge(base.to(self._model_dtype), a, b, self.lora.scale)
 
     def config_text(self, dtype: torch.dtype) -> bytes:
@@ -113,10 +109,8 @@ class AdaptedModel(Source):
 
     def write_adapters(self, folder: Path, dtype: torch.dtype | None) -> None:
         """Write the adapters into the existing `folder`, in `dtype` or as they are stored."""
-        names = [name for pair in self._names.values() for name in pair]
-        tensors = {name: self.factor(name).to(dtype) if dtype else self.factor(name) for name in names}
-        model_dtype = dtype_name(dtype or self._model_dtype)
-        write_peft(folder, tensors, self.lora, self.arch, self.hf_folder, model_dtype)
+        tensors = {name: self.adapters.read(name).to(dtype) for pair in self._names.values() for name in pair}
+        write_peft(folder, tensors, self.lora, self.arch, self.hf_folder, dtype_name(dtype or self._model_dtype))
 
 
 def _base_folder(adapters: PeftFolder) -> Path:

@@ -14,7 +14,6 @@ Activations, logits and the engine are in phases.py. Not counted: the h weights 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +23,7 @@ from grpo_megatron.config import ActorConfig, Config, LoraConfig, MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import table_of
 from grpo_megatron.models.lora.merge import DEVICE_MERGE_ELEMENTS
-from grpo_megatron.models.lora.table import LORA_A, lora_rows
+from grpo_megatron.models.lora.table import lora_rows
 from grpo_megatron.models.weights.table import WeightRow, is_expert, is_layered
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -131,20 +130,17 @@ def parameters_from_table(
 
 
 def _with_adapters(stages: Stages, arch: Architecture, lora: LoraConfig, tp: int) -> Stages:
-    factors: Counter[int] = Counter()  # by layer
-    merged: dict[int, list[int]] = {}
-    for row in lora_rows(arch, lora).values():
-        layer = int(row.megatron.split(".")[2])
-        factors[layer] += math.prod(row.local_shape(arch, tp))
-        if row.megatron.endswith(LORA_A):
-            merged.setdefault(layer, []).append(math.prod(row.base.local_shape(arch, tp)))
+    of_layer: dict[int, list[tuple[int, int]]] = {}  # for each adapted weight, the sizes of its factors and its own
+    rows = list(lora_rows(arch, lora).values())  # A and B in turn
+    for a, b in zip(rows[::2], rows[1::2], strict=True):
+        layer = of_layer.setdefault(int(a.megatron.split(".")[2]), [])
+        layer.append((_size([a, b], arch, tp), _size([a.base], arch, tp)))
     out, first = [], 0
     for stage in stages:
-        layers = range(first, first + stage.layers)
-        own = [merged.get(layer, []) for layer in layers]
-        adapters, largest = sum(factors[layer] for layer in layers), max((sum(of) for of in own), default=0)
-        weight = max((size for of in own for size in of), default=0)
-        out.append(replace(stage, adapters=adapters, merged_layer=largest, merged_weight=weight))
+        own = [list(zip(*of_layer.get(layer, [(0, 0)]), strict=True)) for layer in range(first, first + stage.layers)]
+        adapters = sum(sum(factors) for factors, _ in own)
+        most, weight = max(sum(weights) for _, weights in own), max(max(weights) for _, weights in own)
+        out.append(replace(stage, adapters=adapters, merged_layer=most, merged_weight=weight))
         first += stage.layers
     return out
 

@@ -17,7 +17,7 @@ from grpo_megatron.reading import MAX_YAML, parse_yaml, read_text
 Settings = dict[str, Any]  # their keys -> values
 Convert = Callable[[Any, Settings], "Mapping[str, Any] | str"]
 
-ACTOR, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
+ACTOR = "actor_rollout_ref.actor."
 OFF: tuple[Any, ...] = (
     None,
     False,
@@ -81,6 +81,8 @@ class OtherTrainer:
             for theirs, note in table.get(kind, {}).items():
                 ours, text = note if isinstance(note, list) else (None, note)
                 rules[theirs] = Rule(ours, text, table=kind)
+        for switch, names in table.get("lora", {}).items():
+            converts = {**converts, **_lora(switch, names, table.get("layers", {}))}
         rules |= {theirs: Rule(ours, convert=convert) for theirs, (ours, convert) in converts.items()}
         return cls(name, rules, table["defaults"], table["implied"], table.get("renamed", {}), prefixes)
 
@@ -105,6 +107,26 @@ class OtherTrainer:
         parts = key.split(".")
         above = (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
         return next((self.rules[name] for name in above if name in self.rules and self.rules[name].note), None)
+
+
+def _lora(switch: str, names: Mapping[str, str], layers: Mapping[str, list[str]]) -> dict[str, tuple[str, Convert]]:
+    """Rules for keys of LoRA (our name -> theirs), which count where their key `switch` is set. `layers`: as names of ours."""
+
+    def rule(ours: str) -> tuple[str, Convert]:
+        def convert(value: Any, settings: Settings) -> Mapping[str, Any]:
+            if settings.get(switch) in OFF or value in OFF:
+                return {}
+            if ours == "dropout":
+                return {"actor.lora.dropout": value, "actor.lora.mode": "split"}
+            if isinstance(value, str) and ours.endswith("_modules") and re.fullmatch(r"[\w, ]+", value):
+                value = [name.strip() for name in value.split(",")]
+            if isinstance(value, list):
+                value = [name for one in value for name in layers.get(one, [one])]
+            return {f"actor.lora.{ours}": value}
+
+        return f"actor.lora.{ours}", convert
+
+    return {theirs: rule(ours) for ours, theirs in names.items()}
 
 
 def as_list(value: Any) -> list[Any]:
@@ -183,44 +205,6 @@ def _name(value: Any, settings: Settings) -> Mapping[str, Any]:
     return {"trainer.experiment_name": value, **folder}
 
 
-MEGATRON_LAYERS = {  # Megatron-Bridge's names
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_q": ("q_proj",),
-    "linear_k": ("k_proj",),
-    "linear_v": ("v_proj",),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc1_gate": ("gate_proj",),
-    "linear_fc1_up": ("up_proj",),
-    "linear_fc2": ("down_proj",),
-}
-
-
-def _layers(value: Any) -> Any:
-    """Names of linear layers as PEFT has them; a regular expression, and all-linear, as they are."""
-    if isinstance(value, str) and re.fullmatch(r"[\w, ]+", value):
-        value = [name.strip() for name in value.split(",")]
-    if not isinstance(value, list):
-        return value
-    return [name for one in value for name in MEGATRON_LAYERS.get(one, (one,))]
-
-
-def _lora(switch: str, *, prefix: str = "", **theirs: str) -> dict[str, tuple[str, Convert]]:
-    """Rules for their keys of LoRA, by our names. They count where their key `switch` is set."""
-
-    def rule(ours: str) -> tuple[str, Convert]:
-        def convert(value: Any, settings: Settings) -> Mapping[str, Any]:
-            if settings.get(switch) in OFF or value in OFF:
-                return {}
-            if ours == "dropout":
-                return {"actor.lora.dropout": value, "actor.lora.mode": "split"}
-            return {f"actor.lora.{ours}": _layers(value) if ours.endswith("_modules") else value}
-
-        return f"actor.lora.{ours}", convert
-
-    return {prefix + name: rule(ours) for ours, name in theirs.items()}
-
-
 VERL = OtherTrainer.read(
     "verl",
     {
@@ -238,23 +222,6 @@ VERL = OtherTrainer.read(
             lambda value, _: {"actor.optim.lr_warmup_steps": max(0, value)},
         ),
         f"{ACTOR}optim.lr_warmup_steps_ratio": ("actor.optim.lr_warmup_steps", _warm_up),
-        **_lora(
-            f"{MODEL}lora_rank",
-            prefix=MODEL,
-            rank="lora_rank",
-            alpha="lora_alpha",
-            target_modules="target_modules",
-            exclude_modules="exclude_modules",
-        ),
-        **_lora(
-            f"{MODEL}lora.rank",
-            prefix=f"{MODEL}lora.",
-            rank="rank",
-            alpha="alpha",
-            dropout="dropout",
-            target_modules="target_modules",
-            exclude_modules="exclude_modules",
-        ),
         "custom_reward_function.path": ("reward.function", _reward_function),
         "reward_model.model.path": (
             "reward_model.path",
@@ -360,15 +327,6 @@ TRL = OtherTrainer.read(
         "per_device_train_batch_size": ("data.train_batch_size", _prompts),
         "generation_batch_size": _per_prompt("data.train_batch_size", "num_generations"),
         "beta": ("actor.kl_loss_coef", lambda value, _: _kl(value)),
-        **_lora(
-            "use_peft",
-            rank="lora_r",
-            alpha="lora_alpha",
-            use_rslora="use_rslora",
-            dropout="lora_dropout",
-            target_modules="lora_target_modules",
-            exclude_modules="exclude_modules",
-        ),
         "epsilon": ("actor.clip_ratio_low", _epsilon),
         "vllm_importance_sampling_mode": (f"{CORRECTION}rollout_is", _correction),
         "off_policy_mask_threshold": (
@@ -409,14 +367,6 @@ EASYR1 = OtherTrainer.read(
                 else {}
             ),
         ),
-        **_lora(
-            "worker.actor.model.lora.rank",
-            prefix="worker.actor.model.lora.",
-            rank="rank",
-            alpha="alpha",
-            target_modules="target_modules",
-            exclude_modules="exclude_modules",
-        ),
         "worker.actor.optim.lr_warmup_ratio": ("actor.optim.lr_warmup_steps", _warm_up),
         "trainer.logger": ("trainer.logger", _sinks),
     },
@@ -453,14 +403,6 @@ OPENRLHF = OtherTrainer.read(
                 {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}[settings["algo.kl.estimator"]],
                 in_loss=settings["algo.kl.use_loss"],
             ),
-        ),
-        **_lora(
-            "ds.lora.rank",
-            prefix="ds.lora.",
-            rank="rank",
-            alpha="alpha",
-            dropout="dropout",
-            target_modules="target_modules",
         ),
         "algo.advantage.is_correction_enable": (f"{CORRECTION}rollout_is", _openrlhf_correction),
     },

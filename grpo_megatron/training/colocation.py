@@ -312,8 +312,7 @@ def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[.
             policy.save_hf(target, tokenizer_path)
             return
         if adapters and policy.lora is not None:
-            parts = (policy.ddp, policy.lora, policy.arch, policy.mesh, config.model.path, tokenizer_path, target)
-            save_peft(*parts, serving)
+            save_peft(policy, config.model.path, tokenizer_path, target, serving)
             return
         stream = policy.hf_weights(config.rollout.update_weights_bucket_megabytes)
         save_hf(stream, config.model.path, tokenizer_path, target, policy.mesh, serving=serving)

@@ -251,10 +251,10 @@ BAD_ADAPTERS: list[tuple[Callable[[Path], object], str]] = [
     (setting(rank_pattern={"q_proj": 8}), "rank_pattern={'q_proj': 8}: only"),
     (setting(peft_type="IA3"), "peft_type='IA3': only"),
     (setting(init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_niter_4': only"),
-    (setting(r=8), "has adapters of rank 8 and scale 1; set actor.lora.rank=8"),
+    (setting(r=8), "has adapters of rank 8 and scale 1; set rank=8"),
     (setting(r=-1), "r=-1, lora_alpha=8 are no rank and scale of adapters"),
-    (setting(lora_alpha=16), "has adapters of rank 4 and scale 4; set actor.lora.alpha=16.0"),
-    (setting(use_rslora=True), "has adapters of rank 4 and scale 4; set actor.lora.use_rslora=True"),
+    (setting(lora_alpha=16), "has adapters of rank 4 and scale 4; set alpha=16.0"),
+    (setting(use_rslora=True), "has adapters of rank 4 and scale 4; set use_rslora=True"),
     (tensors(lambda found: found.pop(OF_K)), f"missing {OF_K}"),
     (tensors(lambda found: found.update({OF_K: torch.ones(4, 7)})), f"{OF_K} has shape (4, 7), expected (4, 64)"),
     (tensors(lambda found: found[OF_K].fill_(torch.nan)), f"{OF_K} has values that are no finite numbers"),
@@ -283,7 +283,7 @@ def test_a_peft_folder_is_no_model(adapters: Path, refused: Callable[..., str]) 
 
 def test_other_layers_than_those_of_the_adapters_are_refused(adapters: Path, refused: Callable[..., str]) -> None:
     message = refused("actor.lora={rank: 4, alpha: 8, target_modules: [q_proj]}", f"actor.lora.path={adapters}")
-    assert f"unexpected {OF_K}" in message and "set actor.lora.target_modules to the layers of the folder" in message
+    assert f"unexpected {OF_K}" in message and "set actor.lora.target_modules to its layers" in message
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def bfloat16(folder: Path, layout: Layout, lora: Any, out: Path) -> tuple[Tensor
     policy = build(folder, layout, device, mesh, lora, dtype="bfloat16")
     stored, now = policy.lora.stored(lora["path"], policy.arch, mesh), policy.lora.copies()  # as a reference reads them
     assert all(torch.equal(a, b) for name, pair in now.items() for a, b in zip(pair, stored[name], strict=True))
-    save_peft(policy.ddp, policy.lora, policy.arch, mesh, folder, folder, out, Serving(end_token_ids=[2]))
+    save_peft(policy, folder, folder, out, Serving(end_token_ids=[2]))
     parameters, seen = global_parameters(policy.ddp), {}
     for name, module in policy.lora.modules.items():
         used: list[torch.Tensor] = []

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.lora.table import PEFT_PREFIX, Factor, adaptable_layers, lora_rows
+from grpo_megatron.models.lora.table import PEFT_PREFIX, adaptable_layers, lora_rows
 from grpo_megatron.models.weights.folder import SafetensorsFolder, Serving, write_companions
 from grpo_megatron.models.weights.stream import WeightsError, global_parameters
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
@@ -28,6 +28,7 @@ from grpo_megatron.storage.files import new_folder
 
 if TYPE_CHECKING:
     from grpo_megatron.models.lora.layers import Lora
+    from grpo_megatron.models.policy import Policy
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODEL_DTYPE = "model_dtype"  # in the weight file's metadata: the dtype of the model that the factors were trained with
@@ -71,18 +72,13 @@ class PeftFolder:
             raise WeightsError(f"{folder / ADAPTER_WEIGHTS}: not a readable safetensors file ({error})") from error
         layers = sorted({name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in names})
         self.model_dtype = metadata.get(MODEL_DTYPE)
+        rank, alpha, rslora = settings.get("r"), settings.get("lora_alpha"), settings.get("use_rslora") or False
         try:
-            self.lora = LoraConfig.model_validate(
-                {
-                    "rank": settings.get("r"),
-                    "alpha": settings.get("lora_alpha"),
-                    "use_rslora": settings.get("use_rslora") or False,
-                    "target_modules": layers,
-                }
-            )
+            values = {"rank": rank, "alpha": alpha, "use_rslora": rslora, "target_modules": layers}
+            self.lora = LoraConfig.model_validate(values)
             assert self.lora.rank is not None
         except (ValueError, AssertionError) as error:
-            found = f"r={shown(settings.get('r'))}, lora_alpha={shown(settings.get('lora_alpha'))}"
+            found = f"r={shown(rank)}, lora_alpha={shown(alpha)}"
             raise WeightsError(f"{file}: {found} are no rank and scale of adapters") from error
 
     def _check_supported(self, settings: Mapping[str, Any], file: Path) -> None:
@@ -95,11 +91,16 @@ class PeftFolder:
             raise WeightsError(f"{file}: {given}: only W0 + s B A of linear layers is supported, without more")
 
     def check(self, arch: Architecture, lora: LoraConfig | None = None) -> None:
-        """Raise WeightsError unless the factors are finite, and are those of the model's layers that `lora` names.
+        """Raise WeightsError unless the factors are finite, and those of the model with `lora`, in rank, scale and layers.
 
-        `lora` None: those that the file has. Reads the whole file.
+        `lora` None: any. Reads the whole file.
         """
-        shapes = factor_shapes(arch, lora or self.lora)
+        own = self.lora
+        if lora is not None and (lora.rank, lora.scale) != (own.rank, own.scale):
+            changes = [n for n in ("rank", "alpha", "use_rslora") if getattr(lora, n) != getattr(own, n)]
+            wanted = ", ".join(f"{name}={getattr(own, name)}" for name in changes)
+            raise WeightsError(f"it has adapters of rank {own.rank} and scale {own.scale:g}; set {wanted}")
+        shapes = factor_shapes(arch, lora or own)
         with SafetensorsFolder(self.folder) as files:
             files.check(shapes, set())
             for name in shapes:
@@ -112,15 +113,6 @@ class PeftFolder:
         with safe_open(self.folder / ADAPTER_WEIGHTS, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
-
-    def difference(self, lora: LoraConfig) -> str | None:
-        """What is another rank or scale in `lora`, with {key} for its section; None: nothing."""
-        own = self.lora
-        if lora.rank == own.rank and lora.scale == own.scale:
-            return None
-        changes = [n for n in ("rank", "alpha", "use_rslora") if getattr(lora, n) != getattr(own, n)]
-        wanted = ", ".join(f"{{key}}.{name}={getattr(own, name)}" for name in changes)
-        return f"has adapters of rank {own.rank} and scale {own.scale:g}; set {wanted}"
 
 
 def factor_shapes(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
@@ -166,46 +158,30 @@ def _targets(arch: Architecture, lora: LoraConfig) -> list[str]:
     return sorted(last if same == adapted and not arch.num_experts else adapted)
 
 
-def save_peft(
-    model: torch.nn.Module,
-    lora: Lora,
-    arch: Architecture,
-    mesh: Mesh,
-    base: Path,
-    tokenizer_source: Path,
-    target: Path,
-    serving: Serving,
-) -> None:
-    """Collective: rank 0 writes the adapters of a model as a PEFT folder, with the tokenizer. Raises RankError."""
-    tensors = gathered_factors(model, lora, arch, mesh)
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+def save_peft(policy: Policy, base: Path, tokenizer_source: Path, target: Path, serving: Serving) -> None:
+    """Collective: rank 0 writes the policy's adapters as a PEFT folder, with the tokenizer. Raises RankError."""
+    assert policy.lora is not None
+    with policy.readable_weights():
+        tensors = _gathered(policy.ddp, policy.lora, policy.arch, policy.mesh)
+    dtype = str(next(policy.ddp.parameters()).dtype).removeprefix("torch.")
 
     def write() -> None:
         with new_folder(target) as folder:
-            write_peft(folder, tensors, lora.config, arch, base, dtype)
+            write_peft(folder, tensors, policy.actor.lora, policy.arch, base, dtype)
             write_companions(folder, base, tokenizer_source, serving)
 
-    on_first_rank(mesh, f"cannot write {target}", write)
+    on_first_rank(policy.mesh, f"cannot write {target}", write)
 
 
-def gathered_factors(model: torch.nn.Module, lora: Lora, arch: Architecture, mesh: Mesh) -> dict[str, Tensor]:
-    """Collective: every factor, whole and by PEFT's name, in the memory of rank 0; empty on the others.
-
-    The first of the ranks with the same parameters sends its part.
-    """
+def _gathered(model: torch.nn.Module, lora: Lora, arch: Architecture, mesh: Mesh) -> dict[str, Tensor]:
+    """Collective: every factor, whole and by PEFT's name, in the memory of rank 0; empty on the others."""
     own: dict[str, Tensor] = {}
-    if (mesh.dp_rank, mesh.cp_rank) == (0, 0):
+    if (mesh.dp_rank, mesh.cp_rank) == (0, 0):  # the first of the ranks with the same parameters
         parameters = global_parameters(model)
         held = (name for name, row in lora.rows.items() if row.split_dim is not None or mesh.tp_rank == 0)
         own = {name: parameters[name].detach().cpu() for name in held}
-    parts = mesh.gather((mesh.tp_rank, own))
-    shards: dict[str, dict[int, Tensor]] = {}
-    for tp_rank, of_rank in parts:
-        for name, tensor in of_rank.items():
-            shards.setdefault(name, {})[tp_rank] = tensor
-    rows: Mapping[str, Factor] = lora_rows(arch, lora.config)
-    out: dict[str, Tensor] = {}
-    for name, row in rows.items() if parts else ():
-        whole = row.merge([shards[name][rank] for rank in sorted(shards[name])], arch)
-        out.update(zip(row.hf, whole, strict=True))
+    parts, out = mesh.gather(own), dict[str, Tensor]()
+    for name, row in lora_rows(arch, lora.config).items() if parts else ():
+        shards = [of_rank[name] for of_rank in parts if name in of_rank]  # in the order of their tensor-parallel ranks
+        out.update(zip(row.hf, row.merge(shards, arch), strict=True))
     return out
