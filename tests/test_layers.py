@@ -88,8 +88,9 @@ def imported(path: Path) -> frozenset[str]:
 
 
 def own_imports(module: str) -> set[str]:
+    """Without the examples' data generator, which the command `prepare` runs from where the examples are."""
     names = {name for name in imported(SOURCES[module]) if name.split(".")[0] == PACKAGE}
-    return {name.removeprefix(f"{PACKAGE}.") for name in names} - {PACKAGE}
+    return {name.removeprefix(f"{PACKAGE}.") for name in names} - {PACKAGE, "shipped.examples.generated"}
 
 
 def room_of(module: str) -> str:

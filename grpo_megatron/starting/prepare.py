@@ -15,10 +15,10 @@ from typing import Annotated, Any, ClassVar
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.options import Argument, Option, Options
-from grpo_megatron.data.generated import write_example
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.importing import did_you_mean
 from grpo_megatron.reading import ReadError, read_json
+from grpo_megatron.shipped.examples.generated import write_example
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import new_folder
 
@@ -139,7 +139,7 @@ def prepare_inputs(options: PrepareOptions) -> int:
 
 # -- a model with random weights, drawn from a seed ---------------------------------------------------------------------
 
-# 405 k parameters: learns the sums of data/generated.py in about two minutes on two cores
+# 405 k parameters: learns the sums of examples/generated.py in about two minutes on two cores
 QUICKSTART_MODEL = Path(__file__).with_name("quickstart.json")
 _TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt"

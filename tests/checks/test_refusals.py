@@ -35,8 +35,8 @@ from grpo_megatron.checks.names import (
 )
 from grpo_megatron.cli.config_file import load_config, reward_defaults
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, ConfigError
-from grpo_megatron.data.generated import STEP_SEPARATOR
 from grpo_megatron.environments.environment import ChatMessage, Environment, Step
+from grpo_megatron.shipped.examples.generated import STEP_SEPARATOR
 from grpo_megatron.types import GroupTable
 from tests.runs import texts
 

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data import generated
-from grpo_megatron.data.generated import (
+from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer
+from grpo_megatron.data.written import load_supervised
+from grpo_megatron.rewards.numeric import arithmetic_reward
+from grpo_megatron.rewards.process_rewards import equations
+from grpo_megatron.shipped.examples import generated
+from grpo_megatron.shipped.examples.generated import (
     ANSWERING_SHARE,
     ANSWERING_STEPS,
     CALLING_STEPS,
@@ -25,10 +29,6 @@ from grpo_megatron.data.generated import (
     worked_response,
     write_example,
 )
-from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer
-from grpo_megatron.data.written import load_supervised
-from grpo_megatron.rewards.numeric import arithmetic_reward
-from grpo_megatron.rewards.process_rewards import equations
 
 # as in examples/agents/calculator.yaml and search.yaml
 LIMITS = {"products": (32, 48), "two_hops": (32, 96)}

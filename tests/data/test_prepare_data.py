@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.generated import build_tokenizer
 from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.shipped.examples.generated import build_tokenizer
 from tests.files import CONFIGS
 from tests.runs import write_tokenizer
 

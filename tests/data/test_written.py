@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.generated import build_tokenizer
 from grpo_megatron.data.prompts import step_ends
 from grpo_megatron.data.tokenizer import TurnRenderer, read_end_tokens
 from grpo_megatron.data.written import (
@@ -22,6 +21,7 @@ from grpo_megatron.data.written import (
     read_steps,
     step_labels,
 )
+from grpo_megatron.shipped.examples.generated import build_tokenizer
 from tests.data.test_conversation import CHATML, LLAMA3, QWEN3, TOOLS, pieces, tokenizer_with
 from tests.files import row_files
 

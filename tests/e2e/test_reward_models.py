@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    from grpo_megatron.data.generated import write_example
+    from grpo_megatron.shipped.examples.generated import write_example
 
     folder = tmp_path_factory.mktemp("reward_models")
     (folder / "data").mkdir()

@@ -280,7 +280,7 @@ class Soak:
 
 def make_workspace(root: Path) -> Path:
     """Write data/ and model/ into `root`: the arithmetic task and an untrained two-layer model with its tokenizer."""
-    from grpo_megatron.data.generated import build_tokenizer, write_example
+    from grpo_megatron.shipped.examples.generated import build_tokenizer, write_example
 
     (root / "data").mkdir(parents=True)
     write_example("arithmetic", root / "data", seed=0, num_train=64, num_val=16)
