@@ -50,6 +50,30 @@ def warnings(text: str) -> str:
     return " ".join(line.strip() for line in section(text, "Warnings")) if "\nWarnings\n" in text else ""
 
 
+def test_the_page_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    """70B on one node: trained are 414 million of 71 billion parameters, and there is no second model."""
+    layout = [f"actor.megatron.{axis}_model_parallel_size={size}" for axis, size in (("tensor", 8), ("pipeline", 1))]
+    text = page(
+        capsys,
+        "plan",
+        EXAMPLE,
+        "--world-size",
+        "8",
+        "--gpu",
+        "h100-80",
+        "trainer.nnodes=1",
+        "actor.lora.rank=32",
+        *layout,
+    )
+    words = " ".join(" ".join(section(text, "Model")).split())
+    assert (
+        "merged, rank 32, scale 1, 560 layers: 414,187,520 parameters are trained; merging moves ~ 4586 GB of" in words
+    )
+    assert any(line.split()[:2] == ["~", "merged"] for line in text.splitlines())
+    assert section(text, "Memory of one rank")[1].split()[6] == "0.000"  # the reference
+    assert text.splitlines()[-1].startswith("  FITS h100-80")
+
+
 def test_70b_fits_and_the_page_ends_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [EXAMPLE, "--world-size", "64", "--gpu", "h100-80"]
     text = page(capsys, "train", "--dry-run", *arguments)
