@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,13 +36,14 @@ from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh
 from grpo_megatron.processes.variables import set_determinism_variables
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.sampling.collector import numbered_samples
+from grpo_megatron.rollout.engine import RolloutEngine
+from grpo_megatron.sampling.collector import Collector, numbered_samples
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, TrajectoryGenerator
 from grpo_megatron.sampling.wrappers import build_collector
 from grpo_megatron.storage.run_files import steps_of
 from grpo_megatron.training.checkpoint import Checkpoints, TrainedModel, checkpoint_bytes, run_state
-from grpo_megatron.training.colocation import build_colocation, build_export, build_policy
+from grpo_megatron.training.colocation import Colocation, build_colocation, build_export, build_policy
 from grpo_megatron.training.correction_step import CorrectionStep, build_loss
 from grpo_megatron.training.critic import build_critic
 from grpo_megatron.training.guards import Guards, GuardStop
@@ -50,7 +52,8 @@ from grpo_megatron.training.profiler import Profiler
 from grpo_megatron.training.references import References
 from grpo_megatron.training.report import StepReport, record_update
 from grpo_megatron.training.reward_model import build_reward_model
-from grpo_megatron.training.stopping import Cadence, Stopping
+from grpo_megatron.training.roles import RolloutRanks
+from grpo_megatron.training.stopping import Cadence, Stopped, Stopping
 from grpo_megatron.training.validation import Validator, build_validation_loss
 from grpo_megatron.training.warm_up import warm_up
 from grpo_megatron.types import BY_MODEL, Batch, GroupTable, Plan, Sample
@@ -109,8 +112,15 @@ class Trainer:
         with awaited(f"loading the weights of {config.model.path}", self.mesh.rank == 0):
             self.policy = build_policy(config, checked, self.mesh, self.device)
         self._save_hf = build_export(config, checked, self.policy)
-        self.colocation = build_colocation(config, checked, self.policy)
-        generator = self._build_generator(config, checked, opened)
+        self.colocation: Colocation | RolloutRanks | None
+        generator = None
+        if self.mesh.bridge is not None:
+            self.colocation = RolloutRanks(config, self.policy)
+        else:
+            self.colocation = colocation = build_colocation(config, checked, self.policy)
+            if colocation is not None:
+                weights_digest = lambda: colocation.weights_digest  # noqa: E731
+                generator = build_generator(config, checked, self.mesh, colocation.engine, weights_digest, opened)
 
         # The models in their state before the first step: warmed up, or restored.
         raw = self.config.model_dump(mode="json")
@@ -141,19 +151,23 @@ class Trainer:
         self.references = References(*parts) if needs_reference(self.algorithm, self.actor) else None
 
         # The parts of the step that use these models.
-        self.collector = build_collector(
-            self.algorithm,
-            self.data,
-            rollout,
-            prompts=checked.train_prompts,
-            offline_groups=checked.offline_groups,
-            generator=generator,
-            mesh=self.mesh,
-            sync_initial=self._sync_initial_model,
-        )
-        self.validator = None
-        if generator is not None and checked.val_prompts:
-            self.validator = Validator(generator, checked.val_prompts, self.data, rollout, self.mesh, trainer)
+        self.collector: Collector
+        self.validator: Validator | RolloutRanks | None = None
+        if isinstance(self.colocation, RolloutRanks):
+            self.collector, self.validator = self.colocation, self.colocation if checked.val_prompts else None
+        else:
+            self.collector = build_collector(
+                self.algorithm,
+                self.data,
+                rollout,
+                prompts=checked.train_prompts,
+                offline_groups=checked.offline_groups,
+                generator=generator,
+                mesh=self.mesh,
+                sync_initial=self._sync_initial_model,
+            )
+            if generator is not None and checked.val_prompts:
+                self.validator = Validator(generator, checked.val_prompts, self.data, rollout, self.mesh, trainer)
         self.validation_loss = build_validation_loss(config, checked, self.policy, self.references)
         self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data)
         self.loss = self.correction_step.corrected(build_loss(self.actor))
@@ -166,32 +180,8 @@ class Trainer:
         self.stopping = Stopping(trainer, self.mesh, self.folder.lock)
         if checkpoint is not None:
             self._restore_run(checkpoint)
-
-    def _build_generator(self, config: Config, checked: Checked, opened: contextlib.ExitStack) -> Generator | None:
-        """The generator of samples and rewards; None in a run that draws nothing. `opened` will close its worker processes.
-
-        Raises RuntimeError when a reward function of any prompt fails its test.
-        """
-        colocation, environment, rollout, reward = self.colocation, checked.environment, config.rollout, config.reward
-        if colocation is None:
-            return None
-        pool, gives_rewards = None, environment is not None and environment.gives_rewards
-        if self.mesh.is_block_leader and not gives_rewards:
-            pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs, resolved_components(config))
-            opened.callback(pool.close)
-            names = {name for part in (checked.train_prompts, checked.val_prompts) for name in rewards_of(part)}
-            pool.self_test(sorted(names - {BY_MODEL}))
-        parts = (colocation.engine, pool, checked.tokenizer, self.mesh, rollout, lambda: colocation.weights_digest)
-        if environment is None:
-            return Generator(*parts, max_failed_ratio=reward.max_failed_ratio)
-        environments = opened.enter_context(build_pool(rollout.multi_turn)) if self.mesh.is_block_leader else None
-        return TrajectoryGenerator(
-            *parts,
-            answers=EnvironmentAnswers(environments, environment.renderer, rollout.multi_turn, self.mesh),
-            gives_rewards=gives_rewards,
-            max_prompt_length=self.data.max_prompt_length,
-            max_failed_ratio=reward.max_failed_ratio,
-        )
+        if isinstance(self.colocation, RolloutRanks):
+            self.colocation.begin(self.first_step, self.num_steps)
 
     def _restore_run(self, checkpoint: Path) -> None:
         """Restore what a checkpoint holds besides models and optimizers."""
@@ -213,6 +203,10 @@ class Trainer:
                 self.train()
             except (GuardStop, TooManySkippedSteps):  # on every rank, at one point: a save under way can be completed
                 self.checkpoints.wait()
+                raise
+            except Stopped as stopped:
+                if isinstance(self.colocation, RolloutRanks):
+                    self.colocation.close(stopped.exit_code)
                 raise
             self.finish()
         self.close()  # not after a failure: it is collective, and other ranks may not get here
@@ -249,15 +243,22 @@ class Trainer:
         return contextlib.nullcontext() if self.colocation is None else self.colocation.rollout(step, self.metrics)
 
     def validate(self, step: int) -> None:
-        if self.validator is not None and self.cadence.validates_before(step):
-            self._log_validation(step, self.validator.run(step, self.metrics))
+        found = None
+        if isinstance(self.validator, RolloutRanks):
+            found = self.validator.validation(self.metrics)
+        elif self.validator is not None and self.cadence.validates_before(step):
+            found = step, self.validator.run(step, self.metrics)
+        if found is not None:
+            self._log_validation(*found)
+            if found[0] != step:
+                self.metrics.constant("rollout/validated_version", found[0])
 
     def validate_loss(self, step: int) -> None:
         if self.validation_loss is not None and self.cadence.validates_before(step):
             self._log_validation(step, self.validation_loss.run(self.metrics))
 
     def _log_validation(self, step: int, results: dict[str, float]) -> None:
-        """The results, of the weights before step `step`, are logged with that step."""
+        """The results, of the weights before step `step`, are logged with this step: with a lag, a later one."""
         self.summary.add(step, results)
         for name, value in results.items():
             self.metrics.constant(name, value)
@@ -367,12 +368,12 @@ class Trainer:
     def close(self) -> None:
         """Release the engine and leave the process groups. Collective."""
         if self.colocation is not None:
-            self.colocation.engine.shutdown()
+            self.colocation.close()
         destroy_mesh()
 
     def _sync_initial_model(self, step: int, metrics: Metrics) -> None:
         """The engine draws from the model that the run, or its outer iteration, started from. Collective."""
-        assert self.colocation is not None and self.references is not None, "algorithm.source=initial draws"
+        assert isinstance(self.colocation, Colocation) and self.references is not None, "algorithm.source=initial draws"
         self.colocation.sync_weights_from(self.references.reference, step, metrics)
 
 
@@ -389,8 +390,41 @@ def join_world(config: Config, device: Device) -> Mesh:
             rollout_tp=config.rollout.tensor_model_parallel_size,
             seed=config.trainer.seed,
             timeout_s=config.trainer.timeout_s,
+            num_drawing=config.num_rollout_ranks,
         )
     device.seed(config.trainer.seed, mesh.rank)
     if not device.is_cuda:
         keep_freed_memory()
     return mesh
+
+
+def build_generator(
+    config: Config,
+    checked: Checked,
+    mesh: Mesh,
+    engine: RolloutEngine,
+    weights_digest: Callable[[], str],
+    opened: contextlib.ExitStack,
+) -> Generator:
+    """The generator of samples and rewards. `opened` will close its worker processes. Collective over the ranks that draw.
+
+    Raises RuntimeError when a reward function of any prompt fails its test.
+    """
+    environment, rollout, reward = checked.environment, config.rollout, config.reward
+    pool, gives_rewards = None, environment is not None and environment.gives_rewards
+    if mesh.is_block_leader and not gives_rewards:
+        pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs, resolved_components(config))
+        opened.callback(pool.close)
+        names = {name for part in (checked.train_prompts, checked.val_prompts) for name in rewards_of(part)}
+        pool.self_test(sorted(names - {BY_MODEL}))
+    parts = (engine, pool, checked.tokenizer, mesh, rollout, weights_digest)
+    if environment is None:
+        return Generator(*parts, max_failed_ratio=reward.max_failed_ratio)
+    environments = opened.enter_context(build_pool(rollout.multi_turn)) if mesh.is_block_leader else None
+    return TrajectoryGenerator(
+        *parts,
+        answers=EnvironmentAnswers(environments, environment.renderer, rollout.multi_turn, mesh),
+        gives_rewards=gives_rewards,
+        max_prompt_length=config.data.max_prompt_length,
+        max_failed_ratio=reward.max_failed_ratio,
+    )

@@ -100,6 +100,7 @@ def test_optimizer_steps_of_five_training_steps(
         ("trainer.save_freq=0", "trainer.save_freq=0: every 0 steps has no meaning; set -1 for never"),
         ("trainer.test_freq=-2", "trainer.test_freq=-2"),
         ("trainer.logger=[console, aim]", "trainer.logger.1='aim'"),
+        ("rollout.lag=-1", "rollout.lag=-1: Input should be greater than or equal to 0"),
         ("rollout.n", "not of the form section.key=value"),
         ("rollout.n=[", "not valid YAML"),
         ("rollout.n.m=3", "'n' is a value, not a section"),

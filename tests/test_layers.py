@@ -29,7 +29,7 @@ ROOMS = (  # a room imports only rooms that stand before it
     *("device", "parallel", "sync", "exact", "environments", "observability"),
     *("models", "rollout"),  # siblings
     *("convert", "sampling", "evaluation"),
-    *("memory", "checks", "planning", "training", "trainer"),
+    *("memory", "checks", "planning", "training", "trainer", "rollout_rank"),
     *("report", "curation", "migration", "generation", "starting", "cli", "__main__"),
 )
 FORBIDDEN = {  # arrows that the order alone would allow

@@ -41,6 +41,7 @@ def _settings(config: Config, elsewhere: bool) -> Iterator[str]:
     for key, is_set in (
         ("algorithm.replay.ratio", algorithm.replay.ratio > 0),
         ("rollout.partial.over_sample", rollout.partial.is_on),
+        ("rollout.lag", rollout.lag > 0),
         ("algorithm.filter_groups.max_staleness", filtered.enable and filtered.max_staleness > 0),
     ):
         if is_set:

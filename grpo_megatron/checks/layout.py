@@ -21,8 +21,39 @@ ROLLOUT_TP = "rollout.tensor_model_parallel_size"
 TABLE = "actor.megatron.override_transformer_config"
 
 
+def placement_problems(config: Config, world_size: int) -> Problems:
+    """Which of the run's `world_size` ranks only draw (`rollout.placement`)."""
+    k, rollout, trainer = keys_of(config).rollout, config.rollout, config.trainer
+    if rollout.placement == "colocated":
+        return
+    nodes, ranks = rollout.num_nodes, rollout.num_ranks
+    if (nodes is None) == (ranks is None):
+        yield (
+            f"{k.placement} with {k.num_nodes} and {k.num_ranks}: one of them says how many ranks only draw; set num_nodes, or"
+            " on a single node num_ranks"
+        )
+        return
+    drawing, each = config.num_rollout_ranks, trainer.n_gpus_per_node
+    key = (
+        f"{k.num_ranks}" if nodes is None else f"{k.num_nodes} x {keys_of(config).trainer.n_gpus_per_node} = {drawing}"
+    )
+    if drawing >= world_size:
+        most = (world_size - 1) // (1 if nodes is None else each)
+        yield f"{key} of {world_size} ranks leaves none to train; {f'set {most} or less' if most else 'start more ranks'}"
+    elif drawing % each and trainer.nnodes > 1:
+        yield (
+            f"{key} cuts a node of {keys_of(config).trainer.n_gpus_per_node}, whose ranks would train and draw beside each"
+            f" other; set rollout.num_nodes={max(1, drawing // each)} instead"
+        )
+    if rollout.sync == "delta":
+        yield f"{k.placement} with {k.sync}: rollout ranks get whole weights; set rollout.sync=full"
+
+
 def world_problems(config: Config, world_size: int, arch: Architecture | None) -> Problems:
-    """Sizes that do not divide each other, or the model. `arch` None: the model could not be read."""
+    """Sizes that do not divide each other, or the model. `arch` None: the model could not be read.
+
+    `world_size`: ranks that train. Those that draw are the same, or `rollout.num_ranks`.
+    """
     k = keys_of(config).actor.megatron
     megatron, rollout_tp = config.actor.megatron, config.rollout.tensor_model_parallel_size
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
@@ -37,10 +68,12 @@ def world_problems(config: Config, world_size: int, arch: Architecture | None) -
         )
     else:
         yield from _replica_problems(config, world_size // (tp * pp))
-    if world_size % rollout_tp:
-        sizes = [n for n in divisors(world_size) if arch is None or not engine_split(arch, n)]
+    drawing = config.num_rollout_ranks
+    if (ranks := drawing or world_size) % rollout_tp:
+        sizes = [n for n in divisors(ranks) if arch is None or not engine_split(arch, n)]
         best = min(sizes, key=lambda n: abs(n - rollout_tp))
-        yield f"{marked(ROLLOUT_TP)}={rollout_tp} does not divide the world size {world_size}; set {ROLLOUT_TP}={best}"
+        what = f"the {ranks} ranks that draw" if drawing else f"the world size {ranks}"
+        yield f"{marked(ROLLOUT_TP)}={rollout_tp} does not divide {what}; set {ROLLOUT_TP}={best}"
     for key, size, split in ((TP, tp, split_problems), (ROLLOUT_TP, rollout_tp, engine_split)):
         if arch is not None and (problems := split(arch, size)):
             yield f"{marked(key)}={size} cannot cut this model: {', '.join(problems)}; set one of {fitting_sizes(arch, split)}"

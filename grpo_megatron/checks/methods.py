@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.losses import needs_reference, policy_losses
+from grpo_megatron.algo.losses import loss_facts, needs_reference, policy_losses
 from grpo_megatron.checks.models import has_critic
 from grpo_megatron.checks.names import reward_name
 from grpo_megatron.config import Config, OptimConfig
@@ -104,7 +104,7 @@ def suspicions(config: Config) -> Iterator[str]:
 
 def method_problems(config: Config) -> Problems:
     """Every combination that is wrong, by topic. `names.py` reports names that cannot be found."""
-    for topic in (effect_problems, _groups, _losses, _sources, _sampling, _partial, _iterations):
+    for topic in (effect_problems, _groups, _losses, _sources, _sampling, _partial, _placement, _iterations):
         yield from topic(config)
 
 
@@ -286,6 +286,26 @@ def _partial(config: Config) -> Problems:
         yield (
             f"{key} trains on tokens of up to {partial.max_staleness} earlier steps, and {k.algorithm.rollout_correction:key}"
             " has neither rollout_is nor rollout_rs, so that they would count as the policy's own; set rollout_is=token"
+        )
+
+
+def _placement(config: Config) -> Problems:
+    """What ranks of two roles (`rollout.placement: separate`) cannot be combined with."""
+    k, rollout, algorithm = keys_of(config), config.rollout, config.algorithm
+    if rollout.placement == "colocated":
+        return
+    key, remedy = f"{k.rollout.placement}", "set placement=colocated"
+    if algorithm.source != "policy":
+        yield f"{key} draws from the policy that is trained, and {k.algorithm.source} does not; {remedy}"
+    elif not config.draws:
+        yield f"{key}: this run draws nothing; {remedy}"
+    correction = algorithm.rollout_correction
+    if rollout.lag == 0 or loss_facts(config.actor).is_likelihood:
+        return
+    if correction.rollout_is is None and correction.rollout_rs is None:
+        yield (
+            f"{k.rollout.lag} trains on samples of as many steps older weights, and {k.algorithm.rollout_correction:key} has"
+            " neither rollout_is nor rollout_rs, so that they would count as the policy's own; set rollout_is=token, or lag=0"
         )
 
 

@@ -105,6 +105,13 @@ def refusals(checkpoint: Path, content: Mapping[str, Any], config: Config) -> Pr
             f"{keys_of(config).trainer.total_training_steps} is less than the {done} steps that {checkpoint} has done; set it to"
             f" {done} or more, or another trainer.output_dir"
         )
+    ahead = len((content.get("run", {}).get("collector") or {}).get("ahead", ()))
+    if ahead and config.rollout.placement == "colocated":
+        yield (
+            f"{keys_of(config).rollout.placement}: {checkpoint} holds {ahead} steps that were drawn ahead of their training"
+            " (rollout.lag), and a colocated run draws each step when it trains on it; set rollout.placement=separate (lag may"
+            " change)"
+        )
     estimators = [saved.get("algorithm", {}).get("adv_estimator"), config.algorithm.adv_estimator]
     had_critic, has_critic = (advantage_estimators.facts(str(name)).needs_values for name in estimators)
     if has_critic and not had_critic:

@@ -29,6 +29,7 @@ from grpo_megatron.checks.layout import (
     family_problems,
     length_problems,
     lora_problems,
+    placement_problems,
     world_problems,
 )
 from grpo_megatron.checks.machine import device_problems, in_use_problems, output_problems, package_problems
@@ -152,12 +153,14 @@ def validate(
     folders = ModelFolders.read(config, problems)
     arch = folders.arch
 
-    has_layout = problems.add(world_problems(config, world_size, arch)) and folders.are_complete
+    has_layout = problems.add(placement_problems(config, world_size))
+    training = world_size - (config.num_rollout_ranks if has_layout else 0)  # ranks
+    has_layout = has_layout and problems.add(world_problems(config, training, arch)) and folders.are_complete
     has_layout &= problems.add(engine_expert_problems(config, arch))
     override = transformer_problems(megatron.override_transformer_config)
     has_layout &= problems.add(override, "actor.megatron.override_transformer_config")
     for folder in folders.beside.values():
-        has_layout &= not any(second_layout_problems(config, world_size, folder.arch))
+        has_layout &= not any(second_layout_problems(config, training, folder.arch))
     problems.add(family_problems(config, arch))
     problems.add(lora_problems(config, folders.lora_archs))
     problems.add(batch_problems(config))
@@ -171,10 +174,10 @@ def validate(
     problems.add(environment_problems(config))
     problems.add(output_problems(config, is_plan=dry_run))
     problems.add(precision_problems(config, arch), "actor.megatron.fp8")
-    problems.add(exact_problems(config, world_size, arch, elsewhere=dry_run), "model.exact")
+    problems.add(exact_problems(config, training, arch, elsewhere=dry_run), "model.exact")
     problems.add(engine_problems(config.rollout) if config.draws else (), "rollout.engine")
     problems.add(missing_keys(config))
-    problems.add(beside_problems(config, world_size, folders))
+    problems.add(beside_problems(config, training, folders))
     has_rewards = problems.add(reward_name_problems(config))
     if not dry_run:
         problems.add(package_problems(config))
@@ -217,7 +220,7 @@ def validate(
             episode = problems.attempt("rollout.multi_turn", play_episode, config, rows.first_of_each)
     if has_layout and start.knows(*SHORTAGE_KEYS) and (problems.problems or not dry_run):  # else the plan's verdict
         known = folders.models(config)
-        problems.add(phase_shortages(config, world_size, known, start.device, elsewhere=elsewhere), "actor.megatron")
+        problems.add(phase_shortages(config, training, known, start.device, elsewhere=elsewhere), "actor.megatron")
     problems.raise_if_any()
     assert arch is not None
     if not dry_run:

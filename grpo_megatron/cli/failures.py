@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -224,11 +225,20 @@ def quieten(is_rank: bool, starts_ranks: bool) -> None:
 # -- in the launcher ---------------------------------------------------------------------------------------------------
 
 
-def explain_failure(error: Any, folder: Path) -> int:
+def last_place(output_dir: Path, rank: int) -> str:
+    """Role, phase and step of a rank's last heartbeat, where ranks have roles; else ""."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        beat = json.loads((output_dir / "heartbeats" / f"rank_{rank:05d}.json").read_text())
+        step = "" if beat["step"] is None else f" of step {beat['step']}"
+        return f" ({beat['role']}, phase {beat['phase'] or 'start'}{step})" if beat["role"] else ""
+    return ""
+
+
+def explain_failure(error: Any, folder: Path, place: Callable[[int], str] = lambda rank: "") -> int:
     """Print why the run has failed, after all ranks have ended; returns the exit code.
 
     `error` is torch's ChildFailedError and `folder` its log folder. The earliest report that is no symptom is the
-    reason; without one, it is a rank that has died without a report.
+    reason; without one, it is a rank that has died without a report. `place(rank)`: what such a rank was doing.
     """
     from grpo_megatron.training.stopping import EXIT_INTERRUPTED, EXIT_STOPPED
 
@@ -248,11 +258,11 @@ def explain_failure(error: Any, folder: Path) -> int:
         rank = min(silent, key=lambda rank: (failures[rank].exitcode in ENDED_BY_AGENT, rank))
         code = int(failures[rank].exitcode)
         if code >= 0:
-            _print(f"error: rank {rank} ended with exit code {code} and gave no reason\n")
+            _print(f"error: rank {rank}{place(rank)} ended with exit code {code} and gave no reason\n")
             return code
         name = failures[rank].signal_name()
         hint = " (the machine may have run out of memory: see dmesg)" if name == "SIGKILL" else ""
-        _print(f"error: rank {rank} was ended by {name}{hint}\n")
+        _print(f"error: rank {rank}{place(rank)} was ended by {name}{hint}\n")
         return 128 - code
     reason = (reasons or reports)[0]
     text = reason.text

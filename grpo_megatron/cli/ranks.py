@@ -73,6 +73,7 @@ def start_ranks(
     device: str,
     can_stop: bool = False,
     engine: str | None = "vllm",
+    place: Callable[[int], str] = lambda rank: "",
 ) -> int:
     """Run torchrun's agent in this process; returns 0, or the exit code of the rank that caused the failure.
 
@@ -109,7 +110,7 @@ def start_ranks(
                 else:
                     elastic_launch(launch, program)(*options)
         except ChildFailedError as error:
-            return explain_failure(error, folder)
+            return explain_failure(error, folder, place)
         except SignalException as error:
             print("interrupted" if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval

@@ -78,7 +78,9 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
         return 0
     if starts_ranks:
         del checked  # the ranks read the files themselves
-        return ranks.start_ranks(main, world_size, argv, config.trainer.device, can_stop=True, engine=engine)
+        place = functools.partial(failures.last_place, config.trainer.output_dir)
+        device = config.trainer.device
+        return ranks.start_ranks(main, world_size, argv, device, can_stop=True, engine=engine, place=place)
     return _run(config, checked, options.profile)
 
 
@@ -178,11 +180,15 @@ def _run(config: Config, checked: Checked, profiled: range | None) -> int:
     when_stalled(failures.report_failure)
     if failures.is_first():
         forget_outcome(config.trainer.output_dir)
+    draws = int(os.environ.get("RANK", "0")) >= _world_size(config) - config.num_rollout_ranks
     with awaited("importing Megatron-Core", failures.is_first()), large_imports():
-        from grpo_megatron.trainer import Trainer
+        if draws:
+            from grpo_megatron.rollout_rank import RolloutRank
+        else:
+            from grpo_megatron.trainer import Trainer
 
     try:
-        Trainer(config, checked, profiled).run()
+        (RolloutRank(config, checked) if draws else Trainer(config, checked, profiled)).run()
     except Stopped as stopped:
         return stopped.exit_code
     except SystemExit as error:  # of a user's loss or estimator: exit code 0 would look like a finished run
@@ -197,7 +203,13 @@ def _print_plan(config: Config, checked: Checked, world_size: int, options: RunO
     width = min(max(shutil.get_terminal_size((PAGE_WIDTH, 24)).columns, 80), PAGE_WIDTH)
     elsewhere = options.world_size is not None
     page = plan_page(
-        config, checked, world_size, options.gpu, host_gib=options.host_memory, elsewhere=elsewhere, width=width
+        config,
+        checked,
+        world_size - config.num_rollout_ranks,
+        options.gpu,
+        host_gib=options.host_memory,
+        elsewhere=elsewhere,
+        width=width,
     )
     if page.problem is not None:
         print(page, flush=True)
@@ -209,6 +221,10 @@ def _print_plan(config: Config, checked: Checked, world_size: int, options: RunO
 def _print_search(config: Config, options: PlanOptions) -> int:
     """Returns the exit code. Raises ConfigError."""
     failures.quieten(is_rank=False, starts_ranks=False)
+    if config.num_rollout_ranks:
+        raise ConfigError(
+            f"{keys_of(config).rollout.placement}: the search compares colocated layouts; leave it out for it"
+        )
     with large_imports():
         from grpo_megatron.planning.search import search_page
 

@@ -566,6 +566,12 @@ class RolloutConfig(Section):
     top_p: Annotated[float, _only(1.0)] = 1.0
     top_k: Annotated[int, _only(-1)] = -1
     seed: Seed = 42  # each sample's seed is a hash of this, the step, the prompt and the sample's index
+    # separate: the last ranks of the run only draw, the others only train (training/roles.py); colocated: all do both
+    placement: Literal["colocated", "separate"] = "colocated"
+    num_nodes: Annotated[Count | None, Needs("rollout.placement=separate")] = None  # whole nodes that only draw
+    num_ranks: Annotated[Count | None, Needs("rollout.placement=separate")] = None  # instead of num_nodes, on one node
+    # a step is drawn by the weights of so many steps before; 0: the same run as colocated, 1: both roles always work
+    lag: Annotated[int, Needs("rollout.placement=separate")] = Field(0, ge=0, le=64)
     tensor_model_parallel_size: int = Field(1, ge=1)
     expert_parallel_size: int = Field(1, ge=1)  # = tensor_model_parallel_size: whole experts per rank; 1: each is cut
     gpu_memory_utilization: float = Field(0.6, gt=0, le=1)  # share of the device's memory that vLLM may take
@@ -753,10 +759,22 @@ class Config(Section):
     @property
     def max_staleness(self) -> int:
         """Steps that a sample may be older than the step that trains on it, whatever keeps it."""
-        algorithm = self.algorithm
-        return max(
-            algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness, self.rollout.partial.max_staleness
-        )
+        algorithm, rollout = self.algorithm, self.rollout
+        kept = (algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness, rollout.partial.max_staleness)
+        return rollout.lag + max(kept)
+
+    @property
+    def colocates(self) -> bool:
+        """Whether a rank that trains has an engine on its device."""
+        return self.draws and self.rollout.placement == "colocated"
+
+    @property
+    def num_rollout_ranks(self) -> int:
+        """The last so many ranks of the run only draw. 0: every rank draws and trains."""
+        rollout = self.rollout
+        if rollout.placement == "colocated":
+            return 0
+        return rollout.num_ranks or (rollout.num_nodes or 0) * self.trainer.n_gpus_per_node
 
     @property
     def draws(self) -> bool:

@@ -111,7 +111,7 @@ class _Rank:
         gradients = {"gradients": memory.gradients}
         copy = {"copy of weights": memory.trained} if megatron.use_distributed_optimizer else {}
         yield self._phase("load", {**gradients, **copy})
-        if self.config.draws:
+        if self.config.colocates:
             utilization = self.config.rollout.gpu_memory_utilization
             yield self._phase("start", {} if megatron.offload_optimizer else gradients, utilization)
             sync = self._beside_engine(needs_reference=self.config.algorithm.source == "initial")
@@ -138,7 +138,11 @@ class _Rank:
 
     def _phase(self, name: str, parts: dict[str, float], utilization: float = 0.0) -> Phase:
         always = {"weights": self.memory.weights}
-        if self.config.draws and not self.config.rollout.free_cache_engine and name not in ("load", "start", "rollout"):
+        if (
+            self.config.colocates
+            and not self.config.rollout.free_cache_engine
+            and name not in ("load", "start", "rollout")
+        ):
             parts.pop("engine weights", None)
             utilization = self.config.rollout.gpu_memory_utilization  # the engine never sleeps
         reserved = {**self.reserved, "CUDA graphs": 0.0} if name == "load" or utilization else self.reserved

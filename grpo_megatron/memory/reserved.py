@@ -32,9 +32,9 @@ RESERVED_PARTS = ("CUDA context", "NCCL buffers", "all-reduce", "CUDA graphs")
 def reserved_bytes(config: Config, arch: Architecture, world_size: int) -> dict[str, float]:
     """Bytes of each of RESERVED_PARTS on one rank, while its engine sleeps."""
     rollout = config.rollout
-    size = rollout.tensor_model_parallel_size if config.draws else 1
+    size = rollout.tensor_model_parallel_size if config.colocates else 1
     has_buffers = 1 < size <= min(LARGEST_ALL_REDUCE, config.trainer.n_gpus_per_node)
-    has_graphs = config.draws and not rollout.enforce_eager
+    has_graphs = config.colocates and not rollout.enforce_eager
     rings = num_communicators(config, arch, world_size) * RING_CHANNELS
     channels = rings + num_node_peers(config, world_size) * PEER_CHANNELS
     sizes = (CONTEXT, channels * CONNECTION, ALL_REDUCE if has_buffers else 0, GRAPHS if has_graphs else 0)
@@ -57,7 +57,7 @@ def num_communicators(config: Config, arch: Architecture, world_size: int) -> in
         "experts": tp * ep if arch.num_experts else 1,
         "experts' data": replicas // ep if arch.num_experts else 1,
         "gradient norm": world_size if megatron.use_distributed_optimizer else tp * pp,
-        "engine": config.rollout.tensor_model_parallel_size if config.draws else 1,
+        "engine": config.rollout.tensor_model_parallel_size if config.colocates else 1,
     }
     return sum(size > 1 for size in groups.values())
 
@@ -68,5 +68,5 @@ def num_node_peers(config: Config, world_size: int) -> int:
     tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
     per_node = min(config.trainer.n_gpus_per_node, world_size)
     holds_all = tp in (1, config.rollout.tensor_model_parallel_size) and ep == 1
-    syncs = config.draws and not (holds_all and megatron.pipeline_model_parallel_size == 1)
+    syncs = config.colocates and not (holds_all and megatron.pipeline_model_parallel_size == 1)
     return (per_node - 1 if syncs else 0) + min(ep, per_node) - 1

@@ -126,7 +126,11 @@ class Metrics:
         with self.within(name):
             yield
             self._synchronize()
-        self._record(f"timing_s/{name}", "seconds", time.perf_counter() - start)
+        self.seconds(f"timing_s/{name}", time.perf_counter() - start)
+
+    def seconds(self, name: str, value: float) -> None:
+        """Add to a time: the sum of the calls, of the slowest rank."""
+        self._record(name, "seconds", value)
 
     def reduce(self, all_gather: Callable[[Any], list[Any]] = lambda value: [value]) -> dict[str, float]:
         """The step's global numbers, on every rank. Collective where `all_gather` is: `Mesh.all_gather`, or none.

@@ -36,12 +36,23 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, rendezvous_handler_registry
+from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 
 SIZE = struct.Struct("=q")  # bytes of a message's content
 HEAD_BYTES = 16384  # gloo's thread has to get a core for each message, 1 to 3 ms on busy ones: most need one message
 INLINE_BYTES = HEAD_BYTES - SIZE.size
+
+
+class RankError(RuntimeError):
+    """Something failed on at least one rank. Raised on every rank with the messages of all ranks."""
+
+    tells_what_to_do = True  # the command line prints it without a traceback
+
+
+class LostRank(RankError):
+    """A rank has died, or its connection is lost. No collective can succeed any more."""
 
 
 class Hop(NamedTuple):
@@ -159,33 +170,34 @@ def _swap(message: Hop, group: Any, first: int) -> Any:
     works = []
     if message.to is not None:
         content = pickle.dumps(message.content, protocol=pickle.HIGHEST_PROTOCOL)
-        works = [dist.isend(part, first + message.to, group) for part in _parts(content)]
+        works = [dist.isend(part, first + message.to, group) for part in parts_of_message(content)]
     received = None
     if message.source is not None:
-        received = pickle.loads(_receive(first + message.source, group).numpy().data)
+        source = first + message.source
+        received = pickle.loads(received_message(lambda part: dist.recv(part, source, group)).numpy().data)
     for work in works:
         assert work is not None, "this rank is in the group"
         work.wait()
     return received
 
 
-def _parts(content: bytes) -> list[Tensor]:
+def parts_of_message(content: bytes) -> list[Tensor]:
     """What is sent: HEAD_BYTES with the size and the beginning of the content, then the rest, if there is one."""
     begin, rest = content[:INLINE_BYTES], content[INLINE_BYTES:]
     head = (SIZE.pack(len(content)) + begin).ljust(HEAD_BYTES, b"\0")
     return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (head, rest) if part]
 
 
-def _receive(source: int, group: Any) -> Tensor:
-    """The content that rank `source` has sent, uint8 [bytes]."""
+def received_message(receive: Callable[[Tensor], object]) -> Tensor:
+    """The content that another rank has sent, uint8 [bytes]. `receive` fills a tensor with one part."""
     head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
-    dist.recv(head, source, group)
+    receive(head)
     size, inline = SIZE.unpack_from(head.numpy().data)[0], head[SIZE.size :]
     if size <= INLINE_BYTES:
         return inline[:size]
     content = torch.empty(size, dtype=torch.uint8)
     content[:INLINE_BYTES] = inline
-    dist.recv(content[INLINE_BYTES:], source, group)
+    receive(content[INLINE_BYTES:])
     return content
 
 
@@ -260,8 +272,12 @@ def register_local_rendezvous() -> None:
     rendezvous_handler_registry.register(BACKEND, _make_local_rendezvous)
 
 
-def join_default_group(backend: str, timeout: datetime.timedelta) -> None:
-    """Collective: `torch.distributed.init_process_group` over the store of this world. Without RANK, a world of one."""
+def join_default_group(backend: str, timeout: datetime.timedelta, num_rollout_ranks: int = 0) -> Any:
+    """Collective: `torch.distributed.init_process_group` over the store of this world. Without RANK, a world of one.
+
+    With `num_rollout_ranks` the last so many ranks have a default group of their own, and so have the others: Megatron-Core
+    and vLLM take it for the world. Returns then a gloo group of all ranks (bridge.py), which torch.distributed does not know.
+    """
     env = os.environ
     if "RANK" not in env:
         alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": reserved_port()}
@@ -275,12 +291,18 @@ def join_default_group(backend: str, timeout: datetime.timedelta) -> None:
         store = FileStore(env[STORE_FILE], world_size)
     elif world_size == 1:
         store = HashStore()
-    elif "TORCHELASTIC_RUN_ID" in env:
-        dist.init_process_group(backend, timeout=timeout)
-        return
+    elif "TORCHELASTIC_RUN_ID" in env:  # as init_process_group finds it
+        store = next(rendezvous("env://", timeout=timeout))[0]
     else:
         store = PrefixStore(env.get(RUN_ID, ""), tcp_store(rank, world_size, timeout))
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    if not num_rollout_ranks:
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+        return None
+    training = world_size - num_rollout_ranks
+    name, first, size = ("train", 0, training) if rank < training else ("rollout", training, num_rollout_ranks)
+    role = PrefixStore(name, store)
+    dist.init_process_group(backend, timeout=timeout, store=role, rank=rank - first, world_size=size)
+    return dist.ProcessGroupGloo(PrefixStore("bridge", store), rank, world_size, timeout)
 
 
 def _stay_on_loopback() -> None:

@@ -92,10 +92,11 @@ class Beat:
     ended: bool = False
     step_s: float = 0.0  # seconds since the outermost phase began
     is_saving: bool = False  # a checkpoint is being written, perhaps beside the step
+    role: str = ""  # where ranks have roles: "training" or "rollout"
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} (node {self.node}, process {self.pid})"
+        return f"rank {self.rank} ({self.role}{', ' * bool(self.role)}node {self.node}, process {self.pid})"
 
     @property
     def place(self) -> str:
@@ -164,11 +165,14 @@ def reason(beat: Beat, silent_s: float | None) -> str:
 
 
 def behind(beats: Sequence[Beat]) -> list[Beat]:
-    """The ranks that have come less far than others; none where all are at the same place."""
-    beats = [beat for beat in beats if not beat.ended]
-    least = min((beat.changes for beat in beats), default=0)
-    late = [beat for beat in beats if beat.changes == least]
-    return late if len(late) < len(beats) else []
+    """The ranks that have come less far than others of their role; none where all are at the same place."""
+    late = []
+    for role in sorted({beat.role for beat in beats}):
+        running = [beat for beat in beats if not beat.ended and beat.role == role]
+        least = min((beat.changes for beat in running), default=0)
+        last = [beat for beat in running if beat.changes == least]
+        late += last if len(last) < len(running) else []
+    return late
 
 
 def table(beats: Sequence[Beat]) -> str:
@@ -196,7 +200,12 @@ def table(beats: Sequence[Beat]) -> str:
 
 WAITS = (
     *("torch.distributed", "megatron.core.distributed", "megatron.core.pipeline_parallel.p2p_communication"),
-    *("grpo_megatron.parallel.control", "vllm.distributed", "transformer_engine.pytorch.distributed"),
+    *(
+        "grpo_megatron.parallel.control",
+        "grpo_megatron.parallel.bridge",
+        "vllm.distributed",
+        "transformer_engine.pytorch.distributed",
+    ),
     *("multiprocessing", "subprocess", "concurrent", "queue", "asyncio", "zmq"),
     *("selectors", "socket", "ssl", "http", "urllib", "urllib3", "pdb", "bdb", "cmd"),
 )
@@ -354,9 +363,12 @@ class Heartbeat:
             raise StalledRank(f"{text}\n" + "".join(f"  {line}\n" for line in table(beats).splitlines())) from error
 
     def __enter__(self) -> Heartbeat:
-        on_first_rank(self.mesh, f"cannot write {self.folder}", self._clear)
+        if not (bridge := self.mesh.bridge) or not bridge.draws:
+            on_first_rank(self.mesh, f"cannot write {self.folder}", self._clear)
+        if bridge is not None:
+            bridge.meet()
         with contextlib.suppress(OSError):  # without it a hung rank's stacks are missing, nothing else
-            self._stacks = self._file(self.mesh.rank, "stacks").open("w")
+            self._stacks = self._file(self.mesh.run_rank, "stacks").open("w")
             faulthandler.register(SIGNAL, file=self._stacks, all_threads=True)
         self._idle_since = time.monotonic()
         self._thread.start()
@@ -378,8 +390,8 @@ class Heartbeat:
 
     def _run(self) -> None:
         main, watch, last_look, is_named = MainThread(), None, time.monotonic(), False
-        watchers = max(2, min(MAX_WATCHERS, MAX_READS // self.mesh.world_size))
-        if self.timeout_s is not None and self.mesh.rank % -(-self.mesh.world_size // watchers) == 0:
+        watchers = max(2, min(MAX_WATCHERS, MAX_READS // self.mesh.run_size))
+        if self.timeout_s is not None and self.mesh.run_rank % -(-self.mesh.run_size // watchers) == 0:
             watch = Watch(self.timeout_s, self.period_s, last_look)
         while True:
             is_over = self._stopped.is_set()
@@ -414,7 +426,7 @@ class Heartbeat:
         if not is_idle or self._changed_at > self._idle_since:
             self._idle_since = now
         return Beat(
-            rank=self.mesh.rank,
+            rank=self.mesh.run_rank,
             node=self._node,
             pid=os.getpid(),
             started=self._started,
@@ -428,6 +440,7 @@ class Heartbeat:
             where=where,
             ended=is_over,
             is_saving=bool(set(self._phases) & set(SAVING_PHASES)) or self.is_flushing(),
+            role=self.mesh.role.strip(),
         )
 
     def _file(self, rank: int, ending: str) -> Path:
@@ -435,7 +448,7 @@ class Heartbeat:
 
     def _read(self) -> dict[int, Beat]:
         beats = {}
-        for rank in range(self.mesh.world_size):
+        for rank in range(self.mesh.run_size):
             with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or it is being rewritten
                 beats[rank] = Beat(**json.loads(self._file(rank, "json").read_text()))
         return beats
@@ -471,7 +484,7 @@ class Heartbeat:
             lines = [self._described(beat, silent.get(beat.rank)) for beat in stalled]
             lines.append(f"  what every rank was doing, and the stacks of its threads: {folder}")
             (folder / "report.txt").write_text("\n".join(lines) + "\n\n" + table(list(watch.beats.values())))
-            json.dump({"by": self.mesh.rank, "folder": folder.name, "silent": sorted(silent), "lines": lines}, file)
+            json.dump({"by": self.mesh.run_rank, "folder": folder.name, "silent": sorted(silent), "lines": lines}, file)
         add_event(self.output_dir, "stalled", self.step, "\n".join(lines))
 
     def _described(self, beat: Beat, silent_s: float | None) -> str:
@@ -489,13 +502,13 @@ class Heartbeat:
         """Write this rank's stacks, and those of silent ranks of this machine; then end this rank."""
         beats, folder = self._read(), self.output_dir / REPORTS / announced["folder"]
         silent = [beats[rank] for rank in announced["silent"] if rank in beats]
-        with contextlib.suppress(OSError), (folder / self._file(self.mesh.rank, "txt").name).open("w") as file:
+        with contextlib.suppress(OSError), (folder / self._file(self.mesh.run_rank, "txt").name).open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         local = [b.rank for b in beats.values() if b.node == self._node and b.rank not in announced["silent"]]
-        if self.mesh.rank == min(local, default=-1):
+        if self.mesh.run_rank == min(local, default=-1):
             self._write_stacks([beat for beat in silent if beat.node == self._node], folder)
         # The rank that has announced it ends first, after the other ranks have seen it and written their stacks.
-        is_first = self.mesh.rank == announced["by"]
+        is_first = self.mesh.run_rank == announced["by"]
         time.sleep((self.period_s + STACKS_S) * (1 if is_first else 3))
         code = _report[-1](StalledRank("\n".join(announced["lines"])))
         # A stopped process does not react to SIGTERM, and torchrun's agent would wait for it. After the report: the death

@@ -15,6 +15,7 @@ tensor-, context- and data-parallel ranks, and several pipeline stages only if r
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import pickle
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from grpo_megatron.device import Device
+from grpo_megatron.parallel.bridge import Bridge
+from grpo_megatron.parallel.control import LostRank as LostRank
 from grpo_megatron.parallel.control import (
     Parcel,
     gather_all,
@@ -34,6 +37,7 @@ from grpo_megatron.parallel.control import (
     route,
     share_first,
 )
+from grpo_megatron.parallel.control import RankError as RankError
 from grpo_megatron.storage import StorageError
 
 # -- Grid: the layout of a world in plain numbers. Mesh is one rank's view of it, with process groups ------------------
@@ -44,6 +48,7 @@ class Grid:
     """Training layout tp x replicas x pp (replicas = cp * dp), rollout blocks of `rollout_tp`, nodes of `ranks_per_node`.
 
     rank = tp_rank + tp * (replica + replicas * pp_rank); experts are spread over `ep` neighbouring replicas.
+    With `num_drawing` the last so many ranks have the engines alone, and the others the training layout.
     """
 
     world_size: int
@@ -52,18 +57,40 @@ class Grid:
     ep: int = 1
     rollout_tp: int = 1
     ranks_per_node: int = 8
+    num_drawing: int = 0
+
+    @property
+    def num_training(self) -> int:
+        return self.world_size - self.num_drawing
+
+    @property
+    def first_drawing(self) -> int:
+        """The first rank with an engine."""
+        return self.num_training if self.num_drawing else 0
 
     @property
     def replicas(self) -> int:
         """Ranks with the same shard of everything but experts."""
-        return self.world_size // (self.tp * self.pp)
+        return self.num_training // (self.tp * self.pp)
 
     @property
     def num_nodes(self) -> int:
-        return -(-self.world_size // self.ranks_per_node)
+        return -(-self.num_training // self.ranks_per_node) - (-self.num_drawing // self.ranks_per_node)
+
+    def nodes(self) -> list[range]:
+        """The ranks of each node. Ranks of two roles on one machine count as two: nothing is shared between them."""
+        borders = (0, self.num_training, self.world_size)
+        return [
+            range(first, min(first + self.ranks_per_node, end))
+            for start, end in itertools.pairwise(borders)
+            for first in range(start, end, self.ranks_per_node)
+        ]
 
     def node(self, rank: int) -> int:
-        return rank // self.ranks_per_node
+        """The index of the rank's node in `nodes`."""
+        if rank < self.num_training:
+            return rank // self.ranks_per_node
+        return -(-self.num_training // self.ranks_per_node) + (rank - self.num_training) // self.ranks_per_node
 
     def stage(self, rank: int) -> int:
         """The pipeline stage."""
@@ -78,22 +105,12 @@ class Grid:
         ]
 
     def engine_rank(self, rank: int) -> int:
-        """The tensor-parallel rank within the rank's engine."""
-        return rank % self.rollout_tp
+        """The tensor-parallel rank within the rank's engine; -1 on a rank without one."""
+        return (rank - self.first_drawing) % self.rollout_tp if rank >= self.first_drawing else -1
 
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
-
-
-class RankError(RuntimeError):
-    """Something failed on at least one rank. Raised on every rank with the messages of all ranks."""
-
-    tells_what_to_do = True  # the command line prints it without a traceback
-
-
-class LostRank(RankError):
-    """A rank has died, or its connection is lost. No collective can succeed any more."""
 
 
 def _pickled(value: object) -> bytes:
@@ -133,6 +150,23 @@ class Mesh:
     cp_rank: int = 0
     ranks_per_node: int = 1
     seed: int = 42  # trainer.seed
+    bridge: Bridge | None = (
+        None  # to the ranks of the other role, where there are two; then this mesh has one role's ranks
+    )
+
+    @property
+    def run_rank(self) -> int:
+        """This rank among all ranks of the run, of both roles."""
+        return self.rank if self.bridge is None else self.bridge.rank
+
+    @property
+    def run_size(self) -> int:
+        return self.world_size if self.bridge is None else self.bridge.size
+
+    @property
+    def role(self) -> str:
+        """Before the number of a rank in messages: "training ", "rollout ", or "" where every rank does both."""
+        return "" if self.bridge is None else "rollout " if self.bridge.draws else "training "
 
     def grid(self) -> Grid:
         """The same layout without this rank's view."""
@@ -188,7 +222,8 @@ class Mesh:
             if text is not None:
                 ranks_with.setdefault(text, []).append(str(rank))
         if ranks_with:
-            raise RankError("; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_with.items()))
+            named = (f"{self.role}rank {', '.join(ranks)}: {text}" for text, ranks in ranks_with.items())
+            raise RankError("; ".join(named))
 
     def total(self, values: Sequence[N]) -> list[N]:
         """Collective: the sums of the values over all ranks, added in rank order."""
@@ -239,17 +274,23 @@ def build_mesh(
     cp: int = 1,
     seed: int = 42,
     timeout_s: float = 1800.0,
+    num_drawing: int = 0,
 ) -> Mesh:
     """Join the world of torchrun's environment (without torchrun, a world of one) and make Megatron's groups. Collective.
 
-    Sizes must have been validated: tp * cp * pp, tp * pp * ep and rollout_tp divide the world size.
+    Sizes must have been validated: tp * cp * pp, tp * pp * ep and rollout_tp divide the world size. `num_drawing`: the last
+    so many ranks draw, in blocks of `rollout_tp`, and the others train. The mesh is that of the rank's role.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if not dist.is_initialized():
-        join_default_group(device.backend, timeout)
+    timeout, bridge = datetime.timedelta(seconds=timeout_s), None
+    if not dist.is_initialized() and (group := join_default_group(device.backend, timeout, num_drawing)) is not None:
+        bridge = Bridge(group, num_drawing)
+        if bridge.draws:
+            tp = pp = ep = cp = 1
+        else:
+            rollout_tp = 1  # the rank that receives a sample holds it as if it had drawn it
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert world_size % (tp * cp * pp) == 0 and world_size % (tp * pp * ep) == 0 and world_size % rollout_tp == 0
     with device.megatron():
@@ -280,6 +321,7 @@ def build_mesh(
         ep_group=parallel_state.get_expert_model_parallel_group(),
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
         seed=seed,
+        bridge=bridge,
     )
 
 

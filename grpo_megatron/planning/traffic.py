@@ -62,7 +62,7 @@ class PlannedSync:
     @property
     def over_borders(self) -> np.ndarray:
         """Bytes into each node, [nodes]."""
-        first_ranks = range(0, self.plan.grid.world_size, self.plan.grid.ranks_per_node)
+        first_ranks = [ranks.start for ranks in self.plan.grid.nodes()]
         return np.asarray(np.add.reduceat(self.traffic.received[NETWORK].sum(axis=1), first_ranks) * self.itemsize)
 
     def seconds(self) -> float:
@@ -98,15 +98,16 @@ def planned_sync(
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
-    """The grid of ranks that the config's layout makes."""
-    megatron = config.actor.megatron
+    """The grid of ranks that the config's layout makes. `world_size`: ranks that train."""
+    megatron, drawing = config.actor.megatron, config.num_rollout_ranks
     return Grid(
-        world_size,
+        world_size + drawing,
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
         megatron.expert_model_parallel_size,
         config.rollout.tensor_model_parallel_size,
-        min(config.trainer.n_gpus_per_node, world_size),
+        min(config.trainer.n_gpus_per_node, world_size + drawing),
+        drawing,
     )
 
 

@@ -234,7 +234,7 @@ def build(
     """
     if not device.is_cuda:
         _remove_own_leftovers(mesh)
-    with _host_unchanged(device), inside(device):
+    with _host_unchanged(device, mesh), inside(device):
         vllm = _import_vllm(device)
         vllm.v1.engine.core.cleanup_dist_env_and_memory = _destroy_vllm_groups
         if device.is_cuda:
@@ -371,13 +371,14 @@ def _classes(on_cpu: bool) -> tuple[type, Any]:
 
 
 @contextlib.contextmanager
-def _host_unchanged(device: Device) -> Iterator[None]:
-    """Undo what building an engine does to its process.
+def _host_unchanged(device: Device, mesh: Mesh) -> Iterator[None]:
+    """Undo what building an engine does to its process. Inside, vLLM finds its rank in the world of its role.
 
     It reseeds the random generators, overwrites torchrun's LOCAL_WORLD_SIZE, sets an LD_PRELOAD that every child process
     would inherit, and reduces the number of threads or replaces `torch.set_num_threads` by a no-op.
     """
-    env = {key: os.environ.get(key) for key in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    env = {key: os.environ.get(key) for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    os.environ |= {"RANK": str(mesh.rank), "WORLD_SIZE": str(mesh.world_size)}
     num_threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     try:
         with device.preserve_rng():
@@ -419,7 +420,7 @@ def _remove_own_leftovers(mesh: Mesh) -> None:
 
     Otherwise vLLM (its AVX-512 build) would refuse to start.
     """
-    if os.environ["LOCAL_RANK"] == "0":
+    if mesh.rank % mesh.ranks_per_node == 0 or os.environ["LOCAL_RANK"] == "0":
         for path in glob.glob(f"/dev/shm/{os.environ['MASTER_PORT']}-*-cpushm_*"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)

@@ -46,11 +46,37 @@ class Group:
     samples: list[Sample]
 
 
+@dataclass(frozen=True)
+class Clock:
+    """Which weights draw which step: those of `lag` steps before, or the oldest that this run has.
+
+    A function of the step alone: how late a rank is changes nothing. `first`: the step at which the run has begun, or goes
+    on. `drawn`: the steps before it had been drawn then, ahead of their training. Version v: the weights after v steps.
+    """
+
+    lag: int = 0  # rollout.lag
+    first: int = 0
+    drawn: int = 0
+    num_steps: int = 0
+
+    def version(self, step: int) -> int:
+        return max(self.first, step - self.lag)
+
+    def steps(self, version: int) -> range:
+        """The steps that are drawn by `version`, and none before it is there."""
+        start = self.drawn if version == self.first else max(self.drawn, version + self.lag)
+        return range(start, min(self.num_steps, version + self.lag + 1))
+
+    def ahead_of(self, version: int) -> range:
+        """The steps from `version` on that older versions draw."""
+        return range(version, min(self.num_steps, max(self.drawn, version + self.lag)))
+
+
 class Collector:
     """Provides the samples of a step. This base class has none: it serves a run without training steps."""
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
-        """Up to `count` groups for step `step`. Collective. The engine is awake and holds the weights of `step`."""
+        """Up to `count` groups for step `step`. Collective. The engine is awake and holds the weights that draw `step`."""
         return []
 
     def epoch(self) -> float:
@@ -109,9 +135,10 @@ class PolicyCollector(Collector):
         *,
         greedy: bool = False,
         prepare: Callable[[int, Metrics], None] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.generator, self.prompts, self.data, self.rollout, self.greedy = generator, prompts, data, rollout, greedy
-        self.prepare = prepare
+        self.prepare, self.clock = prepare, clock or Clock()
         self.cursor = 0  # prompts taken from the data so far
         self.step, self.num_rounds = -1, 0  # the last step, and the number of draws for it
         self.lengths = LengthHistory()
@@ -122,7 +149,7 @@ class PolicyCollector(Collector):
             prompts,
             self.rollout.n,
             draw_id=draw_id,
-            version=step,
+            version=self.clock.version(step),
             max_tokens=self.data.max_response_length,
             temperature=self.rollout.temperature,
             greedy=self.greedy,
@@ -246,14 +273,19 @@ def unpack_groups(packed: Sequence[PackedGroup], mesh: Mesh) -> list[Group]:
 def pack_sample(sample: Sample) -> dict[str, Any]:
     """Long columns are stored as base64: JSON numbers would take several times the space."""
     packed = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
-    is_graded = sample.finish_reason != UNFINISHED  # then nothing reads the row of its data file again
-    packed["prompt"] = asdict(replace(sample.prompt, columns={}, messages=None) if is_graded else sample.prompt)
+    is_graded = sample.finish_reason != UNFINISHED
+    packed["prompt"] = asdict(without_row(sample.prompt) if is_graded else sample.prompt)
     packed["turns"] = [asdict(turn) for turn in sample.turns]
     packed["draws"] = [asdict(draw) for draw in sample.draws]
     packed["response_ids"] = _to_base64(np.asarray(sample.response_ids, dtype="<i4"))
     packed["rollout_logprobs"] = _to_base64(np.asarray(sample.rollout_logprobs, dtype="<f8"))
     packed["loss_mask"] = _to_base64(np.packbits(np.asarray(sample.loss_mask, dtype=bool)))
     return packed
+
+
+def without_row(prompt: Prompt) -> Prompt:
+    """The prompt of a sample that is graded: nothing reads the row of its data file again."""
+    return replace(prompt, columns={}, messages=None)
 
 
 def unpack_sample(packed: dict[str, Any]) -> Sample:

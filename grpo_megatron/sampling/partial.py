@@ -13,6 +13,8 @@ A round is a tick of a logical clock: what is cut, and where, follows from lengt
 the time that anything takes, nor on the layout, nor on where a run was resumed. Ranks wait for each other at the end of a
 round only.
 
+With `rollout.lag` the weights of a step are those of as many steps before (Clock).
+
 A group that began `max_staleness` steps ago is completed in this step, whatever it takes, and trained on before others.
 """
 
@@ -112,7 +114,8 @@ class PartialCollector(PolicyCollector):
             block = load.index(min(load))
             load[block] += len(indices)
             mine = block == self.mesh.rollout_block
-            samples = [Sample(prompt, 0, index, [], [], UNFINISHED, step) for index in indices] if mine else []
+            version = self.clock.version(step)
+            samples = [Sample(prompt, 0, index, [], [], UNFINISHED, version) for index in indices] if mine else []
             begun.append(_InProgress(draw_id, uid, step, block, len(indices), samples))
         return begun
 
@@ -121,12 +124,12 @@ class PartialCollector(PolicyCollector):
 
         Collective: then every rank knows how many responses of each group are unfinished.
         """
-        generator = self.generator
+        generator, version = self.generator, self.clock.version(step)
         responses = [(group, sample) for group in in_progress for sample in group.unfinished()]
-        for finished in generator.engine.stream([self._request(*response) for response in responses], step):
+        for finished in generator.engine.stream([self._request(*response) for response in responses], version):
             for number, completion in finished:
                 sample = responses[number][1]
-                self._extend(sample, completion.response_ids, completion.logprobs, step)
+                self._extend(sample, completion.response_ids, completion.logprobs, version)
                 is_cut = (
                     completion.finish_reason == "length" and len(sample.response_ids) < self.data.max_response_length
                 )
@@ -180,6 +183,6 @@ class PartialCollector(PolicyCollector):
         leader = metrics.when(self.mesh.is_block_leader)
         for sample in (sample for group in taken for sample in group.samples):
             age = sum((step - draw.version) * (draw.end - draw.start) for draw in sample.draws)
-            old = sum(draw.end - draw.start for draw in sample.draws if draw.version < step)
+            old = sum(draw.end - draw.start for draw in sample.draws if draw.version < self.clock.version(step))
             leader.mean("rollout/partial/staleness_mean", age, len(sample.response_ids))  # over tokens
             leader.mean("rollout/partial/earlier_token_ratio", old, len(sample.response_ids))

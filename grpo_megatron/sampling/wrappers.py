@@ -28,6 +28,7 @@ from grpo_megatron.data.written import OfflineGroup
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.collector import (
+    Clock,
     Collector,
     FileCollector,
     Group,
@@ -153,9 +154,10 @@ def build_collector(
     offline_groups: Sequence[OfflineGroup],
     generator: Generator | None,
     mesh: Mesh,
-    sync_initial: Callable[[int, Metrics], None],
+    sync_initial: Callable[[int, Metrics], None] | None = None,
+    clock: Clock | None = None,
 ) -> Collector:
-    """`sync_initial(step, metrics)` streams the initial model into the engine (algorithm.source=initial).
+    """`sync_initial(step, metrics)` streams the initial model into the engine (algorithm.source=initial). `clock` None: no lag.
 
     `generator` is None in a run that draws nothing.
     `prompts` and `offline_groups` are both empty in a run without training steps.
@@ -167,10 +169,10 @@ def build_collector(
         return FileCollector(Sampler(offline_groups, size, data.shuffle, data.seed), mesh)
     assert generator is not None, "a run that trains on drawn samples has an engine"
     greedy = advantage_estimators.facts(algorithm.adv_estimator).needs_greedy_reward
-    from_policy = PartialCollector if rollout.partial.is_on else PolicyCollector
+    from_policy: type[PolicyCollector] = PartialCollector if rollout.partial.is_on else PolicyCollector
     prepare = sync_initial if algorithm.source == "initial" else None
     sampler = prompt_sampler(prompts, data)
-    collector: Collector = from_policy(generator, sampler, data, rollout, greedy=greedy, prepare=prepare)
+    collector: Collector = from_policy(generator, sampler, data, rollout, greedy=greedy, prepare=prepare, clock=clock)
     if algorithm.filter_groups.enable:
         collector = DynamicSampling(
             collector,

@@ -393,23 +393,29 @@ def point_to_point(sends: list[Envelope], receives: list[Envelope]) -> Wait:
     return wait
 
 
-def in_rounds(count: int, post: Callable[[int, int], Wait]) -> Iterator[int]:
+def in_rounds(count: int, post: Callable[[int, int], Wait], ahead: int = AHEAD) -> Iterator[int]:
     """Call `post(phase, number)` for all rounds, and yield the number of each round when its messages have arrived.
 
     round          k        k+1      k+2      k+3
     over network                     posted   posted
     within nodes   waited   posted
     loaded         yielded
+
+    The first `ahead` rounds over the network are posted before this returns.
     """
-    over_network = deque(post(NETWORK, number) for number in range(min(AHEAD, count)))
+    over_network = deque(post(NETWORK, number) for number in range(min(ahead, count)))
+    return _waited_for(count, post, over_network, ahead)
+
+
+def _waited_for(count: int, post: Callable[[int, int], Wait], over_network: deque[Wait], ahead: int) -> Iterator[int]:
     within_node: Wait | None = None
     for number in range(count + 1):
         following = None
         if number < count:
             over_network.popleft()()
             following = post(NODE, number)
-            if number + AHEAD < count:
-                over_network.append(post(NETWORK, number + AHEAD))
+            if number + ahead < count:
+                over_network.append(post(NETWORK, number + ahead))
         if within_node is not None:
             within_node()
             yield number - 1
@@ -417,20 +423,28 @@ def in_rounds(count: int, post: Callable[[int, int], Wait]) -> Iterator[int]:
 
 
 class Exchange:
-    """One sync. Its message buffers are allocated when it is made, so that no rank runs out of memory between messages."""
+    """One sync. Its message buffers are allocated when it is made, so that no rank runs out of memory between messages.
 
-    def __init__(self, plan: RankPlan, read: ReadParameter, post: Post, pool: Pool) -> None:
+    `stage`: where all that comes over the network is received, from now on: `stream` is then called at a later time.
+    """
+
+    def __init__(
+        self, plan: RankPlan, read: ReadParameter, post: Post, pool: Pool, *, stage: Pool | None = None
+    ) -> None:
         self._plan, self._post, self._shard = plan, post, Shard(plan, read, pool)
+        count = len(plan.rounds)
+        self._depth = DEPTH if stage is None else {**DEPTH, (NETWORK, True): count}
         self._buffers = {}
-        for key, depth in DEPTH.items():
+        for key, depth in self._depth.items():
             size = max(current.elements(*key) for current in plan.rounds)
-            self._buffers[key] = [pool.empty((size,)) for _ in range(depth)]
+            self._buffers[key] = [(stage or pool).empty((size,)) for _ in range(depth)]
         self._tensors: dict[int, Tensor] = {}  # begun, not yet complete
         self._problem: Exception | None = None
+        self._rounds = None if stage is None else in_rounds(count, self._post_round, ahead=count)
 
     def stream(self) -> Iterator[WeightBucket]:
         """The buckets. After a local failure nothing more is yielded, and the failure is raised when all messages are through."""
-        for number in in_rounds(len(self._plan.rounds), self._post_round):
+        for number in self._rounds or in_rounds(len(self._plan.rounds), self._post_round):
             bucket: WeightBucket = []
             with self._kept_problem():
                 bucket = self._finish(number)
@@ -490,7 +504,7 @@ class Exchange:
         return self._tensors.pop(tensor) if tensor in self._tensors else self._shard.begin(tensor)
 
     def _buffer(self, phase: int, is_receiver: bool, number: int) -> Tensor:
-        return self._buffers[phase, is_receiver][number % DEPTH[phase, is_receiver]]
+        return self._buffers[phase, is_receiver][number % self._depth[phase, is_receiver]]
 
     @contextlib.contextmanager
     def _kept_problem(self) -> Iterator[None]:
@@ -499,6 +513,19 @@ class Exchange:
             yield
         except Exception as error:
             self._problem = self._problem or error
+
+
+def snapshot(plan: RankPlan, read: ReadParameter, pool: Pool) -> list[Envelope]:
+    """Copies of all that this rank sends over the network, in the order of the rounds: training may then go on."""
+    shard, envelopes = Shard(plan, read, pool), []
+    for current in plan.rounds:
+        buffer = pool.empty((current.elements(NETWORK, False),))
+        for message in current.sends[NETWORK].values():
+            assert all(isinstance(slot.origin, Copy) for slot in message.slots), "a rank that trains passes nothing on"
+            copy_all([(_view(buffer, slot), shard.local(slot.origin)) for slot in message.slots])  # type: ignore[arg-type]
+            envelopes.append((message.peer, buffer[slice(*message.span)]))
+        shard.forget()
+    return envelopes
 
 
 def _view(buffer: Tensor, slot: Slot) -> Tensor:

@@ -151,6 +151,8 @@ def _in_sync_order(parameters: Sequence[SyncParameter]) -> list[SyncParameter]:
 
 def _first_stage(rank: int, stages: Sequence[int], grid: Grid) -> int:
     """Index in `stages` of the one that a rank receives first: the one after its own. This is the number of its lane."""
+    if grid.num_drawing:  # no stage is its own: nodes take turns
+        return max(0, rank - grid.num_training) // grid.ranks_per_node % len(stages)
     size = grid.ranks_per_node if grid.num_nodes > 1 else grid.rollout_tp
     return bisect.bisect_right(stages, grid.stage(rank - rank % size)) % len(stages)
 
@@ -199,8 +201,7 @@ class Routes:
         self._tasks: list[
             tuple[list[int], list[int]]
         ] = []  # of a node: readers that hold nothing, ranks that hold the part
-        for first in range(0, grid.world_size, grid.ranks_per_node):
-            ranks = range(first, min(first + grid.ranks_per_node, grid.world_size))
+        for ranks in grid.nodes():
             readers = [r for r in ranks if grid.engine_rank(r) in reading and r not in holding]
             if readers:
                 self._tasks.append((readers, [r for r in ranks if r in holding]))

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,17 @@ from grpo_megatron.models.lora.folder import save_peft
 from grpo_megatron.models.lora.sync import AdapterResharding
 from grpo_megatron.models.policy import AdapterReference, Policy
 from grpo_megatron.models.weights.folder import Serving, save_hf
-from grpo_megatron.models.weights.stream import Resharding, engine_tensors
+from grpo_megatron.models.weights.stream import BridgeResharding, Resharding, engine_tensors
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.planning.traffic import grid_of
 from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sync.delta import DeltaLimits
 from grpo_megatron.sync.digest import Expected, compare
 from grpo_megatron.sync.plan import EngineTensors
-from grpo_megatron.types import Batch, Sample
+from grpo_megatron.types import Batch, Sample, WeightBucket
 
 # -- Probe -------------------------------------------------------------------------------------------------------------
 # Probe: engine and policy must compute the same log-probabilities of fixed tokens after a sync.
@@ -192,7 +194,48 @@ class Provenance:
         self._digests = {int(version): digest for version, digest in state.items()}
 
 
-class Colocation:
+class HeldWeights:
+    """The weights that an engine holds: loaded, attested and probed. All methods are collective, and raise RankError."""
+
+    def __init__(self, engine: RolloutEngine, mesh: Mesh, resharding: Resharding, probe: Probe) -> None:
+        self.engine, self.mesh, self.resharding, self.probe = engine, mesh, resharding, probe
+        self.weights_digest = ""  # of the weights that the engine holds
+        self._is_attested = False  # the last sync
+
+    def load(self, weights: Iterator[WeightBucket], version: int, expected: Expected, metrics: Metrics) -> None:
+        """Afterwards the engine holds `weights` as `version`, and their digests are `expected`."""
+        self.weights_digest = ""
+        with metrics.phase("update_weights"):
+            self.engine.load_weights(weights, version)
+        metrics.max("sync/bytes_received", self.resharding.bytes_received)
+        if self.resharding.density is not None:
+            metrics.max("sync/density", self.resharding.density)
+        with metrics.phase("attest"):
+            self.mesh.agree(self._attest(expected))
+        self.resharding.attested()
+        self.weights_digest = expected.weights_digest
+
+    def _attest(self, expected: Expected) -> str | None:
+        """Says what this rank's engine holds wrongly, if anything."""
+        try:
+            held = self.engine.digests()
+        except Exception as error:  # of any engine: the other ranks wait for this rank
+            return f"the engine cannot read its own weights ({type(error).__name__}: {error})"
+        self._is_attested = held is not None
+        if held is None:
+            return None
+        return compare(expected, held, self.resharding.tensors, self.mesh.rank % self.mesh.rollout_tp, self.mesh.rank)
+
+    def measure(self, name: str, expected: Tensor, metrics: Metrics) -> None:
+        """Compare the engine's log-probabilities of the probe's tokens with `expected`, those of the model `name`."""
+        measured = torch.tensor(self.engine.logprobs([tokens.tolist() for tokens in self.probe.batch.tokens]))
+        difference = (measured - expected).abs()
+        metrics.max("rollout/probe_logp_diff_mean", difference.mean().item())
+        metrics.max("rollout/probe_logp_diff_max", difference.max().item())
+        self.mesh.agree(self.probe.problem(name, difference, is_attested=self._is_attested))
+
+
+class Colocation(HeldWeights):
     """Shares the device between `policy` and `engine`, which sleeps from its construction to the first rollout."""
 
     def __init__(
@@ -204,10 +247,8 @@ class Colocation:
         probe: Probe,
         provenance: Provenance,
     ) -> None:
-        self.policy, self.engine, self.mesh = policy, engine, policy.mesh
-        self.resharding, self.probe, self.provenance = resharding, probe, provenance
-        self.weights_digest = ""  # of the weights that the engine holds
-        self._is_attested = False  # the last sync
+        super().__init__(engine, policy.mesh, resharding, probe)
+        self.policy, self.provenance = policy, provenance
         self._has_synced = False  # since this process was started
         engine.sleep()
 
@@ -242,41 +283,36 @@ class Colocation:
         """Collective. Raises RankError."""
         self.weights_digest = ""
         with metrics.phase("attest"):
-            expected = source.expected_digests(self.resharding)
-            if problem := weights_problem(name, version, expected.non_finite, is_first=not self._has_synced):
-                raise RankError(problem)  # on every rank: `expected` is the same on all
-        with metrics.phase("update_weights"):
-            self.engine.load_weights(source.engine_weights(self.resharding, version), version)
-        metrics.max("sync/bytes_received", self.resharding.bytes_received)
-        if self.resharding.density is not None:
-            metrics.max("sync/density", self.resharding.density)
-        with metrics.phase("attest"):
-            self.mesh.agree(self._attest(expected))
-        self.resharding.attested()
-        self.weights_digest, self._has_synced = expected.weights_digest, True
+            expected = finite_digests(name, source, self.resharding, version, is_first=not self._has_synced)
+        self.load(source.engine_weights(self.resharding, version), version, expected, metrics)
+        self._has_synced = True
         self.provenance.record(version, expected.weights_digest)
-
-    def _attest(self, expected: Expected) -> str | None:
-        """Says what this rank's engine holds wrongly, if anything."""
-        try:
-            held = self.engine.digests()
-        except Exception as error:  # of any engine: the other ranks wait for this rank
-            return f"the engine cannot read its own weights ({type(error).__name__}: {error})"
-        self._is_attested = held is not None
-        if held is None:
-            return None
-        return compare(expected, held, self.resharding.tensors, self.mesh.rank % self.mesh.rollout_tp, self.mesh.rank)
 
     def _probe(self, name: str, source: LanguageModel | AdapterReference, metrics: Metrics) -> None:
         """Compare the engine with `source` on fixed tokens at temperature 1. Collective. Raises RankError."""
         with metrics.phase("probe"):
-            expected = source.logprobs(self.probe.batch, temperature=1.0)
-            self.mesh.agree(logprobs_problem(name, expected))
-            measured = torch.tensor(self.engine.logprobs([tokens.tolist() for tokens in self.probe.batch.tokens]))
-            difference = (measured - expected).abs()
-            metrics.max("rollout/probe_logp_diff_mean", difference.mean().item())
-            metrics.max("rollout/probe_logp_diff_max", difference.max().item())
-            self.mesh.agree(self.probe.problem(name, difference, is_attested=self._is_attested))
+            self.measure(name, probe_logprobs(name, source, self.probe, self.mesh), metrics)
+
+    def close(self) -> None:
+        """Release the engine. Collective."""
+        self.engine.shutdown()
+
+
+def finite_digests(
+    name: str, source: LanguageModel | AdapterReference, resharding: Resharding, version: int, *, is_first: bool
+) -> Expected:
+    """The digests of the model's weights, on every rank. Collective. Raises RankError if any weight is not finite."""
+    expected = source.expected_digests(resharding)
+    if problem := weights_problem(name, version, expected.non_finite, is_first=is_first):
+        raise RankError(problem)  # on every rank: `expected` is the same on all
+    return expected
+
+
+def probe_logprobs(name: str, source: LanguageModel | AdapterReference, probe: Probe, mesh: Mesh) -> Tensor:
+    """The model's log-probabilities of the probe's tokens. Collective. Raises RankError if any is not finite."""
+    logprobs = source.logprobs(probe.batch, temperature=1.0)
+    mesh.agree(logprobs_problem(name, logprobs))
+    return logprobs
 
 
 # -- Construction ------------------------------------------------------------------------------------------------------
@@ -331,7 +367,7 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
     """
     if not config.draws:
         return None
-    resharding = build_resharding(config, policy)
+    resharding = build_resharding(config, policy.arch, policy.mesh, policy.device, policy.stage_of)
     resharding.connect()
     policy.offload()
     policy.device.empty_cache()
@@ -341,17 +377,19 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
         policy,
         engine,
         resharding,
-        probe=Probe(
-            policy.arch.vocab_size,
-            config.data.max_prompt_length + config.data.max_response_length,
-            dtype=config.model.dtype,
-            tolerance=0.0 if config.model.exact else config.rollout.probe_tolerance,
-        ),
+        probe=build_probe(config, policy.arch),
         provenance=Provenance(policy.mesh, config.max_staleness),
     )
     policy.device.empty_cache()
     policy.onload()
     return colocation
+
+
+def build_probe(config: Config, arch: Architecture) -> Probe:
+    """The probe of the config."""
+    length = config.data.max_prompt_length + config.data.max_response_length
+    tolerance = 0.0 if config.model.exact else config.rollout.probe_tolerance
+    return Probe(arch.vocab_size, length, dtype=config.model.dtype, tolerance=tolerance)
 
 
 def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:
@@ -366,7 +404,7 @@ def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: D
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
         eos_token_ids=checked.end_tokens.ids,
-        tensors=_engine_tensors(config, checked.arch),
+        tensors=engine_tensors_of(config, checked.arch),
         **({"exact": True} if config.model.exact else {}),
     )
 
@@ -387,15 +425,20 @@ def memory_problem(config: Config, memory: DeviceMemory | None) -> str | None:
     )
 
 
-def build_resharding(config: Config, policy: Policy) -> Resharding:
-    """The plan from the policy's layout to the engine's. Collective."""
+def build_resharding(
+    config: Config, arch: Architecture, mesh: Mesh, device: Device, stage_of: Mapping[str, int]
+) -> Resharding:
+    """The plan from the policy's layout to the engine's. Collective over the run."""
     rollout, lora = config.rollout, config.actor.lora
-    layout = policy.arch, policy.mesh, policy.stage_of, _engine_tensors(config, policy.arch)
+    layout = arch, mesh, stage_of, engine_tensors_of(config, arch)
     options: dict[str, Any] = {
         "dtype": DTYPES[config.model.dtype],
-        "device": policy.device.torch_device,
+        "device": device.torch_device,
         "bucket_megabytes": rollout.update_weights_bucket_megabytes,
     }
+    if mesh.bridge is not None:
+        grid = replace(grid_of(config, mesh.bridge.num_training), ranks_per_node=mesh.ranks_per_node)
+        return BridgeResharding(*layout, **options, grid=grid, lag=rollout.lag)
     if lora.rank is not None:
         return AdapterResharding(*layout, lora, **options)
     is_delta = rollout.sync == "delta"
@@ -403,7 +446,8 @@ def build_resharding(config: Config, policy: Policy) -> Resharding:
     return Resharding(*layout, delta=delta, **options)
 
 
-def _engine_tensors(config: Config, arch: Architecture) -> EngineTensors:
+def engine_tensors_of(config: Config, arch: Architecture) -> EngineTensors:
+    """What an engine of the config gets."""
     rollout = config.rollout
     reads_shards = find_engine(rollout.engine).reads_shards
     tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size

@@ -101,7 +101,7 @@ class StepReport:
     def _speed(self, reduced: Mapping[str, float], table: GroupTable, plan: Plan) -> dict[str, float]:
         lengths = [p + r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
         num_devices = self.mesh.world_size
-        return throughput(reduced, sum(lengths), num_devices) | mfu_metrics(
+        return throughput(reduced, sum(lengths), self.mesh.run_size) | mfu_metrics(
             reduced,
             self.policy.arch,
             lengths,

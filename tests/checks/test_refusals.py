@@ -23,7 +23,7 @@ from grpo_megatron.algo.losses import (
     policy_losses,
     reads_reference,
 )
-from grpo_megatron.checks.layout import batch_problems
+from grpo_megatron.checks.layout import batch_problems, placement_problems, world_problems
 from grpo_megatron.checks.methods import method_problems, schedule_problems, sharing_problems, suspicions
 from grpo_megatron.checks.models import ModelFolders, beside_problems, score_head_problems, trains_scores
 from grpo_megatron.checks.names import (
@@ -100,6 +100,7 @@ SHORT = {  # in CASES
     "SFT": "algorithm.source=file algorithm.adv_estimator=constant actor.loss_mode=sft",
     "GAE": "algorithm.adv_estimator=gae",
     "PARTIAL": "rollout.partial.over_sample=1.5",
+    "ROLES": "rollout.placement=separate rollout.num_ranks=2",
     "SHARE": "actor.share_prompts=true",
     "SCORE": "actor.loss_mode=bradley_terry actor.loss_agg_mode=seq-mean-token-mean algorithm.adv_estimator=preference"
     " algorithm.source=file actor.use_kl_loss=false trainer.val_before_train=false trainer.test_freq=-1",
@@ -131,6 +132,17 @@ PARTIAL algorithm.source=initial actor.loss_mode=sft => goes on under newer weig
 PARTIAL rollout.partial.chunk_tokens=2048 => chunk_tokens=2048 is not less than data.max_response_length=2048
 PARTIAL algorithm.rollout_correction.rollout_is=null => trains on tokens of up to 2 earlier steps
 PARTIAL PLAYS=tools rollout.multi_turn.tools=[calculator] => cannot wait for a later step
+ROLES rollout.lag=1 algorithm.rollout_correction.rollout_is=null => trains on samples of as many steps older weights, and
+ROLES algorithm.source=initial actor.loss_mode=sft => draws from the policy that is trained, and algorithm.source=initial does not
+ROLES SFT trainer.val_before_train=false trainer.test_freq=-1 => algorithm.source=file does not; set placement=colocated
+ROLES rollout.sync=delta => rollout ranks get whole weights; set rollout.sync=full
+ROLES rollout.num_ranks=8 => rollout.num_ranks=8 of 8 ranks leaves none to train; set 7 or less
+ROLES rollout.num_ranks=null rollout.num_nodes=1 => rollout.num_nodes=1 x trainer.n_gpus_per_node=8 = 8 of 8 ranks leaves none
+ROLES rollout.num_nodes=1 => one of them says how many ranks only draw
+ROLES trainer.nnodes=2 => rollout.num_ranks=2 cuts a node of trainer.n_gpus_per_node=8, whose ranks would train and draw
+ROLES rollout.tensor_model_parallel_size=4 => does not divide the 2 ranks that draw; set rollout.tensor_model_parallel_size=2
+ROLES actor.megatron.tensor_model_parallel_size=4 => = 4 does not divide the world size 6
+rollout.lag=1 => rollout.lag=1 has no effect with rollout.placement=colocated; set rollout.placement=separate
 data.train_batch_size=4 algorithm.replay.ratio=0.2 => set it to 0.25 or more
 reward.overlong_buffer.len=4096 => more than data.max_response_length=2048
 algorithm.iteration_steps=5 actor.use_kl_loss=false => this run has neither
@@ -254,6 +266,9 @@ def problems(config: Config) -> list[str]:
     """What all checks find that read the config alone."""
     checks = (method_problems, name_problems, reward_name_problems, schedule_problems, batch_problems)
     found = [problem for check in (*checks, environment_problems, score_head_problems) for problem in check(config)]
+    found += placement_problems(config, world := config.trainer.nnodes * config.trainer.n_gpus_per_node)
+    if (training := world - config.num_rollout_ranks) > 0 and config.num_rollout_ranks:
+        found += world_problems(config, training, None)
     found += [*sharing_problems(config, None), *beside_problems(config, 2, ModelFolders(None, None, {}, False))]
     return texts(found)
 

@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from grpo_megatron.algo.divergence import KlController
-from grpo_megatron.checks.resume import differences, resume_problems
+from grpo_megatron.checks.resume import differences, refusals, resume_problems
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import Config, ConfigError, KlCtrl
 from grpo_megatron.training.stopping import is_done, record
-from tests.runs import make_run
+from tests.runs import make_run, texts
 from tests.training.fake_run import only, run
 
 
@@ -107,6 +107,17 @@ def test_what_must_not_change_is_refused_by_name(tmp_path: Path, sections: dict[
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         run(tmp_path, **sections)
     assert not (tmp_path / "config_attempts").exists()
+
+
+def test_steps_that_were_drawn_ahead_need_ranks_that_draw(tmp_path: Path) -> None:
+    def refused(**rollout: Any) -> list[str]:
+        raw = config(rollout=rollout)
+        saved = {"step": 2, "config": raw.model_dump(mode="json"), "run": {"collector": {"ahead": [{}]}}}
+        return texts(refusals(tmp_path / "step_000002", saved, raw))
+
+    (problem,) = refused()
+    assert "rollout.placement=colocated: " in problem and "holds 1 steps that were drawn ahead" in problem
+    assert refused(placement="separate", num_ranks=1) == []
 
 
 def test_the_coefficient_of_a_resumed_adaptive_controller() -> None:

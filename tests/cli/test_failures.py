@@ -85,6 +85,15 @@ def test_a_report_that_is_not_ours_and_a_killed_rank(tmp_path: Path, capsys: pyt
     assert "error: rank 1 was ended by SIGKILL (the machine may" in capsys.readouterr().err
 
 
+def test_a_rank_with_a_role_is_reported_with_it(tmp_path: Path) -> None:
+    beat = {"role": "rollout", "phase": "step/gen", "step": 3}
+    (tmp_path / "heartbeats").mkdir()
+    (tmp_path / "heartbeats/rank_00001.json").write_text(json.dumps(beat))
+    (tmp_path / "heartbeats/rank_00002.json").write_text(json.dumps({**beat, "role": ""}))
+    places = [failures.last_place(tmp_path, rank) for rank in range(3)]
+    assert places == ["", " (rollout, phase step/gen of step 3)", ""]
+
+
 @pytest.fixture
 def rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This process as rank 0 of 2 under torchrun; returns the folder of rank 1."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -102,6 +105,39 @@ def train(
     trainer.close = keep_then_close  # type: ignore[method-assign]
     trainer.run()
     return result
+
+
+def train_in_roles(raw: dict[str, Any], delays: int | None = None, die: tuple[int, str, int] | None = None) -> Any:
+    """`train` on the ranks that train, with the weights of each version; None on those that draw.
+
+    `delays`: a seed of random pauses before every phase of either role. `die`: (rank of the run, phase, n), at whose
+    n-th beginning that rank ends without a word.
+    """
+    from grpo_megatron.checks.validate import validate
+    from grpo_megatron.parallel.heartbeat import Heartbeat
+    from grpo_megatron.rollout_rank import RolloutRank
+    from grpo_megatron.training.roles import RolloutRanks
+
+    enter, rank, versions, begun = Heartbeat.phase, int(os.environ["RANK"]), {}, Counter[str]()
+    pauses = random.Random(None if delays is None else 100 * delays + rank)
+
+    def paused(self: Heartbeat, name: str) -> Any:
+        begun[name] += 1
+        if die == (rank, name, begun[name]):
+            os._exit(9)
+        time.sleep(0.0 if delays is None else pauses.choice([0, 0, 0.02, 0.2]))
+        return enter(self, name)
+
+    def recorded(self: RolloutRanks, version: int) -> None:
+        send(self, version)
+        versions[version] = {n: t.clone() for bucket in self.policy.hf_weights(1) for n, t in bucket}
+
+    config, world, send = Config.model_validate(raw), int(os.environ["WORLD_SIZE"]), RolloutRanks._send_weights
+    with mock.patch.object(Heartbeat, "phase", paused), mock.patch.object(RolloutRanks, "_send_weights", recorded):
+        if rank < world - config.num_rollout_ranks:
+            return {**train(raw), "versions": versions}
+        RolloutRank(config, validate(config, world)).run()
+        return None
 
 
 def train_on_nodes_of_one(raw: dict[str, Any]) -> dict[str, Any]:

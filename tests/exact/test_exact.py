@@ -187,6 +187,7 @@ rollout.engine=vllm => rollout.engine=vllm computes with kernels of its own; set
 trainer.device=cuda => set trainer.device=cpu, or for a GPU rollout.batch_invariant=true
 algorithm.rollout_correction.rollout_is=icepop => algorithm.rollout_correction.rollout_is corrects a difference that is 0
 algorithm.rollout_correction.rollout_rs=token => rollout_rs corrects a difference that is 0; leave it out
+rollout.lag=1 => rollout.lag=1 trains on samples of earlier weights
 algorithm.replay.ratio=0.2 => algorithm.replay.ratio=0.2 trains on samples of earlier weights
 algorithm.filter_groups.enable=true => algorithm.filter_groups.max_staleness=1 trains on samples of earlier weights
 actor.share_prompts=true => actor.share_prompts=true is not covered

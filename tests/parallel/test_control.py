@@ -142,12 +142,12 @@ def test_other_worlds_have_few_connections_too(size: int) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1, 3 * INLINE_BYTES])
-def test_content_of_any_length_arrives_in_at_most_two_messages(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_of_any_length_arrives_in_at_most_two_messages(length: int) -> None:
     content = bytes(number % 251 for number in range(length))
-    sent = control._parts(content)
+    sent = control.parts_of_message(content)
     assert [len(part) for part in sent] == [HEAD_BYTES, *([length - INLINE_BYTES] if length > INLINE_BYTES else [])]
-    monkeypatch.setattr(control.dist, "recv", lambda buffer, source, group: buffer.copy_(sent.pop(0)))
-    assert control._receive(0, None).numpy().tobytes() == content and not sent
+    received = control.received_message(lambda part: part.copy_(sent.pop(0)))
+    assert received.numpy().tobytes() == content and not sent
 
 
 # -- where the stores of torch.distributed listen: nowhere in a world of one, on MASTER_ADDR alone under srun ----------

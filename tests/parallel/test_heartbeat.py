@@ -118,7 +118,7 @@ def test_a_stalled_file_system_is_not_the_ranks() -> None:
 
 
 def test_a_stalled_file_system_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    heartbeat: Any = Heartbeat(tmp_path, SimpleNamespace(rank=0, world_size=2), 45.0)  # type: ignore[arg-type]
+    heartbeat: Any = Heartbeat(tmp_path, SimpleNamespace(run_rank=0, run_size=2, role=""), 45.0)  # type: ignore[arg-type]
     watch, is_named = Watch(45.0, 5.0, now=0.0), False
     for stall_s in (40.0, 50.0, 60.0, 0.0, 45.0):
         watch.files_stall_s = stall_s
@@ -129,7 +129,7 @@ def test_a_stalled_file_system_is_printed_once(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_timeout_while_the_thread_waits_for_the_file_system_names_it(tmp_path: Path) -> None:
-    heartbeat: Any = Heartbeat(tmp_path, SimpleNamespace(rank=0, world_size=2), 45.0)  # type: ignore[arg-type]
+    heartbeat: Any = Heartbeat(tmp_path, SimpleNamespace(run_rank=0, run_size=2, role=""), 45.0)  # type: ignore[arg-type]
     heartbeat._files_since = time.monotonic() - 100.0
     with pytest.raises(StalledRank, match=f"the file system of {tmp_path} has stalled"), heartbeat.naming_timeouts():
         raise RuntimeError("the collective timed out")
@@ -139,6 +139,9 @@ def test_who_is_behind_and_the_table() -> None:
     both = list(beats(1, changes=39, phase="step/reward", phase_s=17.2).values())
     assert [beat.rank for beat in behind(both)] == [1]
     assert behind(list(beats().values())) == []
+    roles = [replace(beat, role=("training", "rollout")[beat.rank], changes=beat.rank) for beat in beats().values()]
+    assert behind(roles) == []  # each role has phases of its own
+    assert roles[1].name == "rank 1 (rollout, node node-b, process 12)"
     assert table(both).splitlines() == [
         "rank  node    process  step  phase        for   main thread",
         "0     node-a  11       3     step/gen     0 s   all_reduce (distributed_c10d.py:1)",
@@ -147,7 +150,7 @@ def test_who_is_behind_and_the_table() -> None:
 
 
 def test_a_beat_that_is_being_written_is_not_read(tmp_path: Path) -> None:
-    heartbeat: Any = Heartbeat(tmp_path, SimpleNamespace(rank=0, world_size=5), None)  # type: ignore[arg-type]
+    heartbeat: Any = Heartbeat(tmp_path, SimpleNamespace(run_rank=0, run_size=5, role=""), None)  # type: ignore[arg-type]
     heartbeat.folder.mkdir()
     text = json.dumps(asdict(beats()[0]))
     for rank, content in enumerate((text, "", text[:40], "[]")):

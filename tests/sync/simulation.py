@@ -21,7 +21,7 @@ from grpo_megatron.models.weights.stream import engine_tensors, stages_of_parame
 from grpo_megatron.models.weights.table import WeightRow, expand_table
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.digest import Expected, compare, expected_digests, part_digest
-from grpo_megatron.sync.exchange import Envelope, Exchange, Pool, RankPlan
+from grpo_megatron.sync.exchange import Envelope, Exchange, Pool, RankPlan, snapshot
 from grpo_megatron.sync.plan import EngineTensors, Rounds, SyncPlan, Traffic, plan_rounds
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
@@ -154,7 +154,11 @@ def run(simulated: World) -> tuple[list[dict[str, Tensor]], list[Counts]]:
         transport = Queues(rank, queues, counts[rank])
         rank_plan, shard = simulated.rank_plan(rank), simulated.shard(rank)
         dtype = next(iter(simulated.whole.values())).dtype
-        exchange = Exchange(rank_plan, shard.__getitem__, transport.post, Pool(dtype, torch.device("cpu")))
+        pool, draws = Pool(dtype, torch.device("cpu")), rank >= simulated.grid.num_training
+        if simulated.grid.num_drawing and not draws:
+            transport.post(snapshot(rank_plan, shard.__getitem__, pool), [])()
+            return
+        exchange = Exchange(rank_plan, shard.__getitem__, transport.post, pool, stage=pool if draws else None)
         for bucket in exchange.stream():
             handed[rank].update(bucket)
 

@@ -59,7 +59,18 @@ def _with_whole_experts() -> Iterator[Layout]:
                 yield family, grid, tuple((EVEN if number % 2 else UNEVEN)[pp]), rollout_tp
 
 
-LAYOUTS = [*_layouts(), *_with_whole_experts()]
+def _in_roles() -> Iterator[Layout]:
+    """The last ranks draw, the others train."""
+    families = itertools.cycle(["llama", "qwen2-tied", "qwen3-moe", "deepseek-v3"])
+    for tp, pp, replicas in SIZES[:: len(SIZES) // 6]:
+        for drawing, rollout_tp, ranks_per_node in ((1, 1, 8), (4, 2, 2), (6, 2, 4), (8, 4, 4)):
+            family, sizes = next(families), tuple(UNEVEN[pp])
+            ep = replicas if family == "qwen3-moe" else 1
+            yield family, Grid(tp * pp * replicas + drawing, tp, pp, ep, rollout_tp, ranks_per_node, drawing), sizes, 1
+        next(families)
+
+
+LAYOUTS = [*_layouts(), *_with_whole_experts(), *_in_roles()]
 
 
 def _name(layout: Layout) -> str:
@@ -68,7 +79,7 @@ def _name(layout: Layout) -> str:
     stages = "+".join(map(str, sizes))
     return (
         f"{family} TP{grid.tp} PP{stages} x{grid.replicas}{ep} to TP{grid.rollout_tp}{engine_ep},"
-        f" nodes of {grid.ranks_per_node}"
+        f" nodes of {grid.ranks_per_node}{f', {grid.num_drawing} only draw' if grid.num_drawing else ''}"
     )
 
 
@@ -93,7 +104,7 @@ def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
     family, grid, sizes, rollout_ep = LAYOUTS[number]
     world = simulation.world(architecture(family), grid, list(sizes), budget=budget_of(number), rollout_ep=rollout_ep)
     handed, counts = simulation.run(world)
-    for rank in range(grid.world_size):
+    for rank in range(grid.first_drawing, grid.world_size):
         assert handed[rank].keys() == world.whole.keys()
         for tensor in world.plan.tensors:
             start, stop = world.plan.spans[tensor.name][grid.engine_rank(rank)]
@@ -163,7 +174,7 @@ def _floors(plan: SyncPlan) -> tuple[list[int], list[int]]:
                 for piece in pieces:
                     if piece.tensor == index:
                         has[rank][piece.start : piece.stop] = True
-        for rank in range(grid.world_size):
+        for rank in range(grid.first_drawing, grid.world_size):
             start, stop = plan.spans[tensor.name][grid.engine_rank(rank)]
             needs[rank][start:stop] = True
             ranks[rank] += int((needs[rank] & ~has[rank]).sum()) * width

@@ -66,6 +66,7 @@ class FakePolicy(NamedWeights):
     def __init__(self, events: list[Any], device: Any) -> None:
         self.events, self.device, self.mesh, self.updates = events, device, LoneMesh(), 0
         self.arch, self.multiple, self.is_offloaded = ARCH, 1, False
+        self.stage_of: dict[str, int] = {}
 
     def set_optimizer(self, optim: Any, total_steps: int, *, period: int = 1) -> None:
         self.period = period

@@ -37,11 +37,11 @@ def test_connections_exist_before_free_memory_is_judged(monkeypatch: pytest.Monk
     offload, onload = (partial(events.append, word) for word in ("offload", "onload"))
     mesh = SimpleNamespace(rank=1, agree=lambda problem: None)
     policy: Any = SimpleNamespace(device=device, mesh=mesh, offload=offload, onload=onload)
-    policy.arch = SimpleNamespace(vocab_size=8)
+    policy.arch, policy.stage_of = SimpleNamespace(vocab_size=8), {}
     resharding = SimpleNamespace(connect=partial(events.append, "connections"))
     monkeypatch.setattr(colocation, "build_resharding", lambda *_: resharding)
     monkeypatch.setattr(colocation, "build_engine", lambda *_, **__: events.append("engine"))
-    monkeypatch.setattr(colocation, "_engine_tensors", lambda *_: None)
+    monkeypatch.setattr(colocation, "engine_tensors_of", lambda *_: None)
     monkeypatch.setattr(colocation, "Colocation", lambda *_, **__: None)
     checked: Any = SimpleNamespace(end_tokens=SimpleNamespace(ids=[1]), arch=None)
     colocation.build_colocation(Config.model_validate({"model": {"path": "x"}}), checked, policy)

@@ -11,6 +11,7 @@ one dtype, so the biases travel apart. They are small.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from grpo_megatron.models.weights.table import QKV, HeadsNorm, Replicated, Vocab
 from grpo_megatron.parallel.mesh import Grid, Mesh, RankError, all_gather_values
 from grpo_megatron.sync.delta import DeltaLimits, DeltaSync
 from grpo_megatron.sync.digest import Expected, Share, expected_digests
-from grpo_megatron.sync.exchange import Exchange, Pool, RankPlan, point_to_point
+from grpo_megatron.sync.exchange import Exchange, Pool, RankPlan, point_to_point, snapshot
 from grpo_megatron.sync.plan import (
     EngineSpans,
     EngineTensors,
@@ -234,14 +235,17 @@ class Resharding:
         device: torch.device,
         bucket_megabytes: int,
         delta: DeltaLimits | None = None,
+        grid: Grid | None = None,
     ) -> None:
         """`tensors`: what each rank of an engine reads. `bucket_megabytes`: MiB of all buffers of a rank together.
 
-        `delta`: changes are sent where possible (see `DeltaSync`); None: every sync is full.
+        `delta`: changes are sent where possible (see `DeltaSync`); None: every sync is full. `grid`: of all ranks of the run,
+        where the mesh is that of a role.
         """
         self.mesh, self.tensors, self.dtype, self.device = mesh, tensors, dtype, device
         self._pool, self._budget = Pool(dtype, device), (bucket_megabytes << 20) // dtype.itemsize
-        parameters, units = sync_parameters(arch, mesh.grid(), stage_of), tensors.units(mesh.rank % mesh.rollout_tp)
+        self._grid = grid or mesh.grid()
+        parameters, units = sync_parameters(arch, self._grid, stage_of), tensors.units(mesh.rank % mesh.rollout_tp)
         self.plan, self.traffic = self._planned(parameters, tensors.spans, units)
         rows = model_rows(arch)
         self._constants: dict[int, list[tuple[str, SyncTensor]]] = {}  # of each stage: (Megatron name, tensor)
@@ -261,10 +265,10 @@ class Resharding:
         self, parameters: list[SyncParameter], spans: EngineSpans, units: Mapping[str, list[str]] | None
     ) -> tuple[RankPlan, Traffic]:
         """Collective. This rank's plan, and the traffic of all ranks."""
-        plan, rounds, traffic = plan_rounds(parameters, spans, self.mesh.grid(), self._budget)
+        plan, rounds, traffic = plan_rounds(parameters, spans, self._grid, self._budget)
         if len(set(self.mesh.all_gather(plan.digest))) > 1:
             raise RankError("the ranks have planned different weight syncs: their configs or their versions differ")
-        return RankPlan(plan, rounds, self.mesh.rank, units), traffic
+        return RankPlan(plan, rounds, self.mesh.run_rank, units), traffic
 
     @contextlib.contextmanager
     def _kept_on_host(self, key: str, remedy: str) -> Iterator[None]:
@@ -352,7 +356,7 @@ class Resharding:
         """The constants that this rank digests for the attestation: those of its stage, if it is the stage's first rank."""
         if (self.mesh.tp_rank, self.mesh.cp_rank, self.mesh.dp_rank) != (0, 0, 0):
             return []
-        readers, held = tuple(range(self.mesh.rollout_tp)), self._constants.get(self.mesh.pp_rank, [])
+        readers, held = tuple(range(self._grid.rollout_tp)), self._constants.get(self.mesh.pp_rank, [])
         return [Share(name, tensor, 0, tensor.length, 0, readers) for name, tensor in held]
 
     def _stream_constants(self, parameters: Mapping[str, Tensor]) -> Iterator[WeightBucket]:
@@ -365,6 +369,53 @@ class Resharding:
             if self.mesh.pp > 1:
                 dist.broadcast(flat, self.mesh.stage_rank(stage), group=self.mesh.pp_group)
             yield [(tensor.name, part) for (_, tensor), part in zip(held, flat.split(sizes), strict=True)]
+
+
+class BridgeResharding(Resharding):
+    """From the ranks that train to those that draw. Built on all of them with the same `grid`, without a delta.
+
+    A rank that trains copies what it sends to the host, and goes on: nothing of `stream` waits for the other role, and nothing
+    is in the stream. A rank that draws receives the next version on the host while it draws.
+    """
+
+    def __init__(self, *args: Any, lag: int, **named: Any) -> None:
+        super().__init__(*args, **named)
+        assert self.mesh.bridge is not None
+        self.bridge, self.lag = self.mesh.bridge, lag
+        self._host = Pool(self.dtype, torch.device("cpu"))
+        self._on_their_way: deque[Callable[[], None]] = deque()
+        self._arriving: Exchange | None = None
+
+    def _buckets(self, parameters: Mapping[str, Tensor], version: int) -> Iterator[WeightBucket]:
+        # A step is drawn by the version of `lag` steps before, and the trainer has its samples: that version has arrived.
+        while len(self._on_their_way) > self.lag:
+            self._on_their_way.popleft()()
+        self._on_their_way.append(self.bridge.post(snapshot(self.plan, _reader(parameters), self._host), []))
+        return iter(())
+
+    def _stream_constants(self, parameters: Mapping[str, Tensor]) -> Iterator[WeightBucket]:
+        held = self._constants.get(self.mesh.pp_rank, [])
+        if held and (self.mesh.tp_rank, self.mesh.cp_rank, self.mesh.dp_rank) == (0, 0, 0):
+            values = [(tensor.name, parameters[name].detach().cpu()) for name, tensor in held]
+            self.bridge.send(values, to=self.bridge.num_training)
+        return iter(())
+
+    def expect(self) -> None:
+        """A rank that draws receives the next version from now on."""
+        self._arriving = Exchange(self.plan, _holds_nothing, self.bridge.post, self._pool, stage=self._host)
+
+    def received(self) -> Iterator[WeightBucket]:
+        """On the ranks that draw, the version that `expect` was called for. Collective over them."""
+        assert self._arriving is not None, "expect was not called"
+        yield from self._arriving.stream()
+        self._arriving = None
+        for stage in sorted(self._constants):
+            values = self.bridge.receive(stage * self._grid.tp * self._grid.replicas) if self.mesh.rank == 0 else []
+            yield [(name, value.to(self.device)) for name, value in self.mesh.broadcast(values)]
+
+
+def _holds_nothing(name: str) -> Tensor:
+    raise KeyError(f"a rank that draws has no {name}")
 
 
 def _with_tied_head(parameters: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,159 @@
+"""RolloutRank: the program of a rank that only draws (`rollout.placement: separate`). training/roles.py has the other side.
+
+for each version of the weights, when it has arrived:
+    load it, checked                  the next version may arrive from now on
+    validate, when due
+    draw the steps of this version    prompts -> samples -> rewards, and send them
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+from grpo_megatron.checks.validate import Checked, check_alone
+from grpo_megatron.config import Config
+from grpo_megatron.device import Device, device_bytes
+from grpo_megatron.models.engine_cache import with_sequences
+from grpo_megatron.models.weights.stream import BridgeResharding
+from grpo_megatron.observability.metrics import Metrics, percentile_limit
+from grpo_megatron.parallel.heartbeat import STEP, Heartbeat
+from grpo_megatron.parallel.mesh import destroy_mesh
+from grpo_megatron.processes.variables import set_determinism_variables
+from grpo_megatron.sampling.collector import Group, without_row
+from grpo_megatron.sampling.wrappers import build_collector
+from grpo_megatron.trainer import build_generator, join_world
+from grpo_megatron.training.colocation import HeldWeights, build_probe, build_resharding, build_rollout_engine
+from grpo_megatron.training.roles import Begin, Drawn, End, NewWeights, StateWanted
+from grpo_megatron.training.stopping import Cadence, Stopped
+from grpo_megatron.training.validation import Validator
+
+
+class RolloutRank:
+    """Build on every rank that draws, `run` once. Collective over these ranks."""
+
+    held: HeldWeights
+
+    def __init__(self, config: Config, checked: Checked | None = None) -> None:
+        set_determinism_variables(config)
+        checked = checked or check_alone(config)
+        with contextlib.ExitStack() as opened:
+            self._build(checked.config, checked, opened)
+            self.opened = opened.pop_all()  # reward workers, which `run` closes
+
+    def _build(self, config: Config, checked: Checked, opened: contextlib.ExitStack) -> None:
+        trainer, data = config.trainer, config.data
+        device = Device(trainer.device)
+        self.mesh = join_world(config, device)
+        assert self.mesh.bridge is not None
+        self.bridge, self.batch_size = self.mesh.bridge, data.train_batch_size
+        length, memory = data.max_prompt_length + data.max_response_length, device_bytes(trainer.device)
+        rollout = with_sequences(config.rollout, checked.arch, config.model.dtype, length, self.mesh, memory)
+        config = config.with_values({"rollout": rollout})
+        self.heartbeat = opened.enter_context(Heartbeat(trainer.output_dir, self.mesh, trainer.stall_timeout_s))
+        self.metrics = Metrics(
+            device.synchronize, percentile_limit(self.mesh.world_size), in_float32=config.model.exact
+        )
+        self.metrics.within = self.heartbeat.phase
+        self.cadence = Cadence(trainer, config.algorithm.iteration_steps)
+        self.engine = build_rollout_engine(config, checked, self.mesh, device)
+        weights_digest = lambda: self.held.weights_digest  # noqa: E731
+        generator = build_generator(config, checked, self.mesh, self.engine, weights_digest, opened)
+
+        begin: Begin = self._receive()  # the trainer has restored its checkpoint
+        self.clock = begin.clock
+        resharding = build_resharding(config, checked.arch, self.mesh, device, begin.stage_of)
+        assert isinstance(resharding, BridgeResharding)
+        self.resharding = resharding
+        self.held = HeldWeights(self.engine, self.mesh, resharding, build_probe(config, checked.arch))
+        self.collector = build_collector(
+            config.algorithm,
+            data,
+            rollout,
+            prompts=checked.train_prompts,
+            offline_groups=[],
+            generator=generator,
+            mesh=self.mesh,
+            clock=self.clock,
+        )
+        if begin.state:
+            self.collector.load_state(begin.state)
+        self.validator = None
+        if checked.val_prompts:
+            self.validator = Validator(generator, checked.val_prompts, data, rollout, self.mesh, trainer)
+
+    def run(self) -> None:
+        """Draw until the trainer needs no more, and release everything. Raises Stopped when the run stops early."""
+        with self.opened, self.heartbeat.naming_timeouts():
+            exit_code = self._serve()
+            self.bridge.flush()
+        self.engine.shutdown()
+        destroy_mesh()
+        if exit_code:
+            raise Stopped("the ranks that train have stopped", exit_code)
+
+    def _serve(self) -> int:
+        """Do what the trainer says; returns the exit code with which it ends."""
+        self._expect(self.clock.first)
+        while True:
+            with self.metrics.phase("wait_weights"):
+                message = self._receive()
+            if isinstance(message, End):
+                return message.exit_code
+            if isinstance(message, StateWanted):
+                self._send(self.collector.state())
+            else:
+                self._draw(message)
+
+    def _draw(self, weights: NewWeights) -> None:
+        """Everything that these weights draw."""
+        version = weights.version
+        steps = self.clock.steps(version)
+        self.heartbeat.step = steps.start if steps else version
+        self.held.load(self.resharding.received(), version, weights.expected, self.metrics)
+        with self.metrics.phase("probe"):
+            self.held.measure("policy", weights.logprobs, self.metrics)
+        self._expect(version + 1)
+        validation = None
+        if self.validator is not None and self._validates(version):
+            validation = version, self.validator.run(version, self.metrics)
+        for step in steps:
+            self.heartbeat.step = step
+            with self.heartbeat.phase(STEP):
+                groups = self.collector.groups(step, self.batch_size, self.metrics)
+            self._send_step(groups, validation)
+            validation = None
+        if validation is not None:
+            self._send_step([], validation)
+
+    def _validates(self, version: int) -> bool:
+        """Versions that draw nothing are not validated, but the last one."""
+        if version == self.clock.num_steps:
+            return self.cadence.validates_at_end()
+        return self.cadence.validates_before(version)
+
+    def _expect(self, version: int) -> None:
+        """Receive the next weights from now on, unless there will be none from `version` on."""
+        last = self.clock.num_steps
+        validates_last = self.validator is not None and version <= last and self._validates(last)
+        if validates_last or self.clock.steps(max(version, last - 1 - self.clock.lag)):
+            self.resharding.expect()
+
+    def _send_step(self, groups: list[Group], validation: tuple[int, dict[str, float]] | None) -> None:
+        numbers = self.metrics.reduce(self.mesh.all_gather)
+        self._send(Drawn([group.version for group in groups], numbers, self.collector.epoch(), validation))
+        if groups and self.mesh.is_block_leader:
+            prompts = {id(sample.prompt): without_row(sample.prompt) for group in groups for sample in group.samples}
+            groups = [Group(g.version, [replace(s, prompt=prompts[id(s.prompt)]) for s in g.samples]) for g in groups]
+            self.bridge.send(groups, to=self.mesh.rollout_block % self.bridge.num_training)
+        self.bridge.flush(
+            keep=2 * self.clock.lag + 4
+        )  # these may wait for the end of an update; the others have been read
+
+    def _send(self, value: Any) -> None:
+        if self.mesh.rank == 0:
+            self.bridge.send(value, to=0)
+
+    def _receive(self) -> Any:
+        return self.mesh.broadcast(self.bridge.receive(0) if self.mesh.rank == 0 else None)

@@ -1,0 +1,229 @@
+"""Two roles, one clock: the ranks that draw, as the ranks that train see them (`rollout.placement: separate`).
+
+The last `rollout.num_nodes` nodes (or `num_ranks` ranks) of one job only draw, the others only train. rollout_rank.py is the
+program of the former; the trainer's step is that of a colocated run, with `RolloutRanks` in the place of engine, collector and
+validator. Weights W and samples S cross the bridge (parallel/bridge.py). With `rollout.lag` L, version v draws step v + L:
+
+    training      W0       S0 update W1 S1 update W2 S2 update ...
+    rollout, L=0  W0 draw0 S0        W1 ...                        the colocated run, bit for bit
+    rollout, L=1  W0 draw0 S0 draw1  W1 S1 draw2 W2 S2 draw3 ...   both roles work all the time
+
+Which weights draw a token follows from step and L (`Clock`), never from the time: a rank that draws waits for the version that
+it needs, and takes no newer one. So the run is the same, bit for bit, whatever is delayed. L > 1 lets the two roles drift apart
+by more than a step, for steps of very different lengths.
+
+Weights are copied to the host, and sent while the next update and the current draws go on; they are loaded between two steps,
+attested by digests and probed. Every token keeps its version and its log-probability mu. The old log-probabilities pi_old are
+those of the policy at the step's start (or the update's own), so that the clipped ratio is pi / pi_old, and the rollout
+correction weighs a token by pi_old / mu: the decoupled objective of AReaL (arXiv:2505.24298, equation 5).
+
+A checkpoint after s steps holds the samples of the steps s to s + L - 1, which earlier weights draw, and the state of the
+collector after them. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from grpo_megatron.config import Config
+from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.weights.stream import BridgeResharding
+from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.sampling.collector import Clock, Collector, Group, State, pack_groups, unpack_groups
+from grpo_megatron.sync.digest import Expected
+from grpo_megatron.training.colocation import (
+    Provenance,
+    build_probe,
+    build_resharding,
+    finite_digests,
+    probe_logprobs,
+)
+from grpo_megatron.types import Draw
+
+# -- What rank 0 of the training sends to the first rank that draws, which shares it with the others -------------------
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The first message. `state`: of the collector. `stage_of`: as in `stage_owners`."""
+
+    clock: Clock
+    state: State
+    stage_of: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """The weights of `version` are on their way. `logprobs`: of the probe's tokens."""
+
+    version: int
+    expected: Expected
+    logprobs: Tensor
+
+
+class StateWanted:
+    """A checkpoint is saved: answer with the collector's state."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The run is over; the process ends with this exit code."""
+
+    exit_code: int
+
+
+# -- What comes back ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A step's draws, or a validation alone, without the samples. `versions`: of the groups (Group.version).
+
+    `validation`: the version that was validated just before, and the results.
+    """
+
+    versions: list[int]
+    numbers: dict[str, float]  # metrics of the ranks that draw
+    epoch: float
+    validation: tuple[int, dict[str, float]] | None
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """`groups` has the samples that were sent to this rank."""
+
+    drawn: Drawn
+    groups: list[Group]
+
+
+class RolloutRanks(Collector):
+    """On every rank that trains. Gets the policy's weights to the ranks that draw, and their samples here."""
+
+    def __init__(self, config: Config, policy: Policy) -> None:
+        assert policy.mesh.bridge is not None
+        self.policy, self.mesh, self.bridge = policy, policy.mesh, policy.mesh.bridge
+        self.lag, self.rollout_tp = config.rollout.lag, config.rollout.tensor_model_parallel_size
+        self.resharding = build_resharding(config, policy.arch, policy.mesh, policy.device, policy.stage_of)
+        assert isinstance(self.resharding, BridgeResharding)
+        self.probe, self.provenance = build_probe(config, policy.arch), Provenance(self.mesh, config.max_staleness)
+        self.clock = Clock()
+        self._arrived: deque[_Arrival] = deque()  # steps that are not trained on yet, in order
+        self._taken = 0  # steps that have been handed to the trainer
+        self._state: State = {}  # that the collector begins with
+        self._epoch, self._has_sent = 0.0, False
+
+    def begin(self, first_step: int, num_steps: int) -> None:
+        """The ranks that draw may begin. Called once, after `load_state`."""
+        self.clock = Clock(self.lag, first_step, first_step + len(self._arrived), num_steps)
+        self._taken = first_step
+        self._send(Begin(self.clock, self._state, self.policy.stage_of))
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def rollout(self, version: int, metrics: Metrics) -> Iterator[None]:
+        """On entry the current weights set out as `version`, if any step is drawn by them. Collective. Raises RankError."""
+        if self.clock.steps(version) or version == self.clock.num_steps:
+            with metrics.phase("send_weights"):
+                self._send_weights(version)
+        yield
+
+    def _send_weights(self, version: int) -> None:
+        policy, is_first = self.policy, not self._has_sent
+        expected = finite_digests("policy", policy, self.resharding, version, is_first=is_first)
+        logprobs = probe_logprobs("policy", policy, self.probe, self.mesh)
+        deque(policy.engine_weights(self.resharding, version), maxlen=0)
+        self._send(NewWeights(version, expected, logprobs))
+        self._has_sent = True
+        self.provenance.record(version, expected.weights_digest)
+
+    # -- samples -------------------------------------------------------------------------------------------------------
+
+    def validation(self, metrics: Metrics) -> tuple[int, dict[str, float]] | None:
+        """The version that was validated before the next step was drawn, and the results. Collective."""
+        return self._next(metrics).drawn.validation
+
+    def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
+        arrival = self._next(metrics)
+        self._arrived.popleft()
+        self._taken, self._epoch = step + 1, arrival.drawn.epoch
+        for name, value in arrival.drawn.numbers.items():
+            (metrics.seconds if name.startswith("timing_s/") else metrics.constant)(name, value)
+        if self.clock.lag:
+            _record_staleness(arrival.groups, step, metrics)
+        return arrival.groups
+
+    def run(self, version: int, metrics: Metrics) -> dict[str, float]:
+        """The results of the last validation: see Validator."""
+        arrival = self._next(metrics)
+        self._arrived.popleft()
+        assert arrival.drawn.validation is not None and arrival.drawn.validation[0] == version
+        return arrival.drawn.validation[1]
+
+    def epoch(self) -> float:
+        return self._epoch
+
+    def state(self) -> State:
+        """Waits for the steps ahead, which need no weights that have not been sent."""
+        while len(self._arrived) < len(self.clock.ahead_of(self._taken)):
+            self._arrived.append(self._receive())
+        self._send(StateWanted())
+        state: State = self._answer()
+        ahead = [{**vars(a.drawn), "groups": pack_groups(a.groups, self.mesh)} for a in self._arrived]
+        return {**state, "ahead": ahead} if ahead else state
+
+    def load_state(self, state: State) -> None:
+        self._state = {name: value for name, value in state.items() if name != "ahead"}
+        for packed in state.get("ahead", ()):
+            groups, drawn = unpack_groups(packed["groups"], self.mesh), {k: packed[k] for k in packed if k != "groups"}
+            if drawn["validation"] is not None:
+                drawn["validation"] = tuple(drawn["validation"])  # a list in JSON
+            self._arrived.append(_Arrival(Drawn(**drawn), groups))
+
+    def close(self, exit_code: int = 0) -> None:
+        """The ranks that draw end, too. Collective."""
+        self._send(End(exit_code))
+        self.bridge.flush()
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _send(self, message: object) -> None:
+        if self.mesh.rank == 0:
+            self.bridge.send(message, to=self.bridge.num_training)
+            self.bridge.flush(keep=2 * self.lag + 4)  # these may wait for the end of a step; the others have been read
+
+    def _answer(self) -> Any:
+        """The next value of the first rank that draws, on every rank. Collective."""
+        return self.mesh.broadcast(self.bridge.receive(self.bridge.num_training) if self.mesh.rank == 0 else None)
+
+    def _next(self, metrics: Metrics) -> _Arrival:
+        if not self._arrived:
+            with metrics.phase("wait_samples"):
+                self._arrived.append(self._receive())
+        return self._arrived[0]
+
+    def _receive(self) -> _Arrival:
+        drawn: Drawn = self._answer()
+        groups = [Group(version, []) for version in drawn.versions]
+        num_blocks = self.bridge.num_drawing // self.rollout_tp if groups else 0
+        for block in range(self.mesh.rank, num_blocks, self.mesh.world_size):
+            part: list[Group] = self.bridge.receive(self.bridge.num_training + block * self.rollout_tp)
+            for group, own in zip(groups, part, strict=True):
+                group.samples.extend(own.samples)
+        return _Arrival(drawn, groups)
+
+
+def _record_staleness(groups: list[Group], step: int, metrics: Metrics) -> None:
+    """How many steps older the weights were that drew the tokens of a step."""
+    for sample in (sample for group in groups for sample in group.samples):
+        whole = Draw(0, len(sample.response_ids), sample.version, "")
+        for draw in sample.draws or [whole]:
+            count = draw.end - draw.start
+            metrics.mean("rollout/staleness_mean", (step - draw.version) * count, count)  # over tokens
+            metrics.max("rollout/staleness_max", step - draw.version)
