@@ -1,10 +1,10 @@
 """Profiler: records some training steps with torch.profiler on every rank, and writes them into OUTPUT_DIR/profile.
 
     trace_rank0.json.gz    torch.profiler's trace, for ui.perfetto.dev or chrome://tracing; one file of each of the first 8 ranks
-    table.txt              seconds per rank and phase (observability/profile.py)
+    table.txt              rank 0's operations and phases by their own time, as torch.profiler sums them up
 
-The phases of a step are named ranges in the trace. While a profile is recorded, `Metrics.within` is wrapped; nothing else
-of the run is touched.
+The phases of a step are named ranges in the trace: a rank that waits for another stands in a collective there. While a profile
+is recorded, `Metrics.within` is wrapped; nothing else of the run is touched.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.observability.profile import AFTER, PhaseClock, divide, phase_seconds, profile_tables
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage.files import new_folder
 
 PROFILE_FOLDER = "profile"
 MAX_TRACES = 8  # a trace of a real step may have a gigabyte before compression
+MAX_ROWS = 60  # of the table
 
 
 class Profiler:
@@ -42,22 +42,22 @@ class Profiler:
             yield from steps
             return
         yield from range(steps.start, min(wanted.start, steps.stop))
-        clock, recording = PhaseClock(), torch.profiler.profile(activities=torch.profiler.supported_activities())
-        with recording, self._phases_of(clock):
+        recording = torch.profiler.profile(activities=torch.profiler.supported_activities())
+        with recording, self._named_phases():
             for step in wanted:
-                with torch.profiler.record_function(f"training step {step}"), clock.within(AFTER):
+                with torch.profiler.record_function(f"training step {step}"):
                     yield step
         with self.metrics.within("profile"):
-            self._write(wanted, clock, recording)
+            self._write(recording)
         yield from range(wanted.stop, steps.stop)
 
     @contextlib.contextmanager
-    def _phases_of(self, clock: PhaseClock) -> Iterator[None]:
+    def _named_phases(self) -> Iterator[None]:
         within = self.metrics.within
 
         @contextlib.contextmanager
         def phase(name: str) -> Iterator[None]:
-            with within(name), torch.profiler.record_function(name), clock.within(name):
+            with within(name), torch.profiler.record_function(name):
                 yield
 
         self.metrics.within = phase
@@ -66,22 +66,21 @@ class Profiler:
         finally:
             self.metrics.within = within
 
-    def _write(self, steps: range, clock: PhaseClock, recording: torch.profiler.profile) -> None:
+    def _write(self, recording: torch.profiler.profile) -> None:
         """Collective. A full disk ends the profile and not the run."""
-        assert recording.profiler is not None and recording.profiler.kineto_results is not None
-        events = recording.profiler.kineto_results.events()
-        ranks = self.mesh.gather(phase_seconds(clock.cuts, events, len(steps)))
-        if ranks:
-            means, table = profile_tables(steps, divide(ranks))
-            self._or_note(self._write_table, table)
-            self.note(f"profile: {self.folder}/table.txt and traces of ranks\n{means}")
+        if self.mesh.rank == 0:
+            self._or_note(self._write_table, recording)
         self.mesh.barrier()
         if self.mesh.rank < MAX_TRACES:
             self._or_note(self._write_trace, recording)
 
-    def _write_table(self, table: str) -> None:
+    def _write_table(self, recording: torch.profiler.profile) -> None:
+        on_gpu = torch.profiler.ProfilerActivity.CUDA in recording.activities
+        order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        table = recording.key_averages().table(sort_by=order, row_limit=MAX_ROWS, max_name_column_width=60)
         with new_folder(self.folder) as folder:
             (folder / "table.txt").write_text(f"{table}\n", encoding="utf-8")
+        self.note(f"profile: {self.folder}/table.txt and traces of ranks")
 
     def _write_trace(self, recording: torch.profiler.profile) -> None:
         path = self.folder / f"trace_rank{self.mesh.rank}.json.gz"

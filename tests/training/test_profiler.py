@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from grpo_megatron.training.profiler import Profiler
 
 
 def profiler(folder: Path, profiled: range, metrics: Metrics, notes: list[str]) -> Profiler:
-    mesh: Any = SimpleNamespace(world_size=1, rank=0, barrier=lambda: None, gather=lambda value: [value])
+    mesh: Any = SimpleNamespace(world_size=1, rank=0, barrier=lambda: None)
     return Profiler(profiled, metrics, mesh, folder, notes.append)
 
 
@@ -43,9 +44,8 @@ def test_it_records_the_wanted_steps(tmp_path: Path, first: int, recorded: list[
     ranges = [event for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
     names = [event["name"] for event in sorted(ranges, key=lambda event: event["ts"])]
     assert names == [name for step in recorded for name in (f"training step {step}", "gen")]
-    assert len(notes) == 1 and "mean of the ranks" in notes[0]
-    table = (tmp_path / "profile" / "table.txt").read_text()
-    assert {line.split()[1] for line in table.splitlines()[3:]} == {"gen", "log"}
+    assert len(notes) == 1 and "table.txt and traces" in notes[0]
+    assert re.search(r"^ +gen ", (tmp_path / "profile" / "table.txt").read_text(), re.MULTILINE)
     assert metrics.reduce()["timing_s/gen"] > 0
     done, notes, _ = run(tmp_path / "later", range(1, 3), range(3, 5))  # a run that resumes after the wanted steps
     assert done == [3, 4] and "starts at step 3" in notes[0] and not (tmp_path / "later").exists()
