@@ -45,6 +45,8 @@ def lora(args: argparse.Namespace) -> int:
         write_folder(folder, workload, workload.prompts * args.steps)
         config = own_config(folder, workload, args.steps)
         config["actor"]["megatron"] = {"tensor_model_parallel_size": 2}
+        config["actor"]["ppo_max_token_len_per_gpu"] = 2048  # one micro-batch of 12,000 tokens would hide all else
+        config["rollout"]["engine_options"] = {"kv_cache_gib": 0.5}
         (folder / "own.yaml").write_text(yaml.safe_dump(config))
         for _ in range(args.rounds):
             for side, overrides in sides.items():
