@@ -21,7 +21,6 @@ from grpo_megatron.observability.progress import awaited
 from grpo_megatron.processes.process import die_with_parent
 from grpo_megatron.processes.variables import set_gpu_variables
 from grpo_megatron.storage.files import folder_until_exit, private_folder, write_file
-from grpo_megatron.storage.run_files import begin_start
 
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
 SHUTDOWN_S = 10  # seconds from SIGTERM to SIGKILL for a rank that cannot end itself
@@ -122,18 +121,12 @@ def start_ranks(
     return 0
 
 
-def announce_start(world_size: int, engine: str | None, model: str | None = None) -> None:
-    """The first line of a run: what is awaited, and for how long.
-
-    `model`: of `train`, which checks the config first. None: another command, whose time is not kept.
-    """
+def announce_start(world_size: int, engine: str | None, *, checks: bool = False) -> None:
+    """The first line of a run: what is awaited, and for how long. `checks`: the config is checked first."""
     parts = "Megatron-Core" if engine is None else "Megatron-Core, then the engine"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    seconds = None if model is None else begin_start(f"{ranks} of {os.path.realpath(model)}, {parts}")
     expected = f"a small model needs some {10 if engine == 'vllm' else 5} s, a large one minutes"
-    if seconds is not None:
-        expected = f"the last start took {seconds:.0f} s, until the first step"
-    action = "starting" if model is None else "checking, then starting"
+    action = "checking, then starting" if checks else "starting"
     print(f"{action} {ranks}: {parts}; {expected}", flush=True)
 
 

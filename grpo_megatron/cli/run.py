@@ -66,7 +66,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
     if not is_rank or (os.environ.get("LOCAL_RANK") == "0" and failures.LAUNCHER_PID not in os.environ):
         remove_leftovers()  # our launcher cleans up for its ranks
     if not is_rank:
-        ranks.announce_start(world_size, engine, str(config.model.path))
+        ranks.announce_start(world_size, engine, checks=True)
     if starts_ranks and ranks.is_on_cpu(config.trainer.device):
         ranks.start_fork_server(engine)
     if not starts_ranks:

@@ -31,7 +31,7 @@ from grpo_megatron.pages.kit import appended_step, render_report
 from grpo_megatron.pages.run_folder import KeptSamples, RunFolder, read_metrics
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import write_file
-from grpo_megatron.storage.run_files import add_event, finish_start, read_events
+from grpo_megatron.storage.run_files import add_event, read_events
 from grpo_megatron.types import GroupTable
 
 if TYPE_CHECKING:
@@ -433,8 +433,6 @@ class Sinks(Sink):
             sink.note(text)
 
     def enter(self, step: int | None, phases: Sequence[str]) -> None:
-        if phases and self._output_dir is not None:
-            finish_start()
         for sink in self._sinks:
             sink.enter(step, phases)
 

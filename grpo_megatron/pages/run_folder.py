@@ -21,7 +21,7 @@ import msgspec
 
 from grpo_megatron.reading import MAX_YAML, ReadError, check_regular, parse_yaml, read_json, read_text
 from grpo_megatron.storage.files import write_file
-from grpo_megatron.storage.run_files import LONGEST_S, read_events
+from grpo_megatron.storage.run_files import read_events
 
 # -- metrics.jsonl: one JSON object per step, {"step": 3, "critic/score/mean": 0.25, ...}; null: a number that is not finite
 
@@ -31,6 +31,7 @@ READ_AT_ONCE = 1 << 24  # bytes
 MAX_BUCKETS = 400
 LONG_INTEGER = 16  # digits
 DIGITS = 6  # significant ones
+LONGEST_S = 1e6  # of a phase or a step; what is longer was not measured
 
 
 def metric_rows(lines: Iterable[bytes]) -> Iterator[StepMetrics]:

@@ -2,7 +2,7 @@
 
 files.py      write a file or a folder under a temporary name beside its target, then rename it; manifests of folders; one run at
               a time writes into a folder; what a killed process tree leaves behind
-run_files.py  names of checkpoints and rollout files, events of a run, how long a start takes
+run_files.py  names of checkpoints and rollout files, events of a run
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files of a run by name: checkpoints, rollouts, events, and the times of starts.
+"""Files of a run by name: checkpoints, rollouts and events.
 
 Each checkpoint has a small file that says what it holds.
 
@@ -153,44 +153,3 @@ def read_events(output_dir: Path) -> list[dict[str, Any]]:
             if is_event and 0 <= float(event["time"]) < LONGEST_TIME and type(event.get("step")) in (int, NoneType):
                 events.append({"step": None, "text": "", **event})
     return events
-
-
-# -- How long the last start with the same model took, so that the first line of the next run can say it ---------------
-# The file starts.json, {"2 ranks of MODEL": seconds}, has the last MAX_STARTS. It may be deleted at any time.
-
-STARTS_FILE, MAX_STARTS, MAX_STARTS_FILE = "starts.json", 50, 1 << 20  # the last one: bytes
-LONGEST_S = 1e6  # of a start, a phase or a step; what is longer was not measured
-BEGAN = "GRPO_MEGATRON_START"  # in the environment of ranks: the start's Unix time, a space, its name in the file
-
-
-def starts_path() -> Path:
-    """starts.json in $GRPO_MEGATRON_CACHE, or else in grpo_megatron of $XDG_CACHE_HOME or ~/.cache."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("GRPO_MEGATRON_CACHE") or os.path.join(caches, "grpo_megatron")) / STARTS_FILE
-
-
-def begin_start(name: str) -> float | None:
-    """The start begins now. Seconds of the last one of this name; None: there was none."""
-    os.environ[BEGAN] = f"{time.time()} {name}"
-    return _known().get(name)
-
-
-def finish_start() -> None:
-    """The first step begins: the start, if this process knows of one, is over. A second call does nothing."""
-    began, _, name = os.environ.pop(BEGAN, "").partition(" ")
-    if not name:
-        return
-    known = _known()
-    known.pop(name, None)  # the newest is the last
-    with contextlib.suppress(OSError, ValueError):  # a home that cannot be written; a variable that the user has set
-        known[name] = round(time.time() - float(began), 1)
-        newest = dict(list(known.items())[-MAX_STARTS:])
-        starts_path().parent.mkdir(parents=True, exist_ok=True)
-        write_file(starts_path(), json.dumps(newest, indent=1) + "\n")
-
-
-def _known() -> dict[str, float]:
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        known = read_json(starts_path(), MAX_STARTS_FILE).items()
-        return {name: s for name, s in known if type(s) in (int, float) and 0 <= s < LONGEST_S}  # not NaN
-    return {}

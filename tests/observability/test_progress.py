@@ -12,17 +12,13 @@ from unittest import mock
 
 import pytest
 
-from grpo_megatron.cli.ranks import announce_start
-from grpo_megatron.config import TrainerConfig
 from grpo_megatron.observability import console
 from grpo_megatron.observability import metrics as sinks_module
 from grpo_megatron.observability import progress as progress_module
 from grpo_megatron.observability.console import ConsoleSink
-from grpo_megatron.observability.loggers import build_sinks
 from grpo_megatron.observability.metrics import JsonlSink, ReportSink
 from grpo_megatron.observability.progress import StepProgress, awaited, duration
 from grpo_megatron.pages.run_folder import METRICS_FILE
-from grpo_megatron.storage import run_files
 from tests.pages.material import make_run
 
 
@@ -126,40 +122,6 @@ def test_a_wait_is_counted_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
     with awaited("never shown", True, is_over=lambda: asked.set() or True):
         assert asked.wait(60)
     assert "never" not in stream.getvalue()
-
-
-def test_the_time_of_a_start_is_told_to_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The start of a run is over with its first phase. The time is known for the same model and ranks only."""
-    monkeypatch.setenv("GRPO_MEGATRON_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv(run_files.BEGAN, raising=False)
-    clock = Clock()
-    clock.now = 1000.0
-    monkeypatch.setattr(run_files.time, "time", clock)
-    announce_start(2, "vllm", "MODEL")
-    run = TrainerConfig.model_validate({"output_dir": tmp_path / "run", "logger": [], "total_training_steps": 1})
-    with build_sinks(run) as sinks, build_sinks(run, rank=1) as others:
-        clock.now = 1012.3
-        others.enter(0, ["step"])
-        sinks.enter(None, [])
-        assert not run_files.starts_path().exists()
-        sinks.enter(0, ["step"])
-        clock.now = 1050.0
-        sinks.enter(0, ["step", "gen"])
-    for ranks, model in ((2, "MODEL"), (4, "MODEL"), (2, "OTHER")):
-        announce_start(ranks, "vllm", model)
-    (name,) = json.loads(run_files.starts_path().read_bytes())
-    damaged = ["[", *(f'{{"{name}": {value}}}' for value in (str(10**400), "NaN", "true", '"12"'))]
-    for text in damaged:  # as if there was none
-        run_files.starts_path().write_text(text)
-        announce_start(2, "vllm", "MODEL")
-    monkeypatch.setenv(run_files.BEGAN, "yesterday MODEL")
-    run_files.finish_start()
-    known = [
-        "; the last start took 12 s, until the first step" in line for line in capsys.readouterr().out.splitlines()
-    ]
-    assert known == [False, True, False, False, *(False for _ in damaged)]
 
 
 def test_every_step_is_in_the_report_which_takes_a_hundredth_of_the_time(
