@@ -122,8 +122,8 @@ def test_every_command_parses(name: str, capsys: pytest.CaptureFixture[str]) -> 
     for words in commands(text_of(name)):
         try:
             check_command(words)
-        except SystemExit as end:
-            assert "--list-keys" in words and end.code == 0, f"{shlex.join(words)}: {capsys.readouterr().err}"
+        except SystemExit:
+            pytest.fail(f"{shlex.join(words)}: {capsys.readouterr().err}")
 
 
 def test_a_wrong_command_is_found() -> None:

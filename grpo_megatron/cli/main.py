@@ -204,16 +204,6 @@ MAX_PLANNED_RANKS = 1 << 20  # of --world-size
 MAX_COUNT = 9_999_999
 
 
-class _ListKeys(argparse.Action):
-    """Prints the keys of a section and ends, as --help does: no CONFIG is needed."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: object, values: Any, option: str | None = None
-    ) -> None:
-        print_keys(KeysOptions(section=values or ""))
-        parser.exit()
-
-
 def _steps(text: str) -> range:
     """Of "3" or "3-5"."""
     match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
@@ -235,14 +225,6 @@ class RunOptions(Options):
     epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
     config: Annotated[Path, Argument("YAML file with sections model, data, actor, ...", "CONFIG")]
     overrides: Annotated[tuple[str, ...], Argument("replace a value of the file", "section.key=value")] = ()
-    list_keys: Annotated[
-        str | None,
-        Option(
-            "print all keys of a config, or those of a section such as actor.optim, with their defaults, and stop",
-            "SECTION",
-            action=_ListKeys,
-        ),
-    ] = None
     world_size: Annotated[int | None, Option("plan for N ranks on other machines", "N")] = None
     gpu: Annotated[
         Gpu | None,

@@ -56,7 +56,6 @@ class Option:
     repeated: bool = False
     exclusive: bool = False
     bare: Any = None  # the value where the option stands alone; None: it must have one
-    action: type[argparse.Action] | None = None  # of an option that prints something and ends, as --help does
 
 
 Argument = partial(Option, positional=True)
@@ -166,9 +165,7 @@ def _add_option(target: Any, field: dataclasses.Field[Any], value: Any, option: 
     keywords: dict[str, Any] = {"help": option.help, "default": argparse.SUPPRESS}
     if option.metavar is not None:
         keywords["metavar"] = option.metavar
-    if option.action is not None:
-        keywords |= {"action": option.action, "nargs": "?"}
-    elif inner is bool:
+    if inner is bool:
         keywords["action"] = "store_true"
     else:
         keywords["type"] = _reader(inner, option)
