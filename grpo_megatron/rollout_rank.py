@@ -17,7 +17,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.device import Device, device_bytes
 from grpo_megatron.models.engine_cache import with_sequences
 from grpo_megatron.models.weights.stream import BridgeResharding
-from grpo_megatron.observability.metrics import Metrics, percentile_limit
+from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.heartbeat import STEP, Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.processes.variables import set_determinism_variables
@@ -52,9 +52,7 @@ class RolloutRank:
         rollout = with_sequences(config.rollout, checked.arch, config.model.dtype, length, self.mesh, memory)
         config = config.with_values({"rollout": rollout})
         self.heartbeat = opened.enter_context(Heartbeat(trainer.output_dir, self.mesh, trainer.stall_timeout_s))
-        self.metrics = Metrics(
-            device.synchronize, percentile_limit(self.mesh.world_size), in_float32=config.model.exact
-        )
+        self.metrics = Metrics(device.synchronize, in_float32=config.model.exact)
         self.metrics.within = self.heartbeat.phase
         self.cadence = Cadence(trainer, config.algorithm.iteration_steps)
         self.engine = build_rollout_engine(config, checked, self.mesh, device)

@@ -29,7 +29,7 @@ from grpo_megatron.models.layers.spec import choose_kernels
 from grpo_megatron.models.policy import TooManySkippedSteps
 from grpo_megatron.observability.console import Summary
 from grpo_megatron.observability.loggers import build_sinks
-from grpo_megatron.observability.metrics import Metrics, percentile_limit
+from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
@@ -172,8 +172,7 @@ class Trainer:
         self.correction_step = CorrectionStep(self.algorithm, self.actor, self.mesh, self.data)
         self.loss = self.correction_step.corrected(build_loss(self.actor))
         self.guards = Guards(config, self.mesh, self._save_hf, self.heartbeat.phase)
-        limit = percentile_limit(self.mesh.world_size)
-        self.metrics = Metrics(self.device.synchronize, limit, in_float32=config.model.exact)
+        self.metrics = Metrics(self.device.synchronize, in_float32=config.model.exact)
         self.metrics.within = self.heartbeat.phase
         self.report = StepReport(config, checked, self.policy, self.sinks, self.guards)
         self.summary = Summary(self.output_dir, config if checked.scored_folder is None else None)

@@ -4,8 +4,8 @@ A mean travels as (sum, count) and is divided once, after the exchange: mean = s
 mean of rank means would give a rank with one token the weight of a rank with a thousand, so it is never used. Recording
 costs no communication and no device synchronisation: tensors of one element stay on their device until `reduce`.
 
-Names and definitions: verl's metrics, computed over the global batch. Differences from it: `std` and percentiles are
-global too; exponents of log-probability differences are clamped at +-20; a metric without a record is omitted, not zero.
+Names and definitions: verl's metrics, computed over the global batch. Differences from it: `std` is global
+too; exponents of log-probability differences are clamped at +-20; a metric without a record is omitted, not zero.
 
 Lengths (`response_length/*`, `prompt_length/*`, `perf/*`) count all tokens. Everything about log-probabilities, ratios
 and advantages counts the tokens in the loss.
@@ -21,7 +21,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,30 +38,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def percentile_limit(world_size: int) -> int:
-    """How many values a rank sends per percentile: 65,536 (256 KiB), or less where all ranks would have over 2^20 (4 MiB)."""
-    return max(256, min(65_536, 2**20 // world_size))
-
-
 class Metrics:
     """One rank's records of the current step.
 
     `synchronize` waits for the device, so that `phase` measures finished work; `within(name)` is entered around each phase.
-    A rank sends at most `max_percentile_values` values per percentile, at a fixed stride; else it is exact.
     `in_float32`: reduced numbers are rounded, so that the order of their sums, in float64, leaves no trace.
     """
 
     def __init__(
         self,
         synchronize: Callable[[], None] | None = None,
-        max_percentile_values: int = 65_536,
         *,
         in_float32: bool = False,
     ) -> None:
-        assert max_percentile_values > 0
         self._synchronize = synchronize or (lambda: None)
         self.within: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
-        self._max_percentile_values, self._in_float32 = max_percentile_values, in_float32
+        self._in_float32 = in_float32
         self._records: dict[str, tuple[str, list[Any]]] = {}
         self._constants: dict[str, float] = {}
 
@@ -72,7 +64,7 @@ class Metrics:
         `rollout_mismatch(metrics.when(mesh.is_first_replica_rank), ...)`. `max`, `min`, `phase` and `constant` do not
         need it.
         """
-        return self if contributes else Metrics(max_percentile_values=self._max_percentile_values)
+        return self if contributes else Metrics()
 
     def mean(self, name: str, value_sum: float | Tensor, count: float | Tensor) -> None:
         """Add `value_sum` over `count` items. Count 0 over all ranks: the metric is omitted."""
@@ -104,11 +96,6 @@ class Metrics:
     def min(self, name: str, value: float | Tensor) -> None:
         """Record the smallest over calls and ranks; NaN if any is NaN."""
         self._record(name, "min", _detached(value))
-
-    def percentile(self, name: str, values: Tensor | Sequence[float], q: float) -> None:
-        """Add every element to a percentile, `q` in [0, 100]: the smallest v such that q % of the elements are <= v."""
-        assert 0 <= q <= 100, q
-        self._record(name, "percentile", (q, _float64(values).flatten().float()))
 
     def constant(self, name: str, value: float) -> None:
         """Record a number that is the same on every rank; it is not exchanged. The last call wins."""
@@ -156,12 +143,6 @@ class Metrics:
             return sum(float(s) for s, _ in items), sum(float(c) for _, c in items)
         if kind in ("std", "population_std", "effective_sample_size"):
             return merge_moments(*zip(*((float(n), float(mean), float(m2)) for n, mean, m2 in items), strict=True))
-        if kind == "percentile":
-            import torch
-
-            values = torch.cat([v for _, v in items]).cpu()
-            stride = max(1, math.ceil(values.numel() / self._max_percentile_values))
-            return items[0][0], values.numel(), values[::stride].numpy().copy()
         numbers = [float(item) for item in items]
         return {"max": largest_of, "min": smallest_of}.get(kind, sum)(numbers)
 
@@ -202,7 +183,6 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
         if values.numel():
             metrics.max(f"training/rollout_{name}_diff_max", values.max())
     metrics.std("training/rollout_probs_diff_std", probs_diff)
-    metrics.percentile("training/rollout_logp_diff_p99", diff.abs(), 99)
     metrics.mean_of("rollout_corr/kl", -diff)
     metrics.mean_of("rollout_corr/k3_kl", bounded.exp() - bounded - 1)
     metrics.mean_of("rollout_corr/mult_prob_error", bounded.abs().exp())
@@ -272,7 +252,6 @@ WIDTHS = {
     "population_std": 3,
     "effective_sample_size": 3,
 }  # numbers per metric; the others have one
-PERCENTILE = "percentile"
 
 
 @dataclass(frozen=True)
@@ -281,17 +260,13 @@ class RankRecords:
 
     layout: tuple[tuple[str, str], ...]
     numbers: Array  # float64
-    percentiles: dict[str, tuple[float, int, Array]] = field(
-        default_factory=dict
-    )  # name -> q, number of values, some of them
 
 
 def rank_records(states: Mapping[str, tuple[str, Any]]) -> RankRecords:
-    """Pack name -> (kind, state); a state is a number, (sum, count), (count, mean, squared deviations) or (q, count, values)."""
-    plain = sorted((name, kind) for name, (kind, _) in states.items() if kind != PERCENTILE)
-    numbers = [np.atleast_1d(np.asarray(states[name][1], dtype=np.float64)) for name, _ in plain]
-    percentiles = {name: state for name, (kind, state) in states.items() if kind == PERCENTILE}
-    return RankRecords(tuple(plain), np.concatenate([np.empty(0), *numbers]), percentiles)
+    """Pack name -> (kind, state); a state is a number, (sum, count) or (count, mean, squared deviations)."""
+    layout = sorted((name, kind) for name, (kind, _) in states.items())
+    numbers = [np.atleast_1d(np.asarray(states[name][1], dtype=np.float64)) for name, _ in layout]
+    return RankRecords(tuple(layout), np.concatenate([np.empty(0), *numbers]))
 
 
 def reduce_records(ranks: Sequence[RankRecords]) -> dict[str, float]:
@@ -310,12 +285,9 @@ def reduce_records(ranks: Sequence[RankRecords]) -> dict[str, float]:
             start = end
     values: dict[str, float | None] = {}
     for name, parts in columns.items():
-        kinds = sorted({kind for kind, _, _ in parts} | ({PERCENTILE} if name in ranks[0].percentiles else set()))
+        kinds = sorted({kind for kind, _, _ in parts})
         assert len(kinds) == 1, f"metric {name!r} is recorded as {kinds} on different ranks"
         values[name] = _REDUCTIONS[kinds[0]](*_in_rank_order(parts))
-    for name in {name for records in ranks for name in records.percentiles}:
-        assert name not in columns, f"metric {name!r} is recorded as percentile and as {columns[name][0][0]}"
-        values[name] = _quantile([records.percentiles[name] for records in ranks if name in records.percentiles])
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -359,19 +331,6 @@ def _std(counts: Sequence[float], means: Sequence[float], squares: Sequence[floa
 def _effective_sample_size(counts: Sequence[float], means: Sequence[float], squares: Sequence[float]) -> float | None:
     count, mean, m2 = merge_moments(counts, means, squares)
     return mean**2 / (mean**2 + m2 / count) if mean else None
-
-
-def _quantile(states: Sequence[tuple[float, int, Array]]) -> float | None:
-    """Inverse of the weighted distribution: where a rank sent one value of every k, each counts k times."""
-    states = [state for state in states if state[1]]
-    if not states:
-        return None
-    values = np.concatenate([kept for _, _, kept in states])
-    order = np.argsort(values, kind="stable")
-    weights = np.concatenate([np.full(len(kept), n / len(kept)) for _, n, kept in states])
-    cumulative = weights[order].cumsum()
-    threshold = (states[0][0] / 100 - 1e-9) * cumulative[-1]  # 1e-9: 7 % of 100 is 7.000000000000001 in binary
-    return float(values[order[min(int(np.searchsorted(cumulative, threshold)), len(values) - 1)]])
 
 
 _REDUCTIONS: dict[str, Callable[..., float | None]] = {

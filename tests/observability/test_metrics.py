@@ -42,7 +42,7 @@ V13 = {
 def _two_ranks(rank: int, folder: str) -> None:
     """Rank 0 holds one item, rank 1 three: a mean of rank means would be wrong everywhere."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    metrics = Metrics(max_percentile_values=4)
+    metrics = Metrics()
     metrics.mean_of("mean", [10.0] if rank == 0 else [1.0, 2.0, 3.0])
     metrics.std("std", [10.0] if rank == 0 else [1.0, 2.0, 3.0])
     metrics.sum("sum", rank + 1)
@@ -50,9 +50,6 @@ def _two_ranks(rank: int, folder: str) -> None:
     metrics.min("min", -5.0 - rank)
     metrics.max("nan", math.nan if rank == 1 else 1.0)
     metrics.constant("constant", 7)
-    # rank 0: 8 values, of which stride 2 keeps 4 that count twice; rank 1: 2 values
-    metrics.percentile("p50", torch.arange(8.0) if rank == 0 else torch.tensor([100.0, 101.0]), 50)
-    metrics.percentile("p90", torch.arange(8.0) if rank == 0 else torch.tensor([100.0, 101.0]), 90)
     metrics.mean("nowhere", 0.0, 0)
     if rank == 1:
         metrics.mean("only_on_1", 6.0, 4)
@@ -83,8 +80,6 @@ GLOBAL = {
     "only_on_1": 1.5,
     "sequences": 5.0,  # 10 if the copy counted
     "timing_s/wait": 2.0,  # the slowest rank's; 1 and 2 seconds by a mocked clock
-    "p50": 4.0,  # 0 0 2 2 4 4 6 6 100 101: the fifth of ten
-    "p90": 100.0,  # the ninth
 }
 
 
@@ -125,7 +120,7 @@ def test_v13() -> None:
     assert reduced["rollout_corr/log_ppl_diff"] == pytest.approx(-0.325)
     assert reduced["rollout_corr/log_ppl_abs_diff"] == pytest.approx(0.325)
     assert reduced["training/rollout_logp_diff_mean"] == pytest.approx(2.7 / 4)
-    assert reduced["training/rollout_logp_diff_p99"] == pytest.approx(1.5)
+    assert reduced["training/rollout_logp_diff_max"] == pytest.approx(1.5)
     probs = [abs(math.exp(-1) - math.exp(r)) for r in ROLLOUT]
     mean = sum(probs) / 4
     assert reduced["training/rollout_probs_diff_mean"] == pytest.approx(mean)
@@ -164,21 +159,6 @@ def test_std_survives_a_large_mean() -> None:
     metrics.std("std", [1e9 + 1])
     metrics.std("one", [4.0])
     assert metrics.reduce() == {"std": pytest.approx(1.0, rel=1e-9)}
-
-
-def test_percentiles() -> None:
-    """Of 1..100 shuffled, the smallest v with q % of the values <= v; of more values than the cap, of every 124th."""
-    values = torch.arange(1.0, 101.0)[torch.randperm(100, generator=torch.Generator().manual_seed(0))]
-    for q, value in ((0, 1), (7, 7), (99, 99), (99.5, 100), (100, 100)):
-        metrics = Metrics()
-        metrics.percentile("p", values[:30], q)
-        metrics.percentile("p", values[30:].view(7, 10), q)
-        assert metrics.reduce() == {"p": value}
-    metrics = Metrics(max_percentile_values=1000)
-    metrics.percentile("p", torch.linspace(0, 1, 123_457), 99)
-    _, count, kept = metrics._local_state("percentile", metrics._records["p"][1])
-    assert (count, len(kept), kept.nbytes) == (123_457, 996, 4 * 996)
-    assert metrics.reduce()["p"] == pytest.approx(0.99, abs=0.002)
 
 
 def test_phase_synchronises_around_the_block_and_adds_up() -> None:
