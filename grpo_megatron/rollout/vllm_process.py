@@ -36,6 +36,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.importing import large_imports, replaced, without
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment, vllm_arguments
+from grpo_megatron.rollout.vllm_exact import use_exact_layers
 from grpo_megatron.rollout.vllm_memory import EngineMemory
 from grpo_megatron.types import WeightBucket
 
@@ -99,6 +100,11 @@ def computes_latents_on_cpu() -> bool:
 
 def divides_experts_on_cpu() -> bool:
     """Whether an engine on the CPU can have expert parallelism (`divide_cpu_experts`). True if vLLM is missing or not tested."""
+    return computes_latents_on_cpu()
+
+
+def computes_exactly() -> bool:
+    """Whether the installed vLLM has the layers that `vllm_exact` changes. True if vLLM is missing: reported elsewhere."""
     return computes_latents_on_cpu()
 
 
@@ -227,6 +233,7 @@ def build(
     dtype: str,
     max_model_len: int,
     has_latents: bool = False,
+    exact: bool = False,
 ) -> tuple[Any, Any]:
     """(vllm.LLM with dummy weights, vllm.SamplingParams). Collective over the world, after the process group.
 
@@ -242,6 +249,8 @@ def build(
                 os.environ.setdefault(name, value)
         elif rollout.has_whole_experts:
             divide_cpu_experts()
+        if exact:
+            use_exact_layers()
         executor, transfer = _classes(on_cpu=not device.is_cuda)
         arguments = vllm_arguments(
             rollout,

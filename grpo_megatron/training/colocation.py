@@ -326,7 +326,9 @@ def build_policy(config: Config, checked: Checked, mesh: Mesh, device: Device) -
         return ScalarPolicy(folder, config.model.dtype, config.actor, mesh, device, places=places, lora=lora)
     model, temperature = config.model, config.rollout.temperature
     if model.exact:
-        mesh.agree(exact_problem(checked.arch, config.actor.megatron.tensor_model_parallel_size, model.dtype))
+        layouts = config.actor.megatron, config.rollout
+        for tp in sorted({layout.tensor_model_parallel_size for layout in layouts}):
+            mesh.agree(exact_problem(checked.arch, tp, model.dtype))
     parts = (Path(model.path), model.dtype, checked.arch, config.actor, mesh, device)
     return Policy.load(*parts, temperature=temperature, exact=model.exact)
 

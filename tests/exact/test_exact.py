@@ -145,6 +145,44 @@ def test_a_run_is_the_same_in_another_layout_and_resumes_there(workspace: Path, 
         assert row["actor/grad_norm"] > 0
 
 
+VLLM = [  # training world, TP and PP; the engine's TP; type
+    pytest.param(2, 1, 1, 2, "bfloat16", id="DP2-TP2"),
+    *(
+        pytest.param(*case, marks=pytest.mark.soak, id=name)
+        for name, case in {
+            "1-1": (1, 1, 1, 1, "float32"),
+            "1-1 bfloat16": (1, 1, 1, 1, "bfloat16"),
+            "DP2-TP2 float32": (2, 1, 1, 2, "float32"),
+            "TP2-1": (2, 2, 1, 1, "float32"),
+            "TP2-TP2": (2, 2, 1, 2, "bfloat16"),
+            "TP2xPP2-TP2": (4, 2, 2, 2, "float32"),
+        }.items()
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "tp", "pp", "rollout_tp", "dtype"), VLLM)
+def test_vllm_draws_from_the_policy(
+    workspace: Path, tmp_path: Path, world: int, tp: int, pp: int, rollout_tp: int, dtype: str
+) -> None:
+    """Two steps: sync, draw, update. Every token's log-probability, and the probe's after each sync, are the policy's."""
+    raw = settings(
+        workspace,
+        tmp_path / "run",
+        world,
+        model={"dtype": dtype},
+        rollout={"engine": "vllm", "tensor_model_parallel_size": rollout_tp, "engine_options": {"kv_cache_gib": 0.05}},
+        actor={"megatron": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}},
+    )
+    worlds.run(run_ranks.train, world, raw=raw)
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 2
+    for row in rows:
+        assert row["training/rollout_logp_diff_max"] == row["rollout/probe_logp_diff_max"] == 0
+        assert row["actor/grad_norm"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["another tree", "another block", "a rounding more"])
 def test_a_fault_in_one_side_stops_the_run(workspace: Path, tmp_path: Path, fault: str) -> None:
@@ -183,7 +221,8 @@ def test_the_self_test_finds_threads_and_kernels_that_look_at_their_shapes(one_t
 
 
 REFUSED = r"""
-rollout.engine=vllm => rollout.engine=vllm computes with kernels of its own; set rollout.engine=transformers
+rollout.quantization=fp8 => rollout.quantization=fp8 is not covered; leave it out
+rollout.tensor_model_parallel_size=3 => rollout.tensor_model_parallel_size=3 does not divide the 8 blocks of every sum
 trainer.device=cuda => set trainer.device=cpu, or for a GPU rollout.batch_invariant=true
 algorithm.rollout_correction.rollout_is=icepop => algorithm.rollout_correction.rollout_is corrects a difference that is 0
 algorithm.rollout_correction.rollout_rs=token => rollout_rs corrects a difference that is 0; leave it out

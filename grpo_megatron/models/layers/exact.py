@@ -242,11 +242,12 @@ def exact_problem(arch: Architecture, tp: int, dtype: str) -> str | None:
     """Why this machine cannot compute the model exactly, or None (exact/self_test.py)."""
     h, d, groups = arch.hidden_size, arch.head_dim, arch.num_query_groups
     qkv = (arch.num_attention_heads + 2 * groups) * d
+    padded = rowwise.block_size(arch.vocab_size) * rowwise.NUM_BLOCKS  # as vLLM pads it
     shapes = ExactShapes(
         columns=[
             (h, qkv, [arch.attention_size, arch.key_size, qkv // tp]),
             (h, 2 * arch.ffn_hidden_size, [arch.ffn_hidden_size, 2 * arch.ffn_hidden_size // tp]),
-            (h, arch.vocab_size, [arch.vocab_size // tp]),
+            (h, padded, [arch.vocab_size, padded // tp]),
         ],
         partials=[(arch.attention_size, h), (arch.ffn_hidden_size, h)],
         heads=arch.num_attention_heads,
