@@ -115,7 +115,7 @@ def _attention(
     kv_cache: Tensor,
     attn_metadata: Any,
     output: Tensor,
-    *unused: Any,
+    **scales: Any,  # of a quantized output
 ) -> Tensor:
     """query and output [t, H, d], the new tokens of all requests of a step, end to end."""
     if attn_metadata is None:  # vLLM warms up
