@@ -18,9 +18,13 @@ from tests import conftest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "grpo_megatron"
+TOOLS = ("curation", "migration", "starting")  # rooms in tools/: programs that use the package, and that no run needs
+SHIPPED = "shipped.tools."  # what they are imported from
 SOURCES = {
-    ".".join(path.relative_to(ROOT / PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted((ROOT / PACKAGE).rglob("*.py"))
+    ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+    for root, rooms in ((ROOT / PACKAGE, ("",)), (ROOT / "tools", TOOLS))
+    for room in rooms
+    for path in sorted((root / room).rglob("*.py"))
 }
 
 ROOMS = (  # a room imports only rooms that stand before it
@@ -83,14 +87,16 @@ def imported(path: Path) -> frozenset[str]:
             assert node.module is not None
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                found.add(full if full.removeprefix(f"{PACKAGE}.") in SOURCES else node.module)
+                own = full.removeprefix(f"{PACKAGE}.").removeprefix(SHIPPED)
+            found.add(full if own in SOURCES else node.module)
     return frozenset(found)
 
 
 def own_imports(module: str) -> set[str]:
     """Without the examples' data generator, which the command `prepare` runs from where the examples are."""
     names = {name for name in imported(SOURCES[module]) if name.split(".")[0] == PACKAGE}
-    return {name.removeprefix(f"{PACKAGE}.") for name in names} - {PACKAGE, "shipped.examples.generated"}
+    names = {name.removeprefix(f"{PACKAGE}.").removeprefix(SHIPPED) for name in names}
+    return names - {PACKAGE, "shipped.examples.generated"}
 
 
 def room_of(module: str) -> str:

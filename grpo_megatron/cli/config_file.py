@@ -163,7 +163,7 @@ def _explain(error: Any) -> str:
     """One line for one pydantic error; for an unknown key with the nearest known key."""
     location = cut(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
-        from grpo_megatron.migration.translation import SAME_NAME, explained, known_elsewhere
+        from grpo_megatron.shipped.tools.migration.translation import SAME_NAME, explained, known_elsewhere
 
         known = _fields_at(error["loc"][:-1])
         close = difflib.get_close_matches(str(error["loc"][-1])[:100], known, n=1)

@@ -118,21 +118,24 @@ def _imported(path: str) -> Any:
 COMMANDS = {  # in the order of --help: as a user meets them
     "quickstart": Command(
         "train a tiny model on this CPU in one to two minutes",
-        *("starting.quickstart:QuickstartOptions", "starting.quickstart:prepare_quickstart"),
+        *(
+            "shipped.tools.starting.quickstart:QuickstartOptions",
+            "shipped.tools.starting.quickstart:prepare_quickstart",
+        ),
         is_prelude=True,
     ),
     "examples": Command(
         "copy the examples and the Slurm scripts",
-        *("starting.quickstart:ExamplesOptions", "starting.quickstart:copy_examples"),
+        *("shipped.tools.starting.quickstart:ExamplesOptions", "shipped.tools.starting.quickstart:copy_examples"),
     ),
     "init": Command(
         "write a commented config for a model and a task",
-        *("starting.new_config:InitOptions", "starting.new_config:write_config"),
+        *("shipped.tools.starting.new_config:InitOptions", "shipped.tools.starting.new_config:write_config"),
     ),
     "import": Command(
         "write a config from one of another trainer",
-        "migration.translation:ImportOptions",
-        "migration.translation:import_config",
+        "shipped.tools.migration.translation:ImportOptions",
+        "shipped.tools.migration.translation:import_config",
     ),
     "plan": Command(
         "what a config needs, whether it fits, and layouts that do", "cli.main:PlanOptions", "cli.run:train"
@@ -163,15 +166,15 @@ COMMANDS = {  # in the order of --help: as a user meets them
     ),
     "curate": Command(
         "pass rates per prompt, filtered data, rows for SFT and DPO",
-        "curation.options:CurateOptions",
-        "curation.cli:curate",
+        "shipped.tools.curation.options:CurateOptions",
+        "shipped.tools.curation.cli:curate",
     ),
     "convert": Command(
         "Hugging Face <-> Megatron-Core checkpoints", "convert.options:ConvertOptions", "convert.cli:convert"
     ),
     "prepare": Command(
         "the data of an example, or a model with random weights",
-        *("starting.prepare:PrepareOptions", "starting.prepare:prepare_inputs"),
+        *("shipped.tools.starting.prepare:PrepareOptions", "shipped.tools.starting.prepare:prepare_inputs"),
     ),
     "replay": Command(
         "compute the loss of a batch again that a guard has dumped", "cli.main:ReplayOptions", "cli.main:replay_dump"

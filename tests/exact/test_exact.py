@@ -20,7 +20,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.exact import rowwise
 from grpo_megatron.exact.self_test import ExactShapes, self_test
 from grpo_megatron.models.families import read_architecture
-from grpo_megatron.starting.prepare import ArithmeticOptions, prepare_inputs
+from grpo_megatron.shipped.tools.starting.prepare import ArithmeticOptions, prepare_inputs
 from tests import tiny, worlds
 from tests.e2e import run_ranks
 from tests.exact import ranks

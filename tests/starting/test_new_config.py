@@ -18,7 +18,7 @@ from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.layout import Layout
 from grpo_megatron.planning.search import PlannedLayout
 from grpo_megatron.reading import parse_yaml, read_json
-from grpo_megatron.starting.new_config import InitOptions, Machine, config_text, suggest, write_config
+from grpo_megatron.shipped.tools.starting.new_config import InitOptions, Machine, config_text, suggest, write_config
 from tests.runs import make_run
 
 ROOT = Path(__file__).resolve().parents[2]

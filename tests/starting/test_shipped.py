@@ -11,9 +11,10 @@ import pytest
 
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
-from grpo_megatron.starting import quickstart
+from grpo_megatron.shipped.tools.starting import quickstart
 
 ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ("examples/", "slurm/", "tools/curation/", "tools/migration/", "tools/starting/")
 OUTSIDE = {"examples": ROOT / "examples", "slurm": ROOT / "slurm"}
 
 
@@ -34,7 +35,7 @@ def sources() -> list[str]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """The names in a wheel that was built from a copy of the sources."""
     folder = tmp_path_factory.mktemp("wheel")
-    wanted = ("grpo_megatron/", "examples/", "slurm/", "pyproject.toml", "README.md", "LICENSE")
+    wanted = ("grpo_megatron/", "examples/", "slurm/", "tools/", "pyproject.toml", "README.md", "LICENSE")
     names = [name for name in sources() if name.startswith(wanted)]
     (folder / "names").write_text("\n".join(names))
     subprocess.run(["tar", "cf", folder / "all.tar", "-T", folder / "names"], cwd=ROOT, check=True, timeout=60)
@@ -52,10 +53,10 @@ def test_a_wheel_has_every_file_of_the_package_and_the_examples(wheel: set[str])
     names = sources()
     package = {name for name in names if name.startswith("grpo_megatron/") and "shipped/" not in name}
     assert package and package <= wheel, sorted(package - wheel)
-    outside = {f"grpo_megatron/shipped/{name}" for name in names if name.startswith(("examples/", "slurm/"))}
+    outside = {f"grpo_megatron/shipped/{name}" for name in names if name.startswith(SHIPPED)}
     assert {"grpo_megatron/shipped/examples/quickstart.yaml", "grpo_megatron/shipped/slurm/ranks.sh"} <= outside
     assert outside <= wheel, sorted(outside - wheel)
-    assert not [name for name in wheel if name.endswith(".pyc")]
+    assert not [name for name in wheel if name.endswith(".pyc") or "/tools/benchmark" in name]
 
 
 def test_examples_are_copied_and_replace_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

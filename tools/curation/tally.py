@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.curation.options import CurateOptions
 from grpo_megatron.data.rows import (
     LineFile,
     Question,
@@ -26,6 +25,7 @@ from grpo_megatron.data.rows import (
     type_name,
 )
 from grpo_megatron.reading import ReadError, cut, reason_of, shown
+from grpo_megatron.shipped.tools.curation.options import CurateOptions
 from grpo_megatron.storage.run_files import rollout_files
 
 # -- Responses with their scores, read one by one from rollout files and from the samples of an evaluation -------------

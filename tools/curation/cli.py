@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.curation.options import PAIRS, PASS_RATES, SUPERVISED, CurateOptions
-from grpo_megatron.curation.tally import ProblemTally, ResponsePlace, ResponseReader, Tally, source_files
 from grpo_megatron.data.pass_rates import wilson
 from grpo_megatron.data.rows import LineFile, checked_row, open_rows, problem_digest, question_text
 from grpo_megatron.data.task import Task, get_task
 from grpo_megatron.reading import visible
+from grpo_megatron.shipped.tools.curation.options import PAIRS, PASS_RATES, SUPERVISED, CurateOptions
+from grpo_megatron.shipped.tools.curation.tally import ProblemTally, ResponsePlace, ResponseReader, Tally, source_files
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import new_folder, write_file
 

@@ -11,15 +11,16 @@ import shutil
 from pathlib import Path
 from typing import Annotated
 
+import grpo_megatron
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
-from grpo_megatron.starting.prepare import ArithmeticOptions, ModelOptions, prepare_inputs
+from grpo_megatron.shipped.tools.starting.prepare import ArithmeticOptions, ModelOptions, prepare_inputs
 from grpo_megatron.storage.files import new_folder
 
 # -- the examples and Slurm scripts that come with the package ---------------------------------------------------------
 # In a checkout, grpo_megatron/shipped/ has links to the folders of the root. A wheel has copies of the files.
 
-PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
+PACKAGE_FOLDER = Path(grpo_megatron.__file__).resolve().parent
 FOLDERS = ("examples", "slurm")
 
 

@@ -17,8 +17,9 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.config.problems import CHANGE_ME, Problem
 from grpo_megatron.config.section import ConfigKey, config_keys
-from grpo_megatron.migration.shell import UNKNOWN, commands
-from grpo_megatron.migration.trainers import (
+from grpo_megatron.reading import TOO_DEEP, ReadError, parse_yaml, read_text, reason_of, shown, visible
+from grpo_megatron.shipped.tools.migration.shell import UNKNOWN, commands
+from grpo_megatron.shipped.tools.migration.trainers import (
     ACTOR,
     OTHER_TRAINERS,
     SCRIPT,
@@ -29,7 +30,6 @@ from grpo_megatron.migration.trainers import (
     Settings,
     as_list,
 )
-from grpo_megatron.reading import TOO_DEEP, ReadError, parse_yaml, read_text, reason_of, shown, visible
 from grpo_megatron.storage.files import write_file
 
 REQUIRED = {"model.path": "a Hugging Face folder on this machine", "data.train_files": "files of rows"}
