@@ -18,7 +18,13 @@ from tests import conftest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "grpo_megatron"
-TOOLS = ("curation", "migration", "starting")  # rooms in tools/: programs that use the package, and that no run needs
+TOOLS = (
+    "curation",
+    "generation",
+    "migration",
+    "report",
+    "starting",
+)  # rooms in tools/: programs that use the package, and that no run needs
 SHIPPED = "shipped.tools."  # what they are imported from
 SOURCES = {
     ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path

@@ -145,11 +145,14 @@ COMMANDS = {  # in the order of --help: as a user meets them
         "train a reward model on pairs, or a process reward model on labelled steps",
         *("cli.main:TrainRewardOptions", "cli.run:train"),
     ),
-    "watch": Command("a run in the terminal, from its files", "report.cli:WatchOptions", "report.cli:watch"),
+    "watch": Command(
+        "a run in the terminal, from its files",
+        *("shipped.tools.report.cli:WatchOptions", "shipped.tools.report.cli:watch"),
+    ),
     "report": Command(
         "one page of a run, or of two beside each other, from their files",
-        "report.cli:ReportOptions",
-        "report.cli:report",
+        "shipped.tools.report.cli:ReportOptions",
+        "shipped.tools.report.cli:report",
     ),
     "evaluate": Command(
         "draw answers to GSM8K, MATH and others, grade and report them",
@@ -161,7 +164,7 @@ COMMANDS = {  # in the order of --help: as a user meets them
     "evaluate tasks": Command(None, "evaluation.options:TasksOptions", "evaluation.cli:list_tasks"),
     "generate": Command(
         "answers of a model to your prompts, or a chat",
-        *("generation.options:GenerateOptions", "generation.cli:generate"),
+        *("shipped.tools.generation.options:GenerateOptions", "shipped.tools.generation.cli:generate"),
         starts_ranks=True,
     ),
     "curate": Command(

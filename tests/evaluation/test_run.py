@@ -31,10 +31,10 @@ from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, engine_dtype, open_
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, claim_output, write_identity
 from grpo_megatron.evaluation.options import EvaluateOptions
 from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
-from grpo_megatron.generation.cli import generate
-from grpo_megatron.generation.options import GenerateOptions
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.rollout.engine import Request, StopTexts
+from grpo_megatron.shipped.tools.generation.cli import generate
+from grpo_megatron.shipped.tools.generation.options import GenerateOptions
 from grpo_megatron.types import Sample
 from tests.evaluation.models import gsm8k_rows, make_folder
 from tests.runs import write_rows

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.generation import cli as chat
-from grpo_megatron.generation.cli import Answerer, TextStream
-from grpo_megatron.generation.options import GenerateOptions
-from grpo_megatron.generation.settings import prepare_generation
 from grpo_megatron.rollout.engine import Completion, Request, StopTexts
+from grpo_megatron.shipped.tools.generation import cli as chat
+from grpo_megatron.shipped.tools.generation.cli import Answerer, TextStream
+from grpo_megatron.shipped.tools.generation.options import GenerateOptions
+from grpo_megatron.shipped.tools.generation.settings import prepare_generation
 from tests.evaluation.models import byte_tokenizer, make_folder
 
 

@@ -17,10 +17,10 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.options import parse
 from grpo_megatron.data.prompts import load_prompts
-from grpo_megatron.generation import cli
-from grpo_megatron.generation.cli import Answerer, ModelAnswer
-from grpo_megatron.generation.options import GenerateOptions
-from grpo_megatron.generation.settings import GenerationSettings, prepare_generation
+from grpo_megatron.shipped.tools.generation import cli
+from grpo_megatron.shipped.tools.generation.cli import Answerer, ModelAnswer
+from grpo_megatron.shipped.tools.generation.options import GenerateOptions
+from grpo_megatron.shipped.tools.generation.settings import GenerationSettings, prepare_generation
 from tests.evaluation.models import byte_tokenizer, gsm8k_rows, make_folder
 from tests.runs import write_rows
 

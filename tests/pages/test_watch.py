@@ -16,7 +16,7 @@ import yaml
 
 from grpo_megatron.pages.kit import render_report
 from grpo_megatron.pages.run_folder import RunFolder
-from grpo_megatron.report.cli import WatchOptions, sparkline, watch, watch_lines
+from grpo_megatron.shipped.tools.report.cli import WatchOptions, sparkline, watch, watch_lines
 from tests.pages.material import HOSTILE, event, group, make_run, sample
 
 WORDS = "first second third"

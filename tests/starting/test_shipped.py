@@ -14,7 +14,8 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.shipped.tools.starting import quickstart
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = ("examples/", "slurm/", "tools/curation/", "tools/migration/", "tools/starting/")
+TOOLS = ("curation", "generation", "migration", "report", "starting")
+SHIPPED = ("examples/", "slurm/", *(f"tools/{name}/" for name in TOOLS))
 OUTSIDE = {"examples": ROOT / "examples", "slurm": ROOT / "slurm"}
 
 
