@@ -252,13 +252,15 @@ class TurnRenderer:
         self.end_token_ids = {tokenizer.eos_token_id, *end_token_ids}
         self.stop_token_ids = self.end_token_ids | set(stop_token_ids)
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids of the first messages, up to the beginning of the assistant's turn. Raises ConfigError.
 
+        `tools`: instead of the renderer's own.
         Text that looks like a special token is broken up in them. Marks of tool calls are not: the messages may explain them.
         """
         safe = [_broken_up(message, self._special_tokens) for message in messages]
-        return self._encode(self._render(_with_call_ids(safe), generate=True))
+        shown = [dict(tool) for tool in tools] or self.tools
+        return self._encode(render_chat(_with_call_ids(safe), self.tokenizer, self.where, shown, generate=True))
 
     def answered(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """An environment's message whose texts cannot be control tokens: each such text has a space after its first character.

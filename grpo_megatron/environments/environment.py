@@ -14,7 +14,7 @@ import math
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -26,6 +26,19 @@ ChatMessage = dict[str, Any]  # {"role": ..., "content": ...} as chat templates 
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What an environment wants of the model's next turn. `tools`: shown to the model, by the first messages only.
+
+    `max_tokens` ends the turn, not the trajectory. `stop` are texts of this turn. `prompt`: text or ids instead of messages.
+    """
+
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    max_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+    prompt: str | list[int] | None = None
+
+
+@dataclass(frozen=True)
 class Step:
     """An environment's answer. `reward` is that of the turn; None: the turn has none. `metrics` are plain numbers."""
 
@@ -33,6 +46,7 @@ class Step:
     reward: float | None = None
     done: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
+    asked: Asked = field(default_factory=Asked)
 
 
 class Environment(ABC):
@@ -44,6 +58,8 @@ class Environment(ABC):
 
     # True: `Step.reward` is all the reward there is; no reward function is called
     gives_rewards: ClassVar[bool] = False
+    # True: `step` gets a JSON object of the turn: text, token_ids, tokens (as texts), logprobs, finish_reason, prompt_tokens
+    reads_turns: ClassVar[bool] = False
 
     @classmethod  # noqa: B027 - optional
     def preload(cls, **kwargs: Any) -> None:
@@ -57,15 +73,19 @@ class Environment(ABC):
         return []
 
     @abstractmethod
-    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage] | Awaitable[list[ChatMessage]]:
-        """The first messages. `row` is the data file's. Equal `row` and `seed` must give an equal start."""
+    def reset(
+        self, row: Mapping[str, Any], seed: int
+    ) -> list[ChatMessage] | Step | Awaitable[list[ChatMessage] | Step]:
+        """The first messages, or a Step with them. `row` is the data file's. Equal `row` and `seed` must give an equal start."""
 
     @abstractmethod
     def step(self, completion: str) -> Step | Awaitable[Step]:
         """The answer to what the model wrote in its turn, special tokens included, as text."""
 
 
-environments: Registry[type[Environment]] = Registry("environment", ["grpo_megatron.environments.tool_environment"])
+environments: Registry[type[Environment]] = Registry(
+    "environment", [f"grpo_megatron.environments.{name}" for name in ("tool_environment", "command")]
+)
 
 
 def environment_class(name: str) -> type[Environment]:
@@ -129,7 +149,20 @@ def plain_step(step: object, max_characters: int) -> dict[str, Any]:
         "reward": None if step.reward is None else _number("Step.reward", step.reward),
         "done": step.done,
         "metrics": {str(key): _number(f"Step.metrics[{key!r}]", value) for key, value in step.metrics.items()},
+        "asked": _plain_asked(step.asked, max_characters),
     }
+
+
+def _plain_asked(asked: Asked, max_characters: int) -> dict[str, Any]:
+    """Only what differs from its default. Raises TypeError or FloodedError."""
+    wanted = {name: value for name, value in vars(asked).items() if value != getattr(Asked(), name)}
+    types = {"tools": list, "max_tokens": int, "stop": list, "prompt": str | list}
+    for name, value in wanted.items():
+        if not isinstance(value, types[name]):
+            raise TypeError(f"Asked.{name} is {type(value).__name__}")
+    if len(json.dumps(wanted)) > 2 * max_characters:
+        raise FloodedError(f"the prompt and the tools have more than {2 * max_characters} characters")
+    return wanted
 
 
 def read_outcome(answer: Mapping[str, Any], max_characters: int) -> Outcome:
@@ -140,8 +173,10 @@ def read_outcome(answer: Mapping[str, Any], max_characters: int) -> Outcome:
         limit = " (rollout.multi_turn.timeout_s)" if status == "timeout" else ""
         return Outcome(None, status, f"{prefix}{answer['message']}{limit}{answer['output']}", seconds)
     try:
-        step = Step(**answer["value"])
-        return Outcome(Step(**plain_step(step, max_characters)), seconds=seconds)
+        value = answer["value"]
+        step = Step(**{**value, "asked": Asked(**value.get("asked", {}))})
+        plain = plain_step(step, max_characters)
+        return Outcome(Step(**{**plain, "asked": Asked(**plain["asked"])}), seconds=seconds)
     except (KeyError, TypeError, ValueError, RecursionError, FloodedError) as error:
         return Outcome(None, "died", f"its process has sent a wrong answer: {error}", seconds)
 
@@ -154,6 +189,19 @@ def _number(name: str, value: object) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} is {number}, not a finite number")
     return number
+
+
+def written_turn(
+    text: str,
+    token_ids: Sequence[int] = (),
+    tokens: Sequence[str] = (),
+    logprobs: Sequence[float] = (),
+    finish_reason: str = "stop",
+    prompt_tokens: int = 0,
+) -> str:
+    """A turn of the model for an environment with `reads_turns`. `prompt_tokens`: how many tokens stood before it."""
+    turn = {"text": text, "token_ids": [*token_ids], "tokens": [*tokens], "logprobs": [*logprobs]}
+    return json.dumps({**turn, "finish_reason": finish_reason, "prompt_tokens": prompt_tokens})
 
 
 # -- in a process ------------------------------------------------------------------------------------------------------
@@ -191,8 +239,8 @@ class _Session:
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(request["seed"] % (1 << 32))
         self._environment = self._found(**self._kwargs)
-        messages = self._call(self._environment.reset(request["start"], request["seed"]))
-        step = {"messages": plain_messages(messages, self._max_characters)}
+        begun = self._call(self._environment.reset(request["start"], request["seed"]))
+        step = plain_step(begun if isinstance(begun, Step) else Step(begun), self._max_characters)
         for completion in request["completions"]:
             step = self._step(completion)
         return step

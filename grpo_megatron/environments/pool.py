@@ -10,7 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
-from grpo_megatron.environments.environment import Environment, Outcome, environment_class, read_outcome
+from grpo_megatron.environments.environment import (
+    Environment,
+    Outcome,
+    environment_class,
+    read_outcome,
+    written_turn,
+)
 from grpo_megatron.processes.pool import Limits, ProcessAnswer, ProcessPool
 from grpo_megatron.processes.process import describe
 
@@ -153,20 +159,22 @@ def try_episode(multi_turn: MultiTurnConfig, row: Mapping[str, Any], written: st
     Raises ConfigError if the environment cannot be loaded or started. That a step fails is said: it may be the text's fault.
     """
     key = f"{_KEY}={multi_turn.environment!r}"
+    assert multi_turn.environment is not None
+    turn = written_turn(written) if find_environment(multi_turn.environment).reads_turns else written
     try:
         with build_pool(multi_turn.model_copy(update={"num_workers": 1})) as pool:
             pool.start("first row", row, seed=0)
             outcomes = [pool.wait(["first row"])["first row"]]
             turns = min(TRIED_TURNS, multi_turn.max_assistant_turns)
             while len(outcomes) <= turns and (step := outcomes[-1].step) is not None and not step.done:
-                pool.step("first row", written)
+                pool.step("first row", turn)
                 outcomes += pool.wait(["first row"]).values()
     except RuntimeError as error:
         raise ConfigError(f"{key}: {error}") from error
-    for turn, outcome in enumerate(outcomes):
-        if turn:
+    for number, outcome in enumerate(outcomes):
+        if number:
             yield "model", written
-        if outcome.step is None and turn:
+        if outcome.step is None and number:
             yield "WARNING", f"the step fails ({outcome.status}: {outcome.message})"
             return
         if outcome.step is None:
@@ -174,15 +182,15 @@ def try_episode(multi_turn: MultiTurnConfig, row: Mapping[str, Any], written: st
                 f"{key}: its reset fails on the first row of the data ({outcome.status}: {outcome.message}); the row's fields"
                 f" are {', '.join(row)}"
             )
-        if not turn and not outcome.step.messages:
+        if not number and not outcome.step.messages and outcome.step.asked.prompt is None:
             raise ConfigError(
                 f"{key}: its reset gives no message for the first row of the data; the prompt would be empty"
             )
         yield from ((message["role"], message["content"]) for message in outcome.step.messages)
-        if turn:
+        if number:
             reward = "no reward" if outcome.step.reward is None else f"the reward {outcome.step.reward:g}"
             metrics = "".join(f", {name} {value:g}" for name, value in outcome.step.metrics.items())
-            yield f"turn {turn}", f"{reward}{metrics}; {'the end' if outcome.step.done else 'it goes on'}"
+            yield f"turn {number}", f"{reward}{metrics}; {'the end' if outcome.step.done else 'it goes on'}"
 
 
 def build_pool(multi_turn: MultiTurnConfig) -> EnvironmentPool:

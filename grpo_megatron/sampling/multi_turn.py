@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.data.tokenizer import TurnRenderer
-from grpo_megatron.environments.environment import ChatMessage, Outcome, Step
+from grpo_megatron.environments.environment import ChatMessage, Outcome, Step, environment_class, written_turn
 from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
@@ -63,6 +63,8 @@ class Answer:
     status: str = "ok"
     message: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    max_tokens: int | None = None  # of the next turn
+    stop: tuple[str, ...] = ()  # further texts that end the next turn
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ class Trajectory:
     status: str = "ok"
     finish_reason: str = ""  # "": not ended
     message: str = ""  # why the environment failed
+    turn_limit: int | None = None  # tokens of the next turn, where the environment set any
+    turn_stop: StopTexts | None = None  # its texts; else `stop`
+    last_finish: str = "stop"  # how the last turn ended
 
     @property
     def is_over(self) -> bool:
@@ -126,21 +131,22 @@ class Trajectory:
 
     def request(self) -> Request:
         """The next turn: it may fill what is left of the response."""
-        number = self.num_generated
+        number, room = self.num_generated, self.limits.response - len(self.response_ids)
         return Request(
             prompt_ids=(*self.prompt_ids, *self.response_ids),
             seed=stable_hash(f"{self.seed}/{number}") if number else self.seed,
-            max_tokens=self.limits.response - len(self.response_ids),
+            max_tokens=min(room, self.turn_limit or room),
             temperature=self.temperature,
             top_p=self.top_p,
             stop_token_ids=self.stop_token_ids,
-            stop=self.stop,
+            stop=self.turn_stop or self.stop,
         )
 
     def generated(self, completion: Completion, clock: int) -> None:
-        """The engine has finished a turn. A turn that was cut off is not shown to the environment."""
+        """The engine has finished a turn. One that has filled the response is not shown to the environment."""
         self._append("assistant", completion.response_ids, completion.logprobs, clock)
-        if completion.finish_reason == "length":
+        self.last_finish = completion.finish_reason
+        if completion.finish_reason == "length" and len(self.response_ids) >= self.limits.response:
             self._end("length", "length")
 
     def answered(self, answer: Answer, clock: int) -> None:
@@ -218,6 +224,8 @@ class EnvironmentAnswers:
     ) -> None:
         self.renderer, self.multi_turn, self.mesh = renderer, multi_turn, mesh
         self.times = Times()
+        self._reads_turns = bool(multi_turn.environment) and environment_class(str(multi_turn.environment)).reads_turns
+        self._stops: dict[tuple[str, ...], StopTexts] = {}
         self._kept = KeptProblem(pool)  # only the leader knows of a problem before `take` tells the others
 
     def start(self, trajectories: Sequence[Trajectory]) -> None:
@@ -244,6 +252,9 @@ class EnvironmentAnswers:
         answers, problem = self.mesh.block_broadcast((answers, self._kept.text))
         if problem is not None:
             raise EnvironmentsLost(problem)
+        for trajectory, answer in zip(trajectories, answers, strict=True):
+            own = trajectory.stop.texts if trajectory.stop else ()
+            trajectory.turn_limit, trajectory.turn_stop = answer.max_tokens, self._stop((*own, *answer.stop))
         return answers
 
     def end(self, trajectories: Sequence[Trajectory]) -> None:
@@ -264,13 +275,16 @@ class EnvironmentAnswers:
                 self.times.seconds[name] += value
             else:
                 metrics[name] = value
-        return Answer(token_ids, reward=step.reward, done=step.done, metrics=metrics)
+        limits: dict[str, Any] = {"max_tokens": step.asked.max_tokens, "stop": tuple(step.asked.stop)}
+        return Answer(token_ids, reward=step.reward, done=step.done, metrics=metrics, **limits)
 
     def _render(self, trajectory: Trajectory, step: Step) -> list[int]:
-        if not trajectory.turns:
-            return self.renderer.prompt(step.messages)
         if step.done:
             return []  # nothing reads it
+        if step.asked.prompt is not None:
+            return self._raw(step.asked.prompt, is_first=not trajectory.turns)
+        if not trajectory.turns:
+            return self.renderer.prompt(step.messages, step.asked.tools)
         limit, side = self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side
         messages: list[ChatMessage] = []
         for message in map(self.renderer.answered, step.messages):  # before the cut: broken tokens are more tokens
@@ -281,14 +295,30 @@ class EnvironmentAnswers:
         ended = trajectory.response_ids[-1] == self.renderer.end_of_turn
         return self.renderer.observation(messages, ended_with_eos=ended)
 
+    def _raw(self, prompt: str | list[int], *, is_first: bool) -> list[int]:
+        tokenizer = self.renderer.tokenizer
+        if isinstance(prompt, str):
+            return list(tokenizer(prompt, add_special_tokens=is_first)["input_ids"])
+        if wrong := [token for token in prompt if not (type(token) is int and 0 <= token < len(tokenizer))]:
+            raise ConfigError(f"{wrong[0]!r} is no id of a token; the tokenizer has {len(tokenizer)}")
+        return prompt
+
+    def _stop(self, texts: tuple[str, ...]) -> StopTexts | None:
+        if texts and texts not in self._stops:
+            self._stops[texts] = StopTexts(self.renderer.tokenizer, texts)
+        return self._stops.get(texts)
+
     def _text(self, trajectory: Trajectory) -> str:
         """The last turn as an environment reads it: special tokens included, without the one that ended it."""
         assert trajectory.last_turn is not None
         start, end = trajectory.last_turn
-        ids = trajectory.response_ids[start:end]
-        if ids[-1] == self.renderer.end_of_turn or ids[-1] in self.renderer.end_token_ids:
-            ids = ids[:-1]
-        return str(self.renderer.tokenizer.decode(ids, skip_special_tokens=False))
+        ids, tokenizer = trajectory.response_ids[start:end], self.renderer.tokenizer
+        has_end = ids[-1] == self.renderer.end_of_turn or ids[-1] in self.renderer.end_token_ids
+        text = str(tokenizer.decode(ids[:-1] if has_end else ids, skip_special_tokens=False))
+        if not self._reads_turns:
+            return text
+        tokens, before = [tokenizer.decode([token]) for token in ids], len(trajectory.prompt_ids) + start
+        return written_turn(text, ids, tokens, trajectory.logprobs[start:end], trajectory.last_finish, before)
 
 
 # -- The driver --------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Characters:
 class FakeRenderer:
     tokenizer, end_of_turn, end_token_ids = Characters(), EOS, {EOS}
 
-    def prompt(self, messages: list[Any]) -> list[int]:
+    def prompt(self, messages: list[Any], tools: list[Any] = []) -> list[int]:  # noqa: B006
         return [ord(letter) for message in messages for letter in message["content"]]
 
     def answered(self, message: Any) -> Any:

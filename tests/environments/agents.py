@@ -1,0 +1,183 @@
+"""Programs that ask the model by the client of OpenAI, each by its name: `python -m tests.environments.agents NAME`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+from openai import BadRequestError, NotFoundError, OpenAI
+
+CLIENT = OpenAI(max_retries=0)
+ROW: dict[str, Any] = json.loads(sys.stdin.readline())
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+USER = {"role": "user", "content": "hello"}
+Said = list[dict[str, Any]]
+
+
+def ask(messages: Said, **options: Any) -> Any:
+    return CLIENT.chat.completions.create(model="policy", messages=messages, **options)  # type: ignore[call-overload]
+
+
+def two_turns() -> dict[str, Any]:
+    """With a tool; the second request has the answer as the client returned it."""
+    first = ask([USER], tools=[TOOL], max_tokens=7).choices[0]
+    call = first.message.tool_calls[0]
+    result = {"role": "tool", "tool_call_id": call.id, "content": call.function.arguments}
+    second = ask([USER, first.message, result], tools=[TOOL], stop=["END"], logprobs=True).choices[0]
+    scores = [(token.token, token.logprob) for token in second.logprobs.content]
+    seen = [first.finish_reason, first.message.content, second.message.content, scores]
+    print(json.dumps(seen), file=sys.stderr)
+    return {"reward": 0.5, "metrics": {"turns": 2, "row": ROW["row"]["x"], "seen": float(len(str(seen)))}}
+
+
+def streams() -> float:
+    parts = [chunk.choices[0].delta.content or "" for chunk in ask([USER], stream=True) if chunk.choices]
+    return float("".join(parts) == "one")
+
+
+def responses() -> float:
+    """By the id of the response before, and then by the whole list of items."""
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    first = CLIENT.responses.create(model="policy", input="hello", instructions="be brief", tools=[tool])  # type: ignore
+    call = first.output[-1]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+    common: dict[str, Any] = {"model": "policy", "tools": [tool]}
+    second = CLIENT.responses.create(**common, previous_response_id=first.id, input=[result])
+    items = [USER, *(item.model_dump() for item in first.output), result]
+    items += [item.model_dump() for item in second.output] + [{"role": "user", "content": "again"}]
+    third = CLIENT.responses.create(**common, instructions="be brief", input=items, stream=True)
+    text = "".join(event.delta for event in third if event.type == "response.output_text.delta")
+    return float((call.name, second.output_text, text) == ("f", "two", "three"))
+
+
+def completions() -> float:
+    first = CLIENT.completions.create(model="policy", prompt="ab", max_tokens=3).choices[0].text
+    second = CLIENT.completions.create(model="policy", prompt=f"ab{first}cd").choices[0].text
+    return float((first, second) == ("one", "two"))
+
+
+def token_ids() -> float:
+    first = CLIENT.completions.create(model="policy", prompt=[1, 2], logprobs=1).choices[0]  # type: ignore[arg-type]
+    second = CLIENT.completions.create(model="policy", prompt=[1, 2, 5, 6, 3]).choices[0].text
+    return float((first.logprobs.token_logprobs, second) == ([-0.5, -0.25], "two"))  # type: ignore[union-attr]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # option -> a part of the message
+    "model": ({"model": "gpt"}, "the only model here is 'policy'"),
+    "top_p": ({"top_p": 0.9}, "leave it out, or set 1"),
+    "temperature": ({"temperature": 0.2}, "leave it out, or set 1.0"),
+    "n": ({"n": 2}, "n=2"),
+    "seed": ({"seed": 2}, "leave it out, or set none"),
+    "logit_bias": ({"logit_bias": {"1": 2}}, "logit_bias"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is read"),
+    "stop": ({"stop": [""]}, "stop="),
+    "max_tokens": ({"max_tokens": 0}, "at least 1"),
+    "no message": ({"messages": []}, "there is no message"),
+    "tool_choice": ({"tool_choice": "required"}, "tool_choice"),
+}
+AFTERWARDS: dict[str, tuple[dict[str, Any], str]] = {
+    "rewritten": ({"messages": [{"role": "user", "content": "Hello"}, USER]}, "message 0 is another one"),
+    "nothing new": ({"messages": [USER]}, "message 0"),
+    "repeated": ({"messages": [USER, {"role": "assistant", "content": "one"}]}, "nothing follows"),
+    "other answer": ({"messages": [USER, {"role": "assistant", "content": "two"}, USER]}, "message 1 is another one"),
+    "other tools": (
+        {"messages": [USER, {"role": "assistant", "content": "one"}, USER], "tools": [TOOL]},
+        "tools differ",
+    ),
+}
+
+
+def _refusals(cases: dict[str, tuple[dict[str, Any], str]]) -> list[str]:
+    wrong = []
+    for name, (options, part) in cases.items():
+        try:
+            CLIENT.chat.completions.create(**{"model": "policy", "messages": [USER], **options})
+        except BadRequestError as error:
+            if part not in str(error):
+                wrong.append(f"{name}: {error}")
+        else:
+            wrong.append(f"{name}: accepted")
+    return wrong
+
+
+def refused() -> float:
+    """All that is refused leaves the trajectory as it was."""
+    wrong = _refusals(REFUSED)
+    ask([USER], temperature=1.0, top_p=1.0, n=1)
+    wrong += [text for text in _refusals(AFTERWARDS) if not text.startswith("nothing new")]
+    print(wrong, file=sys.stderr)
+    return float(not wrong)
+
+
+def forged() -> float:
+    url = CLIENT.base_url
+    try:
+        OpenAI(base_url=str(url).replace("/t/", "/t/x"), max_retries=0).models.list()
+    except NotFoundError:
+        return float(ask([USER]).choices[0].message.content == "one")
+    return 0.0
+
+
+def impatient() -> float:
+    """The first client hangs up; the same request again gets the answer."""
+    body = json.dumps({"model": "policy", "messages": [USER]}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{CLIENT.base_url}chat/completions", body, headers)
+    try:
+        urllib.request.urlopen(request, timeout=0.3)
+    except (TimeoutError, urllib.error.URLError):
+        with urllib.request.urlopen(request) as answer:
+            return float(json.load(answer)["choices"][0]["message"]["content"] == "one")
+    return 0.0
+
+
+def large() -> float:
+    ask([{"role": "user", "content": "x" * (100 << 20)}])
+    return 0.0
+
+
+def flood() -> float:
+    while True:
+        _refusals({"n": REFUSED["n"]})
+
+
+def both_at_once() -> float:
+    threading.Thread(target=ask, args=([USER],)).start()
+    time.sleep(1)
+    ask([USER, USER])
+    return 0.0
+
+
+def silent() -> float:
+    return 1.0
+
+
+def hangs() -> float:
+    time.sleep(1000)
+    return 1.0
+
+
+def crashes() -> float:
+    ask([USER])
+    os.abort()
+
+
+def talks() -> float:
+    ask([USER])
+    print("x" * (2 << 20))
+    return 1.0
+
+
+def no_reward() -> Any:
+    ask([USER])
+    return "good"
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]]()))
