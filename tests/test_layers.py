@@ -73,6 +73,8 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "pyarrow": ("data.",),
     "tqdm": ("data.", "observability.", "training.", "evaluation.", "convert."),
     "jsonschema": ("environments.",),
+    "uvicorn": ("environments.",),
+    "starlette": ("environments.",),
     "bm25s": ("environments.tools.",),
     "math_verify": ("rewards.math.", "evaluation."),
     "latex2sympy2_extended": ("rewards.math.",),

@@ -371,6 +371,12 @@ def environment_problems(config: Config) -> Problems:
     except ConfigError as error:
         yield from (Problem.of(problem, "rollout.multi_turn.environment") for problem in error.problems)
         return
+    temperature = multi_turn.kwargs.get("temperature", 1.0)
+    if multi_turn.environment == "command" and temperature != config.rollout.temperature:
+        yield (
+            f"rollout.multi_turn.kwargs.temperature={temperature} is what requests of the program may name, and"
+            f" {k.rollout.temperature!r}; set it to that"
+        )
     if gives_rewards and (config.reward.function is not None or config.reward.components):
         unused = f"{k.reward.components:key}" if config.reward.components else f"{k.reward.function!r}"
         yield f"{key} gives the rewards itself, and {unused} would not be called; leave it out"

@@ -5,54 +5,119 @@ stdin one line of JSON: {"row": the data file's, "seed": 7}. It asks the model a
 prints its reward: the last line of stdout is a number, or {"reward": 0.5, "metrics": {"tests_passed": 3}}. What it prints to
 stderr is shown. Its exit code must be 0. It is trusted code, with the limits of every environment (docs/agents.md).
 
+Starting Python and importing a large package takes a second of every trajectory. With `imports`, a command ["python", "agent.py",
+...] is forked from a process that has imported these packages.
+
 A trajectory that goes on elsewhere starts the program again and gives it the same answers, so it should be deterministic. One
 that is not is recorded exactly all the same.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
+import runpy
 import shutil
 import subprocess
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpo_megatron.environments.environment import Environment, Step, environments
 from grpo_megatron.processes.pool import FloodedError
 from grpo_megatron.processes.process import describe_exit
 
-MAX_PRINTED = 1 << 20  # bytes of stdout
+MAX_STDOUT = 1 << 20  # bytes of stdout
 WHERE = "rollout.multi_turn.kwargs"
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A process with the ends of its pipes; `wait` returns its exit code, negative for a signal."""
+
+    stdin: int
+    stdout: int
+    wait: Callable[[], int]
+
+
+def _run(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
+    process = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin as row, process.stdout as printed:
+        return _Program(os.dup(row.fileno()), os.dup(printed.fileno()), process.wait)
+
+
+def _fork(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
+    """["python", FILE, ...] in a copy of this process."""
+    (read_row, write_row), (read_printed, write_printed) = os.pipe(), os.pipe()
+    if pid := os.fork():
+        os.close(read_row)
+        os.close(write_printed)
+        return _Program(write_row, read_printed, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    code = 1
+    try:
+        os.dup2(read_row, 0)
+        os.dup2(write_printed, 1)
+        os.closerange(3, 1024)  # the endpoint's socket, and the connection to the worker
+        os.environ.update(variables)
+        sys.stdin, sys.argv, sys.path[:0] = open(0), list(command[1:]), [str(Path(command[1]).parent)]  # noqa: SIM115
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        runpy.run_path(command[1], run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 @environments.register("command")
 class CommandEnvironment(Environment):
     """`command`: program and arguments. `model`: the name that requests must use. `format`: how the model writes tool calls.
 
-    `temperature`: the only one that a request may name, `rollout.temperature`.
+    `temperature`: the only one that a request may name, `rollout.temperature`. `imports`: modules that a Python program finds
+    imported.
     """
 
     gives_rewards = True
     reads_turns = True
 
     def __init__(
-        self, command: Sequence[str], model: str = "policy", format: str = "hermes", temperature: float = 1.0
+        self,
+        command: Sequence[str],
+        model: str = "policy",
+        format: str = "hermes",
+        temperature: float = 1.0,
+        imports: Sequence[str] = (),
     ) -> None:
         if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
             raise ValueError(f'{WHERE}.command={command!r} is no list of texts; write ["python", "agent.py"]')
         if shutil.which(command[0]) is None:
             raise ValueError(f"{WHERE}.command: there is no program {command[0]!r}; name one that can be run")
-        self._command, self._model = list(command), model
+        if imports and not (
+            Path(command[0]).name.startswith("python") and len(command) > 1 and Path(command[1]).is_file()
+        ):
+            raise ValueError(f'{WHERE}.imports needs a command ["python", "agent.py", ...], not {list(command)}')
+        self._command, self._model, self._is_forked = list(command), model, bool(imports)
         self._settings = model, float(temperature), format
 
     @classmethod
     def preload(cls, **kwargs: Any) -> None:
-        """Import the server."""
+        """Import the server, and what a forked program finds."""
         import uvicorn  # noqa: F401
 
         import grpo_megatron.environments.endpoint  # noqa: F401
+
+        for name in kwargs.get("imports", ()):
+            importlib.import_module(name)
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Step:
         """Start the program, and wait for its first request."""
@@ -61,8 +126,9 @@ class CommandEnvironment(Environment):
         self._endpoint = Endpoint(*self._settings)
         own = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": self._endpoint.key, "OPENAI_MODEL": self._model}
         quiet = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(self._command, env={**os.environ, **quiet, **own}, **pipes)
+        start = _fork if self._is_forked else _run
+        self._process = start(self._command, {**os.environ, **quiet, **own})
+        self._endpoint.serve()  # a thread, and a process is forked from one thread only
         self._printed = b""
         line = json.dumps({"row": dict(row), "seed": seed}).encode() + b"\n"
         threading.Thread(target=self._watch, args=(line,), daemon=True).start()
@@ -77,18 +143,14 @@ class CommandEnvironment(Environment):
         return self._next()
 
     def _watch(self, line: bytes) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(line)
-            self._process.stdin.close()
-        except BrokenPipeError:
-            pass  # it reads no row
-        while chunk := self._process.stdout.read1(1 << 16):  # type: ignore[attr-defined]
+        with contextlib.suppress(BrokenPipeError), os.fdopen(self._process.stdin, "wb") as file:
+            file.write(line)
+        while chunk := os.read(self._process.stdout, 1 << 16):
             self._printed += chunk
-            if len(self._printed) > MAX_PRINTED:
-                self._endpoint.questions.put(f"it has printed more than {MAX_PRINTED} bytes")
+            if len(self._printed) > MAX_STDOUT:
+                self._endpoint.questions.put(f"it has printed more than {MAX_STDOUT} bytes")
                 return
-        self._process.wait()
+        self._exit_code = self._process.wait()
         self._endpoint.questions.put("")
 
     def _next(self) -> Step:
@@ -97,8 +159,8 @@ class CommandEnvironment(Environment):
             return Step(found[0], asked=found[1])
         if found:
             raise FloodedError(found)
-        if self._process.returncode:
-            raise RuntimeError(f"the program has failed: {describe_exit(self._process.returncode)}")
+        if self._exit_code:
+            raise RuntimeError(f"the program has failed: {describe_exit(self._exit_code)}")
         return self._last()
 
     def _last(self) -> Step:

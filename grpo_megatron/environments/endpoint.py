@@ -36,7 +36,7 @@ class RefusedError(ValueError):
 
 
 @dataclass(frozen=True)
-class Question:
+class ClientRequest:
     """What a request wants of the model. `messages` is the whole conversation; empty where `asked.prompt` is set."""
 
     messages: list[ChatMessage]
@@ -135,10 +135,10 @@ def _asked(body: Json, *limits: str, tools: list[Any], prompt: str | list[int] |
     return Asked(tools, limit, stop, prompt)
 
 
-# -- The three forms: request -> Question, Reply -> response -----------------------------------------------------------
+# -- The three forms: request -> ClientRequest, Reply -> response -----------------------------------------------------------
 
 
-def read_chat(body: Json, history: Sequence[ChatMessage]) -> Question:
+def read_chat(body: Json, history: Sequence[ChatMessage]) -> ClientRequest:
     """Chat completions."""
     messages = []
     for message in _listed(body, "messages"):
@@ -146,20 +146,20 @@ def read_chat(body: Json, history: Sequence[ChatMessage]) -> Question:
             raise RefusedError("a message has no role")
         messages.append({**message, "content": _content(message.get("content"))})
     asked = _asked(body, "max_completion_tokens", "max_tokens", tools=_listed(body, "tools"))
-    return Question(messages, asked, bool(body.get("logprobs")), bool(body.get("stream")))
+    return ClientRequest(messages, asked, bool(body.get("logprobs")), bool(body.get("stream")))
 
 
-def read_completions(body: Json, history: Sequence[ChatMessage]) -> Question:
+def read_completions(body: Json, history: Sequence[ChatMessage]) -> ClientRequest:
     """Completions of raw text, or of token ids."""
     prompt = body.get("prompt")
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
     if not is_ids and not (isinstance(prompt, str) and prompt):
         raise RefusedError("prompt: one text, or one list of token ids")
     asked = _asked(body, "max_tokens", tools=[], prompt=prompt)
-    return Question([], asked, body.get("logprobs") is not None, bool(body.get("stream")))
+    return ClientRequest([], asked, body.get("logprobs") is not None, bool(body.get("stream")))
 
 
-def read_responses(body: Json, history: Sequence[ChatMessage]) -> Question:
+def read_responses(body: Json, history: Sequence[ChatMessage]) -> ClientRequest:
     """Responses. An answer's message and its calls are several items there, and one message here."""
     messages: list[ChatMessage] = list(history) if body.get("previous_response_id") else []
     if not messages and body.get("instructions"):
@@ -191,10 +191,10 @@ def read_responses(body: Json, history: Sequence[ChatMessage]) -> Question:
         }
         for tool in _listed(body, "tools")
     ]
-    return Question(messages, _asked(body, "max_output_tokens", tools=tools), False, bool(body.get("stream")))
+    return ClientRequest(messages, _asked(body, "max_output_tokens", tools=tools), False, bool(body.get("stream")))
 
 
-def write_chat(reply: Reply, model: str, question: Question) -> tuple[Json, list[Json]]:
+def write_chat(reply: Reply, model: str, question: ClientRequest) -> tuple[Json, list[Json]]:
     """The response, and the same as the chunks of a stream."""
     head = {"id": f"chatcmpl-{reply.number}", "created": 0, "model": model}
     choice: Json = {"index": 0, "finish_reason": reply.finish_reason, "logprobs": None}
@@ -217,7 +217,7 @@ def write_chat(reply: Reply, model: str, question: Question) -> tuple[Json, list
     return whole, [first, last]
 
 
-def write_completions(reply: Reply, model: str, question: Question) -> tuple[Json, list[Json]]:
+def write_completions(reply: Reply, model: str, question: ClientRequest) -> tuple[Json, list[Json]]:
     """See `write_chat`."""
     choice: Json = {"index": 0, "text": reply.text, "finish_reason": reply.finish_reason, "logprobs": None}
     if question.wants_logprobs:
@@ -228,7 +228,7 @@ def write_completions(reply: Reply, model: str, question: Question) -> tuple[Jso
     return whole, [whole]
 
 
-def write_responses(reply: Reply, model: str, question: Question) -> tuple[Json, list[Json]]:
+def write_responses(reply: Reply, model: str, question: ClientRequest) -> tuple[Json, list[Json]]:
     """See `write_chat`. The stream has the events that carry something."""
     key = f"resp_{reply.number}"
     output: list[Json] = []
@@ -257,7 +257,7 @@ def write_responses(reply: Reply, model: str, question: Question) -> tuple[Json,
     return whole, [{**event, "sequence_number": number} for number, event in enumerate(events)]
 
 
-FORMS: dict[str, tuple[Callable[..., Question], Callable[..., tuple[Json, list[Json]]]]] = {
+PROTOCOLS: dict[str, tuple[Callable[..., ClientRequest], Callable[..., tuple[Json, list[Json]]]]] = {
     "chat/completions": (read_chat, write_chat),
     "completions": (read_completions, write_completions),
     "responses": (read_responses, write_responses),
@@ -294,7 +294,7 @@ class Conversation:
     tools: list[Any] = field(default_factory=list)
     num_turns: int = 0
 
-    def new_part(self, question: Question) -> tuple[list[ChatMessage], Asked]:
+    def new_part(self, question: ClientRequest) -> tuple[list[ChatMessage], Asked]:
         """What of the question the model has not seen. Raises RefusedError for one that does not continue the conversation."""
         asked, prompt = question.asked, question.asked.prompt
         if not self.num_turns:
@@ -318,7 +318,7 @@ class Conversation:
             raise RefusedError(f"nothing follows what was said and answered before{BRANCH}")
         return new, Asked([], asked.max_tokens, asked.stop, None)
 
-    def add(self, question: Question, turn: Json) -> Reply:
+    def add(self, question: ClientRequest, turn: Json) -> Reply:
         """Note the question and the model's turn, a JSON object of `sampling/multi_turn.py`."""
         text, finish = turn["text"], turn["finish_reason"]
         for stop in question.asked.stop:
@@ -365,10 +365,15 @@ class Endpoint:
         self.key = secrets.token_urlsafe(24)
         self.questions: queue.Queue[tuple[list[ChatMessage], Asked] | str] = queue.Queue()
         self._conversation = Conversation(call_format)
-        self._pending: tuple[bytes, Question, asyncio.Future[Reply]] | None = None  # touched in the loop's thread only
+        self._pending: tuple[bytes, ClientRequest, asyncio.Future[Reply]] | None = (
+            None  # touched in the loop's thread only
+        )
         self._num_refused = 0
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/t/{self.key}/v1"
+
+    def serve(self) -> None:
+        """Begin to answer. Who has connected before has waited."""
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -407,18 +412,18 @@ class Endpoint:
         from starlette.responses import JSONResponse, StreamingResponse
 
         form = request.path_params["form"]
-        if not self._knows(request) or form not in FORMS:
+        if not self._knows(request) or form not in PROTOCOLS:
             return self._refused("no such trajectory or path", 404)
         try:
             question, reply = await self._reply(form, await _body(request))
         except RefusedError as error:
             return self._refused(str(error), 400)
-        whole, chunks = FORMS[form][1](reply, self._model, question)
+        whole, chunks = PROTOCOLS[form][1](reply, self._model, question)
         if not question.streams:
             return JSONResponse(whole)
         return StreamingResponse(_events(chunks, named=form == "responses"), media_type="text/event-stream")
 
-    async def _reply(self, form: str, body: bytes) -> tuple[Question, Reply]:
+    async def _reply(self, form: str, body: bytes) -> tuple[ClientRequest, Reply]:
         if self._pending is not None and self._pending[0] == body:
             return self._pending[1], await asyncio.shield(self._pending[2])
         try:
@@ -428,7 +433,7 @@ class Endpoint:
         if not isinstance(read, dict):
             raise RefusedError("the body is no object")
         _check_neutral(read, self._model, self._temperature)
-        question = FORMS[form][0](read, self._conversation.messages)
+        question = PROTOCOLS[form][0](read, self._conversation.messages)
         if self._pending is not None:
             raise RefusedError("another request is being answered; a trajectory has one at a time")
         new = self._conversation.new_part(question)

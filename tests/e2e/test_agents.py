@@ -19,7 +19,8 @@ from tests.stored import metric_rows
 
 
 @pytest.mark.soak
-def test_the_calculators_share_of_calls_rises(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("example", "metric"), [("calculator", "tool_calls"), ("openai_agent", "calls")])
+def test_the_calculators_share_of_calls_rises(tmp_path: Path, example: str, metric: str) -> None:
     """A warm-up of 100 steps, of which the last 20 show mostly bare answers, and 8 steps of GRPO on one rank."""
     data, out = tmp_path / "data", tmp_path / "run"
     assert main.main(["prepare", "products", str(data)]) == 0
@@ -46,10 +47,10 @@ def test_the_calculators_share_of_calls_rises(tmp_path: Path) -> None:
         "trainer.logger=[jsonl]",
         f"trainer.output_dir={out}",
     ]
-    raw = load_config(ROOT / "examples/agents/calculator.yaml", overrides).model_dump(mode="json")
+    raw = load_config(ROOT / f"examples/agents/{example}.yaml", overrides).model_dump(mode="json")
     worlds.run(run_ranks.train, 1, raw=raw, keep_weights=False)
     steps = metric_rows(out)
-    calls = [row["trajectory/tool_calls/mean"] for row in steps if "trajectory/tool_calls/mean" in row]
+    calls = [row[f"trajectory/{metric}/mean"] for row in steps if f"trajectory/{metric}/mean" in row]
     assert len(calls) == 4
     # The share begins near 0.14, the share of calls in the last rows, with a standard error of 0.02 (256 trajectories).
     assert calls[0] < 0.4 and calls[-1] > calls[0] + 0.15, calls

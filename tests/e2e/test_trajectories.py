@@ -5,11 +5,13 @@ The policy has random weights, so its turns end at a digit (`stop_token_ids`) or
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_megatron.sampling.multi_turn import FAILURES
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_determinism import assert_same, metrics
@@ -59,6 +61,23 @@ def test_trajectories_depend_neither_on_ranks_nor_on_delays_nor_on_the_cache(wor
     assert drawn[0] == drawn[1] == drawn[2]
     assert [len(samples) for samples in drawn[0].values()] == [21, 21]
     assert drawn[0][0] != drawn[0][1]
+
+
+def test_an_agent_of_openais_api_is_recorded_token_by_token(workspace: Path, tmp_path: Path) -> None:
+    """6 x 3 trajectories of up to three turns on one engine, and on two: the same tokens, whichever answers."""
+    drawn = []
+    for world in (1, 2):
+        command = {"command": [sys.executable, str(Path(__file__).with_name("agent.py"))]}
+        raw = settings(workspace, tmp_path / str(world), world, "", data={"train_batch_size": 6})
+        raw["rollout"]["multi_turn"] |= {"environment": "command", "kwargs": command}
+        raw["rollout"]["n"], raw["reward"], raw["actor"]["optim"] = 3, {}, {"lr": 0.0}
+        raw["trainer"]["total_training_steps"] = 1
+        drawn.append(run_ranks.all_samples(worlds.run(run_ranks.train, world, raw=raw, keep_weights=False)))
+        [row] = metric_rows(tmp_path / str(world))
+        assert row["training/rollout_logp_diff_max"] <= 1e-5
+        assert row["trajectory/turns/mean"] > 1.5 and 0 < row["trajectory/first/mean"] <= 3
+        assert row["trajectory/eights/mean"] == 0 and not any(row.get(f"trajectory/status/{name}") for name in FAILURES)
+    assert drawn[0] == drawn[1]
 
 
 def without_rewards(drawn: dict[int, list[Any]], first: int = 0) -> list[Any]:

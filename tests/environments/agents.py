@@ -1,4 +1,4 @@
-"""Programs that ask the model by the client of OpenAI, each by its name: `python -m tests.environments.agents NAME`."""
+"""Programs that ask the model by the client of OpenAI, each by its name: `python agents.py NAME`."""
 
 from __future__ import annotations
 
@@ -166,6 +166,11 @@ def hangs() -> float:
 def crashes() -> float:
     ask([USER])
     os.abort()
+
+
+def raises() -> float:
+    ask([USER])
+    return 1 / 0
 
 
 def talks() -> float:

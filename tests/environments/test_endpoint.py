@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +21,16 @@ USER = {"role": "user", "content": "hello"}
 CALL = '<tool_call>{"name": "f", "arguments": {"y": 1}}</tool_call>'
 
 
-def kwargs(name: str) -> dict[str, Any]:
-    return {"command": [sys.executable, "-m", "tests.environments.agents", name]}
+AGENTS = str(Path(__file__).with_name("agents.py"))
 
 
-def play(name: str, *turns: str, timeout_s: float = 60.0) -> list[Outcome]:
+def kwargs(name: str, **more: Any) -> dict[str, Any]:
+    return {"command": [sys.executable, AGENTS, name], **more}
+
+
+def play(name: str, *turns: str, timeout_s: float = 60.0, **more: Any) -> list[Outcome]:
     """The outcomes of the start and of each turn that the model writes."""
-    with EnvironmentPool("command", kwargs(name), timeout_s=timeout_s) as pool:
+    with EnvironmentPool("command", kwargs(name, **more), timeout_s=timeout_s) as pool:
         pool.start("one", {"x": 3}, 0)
         outcomes = [pool.wait(["one"])["one"]]
         for text in turns:
@@ -34,9 +39,10 @@ def play(name: str, *turns: str, timeout_s: float = 60.0) -> list[Outcome]:
     return outcomes
 
 
-def test_two_turns_with_a_tool() -> None:
+@pytest.mark.parametrize("imports", [[], ["openai"]])
+def test_two_turns_with_a_tool(imports: list[str]) -> None:
     """Only what is new is an observation. Tools, limits and stop texts reach the request to the engine."""
-    start, answer, end = play("two_turns", f"I look. {CALL}", "so 1 END")
+    start, answer, end = play("two_turns", f"I look. {CALL}", "so 1 END", imports=imports)
     assert start.step and answer.step and end.step, (start, answer, end)
     assert (start.step.messages, start.step.asked) == ([USER], Asked([TOOL], 7))
     [result] = answer.step.messages
@@ -76,13 +82,16 @@ def test_what_a_client_may_ask(name: str, turns: list[str]) -> None:
         ("large", 0, "raised", "exit code 1"),
         ("flood", 0, "flooded", "200 of its requests were refused"),
         ("crashes", 1, "raised", "signal SIGABRT"),
+        ("raises, forked", 1, "raised", "exit code 1 (last output: ZeroDivisionError: division by zero)"),
         ("talks", 1, "flooded", "has printed more than"),
         ("both_at_once", 1, "raised", "exit code 1"),
         ("no_reward", 1, "raised", "no reward: '\"good\"'"),
     ],
 )
 def test_a_program_that_fails_ends_its_own_trajectory(name: str, turns: int, status: str, message: str) -> None:
-    outcome = play(name, *["one"] * turns, timeout_s=3.0 if name == "hangs" else 60.0)[-1]
+    name, _, forked = name.partition(", ")
+    more = {"imports": ["openai"]} if forked else {}
+    outcome = play(name, *["one"] * turns, timeout_s=3.0 if name == "hangs" else 60.0, **more)[-1]
     assert outcome.step is None and outcome.status == status and message in outcome.message, outcome
 
 
@@ -93,8 +102,6 @@ def pool() -> Iterator[EnvironmentPool]:
 
 
 def test_a_client_that_hangs_up_gets_its_answer_when_it_asks_again(pool: EnvironmentPool) -> None:
-    import time
-
     pool.start("one", {}, 0)
     pool.wait(["one"])
     time.sleep(1.0)  # the client has hung up; if this machine is slow, it asks again later, which is as good
@@ -108,6 +115,7 @@ def test_a_client_that_hangs_up_gets_its_answer_when_it_asks_again(pool: Environ
     [
         ({"command": "python agent.py"}, "is no list of texts"),
         ({"command": ["no-such-program"]}, "there is no program 'no-such-program'"),
+        ({"command": [sys.executable, "-c", "1"], "imports": ["json"]}, "imports needs a command"),
     ],
 )
 def test_a_command_that_cannot_be_run_is_refused(wrong: dict[str, Any], message: str) -> None:

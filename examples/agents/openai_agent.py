@@ -1,0 +1,56 @@
+"""An agent that knows nothing of training: it asks a model by OpenAI's client, lets it call a calculator, and prints its reward.
+
+OPENAI_BASE_URL=... OPENAI_API_KEY=... OPENAI_MODEL=... python openai_agent.py <<< '{"row": {"prompt": ..., "answer": ...}}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from typing import Any
+
+from openai import OpenAI
+
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Compute a product.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    },
+}
+
+
+def compute(arguments: str) -> str:
+    """What the tool answers to {"expression": "45*97"}."""
+    try:
+        a, b = json.loads(arguments)["expression"].split("*")
+        return str(int(a) * int(b))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "Error"
+
+
+def main() -> None:
+    """Two turns at most; right is the number in <answer>."""
+    row = json.loads(sys.stdin.readline())["row"]
+    client, model = OpenAI(), os.environ["OPENAI_MODEL"]
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    calls = 0
+    for _ in range(2):
+        answer: Any = client.chat.completions.create(model=model, messages=messages, tools=[CALCULATOR])  # type: ignore[list-item]
+        message = answer.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            break
+        for call in message.tool_calls:
+            calls += 1
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": compute(call.function.arguments)})
+    found = re.search(r"<answer>(\d+)</answer>", message.content or "")
+    right = found is not None and found[1] == row["answer"]
+    print(json.dumps({"reward": float(right), "metrics": {"calls": calls}}))
+
+
+if __name__ == "__main__":
+    main()
