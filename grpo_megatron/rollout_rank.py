@@ -25,7 +25,7 @@ from grpo_megatron.sampling.collector import Group, without_row
 from grpo_megatron.sampling.wrappers import build_collector
 from grpo_megatron.trainer import build_generator, join_world
 from grpo_megatron.training.colocation import HeldWeights, build_probe, build_resharding, build_rollout_engine
-from grpo_megatron.training.roles import Begin, Drawn, End, NewWeights, StateWanted
+from grpo_megatron.training.roles import Begin, Drawn, End, NewWeights, StateWanted, is_validated
 from grpo_megatron.training.stopping import Cadence, Stopped
 from grpo_megatron.training.validation import Validator
 
@@ -114,7 +114,7 @@ class RolloutRank:
             self.held.measure("policy", weights.logprobs, self.metrics)
         self._expect(version + 1)
         validation = None
-        if self.validator is not None and self._validates(version):
+        if self.validator is not None and is_validated(version, self.clock, self.cadence):
             validation = version, self.validator.run(version, self.metrics)
         for step in steps:
             self.heartbeat.step = step
@@ -123,24 +123,19 @@ class RolloutRank:
             self._send_step(groups, validation)
             validation = None
         if validation is not None:
-            self._send_step([], validation)
-
-    def _validates(self, version: int) -> bool:
-        """Versions that draw nothing are not validated, but the last one."""
-        if version == self.clock.num_steps:
-            return self.cadence.validates_at_end()
-        return self.cadence.validates_before(version)
+            self._send_step(None, validation)
 
     def _expect(self, version: int) -> None:
         """Receive the next weights from now on, unless there will be none from `version` on."""
-        last = self.clock.num_steps
-        validates_last = self.validator is not None and version <= last and self._validates(last)
-        if validates_last or self.clock.steps(max(version, last - 1 - self.clock.lag)):
+        cadence = self.cadence if self.validator is not None else None
+        versions = range(version, self.clock.num_steps + 1)
+        if any(self.clock.steps(v) or is_validated(v, self.clock, cadence) for v in versions):
             self.resharding.expect()
 
-    def _send_step(self, groups: list[Group], validation: tuple[int, dict[str, float]] | None) -> None:
+    def _send_step(self, groups: list[Group] | None, validation: tuple[int, dict[str, float]] | None) -> None:
         numbers = self.metrics.reduce(self.mesh.all_gather)
-        self._send(Drawn([group.version for group in groups], numbers, self.collector.epoch(), validation))
+        versions = None if groups is None else [group.version for group in groups]
+        self._send(Drawn(versions, numbers, self.collector.epoch(), validation))
         if groups and self.mesh.is_block_leader:
             prompts = {id(sample.prompt): without_row(sample.prompt) for group in groups for sample in group.samples}
             groups = [Group(g.version, [replace(s, prompt=prompts[id(s.prompt)]) for s in g.samples]) for g in groups]

@@ -115,7 +115,7 @@ class Trainer:
         self.colocation: Colocation | RolloutRanks | None
         generator = None
         if self.mesh.bridge is not None:
-            self.colocation = RolloutRanks(config, self.policy)
+            self.colocation = RolloutRanks(config, self.policy, self.cadence if checked.val_prompts else None)
         else:
             self.colocation = colocation = build_colocation(config, checked, self.policy)
             if colocation is not None:
@@ -242,15 +242,15 @@ class Trainer:
         return contextlib.nullcontext() if self.colocation is None else self.colocation.rollout(step, self.metrics)
 
     def validate(self, step: int) -> None:
-        found = None
+        found = []
         if isinstance(self.validator, RolloutRanks):
-            found = self.validator.validation(self.metrics)
+            found = self.validator.validations(step, self.metrics)
         elif self.validator is not None and self.cadence.validates_before(step):
-            found = step, self.validator.run(step, self.metrics)
-        if found is not None:
-            self._log_validation(*found)
-            if found[0] != step:
-                self.metrics.constant("rollout/validated_version", found[0])
+            found = [(step, self.validator.run(step, self.metrics))]
+        for version, results in found:
+            self._log_validation(version, results)
+            if version != step:
+                self.metrics.constant("rollout/validated_version", version)
 
     def validate_loss(self, step: int) -> None:
         if self.validation_loss is not None and self.cadence.validates_before(step):

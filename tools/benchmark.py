@@ -8,6 +8,7 @@
     python tools/benchmark.py head [--hidden 3584] [--vocabulary 152064]
     python tools/benchmark.py lora [--workload 26M] [--rank 32]
     python tools/benchmark.py waiting [--steps 12]
+    python tools/benchmark.py roles [--steps 12] [--decode 0.025] [--update 0.8]
     python tools/benchmark.py saving [--steps 5] [--folder DIR]
     python tools/benchmark.py scale [--ranks 64 512 4096] [--samples 65536]
     python tools/benchmark.py start [--ranks 2] [--engine transformers] [--cold] [--against CHECKOUT]
@@ -32,7 +33,7 @@ writes, by torch and by the fused kernels; on a GPU also seconds.
 lora: step time, memory and sync bytes of LoRA, merged and split, beside training of all weights, on two ranks.
 
 waiting: two ranks with responses of very different lengths: steps that wait for all beside partial rollouts, and requests
-of one rank beside requests that ranks share.
+of one rank beside requests that ranks share. roles: steps of ranks that train and draw in turn beside ranks of two roles.
 
 saving: checkpoints that are written while training goes on, beside checkpoints that the run waits for. scale: the host side of
 a step of 65,536 samples in worlds of 64, 512 and 4,096 ranks, simulated in this process.
@@ -69,6 +70,7 @@ import benchmark_lora
 import benchmark_overlap
 import benchmark_passes
 import benchmark_rank
+import benchmark_roles
 import benchmark_saving
 import benchmark_scale
 import benchmark_start
@@ -299,6 +301,9 @@ def main(arguments: list[str] | None = None) -> int:
     waiting_parser = commands.add_parser("waiting", help="partial rollouts, and requests that ranks share")
     benchmark_waiting.add_arguments(waiting_parser)
     waiting_parser.set_defaults(run=benchmark_waiting.waiting)
+    roles_parser = commands.add_parser("roles", help="ranks of two roles, beside ranks that train and draw in turn")
+    benchmark_roles.add_arguments(roles_parser)
+    roles_parser.set_defaults(run=benchmark_roles.roles)
     saving_parser = commands.add_parser("saving", help="checkpoints while training goes on")
     benchmark_saving.add_arguments(saving_parser)
     saving_parser.set_defaults(run=benchmark_saving.saving)

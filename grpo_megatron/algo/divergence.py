@@ -154,6 +154,11 @@ class KlController:
 #     geometric   keep a response if low <= geometric mean of its w <= high
 #     off_policy  drop a response of negative advantage if mean of (rollout - old) > high      arXiv 2512.02556, 3.1
 #
+# So the objective of a token is w_t * L(pi / pi_old): the clip bounds the step from pi_old, the weight corrects the age of the
+# sample. This is decoupled PPO, AReaL, arXiv 2505.24298, equation 5, with the proximal policy pi_old recomputed at the step's
+# start. With `bypass_mode` it is L(pi / mu), plain PPO with the behaviour policy mu: one forward pass less where a step has
+# several updates, but the clip then takes old tokens out of the loss that the update has not moved yet.
+#
 # Products and means are over the loss tokens of a response: `mask` is the loss mask. Lower bounds default to 1 / the
 # upper one. The default is `token` with C = 2, which changes nothing where the engines agree. A correction bounds the
 # damage of a mismatch and does not remove it: a mean |old - rollout| above 0.1 is a bug to be found.

@@ -443,7 +443,7 @@ def reasons_for_old_pass(algorithm: AlgorithmConfig, actor: ActorConfig, train_b
         return []
     reasons = []
     num_updates = actor.num_updates(1, train_batch_size)
-    if num_updates > 1:
+    if num_updates > 1 and not algorithm.rollout_correction.bypass_mode:
         reasons.append(f"{num_updates} optimizer steps per rollout read the first one's")
     if has_kl_in_reward(algorithm):
         reasons.append("the KL in the reward changes the advantages")
@@ -458,7 +458,8 @@ def folds_old_logprobs(algorithm: AlgorithmConfig, actor: ActorConfig, train_bat
 
     One optimizer step per rollout is made at the weights that they are defined by, so the pass before it is left out.
     """
-    is_read = needs_old_logprobs(algorithm, actor)
+    is_one_step = actor.num_updates(1, train_batch_size) == 1  # bypass_mode reads none in more steps
+    is_read = is_one_step and needs_old_logprobs(algorithm, actor)
     return is_read and not reasons_for_old_pass(algorithm, actor, train_batch_size)
 
 

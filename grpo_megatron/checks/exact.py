@@ -37,8 +37,10 @@ def _settings(config: Config, elsewhere: bool) -> Iterator[str]:
         yield "rollout.engine=vllm: the layers of vllm 0.26 are others; install vllm 0.32.*, or set rollout.engine=transformers"
     elif ":" not in rollout.engine and not find_engine(rollout.engine).has_exact_rows:
         yield f"rollout.engine={rollout.engine} computes with kernels of its own; set rollout.engine=transformers"
-    if correction.rollout_rs is not None or correction.rollout_is not in ("token", None):
-        key = "rollout_rs" if correction.rollout_rs is not None else "rollout_is"
+    if correction.rollout_rs is not None or correction.rollout_is not in ("token", None) or correction.bypass_mode:
+        key = (
+            "bypass_mode" if correction.bypass_mode else "rollout_is" if correction.rollout_rs is None else "rollout_rs"
+        )
         yield f"algorithm.rollout_correction.{key} corrects a difference that is 0; leave it out"
     filtered = algorithm.filter_groups
     for key, is_set in (

@@ -16,7 +16,7 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import loss_facts, needs_reference, policy_losses
 from grpo_megatron.checks.models import has_critic
 from grpo_megatron.checks.names import reward_name
-from grpo_megatron.config import Config, OptimConfig
+from grpo_megatron.config import Config, OptimConfig, RolloutCorrection
 from grpo_megatron.config.problems import Problems, keys_of, marked, written
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.data.task import get_task
@@ -152,6 +152,12 @@ def _losses(config: Config) -> Problems:
             f"{k.actor.loss_mode} is a mean over responses, and {k.actor.loss_agg_mode} would weigh it otherwise; set"
             f" loss_agg_mode={' or '.join(facts.aggregation)}"
         )
+    correction = config.algorithm.rollout_correction
+    if correction.bypass_mode and correction.rollout_is is not None:
+        yield (
+            f"{k.algorithm.rollout_correction.bypass_mode} has the engine's log-probabilities in the ratio, and"
+            f" {k.algorithm.rollout_correction.rollout_is} would count them again; set rollout_is=null, or bypass_mode=false"
+        )
     if not facts.paired:
         return
     if not advantage_estimators.facts(config.algorithm.adv_estimator).makes_pairs:
@@ -281,12 +287,15 @@ def _partial(config: Config) -> Problems:
         yield (
             f"{key}: {k.reward.function} compares the samples of a draw, which finish in different steps; leave one out"
         )
-    correction = algorithm.rollout_correction
-    if correction.rollout_is is None and correction.rollout_rs is None:
+    if _is_uncorrected(algorithm.rollout_correction):
         yield (
             f"{key} trains on tokens of up to {partial.max_staleness} earlier steps, and {k.algorithm.rollout_correction:key}"
             " has neither rollout_is nor rollout_rs, so that they would count as the policy's own; set rollout_is=token"
         )
+
+
+def _is_uncorrected(correction: RolloutCorrection) -> bool:
+    return correction.rollout_is is None and correction.rollout_rs is None and not correction.bypass_mode
 
 
 def _placement(config: Config) -> Problems:
@@ -299,10 +308,9 @@ def _placement(config: Config) -> Problems:
         yield f"{key} draws from the policy that is trained, and {k.algorithm.source} does not; {remedy}"
     elif not config.draws:
         yield f"{key}: this run draws nothing; {remedy}"
-    correction = algorithm.rollout_correction
     if rollout.lag == 0 or loss_facts(config.actor).is_likelihood:
         return
-    if correction.rollout_is is None and correction.rollout_rs is None:
+    if _is_uncorrected(algorithm.rollout_correction):
         yield (
             f"{k.rollout.lag} trains on samples of as many steps older weights, and {k.algorithm.rollout_correction:key} has"
             " neither rollout_is nor rollout_rs, so that they would count as the policy's own; set rollout_is=token, or lag=0"

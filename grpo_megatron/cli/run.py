@@ -223,7 +223,7 @@ def _print_search(config: Config, options: PlanOptions) -> int:
     failures.quieten(is_rank=False, starts_ranks=False)
     if config.num_rollout_ranks:
         raise ConfigError(
-            f"{keys_of(config).rollout.placement}: the search compares colocated layouts; leave it out for it"
+            f"{keys_of(config).rollout.placement}: the search compares colocated layouts and splits by itself; leave it out"
         )
     with large_imports():
         from grpo_megatron.planning.search import search_page

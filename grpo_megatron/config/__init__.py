@@ -361,6 +361,8 @@ class RolloutCorrection(Section):
     `rollout_is` multiplies the loss by importance weights; `rollout_rs` takes tokens or whole responses out of the loss.
     """
 
+    # the ratio of the loss is to the engine's log-probabilities, without weights: no old ones are computed
+    bypass_mode: Annotated[bool, Needs("actor.loss_mode:is_likelihood=false")] = False
     rollout_is: Literal["token", "sequence", "geometric", "icepop"] | None = "token"  # null: no weights
     rollout_is_threshold: Annotated[float, Needs(".rollout_is")] = Field(
         2.0, gt=0
@@ -661,9 +663,11 @@ class GuardsConfig(Section):
     kl: Annotated[Band, Needs("actor.use_kl_loss=true"), Needs("actor.kl_loss_coef>0")] = Band()
     response_length: Band = Band()  # tokens, the mean of the training step
     # mean |old - rollout log-probability|, as training/rollout_logp_diff_mean
-    rollout_gap: Annotated[Band, Needs("actor.loss_mode:is_likelihood=false or algorithm.use_kl_in_reward=true")] = (
-        Band()
-    )
+    rollout_gap: Annotated[
+        Band,
+        Needs("actor.loss_mode:is_likelihood=false or algorithm.use_kl_in_reward=true"),
+        Needs("algorithm.rollout_correction.bypass_mode=false"),  # several updates would not measure it
+    ] = Band()
     # batches written to output_dir/dumps, with the weights, each time the run is started
     max_dumps: int = Field(3, ge=0)
 

@@ -330,16 +330,18 @@ def scoring_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The estimated seconds of the parts of a training step."""
+    """The estimated seconds of the parts of a training step. `overlaps`: other ranks draw, while these train."""
 
     generate: float
     score: float
     update: float
     sync: float
+    overlaps: bool = False
 
     @property
     def step(self) -> float:
-        return self.generate + self.score + self.update + self.sync
+        training = self.score + self.update + self.sync
+        return max(self.generate, training) if self.overlaps else self.generate + training
 
 
 def step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, cache_tokens: float) -> StepSeconds:

@@ -134,7 +134,7 @@ def shapes(config: Config, arch: Architecture, world_size: int, per_node: int) -
     most_tp, most_engine = max(per_node, now.tp), max(ENGINE_NODES * per_node, now.rollout_tp)
     sizes = divisors(world_size)
     engines = [now.rollout_tp]
-    if config.draws:
+    if config.colocates:
         has_whole_experts = config.rollout.has_whole_experts
         fitting = (n for n in sizes if not engine_split_problems(arch, n, has_whole_experts=has_whole_experts))
         engines = [n for n in fitting if n <= most_engine]
@@ -173,7 +173,10 @@ def micro_batches(config: Config) -> list[int]:
 
 def variants(layout: Layout, config: Config) -> Iterator[Layout]:
     """`layout` with each micro-batch size, with and without recomputation and offloading, with a distributed optimizer."""
-    for tokens, recompute, offload in itertools.product(micro_batches(config), (False, True), (False, True)):
+    offloads = (
+        (False,) if config.rollout.placement == "separate" else (False, True)
+    )  # there is nothing to make room for
+    for tokens, recompute, offload in itertools.product(micro_batches(config), (False, True), offloads):
         yield replace(
             layout,
             tokens=tokens,

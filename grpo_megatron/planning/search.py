@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from grpo_megatron.checks.models import read_models
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
 from grpo_megatron.memory.phases import GIB, Phase, memory_phases
 from grpo_megatron.models.engine_cache import EngineCache, engine_cache
-from grpo_megatron.planning.cost import PlannedMachine, StepSeconds, Workload, step_seconds
+from grpo_megatron.planning.cost import PlannedMachine, StepSeconds, Workload, generation_seconds, step_seconds
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
 from grpo_megatron.planning.layout import Layout, micro_batches, shapes, variants
 
@@ -104,10 +105,11 @@ LARGEST_SEARCH = 20_000  # layouts that are tried
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout that fits, with its estimated step."""
+    """A layout that fits, with its estimated step. `drawing`: ranks that only draw, beside those of the layout."""
 
     fit: Fit
     seconds: StepSeconds
+    drawing: int = 0
 
     @property
     def layout(self) -> Layout:
@@ -195,10 +197,68 @@ def search(config: Config, models: RunModels, work: Workload, machine: PlannedMa
     return SearchResult(sorted(best, key=lambda planned: planned.seconds.step), num_tried, num_fitting)
 
 
+# -- Two roles: the last ranks only draw (`rollout.placement: separate`) ------------------------------------------------------
+# With a lag a step takes as long as the slower role: max(G', U') in place of G + U. U' has a copy of a rank's weights to the
+# host, G' a load from there; between the hosts they travel in the background.
+
+MOST_SPLITS = 8  # numbers of drawing ranks that are tried, by whole nodes
+ENGINE_SHARE = 0.9  # of a GPU that only draws
+
+
+def search_splits(
+    config: Config, models: RunModels, work: Workload, machine: PlannedMachine
+) -> Iterator[tuple[Config, PlannedLayout]]:
+    """The fastest layout of both roles, with its config, for each number of ranks that only draw."""
+    world, unit = machine.world_size, machine.per_node if machine.world_size > machine.per_node else 1
+    counts = range(unit, world, unit)
+    itemsize, length = DTYPE_BYTES[config.model.dtype], config.data.max_prompt_length + config.data.max_response_length
+    engines = dict.fromkeys(layout.rollout_tp for layout in shapes(config, models.arch, world, machine.per_node))
+    for drawing in counts[:: -(-len(counts) // MOST_SPLITS)]:
+        role: dict[str, Any] = {"placement": "separate", "lag": max(1, config.rollout.lag)}
+        role |= {"num_nodes": drawing // unit} if unit > 1 else {"num_ranks": drawing}
+        generate: dict[float, Config] = {}  # of each engine that fits
+        for tp in (tp for tp in engines if drawing % tp == 0 and drawing // tp <= work.samples):
+            experts = tp if config.rollout.has_whole_experts else 1
+            size = {"tensor_model_parallel_size": tp, "expert_parallel_size": experts}
+            values = {**role, **size, "gpu_memory_utilization": ENGINE_SHARE}
+            split = config.with_values({f"rollout.{name}": value for name, value in values.items()})
+            cache = engine_cache(split.rollout, models.arch, itemsize, machine.gpu.usable_bytes, length)
+            if cache.sequences(length) > 0:
+                at_once, role_machine = (
+                    replace(work, max_num_seqs=cache.max_num_seqs),
+                    replace(machine, world_size=drawing),
+                )
+                seconds = generation_seconds(at_once, Layout.of(split), role_machine, cache.tokens)
+                generate.setdefault(seconds + machine.host_seconds(work.num_trained * work.itemsize / tp), split)
+        if not generate:
+            continue
+        seconds, split = min(generate.items(), key=lambda item: item[0])
+        training = replace(machine, world_size=world - drawing)
+        found = search(split, models, replace(work, draws=False), training).found
+        if found:
+            best, layout = found[0], found[0].layout
+            copied = machine.host_seconds(work.num_trained * work.itemsize / (layout.tp * layout.pp))
+            of_both = replace(best.seconds, generate=seconds, sync=copied, overlaps=True)
+            yield split, replace(best, seconds=of_both, drawing=drawing)
+
+
 # -- The search: layouts that fit, fastest first, and the arguments that choose the first one -----------------------------
 
 _TOP = 10
-_COLUMNS = ("tp", "pp", "dp", "ep", "engine", "tokens", "recompute", "offload", "share", "at once", "fullest, GiB")
+_COLUMNS = (
+    "draw",
+    "tp",
+    "pp",
+    "dp",
+    "ep",
+    "engine",
+    "tokens",
+    "recompute",
+    "offload",
+    "share",
+    "at once",
+    "fullest, GiB",
+)
 _SECONDS = ("gen s", "score", "update", "sync", "step s", "tok/s/GPU")
 
 
@@ -221,7 +281,10 @@ def search_page(
     models = read_models(config)
     work = Workload.of(config, models, mean_response)
     result = search(config, models, work, machine)
-    return "\n".join([*_head(config, work, machine, result), "", *_table(config, work, machine, result, top or _TOP)])
+    lines = [*_head(config, work, machine, result), "", *_table(config, work, machine, result.found[: top or _TOP])]
+    if work.draws and config.algorithm.source == "policy":
+        lines += ["", *_splits(config, models, work, machine, result)]
+    return "\n".join(lines)
 
 
 def _head(config: Config, work: Workload, machine: PlannedMachine, result: SearchResult) -> Iterator[str]:
@@ -246,31 +309,62 @@ def _head(config: Config, work: Workload, machine: PlannedMachine, result: Searc
     )
 
 
-def _table(config: Config, work: Workload, machine: PlannedMachine, result: SearchResult, top: int) -> Iterator[str]:
-    if not result.found:
+def _table(config: Config, work: Workload, machine: PlannedMachine, found: list[PlannedLayout]) -> Iterator[str]:
+    if not found:
         yield "no layout fits: use more GPUs, GPUs with more memory, or shorter sequences"
         return
-    rows = [_cells(planned, work, machine) for planned in result.found[:top]]
-    header = [*_COLUMNS, *_SECONDS]
-    widths = [max(len(header[i]), *(len(row[i]) for row in rows)) for i in range(len(header))]
-    for row in (header, *rows):
-        yield " ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+    yield from _rows(found, work, machine)
     yield ""
     yield "Seconds are estimates: docs/layouts.md says by how much they miss published ones."
-    changes = list(result.found[0].layout.overrides(config))
+    changes = list(found[0].layout.overrides(config))
     if not changes:
         yield "The first is the config's own layout."
         return
     yield "The first, as arguments:"
+    yield from _arguments(changes)
+
+
+def _splits(
+    config: Config, models: RunModels, work: Workload, machine: PlannedMachine, colocated: SearchResult
+) -> Iterator[str]:
+    """Ranks of two roles, beside the fastest colocated layout."""
+    splits = sorted(search_splits(config, models, work, machine), key=lambda split: split[1].seconds.step)
+    if not splits:
+        yield "Two roles (rollout.placement=separate): no split fits."
+        return
+    yield "Two roles: the ranks of `draw` only draw, the others only train. With a lag a step takes as long as the slower role."
+    yield "`fullest` is of a rank that trains; an engine has `share` of a GPU of its own:"
+    yield from _rows([planned for _, planned in splits], work, machine)
+    split, best = splits[0]
+    if colocated.found and (seconds := colocated.found[0].seconds.step) <= best.seconds.step:
+        yield f"Colocated is better: {seconds:.1f} s per step, and the best split needs {best.seconds.step:.1f} s."
+        return
+    role = "num_nodes" if split.rollout.num_nodes else "num_ranks"
+    keys = ("placement", role, "lag")
+    yield "Estimated to be faster than colocated, with samples of earlier weights. The first, as arguments:"
+    yield from _arguments([f"rollout.{key}={getattr(split.rollout, key)}" for key in keys])
+    yield from _arguments(best.layout.overrides(config))
+
+
+def _rows(found: list[PlannedLayout], work: Workload, machine: PlannedMachine) -> Iterator[str]:
+    rows = [_cells(planned, work, machine) for planned in found]
+    header = [*_COLUMNS, *_SECONDS]
+    widths = [max(len(header[i]), *(len(row[i]) for row in rows)) for i in range(len(header))]
+    for row in (header, *rows):
+        yield " ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+
+
+def _arguments(changes: Iterable[str]) -> Iterator[str]:
     yield from (f"  {change}" if " " not in change else f"  '{change}'" for change in changes)
 
 
 def _cells(planned: PlannedLayout, work: Workload, machine: PlannedMachine) -> list[str]:
     layout, seconds, cache = planned.layout, planned.seconds, planned.fit.cache
     name, size = planned.fit.fullest
-    sizes = (layout.tp, layout.pp, layout.replicas(machine.world_size), layout.ep)
+    sizes = (layout.tp, layout.pp, layout.replicas(machine.world_size - planned.drawing), layout.ep)
     tokens_per_s = work.tokens / seconds.step / machine.world_size
     return [
+        str(planned.drawing or "-"),
         *(str(number) for number in sizes),
         f"tp {layout.rollout_tp}" if cache is not None else "-",
         f"{layout.tokens:,}",

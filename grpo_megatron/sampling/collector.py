@@ -67,10 +67,6 @@ class Clock:
         start = self.drawn if version == self.first else max(self.drawn, version + self.lag)
         return range(start, min(self.num_steps, version + self.lag + 1))
 
-    def ahead_of(self, version: int) -> range:
-        """The steps from `version` on that older versions draw."""
-        return range(version, min(self.num_steps, max(self.drawn, version + self.lag)))
-
 
 class Collector:
     """Provides the samples of a step. This base class has none: it serves a run without training steps."""

@@ -80,10 +80,13 @@ class CorrectionStep:
         return table, plan
 
     def corrected(self, loss: LossFunction) -> LossFunction:
-        """`loss` with the weights of the rollout correction, where the old log-probabilities come from the update."""
+        """`loss` with what is not in the batch: the ratio to the engine's log-probabilities (`bypass_mode`), or the weights of
+        the rollout correction, where the old log-probabilities come from the update."""
+        config = self.algorithm.rollout_correction
+        if config.bypass_mode:
+            return lambda inputs: loss(replace(inputs, old_logprobs=inputs.rollout_logprobs))
         if not (self.is_corrected and self.is_folded):
             return loss
-        config = self.algorithm.rollout_correction
 
         def with_weights(inputs: LossInputs) -> tuple[Tensor, MetricSums]:
             weights = importance_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, config)

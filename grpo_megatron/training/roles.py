@@ -44,6 +44,7 @@ from grpo_megatron.training.colocation import (
     finite_digests,
     probe_logprobs,
 )
+from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Draw
 
 # -- What rank 0 of the training sends to the first rank that draws, which shares it with the others -------------------
@@ -83,12 +84,12 @@ class End:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A step's draws, or a validation alone, without the samples. `versions`: of the groups (Group.version).
+    """A step's draws, without the samples. `versions`: of the groups (Group.version); None: a validation alone.
 
     `validation`: the version that was validated just before, and the results.
     """
 
-    versions: list[int]
+    versions: list[int] | None
     numbers: dict[str, float]  # metrics of the ranks that draw
     epoch: float
     validation: tuple[int, dict[str, float]] | None
@@ -102,11 +103,23 @@ class _Arrival:
     groups: list[Group]
 
 
+def is_validated(version: int, clock: Clock, cadence: Cadence | None) -> bool:
+    """Whether a version is validated, before it draws. The last `lag` ones draw nothing, and only they may be in vain."""
+    if cadence is None:
+        return False
+    if version == clock.num_steps:
+        return cadence.validates_at_end()
+    draws, is_last = bool(clock.steps(version)), version + clock.lag >= clock.num_steps
+    return (draws or is_last) and cadence.validates_before(version)
+
+
 class RolloutRanks(Collector):
     """On every rank that trains. Gets the policy's weights to the ranks that draw, and their samples here."""
 
-    def __init__(self, config: Config, policy: Policy) -> None:
+    def __init__(self, config: Config, policy: Policy, cadence: Cadence | None) -> None:
+        """`cadence`: of validations; None: there are none."""
         assert policy.mesh.bridge is not None
+        self.cadence = cadence
         self.policy, self.mesh, self.bridge = policy, policy.mesh, policy.mesh.bridge
         self.lag, self.rollout_tp = config.rollout.lag, config.rollout.tensor_model_parallel_size
         self.resharding = build_resharding(config, policy.arch, policy.mesh, policy.device, policy.stage_of)
@@ -114,22 +127,24 @@ class RolloutRanks(Collector):
         self.probe, self.provenance = build_probe(config, policy.arch), Provenance(self.mesh, config.max_staleness)
         self.clock = Clock()
         self._arrived: deque[_Arrival] = deque()  # steps that are not trained on yet, in order
-        self._taken = 0  # steps that have been handed to the trainer
+        self._validated: dict[int, dict[str, float]] = {}  # results of versions that have drawn nothing
+        self._due = 0  # arrivals that need no more weights than have been sent
         self._state: State = {}  # that the collector begins with
         self._epoch, self._has_sent = 0.0, False
 
     def begin(self, first_step: int, num_steps: int) -> None:
         """The ranks that draw may begin. Called once, after `load_state`."""
         self.clock = Clock(self.lag, first_step, first_step + len(self._arrived), num_steps)
-        self._taken = first_step
         self._send(Begin(self.clock, self._state, self.policy.stage_of))
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def rollout(self, version: int, metrics: Metrics) -> Iterator[None]:
-        """On entry the current weights set out as `version`, if any step is drawn by them. Collective. Raises RankError."""
-        if self.clock.steps(version) or version == self.clock.num_steps:
+        """On entry the current weights set out as `version`, if they draw or are validated. Collective. Raises RankError."""
+        steps = self.clock.steps(version)
+        if steps or is_validated(version, self.clock, self.cadence):
+            self._due += len(steps) or 1
             with metrics.phase("send_weights"):
                 self._send_weights(version)
         yield
@@ -145,14 +160,20 @@ class RolloutRanks(Collector):
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
-    def validation(self, metrics: Metrics) -> tuple[int, dict[str, float]] | None:
-        """The version that was validated before the next step was drawn, and the results. Collective."""
-        return self._next(metrics).drawn.validation
+    def validations(self, step: int, metrics: Metrics) -> list[tuple[int, dict[str, float]]]:
+        """Versions that were validated before `step` was drawn, with the results; before the last step, all. Collective."""
+        before = self._next(metrics).drawn.validation
+        found = [] if before is None else [before]
+        if step == self.clock.num_steps - 1:
+            with metrics.phase("wait_samples"):
+                self._receive_due()
+            found += sorted(self._validated.items())
+        return found
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
         arrival = self._next(metrics)
         self._arrived.popleft()
-        self._taken, self._epoch = step + 1, arrival.drawn.epoch
+        self._epoch = arrival.drawn.epoch
         for name, value in arrival.drawn.numbers.items():
             (metrics.seconds if name.startswith("timing_s/") else metrics.constant)(name, value)
         if self.clock.lag:
@@ -161,25 +182,26 @@ class RolloutRanks(Collector):
 
     def run(self, version: int, metrics: Metrics) -> dict[str, float]:
         """The results of the last validation: see Validator."""
-        arrival = self._next(metrics)
-        self._arrived.popleft()
-        assert arrival.drawn.validation is not None and arrival.drawn.validation[0] == version
-        return arrival.drawn.validation[1]
+        with metrics.phase("wait_samples"):
+            self._receive_due()
+        return self._validated[version]
 
     def epoch(self) -> float:
         return self._epoch
 
     def state(self) -> State:
         """Waits for the steps ahead, which need no weights that have not been sent."""
-        while len(self._arrived) < len(self.clock.ahead_of(self._taken)):
-            self._arrived.append(self._receive())
+        self._receive_due()
         self._send(StateWanted())
         state: State = self._answer()
         ahead = [{**vars(a.drawn), "groups": pack_groups(a.groups, self.mesh)} for a in self._arrived]
-        return {**state, "ahead": ahead} if ahead else state
+        if ahead:
+            state = {**state, "ahead": ahead, "validated": sorted(self._validated.items())}
+        return state
 
     def load_state(self, state: State) -> None:
-        self._state = {name: value for name, value in state.items() if name != "ahead"}
+        self._state = {name: value for name, value in state.items() if name not in ("ahead", "validated")}
+        self._validated = dict(state.get("validated", ()))
         for packed in state.get("ahead", ()):
             groups, drawn = unpack_groups(packed["groups"], self.mesh), {k: packed[k] for k in packed if k != "groups"}
             if drawn["validation"] is not None:
@@ -202,21 +224,30 @@ class RolloutRanks(Collector):
         """The next value of the first rank that draws, on every rank. Collective."""
         return self.mesh.broadcast(self.bridge.receive(self.bridge.num_training) if self.mesh.rank == 0 else None)
 
+    def _receive_due(self) -> None:
+        while self._due:
+            self._receive()
+
     def _next(self, metrics: Metrics) -> _Arrival:
         if not self._arrived:
             with metrics.phase("wait_samples"):
-                self._arrived.append(self._receive())
+                self._receive()
         return self._arrived[0]
 
-    def _receive(self) -> _Arrival:
+    def _receive(self) -> None:
         drawn: Drawn = self._answer()
+        self._due -= 1
+        if drawn.versions is None:
+            assert drawn.validation is not None
+            self._validated |= [drawn.validation]
+            return
         groups = [Group(version, []) for version in drawn.versions]
         num_blocks = self.bridge.num_drawing // self.rollout_tp if groups else 0
         for block in range(self.mesh.rank, num_blocks, self.mesh.world_size):
             part: list[Group] = self.bridge.receive(self.bridge.num_training + block * self.rollout_tp)
             for group, own in zip(groups, part, strict=True):
                 group.samples.extend(own.samples)
-        return _Arrival(drawn, groups)
+        self._arrived.append(_Arrival(drawn, groups))
 
 
 def _record_staleness(groups: list[Group], step: int, metrics: Metrics) -> None:

@@ -134,6 +134,7 @@ PARTIAL algorithm.rollout_correction.rollout_is=null => trains on tokens of up t
 PARTIAL PLAYS=tools rollout.multi_turn.tools=[calculator] => cannot wait for a later step
 ROLES rollout.lag=1 algorithm.rollout_correction.rollout_is=null => trains on samples of as many steps older weights, and
 ROLES algorithm.source=initial actor.loss_mode=sft => draws from the policy that is trained, and algorithm.source=initial does not
+ROLES algorithm.rollout_correction.bypass_mode=true => rollout_is=token would count them again; set rollout_is=null
 ROLES SFT trainer.val_before_train=false trainer.test_freq=-1 => algorithm.source=file does not; set placement=colocated
 ROLES rollout.sync=delta => rollout ranks get whole weights; set rollout.sync=full
 ROLES rollout.num_ranks=8 => rollout.num_ranks=8 of 8 ranks leaves none to train; set 7 or less

@@ -88,7 +88,8 @@ def test_no_delay_changes_a_bit(workspace: Path, tmp_path: Path, lag: int, rollo
     assert_same(*results)
     rows = metrics(tmp_path / "None")
     assert rows == metrics(tmp_path / "1")
-    if PARTIAL.items() <= rollout.items():
+    if PARTIAL.items() <= rollout.items():  # 4 draws nothing, and is validated
+        assert rows[5]["rollout/validated_version"] == 4 and rows[-1]["step"] == 6
         return
     assert [row["rollout/staleness_mean"] for row in rows[:-1]] == [min(step, lag) for step in range(6)]
     assert rows[3]["rollout/validated_version"] == 2 and "rollout/validated_version" not in rows[2]

@@ -227,6 +227,7 @@ rollout.quantization=fp8_per_block => rollout.quantization=fp8_per_block is not 
 rollout.tensor_model_parallel_size=3 => rollout.tensor_model_parallel_size=3 does not divide the 8 blocks of every sum
 trainer.device=cuda => set trainer.device=cpu, or for a GPU rollout.batch_invariant=true
 algorithm.rollout_correction.rollout_is=icepop => algorithm.rollout_correction.rollout_is corrects a difference that is 0
+algorithm.rollout_correction.bypass_mode=true => bypass_mode corrects a difference that is 0; leave it out
 algorithm.rollout_correction.rollout_rs=token => rollout_rs corrects a difference that is 0; leave it out
 rollout.lag=1 => rollout.lag=1 trains on samples of earlier weights
 algorithm.replay.ratio=0.2 => algorithm.replay.ratio=0.2 trains on samples of earlier weights

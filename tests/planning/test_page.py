@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from grpo_megatron.checks.layout import world_problems
 from grpo_megatron.checks.models import read_models
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
@@ -305,10 +306,14 @@ def test_the_search_prints_arguments_that_fit(capsys: pytest.CaptureFixture[str]
     assert "16 x h200 (139.8 GiB), nodes of 4" in text and "responses of 400 tokens on average" in text
     table = text.split("\n\n")[1].splitlines()
     assert len(table) == 1 + 3 and max(map(len, table)) <= 130
-    arguments = [line.strip().strip("'") for line in text.partition("as arguments:\n")[2].splitlines()]
-    assert arguments
-    config = load_config(EXAMPLE, arguments)
-    assert fit(config, read_models(config), 16, find_gpu("h200").usable_bytes).fits
+    for part, drawing in zip(text.split("as arguments:\n")[1:], (0, 4), strict=True):  # colocated, and in two roles
+        arguments = [line.strip().strip("'") for line in part.partition("\n\n")[0].splitlines()]
+        assert arguments
+        config = load_config(EXAMPLE, ["trainer.nnodes=4", "trainer.n_gpus_per_node=4", *arguments])
+        assert config.num_rollout_ranks == drawing and not list(
+            world_problems(config, 16 - drawing, read_models(config).arch)
+        )
+        assert fit(config, read_models(config), 16 - drawing, find_gpu("h200").usable_bytes).fits
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,16 @@ from grpo_megatron.memory.parameters import RunModels, stage_layers
 from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.layout import FULL_RECOMPUTATION, Layout, micro_batches, shapes, variants
-from grpo_megatron.planning.search import PROPOSED, _candidates, estimated, fit, nearest_layouts, proposed_fit, search
+from grpo_megatron.planning.search import (
+    PROPOSED,
+    _candidates,
+    estimated,
+    fit,
+    nearest_layouts,
+    proposed_fit,
+    search,
+    search_splits,
+)
 from tests.planning import published
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,6 +133,21 @@ def test_adapters_of_70b_fit_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert best.seconds.update > 2 * split.seconds.update  # merging moves 500 bytes per weight and micro-batch
     config, models, _ = config_70b(monkeypatch)
     assert fit(best.layout.applied(config), models, 8, machine.gpu.usable_bytes).is_impossible
+
+
+def test_a_split_takes_as_long_as_its_slower_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """max(G', U'): more ranks that draw need less time."""
+    config, models, work = config_70b(monkeypatch)
+    machine = PlannedMachine(find_gpu("h100-80"), 64)
+    splits = list(search_splits(config, models, work, machine))
+    for split, planned in splits:
+        seconds, trains = planned.seconds, 64 - planned.drawing
+        assert seconds.step == max(seconds.generate, seconds.score + seconds.update + seconds.sync)
+        assert split.num_rollout_ranks == planned.drawing and trains % (planned.layout.tp * planned.layout.pp) == 0
+        assert "rollout" not in {phase.name for phase in planned.fit.phases} and planned.fit.fits
+    by_drawing = {planned.drawing: planned.seconds.generate for _, planned in splits}
+    assert by_drawing.keys() <= {*range(8, 64, 8)} and len(by_drawing) > 1
+    assert [by_drawing[n] for n in sorted(by_drawing)] == sorted(by_drawing.values(), reverse=True)
 
 
 def test_narrow_experts_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:

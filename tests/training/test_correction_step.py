@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
+from grpo_megatron.algo.losses import LossInputs, reasons_for_old_pass
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
+from grpo_megatron.training.correction_step import CorrectionStep, build_loss
 from tests import worlds
 from tests.training import correction_ranks
 
@@ -58,6 +62,22 @@ def test_two_ranks_do_what_one_does_and_tokens_outside_the_loss_get_nothing(name
     assert kept < total if "rollout_rs" in algorithm.get("rollout_correction", {}) else kept == total
     weights = [weight for columns in alone["rows"].values() for weight in columns["token_weights"]]
     assert math.fsum(weights) == pytest.approx(1)  # token-mean over what is kept
+
+
+@pytest.mark.parametrize("mini_batch", [4, 2])
+def test_the_ratio_to_the_engines_probabilities_needs_no_old_ones(mini_batch: int) -> None:
+    """`bypass_mode`: rho = pi / mu, here e^(0.5 - 0.25 t). One update per step still measures pi_old against mu."""
+    algorithm = AlgorithmConfig(rollout_correction={"bypass_mode": True, "rollout_is": None})  # type: ignore[arg-type]
+    actor = ActorConfig(ppo_mini_batch_size=mini_batch, use_kl_loss=False, clip_ratio_c=None)
+    step = CorrectionStep(algorithm, actor, None, DataConfig(train_batch_size=4))  # type: ignore[arg-type]
+    assert reasons_for_old_pass(algorithm, actor, 4) == [] and step.is_folded == (mini_batch == 4)
+    logprobs, mask = torch.full((1, 4), -1.0), torch.ones(1, 4, dtype=torch.bool)
+    mu = torch.tensor([[-1.5, -1.25, -1.0, -0.75]])
+    columns = {"logprobs": logprobs, "entropy": logprobs, "old_logprobs": logprobs, "rollout_logprobs": mu}
+    ones = torch.ones(1, 4)
+    inputs = LossInputs(**columns, ref_logprobs=None, advantages=ones, mask=mask, token_weights=ones)
+    loss, _ = step.corrected(build_loss(actor))(inputs)
+    assert loss.item() == pytest.approx(-(1.2 + 1.2 + 1.0 + math.exp(-0.25)))  # clipped at 1.2
 
 
 def test_a_rank_without_a_row_joins_the_exchange_of_kept_tokens() -> None:
