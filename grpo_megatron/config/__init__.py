@@ -121,6 +121,11 @@ class MegatronConfig(Section):
     # GPU: the same gradients from the same batch. Attention's backward pass takes up to twice as long; an operation without
     # a deterministic kernel is an error
     deterministic: Annotated[bool, Needs("trainer.device!=cpu")] = False
+    # GPU: a token's log-probability does not depend on the rows beside it. Megatron-Core's batch-invariant products and norms in
+    # Transformer Engine's layers, with flash-attn. Slower
+    batch_invariant: Annotated[bool, Needs("trainer.device!=cpu"), Needs(".transformer_impl=transformer_engine")] = (
+        False
+    )
     override_transformer_config: dict[str, Any] = {}  # for megatron.core's TransformerConfig; wrong names are errors
 
     @property

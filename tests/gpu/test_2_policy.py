@@ -71,6 +71,17 @@ def test_transformer_engine_in_bf16_is_as_exact_as_local_layers(
     assert cosine >= 0.98, name
 
 
+def test_a_row_has_the_same_bits_alone_and_among_others(medium: Path, record_figure: Callable[..., None]) -> None:
+    """`actor.megatron.batch_invariant`: Megatron-Core's own kernels, and flash-attn."""
+    conftest.needs_transformer_engine()
+    pytest.importorskip("flash_attn")
+    megatron = {**TE, "batch_invariant": True}
+    (got,) = conftest.run(training_ranks.alone_and_together, folder=medium, megatron=megatron)
+    record_figure("largest difference", got["worst"])
+    assert got["layers"] == "TELayerNormColumnParallelLinear"
+    assert got["worst"] == 0.0
+
+
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 

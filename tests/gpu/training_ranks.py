@@ -30,6 +30,17 @@ def logprobs_and_gradients(folder: Path, megatron: dict[str, Any], dtype: str) -
     return {"layers": layer_class(policy), "logprobs": logprobs, "gradients": gradients, "mask": batch.response_mask}
 
 
+def alone_and_together(folder: Path, megatron: dict[str, Any]) -> dict[str, Any]:
+    """The largest difference between a row's log-probabilities alone and among seven others."""
+    policy, pairs = build_policy(folder, megatron), sequences(8, 400)
+    together = policy.logprobs(whole_batch(pairs))
+    worst = 0.0
+    for row, pair in enumerate(pairs):
+        alone = policy.logprobs(whole_batch([pair]))
+        worst = max(worst, float((together[row : row + 1, : alone.shape[1]] - alone).abs().max()))
+    return {"layers": layer_class(policy), "worst": worst}
+
+
 def loss_curve(folder: Path, megatron: dict[str, Any], steps: int) -> dict[str, Any]:
     """The loss of each step of memorising 8 sequences of random tokens, divided over the data-parallel ranks."""
     policy = build_policy(folder, megatron, lr=3e-4)

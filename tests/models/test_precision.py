@@ -50,6 +50,9 @@ def arch() -> Architecture:
     return architecture_of({**tiny.COMMON, **tiny.FAMILIES["qwen3"]})
 
 
+INVARIANT = {"batch_invariant": True, "transformer_impl": "transformer_engine"}
+
+
 def config(megatron: dict[str, Any] | None = None, **sections: Any) -> Config:
     return Config.model_validate({"model": {"path": "x"}, "actor": {"megatron": megatron or {}}, **sections})
 
@@ -172,14 +175,29 @@ NEEDED = "needs Transformer Engine >=2.9,<2.12, and 2.20.2 is installed"
             "nodes of 4: vLLM",
         ),
         ({"rollout": {"batch_invariant": True}}, CPU, "batch_invariant=true needs a CUDA device"),
+        ({"megatron": {**INVARIANT, "fp8": {"recipe": "delayed"}}}, H100, "its products are of 16 and 32 bits"),
+        ({"megatron": INVARIANT, "rollout": {"batch_invariant": True}}, H100, "set rollout.placement=separate"),
+        ({"megatron": INVARIANT}, CPU, "transformer_impl=transformer_engine needs a CUDA device"),
         ({"megatron": {"deterministic": True}}, CPU, "deterministic=true needs a CUDA device"),
         ({"megatron": {"context_parallel_size": 2}}, CPU, "context_parallel_size=2 needs a CUDA device"),
         ({"megatron": {"transformer_impl": "transformer_engine"}}, replace(H100, **NO_ENGINE), f"_engine {NEEDED}"),
     ],
 )
 def test_what_a_machine_lacks_is_named(changes: dict[str, Any], hardware: Hardware, words: str) -> None:
-    (problem,) = hardware_problems(config(**changes), hardware)
+    with mock.patch("importlib.util.find_spec", return_value=True):
+        (problem,) = hardware_problems(config(**changes), hardware)
     assert words in problem
+
+
+def test_batch_invariance_is_megatrons(arch: Architecture) -> None:
+    """The mode is on before a layer is built. Its kernels are Triton's: here only the call is seen."""
+    kernels = "megatron.core.transformer.custom_layers.batch_invariant_kernels.enable_batch_invariant_mode"
+    with mock.patch(kernels) as enable:
+        built = transformer_config(arch, MegatronConfig.model_validate(INVARIANT), "bfloat16", True)
+    assert enable.call_count == 1
+    assert (built.batch_invariant_mode, built.attention_backend.name) == (True, "flash")
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        assert any("needs flash-attn" in text for text in hardware_problems(config(INVARIANT), H100))
 
 
 def test_the_hardware_is_read_only_if_needed() -> None:

@@ -15,6 +15,7 @@ a config for a machine with one. The sizes are those that Transformer Engine 2.1
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,6 +81,15 @@ def fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
         **{f"fp8_{name}": getattr(fp8, name) for name in _SAME_NAMES[0]},
         **{name: getattr(fp8, name) for name in _SAME_NAMES[1]},
     }
+
+
+def batch_invariance() -> dict[str, Any]:
+    """The TransformerConfig fields of `actor.megatron.batch_invariant`; replaces the kernels of this process."""
+    from megatron.core.transformer.custom_layers.batch_invariant_kernels import enable_batch_invariant_mode
+    from megatron.core.transformer.enums import AttnBackend
+
+    enable_batch_invariant_mode()
+    return {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash}
 
 
 def row_alignment(megatron: MegatronConfig) -> int:
@@ -222,6 +232,8 @@ def hardware_problems(config: Config, hardware: Hardware | None = None) -> Itera
                 f" in a fixed order over {', '.join(map(str, FIXED_ORDER))} GPUs of one node only; set one of these, or leave"
                 " batch_invariant out"
             )
+    if megatron.batch_invariant:
+        yield from _invariance_problems(config, hardware)
     if megatron.deterministic and not hardware.is_cuda:
         yield f"actor.megatron.deterministic=true {_NO_CUDA}"
     unfused = packed_attention_problem(hardware.capability, deterministic=megatron.deterministic)
@@ -237,6 +249,20 @@ def hardware_problems(config: Config, hardware: Hardware | None = None) -> Itera
             yield f"{key} needs {TE_REQUIREMENT}, and {hardware.transformer_engine_problem}; {TE_INSTALL}, or leave it out"
         elif is_set and unfused is not None:
             yield f"{key} needs Transformer Engine, and {unfused}; pip install '{FLASH_ATTENTION}', or leave it out"
+
+
+def _invariance_problems(config: Config, hardware: Hardware) -> Iterator[str]:
+    """`actor.megatron.batch_invariant` (Megatron-Core: transformer/custom_layers/batch_invariant_kernels.py)."""
+    key = "actor.megatron.batch_invariant=true"
+    if hardware.is_cuda and importlib.util.find_spec("flash_attn") is None:
+        yield f"{key} needs flash-attn, Megatron-Core's only attention of this kind; pip install '{FLASH_ATTENTION}'"
+    if config.actor.megatron.fp8.recipe is not None:
+        yield f"{key}: its products are of 16 and 32 bits; leave actor.megatron.fp8 out"
+    if config.draws and config.rollout.batch_invariant and config.rollout.placement == "colocated":
+        yield (
+            f"{key} with rollout.batch_invariant=true: both replace torch's products in one process, which torch refuses; set"
+            " rollout.placement=separate, or leave one of them out"
+        )
 
 
 _NO_CUDA = "needs a CUDA device, and this run has none; leave it out"

@@ -40,7 +40,7 @@ from grpo_megatron.models.layers.modules import (
     PackedAttention,
     RMSNorm,
 )
-from grpo_megatron.models.layers.precision import fp8_settings
+from grpo_megatron.models.layers.precision import batch_invariance, fp8_settings
 from grpo_megatron.reading import cut, shown
 
 
@@ -367,6 +367,7 @@ def transformer_config(
         "transformer_impl": "transformer_engine" if kernels.transformer_engine else "local",
         **kernels.settings(),
         **fp8_settings(megatron.fp8),
+        **(batch_invariance() if megatron.batch_invariant else {}),
         **(expert_config(arch, kernels) if arch.num_experts else {}),
         **(latent_config(arch, arch.latent) if arch.latent else {}),
         **megatron.override_transformer_config,
