@@ -92,9 +92,9 @@ RAISED = ["KeyError: 'boom'", "error: rank 1: KeyError: 'boom' (its traceback is
 @pytest.mark.parametrize(
     ("kind", "device", "code", "errors"),
     [
-        ("good", "cpu", 0, []),
+        pytest.param("good", "cpu", 0, [], marks=pytest.mark.soak),
         ("refused by all", "cpu", 2, ["error: trainer.device=cuda, but there is none"]),
-        ("raised by one", "cpu", 1, RAISED),
+        pytest.param("raised by one", "cpu", 1, RAISED, marks=pytest.mark.soak),
         ("killed", "cuda", 137, [KILLED]),
     ],
 )
@@ -139,7 +139,7 @@ ANNOUNCED = "{}: the run stops after this step and saves; a second signal ends i
 @pytest.mark.parametrize(
     ("number", "device"),
     [
-        (signal.SIGINT, "cpu"),
+        pytest.param(signal.SIGINT, "cpu", marks=pytest.mark.soak),
         (signal.SIGKILL, "cuda"),
     ],
 )

@@ -59,7 +59,7 @@ def test_every_layout_is_there() -> None:
     assert {*itertools.chain(*layouts.values())} >= set(tiny.FAMILIES) - {"qwen3-moe", "mixtral"}
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", [pytest.param(n, marks=[pytest.mark.soak] * (n == 16)) for n in LAYOUTS])
 def test_loads(world: int, converted: dict[str, tuple[Path, Path]]) -> None:
     tasks = [(converted[f], tp, pp, 1) for (tp, pp), families in LAYOUTS[world].items() for f in families]
     for ((source, _), *layout), tensors in zip(tasks, worlds.run(loaded, world, tasks=tasks)[0], strict=True):

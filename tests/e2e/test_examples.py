@@ -159,6 +159,7 @@ def test_the_printed_command_asks_the_trained_model(quickstart: tuple[Path, str,
     assert watched_command(*argv_of(line)[1:], prompt, cwd=folder)[0] == expected + "\n"
 
 
+@pytest.mark.soak
 def test_the_notebook_of_the_documentation(quickstart: tuple[Path, str, set[str]]) -> None:
     """The code of docs/python.md, word for word, in one process as in a notebook."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)

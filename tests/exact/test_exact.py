@@ -6,7 +6,10 @@ Nothing here has a tolerance. The ranks have one thread each (tests/worlds.py).
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from tests.exact import ranks
 from tests.models.policy_ranks import LAYOUTS
 from tests.stored import metric_rows
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 128,
@@ -97,8 +101,8 @@ UNLIKE = (
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("exact")
     prepare_inputs(ArithmeticOptions(out=root / "data", seed=0))
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}  # of 32 dimensions, the fewest that vLLM has on a CPU
-    for name, changed in (("model", {}), ("model_of_vllm", heads)):
+    wide = {"hidden_size": 256}  # heads of 32 dimensions, the fewest that vLLM has on a CPU
+    for name, changed in (("model", {}), ("model_of_vllm", wide)):
         tiny.make_model(root / name, "qwen2", **{**SIZES, **changed})
         for file in (root / "data/tokenizer").iterdir():
             shutil.copy(file, root / name)
@@ -158,6 +162,9 @@ VLLM = [  # training world, TP and PP; the engine's TP; type
             "TP2-1": (2, 2, 1, 1, "float32"),
             "TP2-TP2": (2, 2, 1, 2, "bfloat16"),
             "TP2xPP2-TP2": (4, 2, 2, 2, "float32"),
+            "PP2-1": (2, 1, 2, 1, "bfloat16"),
+            "TP4-TP2": (4, 4, 1, 2, "float32"),
+            "TP4-1": (4, 4, 1, 1, "bfloat16"),
         }.items()
     ),
 ]
@@ -183,6 +190,24 @@ def test_vllm_draws_from_the_policy(
     for row in rows:
         assert row["training/rollout_logp_diff_max"] == row["rollout/probe_logp_diff_max"] == 0
         assert row["actor/grad_norm"] > 0
+
+
+@pytest.mark.soak
+def test_200_steps_of_the_quickstart_have_no_difference(tmp_path: Path) -> None:
+    """With vLLM, on two ranks, as the documentation says it is started. The last steps learn: the entropy is small."""
+    command = [
+        sys.executable,
+        "-m",
+        "grpo_megatron",
+        "quickstart",
+        "model.exact=true",
+        "trainer.total_training_steps=200",
+    ]
+    subprocess.run(command, cwd=tmp_path, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    rows = [row for row in metric_rows(tmp_path / "outputs/quickstart/run") if "critic/rewards/mean" in row]
+    assert len(rows) == 200 and rows[-1]["actor/entropy"] < 0.1
+    for row in rows:
+        assert row["training/rollout_logp_diff_max"] == row["rollout/probe_logp_diff_max"] == 0
 
 
 @pytest.mark.slow

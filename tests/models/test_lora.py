@@ -47,8 +47,8 @@ CASES = {  # layout -> (family, mode, override)
     "EP2": LATENT,
     "TP2xPP2+SP": DENSE + WHOLE,
 }
-OFTEN = ("1", "TP2+SP", "PP2", "TP4+SP", "EP2")
-MARKS = {name: [pytest.mark.slow] for name in OFTEN} | {"TP2+SP": [pytest.mark.slow, pytest.mark.both_stacks]}
+OFTEN = ("1", "TP2+SP", "PP2", "EP2")
+MARKS = {name: [pytest.mark.slow] for name in OFTEN}
 EVERY_LAYOUT = [pytest.param(name, marks=MARKS.get(name, [pytest.mark.soak])) for name in CASES]
 
 

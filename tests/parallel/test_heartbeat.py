@@ -226,7 +226,7 @@ def test_a_stall_is_named_and_ends_all_ranks(run: Path, tmp_path: Path, kind: st
     assert re.search(r"\n0 .* 7 +step/update_actor .*\n1 .* 7 +step/update_actor ", (folder / "report.txt").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_slow_ranks_are_left_alone(tmp_path: Path) -> None:
     assert worlds.run(healthy, 2, folder=tmp_path) == [["gen", "reward", "save_checkpoint"]] * 2
 

@@ -140,6 +140,7 @@ sys.meta_path.insert(0, Hidden())
 """
 
 
+@pytest.mark.soak
 def test_the_command_needs_no_vllm(root: Path, tmp_path: Path) -> None:
     """The launcher, the server that ranks are forked from, and the ranks. A second start finds nothing to do."""
     (tmp_path / "sitecustomize.py").write_text(HIDE_VLLM)
