@@ -36,7 +36,7 @@ def address() -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_page_of_the_site_is_right_at_both_widths(browser: Browser, address: str) -> None:
     """Of the pages that show a file of the project, the three largest: all have one form."""
     faults, pages = {}, {path.name for path in SITE.glob("*.html")}

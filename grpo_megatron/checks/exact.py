@@ -52,7 +52,6 @@ def _settings(config: Config, elsewhere: bool) -> Iterator[str]:
         if is_set:
             yield f"{key}={written(config.at(key))} trains on samples of earlier weights, which differ; leave it out, or 0"
     for key in (
-        "actor.share_prompts",
         "actor.megatron.overlap_grad_reduce",
         "actor.megatron.overlap_param_gather",
         "actor.megatron.fp8.recipe",

@@ -417,12 +417,22 @@ class ShardedModel:
         micro_batches = [rows for mini in batch.mini_batches for rows in mini]
         if not micro_batches:  # the batch is empty on every rank
             return out
-        if self.is_exact:  # they have one row each, and several have the same bits
-            lengths = [len(tokens) for tokens in batch.tokens]
-            [micro_batches] = pack_units([[rows for rows in micro_batches if rows]], lengths, self.actor)
+        if self.is_exact:  # they have one row each, for the gradients; several have the same bits
+            batch, micro_batches = self._packed(batch, [row for rows in micro_batches for row in rows])
         packs = self.packs(batch, micro_batches, temperature)
         forward_backward(self.model, packs, consume, device=self.device, forward_only=True)
         return self.from_last_stage(out)
+
+    def _packed(self, batch: Batch, rows: list[int]) -> tuple[Batch, list[list[int]]]:
+        """`rows` in full micro-batches, in which they share prompts if the config allows it."""
+        batch = replace(batch, shares_prompts=self.actor.share_prompts)
+        lengths, units = [len(tokens) for tokens in batch.tokens], []
+        for tree in trees_of(batch, rows):
+            room = self.actor.ppo_max_token_len_per_gpu // max(lengths[row] for row in tree)
+            count = max(1, min(room, self.actor.ppo_micro_batch_size_per_gpu or room))
+            units += [tree[first : first + count] for first in range(0, len(tree), count)]
+        [micro_batches] = pack_units([units], lengths, self.actor)
+        return batch, micro_batches
 
     def from_last_stage(self, out: Tensor) -> Tensor:
         """The host tensor `out` of the last pipeline stage, on the ranks of all stages. Collective over the replica."""

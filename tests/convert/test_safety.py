@@ -206,7 +206,7 @@ def sparse(path: Path, config: dict[str, Any]) -> int:
     return size
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_memory_is_bounded(hf: Path, tmp_path: Path) -> None:
     """1.1 GB of bfloat16. The largest tensor is the embedding, 16001 x 4096 x 2 = 131 MB (gate and up together: 90 MB).
 

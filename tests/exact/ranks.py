@@ -20,7 +20,7 @@ PACKINGS = ([[0, 1], [2], [], [3, 4, 5], [6, 7, 8, 9, 10]], [[10, 5, 3, 1], [9, 
 
 
 def on_layout(folders: dict[str, Path], pairs: Any, layout: Any) -> dict[str, Any]:
-    """Of every folder and type: log-probabilities [B, R] in two packings, and the gradients of one mini-batch."""
+    """Of every folder and type: log-probabilities [B, R] in two packings and with shared prompts, and gradients of a mini-batch."""
     from grpo_megatron.algo.plan import assign_leaves
     from grpo_megatron.models.leaves import order_free_norm
 
@@ -30,6 +30,8 @@ def on_layout(folders: dict[str, Path], pairs: Any, layout: Any) -> dict[str, An
             policy = _policy(folders[family], dtype, layout)
             for number, packing in enumerate(PACKINGS):
                 out[f"{family} {dtype} {number}"] = policy.logprobs(make_batch(pairs, [packing]))
+            policy.actor = policy.actor.model_copy(update={"share_prompts": True})
+            out[f"{family} {dtype} shared"] = policy.logprobs(make_batch(pairs, [[[row] for row in range(len(pairs))]]))
             plan = assign_leaves([[[row] for row in range(len(pairs))]], policy.mesh.dp, [0] * len(pairs))
             [micro_batches] = plan.mini_batches[policy.mesh.dp_rank]
             policy.backward(make_batch(pairs, [micro_batches]), micro_batches, loss, [])

@@ -82,7 +82,7 @@ LAYOUTS: dict[str, moe_ranks.Layout] = {  # world, tp, pp, ep
     "EP2xDP4": (4, 1, 1, 2),
     "EP2xPP2": (4, 1, 2, 2),
 }
-IN_THE_SOAK = ("DP2", "PP2", "EP2xPP2", "EP2xDP4")
+IN_THE_SOAK = ("DP2", "TP2+SP", "PP2", "EP2xPP2", "EP2xDP4")
 EVERY_LAYOUT = [pytest.param(name, marks=[pytest.mark.soak] * (name in IN_THE_SOAK)) for name in LAYOUTS]
 PAIRS = tiny.make_sequences(6)
 

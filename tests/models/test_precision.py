@@ -191,6 +191,7 @@ def test_what_a_machine_lacks_is_named(changes: dict[str, Any], hardware: Hardwa
 
 def test_batch_invariance_is_megatrons(arch: Architecture) -> None:
     """The mode is on before a layer is built. Its kernels are Triton's: here only the call is seen."""
+    pytest.importorskip("triton", reason="Triton is not installed, which the kernels are written in")
     kernels = "megatron.core.transformer.custom_layers.batch_invariant_kernels.enable_batch_invariant_mode"
     with mock.patch(kernels) as enable:
         built = transformer_config(arch, MegatronConfig.model_validate(INVARIANT), "bfloat16", True)
