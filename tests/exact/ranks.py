@@ -20,7 +20,7 @@ PACKINGS = ([[0, 1], [2], [], [3, 4, 5], [6, 7, 8, 9, 10]], [[10, 5, 3, 1], [9, 
 
 
 def on_layout(folders: dict[str, Path], pairs: Any, layout: Any) -> dict[str, Any]:
-    """Of every folder and type: log-probabilities [B, R] in two packings and with shared prompts, and gradients of a mini-batch."""
+    """Of every folder and type: log-probabilities [B, R] in two packings and with shared prompts; gradients of a mini-batch."""
     from grpo_megatron.algo.plan import assign_leaves
     from grpo_megatron.models.leaves import order_free_norm
 
