@@ -82,6 +82,7 @@ class SimulatedStep:
             sample = Sample(prompt, number // GROUP, number % GROUP, [0] * length, [], "stop", 0)
             sample.reward = float(rng.random() < 0.5)
             samples.append(sample)
+        self.crossing = samples[: len(samples) * 2 // max(2, blocks)]
         parts = []
         for rank in range(self.ranks):
             block = rank // REPLICA
@@ -137,6 +138,14 @@ class SimulatedStep:
         with mock.patch.object(wrappers, "select_informative", lambda groups, mesh: chosen):
             return collector.groups(0, len(drawn) // 2, Metrics())
 
+    def cross(self) -> Any:
+        """Where half of the ranks only draw: a block's samples, as its first rank sends them, and as a training rank has them."""
+        from grpo_megatron.sampling.collector import Group, groups_by_prompt
+
+        groups = groups_by_prompt(self.crossing, self.num_samples // GROUP, 0)
+        parts = pickle.loads(pickle.dumps(groups, protocol=5))
+        return [Group(group.version, list(part.samples)) for group, part in zip(groups, parts, strict=True)]
+
     def reduce(self) -> Any:
         from grpo_megatron.observability.metrics import Metrics
 
@@ -149,4 +158,5 @@ PHASES = {
     "exchange": "exchange",
     "dynamic sampling": "select",
     "metrics": "reduce",
+    "two roles": "cross",
 }

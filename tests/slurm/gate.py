@@ -15,6 +15,12 @@ def gated_reward(completion: str, answer: str, heartbeat: str, allowed: str) -> 
     return length_reward(completion, answer)
 
 
+def slow_reward(completion: str, answer: str, seconds: float) -> float:
+    """`length_reward` after a pause."""
+    time.sleep(seconds)
+    return length_reward(completion, answer)
+
+
 def _number(path: str) -> int:
     file = Path(path)
     return int(file.read_text() or 0) if file.exists() else 0

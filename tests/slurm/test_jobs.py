@@ -170,6 +170,37 @@ def interrupt_in_full(lab: Lab, run: Run) -> None:
 
 
 @pytest.mark.soak
+def test_two_roles_on_two_nodes(lab: Lab, workspace: Path, tmp_path: Path) -> None:
+    """One node trains and one draws ahead of it. Pre-empted, then without its drawing rank, then without its drawing node."""
+
+    def of_roles(name: str, seconds: float, **rollout: Any) -> dict[str, Any]:
+        raw = settings(workspace, tmp_path / name, 2, 1, 1, 12)
+        raw["rollout"] |= {"placement": "separate", "lag": 1, **rollout}
+        raw["reward"] = {"function": "tests.slurm.gate:slow_reward", "kwargs": {"seconds": seconds}}
+        return raw
+
+    worlds.run(run_ranks.train_in_roles, 2, raw=of_roles("reference", 0.0, num_ranks=1))
+    run = Run(lab, tmp_path, of_roles("run", 0.2, num_nodes=1), nodes=2)
+    run.after(2)
+    urgent = lab.submit("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true")
+    run.ended(0, "saved on request; requeued")
+    lab.until(lambda: lab.job(urgent)["JobState"] == "COMPLETED")
+    run.after(5)
+    os.kill(lab.ranks(run.job)[1], signal.SIGKILL)
+    run.ended(1, "a rank was killed (srun: ")
+    run.after(8)
+    lost = lab.nodes_of(run.job)[1]
+    lab.slurm("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+    try:
+        run.ended(2, "ended by Slurm before it could save")
+        run.end()
+    finally:
+        lab.slurm("scontrol", "update", f"nodename={lost}", "state=resume")
+    assert lab.job(run.job)["Restarts"] == "3"
+    same_run(tmp_path / "reference", run.out, 12)
+
+
+@pytest.mark.soak
 def test_four_nodes_tensor_and_pipeline_parallel(lab: Lab, workspace: Path, tmp_path: Path) -> None:
     """Every group spans nodes, and the result is that of one machine. Every node passes the pre-flight. Inputs are kept."""
     worlds.run(run_ranks.train, 4, raw=settings(workspace, tmp_path / "reference", 4, 2, 2, 2), keep_weights=False)
