@@ -6,7 +6,9 @@ Both ways of a pair take turns on the same data; medians and processor seconds a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import multiprocessing
 import os
 import resource
 import statistics
@@ -19,7 +21,8 @@ from typing import Any
 
 from benchmark_workload import SAMPLES, WORKLOADS, Workload, machine, write_model
 
-Ways = dict[str, Callable[[], Any]]  # the first is what the others are compared with
+# The first is what the others are compared with. A way may return the processor seconds of another process.
+Ways = dict[str, Callable[[], Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,10 +63,11 @@ def measure(name: str, ways: Ways, repeats: int) -> None:
         for way, call in ways.items():
             used = resource.getrusage(resource.RUSAGE_SELF)
             begin, processor = time.perf_counter(), used.ru_utime + used.ru_stime
-            call()
+            elsewhere = call()
             walls[way].append(time.perf_counter() - begin)
             used = resource.getrusage(resource.RUSAGE_SELF)
-            processors[way].append(used.ru_utime + used.ru_stime - processor)
+            own = used.ru_utime + used.ru_stime - processor
+            processors[way].append(elsewhere if isinstance(elsewhere, float) else own)
     print(f"{name} parameters, one thread, load {os.getloadavg()[0]:.1f}, medians of {repeats}")
     base: tuple[float, float] | None = None
     for way in ways:
@@ -75,9 +79,8 @@ def measure(name: str, ways: Ways, repeats: int) -> None:
     sys.stdout.flush()
 
 
-def rollout(folder: Path, workload: Workload, mesh: Any) -> Ways:
-    """vLLM's own loop, and the engines over the same requests of half a step: what one of two ranks draws."""
-    import torch
+def built_engine(name: str, folder: Path, workload: Workload, mesh: Any, **options: Any) -> Any:
+    """The engine with the weights of the folder."""
     from safetensors.torch import load_file
 
     from grpo_megatron.config import RolloutConfig
@@ -85,22 +88,29 @@ def rollout(folder: Path, workload: Workload, mesh: Any) -> Ways:
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.weights.stream import engine_tensors
     from grpo_megatron.rollout.build import build_engine, find_engine
+
+    engine = build_engine(
+        RolloutConfig(engine=name),
+        folder,
+        mesh,
+        Device("cpu"),
+        dtype="float32",
+        max_model_len=workload.max_length,
+        eos_token_ids=[0],
+        tensors=engine_tensors(read_architecture(folder), 1, reads_shards=find_engine(name).reads_shards),
+        **options,
+    )
+    engine.load_weights(iter([list(load_file(folder / "model.safetensors").items())]), 0)
+    return engine
+
+
+def rollout(folder: Path, workload: Workload, mesh: Any) -> Ways:
+    """vLLM's own loop, and the engines over the same requests of half a step: what one of two ranks draws."""
+    import torch
+
     from grpo_megatron.rollout.engine import Request
 
-    arch, engines = read_architecture(folder), {}
-    weights = list(load_file(folder / "model.safetensors").items())
-    for name in ("vllm", "transformers"):
-        engines[name] = build_engine(
-            RolloutConfig(engine=name),
-            folder,
-            mesh,
-            Device("cpu"),
-            dtype="float32",
-            max_model_len=workload.max_length,
-            eos_token_ids=[0],
-            tensors=engine_tensors(arch, 1, reads_shards=find_engine(name).reads_shards),
-        )
-        engines[name].load_weights(iter([weights]), 0)
+    engines = {name: built_engine(name, folder, workload, mesh) for name in ("vllm", "transformers")}
     generator = torch.Generator().manual_seed(0)
     shape = (workload.prompts // 2, workload.prompt_length)
     prompts = torch.randint(3, workload.vocabulary, shape, generator=generator).tolist()
@@ -217,7 +227,37 @@ def exact(folder: Path, workload: Workload, mesh: Any) -> list[Ways]:
         logprobs[f"log-probabilities, {title}"] = functools.partial(policy.logprobs, batch)
         updates[f"update, {title}"] = update
         rollouts[f"rollout, {title}"] = rollout
-    return [logprobs, updates, rollouts]
+    context, of_vllm = multiprocessing.get_context("spawn"), {}
+    for title, is_exact in (
+        ("plain", False),
+        ("model.exact", True),
+    ):  # which changes vLLM's classes for a whole process
+        here, there = context.Pipe()
+        context.Process(target=vllm_rollouts, args=(there, workload, is_exact), daemon=True).start()
+        of_vllm[f"rollout with vLLM, {title}"] = functools.partial(answer, here, prompts)
+    return [logprobs, updates, rollouts, of_vllm]
+
+
+def answer(connection: Any, question: Any) -> Any:
+    connection.send(question)
+    return connection.recv()
+
+
+def vllm_rollouts(connection: Any, workload: Workload, is_exact: bool) -> None:
+    """A process with an engine: it draws for the prompts that it receives, and sends its processor seconds."""
+
+    def serve(folder: Path, workload: Workload, mesh: Any) -> Ways:
+        from grpo_megatron.rollout.engine import Request
+
+        engine = built_engine("vllm", folder, workload, mesh, **({"exact": True} if is_exact else {}))
+        while True:
+            prompts, begin = connection.recv(), time.process_time()
+            length = workload.response_length
+            engine.generate([Request(tuple(prompt), number, length) for number, prompt in enumerate(prompts)], 0)
+            connection.send(time.process_time() - begin)
+
+    with contextlib.suppress(EOFError):  # the other process has measured
+        benchmark(serve)(argparse.Namespace(workload=[workload.name]))
 
 
 def transformers(folder: Path, workload: Workload, mesh: Any) -> Ways:

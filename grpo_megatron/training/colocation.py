@@ -33,7 +33,7 @@ from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
 from grpo_megatron.models.layers.exact import exact_problem
 from grpo_megatron.models.layers.spec import DTYPES
 from grpo_megatron.models.lora.folder import save_peft
-from grpo_megatron.models.lora.sync import AdapterResharding
+from grpo_megatron.models.lora.sync import AdapterBridge, AdapterResharding
 from grpo_megatron.models.policy import AdapterReference, Policy
 from grpo_megatron.models.weights.folder import Serving, save_hf
 from grpo_megatron.models.weights.stream import BridgeResharding, Resharding, engine_tensors
@@ -440,7 +440,8 @@ def build_resharding(
     }
     if mesh.bridge is not None:
         grid = replace(grid_of(config, mesh.bridge.num_training), ranks_per_node=mesh.ranks_per_node)
-        return BridgeResharding(*layout, **options, grid=grid, lag=rollout.lag)
+        options |= {"grid": grid, "lag": rollout.lag}
+        return BridgeResharding(*layout, **options) if lora.rank is None else AdapterBridge(*layout, lora, **options)
     if lora.rank is not None:
         return AdapterResharding(*layout, lora, **options)
     is_delta = rollout.sync == "delta"

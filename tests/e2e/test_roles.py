@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests import worlds
 from tests.e2e import run_ranks, test_trajectories
 from tests.e2e.test_determinism import assert_same, metrics
+from tests.stored import metric_rows
 
 TRANSFORMERS = {"engine": "transformers", "engine_options": {}}
 PARTIAL = {"partial": {"over_sample": 1.5, "chunk_tokens": 4}}
@@ -24,6 +25,7 @@ LAYOUTS = {
     "tp2 to tp1": (2, {"tensor_model_parallel_size": 2}, 1),
     "pp2 to tp2": (2, {"pipeline_model_parallel_size": 2}, 2),
     "with lora": (1, {}, 1),
+    "pp2 to tp2, with lora": (2, {"pipeline_model_parallel_size": 2}, 2),
 }
 
 
@@ -54,6 +56,7 @@ def settings(
         pytest.param("1 to 1", {}, marks=pytest.mark.soak),
         pytest.param("1 to 1", {**TRANSFORMERS, **PARTIAL}, marks=pytest.mark.soak),
         pytest.param("with lora", TRANSFORMERS, marks=pytest.mark.soak),
+        pytest.param("pp2 to tp2, with lora", {}, marks=pytest.mark.soak),
     ],
 )
 def test_without_a_lag_it_is_the_colocated_run(
@@ -65,13 +68,15 @@ def test_without_a_lag_it_is_the_colocated_run(
     for name, drawing in (("colocated", 0), ("separate", ranks)):
         rollout = {"tensor_model_parallel_size": tp, **engine}
         raw = settings(workspace, tmp_path / name, ranks, drawing, 3, megatron, **rollout)
-        raw["actor"] |= {"lora": {"rank": 4}} if layout == "with lora" else {}
+        raw["actor"] |= {"lora": {"rank": 4}} if "lora" in layout else {}
         results[name] = worlds.run(run_ranks.train_in_roles, ranks + drawing, raw=raw)[:ranks]
     together, apart = results["colocated"], results["separate"]
     assert run_ranks.all_samples(together) == run_ranks.all_samples(apart)
     for one, other in zip(together, apart, strict=True):
         assert_same(one, other)
     assert metrics(tmp_path / "colocated") == metrics(tmp_path / "separate")
+    first, *others = [row["sync/bytes_received"] for row in metric_rows(tmp_path / "separate")[:3]]
+    assert all(sent < 0.2 * first if "lora" in layout else sent == first for sent in others)  # adapters only
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,25 @@ from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.lora.merge import merge
 from grpo_megatron.models.lora.table import LORA_A, LORA_B, Factor, lora_rows
-from grpo_megatron.models.weights.stream import Resharding, dequantized, sync_parameters
+from grpo_megatron.models.weights.stream import (
+    BridgeResharding,
+    Resharding,
+    dequantized,
+    holds_nothing,
+    sync_parameters,
+)
 from grpo_megatron.parallel.mesh import Grid, Mesh, RankError
-from grpo_megatron.sync.exchange import Exchange, Pool, Post, RankPlan, ReadParameter, Shard, point_to_point
+from grpo_megatron.sync.exchange import (
+    Envelope,
+    Exchange,
+    Pool,
+    Post,
+    RankPlan,
+    ReadParameter,
+    Shard,
+    point_to_point,
+    snapshot,
+)
 from grpo_megatron.sync.kept import KeptParts
 from grpo_megatron.sync.plan import EngineSpans, EngineTensors, SyncParameter
 from grpo_megatron.sync.stacks import empty_stack
@@ -93,8 +109,15 @@ class FactorSync:
         except (ValueError, RuntimeError) as error:  # RuntimeError: out of memory
             problem = f"cannot send weights: {error}"
         self._mesh.agree(problem)
-        plans = ((self._base, is_full), (self._factors, is_adapted))
-        elements = sum(plan.elements_received for plan, is_sent in plans if is_sent)
+        yield from self.merged(exchange, merging, read_base)
+        self._source, self._is_complete = source, True
+
+    def merged(
+        self, exchange: Exchange | None, merging: Exchange | None, read_base: ReadParameter
+    ) -> Iterator[WeightBucket]:
+        """The base of `exchange`, or that which was kept, with the factors of `merging`, if there are any."""
+        plans = ((self._base, exchange), (self._factors, merging))
+        elements = sum(plan.elements_received for plan, sent in plans if sent is not None)
         self.bytes_received = elements * self._pool.dtype.itemsize
         factors = {} if merging is None else self._received(merging)
         if exchange is not None:
@@ -102,7 +125,6 @@ class FactorSync:
         else:
             buckets = self._kept.stream(Shard(self._base, read_base, self._pool))
         yield from self._merged(buckets, factors)
-        self._source, self._is_complete = source, True
 
     def _received(self, exchange: Exchange) -> dict[str, Tensor]:
         problem, factors = None, {}
@@ -158,7 +180,7 @@ class AdapterResharding(Resharding):
         """As `Resharding`, with the `lora` of the model."""
         super().__init__(arch, mesh, stage_of, tensors, **options)
         self._rows = lora_rows(arch, lora)
-        parameters, spans = factor_sync(self._rows, arch, mesh.grid(), stage_of, tensors.spans)
+        parameters, spans = factor_sync(self._rows, arch, self._grid, stage_of, tensors.spans)
         self.factors, _ = self._planned(parameters, spans, None)
         self._plans.append(self.factors)
         with self._kept_on_host("actor.lora", "give each node more memory, or train and draw in the same layout"):
@@ -175,13 +197,37 @@ class AdapterResharding(Resharding):
         self._sync.attested()
 
     def _buckets(self, parameters: Mapping[str, Tensor], version: int) -> Iterator[WeightBucket]:
+        weights: list[Any] = [parameters[name] for name in self._shapes]
+        has_factors = any(hasattr(weight, "adapted") and weight.adapted.factors() is not None for weight in weights)
+        source = [(id(weight), weight._version) for weight in weights]  # the version counts what is written to a tensor
+        return self._sync.stream(*self._readers(parameters), source, has_factors=has_factors)
+
+    def _readers(self, parameters: Mapping[str, Tensor]) -> tuple[ReadParameter, ReadParameter]:
+        """Of base weights, and of factors."""
+
         def read_factor(name: str) -> Tensor:
             weight: Any = parameters[self._rows[name].base.megatron]
             return weight.adapted.factors()[name.endswith(LORA_B)].detach()  # type: ignore[no-any-return]
 
-        weights: list[Any] = [parameters[name] for name in self._shapes]
-        has_factors = any(hasattr(weight, "adapted") and weight.adapted.factors() is not None for weight in weights)
-        source = [(id(weight), weight._version) for weight in weights]  # the version counts what is written to a tensor
-        return self._sync.stream(
-            lambda name: dequantized(parameters[name]), read_factor, source, has_factors=has_factors
-        )
+        return lambda name: dequantized(parameters[name]), read_factor
+
+
+class AdapterBridge(AdapterResharding, BridgeResharding):
+    """From the ranks that train to those that draw: the base once, and the factors of each version."""
+
+    _has_base = False  # on the rank that receives it; or it is on its way
+    _buckets = BridgeResharding._buckets
+
+    def _snapshot(self, parameters: Mapping[str, Tensor]) -> list[Envelope]:
+        read_base, read_factor = self._readers(parameters)
+        base = [] if self._has_base else snapshot(self.plan, read_base, self._host)
+        self._has_base = True
+        return [*base, *snapshot(self.factors, read_factor, self._host)]
+
+    def expect(self) -> None:
+        """See BridgeResharding."""
+        self._base_arriving = None if self._has_base else self._staged(self.plan)
+        self._has_base, self._arriving = True, self._staged(self.factors)
+
+    def _arrived(self) -> Iterator[WeightBucket]:
+        return self._sync.merged(self._base_arriving, self._arriving, holds_nothing)

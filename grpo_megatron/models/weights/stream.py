@@ -25,7 +25,7 @@ from grpo_megatron.models.weights.table import QKV, HeadsNorm, Replicated, Vocab
 from grpo_megatron.parallel.mesh import Grid, Mesh, RankError, all_gather_values
 from grpo_megatron.sync.delta import DeltaLimits, DeltaSync
 from grpo_megatron.sync.digest import Expected, Share, expected_digests
-from grpo_megatron.sync.exchange import Exchange, Pool, RankPlan, point_to_point, snapshot
+from grpo_megatron.sync.exchange import Envelope, Exchange, Pool, RankPlan, point_to_point, snapshot
 from grpo_megatron.sync.plan import (
     EngineSpans,
     EngineTensors,
@@ -390,8 +390,11 @@ class BridgeResharding(Resharding):
         # A step is drawn by the version of `lag` steps before, and the trainer has its samples: that version has arrived.
         while len(self._on_their_way) > self.lag:
             self._on_their_way.popleft()()
-        self._on_their_way.append(self.bridge.post(snapshot(self.plan, _reader(parameters), self._host), []))
+        self._on_their_way.append(self.bridge.post(self._snapshot(parameters), []))
         return iter(())
+
+    def _snapshot(self, parameters: Mapping[str, Tensor]) -> list[Envelope]:
+        return snapshot(self.plan, _reader(parameters), self._host)
 
     def _stream_constants(self, parameters: Mapping[str, Tensor]) -> Iterator[WeightBucket]:
         held = self._constants.get(self.mesh.pp_rank, [])
@@ -402,19 +405,25 @@ class BridgeResharding(Resharding):
 
     def expect(self) -> None:
         """A rank that draws receives the next version from now on."""
-        self._arriving = Exchange(self.plan, _holds_nothing, self.bridge.post, self._pool, stage=self._host)
+        self._arriving = self._staged(self.plan)
+
+    def _staged(self, plan: RankPlan) -> Exchange:
+        return Exchange(plan, holds_nothing, self.bridge.post, self._pool, stage=self._host)
 
     def received(self) -> Iterator[WeightBucket]:
         """On the ranks that draw, the version that `expect` was called for. Collective over them."""
-        assert self._arriving is not None, "expect was not called"
-        yield from self._arriving.stream()
-        self._arriving = None
+        yield from self._arrived()
         for stage in sorted(self._constants):
             values = self.bridge.receive(stage * self._grid.tp * self._grid.replicas) if self.mesh.rank == 0 else []
             yield [(name, value.to(self.device)) for name, value in self.mesh.broadcast(values)]
 
+    def _arrived(self) -> Iterator[WeightBucket]:
+        assert self._arriving is not None, "expect was not called"
+        yield from self._arriving.stream()
+        self._arriving = None
 
-def _holds_nothing(name: str) -> Tensor:
+
+def holds_nothing(name: str) -> Tensor:
     raise KeyError(f"a rank that draws has no {name}")
 
 
