@@ -101,9 +101,10 @@ def _store(impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, 
 
 def _read(kv_cache: Tensor, table: Tensor, length: int) -> list[Tensor]:
     """Keys and values [n, G, >= the aligned length, d] of rows whose pages are `table` [n, pages]."""
-    count = -(-rowwise.aligned(length) // kv_cache.shape[2])
-    pages = kv_cache[table[:, :count].long()]  # [n, pages, G, tokens, 2 d]
-    return [part.contiguous() for part in pages.transpose(1, 2).flatten(2, 3).chunk(2, -1)]
+    groups, size = kv_cache.shape[1:3]
+    pages = table[:, None, : -(-rowwise.aligned(length) // size)] * groups + torch.arange(groups).unsqueeze(1)
+    sides = kv_cache.flatten(0, 1).chunk(2, -1)
+    return [side.index_select(0, pages.flatten()).view(len(table), groups, -1, side.shape[-1]) for side in sides]
 
 
 def _attention(

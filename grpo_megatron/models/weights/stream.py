@@ -424,6 +424,7 @@ class BridgeResharding(Resharding):
 
 
 def holds_nothing(name: str) -> Tensor:
+    """What a rank that draws reads in the place of parameters."""
     raise KeyError(f"a rank that draws has no {name}")
 
 
