@@ -90,7 +90,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # field -> the values that change nothi
     "suffix": ("",),
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
+    "text": ({"format": {"type": "text"}},),  # of responses
     "functions": (),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    **dict.fromkeys(("stop_token_ids", "bad_words"), ([],)),  # and what else vLLM's server reads
+    **dict.fromkeys(("allowed_token_ids", "structured_outputs", "chat_template", "guided_json", "guided_regex"), ()),
+    "chat_template_kwargs": ({},),
+}
+WHY = {
+    "n": "a trajectory is one sequence, with one answer to each request; the other samples of its group have agents of their own",
+    "top_logprobs": "the run records the log-probabilities of the drawn tokens only",
+    **dict.fromkeys(("chat_template", "chat_template_kwargs"), "the run decides how messages are rendered"),
 }
 
 
@@ -103,9 +116,8 @@ def _check_neutral(body: Json, model: str, temperature: float) -> None:
         value = body.get(name)
         if value is not None and value not in values:
             known = " or ".join(map(json.dumps, values)) or "none"
-            raise RefusedError(
-                f"{name}={json.dumps(value)[:200]}: the run decides how tokens are drawn; leave it out, or set {known}"
-            )
+            why = WHY.get(name, "the run decides how tokens are drawn")
+            raise RefusedError(f"{name}={json.dumps(value)[:200]}: {why}; leave it out, or set {known}")
 
 
 def _content(value: Any) -> str:

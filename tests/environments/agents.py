@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import APITimeoutError, BadRequestError, NotFoundError, OpenAI
 
 CLIENT = OpenAI(max_retries=0)
 ROW: dict[str, Any] = json.loads(sys.stdin.readline())
@@ -72,7 +73,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # option -> a part of the me
     "model": ({"model": "gpt"}, "the only model here is 'policy'"),
     "top_p": ({"top_p": 0.9}, "leave it out, or set 1"),
     "temperature": ({"temperature": 0.2}, "leave it out, or set 1.0"),
-    "n": ({"n": 2}, "n=2"),
+    "n": ({"n": 2}, "n=2: a trajectory is one sequence, with one answer to each request"),
+    "top_logprobs": ({"logprobs": True, "top_logprobs": 3}, "of the drawn tokens only"),
+    "chat_template_kwargs": ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "rendered"),
+    "structured_outputs": ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "set none"),
     "seed": ({"seed": 2}, "leave it out, or set none"),
     "logit_bias": ({"logit_bias": {"1": 2}}, "logit_bias"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is read"),
@@ -135,6 +139,35 @@ def impatient() -> float:
         with urllib.request.urlopen(request) as answer:
             return float(json.load(answer)["choices"][0]["message"]["content"] == "one")
     return 0.0
+
+
+def _send_half() -> None:
+    """A request whose sender is gone in the middle of its body."""
+    url = CLIENT.base_url
+    with socket.create_connection((url.host, url.port or 80)) as half:
+        half.sendall(f"POST {url.path}chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode())
+
+
+def leaves() -> float:
+    """The answer to its only request is read by nobody."""
+    _send_half()
+    try:
+        CLIENT.with_options(timeout=0.3).chat.completions.create(model="policy", messages=[USER])  # type: ignore
+    except APITimeoutError:
+        return 1.0
+    return 0.0
+
+
+def hangs_later() -> None:
+    ask([USER])
+    time.sleep(1000)
+
+
+def lists() -> None:
+    """A flood of requests that are answered."""
+    ask([USER])
+    while True:
+        CLIENT.models.list()
 
 
 def large() -> float:

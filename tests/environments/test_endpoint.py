@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +78,8 @@ def test_what_a_client_may_ask(name: str, turns: list[str]) -> None:
     [
         ("silent", 0, "raised", "has ended without a request"),
         ("hangs", 0, "timeout", "3 s"),
+        ("hangs_later", 1, "timeout", "3 s"),
+        pytest.param("lists", 1, "timeout", "3 s", marks=pytest.mark.soak),
         ("large", 0, "raised", "exit code 1"),
         ("flood", 0, "flooded", "200 of its requests were refused"),
         ("crashes", 1, "raised", "signal SIGABRT"),
@@ -91,22 +92,18 @@ def test_what_a_client_may_ask(name: str, turns: list[str]) -> None:
 def test_a_program_that_fails_ends_its_own_trajectory(name: str, turns: int, status: str, message: str) -> None:
     name, _, forked = name.partition(", ")
     more = {"imports": ["openai"]} if forked else {}
-    outcome = play(name, *["one"] * turns, timeout_s=3.0 if name == "hangs" else 60.0, **more)[-1]
+    outcome = play(name, *["one"] * turns, timeout_s=3.0 if status == "timeout" else 60.0, **more)[-1]
     assert outcome.step is None and outcome.status == status and message in outcome.message, outcome
 
 
-@pytest.fixture
-def pool() -> Iterator[EnvironmentPool]:
-    with EnvironmentPool("command", kwargs("impatient"), timeout_s=60.0) as found:
-        yield found
-
-
-def test_a_client_that_hangs_up_gets_its_answer_when_it_asks_again(pool: EnvironmentPool) -> None:
-    pool.start("one", {}, 0)
-    pool.wait(["one"])
-    time.sleep(1.0)  # the client has hung up; if this machine is slow, it asks again later, which is as good
-    pool.step("one", written_turn("one"))
-    [outcome] = pool.wait(["one"]).values()
+@pytest.mark.parametrize("name", ["impatient", "leaves"])
+def test_a_client_that_hangs_up_gets_its_answer_when_it_asks_again(name: str) -> None:
+    with EnvironmentPool("command", kwargs(name), timeout_s=60.0) as pool:
+        pool.start("one", {}, 0)
+        pool.wait(["one"])
+        time.sleep(1.0)  # the client has hung up; if this machine is slow, it asks again later, which is as good
+        pool.step("one", written_turn("one"))
+        [outcome] = pool.wait(["one"]).values()
     assert outcome.step and outcome.step.reward == 1.0, outcome
 
 
