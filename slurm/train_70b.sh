@@ -4,6 +4,7 @@
 #   sbatch slurm/train_70b.sh                                              # Llama-3.3-70B in FP8: variables MODEL and DATA, below
 #   sbatch --nodes=2 slurm/train_70b.sh examples/qwen2_72b.yaml model.path=/models/qwen trainer.save_freq=2
 #   sbatch --nodes=4 --ntasks-per-node=4 --gpus-per-node=4 ...             # nodes of 4 GPUs
+#   sbatch --nodes=6 : --nodes=2 --job-name=draws ... slurm/train_70b.sh ...    # 6 nodes train, 2 of another kind draw (docs/clusters.md)
 #   DRY_RUN=1 bash slurm/train_70b.sh CONFIG                               # show the plan and every command, start nothing
 #
 # The job is named after OUTPUT_DIR, which is named after the config, unless sbatch --job-name gives it another name.
@@ -75,6 +76,9 @@ done
 ATTEMPT=$OUTPUT_DIR/attempts/$JOB-$RESTARTS
 TRAIN=("$PYTHON" -m grpo_megatron train "$CONFIG" "$@" trainer.output_dir="$OUTPUT_DIR" trainer.device="$DEVICE"
     trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" trainer.stop_file="$ATTEMPT/stop")
+ROLES=()
+[ "$DRAWING_NODES" -eq 0 ] || ROLES=(rollout.placement=separate rollout.num_nodes="$DRAWING_NODES")
+TRAIN+=("${ROLES[@]}")
 
 # -- state of the run --------------------------------------------------------------------------------------------------
 
@@ -100,7 +104,7 @@ requeue() {
     run scontrol requeue "$JOB" || finish 75 "$1, but Slurm does not requeue it: submit it again"
     [ -n "${2:-}" ] || finish 75 "$1; requeued"
     for _ in {1..40}; do # Slurm refuses this while the job runs; it keeps the list for all later attempts
-        run scontrol update jobid="$JOB" ExcNodeList="$2" && finish 75 "$1; requeued without $2"
+        update_job ExcNodeList="$2" && finish 75 "$1; requeued without $2"
         sleep 0.5
     done
     finish 75 "$1; requeued, but Slurm does not accept ExcNodeList=$2"
@@ -142,7 +146,7 @@ preflight() {
     touch "$ATTEMPT/interrupted" # this attempt has not trained, so it does not count as one without progress
     excluded=$(scontrol -o show job "$JOB" | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p')
     excluded=$(IFS=,; echo "${excluded:+$excluded,}${bad[*]}")
-    enough=$(sinfo -h -N -p "$SLURM_JOB_PARTITION" -o %N | sort -u | grep -cvxF "$(scontrol show hostnames "$excluded")")
+    enough=$(sinfo -h -N -p "$PARTITIONS" -o %N | sort -u | grep -cvxF "$(scontrol show hostnames "$excluded")")
     [ "$enough" -ge "$NODES" ] || finish 1 "$fault; the partition has $enough others, and $NODES are needed"
     requeue "$fault" "$excluded"
 }
@@ -183,7 +187,7 @@ main() {
     if [ "$DRY_RUN" = 1 ]; then
         say "the plan:"
         "$PYTHON" -m grpo_megatron train "$CONFIG" "$@" --dry-run --world-size "$RANKS" \
-            trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" || exit
+            trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" "${ROLES[@]}" || exit
         say "the commands:"
     else
         name_job grpo-70b "${OUTPUT_DIR##*/}"

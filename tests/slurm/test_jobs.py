@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,17 @@ class Run:
     """One job, its output folder and its log."""
 
     def __init__(
-        self, lab: Lab, folder: Path, raw: dict[str, Any], nodes: int, *, name: str | None = None, **variables: str
+        self,
+        lab: Lab,
+        folder: Path,
+        raw: dict[str, Any],
+        nodes: int,
+        *,
+        name: str | None = None,
+        second: Sequence[str] = (),
+        **variables: str,
     ) -> None:
+        """`second`: options of a second component."""
         self.lab, self.out, self.log = lab, Path(raw["trainer"]["output_dir"]), folder / "job.log"
         self.allowed = folder / "allowed"
         (folder / "run.yaml").write_text(yaml.safe_dump(raw))
@@ -55,7 +65,7 @@ class Run:
         arguments = [SCRIPT, str(folder / "run.yaml"), f"trainer.output_dir={self.out}"]
         # TERM_SECONDS: no step can be finished after SIGTERM, since it waits at the gate.
         environment = {"REPO": str(ROOT), "DEVICE": "cpu", "PREFLIGHT": "0", "TERM_SECONDS": "1", **variables}
-        self.job = lab.submit(*options, *arguments, **environment)
+        self.job = lab.submit(*options, *second, *arguments, **environment)
 
     def allow(self, steps: int) -> None:
         """Let a run with a gated reward do so many steps in all. It then waits in the middle of the next one."""
@@ -169,18 +179,40 @@ def interrupt_in_full(lab: Lab, run: Run) -> None:
         lab.slurm("scontrol", "update", "nodename=node2", "state=resume")
 
 
+def in_roles(workspace: Path, output_dir: Path, steps: int, seconds: float, **rollout: Any) -> dict[str, Any]:
+    """One rank trains, and one draws ahead of it. A reward takes so many seconds."""
+    raw = settings(workspace, output_dir, 2, 1, 1, steps)
+    raw["rollout"] |= {"lag": 1, **rollout}
+    raw["reward"] = {"function": "tests.slurm.gate:slow_reward", "kwargs": {"seconds": seconds}}
+    return raw
+
+
+APART = {"placement": "separate", "num_ranks": 1}
+
+
+@pytest.mark.soak
+def test_a_heterogeneous_job_has_a_component_for_each_role(lab: Lab, workspace: Path, tmp_path: Path) -> None:
+    """The script makes two roles of two components. Both pass the pre-flight, and are queued again together."""
+    worlds.run(run_ranks.train_in_roles, 2, raw=in_roles(workspace, tmp_path / "reference", 6, 0.0, **APART))
+    second = (":", "--job-name=draws", "--exclusive", "--nodes=1", "--ntasks-per-node=1", "--nodelist=node4")
+    raw = in_roles(workspace, tmp_path / "run", 6, 0.2)
+    run = Run(lab, tmp_path, raw, nodes=1, second=second, PREFLIGHT="1", **PATIENT)
+    run.after(2)
+    lab.slurm("scancel", "--batch", "--signal=USR1", run.job)
+    run.ended(0, "saved on request; requeued")
+    run.end()
+    same_run(tmp_path / "reference", run.out, 6)
+    assert "2 nodes x 1 = 2 ranks" in run.text()
+    for node in ("node1", "node4"):
+        assert run.text().count(f"pre-flight {node}: ok") == 2
+
+
 @pytest.mark.soak
 def test_two_roles_on_two_nodes(lab: Lab, workspace: Path, tmp_path: Path) -> None:
-    """One node trains and one draws ahead of it. Pre-empted, then without its drawing rank, then without its drawing node."""
-
-    def of_roles(name: str, seconds: float, **rollout: Any) -> dict[str, Any]:
-        raw = settings(workspace, tmp_path / name, 2, 1, 1, 12)
-        raw["rollout"] |= {"placement": "separate", "lag": 1, **rollout}
-        raw["reward"] = {"function": "tests.slurm.gate:slow_reward", "kwargs": {"seconds": seconds}}
-        return raw
-
-    worlds.run(run_ranks.train_in_roles, 2, raw=of_roles("reference", 0.0, num_ranks=1))
-    run = Run(lab, tmp_path, of_roles("run", 0.2, num_nodes=1), nodes=2)
+    """Pre-empted, then without its drawing rank, then without its drawing node."""
+    worlds.run(run_ranks.train_in_roles, 2, raw=in_roles(workspace, tmp_path / "reference", 12, 0.0, **APART))
+    raw = in_roles(workspace, tmp_path / "run", 12, 0.2, placement="separate", num_nodes=1)
+    run = Run(lab, tmp_path, raw, nodes=2)
     run.after(2)
     urgent = lab.submit("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=true")
     run.ended(0, "saved on request; requeued")

@@ -274,9 +274,15 @@ def test_gpus_and_versions_are_looked_at(preflight: ModuleType) -> None:
         "GPU 2: 3 uncorrected ECC errors",
         "GPU 3: hardware slowdown (heat or power)",
     ]
-    facts = [{"node": f"n{i}", "versions": {"torch": "2.13.0"}} for i in range(4)]
+    gpus = ("H100", "H100", "L40S", "L40S")  # of two nodes that train, and of two that draw
+    facts = [
+        {"node": f"n{i}", "draws": i > 1, "versions": {"torch": "2.13.0", "gpu": gpu}} for i, gpu in enumerate(gpus)
+    ]
     assert preflight.odd_versions(facts) == {}
-    facts[0]["versions"] = {"torch": "2.12.1"}
+    facts[3]["versions"]["gpu"] = "A10"
+    assert preflight.odd_versions(facts) == {"n3": ["gpu A10, but L40S on 1 nodes"]}
+    facts[3]["versions"]["gpu"] = "L40S"
+    facts[0]["versions"]["torch"] = "2.12.1"
     assert preflight.odd_versions(facts) == {"n0": ["torch 2.12.1, but 2.13.0 on 3 nodes"]}
 
 
@@ -294,7 +300,7 @@ def test_imports_come_before_the_clock_and_the_facts(
     monkeypatch.setattr(preflight.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(preflight.time, "sleep", lambda seconds: waited.append(now.append(now.pop() + 10.0)))
     monkeypatch.setattr(
-        preflight, "check_node", lambda device: {"node": "n1", "first_rank": 0, "problems": [], "versions": {}}
+        preflight, "check_node", lambda device: {"node": "n1", "draws": False, "first_rank": 0, "problems": [], "versions": {}}
     )
     monkeypatch.setattr(preflight, "NODE", "n1")
     monkeypatch.setattr(sys, "argv", ["preflight.py", str(tmp_path), "--device", "cpu"])
