@@ -124,7 +124,8 @@ def odd_versions(facts: list[dict[str, Any]]) -> dict[str, list[str]]:
     odd: dict[str, list[str]] = {}
     names = sorted({name for node_facts in facts for name in node_facts["versions"]})
     roles = [[node_facts for node_facts in facts if node_facts["draws"] is draws] for draws in (False, True)]
-    for name, part in [(name, part) for name in names for part in (roles if name == "gpu" else [facts]) if part]:
+    compared = [(name, part) for name in names for part in (roles if name == "gpu" else [facts]) if part]
+    for name, part in compared:
         versions = [node_facts["versions"].get(name, "none") for node_facts in part]
         common, count = Counter(versions).most_common(1)[0]
         for node_facts, version in zip(part, versions, strict=True):

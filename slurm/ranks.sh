@@ -50,6 +50,9 @@ NODES=${#NODE_LIST[@]}
 RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-8}}
 RANKS=$((NODES * RANKS_PER_NODE))
 export DRAWING_NODES=${DRAWING_NODES:-0}     # how many of the last nodes draw, because their component says so
+ROLES=() # overrides, for the jobs that train
+# shellcheck disable=SC2034 # train_70b.sh uses it
+[ "$DRAWING_NODES" -eq 0 ] || ROLES=(rollout.placement=separate rollout.num_nodes="$DRAWING_NODES")
 # The port depends on job and attempt only. It is below the ephemeral ports (32768).
 MASTER_PORT=$((20000 + (JOB * 17 + RESTARTS) % 10000))
 GRPO_MEGATRON_RUN_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n') # the keys of this attempt in rank 0's store

@@ -4,7 +4,6 @@
 #   sbatch slurm/train_70b.sh                                              # Llama-3.3-70B in FP8: variables MODEL and DATA, below
 #   sbatch --nodes=2 slurm/train_70b.sh examples/qwen2_72b.yaml model.path=/models/qwen trainer.save_freq=2
 #   sbatch --nodes=4 --ntasks-per-node=4 --gpus-per-node=4 ...             # nodes of 4 GPUs
-#   sbatch --nodes=6 : --nodes=2 --job-name=draws ... slurm/train_70b.sh ...    # 6 nodes train, 2 of another kind draw (docs/clusters.md)
 #   DRY_RUN=1 bash slurm/train_70b.sh CONFIG                               # show the plan and every command, start nothing
 #
 # The job is named after OUTPUT_DIR, which is named after the config, unless sbatch --job-name gives it another name.
@@ -75,10 +74,7 @@ done
 [ -z "$NEEDS_MODEL" ] || [ -e "$MODEL" ] || die "no model $MODEL; set MODEL, or give a config: sbatch slurm/train_70b.sh CONFIG"
 ATTEMPT=$OUTPUT_DIR/attempts/$JOB-$RESTARTS
 TRAIN=("$PYTHON" -m grpo_megatron train "$CONFIG" "$@" trainer.output_dir="$OUTPUT_DIR" trainer.device="$DEVICE"
-    trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" trainer.stop_file="$ATTEMPT/stop")
-ROLES=()
-[ "$DRAWING_NODES" -eq 0 ] || ROLES=(rollout.placement=separate rollout.num_nodes="$DRAWING_NODES")
-TRAIN+=("${ROLES[@]}")
+    trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" trainer.stop_file="$ATTEMPT/stop" "${ROLES[@]}")
 
 # -- state of the run --------------------------------------------------------------------------------------------------
 

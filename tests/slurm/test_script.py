@@ -300,7 +300,9 @@ def test_imports_come_before_the_clock_and_the_facts(
     monkeypatch.setattr(preflight.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(preflight.time, "sleep", lambda seconds: waited.append(now.append(now.pop() + 10.0)))
     monkeypatch.setattr(
-        preflight, "check_node", lambda device: {"node": "n1", "draws": False, "first_rank": 0, "problems": [], "versions": {}}
+        preflight,
+        "check_node",
+        lambda device: {"node": "n1", "draws": False, "first_rank": 0, "problems": [], "versions": {}},
     )
     monkeypatch.setattr(preflight, "NODE", "n1")
     monkeypatch.setattr(sys, "argv", ["preflight.py", str(tmp_path), "--device", "cpu"])
