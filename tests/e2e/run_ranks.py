@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -110,10 +111,11 @@ def train(
 def train_in_roles(raw: dict[str, Any], delays: int | None = None, die: tuple[int, str, int] | None = None) -> Any:
     """`train` on the ranks that train, with the weights of each version; None on those that draw.
 
-    `delays`: a seed of random pauses before every phase of either role. `die`: (rank of the run, phase, n), at whose
-    n-th beginning that rank ends without a word.
+    `delays`: a seed of random pauses, before every phase of either role and every message between them. `die`: (rank of
+    the run, phase, n), at whose n-th beginning that rank ends without a word.
     """
     from grpo_megatron.checks.validate import validate
+    from grpo_megatron.parallel.bridge import Bridge
     from grpo_megatron.parallel.heartbeat import Heartbeat
     from grpo_megatron.rollout_rank import RolloutRank
     from grpo_megatron.training.roles import RolloutRanks
@@ -121,19 +123,33 @@ def train_in_roles(raw: dict[str, Any], delays: int | None = None, die: tuple[in
     enter, rank, versions, begun = Heartbeat.phase, int(os.environ["RANK"]), {}, Counter[str]()
     pauses = random.Random(None if delays is None else 100 * delays + rank)
 
+    def pause(longest: float) -> None:
+        time.sleep(0.0 if delays is None else pauses.choice([0, 0, longest / 10, longest]))
+
     def paused(self: Heartbeat, name: str) -> Any:
         begun[name] += 1
         if die == (rank, name, begun[name]):
             os._exit(9)
-        time.sleep(0.0 if delays is None else pauses.choice([0, 0, 0.02, 0.2]))
+        pause(0.2)
         return enter(self, name)
+
+    def slow(method: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            pause(0.04)
+            return method(*args, **named)
+
+        return call
 
     def recorded(self: RolloutRanks, version: int) -> None:
         send(self, version)
         versions[version] = {n: t.clone() for bucket in self.policy.hf_weights(1) for n, t in bucket}
 
     config, world, send = Config.model_validate(raw), int(os.environ["WORLD_SIZE"]), RolloutRanks._send_weights
-    with mock.patch.object(Heartbeat, "phase", paused), mock.patch.object(RolloutRanks, "_send_weights", recorded):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Heartbeat, "phase", paused))
+        patches.enter_context(mock.patch.object(RolloutRanks, "_send_weights", recorded))
+        for name in ("send", "receive", "post"):  # a slow network
+            patches.enter_context(mock.patch.object(Bridge, name, slow(getattr(Bridge, name))))
         if rank < world - config.num_rollout_ranks:
             return {**train(raw), "versions": versions}
         RolloutRank(config, validate(config, world)).run()
