@@ -73,6 +73,7 @@ class Draw:
 
 
 GREEDY = -1  # Sample.index of a greedy response
+BRANCH = 1 << 20  # Sample.index of branch b = 1, 2, ... of trajectory i: i + b * BRANCH (sampling/multi_turn.py)
 UNFINISHED = "unfinished"  # Sample.finish_reason of a response that later steps go on with (rollout.partial)
 
 
@@ -146,6 +147,14 @@ class GroupTable:
 
     def __len__(self) -> int:
         return len(self.prompt_index)
+
+    def without_branches(self) -> GroupTable:
+        """One row per trajectory: the one that its end is in."""
+        if not any(index >= BRANCH for index in self.index):
+            return self
+        rows = [row for row, index in enumerate(self.index) if index < BRANCH]
+        columns = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return GroupTable(**{name: [column[row] for row in rows] if column else [] for name, column in columns.items()})
 
     def groups(self) -> list[list[int]]:
         """Row numbers of each prompt's samples, in order of prompt_index. Found once: a plan asks for them often."""

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, informative_groups
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig, OverlongBuffer
 from grpo_megatron.importing import Registry
-from grpo_megatron.types import GroupTable, MiniBatches, Plan, rows_of_mini_batch
+from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, rows_of_mini_batch
 
 # -- Token weights -----------------------------------------------------------------------------------------------------
 # Aggregation as one weight per token, fixed before batching: loss = sum over tokens of weight * token loss.
@@ -495,6 +495,21 @@ def row_weights(
 
 
 def _advantages(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[bool]) -> Advantages:
+    """Per row. The estimator compares trajectories; a branch has the advantage of its trajectory, however many there are."""
+    own = table.without_branches()
+    if own is table:
+        return _estimated(table, algorithm, trainable)
+    can_train = [trainable[row] for row, index in enumerate(table.index) if index < BRANCH]
+    found = dict(zip(zip(own.prompt_index, own.index, strict=True), _estimated(own, algorithm, can_train), strict=True))
+    if any(isinstance(value, list) for value in found.values()):
+        raise ValueError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator!r} gives one advantage per token, and a trajectory with"
+            " branches needs one for all of them; set adv_estimator=grpo, or rollout.multi_turn.kwargs.branches=refuse"
+        )
+    return [found[prompt, index % BRANCH] for prompt, index in zip(table.prompt_index, table.index, strict=True)]
+
+
+def _estimated(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[bool]) -> Advantages:
     """Run the estimator and check what it returns: it may be the user's own."""
     name = algorithm.adv_estimator
     check_rewards(table.reward)  # also for estimators of the user's own

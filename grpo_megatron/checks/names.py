@@ -377,6 +377,8 @@ def environment_problems(config: Config) -> Problems:
             f"rollout.multi_turn.kwargs.temperature={temperature} is what requests of the program may name, and"
             f" {k.rollout.temperature!r}; set it to that"
         )
+    if multi_turn.kwargs.get("branches") == "samples" and config.actor.share_prompts:
+        yield f"{key} with kwargs.branches=samples gives a group several prompts; set {k.actor.share_prompts:key}=false"
     if gives_rewards and (config.reward.function is not None or config.reward.components):
         unused = f"{k.reward.components:key}" if config.reward.components else f"{k.reward.function!r}"
         yield f"{key} gives the rewards itself, and {unused} would not be called; leave it out"

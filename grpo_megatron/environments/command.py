@@ -84,7 +84,8 @@ class CommandEnvironment(Environment):
     """`command`: program and arguments. `model`: the name that requests must use. `format`: how the model writes tool calls.
 
     `temperature`: the only one that a request may name, `rollout.temperature`. `imports`: modules that a Python program finds
-    imported.
+    imported. `branches`: a request that does not continue the one before gets a 400 (refuse), or begins another sequence, which
+    is a sample of its own (samples).
     """
 
     gives_rewards = True
@@ -97,6 +98,7 @@ class CommandEnvironment(Environment):
         format: str = "hermes",
         temperature: float = 1.0,
         imports: Sequence[str] = (),
+        branches: str = "refuse",
     ) -> None:
         if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
             raise ValueError(f'{WHERE}.command={command!r} is no list of texts; write ["python", "agent.py"]')
@@ -106,8 +108,10 @@ class CommandEnvironment(Environment):
             Path(command[0]).name.startswith("python") and len(command) > 1 and Path(command[1]).is_file()
         ):
             raise ValueError(f'{WHERE}.imports needs a command ["python", "agent.py", ...], not {list(command)}')
+        if branches not in ("refuse", "samples"):
+            raise ValueError(f"{WHERE}.branches={branches!r}: write refuse or samples")
         self._command, self._model, self._is_forked = list(command), model, bool(imports)
-        self._settings = model, float(temperature), format
+        self._settings = model, float(temperature), format, branches == "samples"
 
     @classmethod
     def preload(cls, **kwargs: Any) -> None:

@@ -4,7 +4,8 @@
 
 It runs in the trajectory's process, and is gone with it. The client gets text; the run keeps the tokens (sampling/multi_turn.py).
 A request must continue what was said: its messages begin with those of the request before and the answer to it, compared as
-messages, and only what follows is rendered and becomes an observation. So nothing is tokenized twice. What would make the
+messages, and only what follows is rendered and becomes an observation. So nothing is tokenized twice. One that does not gets a
+400, or begins a branch: another sequence of the trajectory. What would make the
 tokens other than the run's own draws (another model, a temperature of its own, `n`) gets a 400 that says why.
 
 An answer is drawn at the run's logical clock, with all others. A client that repeats its request meanwhile, as OpenAI's does
@@ -20,7 +21,7 @@ import secrets
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_megatron.environments.environment import Asked, ChatMessage
@@ -320,14 +321,14 @@ class Conversation:
         if prompt is not None:
             assert self.prompt is not None
             if prompt[: len(self.prompt)] != self.prompt or len(prompt) == len(self.prompt):
-                raise RefusedError(f"the prompt does not go on where the last one and its completion end{BRANCH}")
+                raise RefusedError(f"the prompt does not go on where the last one and its completion end{NO_BRANCH}")
             return [], Asked([], asked.max_tokens, asked.stop, prompt[len(self.prompt) :])
         for number, (said, now) in enumerate(zip(self.messages, question.messages, strict=False)):
             if _same(said) != _same(now):
-                raise RefusedError(f"message {number} is another one than before{BRANCH}")
+                raise RefusedError(f"message {number} is another one than before{NO_BRANCH}")
         new = question.messages[len(self.messages) :]
         if not new:
-            raise RefusedError(f"nothing follows what was said and answered before{BRANCH}")
+            raise RefusedError(f"nothing follows what was said and answered before{NO_BRANCH}")
         return new, Asked([], asked.max_tokens, asked.stop, None)
 
     def add(self, question: ClientRequest, turn: Json) -> Reply:
@@ -346,16 +347,15 @@ class Conversation:
         reply = Reply(text, content, found, finish, tokens, turn["prompt_tokens"], self.num_turns)
         self.num_turns, self.tools = self.num_turns + 1, question.asked.tools
         self.messages = [*question.messages, reply.message]
-        if isinstance(question.asked.prompt, str):
-            self.prompt = question.asked.prompt + text
-        elif question.asked.prompt is not None:
-            self.prompt = [*question.asked.prompt, *turn["token_ids"]]
+        self.prompt = question.asked.prompt
+        if self.prompt is not None:
+            self.prompt = self.prompt + text if isinstance(self.prompt, str) else [*self.prompt, *turn["token_ids"]]
         return reply
 
 
-BRANCH = (
+NO_BRANCH = (
     "; a trajectory is one conversation, each request of which repeats the one before and its answer, and adds to them."
-    " Another branch cannot be recorded"
+    " Another branch is recorded with rollout.multi_turn.kwargs.branches=samples only"
 )
 
 
@@ -372,11 +372,11 @@ class Endpoint:
     An item of `questions` is (messages, Asked), or a text: the client has sent too much.
     """
 
-    def __init__(self, model: str, temperature: float, call_format: str) -> None:
+    def __init__(self, model: str, temperature: float, call_format: str, branches: bool = False) -> None:
         self._model, self._temperature = model, temperature
         self.key = secrets.token_urlsafe(24)
         self.questions: queue.Queue[tuple[list[ChatMessage], Asked] | str] = queue.Queue()
-        self._conversation = Conversation(call_format)
+        self._conversation, self._branches = Conversation(call_format), branches
         self._pending: tuple[bytes, ClientRequest, asyncio.Future[Reply]] | None = (
             None  # touched in the loop's thread only
         )
@@ -448,7 +448,12 @@ class Endpoint:
         question = PROTOCOLS[form][0](read, self._conversation.messages)
         if self._pending is not None:
             raise RefusedError("another request is being answered; a trajectory has one at a time")
-        new = self._conversation.new_part(question)
+        try:
+            new = self._conversation.new_part(question)
+        except RefusedError:
+            if not (self._branches and self._conversation.num_turns and (question.messages or question.asked.prompt)):
+                raise
+            new = question.messages, replace(question.asked, branch=True)
         waiting: asyncio.Future[Reply] = self._loop.create_future()
         self._pending = body, question, waiting
         self.questions.put(new)

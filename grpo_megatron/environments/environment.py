@@ -30,12 +30,14 @@ class Asked:
     """What an environment wants of the model's next turn. `tools`: shown to the model, by the first messages only.
 
     `max_tokens` ends the turn, not the trajectory. `stop` are texts of this turn. `prompt`: text or ids instead of messages.
+    `branch`: what is given is a whole conversation, which does not continue the one so far.
     """
 
     tools: list[dict[str, Any]] = field(default_factory=list)
     max_tokens: int | None = None
     stop: list[str] = field(default_factory=list)
     prompt: str | list[int] | None = None
+    branch: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def plain_step(step: object, max_characters: int) -> dict[str, Any]:
 def _plain_asked(asked: Asked, max_characters: int) -> dict[str, Any]:
     """Only what differs from its default. Raises TypeError or FloodedError."""
     wanted = {name: value for name, value in vars(asked).items() if value != getattr(Asked(), name)}
-    types = {"tools": list, "max_tokens": int, "stop": list, "prompt": str | list}
+    types = {"tools": list, "max_tokens": int, "stop": list, "prompt": str | list, "branch": bool}
     for name, value in wanted.items():
         if not isinstance(value, types[name]):
             raise TypeError(f"Asked.{name} is {type(value).__name__}")

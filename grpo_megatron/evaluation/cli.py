@@ -35,7 +35,7 @@ from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, TrajectoryGenerator
 from grpo_megatron.storage.files import write_file
-from grpo_megatron.types import Sample
+from grpo_megatron.types import BRANCH, Sample
 
 REPORT_EVERY_S = 10.0
 StartRanks = Callable[[int, str], int]  # (world size, device) -> exit code: starts the ranks of this machine
@@ -162,7 +162,7 @@ def draw_task(
                 greedy=selected.greedy,
                 metrics=Metrics(),
             )
-            entries = [ledger_entry(sample, selected.prompts.stop, settings.tokenizer) for sample in samples]
+            entries = [ledger_entry(s, selected.prompts.stop, settings.tokenizer) for s in samples if s.index < BRANCH]
             if mesh.is_block_leader:
                 ledger.append(mesh.rollout_block, entries)
             num_done, num_tokens = num_done + missing, num_tokens + sum(entry.num_tokens for entry in entries)

@@ -205,17 +205,18 @@ def group_table_metrics(metrics: Metrics, table: GroupTable, max_response_length
     """Record rewards and lengths of every sample of the step. The table is the same on all ranks, so these are constants.
 
     `critic/score` is the reward before its penalties, `critic/rewards` after them. Both leave out empty responses and
-    unscorable ones (NaN). `response_length` counts all response tokens. `clip_ratio` is the share of responses with
-    exactly `max_response_length` tokens, including those that stopped there by themselves. `truncated_ratio` is the
-    share that the engine cut off. `response/loss_token_ratio`, reported where a loss mask has a 0, is the share of all
-    response tokens that is in the loss.
+    unscorable ones (NaN), and count a trajectory once. `response_length` counts all response tokens. `clip_ratio` is the share
+    of responses with exactly `max_response_length` tokens, including those that stopped there by themselves.
+    `truncated_ratio` is the share that the engine cut off. `response/loss_token_ratio`, reported where a loss mask has a 0, is
+    the share of all response tokens that is in the loss.
     """
     if not len(table):
         return
     lengths = table.response_length
+    own = table.without_branches()
     rewards, scores = (
-        [r for r, n in zip(column, lengths, strict=True) if n and not math.isnan(r)]
-        for column in (table.reward, table.raw_reward or table.reward)
+        [r for r, n in zip(column, own.response_length, strict=True) if n and not math.isnan(r)]
+        for column in (own.reward, own.raw_reward or own.reward)
     )
     summaries: dict[str, Sequence[float]] = {
         "critic/score": scores,

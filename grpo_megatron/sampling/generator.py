@@ -106,16 +106,16 @@ class Generator:
             history = None
         expected = None if history is None else history.expected(prompts)
         queues = assign_samples(len(prompts), len(indices), self.mesh.num_rollout_blocks, expected)
-        samples: dict[int, Sample] = {}
+        drawn: list[Sample] = []
         self.grading.begin((prompt.reward for prompt in prompts), len(queues[self.mesh.rollout_block]))
         with metrics.phase("gen"):
             for finished in self._finished(wanted, queues, metrics):
-                for number, sample in finished:
-                    samples[number] = sample
+                for _, sample in finished:
+                    drawn.append(sample)
                     self.grading.add(sample)
                 self.grading.serve()
         self.record_cache(metrics)
-        drawn = [samples[number] for number in sorted(samples)]
+        drawn.sort(key=lambda sample: (sample.prompt_index, sample.index))
         if history is not None:
             tokens = [0] * len(prompts)
             for sample in drawn if self.mesh.is_block_leader else ():

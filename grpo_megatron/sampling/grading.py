@@ -20,7 +20,7 @@ from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.processes.pool import KeptProblem
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardResult, opened_thought, rewards
-from grpo_megatron.types import BY_MODEL, Sample, Turn
+from grpo_megatron.types import BRANCH, BY_MODEL, Sample, Turn
 
 WORTH_OVERLAP_S = 0.05
 FAILED = ("error", "timeout")  # of RewardResult.status; "none" is no failure
@@ -137,7 +137,7 @@ class TurnGrading(Grading):
     def add(self, sample: Sample) -> None:
         """Queue the last turn of a complete trajectory, or take the rewards of its environment. Returns at once."""
         turn = next((turn for turn in reversed(sample.turns) if turn.kind == "assistant"), None)
-        if turn is None:
+        if turn is None or sample.index >= BRANCH:
             return
         if self.gives_rewards:
             sample.reward = math.fsum(reward for _, reward in sample.turn_rewards)

@@ -15,6 +15,9 @@ How a trajectory ends, as (status, finish_reason):
     prompt_length, length    the environment's first messages are longer than a prompt may be; there is no response
     timeout, died, raised, flooded, memory with stop    the environment failed; what was generated before is kept
 
+An agent may begin another conversation (endpoint.py). What was there is then a branch: a sample of its own with the reward of the
+trajectory's end, and its advantage (algo/plan.py). It has no reward function, no metrics and no part in validation.
+
 The leader of a rollout block has the worker processes of its environments. It renders the answers that are due and sends the
 tokens to the other ranks of the block, which wait for them at the same tick.
 """
@@ -39,7 +42,7 @@ from grpo_megatron.processes.pool import KeptProblem
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, stable_hash
 from grpo_megatron.sampling.generator import Draws, Generator
 from grpo_megatron.sampling.grading import TurnGrading
-from grpo_megatron.types import GREEDY, Sample, Turn
+from grpo_megatron.types import BRANCH, GREEDY, Sample, Turn
 
 Side = Literal["left", "middle", "right"]
 OMISSION = "..."
@@ -65,6 +68,7 @@ class Answer:
     metrics: dict[str, float] = field(default_factory=dict)
     max_tokens: int | None = None  # of the next turn
     stop: tuple[str, ...] = ()  # further texts that end the next turn
+    branch: bool = False  # `token_ids` are a whole prompt
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Trajectory:
     turn_limit: int | None = None  # tokens of the next turn, where the environment set any
     turn_stop: StopTexts | None = None  # its texts; else `stop`
     last_finish: str = "stop"  # how the last turn ended
+    branches: list[Trajectory] = field(default_factory=list)  # the sequences before this one
 
     @property
     def is_over(self) -> bool:
@@ -109,8 +114,8 @@ class Trajectory:
 
     @property
     def num_generated(self) -> int:
-        """Turns of the assistant so far."""
-        return sum(turn.kind == "assistant" for turn in self.turns)
+        """Turns of the assistant so far, those of the branches included."""
+        return sum(turn.kind == "assistant" for part in (*self.branches, self) for turn in part.turns)
 
     @property
     def last_turn(self) -> tuple[int, int] | None:
@@ -162,10 +167,20 @@ class Trajectory:
             self._end("ok", "stop")
         elif self.num_generated >= self.limits.turns:
             self._end("turn_limit", "length")
-        elif len(self.response_ids) + len(answer.token_ids) >= self.limits.response:
+        elif answer.branch and len(answer.token_ids) < self.limits.prompt + self.limits.response:
+            self._branch(answer.token_ids, clock)
+        elif answer.branch or len(self.response_ids) + len(answer.token_ids) >= self.limits.response:
             self._end("length", "length")
         else:
             self._append("observation", answer.token_ids, [0.0] * len(answer.token_ids), clock)
+
+    def _branch(self, token_ids: list[int], clock: int) -> None:
+        """Begin another sequence. What a prompt has no room for is an observation."""
+        self.branches.append(replace(self, branches=[], turn_rewards=[], metrics={}))
+        self.prompt_ids, rest = token_ids[: self.limits.prompt], token_ids[self.limits.prompt :]
+        self.response_ids, self.logprobs, self.turns = [], [], []
+        if rest:
+            self._append("observation", rest, [0.0] * len(rest), clock)
 
     def _append(self, kind: str, token_ids: list[int], logprobs: list[float], clock: int) -> None:
         start = len(self.response_ids)
@@ -276,14 +291,16 @@ class EnvironmentAnswers:
             else:
                 metrics[name] = value
         limits: dict[str, Any] = {"max_tokens": step.asked.max_tokens, "stop": tuple(step.asked.stop)}
-        return Answer(token_ids, reward=step.reward, done=step.done, metrics=metrics, **limits)
+        return Answer(token_ids, step.reward, step.done, metrics=metrics, branch=step.asked.branch, **limits)
 
     def _render(self, trajectory: Trajectory, step: Step) -> list[int]:
         if step.done:
             return []  # nothing reads it
+        if step.asked.branch and (trajectory.turn_rewards or step.reward is not None):
+            raise ConfigError("a branch begins after a turn with a reward; only the last turn may have one")
         if step.asked.prompt is not None:
-            return self._raw(step.asked.prompt, is_first=not trajectory.turns)
-        if not trajectory.turns:
+            return self._raw(step.asked.prompt, is_first=not trajectory.turns or step.asked.branch)
+        if not trajectory.turns or step.asked.branch:
             return self.renderer.prompt(step.messages, step.asked.tools)
         limit, side = self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side
         messages: list[ChatMessage] = []
@@ -411,8 +428,8 @@ class TrajectoryGenerator(Generator):
         try:
             latency = self.answers.multi_turn.latency_ticks
             for ended in play(trajectories, self.engine, self.answers, wanted.version, latency):
-                numbers = [number_of[trajectory.key] for trajectory in ended]
-                yield [(n, self._ended(wanted, n, trajectory)) for n, trajectory in zip(numbers, ended, strict=True)]
+                pairs = [(number_of[trajectory.key], trajectory) for trajectory in ended]
+                yield [(n, sample) for n, trajectory in pairs for sample in self._samples_of(wanted, n, trajectory)]
         except EnvironmentsLost as error:  # every rank must stop
             problem = str(error)
         self.mesh.agree(problem)
@@ -444,6 +461,14 @@ class TrajectoryGenerator(Generator):
             stop_token_ids=self.stop_token_ids,
         )
 
+    def _samples_of(self, wanted: Draws, number: int, trajectory: Trajectory) -> list[Sample]:
+        """The sample that has the end, and then those of its branches. A greedy response is a baseline only."""
+        sample = self._ended(wanted, number, trajectory)
+        fate: Any = {"status": trajectory.status, "finish_reason": trajectory.finish_reason}
+        parts = [replace(part, **fate) for part in trajectory.branches if sample.index != GREEDY]
+        branches = [self._ended(wanted, number, part) for part in parts]
+        return [sample, *(replace(one, index=sample.index + b * BRANCH) for b, one in enumerate(branches, start=1))]
+
     def _ended(self, wanted: Draws, number: int, trajectory: Trajectory) -> Sample:
         place, index = wanted.of(number)
         prompt = wanted.prompts[place]
@@ -469,7 +494,11 @@ class TrajectoryGenerator(Generator):
 
     def finish_grading(self, samples: Sequence[Sample], draw_id: int, version: int, metrics: Metrics) -> None:
         """See Generator. Also sets the texts of the samples, turn by turn, with special tokens."""
-        super().finish_grading(samples, draw_id, version, metrics)
+        super().finish_grading([s for s in samples if s.index < BRANCH], draw_id, version, metrics)
+        ends = {(sample.prompt_index, sample.index): sample.reward for sample in samples}
+        for sample in samples:
+            if sample.index >= BRANCH:
+                sample.reward = ends[sample.prompt_index, sample.index % BRANCH]
         for sample in samples if self.mesh.is_block_leader else ():
             parts = [
                 f"[{t.kind}, {t.end - t.start} tokens]\n{self._decode(sample.response_ids[t.start : t.end])}"

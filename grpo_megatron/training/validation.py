@@ -41,7 +41,7 @@ from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.grading import is_declined
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.training.references import References
-from grpo_megatron.types import Batch, Prompt, Sample
+from grpo_megatron.types import BRANCH, Batch, Prompt, Sample
 
 VALIDATION_DRAW = -1  # a draw id that no training step has
 
@@ -91,7 +91,7 @@ class Validator:
                 top_p=self.val.top_p,
                 metrics=discarded,
             )
-            graded = [sample for sample in samples if self.mesh.is_block_leader and not is_declined(sample)]
+            graded = [s for s in samples if self.mesh.is_block_leader and s.index < BRANCH and not is_declined(s)]
             ranks = self.mesh.all_gather([self._row(sample) for sample in graded])
             rows = sorted((row for of_rank in ranks for row in of_rank), key=lambda row: (row.prompt_index, row.index))
         if self.num_logged_samples:

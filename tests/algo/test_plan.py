@@ -34,7 +34,7 @@ from grpo_megatron.algo.plan import (
     with_overlong_penalty,
 )
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer
-from grpo_megatron.types import GroupTable, Plan
+from grpo_megatron.types import BRANCH, GroupTable, Plan
 from tests.algo import tables
 
 NAN = math.nan
@@ -136,6 +136,21 @@ def per_prompt_token(table: GroupTable, config: AlgorithmConfig) -> list[list[fl
 
 def not_finite(table: GroupTable, config: AlgorithmConfig) -> list[float]:
     return [NAN] * len(table)
+
+
+def test_a_branch_has_the_advantage_of_its_trajectory() -> None:
+    """Rewards 0, 1, 1 of three trajectories; the second one has two branches, the last one is not in the loss."""
+    plain = tables.make_table([[0.0, 1.0, 1.0]])
+    table = tables.make_table([[0.0, 1.0, 1.0, 1.0, 1.0]], lengths=[[3, 3, 0, 5, 4]])
+    table = replace(table, index=[0, 1, 2, BRANCH + 1, 2 * BRANCH + 1])
+    for name in ("grpo", "rloo"):
+        algorithm = AlgorithmConfig.model_validate({"adv_estimator": name})
+        expected = plan_of(plain, algorithm=algorithm).advantages
+        plan = plan_of(table, algorithm=algorithm)
+        assert plan.advantages == [*expected, expected[1], expected[1]]
+        assert sorted(plan.rows(0)) == [0, 1, 3, 4] and plan.token_weights[3] == plan.token_weights[0] == 1 / 15
+    with pytest.raises(ValueError, match="gives one advantage per token"):
+        plan_of(table, algorithm=AlgorithmConfig.model_validate({"adv_estimator": f"{__name__}:per_token"}))
 
 
 def test_a_users_estimator_is_checked() -> None:

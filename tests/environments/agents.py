@@ -141,6 +141,15 @@ def impatient() -> float:
     return 0.0
 
 
+def rewrites() -> float:
+    """Its second request has another history, with other tools; its third goes on from there."""
+    ask([USER])
+    other = {"role": "user", "content": "shorter"}
+    second = ask([other], tools=[TOOL]).choices[0].message
+    third = ask([other, second, USER], tools=[TOOL]).choices[0].message
+    return float((second.content, third.content) == ("two", "three"))
+
+
 def _send_half() -> None:
     """A request whose sender is gone in the middle of its body."""
     url = CLIENT.base_url

@@ -96,6 +96,15 @@ def test_a_program_that_fails_ends_its_own_trajectory(name: str, turns: int, sta
     assert outcome.step is None and outcome.status == status and message in outcome.message, outcome
 
 
+def test_a_history_that_is_rewritten_begins_a_branch_where_the_config_says_so() -> None:
+    begun, branch, more, end = (outcome.step for outcome in play("rewrites", "one", "two", "three", branches="samples"))
+    assert begun and branch and more and end and end.reward == 1.0
+    assert (branch.messages, branch.asked) == ([{"role": "user", "content": "shorter"}], Asked([TOOL], branch=True))
+    assert (more.messages, more.asked) == ([USER], Asked())
+    with pytest.raises(ValueError, match="write refuse or samples"):
+        CommandEnvironment([sys.executable], branches="all")
+
+
 @pytest.mark.parametrize("name", ["impatient", "leaves"])
 def test_a_client_that_hangs_up_gets_its_answer_when_it_asks_again(name: str) -> None:
     with EnvironmentPool("command", kwargs(name), timeout_s=60.0) as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rewards.reward import RewardResult
-from grpo_megatron.sampling.multi_turn import Times, TrajectoryGenerator
+from grpo_megatron.sampling.multi_turn import Answer, Times, TrajectoryGenerator
 from grpo_megatron.training.report import record_samples
-from grpo_megatron.types import GREEDY, Prompt, Sample
+from grpo_megatron.types import BRANCH, GREEDY, Prompt, Sample
 from tests.sampling.fakes import FakeRewardPool, LoneMesh
 from tests.sampling.trajectory_fakes import FakeAnswers, FakeEngine
 
@@ -134,6 +135,38 @@ def test_trajectories_whose_environment_failed_are_kept_or_masked(failed: str) -
     assert samples[1].response_ids and math.isfinite(samples[1].reward)
     never_began = samples[2]
     assert math.isnan(never_began.reward) and never_began.response_ids == [] and never_began.prompt.text == "as loaded"
+
+
+class Branching(FakeAnswers):
+    """After the first turn of each sequence, a whole prompt that is too long for one; three sequences, then the end."""
+
+    def _answer(self, t: Any) -> Answer:
+        self.asked.remove(t.key)
+        if not t.turns:
+            return Answer([1, 2, t.row["number"]])
+        if t.num_generated == 3:
+            return Answer([], reward=0.25 + json.loads(t.key)[2], done=True)
+        return Answer([50 + t.num_generated] * 10, branch=True)
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_a_branch_is_a_sample_with_the_reward_of_the_end(monkeypatch: pytest.MonkeyPatch, graded: bool) -> None:
+    """Prompts have 8 tokens: of the 10 of a branch, two are an observation."""
+    monkeypatch.setattr(f"{__name__}.FakeAnswers", Branching)
+    pool = FakeRewardPool(lambda text, number: RewardResult(0.0)) if graded else None
+    samples, engine, _ = draw(1, greedy=True, pool=pool)
+    assert [sample.index for sample in samples] == [GREEDY, 0, 1, BRANCH, BRANCH + 1, 2 * BRANCH, 2 * BRANCH + 1]
+    assert [sample.reward for sample in samples] == [-0.75, 0.25, 1.25] + 2 * [0.25, 1.25]
+    assert [s.prompt.prompt_ids for s in samples[1::2]] == [(52,) * 8, (1, 2, 1), (51,) * 8]
+    assert samples[1].response_ids[:2] == [52, 52] and samples[5].response_ids[:2] == [51, 51]
+    assert [s.turns[0].kind for s in samples[1::2]] == ["observation", "assistant", "observation"]
+    assert all(
+        s.loss_mask == [int(t.kind == "assistant") for t in s.turns for _ in range(t.start, t.end)] for s in samples
+    )
+    assert {s.status for s in samples} == {"ok"} and [len(s.turn_rewards) for s in samples] == [1, 1, 1, 0, 0, 0, 0]
+    assert len({request.seed for _, request in engine.requests}) == 9  # each turn has draws of its own
+    if pool is not None:
+        assert len(pool.items) == 3  # a branch is not graded
 
 
 def test_metrics_are_means_over_trajectories() -> None:

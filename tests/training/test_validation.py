@@ -12,7 +12,7 @@ import pytest
 from grpo_megatron.config import DataConfig, RolloutConfig, TrainerConfig
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.training.validation import ValidationRow, Validator, summarize
-from grpo_megatron.types import Sample, Turn
+from grpo_megatron.types import BRANCH, Sample, Turn
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
 
@@ -121,9 +121,15 @@ def test_a_failed_score_is_a_dash(tmp_path: Path) -> None:
     assert "--- reward\nprediction: \\ud800 42\nreward 'm:f': KeyError\n--- reference answer\n" in text
 
 
-def test_a_declined_sample_is_left_out(tmp_path: Path) -> None:
-    generator = FakeGenerator(reward=lambda prompt, index, draw_id: 1.0 if index else math.nan)
-    generator = changed(generator, lambda sample: sample.reward_metrics.update(ok=1.0))
+@pytest.mark.parametrize("what", ["declined", "a branch"])
+def test_a_declined_sample_and_a_branch_are_left_out(tmp_path: Path, what: str) -> None:
+    def change(sample: Sample) -> None:
+        if what == "declined":
+            sample.reward_metrics.update(ok=1.0)
+        elif sample.index == 0:
+            sample.index = BRANCH
+
+    generator = changed(FakeGenerator(reward=lambda prompt, index, draw_id: 1.0 if index else math.nan), change)
     metrics = validator(tmp_path, generator).run(0, Metrics())
     assert {value for name, value in metrics.items() if "/reward/mean@" in name} == {1.0}
     assert {value for name, value in metrics.items() if "failed_ratio" in name} == {0.0}
