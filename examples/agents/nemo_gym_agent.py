@@ -8,7 +8,7 @@
         kwargs: {command: [python, examples/agents/nemo_gym_agent.py, "http://127.0.0.1:8001"], model: MODEL}
 
 `policy_base_url` in the body of `/run` is read by the agents that let a trainer route each episode by itself (mini_swe_agent and
-mini_swe_agent_2 in Gym 0.6). An agent that asks Gym's own model server has one address for all episodes, which cannot be
+mini_swe_agent_2 in Gym 0.5.1). An agent that asks Gym's own model server has one address for all episodes, which cannot be
 recorded per trajectory; it is refused, because its trajectory has no request. MODEL is Gym's `policy_model_name`. The agent must
 run on this machine. Gym's client is not needed: the body is the row, the answer has `reward`.
 """
