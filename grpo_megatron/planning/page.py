@@ -89,6 +89,7 @@ def plan_page(
     is_on_gpus = config.trainer.device != "cpu"
     found = fit(config, models, world_size, machine.gpu.usable_bytes) if gpu is not None and is_on_gpus else None
     cache = found.cache if found is not None else None
+    roles = {"drawing": config.num_rollout_ranks, "lag": config.rollout.lag}
     stages = models.stages(config)
     stage = max(stage.total for stage in stages[0])
     host = (
@@ -130,7 +131,7 @@ def plan_page(
         cache=cache,
         machine=machine,
         work=work,
-        seconds=None if found is None else estimated(found, work, machine).seconds,
+        seconds=None if found is None else estimated(found, work, machine, **roles).seconds,
         warnings="\n".join(line for warning in warnings for line in wrapped_item(warning, width - 2)),
         counted=counted,
         divided=lambda number, parts: f"{number // parts:,}" if number % parts == 0 else f"{number / parts:,.1f}",

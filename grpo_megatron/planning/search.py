@@ -116,12 +116,26 @@ class PlannedLayout:
         return self.fit.layout
 
 
-def estimated(found: Fit, work: Workload, machine: PlannedMachine) -> PlannedLayout:
-    """A layout that fits, with its estimated step."""
-    tokens = found.cache.tokens if found.cache is not None else 0
+def estimated(found: Fit, work: Workload, machine: PlannedMachine, *, drawing: int = 0, lag: int = 0) -> PlannedLayout:
+    """A layout that fits, with its estimated step. `drawing`: ranks that only draw, beside those of the machine."""
+    tokens, layout = found.cache.tokens if found.cache is not None else 0, found.layout
     if found.cache is not None:
         work = replace(work, max_num_seqs=found.cache.max_num_seqs)
-    return PlannedLayout(found, step_seconds(work, found.layout, machine, tokens))
+    seconds = step_seconds(replace(work, draws=work.draws and not drawing), layout, machine, tokens)
+    if drawing:
+        generate = generation_seconds(work, layout, replace(machine, world_size=drawing), tokens)
+        generate, copied = _with_copies(generate, work, layout, machine)
+        seconds = replace(seconds, generate=generate, sync=copied, overlaps=lag > 0)
+    return PlannedLayout(found, seconds, drawing)
+
+
+def _with_copies(generate: float, work: Workload, layout: Layout, machine: PlannedMachine) -> tuple[float, float]:
+    """Seconds of drawing and of loading the weights from the host, and of copying them there."""
+    size = work.num_trained * work.itemsize
+    return (
+        generate + machine.host_seconds(size / layout.rollout_tp),
+        machine.host_seconds(size / (layout.tp * layout.pp)),
+    )
 
 
 def nearest_layouts(
@@ -228,18 +242,18 @@ def search_splits(
                     replace(work, max_num_seqs=cache.max_num_seqs),
                     replace(machine, world_size=drawing),
                 )
-                seconds = generation_seconds(at_once, Layout.of(split), role_machine, cache.tokens)
-                generate.setdefault(seconds + machine.host_seconds(work.num_trained * work.itemsize / tp), split)
+                layout = Layout.of(split)
+                seconds = generation_seconds(at_once, layout, role_machine, cache.tokens)
+                generate.setdefault(_with_copies(seconds, work, layout, machine)[0], split)
         if not generate:
             continue
         seconds, split = min(generate.items(), key=lambda item: item[0])
         training = replace(machine, world_size=world - drawing)
         found = search(split, models, replace(work, draws=False), training).found
         if found:
-            best, layout = found[0], found[0].layout
-            copied = machine.host_seconds(work.num_trained * work.itemsize / (layout.tp * layout.pp))
-            of_both = replace(best.seconds, generate=seconds, sync=copied, overlaps=True)
-            yield split, replace(best, seconds=of_both, drawing=drawing)
+            _, copied = _with_copies(0.0, work, found[0].layout, machine)
+            of_both = replace(found[0].seconds, generate=seconds, sync=copied, overlaps=True)
+            yield split, replace(found[0], seconds=of_both, drawing=drawing)
 
 
 # -- The search: layouts that fit, fastest first, and the arguments that choose the first one -----------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +98,13 @@ def test_70b_fits_and_the_page_ends_with_it(capsys: pytest.CaptureFixture[str]) 
     total, _, parts = seconds.partition(" = ")
     terms = [float(term.split()[1]) for term in parts.split(" + ")]
     assert sum(terms) == pytest.approx(float(total), abs=0.3)
+    roles = ["rollout.placement=separate", "rollout.num_nodes=2", "rollout.lag=1", "trainer.nnodes=8"]
+    split = page(capsys, "plan", *arguments, *roles, "algorithm.rollout_correction.rollout_is=token")
+    expected = "  ([0-9.]+) = the longer of generate ([0-9.]+), and score [0-9.]+ \\+ update ([0-9.]+) \\+ sync [0-9.]+"
+    found = re.fullmatch(expected, section(split, "Seconds of a step")[0])
+    assert found is not None
+    longer, generate, update = map(float, found.groups())
+    assert longer == generate > 2 * terms[0] and update > terms[2]  # 2 engines in the place of 8, 48 GPUs in that of 64
 
 
 def test_host_memory_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
