@@ -45,8 +45,6 @@ def placement_problems(config: Config, world_size: int) -> Problems:
             f"{key} cuts a node of {keys_of(config).trainer.n_gpus_per_node}, whose ranks would train and draw beside each"
             f" other; set rollout.num_nodes={max(1, drawing // each)} instead"
         )
-    if rollout.sync == "delta":
-        yield f"{k.placement} with {k.sync}: rollout ranks get whole weights; set rollout.sync=full"
 
 
 def world_problems(config: Config, world_size: int, arch: Architecture | None) -> Problems:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.sync.exchange import Exchange, Pool, Post, RankPlan, Shard, Wait, in_rounds
+from grpo_megatron.sync.exchange import Envelope, Exchange, Pool, Post, RankPlan, Shard, Wait, in_rounds
 from grpo_megatron.sync.kept import KeptParts, host_copies
 from grpo_megatron.sync.plan import PHASES
 from grpo_megatron.types import WeightBucket
@@ -335,3 +336,82 @@ class DeltaSync:
 def _digest(history: object) -> int:
     """64 bits, signed."""
     return int.from_bytes(hashlib.blake2b(repr(history).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+# -- Two roles: the messages of full syncs, of each what has changed since the sync before -----------------------------
+# A first message to each peer has the number of changes in each that follows (FULL: it is whole; 0: it is not sent). It is
+# received in the background, and the others, whose sizes it gives, when they are needed: they are short. Digests attest them.
+
+FULL = -1
+
+
+class SentPatches:
+    """On a rank that sends. `last`: the messages of the sync before, which nobody changes."""
+
+    def __init__(self, limits: DeltaLimits) -> None:
+        self._limits, self._last, self._age = limits, list[Tensor](), 0
+
+    def messages(self, whole: list[Envelope]) -> list[Envelope]:
+        """What travels in the place of the messages of a full sync."""
+        self._age = (self._age + 1) % self._limits.full_every if self._last else 0
+        counts: dict[int, list[int]] = {}
+        out = []
+        for number, (peer, new) in enumerate(whole):
+            patch = encode_patch(new, self._last[number]) if self._age else None
+            is_full = patch is None or patch.count > self._limits.max_density * new.numel()
+            counts.setdefault(peer, []).append(FULL if patch is None or is_full else patch.count)
+            if patch is None or is_full or patch.count:
+                out.append((peer, new if patch is None or is_full else join_patches([patch])))
+        self._last = [message for _, message in whole]
+        return [*((peer, torch.tensor(of_peer)) for peer, of_peer in counts.items()), *out]
+
+
+class ReceivedPatches:
+    """On a rank that receives. `post` is that of an `Exchange` whose messages are all posted before the first is waited for."""
+
+    def __init__(self, post: Post, is_sender: Callable[[int], bool]) -> None:
+        self._post, self._is_sender = post, is_sender
+        self._whole: list[Tensor] = []  # the messages of the last sync
+        self._buffers: list[Envelope] = []  # where those of the next one belong
+        self._counts: dict[int, Tensor] = {}
+        self._wait: Wait | None = None
+        self.bytes_received = 0
+
+    def post(self, sends: list[Envelope], receives: list[Envelope]) -> Wait:
+        """Messages of other ranks that receive are as they are."""
+        if not receives or not self._is_sender(receives[0][0]):
+            return self._post(sends, receives)
+        first = len(self._buffers)
+        self._buffers += receives
+
+        def wait() -> None:
+            if self._wait is not None:
+                self._receive()
+            for number, (_, buffer) in enumerate(receives, start=first):
+                buffer.copy_(self._whole[number])
+
+        return wait
+
+    def expect(self) -> None:
+        """All messages of the next sync are posted."""
+        numbers = Counter(peer for peer, _ in self._buffers)
+        self._counts = {peer: torch.empty(number, dtype=torch.int64) for peer, number in numbers.items()}
+        self._wait = self._post([], list(self._counts.items()))
+
+    def _receive(self) -> None:
+        assert self._wait is not None
+        self._wait()
+        left = {peer: counts.tolist() for peer, counts in self._counts.items()}
+        counts = [left[peer].pop(0) for peer, _ in self._buffers]
+        self._whole = self._whole or [torch.empty_like(buffer) for _, buffer in self._buffers]
+        bodies = []
+        for (_, buffer), whole, count in zip(self._buffers, self._whole, counts, strict=True):
+            size = patch_bytes(buffer.numel(), max(count, 0), buffer.itemsize)
+            bodies.append(whole if count == FULL else torch.empty(size, dtype=torch.uint8))
+        arriving = [(peer, body) for (peer, _), body, n in zip(self._buffers, bodies, counts, strict=True) if n]
+        self._post([], arriving)()
+        for whole, body, count in zip(self._whole, bodies, counts, strict=True):
+            if count > 0:
+                apply_patch(split_patches(body, [(whole.numel(), count)], whole.dtype)[0], whole)
+        self.bytes_received = sum(body.nbytes for _, body in arriving)
+        self._buffers, self._wait = [], None

@@ -36,7 +36,7 @@ from grpo_megatron.models.lora.folder import save_peft
 from grpo_megatron.models.lora.sync import AdapterBridge, AdapterResharding
 from grpo_megatron.models.policy import AdapterReference, Policy
 from grpo_megatron.models.weights.folder import Serving, save_hf
-from grpo_megatron.models.weights.stream import BridgeResharding, Resharding, engine_tensors
+from grpo_megatron.models.weights.stream import BridgeResharding, DeltaBridge, Resharding, engine_tensors
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.parallel.mesh import Mesh, RankError
@@ -438,15 +438,18 @@ def build_resharding(
         "device": device.torch_device,
         "bucket_megabytes": rollout.update_weights_bucket_megabytes,
     }
+    limits = DeltaLimits(rollout.delta_full_every, rollout.delta_max_density) if rollout.sync == "delta" else None
     if mesh.bridge is not None:
         grid = replace(grid_of(config, mesh.bridge.num_training), ranks_per_node=mesh.ranks_per_node)
         options |= {"grid": grid, "lag": rollout.lag}
-        return BridgeResharding(*layout, **options) if lora.rank is None else AdapterBridge(*layout, lora, **options)
+        if lora.rank is not None:
+            return AdapterBridge(*layout, lora, **options)
+        return (
+            BridgeResharding(*layout, **options) if limits is None else DeltaBridge(*layout, limits=limits, **options)
+        )
     if lora.rank is not None:
         return AdapterResharding(*layout, lora, **options)
-    is_delta = rollout.sync == "delta"
-    delta = DeltaLimits(rollout.delta_full_every, rollout.delta_max_density) if is_delta else None
-    return Resharding(*layout, delta=delta, **options)
+    return Resharding(*layout, delta=limits, **options)
 
 
 def engine_tensors_of(config: Config, arch: Architecture) -> EngineTensors:

@@ -136,7 +136,6 @@ ROLES rollout.lag=1 algorithm.rollout_correction.rollout_is=null => trains on sa
 ROLES algorithm.source=initial actor.loss_mode=sft => draws from the policy that is trained, and algorithm.source=initial does not
 ROLES algorithm.rollout_correction.bypass_mode=true => rollout_is=token would count them again; set rollout_is=null
 ROLES SFT trainer.val_before_train=false trainer.test_freq=-1 => algorithm.source=file does not; set placement=colocated
-ROLES rollout.sync=delta => rollout ranks get whole weights; set rollout.sync=full
 ROLES rollout.num_ranks=8 => rollout.num_ranks=8 of 8 ranks leaves none to train; set 7 or less
 ROLES rollout.num_ranks=null rollout.num_nodes=1 => rollout.num_nodes=1 x trainer.n_gpus_per_node=8 = 8 of 8 ranks leaves none
 ROLES rollout.num_nodes=1 => one of them says how many ranks only draw

@@ -113,7 +113,7 @@ def test_the_launcher_prints_the_reason_once(
     assert err.count("Traceback") == (kind == "raised by one")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_under_torchrun_one_rank_prints_the_reason(run: Path, tmp_path: Path) -> None:
     """One traceback is the program's, the other one torchrun's. The table of torchrun repeats the reason."""
     process = start(run, tmp_path, "raised by all", launcher=TORCHRUN)

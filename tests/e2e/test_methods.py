@@ -96,11 +96,22 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+IN_THE_SOAK = ("lora", "lora again", "lora resumed")
+
+
+def in_the_soak(name: str) -> Any:
+    return pytest.param(name, marks=[pytest.mark.soak] * (name in IN_THE_SOAK))
+
+
 @pytest.fixture(scope="module")
-def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def runs(
+    request: pytest.FixtureRequest, workspace: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("methods")
+    is_soak = any(item.get_closest_marker("soak") and item.path == request.path for item in request.session.items)
+    methods = {name: sections for name, sections in METHODS.items() if is_soak or name not in IN_THE_SOAK}
     raws = []
-    for name, sections in METHODS.items():
+    for name, sections in methods.items():
         output = folder / name.replace("again", "resumed").replace(" ", "_")  # both halves share one folder
         raw = run_ranks.settings(workspace, output, 2, **sections)
         raw["rollout"]["engine"] = "transformers"  # the faster one; the other tests of this folder have vLLM
@@ -115,7 +126,7 @@ def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         result["token_weights"] = list(zip(result["token_weights"], other["token_weights"], strict=True))
         result["output_dir"] = Path(raw["trainer"]["output_dir"])
         result["metrics"] = metric_rows(result["output_dir"])
-    return dict(zip(METHODS, results, strict=True))
+    return dict(zip(methods, results, strict=True))
 
 
 def use_frozen_models(raw: dict[str, Any], workspace: Path, folder: Path) -> None:
@@ -137,7 +148,7 @@ def column(run: dict[str, Any], name: str) -> list[float]:
     return [row[name] for row in run["metrics"]]
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "without rewards"])
+@pytest.mark.parametrize("name", [in_the_soak(name) for name in METHODS if name != "without rewards"])
 def test_it_trains(runs: dict[str, dict[str, Any]], name: str) -> None:
     run, frozen = runs[name], METHODS[name].get("critic", {}).get("pretrain_steps", 0)  # steps without an update
     assert not any("actor/grad_norm" in row for row in run["metrics"][:frozen])
@@ -268,6 +279,7 @@ def test_ppo_trains_its_critic_and_resumes_with_it(
     assert "put back the file" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_lora_trains_adapters_serves_their_merged_weights_and_resumes(
     runs: dict[str, dict[str, Any]], workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ from grpo_megatron.models.architecture import ENGINE_VOCABULARY_MULTIPLE, Archit
 from grpo_megatron.models.families import table_of
 from grpo_megatron.models.weights.table import QKV, HeadsNorm, Replicated, Vocabulary, WeightRow, expand_table
 from grpo_megatron.parallel.mesh import Grid, Mesh, RankError, all_gather_values
-from grpo_megatron.sync.delta import DeltaLimits, DeltaSync
+from grpo_megatron.sync.delta import DeltaLimits, DeltaSync, ReceivedPatches, SentPatches
 from grpo_megatron.sync.digest import Expected, Share, expected_digests
 from grpo_megatron.sync.exchange import Envelope, Exchange, Pool, RankPlan, point_to_point, snapshot
 from grpo_megatron.sync.plan import (
@@ -421,6 +421,28 @@ class BridgeResharding(Resharding):
         assert self._arriving is not None, "expect was not called"
         yield from self._arriving.stream()
         self._arriving = None
+
+
+class DeltaBridge(BridgeResharding):
+    """The same with `rollout.sync: delta`: of each message what has changed since the version before."""
+
+    def __init__(self, *args: Any, limits: DeltaLimits, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._sent = SentPatches(limits)
+        self._received = ReceivedPatches(self.bridge.post, lambda rank: rank < self.bridge.num_training)
+
+    @property
+    def bytes_received(self) -> int:
+        """See Resharding."""
+        return self._received.bytes_received
+
+    def _snapshot(self, parameters: Mapping[str, Tensor]) -> list[Envelope]:
+        return self._sent.messages(super()._snapshot(parameters))
+
+    def _staged(self, plan: RankPlan) -> Exchange:
+        staged = Exchange(plan, holds_nothing, self._received.post, self._pool, stage=self._host)
+        self._received.expect()
+        return staged
 
 
 def holds_nothing(name: str) -> Tensor:
