@@ -49,6 +49,7 @@ def test_grades_between_answer_tags_and_behind_an_opened_thought(pool: RewardPoo
     assert [verdict.correct for verdict in grades] == [True, False]
 
 
+@pytest.mark.slow
 def test_grades_of_math_and_what_takes_too_long(pool: RewardPool) -> None:
     answers = ["x^2+2x+1", "(1,2)", "5", "x^2+1", "7"]
     texts = [r"\boxed{(x+1)^2}", r"\boxed{[1,2]}", "five", r"\boxed{(x+y+z+1)^{999}}", r"\boxed{7}"]

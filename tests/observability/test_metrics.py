@@ -83,6 +83,7 @@ GLOBAL = {
 }
 
 
+@pytest.mark.slow
 def test_every_rank_gets_the_same_global_numbers(reduced: list[dict[str, float]]) -> None:
     different = [k for k in reduced[0] if reduced[0][k] != reduced[1].get(k) and not math.isnan(reduced[0][k])]
     assert different == [] and list(reduced[0]) == list(reduced[1]) == sorted(reduced[0])

@@ -138,6 +138,7 @@ def test_a_group_that_is_partly_finished_goes_on_after_a_resume() -> None:
     assert [(s.index, len(s.response_ids), s.finish_reason) for s in group.samples] == [(0, 7, "stop"), (1, 4, "stop")]
 
 
+@pytest.mark.slow
 def test_the_samples_are_the_same_on_two_ranks() -> None:
     """Over real gloo: groups are on one block each; after a resume on another."""
     alone = worlds.run(collecting.collect_partial, 1, lengths=LENGTHS, resume_at=None)[0]

@@ -55,6 +55,7 @@ def check(outcome: str, failure: Failure) -> None:
     assert f"rank {1 - rank}:" not in outcome, (failure, outcome)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_a_reward_model(model: Path, tmp_path: Path) -> None:
     """No failure leaves a checkpoint behind. A checkpoint whose table of contents runs code is refused on every rank.
 
