@@ -140,9 +140,7 @@ class RolloutRank:
             prompts = {id(sample.prompt): without_row(sample.prompt) for group in groups for sample in group.samples}
             groups = [Group(g.version, [replace(s, prompt=prompts[id(s.prompt)]) for s in g.samples]) for g in groups]
             self.bridge.send(groups, to=self.mesh.rollout_block % self.bridge.num_training)
-        self.bridge.flush(
-            keep=2 * self.clock.lag + 4
-        )  # these may wait for the end of an update; the others have been read
+        self.bridge.flush(keep=2 * self.clock.lag + 4)  # these may wait for the end of an update; the others were read
 
     def _send(self, value: Any) -> None:
         if self.mesh.rank == 0:

@@ -52,7 +52,7 @@ from grpo_megatron.training.profiler import Profiler
 from grpo_megatron.training.references import References
 from grpo_megatron.training.report import StepReport, record_update
 from grpo_megatron.training.reward_model import build_reward_model
-from grpo_megatron.training.roles import RolloutRanks
+from grpo_megatron.training.roles import RolloutRanks, StepsAhead
 from grpo_megatron.training.stopping import Cadence, Stopped, Stopping
 from grpo_megatron.training.validation import Validator, build_validation_loss
 from grpo_megatron.training.warm_up import warm_up
@@ -185,12 +185,15 @@ class Trainer:
     def _restore_run(self, checkpoint: Path) -> None:
         """Restore what a checkpoint holds besides models and optimizers."""
         run = run_state(checkpoint)
+        ahead = len((run.get("collector") or {}).get("ahead", ()))
+        if ahead and not isinstance(self.collector, StepsAhead):
+            self.collector = StepsAhead(self.collector, self.mesh)
         if run.get("collector"):
             self.collector.load_state(run["collector"])
         if run.get("kl"):
             self.correction_step.kl.load_state(run["kl"])
         if self.colocation is not None:
-            self.colocation.provenance.load_state(run.get("weights_digests", {}))
+            self.colocation.provenance.load_state(run.get("weights_digests", {}), self.first_step + ahead)
         self.summary.recall()
 
     # -- the run -------------------------------------------------------------------------------------------------------
@@ -242,15 +245,13 @@ class Trainer:
         return contextlib.nullcontext() if self.colocation is None else self.colocation.rollout(step, self.metrics)
 
     def validate(self, step: int) -> None:
-        found = []
-        if isinstance(self.validator, RolloutRanks):
-            found = self.validator.validations(step, self.metrics)
-        elif self.validator is not None and self.cadence.validates_before(step):
-            found = [(step, self.validator.run(step, self.metrics))]
+        found = self.collector.validations(step, self.metrics) if isinstance(self.collector, StepsAhead) else []
+        if isinstance(self.validator, Validator) and self.cadence.validates_before(step):
+            found.append((step, self.validator.run(step, self.metrics)))
         for version, results in found:
             self._log_validation(version, results)
-            if version != step:
-                self.metrics.constant("rollout/validated_version", version)
+        if found and found[-1][0] != step:
+            self.metrics.constant("rollout/validated_version", found[-1][0])
 
     def validate_loss(self, step: int) -> None:
         if self.validation_loss is not None and self.cadence.validates_before(step):

@@ -16,7 +16,7 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import loss_facts, needs_reference, policy_losses
 from grpo_megatron.checks.models import has_critic
 from grpo_megatron.checks.names import reward_name
-from grpo_megatron.config import Config, OptimConfig, RolloutCorrection
+from grpo_megatron.config import Config, OptimConfig
 from grpo_megatron.config.problems import Problems, keys_of, marked, written
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.data.task import get_task
@@ -287,15 +287,17 @@ def _partial(config: Config) -> Problems:
         yield (
             f"{key}: {k.reward.function} compares the samples of a draw, which finish in different steps; leave one out"
         )
-    if _is_uncorrected(algorithm.rollout_correction):
+    if is_uncorrected(config):
         yield (
             f"{key} trains on tokens of up to {partial.max_staleness} earlier steps, and {k.algorithm.rollout_correction:key}"
             " has neither rollout_is nor rollout_rs, so that they would count as the policy's own; set rollout_is=token"
         )
 
 
-def _is_uncorrected(correction: RolloutCorrection) -> bool:
-    return correction.rollout_is is None and correction.rollout_rs is None and not correction.bypass_mode
+def is_uncorrected(config: Config) -> bool:
+    """Whether samples of older weights would count as the policy's own. A likelihood has no ratio to correct."""
+    correction, is_likelihood = config.algorithm.rollout_correction, loss_facts(config.actor).is_likelihood
+    return not (is_likelihood or correction.rollout_is or correction.rollout_rs or correction.bypass_mode)
 
 
 def _placement(config: Config) -> Problems:
@@ -308,9 +310,7 @@ def _placement(config: Config) -> Problems:
         yield f"{key} draws from the policy that is trained, and {k.algorithm.source} does not; {remedy}"
     elif not config.draws:
         yield f"{key}: this run draws nothing; {remedy}"
-    if rollout.lag == 0 or loss_facts(config.actor).is_likelihood:
-        return
-    if _is_uncorrected(algorithm.rollout_correction):
+    if rollout.lag and is_uncorrected(config):
         yield (
             f"{k.rollout.lag} trains on samples of as many steps older weights, and {k.algorithm.rollout_correction:key} has"
             " neither rollout_is nor rollout_rs, so that they would count as the policy's own; set rollout_is=token, or lag=0"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
+from grpo_megatron.checks.methods import is_uncorrected
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problems, keys_of, marked
 from grpo_megatron.config.section import ResumeClass, config_keys
@@ -106,11 +107,11 @@ def refusals(checkpoint: Path, content: Mapping[str, Any], config: Config) -> Pr
             f" {done} or more, or another trainer.output_dir"
         )
     ahead = len((content.get("run", {}).get("collector") or {}).get("ahead", ()))
-    if ahead and config.rollout.placement == "colocated":
+    if ahead and is_uncorrected(config):
         yield (
-            f"{keys_of(config).rollout.placement}: {checkpoint} holds {ahead} steps that were drawn ahead of their training"
-            " (rollout.lag), and a colocated run draws each step when it trains on it; set rollout.placement=separate (lag may"
-            " change)"
+            f"{checkpoint} holds {ahead} steps that earlier weights have drawn (rollout.lag), and"
+            f" {keys_of(config).algorithm.rollout_correction:key} has neither rollout_is nor rollout_rs, so that they would count"
+            " as the policy's own; set rollout_is=token"
         )
     estimators = [saved.get("algorithm", {}).get("adv_estimator"), config.algorithm.adv_estimator]
     had_critic, has_critic = (advantage_estimators.facts(str(name)).needs_values for name in estimators)

@@ -328,9 +328,8 @@ class FilterGroups(Section):
     """DAPO's dynamic sampling: a prompt whose samples all got the same reward is replaced by another prompt."""
 
     enable: Fixed[bool] = False
-    max_num_gen_batches: Annotated[Count, Needs(".enable=true")] = (
-        10  # rounds per step; after them the step trains on a smaller batch
-    )
+    # rounds per step; after them the step trains on a smaller batch
+    max_num_gen_batches: Annotated[Count, Needs(".enable=true")] = 10
     # largest age of a left-over group, in steps; older ones are dropped
     max_staleness: Annotated[int, Needs(".enable=true")] = Field(1, ge=0)
 
@@ -340,9 +339,8 @@ class ReplayConfig(Section):
 
     ratio: Fixed[float] = Field(0.0, ge=0, lt=1)  # largest share of the batch's prompts; 0: off
     size: Annotated[Count, Needs(".ratio>0")] = 512  # groups in the buffer
-    max_staleness: Annotated[int, Needs(".ratio>0")] = Field(
-        2, ge=1
-    )  # largest age of a group, in steps; older groups are dropped
+    # largest age of a group, in steps; older groups are dropped
+    max_staleness: Annotated[int, Needs(".ratio>0")] = Field(2, ge=1)
 
 
 class KlCtrl(Section):
@@ -352,12 +350,10 @@ class KlCtrl(Section):
     kl_coef: Annotated[Coefficient, Needs("algorithm.use_kl_in_reward=true or .kl_coef=0")] = (
         0.001  # adaptive: its value at the start; 0: no KL, and no reference
     )
-    target_kl: Annotated[float, Needs("algorithm.use_kl_in_reward=true"), Needs(".type=adaptive")] = Field(
-        0.1, gt=0
-    )  # adaptive: nats per token
-    horizon: Annotated[int, Needs("algorithm.use_kl_in_reward=true"), Needs(".type=adaptive")] = Field(
-        10000, ge=1
-    )  # adaptive: n samples change it by at most 20 % * n / horizon
+    # adaptive: nats per token
+    target_kl: Annotated[float, Needs("algorithm.use_kl_in_reward=true"), Needs(".type=adaptive")] = Field(0.1, gt=0)
+    # adaptive: n samples change it by at most 20 % * n / horizon
+    horizon: Annotated[int, Needs("algorithm.use_kl_in_reward=true"), Needs(".type=adaptive")] = Field(10000, ge=1)
 
 
 class RolloutCorrection(Section):
@@ -369,19 +365,15 @@ class RolloutCorrection(Section):
     # the ratio of the loss is to the engine's log-probabilities, without weights: no old ones are computed
     bypass_mode: Annotated[bool, Needs("actor.loss_mode:is_likelihood=false")] = False
     rollout_is: Literal["token", "sequence", "geometric", "icepop"] | None = "token"  # null: no weights
-    rollout_is_threshold: Annotated[float, Needs(".rollout_is")] = Field(
-        2.0, gt=0
-    )  # larger weights are cut to it (icepop: set to 0)
-    rollout_is_threshold_low: Annotated[float | None, Needs(".rollout_is=icepop")] = Field(
-        None, gt=0
-    )  # icepop: smaller weights are set to 0; null: 1 / upper
+    # larger weights are cut to it (icepop: set to 0)
+    rollout_is_threshold: Annotated[float, Needs(".rollout_is")] = Field(2.0, gt=0)
+    # icepop: smaller weights are set to 0; null: 1 / upper
+    rollout_is_threshold_low: Annotated[float | None, Needs(".rollout_is=icepop")] = Field(None, gt=0)
     rollout_rs: Literal["token", "sequence", "geometric", "off_policy"] | None = None  # null: nothing is taken out
-    rollout_rs_threshold: Annotated[float, Needs(".rollout_rs")] = Field(
-        2.0, gt=0
-    )  # largest ratio that stays (off_policy: nats per token)
-    rollout_rs_threshold_low: Annotated[float | None, Needs(".rollout_rs")] = Field(
-        None, gt=0
-    )  # smallest ratio that stays; null: 1 / upper
+    # largest ratio that stays (off_policy: nats per token)
+    rollout_rs_threshold: Annotated[float, Needs(".rollout_rs")] = Field(2.0, gt=0)
+    # smallest ratio that stays; null: 1 / upper
+    rollout_rs_threshold_low: Annotated[float | None, Needs(".rollout_rs")] = Field(None, gt=0)
 
 
 class AlgorithmConfig(Section):

@@ -102,6 +102,10 @@ class Metrics:
         assert name not in self._records, f"metric {name!r} is recorded and constant"
         self._constants[name] = float(value)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether this step has records of it."""
+        return name in self._records
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as `timing_s/<name>`: wall seconds, added up over calls, slowest rank.

@@ -157,12 +157,13 @@ class Provenance:
     def __init__(self, mesh: Mesh, max_staleness: int) -> None:
         self.mesh, self.max_staleness = mesh, max_staleness
         self._digests: dict[int, str] = {}
+        self._keeps_until = 0
 
     def record(self, version: int, digest: str) -> None:
         """The engine holds weights with this digest as `version`."""
         self._digests[version] = digest
-        for old in [v for v in self._digests if v < version - self.max_staleness]:
-            del self._digests[old]
+        if version >= self._keeps_until:
+            self._digests = {v: d for v, d in self._digests.items() if v >= version - self.max_staleness}
 
     def check(self, step: int, samples: Sequence[Sample]) -> None:
         """Each sample was drawn by the weights that were synced for its version. Collective. Raises RankError.
@@ -190,7 +191,9 @@ class Provenance:
         """Plain JSON, whose keys are text."""
         return {str(version): digest for version, digest in self._digests.items()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], first_step: int) -> None:
+        """Samples of the steps before `first_step`, drawn with the lag of the checkpoint, may be older than this run's."""
+        self._keeps_until = first_step + self.max_staleness
         self._digests = {int(version): digest for version, digest in state.items()}
 
 

@@ -35,6 +35,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.stream import BridgeResharding
 from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.collector import Clock, Collector, Group, State, pack_groups, unpack_groups
 from grpo_megatron.sync.digest import Expected
 from grpo_megatron.training.colocation import (
@@ -95,14 +96,6 @@ class Drawn:
     validation: tuple[int, dict[str, float]] | None
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    """`groups` has the samples that were sent to this rank."""
-
-    drawn: Drawn
-    groups: list[Group]
-
-
 def is_validated(version: int, clock: Clock, cadence: Cadence | None) -> bool:
     """Whether a version is validated, before it draws. The last `lag` ones draw nothing, and only they may be in vain."""
     if cadence is None:
@@ -113,24 +106,71 @@ def is_validated(version: int, clock: Clock, cadence: Cadence | None) -> bool:
     return (draws or is_last) and cadence.validates_before(version)
 
 
-class RolloutRanks(Collector):
+class StepsAhead(Collector):
+    """First the steps that a checkpoint holds, drawn ahead of their training; `inner` draws the others (a colocated run)."""
+
+    def __init__(self, inner: Collector, mesh: Mesh) -> None:
+        self.inner, self.mesh = inner, mesh
+        self._arrived: deque[tuple[Drawn, list[Group]]] = deque()  # not trained on yet, with the samples for this rank
+        self._validated: dict[int, dict[str, float]] = {}  # results of versions that have drawn nothing
+        self._state: State = {}  # that the collector begins with
+        self._epoch = 0.0
+
+    def validations(self, step: int, metrics: Metrics) -> list[tuple[int, dict[str, float]]]:
+        """Versions that were validated before `step` was drawn, with the results; before the last step drawn so far, all."""
+        before = self._arrived[0][0].validation if self._arrived else None
+        validated = sorted(self._validated.items()) if len(self._arrived) == 1 else []
+        return validated if before is None else [before, *validated]
+
+    def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
+        if not self._arrived:
+            groups, self._epoch = self.inner.groups(step, count, metrics), self.inner.epoch()
+            return groups
+        drawn, groups = self._arrived.popleft()
+        self._epoch = drawn.epoch
+        for name, value in drawn.numbers.items():
+            if name.startswith("timing_s/"):
+                metrics.seconds(name, value)
+            elif name not in metrics:  # a colocated run has numbers of its own for this step's sync
+                metrics.constant(name, value)
+        return groups
+
+    def epoch(self) -> float:
+        return self._epoch
+
+    def state(self) -> State:
+        return self._with_ahead(self.inner.state())
+
+    def _with_ahead(self, state: State) -> State:
+        ahead = [{**vars(drawn), "groups": pack_groups(groups, self.mesh)} for drawn, groups in self._arrived]
+        return {**state, "ahead": ahead, "validated": sorted(self._validated.items())} if ahead else state
+
+    def load_state(self, state: State) -> None:
+        self._state = {name: value for name, value in state.items() if name not in ("ahead", "validated")}
+        self.inner.load_state(self._state)
+        self._validated = dict(state.get("validated", ()))
+        for packed in state.get("ahead", ()):
+            drawn = {name: value for name, value in packed.items() if name != "groups"}
+            if drawn["validation"] is not None:
+                drawn["validation"] = tuple(drawn["validation"])  # a list in JSON
+            self._arrived.append((Drawn(**drawn), unpack_groups(packed["groups"], self.mesh)))
+
+
+class RolloutRanks(StepsAhead):
     """On every rank that trains. Gets the policy's weights to the ranks that draw, and their samples here."""
 
     def __init__(self, config: Config, policy: Policy, cadence: Cadence | None) -> None:
         """`cadence`: of validations; None: there are none."""
         assert policy.mesh.bridge is not None
-        self.cadence = cadence
-        self.policy, self.mesh, self.bridge = policy, policy.mesh, policy.mesh.bridge
+        super().__init__(Collector(), policy.mesh)
+        self.cadence, self.policy, self.bridge = cadence, policy, policy.mesh.bridge
         self.lag, self.rollout_tp = config.rollout.lag, config.rollout.tensor_model_parallel_size
         self.resharding = build_resharding(config, policy.arch, policy.mesh, policy.device, policy.stage_of)
         assert isinstance(self.resharding, BridgeResharding)
         self.probe, self.provenance = build_probe(config, policy.arch), Provenance(self.mesh, config.max_staleness)
         self.clock = Clock()
-        self._arrived: deque[_Arrival] = deque()  # steps that are not trained on yet, in order
-        self._validated: dict[int, dict[str, float]] = {}  # results of versions that have drawn nothing
         self._due = 0  # arrivals that need no more weights than have been sent
-        self._state: State = {}  # that the collector begins with
-        self._epoch, self._has_sent = 0.0, False
+        self._has_sent = False
 
     def begin(self, first_step: int, num_steps: int) -> None:
         """The ranks that draw may begin. Called once, after `load_state`."""
@@ -161,52 +201,28 @@ class RolloutRanks(Collector):
     # -- samples -------------------------------------------------------------------------------------------------------
 
     def validations(self, step: int, metrics: Metrics) -> list[tuple[int, dict[str, float]]]:
-        """Versions that were validated before `step` was drawn, with the results; before the last step, all. Collective."""
-        before = self._next(metrics).drawn.validation
-        found = [] if before is None else [before]
-        if step == self.clock.num_steps - 1:
-            with metrics.phase("wait_samples"):
-                self._receive_due()
-            found += sorted(self._validated.items())
-        return found
+        """Waits for them. Collective."""
+        self._wait(metrics, self._due if step == self.clock.num_steps - 1 else not self._arrived)
+        return super().validations(step, metrics)
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
-        arrival = self._next(metrics)
-        self._arrived.popleft()
-        self._epoch = arrival.drawn.epoch
-        for name, value in arrival.drawn.numbers.items():
-            (metrics.seconds if name.startswith("timing_s/") else metrics.constant)(name, value)
+        self._wait(metrics, not self._arrived)
+        groups = super().groups(step, count, metrics)
         if self.clock.lag:
-            _record_staleness(arrival.groups, step, metrics)
-        return arrival.groups
+            _record_staleness(groups, step, metrics)
+        return groups
 
     def run(self, version: int, metrics: Metrics) -> dict[str, float]:
         """The results of the last validation: see Validator."""
-        with metrics.phase("wait_samples"):
-            self._receive_due()
+        self._wait(metrics, self._due)
         return self._validated[version]
-
-    def epoch(self) -> float:
-        return self._epoch
 
     def state(self) -> State:
         """Waits for the steps ahead, which need no weights that have not been sent."""
-        self._receive_due()
+        while self._due:
+            self._receive()
         self._send(StateWanted())
-        state: State = self._answer()
-        ahead = [{**vars(a.drawn), "groups": pack_groups(a.groups, self.mesh)} for a in self._arrived]
-        if ahead:
-            state = {**state, "ahead": ahead, "validated": sorted(self._validated.items())}
-        return state
-
-    def load_state(self, state: State) -> None:
-        self._state = {name: value for name, value in state.items() if name not in ("ahead", "validated")}
-        self._validated = dict(state.get("validated", ()))
-        for packed in state.get("ahead", ()):
-            groups, drawn = unpack_groups(packed["groups"], self.mesh), {k: packed[k] for k in packed if k != "groups"}
-            if drawn["validation"] is not None:
-                drawn["validation"] = tuple(drawn["validation"])  # a list in JSON
-            self._arrived.append(_Arrival(Drawn(**drawn), groups))
+        return self._with_ahead(self._answer())
 
     def close(self, exit_code: int = 0) -> None:
         """The ranks that draw end, too. Collective."""
@@ -224,15 +240,11 @@ class RolloutRanks(Collector):
         """The next value of the first rank that draws, on every rank. Collective."""
         return self.mesh.broadcast(self.bridge.receive(self.bridge.num_training) if self.mesh.rank == 0 else None)
 
-    def _receive_due(self) -> None:
-        while self._due:
-            self._receive()
-
-    def _next(self, metrics: Metrics) -> _Arrival:
-        if not self._arrived:
+    def _wait(self, metrics: Metrics, count: int) -> None:
+        if count:
             with metrics.phase("wait_samples"):
-                self._receive()
-        return self._arrived[0]
+                for _ in range(count):
+                    self._receive()
 
     def _receive(self) -> None:
         drawn: Drawn = self._answer()
@@ -247,7 +259,7 @@ class RolloutRanks(Collector):
             part: list[Group] = self.bridge.receive(self.bridge.num_training + block * self.rollout_tp)
             for group, own in zip(groups, part, strict=True):
                 group.samples.extend(own.samples)
-        self._arrived.append(_Arrival(drawn, groups))
+        self._arrived.append((drawn, groups))
 
 
 def _record_staleness(groups: list[Group], step: int, metrics: Metrics) -> None:

@@ -109,15 +109,15 @@ def test_what_must_not_change_is_refused_by_name(tmp_path: Path, sections: dict[
     assert not (tmp_path / "config_attempts").exists()
 
 
-def test_steps_that_were_drawn_ahead_need_ranks_that_draw(tmp_path: Path) -> None:
-    def refused(**rollout: Any) -> list[str]:
-        raw = config(rollout=rollout)
+def test_steps_that_were_drawn_ahead_need_a_correction(tmp_path: Path) -> None:
+    def refused(**correction: Any) -> list[str]:
+        raw = config(algorithm={"rollout_correction": correction})
         saved = {"step": 2, "config": raw.model_dump(mode="json"), "run": {"collector": {"ahead": [{}]}}}
         return texts(refusals(tmp_path / "step_000002", saved, raw))
 
-    (problem,) = refused()
-    assert "rollout.placement=colocated: " in problem and "holds 1 steps that were drawn ahead" in problem
-    assert refused(placement="separate", num_ranks=1) == []
+    (problem,) = refused(rollout_is=None)
+    assert "holds 1 steps that earlier weights have drawn" in problem and "set rollout_is=token" in problem
+    assert refused() == []
 
 
 def test_the_coefficient_of_a_resumed_adaptive_controller() -> None:

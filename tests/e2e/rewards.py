@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 
 def length_reward(completion: str, answer: str) -> float:
     """0 to 6: the samples of a random model get different rewards, so that every step has a gradient."""
     return float(sum(map(ord, completion)) % 7)
+
+
+def late_reward(completion: str, answer: str, seconds: float) -> float:
+    """`length_reward`, after up to so many seconds."""
+    time.sleep(random.uniform(0, seconds))
+    return length_reward(completion, answer)
 
 
 def parity_reward(completion: str, answer: str) -> float:

@@ -6,6 +6,7 @@ The transformers engine starts in a third of vLLM's time, so most tests take it.
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests import worlds
 from tests.e2e import run_ranks, test_trajectories
 from tests.e2e.test_determinism import assert_same, metrics
-from tests.stored import metric_rows
+from tests.stored import TIMES, metric_rows, rows_without
 
 TRANSFORMERS = {"engine": "transformers", "engine_options": {}}
 PARTIAL = {"partial": {"over_sample": 1.5, "chunk_tokens": 4}}
@@ -93,10 +94,11 @@ def test_without_a_lag_it_is_the_colocated_run(
     [pytest.param(1, {}), *(pytest.param(lag, PARTIAL, marks=pytest.mark.soak) for lag in (2, 4))],
 )
 def test_no_delay_changes_a_bit(workspace: Path, tmp_path: Path, lag: int, rollout: dict[str, Any]) -> None:
-    """Also a census: each token's log-probability is that of the weights of its version, and of no other."""
+    """Phases, messages, rewards. Also a census: each token's log-probability is that of its version's weights, and no other's."""
     results, rollout = [], {**TRANSFORMERS, **rollout, "lag": lag}
     for delays in (None, 1):
         raw = settings(workspace, tmp_path / str(delays), 1, 1, 6, **rollout)
+        raw["reward"] = {"function": "tests.e2e.rewards:late_reward", "kwargs": {"seconds": 0.02 * (delays or 0)}}
         results.append(worlds.run(run_ranks.train_in_roles, 2, raw=raw, delays=delays)[0])
     assert results[0]["samples"] == results[1]["samples"]
     assert_same(*results)
@@ -187,3 +189,40 @@ def test_a_run_whose_ranks_die_goes_on_as_if_undisturbed(
     assert last["samples"] == {step: whole["samples"][step] for step in last["samples"]}
     assert_same(last, whole)
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "disturbed")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("rollout", "last"), [(TRANSFORMERS, 0), ({**TRANSFORMERS, **PARTIAL}, 1)])
+def test_steps_drawn_ahead_are_trained_on_with_another_lag_and_colocated(
+    workspace: Path, tmp_path: Path, rollout: dict[str, Any], last: int
+) -> None:
+    """The checkpoint after 4 of 9 steps holds 4 to 7, of the weights 0 to 3. Colocated is, bit for bit, as without a lag.
+
+    The colocated run dies once more when half of these are trained on, and goes on with `last` ranks that only draw.
+    """
+
+    def run(name: str, drawing: int, lag: int, **options: Any) -> Any:
+        named = {"lag": lag} if lag else {}
+        raw = settings(workspace, tmp_path / name, 1, drawing, 9, **rollout, **named)
+        return worlds.run(run_ranks.train_in_roles, 1 + drawing, raw=raw, **options)[0]
+
+    def rows(name: str) -> list[dict[str, Any]]:
+        """Without what is measured for versions that draw nothing: they are in the engine of a colocated run only."""
+        return rows_without(tmp_path / name, (*TIMES, "sync/", "val", "rollout/validated", "rollout/probe"))
+
+    with pytest.raises(AssertionError):
+        run("ahead", 1, 4, die=(0, "update_actor", 5))
+    for name in ("no lag", "colocated", "lag 1"):
+        shutil.copytree(tmp_path / "ahead", tmp_path / name)
+    expected = run("no lag", 1, 0)
+    assert expected["first_step"] == 4 and sorted(expected["samples"]) == [4, 5, 6, 7, 8]
+    with pytest.raises(AssertionError):
+        run("colocated", 0, 0, die=(0, "update_actor", 3))
+    found = run("colocated", last, 0)
+    assert found["samples"] == {step: expected["samples"][step] for step in (6, 7, 8)}
+    assert_same(found, expected)
+    assert rows("colocated") == rows("no lag")
+    validated = [row["step"] for row in metrics(tmp_path / "colocated") if any(k.startswith("val-") for k in row)]
+    assert {6, 8, 9} <= set(validated)
+    drawn = run("lag 1", 1, 1)["samples"]
+    assert [drawn[step] == expected["samples"][step] for step in range(4, 9)] == [True] * 4 + [False]
