@@ -10,10 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
 if TYPE_CHECKING:
+    from numpy import ndarray
     from torch import Tensor
+
+# The experts that an engine chose: int8 or int16 [tokens, layers with experts x k], -1 or fewer tokens: unknown. None: all are
+TokenRoutes = Optional["ndarray[Any, Any]"]
+
+
+def route_itemsize(num_experts: int) -> int:
+    """Bytes of the number of an expert in `TokenRoutes`, where -1 has a place, too."""
+    return 1 if num_experts <= 128 else 2
 
 
 BY_MODEL = "(a reward model)"  # Prompt.reward: no reward function is called
@@ -104,6 +113,9 @@ class Sample:
     reward_texts: dict[str, str] = field(default_factory=dict, kw_only=True)  # what it reports that is not a number
     reward_failure: str = field(default="", kw_only=True)  # why there is no reward
     is_replayed: bool = field(default=False, kw_only=True)  # an earlier step had it, too
+    routes: TokenRoutes = field(
+        default=None, kw_only=True, compare=False
+    )  # of prompt and response; see rollout.engine.Completion
     draws: list[Draw] = field(
         default_factory=list, kw_only=True
     )  # of rollout.partial, in order; empty: one, of `version`
@@ -255,6 +267,12 @@ class Batch:
     correction: Tensor | None = None  # float32 [B, R], multiplies the policy loss; None: 1
     values: Tensor | None = None  # float32 [B, R], the critic's before its update; None: no critic
     returns: Tensor | None = None  # float32 [B, R], what the critic learns
+
+    routes: list[Tensor] | None = None  # the engine's: B tensors of int8 or int16 [prompt + response, layers x k]
+    # rows of a micro-batch -> what its first pass has recorded (models/layers/routes.py); None: nothing is recorded
+    recorded_routes: dict[tuple[int, ...], Any] | None = None
+    # experts of known routes in the last backward pass: those that this rank's routers would have chosen too, and all
+    route_counts: tuple[int, int] = (0, 0)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -22,6 +22,7 @@ TOOLS = (
     "curation",
     "generation",
     "migration",
+    "replay",
     "report",
     "starting",
 )  # rooms in tools/: programs that use the package, and that no run needs
@@ -40,7 +41,7 @@ ROOMS = (  # a room imports only rooms that stand before it
     *("models", "rollout"),  # siblings
     *("convert", "sampling", "evaluation"),
     *("memory", "checks", "planning", "training", "trainer", "rollout_rank"),
-    *("report", "curation", "migration", "generation", "starting", "cli", "__main__"),
+    *("report", "curation", "migration", "generation", "replay", "starting", "cli", "__main__"),
 )
 FORBIDDEN = {  # arrows that the order alone would allow
     ("models", "rollout"),
@@ -59,7 +60,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "transformer_engine": ("importing",),
     "triton": ("models.layers.head_kernel",),
     "vllm": ("rollout.vllm",),
-    "safetensors": ("models.", "convert.", "training."),
+    "safetensors": ("models.", "convert.", "training.", "replay."),
     "sentencepiece": ("convert.",),
     "transformers": ("data.", "starting.", "rollout.transformers"),
     "huggingface_hub": ("storage.hub",),
@@ -68,7 +69,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "pydantic_core": ("config",),
     "yaml": ("reading", "planning.", "training."),
     "jinja2": ("pages.", "starting."),
-    "numpy": ("data.",),
+    "numpy": ("data.", "types"),
     "msgspec": ("rewards.pool", "pages.run_folder"),
     "pyarrow": ("data.",),
     "tqdm": ("data.", "observability.", "training.", "evaluation.", "convert."),

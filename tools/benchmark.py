@@ -7,6 +7,7 @@
     python tools/benchmark.py passes [--workload "26 M"]
     python tools/benchmark.py head [--hidden 3584] [--vocabulary 152064]
     python tools/benchmark.py lora [--workload 26M] [--rank 32]
+    python tools/benchmark.py routes [--steps 3] [--pages DIR]
     python tools/benchmark.py waiting [--steps 12]
     python tools/benchmark.py roles [--steps 12] [--decode 0.025] [--update 0.8]
     python tools/benchmark.py saving [--steps 5] [--folder DIR]
@@ -30,7 +31,8 @@ overlap: rewards graded while the engine generates, beside rewards graded afterw
 training part of a step with and without passes that it can do without. head: bytes per token that the output head reads and
 writes, by torch and by the fused kernels; on a GPU also seconds.
 
-lora: step time, memory and sync bytes of LoRA, merged and split, beside training of all weights, on two ranks.
+lora: step time, memory and sync bytes of LoRA, merged and split, beside training of all weights, on two ranks. routes: engine
+against trainer on experts in bfloat16, with the engine's routes beside without.
 
 waiting: two ranks with responses of very different lengths: steps that wait for all beside partial rollouts, and requests
 of one rank beside requests that ranks share. roles: steps of ranks that train and draw in turn beside ranks of two roles.
@@ -71,6 +73,7 @@ import benchmark_overlap
 import benchmark_passes
 import benchmark_rank
 import benchmark_roles
+import benchmark_routes
 import benchmark_saving
 import benchmark_scale
 import benchmark_start
@@ -298,6 +301,9 @@ def main(arguments: list[str] | None = None) -> int:
     lora_parser = commands.add_parser("lora", help="LoRA, merged and split, beside training of all weights")
     benchmark_lora.add_arguments(lora_parser)
     lora_parser.set_defaults(run=benchmark_lora.lora)
+    routes_parser = commands.add_parser("routes", help="a mixture of experts with and without route replay")
+    benchmark_routes.add_arguments(routes_parser)
+    routes_parser.set_defaults(run=benchmark_routes.routes)
     waiting_parser = commands.add_parser("waiting", help="partial rollouts, and requests that ranks share")
     benchmark_waiting.add_arguments(waiting_parser)
     waiting_parser.set_defaults(run=benchmark_waiting.waiting)

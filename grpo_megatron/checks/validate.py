@@ -30,6 +30,7 @@ from grpo_megatron.checks.layout import (
     length_problems,
     lora_problems,
     placement_problems,
+    route_problems,
     world_problems,
 )
 from grpo_megatron.checks.machine import device_problems, in_use_problems, output_problems, package_problems
@@ -157,6 +158,8 @@ def validate(
     training = world_size - (config.num_rollout_ranks if has_layout else 0)  # ranks
     has_layout = has_layout and problems.add(world_problems(config, training, arch)) and folders.are_complete
     has_layout &= problems.add(engine_expert_problems(config, arch))
+    problems.add(route_problems(config, arch), "actor.moe.route_replay")
+    replays = config.actor.moe.route_replay == "engine"
     override = transformer_problems(megatron.override_transformer_config)
     has_layout &= problems.add(override, "actor.megatron.override_transformer_config")
     for folder in folders.beside.values():
@@ -175,7 +178,7 @@ def validate(
     problems.add(output_problems(config, is_plan=dry_run))
     problems.add(precision_problems(config, arch), "actor.megatron.fp8")
     problems.add(exact_problems(config, training, arch, elsewhere=dry_run), "model.exact")
-    problems.add(engine_problems(config.rollout) if config.draws else (), "rollout.engine")
+    problems.add(engine_problems(config.rollout, replays=replays) if config.draws else (), "rollout.engine")
     problems.add(missing_keys(config))
     problems.add(beside_problems(config, training, folders))
     has_rewards = problems.add(reward_name_problems(config))

@@ -23,9 +23,8 @@ from grpo_megatron.cli import failures, ranks
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import COMMAND_NAME, HIDDEN, Argument, Option, Options, parse
 from grpo_megatron.config.section import config_keys
-from grpo_megatron.importing import did_you_mean, find_modules, import_function, large_imports
+from grpo_megatron.importing import did_you_mean, find_modules, import_function
 from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
-from grpo_megatron.reading import visible_line
 from grpo_megatron.storage.files import remove_leftovers
 
 
@@ -160,7 +159,9 @@ COMMANDS = {  # in the order of --help: as a user meets them
         starts_ranks=True,
     ),
     "evaluate grade": Command(None, "evaluation.options:GradeOptions", "evaluation.cli:grade_rows"),
-    "evaluate compare": Command(None, "evaluation.options:CompareOptions", "evaluation.cli:print_comparison"),
+    "evaluate compare": Command(
+        None, "shipped.tools.report.comparison:CompareOptions", "shipped.tools.report.comparison:print_comparison"
+    ),
     "evaluate tasks": Command(None, "evaluation.options:TasksOptions", "evaluation.cli:list_tasks"),
     "generate": Command(
         "answers of a model to your prompts, or a chat",
@@ -180,7 +181,8 @@ COMMANDS = {  # in the order of --help: as a user meets them
         *("shipped.tools.starting.prepare:PrepareOptions", "shipped.tools.starting.prepare:prepare_inputs"),
     ),
     "replay": Command(
-        "compute the loss of a batch again that a guard has dumped", "cli.main:ReplayOptions", "cli.main:replay_dump"
+        "compute the loss of a batch again that a guard has dumped",
+        *("shipped.tools.replay.cli:ReplayOptions", "shipped.tools.replay.cli:replay_dump"),
     ),
     "keys": Command("list the keys of a config, with their defaults", "cli.main:KeysOptions", "cli.main:print_keys"),
 }
@@ -339,7 +341,7 @@ class PlanOptions(RunOptions):
         yield from super().problems()
 
 
-# -- `keys` of a config, and the loss of a dumped batch, computed again (`replay`) -------------------------------------
+# -- `keys` of a config ------------------------------------------------------------------------------------------------
 
 WIDTH = 110  # of the comments on keys
 
@@ -371,37 +373,3 @@ def print_keys(options: KeysOptions) -> int:
         for line in textwrap.wrap(key.comment, WIDTH, initial_indent="    ", subsequent_indent="    "):
             print(line)
     return 0
-
-
-class ReplayOptions(Options):
-    """The options of `replay`."""
-
-    program = "replay"
-    description = "Compute the loss of a dumped mini-batch again, on one CPU process."
-    epilog = "Exit codes: 0 if the loss is that of the run, 1 if it is not, 2 if DUMP cannot be read."
-    dump: Annotated[Path, Argument("OUTPUT_DIR/dumps/step_000012_NAME", "DUMP")]
-    tolerance: Annotated[
-        float | None, Option("of the loss; default: 1e-6 in float32, 1e-2 in bfloat16", "X", low=0)
-    ] = None
-
-
-def replay_dump(options: ReplayOptions) -> int:
-    """Compute the loss of a dumped mini-batch again, in this process; returns the exit code of the epilog."""
-    with large_imports():
-        from grpo_megatron.training.dump import TOLERANCE, read_dump, recompute
-
-    dump = read_dump(options.dump)
-    incident = dump.incident
-    print(f"step {incident.step}, update {incident.update}, guard {incident.guard}: {len(dump.batch)} responses")
-    for text in incident.problems.values():
-        print(f"  {visible_line(str(text))}")
-    tolerance = TOLERANCE[dump.config.model.dtype] if options.tolerance is None else options.tolerance
-    compared = recompute(dump)
-    width = max(len(row.name) for row in compared)
-    print(f"{'':{width}}  {'recorded':>14}  {'replayed':>14}  {'difference':>10}")
-    for row in compared:
-        difference = row.recomputed - row.recorded
-        print(f"{row.name:{width}}  {row.recorded:14.8g}  {row.recomputed:14.8g}  {difference:10.1e}")
-    is_same = compared[0].is_equal(tolerance)
-    print(f"the loss is {'that of the run' if is_same else 'another one'} (tolerance {tolerance:g})")
-    return 0 if is_same else 1

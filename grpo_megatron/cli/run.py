@@ -226,7 +226,7 @@ def _print_search(config: Config, options: PlanOptions) -> int:
             f"{keys_of(config).rollout.placement}: the search compares colocated layouts and splits by itself; leave it out"
         )
     with large_imports():
-        from grpo_megatron.planning.search import search_page
+        from grpo_megatron.shipped.tools.starting.search import search_page
 
     print(search_page(config, options.world_size, options.gpu, top=options.top, mean_response=options.mean_response))
     return 0

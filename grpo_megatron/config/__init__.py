@@ -102,6 +102,14 @@ class LoraConfig(Section):
         return alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
 
+class MoeConfig(Section):
+    """Mixtures of experts."""
+
+    # Whose choice of experts every pass of the policy takes (models/layers/routes.py). none: its own; engine: that of the engine
+    # which drew the token (R3), and of the reference too; old: that of the pass for the old log-probabilities (R2)
+    route_replay: Literal["none", "engine", "old"] = "none"
+
+
 class MegatronConfig(Section):
     """Layout and kernels of training. The data-parallel size is what the other sizes leave of the world size."""
 
@@ -176,6 +184,7 @@ class ActorConfig(Section):
     max_skipped_steps: int = Field(10, ge=0)  # consecutive optimizer steps with a non-finite gradient; one more: stop
     optim: OptimConfig = OptimConfig()
     lora: Fixed[LoraConfig] = LoraConfig()
+    moe: MoeConfig = MoeConfig()
     megatron: MegatronConfig = MegatronConfig()
 
     @property
@@ -665,6 +674,8 @@ class GuardsConfig(Section):
         Needs("actor.loss_mode:is_likelihood=false or algorithm.use_kl_in_reward=true"),
         Needs("algorithm.rollout_correction.bypass_mode=false"),  # several updates would not measure it
     ] = Band()
+    # share of the engine's experts that the policy's routers would have chosen; less: its routes belong to other tokens or layers
+    route_agreement: Annotated[Band, Needs("actor.moe.route_replay=engine")] = Band(low=0.75, action="stop")
     # batches written to output_dir/dumps, with the weights, each time the run is started
     max_dumps: int = Field(3, ge=0)
 

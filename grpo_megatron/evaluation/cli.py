@@ -1,4 +1,4 @@
-"""`evaluate` and its actions grade, compare and tasks, and `evaluate()` of Python. Exit codes: 0; 2 for a mistake of the user.
+"""`evaluate` and its actions grade and tasks, and `evaluate()` of Python. Exit codes: 0; 2 for a mistake of the user.
 
 One process checks everything. For more than one rank it then starts the ranks; under torchrun it is one of them. The samples
 are drawn by the generator of training, batch by batch, into the ledger. A batch that is complete there is skipped. Any other
@@ -25,7 +25,7 @@ from grpo_megatron.evaluation import report, results
 from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, start_engine
 from grpo_megatron.evaluation.grading import GRADER_TIMEOUT_S, grade_file
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn, claim_output, write_identity
-from grpo_megatron.evaluation.options import CompareOptions, EvaluateOptions, GradeOptions, TasksOptions
+from grpo_megatron.evaluation.options import EvaluateOptions, GradeOptions, TasksOptions
 from grpo_megatron.evaluation.settings import EvaluationSettings, Selected, prepare
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh, destroy_mesh
@@ -268,14 +268,6 @@ def grade_rows(options: GradeOptions) -> int:
     """Grade the completions of a file; returns the exit code."""
     counts = grade_file(options.task, options.rows, options.output, options.workers)
     print(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()))
-    return 0
-
-
-def print_comparison(options: CompareOptions) -> int:
-    """Print the paired comparison of two results; returns the exit code."""
-    a, b = results.read_result(options.a), results.read_result(options.b)
-    rows = results.compare_results(a, b, any_template=options.any_template)
-    print(json.dumps(rows, indent=1) if options.json else visible(results.paired_table(rows)))
     return 0
 
 

@@ -10,13 +10,12 @@ seeded, so that the same numbers give the same interval.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from grpo_megatron.data.pass_rates import Z, wilson
+from grpo_megatron.data.pass_rates import wilson
 
 RESAMPLES = 2000
 RIGHT = 0  # the vote for the right answer, in `majority`
@@ -58,37 +57,6 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         means.append(array[chosen].mean(axis=1))
     low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
     return float(low), float(high)
-
-
-def paired_interval(differences: Sequence[float], span: float = 1.0) -> tuple[float, float]:
-    """The 95 % interval of the mean of differences in [-span, span], one for each problem. It never collapses.
-
-    It is the normal interval after two problems are added, one with the difference +e and one with -e. Where each difference
-    is -1, 0 or 1, e is 1, and the interval is that of Bonett and Price (J. Educ. Behav. Stat. 37, 2012, p. 479), which
-    Fagerland et al. (Stat. Med. 33, 2014, p. 2850) recommend for paired proportions. Averages over samples differ by less. So
-    e^2 = (sum of d^2 + 1) / (m + 1) for m problems that differ: their mean squared difference, with one problem of 1 added.
-    """
-    d = np.asarray(differences, dtype=np.float64) / span
-    squares = float((d**2).sum())
-    pseudo = (squares + 1) / (int((d != 0).sum()) + 1)  # e^2
-    count = len(d) + 2
-    centre = float(d.sum()) / count
-    half = Z * math.sqrt(((squares + 2 * pseudo) / count - centre**2) / count)
-    return span * max(-1.0, centre - half), span * min(1.0, centre + half)
-
-
-def mcnemar(only_a: int, only_b: int) -> float:
-    """The exact two-sided p-value of McNemar's test, for b problems that are right only in A and c only in B.
-
-    If A and B are equally good, each of these problems is A's or B's with probability 1/2. So the p-value is
-    2 P(X <= min(b, c)) for X ~ Binomial(b + c, 1/2), at most 1.
-    """
-    n = only_a + only_b
-    tail = term = 1  # C(n, 0), C(n, 1), ...
-    for i in range(min(only_a, only_b)):
-        term = term * (n - i) // (i + 1)
-        tail += term
-    return min(1.0, 2 * tail / 2**n)  # integers: 2.0**n would overflow
 
 
 def estimate(values: Sequence[float]) -> dict[str, float]:

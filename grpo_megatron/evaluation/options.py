@@ -173,18 +173,6 @@ class GradeOptions(Options):
     workers: Annotated[int, Workers()] = CORES
 
 
-class CompareOptions(Options):
-    """The options of `evaluate compare`."""
-
-    program, description = "evaluate compare", "Is B better than A? Paired, on the same problems."
-    a: Annotated[Path, Argument("results.json of one evaluation", "A.json")]
-    b: Annotated[Path, Argument("and of the other", "B.json")]
-    any_template: Annotated[bool, Option("compare although chat templates rendered the same questions differently")] = (
-        False
-    )
-    json: Annotated[bool, Option("print JSON")] = False
-
-
 class TasksOptions(Options):
     """`evaluate tasks` has no options."""
 

@@ -1,6 +1,6 @@
 """Results: graded samples -> results.json, and all samples as JSON lines. Equal completions give equal bytes.
 
-Also the tables for the terminal, and the paired comparison of two results.
+Also the tables for the terminal. `evaluate compare` is in tools/report/comparison.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from grpo_megatron.data.task import source_sha256
 from grpo_megatron.evaluation.estimates import (
     estimate,
     majority,
-    mcnemar,
-    paired_interval,
     pass_at_k,
     reported_ks,
     vote_classes,
@@ -443,101 +441,3 @@ def _provenance(result: dict[str, Any]) -> str:
     lines.append("scores in percent, mean rewards as they are")
     lines.append("95 % intervals over problems; they do not cover other prompts, seeds or models")
     return "\n".join(lines)
-
-
-# -- paired comparison of two results on the same problems with the same prompts ---------------------------------------
-# The difference B - A is taken per problem. The interval of its mean (`paired_interval`) is narrower than two separate intervals
-# suggest, and it does not collapse where the results are equal: other problems could differ.
-
-MUST_BE_EQUAL = (
-    *("task_sha256", "data_sha256", "fewshot_sha256", "num_problems"),
-    *("format", "num_fewshot", "asked_sha256"),
-    *("graders", "reward_sha256"),
-)
-
-
-def compare_results(a: dict[str, Any], b: dict[str, Any], *, any_template: bool = False) -> list[dict[str, Any]]:
-    """One row per task and measure of both results; `limit` says that --limit has cut both short.
-
-    Raises ConfigError where the two cannot be paired.
-    """
-    pairs = {name: (task, b["tasks"][name]) for name, task in a["tasks"].items() if name in b["tasks"]}
-    if not pairs:
-        raise ConfigError(f"no task in common: A has {', '.join(a['tasks'])}, B has {', '.join(b['tasks'])}")
-    problems, rows = [], []
-    for name, (one, other) in pairs.items():
-        if problem := _mismatch(one, other, any_template):
-            problems.append(f"task {name!r}: {problem}")
-        else:
-            rows += [{"task": name, **row, "limit": limited(one)} for row in _paired_rows(one, other)]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return rows
-
-
-def _mismatch(a: dict[str, Any], b: dict[str, Any], any_template: bool) -> str | None:
-    def short(value: Any) -> str:
-        return value[:12] if isinstance(value, str) else str(value)
-
-    pairs = {key: (a.get(key) or None, b.get(key) or None) for key in MUST_BE_EQUAL}  # older results lack the last
-    if different := [
-        f"{key} {short(one)} against {short(other)}" for key, (one, other) in pairs.items() if one != other
-    ]:
-        return f"A and B have different settings ({'; '.join(different)}); evaluate both with one setting"
-    if a["prompts_sha256"] != b["prompts_sha256"] and not any_template:
-        return (
-            "the questions are equal, but the chat templates of the two models made different prompts of them;"
-            " --any-template compares them nevertheless"
-        )
-    if not any(a["problems"][kind] and b["problems"][kind] for kind in ("greedy", "right")):
-        return "one result has only greedy samples, the other has none; evaluate both with one setting"
-    return None
-
-
-def _paired_rows(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
-    rows = []
-    first, second = (task["problems"] for task in (a, b))
-    is_reward = "is_reward" in first or "is_reward" in second
-    if first["greedy"] and second["greedy"]:
-        left, right = ([float(x) for x in of["greedy"]] for of in (first, second))
-        row = _paired(f"{MEAN_REWARD} (greedy)" if is_reward else "pass@1 (greedy)", left, right)
-        only_a, only_b = (sum(x > y for x, y in zip(*of, strict=True)) for of in ((left, right), (right, left)))
-        exact = {} if is_reward else {"only_a": only_a, "only_b": only_b, "p": mcnemar(only_a, only_b)}
-        rows.append({**row, **exact})
-    if first["right"] and second["right"]:
-        left, right = ([float(total) / of["samples"] for total in of["right"].split()] for of in (first, second))
-        sizes = sorted({first["samples"], second["samples"]})
-        rows.append(_paired(f"{MEAN_REWARD if is_reward else 'avg'}@" + "/".join(map(str, sizes)), left, right))
-    return rows
-
-
-def _paired(measure: str, left: list[float], right: list[float]) -> dict[str, Any]:
-    differences, count = [y - x for x, y in zip(left, right, strict=True)], len(left)
-    low, high = paired_interval(differences, max(1.0, max(left + right) - min(left + right)))
-    means = {"a": sum(left) / count, "b": sum(right) / count, "difference": sum(differences) / count}
-    return {"measure": measure, "problems": count, **means, "low": low, "high": high}
-
-
-def paired_table(rows: list[dict[str, Any]]) -> str:
-    """Format the rows of `compare_results` as a table, in percent; rewards as they are."""
-
-    def number(row: dict[str, Any], key: str, sign: str = "") -> str:
-        is_reward = row["measure"].startswith(MEAN_REWARD)
-        return f"{row[key]:{sign}.3f}" if is_reward else f"{100 * row[key]:{sign}.2f}"
-
-    cells = [
-        (
-            f"{row['task']} {row['measure']}",
-            row["limit"] or str(row["problems"]),
-            number(row, "a"),
-            number(row, "b"),
-            number(row, "difference", "+"),
-            f"[{number(row, 'low', '+')}, {number(row, 'high', '+')}]",
-            *((str(row["only_a"]), str(row["only_b"]), f"{row['p']:.3g}") if "p" in row else ("", "", "")),
-        )
-        for row in rows
-    ]
-    head = ("", "problems", "A", "B", "B - A", "95 % interval", "only A", "only B", "McNemar p")
-    cut = dict.fromkeys(f"{row['task']} ({row['limit']})" for row in rows if row["limit"])
-    note = f"\n--limit: not the whole benchmark: {', '.join(cut)}" if cut else ""
-    return format_table(cells, head, 1) + note

@@ -53,7 +53,15 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.engine_cache import engine_weights
 
 GIB = 2**30
-ESTIMATED = ("FP8 copies", "merged weights", "activations kept", "layer or logits", "sync buckets", *RESERVED_PARTS)
+ESTIMATED = (
+    "FP8 copies",
+    "merged weights",
+    "recorded routes",
+    "activations kept",
+    "layer or logits",
+    "sync buckets",
+    *RESERVED_PARTS,
+)
 PARTS = (  # in the order of the plan's rows
     *("weights", "gradients", "copy of weights", "optimizer", "reference", "reward model", "critic"),
     *("engine weights", "KV cache", *ESTIMATED),
@@ -124,12 +132,13 @@ class _Rank:
             parts = {**trained, "reward model": trained["reward model"] + offloaded}
             parts["reference"] = 0.0 if megatron.offload_reference else memory.reference
             yield self._phase("rewards", {**parts, **self._forward(is_policy=False)})
+        recorded = {"recorded routes": route_bytes(self.config, self.arch, self.world_size, "old")}
         if self.config.draws or self._is_scored():
-            yield self._phase("scoring", {**trained, "reference": memory.reference, **self._forward()})
+            yield self._phase("scoring", {**trained, **recorded, "reference": memory.reference, **self._forward()})
         trained["reference"] = 0.0 if megatron.offload_reference else memory.reference
         if memory.critic:
             yield self._phase("critic", {**trained, "critic": memory.critic, **self._backward(self.critic)})
-        yield self._phase("update", {**trained, **self._backward(self.parameters)})
+        yield self._phase("update", {**trained, **recorded, **self._backward(self.parameters)})
         if memory.reward_training:
             learning = {**trained, "reward model": trained["reward model"]}
             if megatron.offload_optimizer:
@@ -235,6 +244,20 @@ def memory_phases(
         or (policy[number], memories[number]) != (policy[number - 1], memories[number - 1])
     ]
     return [max(same, key=lambda phase: phase.total) for same in zip(*stages, strict=True)]
+
+
+def route_bytes(config: Config, arch: Architecture, world_size: int, kind: str) -> float:
+    """What a rank has of a step's routes at most, where `actor.moe.route_replay` is `kind`: of the longest sequences.
+
+    engine: all layers of its replica's sequences, on the host. old: 2 bytes for each expert of its own layers and tokens.
+    """
+    if (moe := config.actor.moe).route_replay != kind:
+        return 0.0
+    megatron, data = config.actor.megatron, config.data
+    ranks = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
+    tokens = data.train_batch_size * config.rollout.n * (data.max_prompt_length + data.max_response_length)
+    per_token = arch.route_bytes if moe.route_replay == "engine" else 2 * arch.num_routes / ranks
+    return tokens * per_token * ranks / world_size
 
 
 # -- Host memory of one rank -------------------------------------------------------------------------------------------

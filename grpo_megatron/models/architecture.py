@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from grpo_megatron.reading import shown
+from grpo_megatron.types import route_itemsize
 
 
 class UnsupportedModel(ValueError):
@@ -176,6 +177,16 @@ class Architecture:
         """Rows of the embedding for `tp` ranks: a multiple of 8 tp (8 for tensor cores)."""
         multiple = 8 * tp
         return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def num_routes(self) -> int:
+        """The experts that a token visits in all layers together."""
+        return (self.num_layers - self.num_dense_layers) * self.experts_per_token if self.num_experts else 0
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of a token's routes."""
+        return self.num_routes * route_itemsize(self.num_experts)
 
     def num_parameters(self) -> int:
         """Exact count. Tied embeddings are counted once."""

@@ -30,6 +30,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import Targets, build_model
 from grpo_megatron.models.layers.modules import Branch, TreeParams
 from grpo_megatron.models.layers.precision import token_multiple
+from grpo_megatron.models.layers.routes import replay_routes
 from grpo_megatron.models.weights.folder import load_hf
 from grpo_megatron.models.weights.stream import Resharding, hf_weights, stage_owners, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
@@ -70,7 +71,7 @@ class Pack:
     lengths: list[int]
     tokens: Tensor  # [1, T / cp]
     position_ids: Tensor  # [1, T / cp]
-    packed: PackedSeqParams
+    packed: PackedSeqParams  # `routes`: see layers/routes.py
     targets: Targets
     share: TargetShare | None = None  # context parallelism: the part of the targets that this rank computes
 
@@ -114,6 +115,7 @@ def pack(
     is_tree, size, to = batch.shares_prompts and bool(rows), 0, device.torch_device
     tokens, positions, states, targets = [], [], [torch.empty(0, dtype=torch.int64)], []
     branches: list[Branch] = []
+    routes: list[Tensor] = []
     for tree in trees_of(batch, rows):
         prompt, prefix = batch.prompt_lengths[tree[0]], size
         for i, row in enumerate(tree):
@@ -126,6 +128,8 @@ def pack(
             targets.append(batch.tokens[row][prompt:])
             if cp > 1:
                 part = torch.nn.functional.pad(part, (0, -len(part) % (2 * cp)))
+            if batch.routes:
+                routes.append(_with_unknown(batch.routes[row][shared:], len(part)))
             tokens.append(part)
             positions.append(torch.arange(len(part)) + shared)
             branches.append(Branch(size, size + len(part), prefix, prefix + shared))
@@ -140,6 +144,7 @@ def pack(
     starts = [0] if is_tree else [branch.start for branch in branches[: len(rows) or 1]]
     cuts = torch.tensor([*starts, size + padding], dtype=torch.int32)
     whole, position_ids, state_indices = torch.cat(tokens), torch.cat(positions), torch.cat(states)
+    whole_routes = _with_unknown(torch.cat(routes), len(whole)) if routes else None
     target_tokens = torch.cat([torch.empty(0, dtype=torch.int64), *targets])
     longest, share = int(position_ids.max()) + 1, None
     if cp > 1:
@@ -147,6 +152,7 @@ def pack(
         local = local_tokens(cuts.diff().tolist(), cp, cp_rank)
         share = target_share(state_indices, local)
         whole, position_ids = whole[local], position_ids[local]
+        whole_routes = None if whole_routes is None else whole_routes[local]
         target_tokens, state_indices = target_tokens[share.target_indices], share.state_indices
         share = replace(share, target_indices=share.target_indices.to(to))
     cuts = cuts.to(to)
@@ -154,15 +160,22 @@ def pack(
     fields |= {"qkv_format": "thd", "cu_seqlens_q": cuts, "cu_seqlens_kv": cuts}
     if cp > 1:  # the padding of a sequence counts as part of it
         fields |= {"cu_seqlens_q_padded": cuts, "cu_seqlens_kv_padded": cuts}
+    packed = TreeParams(**fields, branches=branches) if is_tree else PackedSeqParams(**fields)
+    packed.routes = whole_routes  # type: ignore[union-attr]
     return Pack(
         rows=rows,
         lengths=[len(batch.tokens[row]) - batch.prompt_lengths[row] for row in rows],
         tokens=whole.unsqueeze(0).to(to),
         position_ids=position_ids.unsqueeze(0).to(to),
-        packed=TreeParams(**fields, branches=branches) if is_tree else PackedSeqParams(**fields),
+        packed=packed,
         targets=Targets(state_indices.to(to), target_tokens.to(to), temperature, chunk),
         share=share,
     )
+
+
+def _with_unknown(routes: Tensor, size: int) -> Tensor:
+    """[T, layers x k] -> [size, layers x k]: the routes of padding are unknown."""
+    return torch.nn.functional.pad(routes, (0, 0, 0, size - len(routes)), value=-1)
 
 
 def unpack(flat: Tensor, lengths: list[int], width: int) -> Tensor:
@@ -466,6 +479,20 @@ class LanguageModel(ShardedModel):
     """A sharded model that computes log-probabilities of a batch: the policy or the reference."""
 
     is_frozen: ClassVar[bool] = False
+
+    def __init__(self, model: torch.nn.Module, arch: Architecture, actor: ActorConfig, *parts: Any) -> None:
+        super().__init__(model, arch, actor, *parts)
+        replays = actor.moe.route_replay != "none"
+        self.routers = replay_routes(model, arch.num_dense_layers) if replays else []
+
+    def packs(self, batch: Batch, micro_batches: list[list[int]], temperature: float | None = None) -> list[Pack]:
+        """See ShardedModel. With the routes that the first pass over them has recorded, where that pass decides."""
+        packs = super().packs(batch, micro_batches, temperature)
+        recorded = batch.recorded_routes
+        if self.actor.moe.route_replay == "old" and not self.is_frozen and recorded is not None:
+            for current in packs:
+                current.packed.routes = recorded.setdefault(tuple(current.rows), {})  # type: ignore[attr-defined]
+        return packs
 
     @classmethod
     def load(

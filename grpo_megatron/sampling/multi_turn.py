@@ -39,10 +39,10 @@ from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.processes.pool import KeptProblem
-from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, stable_hash
+from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, continued, stable_hash
 from grpo_megatron.sampling.generator import Draws, Generator
 from grpo_megatron.sampling.grading import TurnGrading
-from grpo_megatron.types import BRANCH, GREEDY, Sample, Turn
+from grpo_megatron.types import BRANCH, GREEDY, Sample, TokenRoutes, Turn
 
 Side = Literal["left", "middle", "right"]
 OMISSION = "..."
@@ -107,6 +107,7 @@ class Trajectory:
     turn_stop: StopTexts | None = None  # its texts; else `stop`
     last_finish: str = "stop"  # how the last turn ended
     branches: list[Trajectory] = field(default_factory=list)  # the sequences before this one
+    routes: TokenRoutes = None  # of prompt and response
 
     @property
     def is_over(self) -> bool:
@@ -150,6 +151,7 @@ class Trajectory:
     def generated(self, completion: Completion, clock: int) -> None:
         """The engine has finished a turn. One that has filled the response is not shown to the environment."""
         self._append("assistant", completion.response_ids, completion.logprobs, clock)
+        self.routes = continued(self.routes, completion.routes)
         self.last_finish = completion.finish_reason
         if completion.finish_reason == "length" and len(self.response_ids) >= self.limits.response:
             self._end("length", "length")
@@ -178,7 +180,7 @@ class Trajectory:
         """Begin another sequence. What a prompt has no room for is an observation."""
         self.branches.append(replace(self, branches=[], turn_rewards=[], metrics={}))
         self.prompt_ids, rest = token_ids[: self.limits.prompt], token_ids[self.limits.prompt :]
-        self.response_ids, self.logprobs, self.turns = [], [], []
+        self.response_ids, self.logprobs, self.turns, self.routes = [], [], [], None
         if rest:
             self._append("observation", rest, [0.0] * len(rest), clock)
 
@@ -490,6 +492,7 @@ class TrajectoryGenerator(Generator):
             turn_rewards=trajectory.turn_rewards,
             trajectory_metrics=trajectory.metrics,
             reward_failure=trajectory.message,  # kept where nothing can be graded
+            routes=trajectory.routes,
         )
 
     def finish_grading(self, samples: Sequence[Sample], draw_id: int, version: int, metrics: Metrics) -> None:

@@ -26,7 +26,7 @@ from math import ceil
 from typing import Any
 
 from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.rollout.engine import Request, sample_seed
+from grpo_megatron.rollout.engine import Completion, Request, continued, sample_seed
 from grpo_megatron.sampling.collector import Group, PolicyCollector, State, pack_groups, unpack_groups
 from grpo_megatron.sampling.generator import distinct_uids, sample_indices
 from grpo_megatron.types import UNFINISHED, Draw, Sample
@@ -129,7 +129,7 @@ class PartialCollector(PolicyCollector):
         for finished in generator.engine.stream([self._request(*response) for response in responses], version):
             for number, completion in finished:
                 sample = responses[number][1]
-                self._extend(sample, completion.response_ids, completion.logprobs, version)
+                self._extend(sample, completion, version)
                 is_cut = (
                     completion.finish_reason == "length" and len(sample.response_ids) < self.data.max_response_length
                 )
@@ -154,12 +154,13 @@ class PartialCollector(PolicyCollector):
         )
         return replace(request, num_written=start)
 
-    def _extend(self, sample: Sample, ids: list[int], logprobs: list[float], version: int) -> None:
-        start = len(sample.response_ids)
+    def _extend(self, sample: Sample, completion: Completion, version: int) -> None:
+        start, ids = len(sample.response_ids), completion.response_ids
         if not sample.draws or sample.draws[-1].version != version:
             sample.draws.append(Draw(start, start, version, self.generator.weights_digest()))
         sample.response_ids.extend(ids)
-        sample.rollout_logprobs.extend(logprobs)
+        sample.rollout_logprobs.extend(completion.logprobs)
+        sample.routes = continued(sample.routes, completion.routes)
         sample.loss_mask.extend([1] * len(ids))
         sample.draws[-1] = replace(sample.draws[-1], end=len(sample.response_ids))
         sample.weights_digest = sample.draws[0].weights_digest

@@ -411,6 +411,7 @@ def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: D
         eos_token_ids=checked.end_tokens.ids,
         tensors=engine_tensors_of(config, checked.arch),
         **({"exact": True} if config.model.exact else {}),
+        **({"record_routes": True} if config.actor.moe.route_replay == "engine" else {}),
     )
 
 

@@ -7,6 +7,7 @@
 
 The folder is complete or absent. `loss` is the total that the gradient belongs to: pg_loss + kl_loss_coef * kl_loss -
 entropy_coeff * entropy_loss, each summed over all ranks. Numbers that are not finite are strings in dump.json.
+The command `replay` (tools/replay) reads it.
 """
 
 from __future__ import annotations
@@ -16,20 +17,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_megatron.algo.losses import MetricSum
-from grpo_megatron.config import ActorConfig, Config, ConfigError, MegatronConfig
-from grpo_megatron.device import Device
-from grpo_megatron.models.families import read_architecture
-from grpo_megatron.models.policy import Policy
-from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh, on_every_rank, on_first_rank
+from grpo_megatron.config import ActorConfig, Config
+from grpo_megatron.parallel.mesh import Mesh, on_every_rank, on_first_rank
 from grpo_megatron.storage.files import clear_leftovers, partial_of, publish_folder, write_file
-from grpo_megatron.training.correction_step import build_loss
 from grpo_megatron.types import Batch, rows_of_mini_batch
 
 DUMP_FORMAT = 1
@@ -47,20 +43,6 @@ class Incident:
     guard: str
     problems: Mapping[str, str]
     norm: float  # of the gradient, before clipping
-
-
-@dataclass(frozen=True)
-class Dump:
-    """A dump as it was read. The batch has one mini-batch: the rows of all data-parallel ranks."""
-
-    folder: Path
-    incident: Incident
-    config: Config
-    metrics: dict[str, float]
-    batch: Batch
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def write_dump(
@@ -86,7 +68,7 @@ def write_dump(
 
     on_first_rank(mesh, task, start)
     is_writer = mesh.is_first_replica_rank
-    totals = mesh.all_gather(_floats(sums) if is_writer else {})
+    totals = mesh.all_gather(metric_parts(sums) if is_writer else {})
     path = partial / f"batch_{mesh.dp_rank:05d}.safetensors"
     on_every_rank(mesh, task, lambda: save_file(_tensors(batch, micro_batches), path) if is_writer else None)
     save_weights(partial / WEIGHTS)
@@ -119,14 +101,16 @@ def _tensors(batch: Batch, micro_batches: list[list[int]]) -> dict[str, Tensor]:
         "micro_batch_sizes": torch.tensor([len(micro) for micro in micro_batches], dtype=torch.int64),
         "table_rows": torch.tensor([batch.rows[row] for row in rows] if batch.rows else [], dtype=torch.int64),
     }
+    if batch.routes is not None:
+        tensors["routes"] = torch.cat([batch.routes[row] for row in rows])
     for name in (*COLUMNS, *OPTIONAL_COLUMNS):
         if (column := getattr(batch, name)) is not None:
             tensors[name] = column[rows].contiguous()
     return tensors
 
 
-def _floats(sums: Mapping[str, MetricSum]) -> dict[str, tuple[float, float | None]]:
-    """name -> (total, number of tokens)."""
+def metric_parts(sums: Mapping[str, MetricSum]) -> dict[str, tuple[float, float | None]]:
+    """One rank's part of a mini-batch's metrics: name -> (total, number of tokens)."""
     return {
         name: (float(part.total), None if part.num_tokens is None else float(part.num_tokens))
         for name, part in sums.items()
@@ -150,102 +134,3 @@ def metric_values(totals: list[dict[str, tuple[float, float | None]]], actor: Ac
 
 def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-def read_dump(folder: Path) -> Dump:
-    """Raises ConfigError when the folder is no dump, or a newer one."""
-    try:
-        content = json.loads((folder / DUMP_FILE).read_text())
-        if content["format"] != DUMP_FORMAT:
-            raise ConfigError(f"{folder} has the dump format {content['format']}, and this version reads {DUMP_FORMAT}")
-        parts = [load_file(file) for file in sorted(folder.glob("batch_*.safetensors"))]
-        return Dump(
-            folder,
-            Incident(
-                content["step"], content["update"], content["guard"], content["problems"], float(content["grad_norm"])
-            ),
-            Config.model_validate(content["config"]),
-            {name: float(value) for name, value in content["metrics"].items()},
-            _batch(parts),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"{folder} is not a dump that a guard has written: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _batch(parts: list[dict[str, Tensor]]) -> Batch:
-    """The rows of all ranks as one batch with one mini-batch, in the micro-batches of the run."""
-    width = max(part["loss_mask"].shape[1] for part in parts)
-    tokens = [row for part in parts for row in part["tokens"].split(part["lengths"].tolist())]
-    columns: dict[str, Any] = {}
-    for name in (*COLUMNS, *OPTIONAL_COLUMNS):
-        if name in parts[0]:
-            padded = [torch.nn.functional.pad(part[name], (0, width - part[name].shape[1])) for part in parts]
-            columns[name] = torch.cat(padded)
-    micro_batches, first = [], 0
-    for size in torch.cat([part["micro_batch_sizes"] for part in parts]).tolist():
-        micro_batches.append(list(range(first, first + size)))
-        first += size
-    return Batch(
-        tokens=tokens,
-        prompt_lengths=torch.cat([part["prompt_lengths"] for part in parts]).tolist(),
-        mini_batches=[micro_batches],
-        rows=torch.cat([part["table_rows"] for part in parts]).tolist(),
-        **columns,
-    )
-
-
-# -- Recomputation: the loss and the gradient's norm of a dumped mini-batch, computed again by one process on the CPU --
-# The model is the policy of the run, with the weights before the update, in the run's dtype and without any parallelism. In
-# float32 the loss differs from the run's by rounding, about 1e-7. Where both have NaN, the data or the weights are
-# the cause; where only the run had it, look for the cause in the machine, its kernels or the layout.
-
-TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}  # of the loss
-
-
-class Comparison(NamedTuple):
-    """One number of the run, and the same computed again."""
-
-    name: str
-    recorded: float
-    recomputed: float
-
-    def is_equal(self, tolerance: float) -> bool:
-        """Within `tolerance`, relative above 1; NaN equals NaN, and infinities equal themselves."""
-        if not math.isfinite(self.recorded) or not math.isfinite(self.recomputed):
-            return str(self.recorded) == str(self.recomputed)
-        return abs(self.recomputed - self.recorded) <= tolerance * max(1.0, abs(self.recorded))
-
-
-def recompute(dump: Dump) -> list[Comparison]:
-    """The loss first, then the gradient's norm and the other metrics. Needs a process without process groups."""
-    device, config = Device("cpu"), dump.config
-    mesh = build_mesh(device, tp=1, pp=1, rollout_tp=1, seed=config.trainer.seed)
-    norms: list[float] = []
-
-    def measure(batch: Batch, micro_batches: list[list[int]], sums: Mapping[str, MetricSum], norm: float) -> bool:
-        norms.append(norm)
-        return False
-
-    try:
-        # The same loss on one CPU rank: no parallelism, no FP8, nothing offloaded, one skipped update allowed.
-        overrides = config.actor.megatron.override_transformer_config
-        megatron = MegatronConfig(transformer_impl="local", override_transformer_config=overrides)
-        actor = config.actor.model_copy(update={"megatron": megatron, "max_skipped_steps": 1})
-        folder, temperature = dump.folder / WEIGHTS, config.rollout.temperature
-        arch = read_architecture(folder, config.model.family)
-        parts = (folder, config.model.dtype, arch, actor, mesh, device)
-        policy = Policy.load(*parts, temperature=temperature, exact=config.model.exact)
-        policy.set_optimizer(actor.optim, 1)
-        (sums,), _ = policy.update(dump.batch, build_loss(actor), guard=measure)
-    finally:
-        destroy_mesh()
-    values = metric_values([_floats(sums)], actor) | {"grad_norm": norms[0]}
-    recorded = {"loss": dump.metrics["loss"], "grad_norm": dump.incident.norm, **dump.metrics}
-    return [Comparison(name, value, values.get(name, math.nan)) for name, value in recorded.items()]

@@ -5,7 +5,8 @@
     logprobs         old, reference and rollout log-probabilities of      before the step  warn, skip, stop
                      the mini-batch's loss tokens, and its loss
     gradients        the gradient's norm                                  before the step  skip, stop
-    grad_norm, entropy, kl, response_length, rollout_gap (bands)          before the step  warn, skip, stop
+    route_agreement, grad_norm, entropy, kl, response_length,             before the step  warn, skip, stop
+    rollout_gap (bands)
     weights          all weights after the training step                  after the step   warn, stop
 
 Skipping changes nothing: weights, Adam's state and the schedule stay bit for bit. Every rank adds its findings to one small
@@ -36,7 +37,7 @@ from grpo_megatron.storage.run_files import add_event
 from grpo_megatron.training.dump import Incident, write_dump
 from grpo_megatron.types import Batch, GroupTable, rows_of_mini_batch
 
-BANDS = ("grad_norm", "entropy", "kl", "response_length", "rollout_gap")
+BANDS = ("route_agreement", "grad_norm", "entropy", "kl", "response_length", "rollout_gap")
 ORDER = ("rewards", "logprobs", "gradients", *BANDS)  # causes come before their effects
 LOSSES = ("actor/pg_loss", "actor/entropy_loss")  # the KL may be infinite where its coefficient is 0
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class Detected(NamedTuple):
     gradients: float = 0.0  # ranks whose gradient is not finite
     logprobs: float = 0.0  # ranks whose log-probabilities or loss are not finite
     grad_norm: float = 0.0  # of the whole gradient: every rank adds an equal part
+    num_agreeing: float = 0.0  # experts of the engine's routes that the routers would have chosen
+    num_routes: float = 0.0  # experts of the engine's routes
     # the others: from one rank per replica
     entropy: float = 0.0  # nats, summed over the loss tokens
     num_tokens: float = 0.0
@@ -76,15 +79,18 @@ class Guards:
         self.config, self.guards, self.mesh, self.save_weights = config, config.guards, mesh, save_weights
         if config.model.exact:  # a difference is a fault, however small
             self.guards = self.guards.model_copy(update={"rollout_gap": Band(high=0.0, action="stop")})
+        if config.actor.moe.route_replay != "engine":
+            self.guards = self.guards.model_copy(update={"route_agreement": Band()})
         self.phase = phase
         self.counts: dict[str, int] = {}
         self.step = self.num_updates = self.num_dumps = 0
         self.num_infinite, self.mean_length = 0, 0.0
         self.dumped: set[str] = set()
+        self.agreement = [0.0, 0.0]  # of the step: num_agreeing and num_routes of all ranks
 
     def begin(self, step: int, table: GroupTable) -> None:
         """The rewards and lengths of step `step`."""
-        self.step, self.num_updates, self.dumped = step, 0, set()
+        self.step, self.num_updates, self.dumped, self.agreement = step, 0, set(), [0.0, 0.0]
         self.num_infinite = sum(map(math.isinf, table.reward))
         self.mean_length = sum(table.response_length) / max(1, len(table))
         is_on = {name: name not in BANDS or self._band(name).is_on for name in ORDER}
@@ -95,7 +101,9 @@ class Guards:
     ) -> bool:
         """Whether the optimizer step is made. Collective. Raises GuardStop. See `models.policy.Guard`."""
         own = self._findings(batch, rows_of_mini_batch(micro_batches), sums, norm)
-        problems = self._problems(Detected(*self.mesh.total(own)))
+        total = Detected(*self.mesh.total(own))
+        problems = self._problems(total)
+        self.agreement = [self.agreement[0] + total.num_agreeing, self.agreement[1] + total.num_routes]
         self.num_updates += 1
         if not problems:
             return True
@@ -117,6 +125,8 @@ class Guards:
         """Add the counts of this step to its metrics. Call `check_weights` when they are reduced and written."""
         for name, count in self.counts.items():
             metrics.constant(f"guards/{name}", count)
+        if self.agreement[1]:
+            metrics.constant("actor/route_agreement", self.agreement[0] / self.agreement[1])
         metrics.max("guards/weights", float(not has_finite_weights))
 
     def check_weights(self, reduced: Mapping[str, float]) -> None:
@@ -164,7 +174,12 @@ class Guards:
         given = () if batch.old_logprobs is None else (batch.old_logprobs, batch.rollout_logprobs)
         for tensor in (*given, batch.ref_logprobs):
             is_finite = is_finite and (tensor is None or bool(torch.isfinite(tensor[rows][mask]).all()))
-        found = Detected(float(not math.isfinite(norm)), float(not is_finite), norm / self.mesh.world_size)
+        found = Detected(
+            float(not math.isfinite(norm)),
+            float(not is_finite),
+            norm / self.mesh.world_size,
+            *map(float, batch.route_counts),
+        )
         if not self.mesh.is_first_replica_rank:
             return found
         entropy, kl = sums.get("actor/entropy"), sums.get("actor/kl_loss")
@@ -187,6 +202,7 @@ class Guards:
         if total.gradients:
             problems["gradients"] = "the gradient is not finite"
         values = {
+            "route_agreement": total.num_agreeing / total.num_routes if total.num_routes else math.nan,
             "grad_norm": total.grad_norm,
             "entropy": total.entropy / max(1.0, total.num_tokens),
             "kl": total.kl,
@@ -196,7 +212,10 @@ class Guards:
         for name, value in values.items():  # NaN is in no band and out of none: the guards above name it
             band = self._band(name)
             if band.low is not None and value < band.low:
-                problems[name] = f"{name} {value:.6g} is below guards.{name}.low={band.low:g}"
+                hint = ": the engine's routes are those of other tokens, layers or weights" * (
+                    name == "route_agreement"
+                )
+                problems[name] = f"{name} {value:.6g} is below guards.{name}.low={band.low:g}{hint}"
             elif band.high is not None and value > band.high:
                 problems[name] = f"{name} {value:.6g} is above guards.{name}.high={band.high:g}"
         return problems

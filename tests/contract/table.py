@@ -31,6 +31,13 @@ OBJECTS: dict[str, dict[str, str]] = {
         "step:output": "vllm:RequestOutput",
     },
     "rollout/vllm_process.py": {"llm": LLM},
+    "rollout/vllm_routes.py": {
+        "llm": LLM,
+        "self._runner": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+        "batch": "vllm.v1.worker.gpu_input_batch:InputBatch",
+        "output": "vllm:CompletionOutput",
+        "first": "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter",
+    },
     "models/optimizer.py": {
         "ddp": "megatron.core.distributed:DistributedDataParallel",
         "wrap_ddp:config": CONFIG,

@@ -18,18 +18,17 @@ import numpy as np
 import pytest
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.evaluation import results
 from grpo_megatron.evaluation.estimates import (
     estimate,
     interval,
     majority,
-    mcnemar,
-    paired_interval,
     pass_at_k,
     reported_ks,
     vote_classes,
 )
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
+from grpo_megatron.shipped.tools.report import comparison
+from grpo_megatron.shipped.tools.report.comparison import mcnemar, paired_interval
 
 
 def test_pass_at_k_is_the_mean_over_all_draws_of_k() -> None:
@@ -95,26 +94,26 @@ def test_the_interval_of_a_share_never_collapses(right: int, n: int) -> None:
 def test_mcnemar() -> None:
     assert mcnemar(1, 9) == pytest.approx(0.021484375, abs=1e-12)
     assert mcnemar(15, 5) == pytest.approx(0.041389465, abs=1e-9)
-    assert mcnemar(0, 0) == 1 and results.mcnemar(4, 4) == 1
+    assert mcnemar(0, 0) == 1 and mcnemar(4, 4) == 1
     assert 0 < mcnemar(3000, 3300) < 0.001  # 2**6300 is no float
 
 
 def _result(greedy: str, right: str = "", **changes: Any) -> dict[str, Any]:
-    task = dict.fromkeys(results.MUST_BE_EQUAL, "x") | {"prompts_sha256": "p", "num_problems": len(greedy)}
+    task = dict.fromkeys(comparison.MUST_BE_EQUAL, "x") | {"prompts_sha256": "p", "num_problems": len(greedy)}
     task["problems"] = {"greedy": greedy, "right": right, "samples": 4}
     return {"format": 2, "tasks": {"gsm8k": {**task, **changes}}}
 
 
 def test_a_paired_difference() -> None:
     a, b = _result("1100000000", "4 2 0 0 0 0 0 0 0 0"), _result("1011000000", "4 2 4 0 0 0 0 0 0 0")
-    greedy, average = results.compare_results(a, b)
+    greedy, average = comparison.compare_results(a, b)
     assert (greedy["a"], greedy["b"], greedy["only_a"], greedy["only_b"], greedy["p"]) == (0.2, 0.3, 1, 2, 1.0)
     assert greedy["difference"] == pytest.approx(0.1) and greedy["low"] <= 0.1 <= greedy["high"]
     assert average["measure"] == "avg@4" and average["difference"] == pytest.approx(0.1) and "p" not in average
-    same = results.compare_results(a, copy.deepcopy(a))[0]
+    same = comparison.compare_results(a, copy.deepcopy(a))[0]
     assert (same["difference"], same["p"]) == (0, 1)
     assert same["high"] == -same["low"] == pytest.approx(1.959964 * math.sqrt(2) / 12)  # equal, and yet not certain
-    assert "+10.00" in results.paired_table([greedy, average])
+    assert "+10.00" in comparison.paired_table([greedy, average])
 
 
 @pytest.mark.parametrize(
@@ -150,12 +149,12 @@ def test_results_with_different_settings_are_not_compared() -> None:
     with pytest.raises(
         ConfigError, match="have different settings .data_sha256 x against y.; evaluate both with one setting"
     ):
-        results.compare_results(a, _result("10", data_sha256="y"))
+        comparison.compare_results(a, _result("10", data_sha256="y"))
     with pytest.raises(ConfigError, match="chat templates of the two models made different prompts.*--any-template"):
-        results.compare_results(a, _result("10", prompts_sha256="q"))
-    assert results.compare_results(a, _result("10", prompts_sha256="q"), any_template=True)
+        comparison.compare_results(a, _result("10", prompts_sha256="q"))
+    assert comparison.compare_results(a, _result("10", prompts_sha256="q"), any_template=True)
     with pytest.raises(ConfigError, match="no task in common: A has gsm8k, B has math"):
-        results.compare_results(a, {"tasks": {"math": {}}})
+        comparison.compare_results(a, {"tasks": {"math": {}}})
 
 
 def test_the_ledger_survives_a_torn_line(tmp_path: Path) -> None:

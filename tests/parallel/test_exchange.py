@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from grpo_megatron.types import Prompt, Sample
@@ -69,6 +70,9 @@ def test_every_row_arrives_once_per_replica_with_exact_advantages(
             sample = samples[row]
             assert result["sequences"][row] == [*sample.prompt.prompt_ids, *sample.response_ids]
             assert result["logprobs"][row] == float32(sample.rollout_logprobs)
+            known = [] if sample.routes is None else sample.routes.tolist()
+            unknown = len(result["sequences"][row]) - len(known)
+            assert result["routes"][row] == [*known, *[[-1, -1, -1]] * unknown]
             mask = sample.loss_mask
             assert result["loss_masks"][row] == mask
             (advantage,) = float32([alone["advantages"][row]])
@@ -144,6 +148,8 @@ def draw(num_prompts: int, n: int) -> list[Sample]:
             logprobs = [-rng.random() for _ in ids]
             sample = Sample(prompt, p, i, ids, logprobs, rng.choice(["stop", "length"]), version=0)
             sample.text = f"response {p} {i}"
+            if i:  # samples of index 0 have no routes
+                sample.routes = np.array([[p, i, t] for t in range(len(prompt.prompt_ids) + length - 1)], dtype=np.int8)
             if (p, i) == (0, 1):
                 sample.loss_mask = [0] * length
             elif i == 2:
@@ -181,6 +187,7 @@ def roundtrip(tp: int, pp: int, rollout_tp: int, num_prompts: int, n: int, out: 
         "advantages": plan.advantages,
         "rows": rows,
         "sequences": {row: batch.tokens[i].tolist() for i, row in enumerate(rows)},
+        "routes": {row: batch.routes[i].tolist() for i, row in enumerate(rows)} if batch.routes else {},
         "logprobs": {row: batch.rollout_logprobs[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
         "batch_advantages": {row: batch.advantages[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
         "token_weights": {row: batch.token_weights[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},

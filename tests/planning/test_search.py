@@ -14,18 +14,17 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
 from grpo_megatron.memory.parameters import RunModels, stage_layers
 from grpo_megatron.planning.cost import PlannedMachine, Workload
-from grpo_megatron.planning.gpus import find_gpu
-from grpo_megatron.planning.layout import FULL_RECOMPUTATION, Layout, micro_batches, shapes, variants
-from grpo_megatron.planning.search import (
+from grpo_megatron.planning.fit import (
     PROPOSED,
     _candidates,
     estimated,
     fit,
     nearest_layouts,
     proposed_fit,
-    search,
-    search_splits,
 )
+from grpo_megatron.planning.gpus import find_gpu
+from grpo_megatron.planning.layout import FULL_RECOMPUTATION, Layout, micro_batches, shapes, variants
+from grpo_megatron.shipped.tools.starting.search import search, search_splits
 from tests.planning import published
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig, ReplayConfig, RolloutConfig
@@ -303,8 +304,12 @@ def test_a_sample_survives_packing(mask: list[int]) -> None:
     sample.steps = [(n - 1, 0.25)]
     sample.turns = [Turn(0, n - 1, "assistant", 7, 3), Turn(n - 1, n, "observation", 7, 11)]
     sample.status, sample.turn_rewards, sample.trajectory_metrics = "turn_limit", [(n - 2, 0.5)], {"tool_calls": 2.0}
+    sample.routes = np.arange(-1, 2 * n + 1, dtype=np.int16).reshape(n + 1, 2) if n else None
     packed = json.loads(json.dumps(pack_sample(sample)))
-    assert unpack_sample(packed) == sample
+    found = unpack_sample(packed)
+    assert found == sample
+    if n:
+        assert found.routes.dtype == np.int16 and np.array_equal(found.routes, sample.routes)
     assert not {"columns", "messages"} & {name for name, value in packed["prompt"].items() if value}
     assert len(base64.b64decode(packed["loss_mask"])) == -(-n // 8)
 

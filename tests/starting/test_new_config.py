@@ -14,9 +14,9 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import parse
 from grpo_megatron.memory.phases import GIB, memory_phases
 from grpo_megatron.models.families import architecture_of
+from grpo_megatron.planning.fit import PlannedLayout
 from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.layout import Layout
-from grpo_megatron.planning.search import PlannedLayout
 from grpo_megatron.reading import parse_yaml, read_json
 from grpo_megatron.shipped.tools.starting.new_config import InitOptions, Machine, config_text, suggest, write_config
 from tests.runs import make_run

@@ -127,7 +127,7 @@ def faults(folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> dict[
 
 def replayed(dumps: list[Path]) -> list[tuple[int, str]]:
     """Exit code and output of `replay` for each dump."""
-    from grpo_megatron.cli.main import ReplayOptions, replay_dump
+    from grpo_megatron.shipped.tools.replay.cli import ReplayOptions, replay_dump
 
     results = []
     for dump in dumps:

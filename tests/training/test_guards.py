@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.training.dump import read_dump
+from grpo_megatron.shipped.tools.replay.dump import read_dump
 from tests import tiny, worlds
 from tests.models.policy_ranks import LAYOUTS
 from tests.training import guard_ranks

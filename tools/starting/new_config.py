@@ -22,10 +22,11 @@ from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.planning.cost import PlannedMachine, Workload
+from grpo_megatron.planning.fit import PlannedLayout
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, find_gpu
 from grpo_megatron.planning.layout import FULL_RECOMPUTATION
-from grpo_megatron.planning.search import PlannedLayout, search
 from grpo_megatron.reading import ReadError, parse_yaml, shown
+from grpo_megatron.shipped.tools.starting.search import search
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.hub import model_folder
 

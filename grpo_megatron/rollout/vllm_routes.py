@@ -1,0 +1,69 @@
+"""The experts that vLLM's routers choose, per token and layer, for the trainer to replay (`actor.moe.route_replay: engine`).
+
+On a GPU vLLM records them itself (`enable_return_routed_experts`), for all layers, and returns them with a finished request. One
+that a stop text of several tokens ends is aborted, so its routes are unknown. Not run on a GPU yet.
+
+On the CPU that recorder does not run: it needs Triton. Here every router gives its choices to a table with one row for each slot
+of the key-value cache, which are written and shared as the keys are. So a prompt that the prefix cache has needs no second
+computation to have routes. When a request finishes, its slots are still its own: vLLM gives them away in the next step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_megatron.types import TokenRoutes, route_itemsize
+
+
+class RouteTable:
+    """The routes of all slots of a vllm.LLM, on the CPU; on a GPU only the numbers of the layers with experts."""
+
+    def __init__(self, llm: Any, model: torch.nn.Module, *, on_cuda: bool) -> None:
+        named = ((name, getattr(module, "router", None)) for name, module in model.named_modules())
+        routers: dict[int, Any] = {_layer(name): router for name, router in named if hasattr(router, "set_capture_fn")}
+        first = next(iter(routers.values()))
+        self.layers, self._on_cuda = sorted(routers), on_cuda
+        self._dtype = np.dtype(f"i{route_itemsize(first.global_num_experts)}")
+        if on_cuda:
+            return
+        (self._runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+        self._block_size = self._runner.cache_config.block_size
+        num_slots = self._runner.kv_cache_config.num_blocks * self._block_size
+        self._table = np.full((num_slots, len(routers), first.top_k), -1, dtype=self._dtype)
+        for number, layer in enumerate(self.layers):
+            routers[layer].set_capture_fn(lambda experts, number=number: self._record(number, experts))
+
+    def _record(self, number: int, experts: Tensor) -> None:
+        from vllm.forward_context import get_forward_context
+
+        slots = next(iter(get_forward_context().slot_mapping.values()), None)
+        if slots is not None:  # None: a run without requests
+            is_token = slots >= 0
+            self._table[slots[is_token].numpy(), number] = experts[is_token].numpy()
+
+    def of(self, engine_id: str, output: Any, num_tokens: int) -> TokenRoutes:
+        """The routes of a request's first tokens: int8 or int16 [num_tokens, layers x k]. To be called in its last step.
+
+        `engine_id`: vLLM's own name of the request. `output`: its CompletionOutput.
+        """
+        if self._on_cuda:
+            if output.routed_experts is None:
+                return None
+            routes = output.routed_experts[:num_tokens, self.layers].astype(self._dtype)
+        else:
+            batch = self._runner.input_batch
+            blocks = batch.block_table[0].get_numpy_array()[batch.req_id_to_index[engine_id]]
+            places = np.arange(num_tokens)
+            routes = self._table[blocks[places // self._block_size] * self._block_size + places % self._block_size]
+            if routes.min(initial=0) < 0:
+                raise RuntimeError(f"vLLM's routers have not been recorded for all {num_tokens} tokens of a response")
+        return routes.reshape(len(routes), -1)
+
+
+def _layer(name: str) -> int:
+    """model.layers.7.mlp.experts -> 7."""
+    return next(int(part) for part in name.split(".") if part.isdigit())
