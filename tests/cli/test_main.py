@@ -95,7 +95,7 @@ RAISED = ["KeyError: 'boom'", "error: rank 1: KeyError: 'boom' (its traceback is
         pytest.param("good", "cpu", 0, [], marks=pytest.mark.soak),
         ("refused by all", "cpu", 2, ["error: trainer.device=cuda, but there is none"]),
         pytest.param("raised by one", "cpu", 1, RAISED, marks=pytest.mark.soak),
-        ("killed", "cuda", 137, [KILLED]),
+        pytest.param("killed", "cuda", 137, [KILLED], marks=pytest.mark.soak),
     ],
 )
 def test_the_launcher_prints_the_reason_once(

@@ -85,6 +85,7 @@ def without_rewards(drawn: dict[int, list[Any]], first: int = 0) -> list[Any]:
     return [sample[:-1] for step, samples in drawn.items() for sample in samples if step >= first]
 
 
+@pytest.mark.soak
 def test_a_kill_in_the_middle_of_trajectories_changes_nothing(workspace: Path, tmp_path: Path) -> None:
     """Two ranks serve one engine, so every answer goes from one to the other. The environment gives rewards per turn, and
     fails now and then; groups that dynamic sampling leaves over wait in the checkpoint."""
