@@ -221,3 +221,21 @@ def finite_differences(folder: Path, pairs: Any, routes: list[torch.Tensor]) -> 
             weight.copy_(start)
         found.append(((values[0] - values[1]) / 2e-2, gradient.norm().item()))
     return found
+
+
+def critic_values(folder: Path, pairs: Any, routes: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A critic's values where the policy replays nothing, the engine's routes and recorded ones."""
+    from grpo_megatron.config import ActorConfig
+    from grpo_megatron.models.heads.folder import read_reward_folder
+    from grpo_megatron.models.heads.scalar import ValueModel
+
+    device, mesh = world((1, 1, 1, 1))
+    values = []
+    for replay in ("none", "engine", "old"):
+        actor = ActorConfig.model_validate({"moe": {"route_replay": replay}})
+        model = ValueModel(read_reward_folder(folder, "value"), "float32", actor, mesh, device)
+        batch = tiny.make_batch(pairs, [[list(range(len(pairs)))]])
+        batch.routes, batch.recorded_routes = routes, {}
+        values.append(model.numbers(batch))
+        assert batch.recorded_routes == {}
+    return values

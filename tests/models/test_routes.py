@@ -254,3 +254,12 @@ def test_routes_stay_beside_their_tokens_in_a_pack(shares_prompts: bool, cp: int
         found.append(int(known.sum()))
     prompts = sum(len(prompt) for prompt, _ in PAIRS) // (2 if shares_prompts else 1)
     assert sum(found) == prompts + sum(len(response) for _, response in PAIRS)
+
+
+@pytest.mark.slow
+def test_a_critic_chooses_its_own_experts(tmp_path: Path, routes: Any) -> None:
+    """And records none in the batch of the policy."""
+    sizes = {**QWEN3, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    folder = tiny.make_classifier(tmp_path / "critic", "Token", "llama2", seed=2, **sizes)
+    [values] = worlds.run(route_ranks.critic_values, 1, folder=folder, pairs=PAIRS, routes=routes[0])
+    assert values[0].abs().max() > 0 and all(torch.equal(values[0], other) for other in values)

@@ -36,7 +36,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from grpo_megatron.algo.losses import ValueInputs, value_loss
-from grpo_megatron.config import ActorConfig, LoraConfig, MegatronConfig, OptimConfig
+from grpo_megatron.config import ActorConfig, LoraConfig, MegatronConfig, MoeConfig, OptimConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.build import HeadOutput, LogprobModel, Targets, build_model
 from grpo_megatron.models.forward import MetricSums, Pack, ShardedModel, like_rows, local_tokens, target_share, unpack
@@ -222,9 +222,8 @@ class ScalarPolicy(ScalarReader, Policy):
         self._weights = OffloadedTensors(device)
         megatron = actor.megatron
         megatron = megatron.model_copy(update={"offload_optimizer": offload or megatron.offload_optimizer})
-        actor = actor.model_copy(
-            update={"optim": optim or actor.optim, "lora": lora or LoraConfig(), "megatron": megatron}
-        )
+        own = {"optim": optim or actor.optim, "lora": lora or LoraConfig(), "megatron": megatron}
+        actor = actor.model_copy(update={**own, "moe": MoeConfig()})  # routes are those of the policy
         inner = load_scalar_model(folder, actor.layers, dtype, mesh, device)
         super().__init__(inner, folder.arch, actor, mesh, device)
 
