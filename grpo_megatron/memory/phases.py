@@ -54,12 +54,7 @@ from grpo_megatron.models.engine_cache import engine_weights
 
 GIB = 2**30
 ESTIMATED = (
-    "FP8 copies",
-    "merged weights",
-    "recorded routes",
-    "activations kept",
-    "layer or logits",
-    "sync buckets",
+    *("FP8 copies", "merged weights", "recorded routes", "activations kept", "layer or logits", "sync buckets"),
     *RESERVED_PARTS,
 )
 PARTS = (  # in the order of the plan's rows

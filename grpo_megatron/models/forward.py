@@ -30,7 +30,7 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import Targets, build_model
 from grpo_megatron.models.layers.modules import Branch, TreeParams
 from grpo_megatron.models.layers.precision import token_multiple
-from grpo_megatron.models.layers.routes import replay_routes
+from grpo_megatron.models.layers.routes import RouteChoice, replay_routes
 from grpo_megatron.models.weights.folder import load_hf
 from grpo_megatron.models.weights.stream import Resharding, hf_weights, stage_owners, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
@@ -403,6 +403,7 @@ class ShardedModel:
         self.model, self.arch, self.actor, self.mesh, self.device = model, arch, actor, mesh, device
         self.temperature, self.chunk = temperature, actor.logprob_chunk_size
         self.is_exact = bool(getattr(unwrapped(model), "is_exact", False))
+        self.routers: list[RouteChoice] = []  # those that replay
         # Packs are padded to a multiple of this many tokens, in all layouts to the same where sums over tokens must be equal.
         self.multiple = rowwise.NUM_BLOCKS if self.is_exact else token_multiple(actor.megatron)
         self.stage_of = stage_owners(model, arch, mesh)
@@ -412,6 +413,7 @@ class ShardedModel:
         temperature = self.temperature if temperature is None else temperature
         options: dict[str, Any] = {"multiple": self.multiple, "chunk": self.chunk, "device": self.device}
         options |= {"temperature": temperature, "cp": self.mesh.cp, "cp_rank": self.mesh.cp_rank}
+        batch = batch if self.routers else replace(batch, routes=None)
         return [pack(batch, rows, **options) for rows in micro_batches]
 
     @torch.no_grad()
@@ -482,8 +484,8 @@ class LanguageModel(ShardedModel):
 
     def __init__(self, model: torch.nn.Module, arch: Architecture, actor: ActorConfig, *parts: Any) -> None:
         super().__init__(model, arch, actor, *parts)
-        replays = actor.moe.route_replay != "none"
-        self.routers = replay_routes(model, arch.num_dense_layers) if replays else []
+        if actor.moe.route_replay != "none":
+            self.routers = replay_routes(model, arch.num_dense_layers)
 
     def packs(self, batch: Batch, micro_batches: list[list[int]], temperature: float | None = None) -> list[Pack]:
         """See ShardedModel. With the routes that the first pass over them has recorded, where that pass decides."""

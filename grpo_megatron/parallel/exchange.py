@@ -136,11 +136,11 @@ def exchange(samples: Sequence[Sample], table: GroupTable, plan: Plan, mesh: Mes
         prompt_lengths=[table.prompt_length[row] for row in rows],
         rollout_logprobs=[sequences[row][1] for row in rows],
         loss_spans=[table.spans_of(row) for row in rows],
-        routes=_same_width([sequences[row][2] for row in rows], [len(sequences[row][0]) for row in rows]),
+        routes=same_width([sequences[row][2] for row in rows], [len(sequences[row][0]) for row in rows]),
     )
 
 
-def _same_width(routes: list[Tensor | None], lengths: list[int]) -> list[Tensor] | None:
+def same_width(routes: list[Tensor | None], lengths: list[int]) -> list[Tensor] | None:
     """The routes of all rows, unknown in rows without any. None: no row has any."""
     known = next((tensor for tensor in routes if tensor is not None), None)
     if known is None:

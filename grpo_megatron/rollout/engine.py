@@ -122,9 +122,8 @@ class Completion:
     response_ids: list[int]
     logprobs: list[float]
     finish_reason: str  # "stop" | "length"
-    routes: TokenRoutes = field(
-        default=None, compare=False
-    )  # of prompt and response, without the last token, which it did not read
+    # of prompt and response, without the last token, which it did not read
+    routes: TokenRoutes = field(default=None, compare=False)
 
 
 def continued(known: TokenRoutes, new: TokenRoutes) -> TokenRoutes:

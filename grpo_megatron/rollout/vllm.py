@@ -45,7 +45,6 @@ class _Entry:
     response_ids: list[int]
     logprobs: list[float] = field(default_factory=list)
     engine_id: str = ""  # vLLM's own name of the request
-    num_prompt_tokens: int = 0
 
 
 class VllmQueue:
@@ -96,8 +95,8 @@ class VllmQueue:
     def add(self, request_id: str, request: Request, params: Any) -> None:
         """`params` are those of the request."""
         name = self._engine.add_request(request_id, self._tokens_input(list(request.prompt_ids)), params)
-        written, num_tokens = list(request.written), len(request.prompt_ids)
-        entry = _Entry(self._num_submitted, request.stop, request.num_written, written, [], name, num_tokens)
+        written = list(request.written)
+        entry = _Entry(self._num_submitted, request.stop, request.num_written, written, engine_id=name)
         self._entries[request_id] = entry
         self._num_submitted += 1
 
@@ -109,7 +108,7 @@ class VllmQueue:
             completion = _completion(entry, output)
             if completion is not None:
                 if self._routes is not None:
-                    num_tokens = entry.num_prompt_tokens + len(completion.response_ids) - 1
+                    num_tokens = len(output.prompt_token_ids) + len(completion.response_ids) - 1
                     routes = self._routes.of(entry.engine_id, output.outputs[0], num_tokens)
                     completion = replace(completion, routes=routes)
                 self._queried_tokens += len(output.prompt_token_ids)

@@ -300,7 +300,7 @@ def unpack_sample(packed: dict[str, Any]) -> Sample:
         "draws": [Draw(**draw) for draw in packed.get("draws", [])],
     }
     if (routes := packed.get("routes")) is not None:
-        rows = np.array(_from_base64(routes["rows"], routes["dtype"]), dtype=routes["dtype"])
+        rows = np.frombuffer(base64.b64decode(routes["rows"]), dtype=routes["dtype"])
         columns["routes"] = rows.reshape(-1, routes["width"])
     bits = np.array(_from_base64(packed["loss_mask"], "u1"), dtype=np.uint8)
     columns["loss_mask"] = np.unpackbits(bits, count=len(columns["response_ids"])).tolist()

@@ -70,7 +70,7 @@ def write_dump(
     is_writer = mesh.is_first_replica_rank
     totals = mesh.all_gather(metric_parts(sums) if is_writer else {})
     path = partial / f"batch_{mesh.dp_rank:05d}.safetensors"
-    on_every_rank(mesh, task, lambda: save_file(_tensors(batch, micro_batches), path) if is_writer else None)
+    on_every_rank(mesh, task, lambda: save_file(mini_batch_tensors(batch, micro_batches), path) if is_writer else None)
     save_weights(partial / WEIGHTS)
     content = {
         "format": DUMP_FORMAT,
@@ -90,7 +90,7 @@ def write_dump(
     on_first_rank(mesh, task, publish)
 
 
-def _tensors(batch: Batch, micro_batches: list[list[int]]) -> dict[str, Tensor]:
+def mini_batch_tensors(batch: Batch, micro_batches: list[list[int]]) -> dict[str, Tensor]:
     """The rows of the mini-batch in the order of their micro-batches."""
     rows = rows_of_mini_batch(micro_batches)
     tokens = [batch.tokens[row] for row in rows]
@@ -101,7 +101,7 @@ def _tensors(batch: Batch, micro_batches: list[list[int]]) -> dict[str, Tensor]:
         "micro_batch_sizes": torch.tensor([len(micro) for micro in micro_batches], dtype=torch.int64),
         "table_rows": torch.tensor([batch.rows[row] for row in rows] if batch.rows else [], dtype=torch.int64),
     }
-    if batch.routes is not None:
+    if batch.routes is not None and rows:
         tensors["routes"] = torch.cat([batch.routes[row] for row in rows])
     for name in (*COLUMNS, *OPTIONAL_COLUMNS):
         if (column := getattr(batch, name)) is not None:

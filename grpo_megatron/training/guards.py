@@ -39,6 +39,7 @@ from grpo_megatron.types import Batch, GroupTable, rows_of_mini_batch
 
 BANDS = ("route_agreement", "grad_norm", "entropy", "kl", "response_length", "rollout_gap")
 ORDER = ("rewards", "logprobs", "gradients", *BANDS)  # causes come before their effects
+CAUSES = {"route_agreement": ": the engine's routes are those of other tokens, layers or weights"}
 LOSSES = ("actor/pg_loss", "actor/entropy_loss")  # the KL may be infinite where its coefficient is 0
 logger = logging.getLogger(__name__)
 
@@ -212,10 +213,8 @@ class Guards:
         for name, value in values.items():  # NaN is in no band and out of none: the guards above name it
             band = self._band(name)
             if band.low is not None and value < band.low:
-                hint = ": the engine's routes are those of other tokens, layers or weights" * (
-                    name == "route_agreement"
-                )
-                problems[name] = f"{name} {value:.6g} is below guards.{name}.low={band.low:g}{hint}"
+                cause = CAUSES.get(name, "")
+                problems[name] = f"{name} {value:.6g} is below guards.{name}.low={band.low:g}{cause}"
             elif band.high is not None and value > band.high:
                 problems[name] = f"{name} {value:.6g} is above guards.{name}.high={band.high:g}"
         return problems

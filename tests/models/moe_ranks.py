@@ -26,7 +26,14 @@ def world(layout: Layout, rollout_tp: int = 1) -> tuple[Any, Any]:
 
 
 def build(
-    folder: Path, device: Any, mesh: Any, *, dtype: str = "float32", family: str | None = None, **megatron: Any
+    folder: Path,
+    device: Any,
+    mesh: Any,
+    *,
+    dtype: str = "float32",
+    family: str | None = None,
+    replay: str = "none",
+    **megatron: Any,
 ) -> Any:
     from grpo_megatron.config import ActorConfig
     from grpo_megatron.models.families import read_architecture
@@ -38,7 +45,8 @@ def build(
         "expert_model_parallel_size": mesh.ep,
     }
     optim = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4}
-    config = ActorConfig.model_validate({"megatron": megatron, "optim": optim, "logprob_chunk_size": 7})
+    moe = {"route_replay": replay}
+    config = ActorConfig.model_validate({"megatron": megatron, "optim": optim, "moe": moe, "logprob_chunk_size": 7})
     policy = Policy.load(folder, dtype, read_architecture(folder, family), config, mesh, device)
     policy.set_optimizer(config.optim, 1)
     check_counts(policy)

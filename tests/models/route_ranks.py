@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests import tiny
+from tests.models import moe_ranks
 from tests.models.gradients import named_gradients
 from tests.models.moe_ranks import Layout, world
 from tests.models.policy_ranks import loss, share, whole
@@ -19,16 +20,8 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 
 
 def build(folder: Path, device: Any, mesh: Any, replay: str, **megatron: Any) -> Any:
-    from grpo_megatron.config import ActorConfig
-    from grpo_megatron.models.families import read_architecture
-    from grpo_megatron.models.policy import Policy
-
-    sizes = {"tensor_model_parallel_size": mesh.tp, "pipeline_model_parallel_size": mesh.pp}
-    sizes |= {"expert_model_parallel_size": mesh.ep, "use_distributed_optimizer": False}
-    config = ActorConfig.model_validate({"moe": {"route_replay": replay}, "megatron": {**sizes, **megatron}})
-    policy = Policy.load(folder, "float32", read_architecture(folder), config, mesh, device)
-    policy.set_optimizer(config.optim, 1)
-    return policy
+    """A backward pass leaves whole gradients on every rank."""
+    return moe_ranks.build(folder, device, mesh, replay=replay, use_distributed_optimizer=False, **megatron)
 
 
 def random_routes(pairs: Any, layers: int, experts: int, k: int) -> list[torch.Tensor]:

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.shipped.tools.replay.dump import read_dump
+from grpo_megatron.training.dump import mini_batch_tensors
 from tests import tiny, worlds
 from tests.models.policy_ranks import LAYOUTS
 from tests.training import guard_ranks
@@ -111,6 +114,25 @@ def test_a_dump_replays_to_the_logged_loss(run: Any) -> None:
         assert math.isfinite(norm) and (
             math.isnan(recorded_norm) if step == 1 else norm == pytest.approx(recorded_norm, rel=1e-4)
         )
+
+
+@pytest.mark.parametrize("run", ["DP2"], indirect=True)
+def test_ranks_without_routes_have_unknown_ones(run: Any, tmp_path: Path) -> None:
+    """Routes are in the file of a rank that has rows with routes; the other rank's rows, or no rows at all, have none."""
+    out, _ = run
+    for file in (out / "dumps" / "step_000005_grad_norm").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    last = tmp_path / "batch_00001.safetensors"
+    tensors = load_file(last)
+    routes = torch.randint(8, (len(tensors["tokens"]), 4), dtype=torch.int8)
+    last.unlink()
+    save_file({**tensors, "routes": routes}, last)
+    batch = read_dump(tmp_path).batch
+    assert batch.routes is not None and list(map(len, batch.routes)) == list(map(len, batch.tokens))
+    num_known = len(tensors["lengths"])
+    assert torch.equal(torch.cat(batch.routes[-num_known:]), routes)
+    assert all(bool((own == -1).all()) for own in batch.routes[:-num_known])
+    assert "routes" in mini_batch_tensors(batch, [[0]]) and "routes" not in mini_batch_tensors(batch, [])
 
 
 @pytest.mark.parametrize("run", ["DP2"], indirect=True)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from grpo_megatron.config import Config, ConfigError, MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.parallel.exchange import same_width
 from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
 from grpo_megatron.training.correction_step import build_loss
 from grpo_megatron.training.dump import (
@@ -71,14 +73,18 @@ def read_dump(folder: Path) -> Dump:
 def _batch(parts: list[dict[str, Tensor]]) -> Batch:
     """The rows of all ranks as one batch with one mini-batch, in the micro-batches of the run."""
     width = max(part["loss_mask"].shape[1] for part in parts)
-    tokens = [row for part in parts for row in part["tokens"].split(part["lengths"].tolist())]
+    lengths = [part["lengths"].tolist() for part in parts]
+    tokens = [row for part, own in zip(parts, lengths, strict=True) for row in part["tokens"].split(own)]
     columns: dict[str, Any] = {}
     for name in (*COLUMNS, *OPTIONAL_COLUMNS):
         if name in parts[0]:
             padded = [torch.nn.functional.pad(part[name], (0, width - part[name].shape[1])) for part in parts]
             columns[name] = torch.cat(padded)
-    if "routes" in parts[0]:
-        columns["routes"] = [row for part in parts for row in part["routes"].split(part["lengths"].tolist())]
+    routes = [
+        part["routes"].split(own) if "routes" in part else [None] * len(own)
+        for part, own in zip(parts, lengths, strict=True)
+    ]
+    columns["routes"] = same_width(list(chain(*routes)), list(chain(*lengths)))
     micro_batches, first = [], 0
     for size in torch.cat([part["micro_batch_sizes"] for part in parts]).tolist():
         micro_batches.append(list(range(first, first + size)))

@@ -39,7 +39,7 @@ class RouteChoice:
     routes: Tensor | RecordedRoutes | None = None
 
     def __init__(self, number: int, own: Any) -> None:
-        self.number, self._own = number, own  # own: another choice than Megatron-Core's, or None
+        self._number, self._own = number, own  # own: another choice than Megatron-Core's, or None
         self.counts: Tensor | None = None
 
     def get_replay_topk(
@@ -53,13 +53,28 @@ class RouteChoice:
         if self.routes is None:
             return values, experts
         if isinstance(self.routes, dict):
-            routes = self.routes.setdefault(self.number, experts.to(torch.int16)).long()
+            routes = self.routes.setdefault(self._number, experts.to(torch.int16)).long()
         else:
             routes = self.routes.long()
             self._count(routes, experts)
         replayed = torch.where(routes >= 0, routes, experts)
         values, order = scores.gather(1, replayed).sort(dim=1, descending=True, stable=True)
         return values, replayed.gather(1, order)
+
+    def feed(self, layer: TransformerLayer, args: Any, kwargs: dict[str, Any]) -> None:
+        """A hook before the layer's forward pass: take the routes of its micro-batch, of this layer and this rank's tokens.
+
+        The engine's routes of a micro-batch are on the host, [t, layers x k]; only those of one layer are on the device.
+        """
+        routes = routes_of(kwargs["packed_seq_params"])
+        if isinstance(routes, Tensor):
+            router = layer.mlp.router
+            routes = routes[:, self._number * router.topk :][:, : router.topk]
+            if layer.config.sequence_parallel:
+                tp = parallel_state.get_tensor_model_parallel_world_size()
+                routes = routes.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
+            routes = routes.to(router.weight.device)
+        self.routes = routes
 
     @torch.no_grad()
     def _count(self, routes: Tensor, experts: Tensor) -> None:
@@ -79,30 +94,9 @@ def replay_routes(model: torch.nn.Module, num_dense_layers: int) -> list[RouteCh
             router = layer.mlp.router
             choice = RouteChoice(layer.layer_number - 1 - num_dense_layers, router.router_replay)
             router.router_replay = choice
-            layer.register_forward_pre_hook(_Feed(choice), with_kwargs=True)
+            layer.register_forward_pre_hook(choice.feed, with_kwargs=True)
             choices.append(choice)
     return choices
-
-
-class _Feed:
-    """Hands a layer the routes of the micro-batch that it is about to compute: its own, of this rank's tokens.
-
-    The engine's routes of a micro-batch are on the host, [t, layers x k]; only those of one layer are on the device.
-    """
-
-    def __init__(self, choice: RouteChoice) -> None:
-        self._choice = choice
-
-    def __call__(self, layer: TransformerLayer, args: Any, kwargs: dict[str, Any]) -> None:
-        routes = routes_of(kwargs["packed_seq_params"])
-        if isinstance(routes, Tensor):
-            router = layer.mlp.router
-            routes = routes[:, self._choice.number * router.topk :][:, : router.topk]
-            if layer.config.sequence_parallel:
-                tp = parallel_state.get_tensor_model_parallel_world_size()
-                routes = routes.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
-            routes = routes.to(router.weight.device)
-        self._choice.routes = routes
 
 
 def routes_of(packed: PackedSeqParams) -> Tensor | RecordedRoutes | None:
