@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from grpo_megatron import convert
     from grpo_megatron.cli.config_file import load_config
     from grpo_megatron.config import ConfigError
-    from grpo_megatron.evaluation.cli import evaluate
+    from grpo_megatron.shipped.tools.evaluation.cli import evaluate
     from grpo_megatron.trainer import Trainer
 
 __all__ = ["ConfigError", "Trainer", "convert", "evaluate", "load_config"]
 EXPORTS = {
     "ConfigError": "grpo_megatron.config",
     "Trainer": "grpo_megatron.trainer",
-    "evaluate": "grpo_megatron.evaluation.cli",
+    "evaluate": "grpo_megatron.shipped.tools.evaluation.cli",
     "load_config": "grpo_megatron.cli.config_file",
 }
 

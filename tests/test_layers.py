@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "grpo_megatron"
 TOOLS = (
     "curation",
+    "evaluation",
     "generation",
     "migration",
     "replay",
@@ -39,9 +40,9 @@ ROOMS = (  # a room imports only rooms that stand before it
     *("storage", "pages", "processes", "rewards", "algo", "data"),  # no process group is visible here
     *("device", "parallel", "sync", "exact", "environments", "observability"),
     *("models", "rollout"),  # siblings
-    *("convert", "sampling", "evaluation"),
+    *("convert", "sampling"),
     *("memory", "checks", "planning", "training", "trainer", "rollout_rank"),
-    *("report", "curation", "migration", "generation", "replay", "starting", "cli", "__main__"),
+    *("evaluation", "report", "curation", "migration", "generation", "replay", "starting", "cli", "__main__"),
 )
 FORBIDDEN = {  # arrows that the order alone would allow
     ("models", "rollout"),

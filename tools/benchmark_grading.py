@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.evaluation.grading import grade
 from grpo_megatron.rewards import extractors, rewards
 from grpo_megatron.rewards.math.value import import_math_verify
 from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.shipped.tools.evaluation.grading import grade
 
 Pairs = list[tuple[str, str]]  # (answer, completion)
 

@@ -90,7 +90,7 @@ class Command:
     """A command: its line in --help (none for an action of another command), its options and the function of them.
 
     Both are `module:name` in this package. The function returns the exit code; with `starts_ranks` it also gets a StartRanks
-    (evaluation/cli.py). With `is_prelude` it returns the arguments of the command that is to run then.
+    (tools/evaluation/cli.py). With `is_prelude` it returns the arguments of the command that is to run then.
     """
 
     help: str | None
@@ -155,14 +155,18 @@ COMMANDS = {  # in the order of --help: as a user meets them
     ),
     "evaluate": Command(
         "draw answers to GSM8K, MATH and others, grade and report them",
-        *("evaluation.options:EvaluateOptions", "evaluation.cli:run_evaluation"),
+        *("shipped.tools.evaluation.options:EvaluateOptions", "shipped.tools.evaluation.cli:run_evaluation"),
         starts_ranks=True,
     ),
-    "evaluate grade": Command(None, "evaluation.options:GradeOptions", "evaluation.cli:grade_rows"),
+    "evaluate grade": Command(
+        None, "shipped.tools.evaluation.options:GradeOptions", "shipped.tools.evaluation.cli:grade_rows"
+    ),
     "evaluate compare": Command(
         None, "shipped.tools.report.comparison:CompareOptions", "shipped.tools.report.comparison:print_comparison"
     ),
-    "evaluate tasks": Command(None, "evaluation.options:TasksOptions", "evaluation.cli:list_tasks"),
+    "evaluate tasks": Command(
+        None, "shipped.tools.evaluation.options:TasksOptions", "shipped.tools.evaluation.cli:list_tasks"
+    ),
     "generate": Command(
         "answers of a model to your prompts, or a chat",
         *("shipped.tools.generation.options:GenerateOptions", "shipped.tools.generation.cli:generate"),

@@ -21,11 +21,11 @@ from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.data.benchmarks import BenchmarkProblem
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.written import load_offline_groups, load_supervised
-from grpo_megatron.evaluation.grading import Grade
-from grpo_megatron.evaluation.ledger import LedgerEntry
-from grpo_megatron.evaluation.results import GradedProblem, GradedSample, write_samples
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.shipped.examples.generated import bare_response, build_tokenizer, problem_rows, worked_response
+from grpo_megatron.shipped.tools.evaluation.grading import Grade
+from grpo_megatron.shipped.tools.evaluation.ledger import LedgerEntry
+from grpo_megatron.shipped.tools.evaluation.results import GradedProblem, GradedSample, write_samples
 from grpo_megatron.training.report import RolloutFiles
 from grpo_megatron.types import GREEDY, GroupTable, Plan, Prompt, Sample, Turn
 from tests.sampling.fakes import LoneMesh

@@ -14,8 +14,8 @@ import torch
 
 from grpo_megatron.cli.config_file import reward_defaults
 from grpo_megatron.config import ConfigError
-from grpo_megatron.evaluation.engine import open_model
 from grpo_megatron.models.heads.folder import check_reward_weights, read_reward_folder
+from grpo_megatron.shipped.tools.evaluation.engine import open_model
 from tests import worlds
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.e2e import run_ranks

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.evaluation.estimates import (
+from grpo_megatron.shipped.tools.evaluation.estimates import (
     estimate,
     interval,
     majority,
@@ -26,7 +26,7 @@ from grpo_megatron.evaluation.estimates import (
     reported_ks,
     vote_classes,
 )
-from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
+from grpo_megatron.shipped.tools.evaluation.ledger import Ledger, LedgerEntry
 from grpo_megatron.shipped.tools.report import comparison
 from grpo_megatron.shipped.tools.report.comparison import mcnemar, paired_interval
 

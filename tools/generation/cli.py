@@ -21,11 +21,11 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.data.prompts import encode_prompts
 from grpo_megatron.data.rows import Messages
 from grpo_megatron.data.tokenizer import render_chat
-from grpo_megatron.evaluation.cli import StartRanks
-from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, start_engine
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.reading import reason_of, visible
 from grpo_megatron.rollout.engine import Request, StopTexts, sample_seed
+from grpo_megatron.shipped.tools.evaluation.cli import StartRanks
+from grpo_megatron.shipped.tools.evaluation.engine import WEIGHTS_VERSION, start_engine
 from grpo_megatron.shipped.tools.generation.options import GenerateOptions
 from grpo_megatron.shipped.tools.generation.settings import GenerationSettings, prepare_generation
 from grpo_megatron.storage.files import write_file

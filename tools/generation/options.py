@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from grpo_megatron.evaluation.options import EngineOptions, MaxTokens, TopP, execution, prompting, sampling
+from grpo_megatron.shipped.tools.evaluation.options import (
+    EngineOptions,
+    MaxTokens,
+    TopP,
+    execution,
+    prompting,
+    sampling,
+)
 
 
 class GenerateOptions(EngineOptions):

@@ -17,8 +17,14 @@ from grpo_megatron.data.prompts import encode_prompts, render_prompt
 from grpo_megatron.data.rows import Question, read_question, read_rows
 from grpo_megatron.data.task import Task, get_tasks
 from grpo_megatron.data.tokenizer import read_end_tokens
-from grpo_megatron.evaluation.engine import EngineSettings, engine_dtype, model_tokenizer, open_policy, with_options
 from grpo_megatron.reading import MAX_YAML, parse_yaml, read_json, read_text
+from grpo_megatron.shipped.tools.evaluation.engine import (
+    EngineSettings,
+    engine_dtype,
+    model_tokenizer,
+    open_policy,
+    with_options,
+)
 from grpo_megatron.shipped.tools.generation.options import GenerateOptions
 from grpo_megatron.storage.run_files import STEP_FILE
 from grpo_megatron.types import Prompt

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.data.pass_rates import Z
-from grpo_megatron.evaluation.results import MEAN_REWARD, limited, read_result
 from grpo_megatron.observability.console import format_table
 from grpo_megatron.reading import visible
+from grpo_megatron.shipped.tools.evaluation.results import MEAN_REWARD, limited, read_result
 
 MUST_BE_EQUAL = (
     *("task_sha256", "data_sha256", "fewshot_sha256", "num_problems"),

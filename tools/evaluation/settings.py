@@ -36,12 +36,18 @@ from grpo_megatron.data.prompts import encode_prompts
 from grpo_megatron.data.task import Example, Task, get_tasks, recognised_task
 from grpo_megatron.data.tokenizer import TurnRenderer, read_end_tokens, render_chat
 from grpo_megatron.environments.pool import find_environment, make_environment
-from grpo_megatron.evaluation.engine import EngineSettings, engine_dtype, model_tokenizer, open_policy, weights_sha256
-from grpo_megatron.evaluation.grading import grader_of
-from grpo_megatron.evaluation.ledger import Key, check_output
-from grpo_megatron.evaluation.options import EvaluateOptions
 from grpo_megatron.rewards import check_reward
 from grpo_megatron.sampling.generator import sample_indices
+from grpo_megatron.shipped.tools.evaluation.engine import (
+    EngineSettings,
+    engine_dtype,
+    model_tokenizer,
+    open_policy,
+    weights_sha256,
+)
+from grpo_megatron.shipped.tools.evaluation.grading import grader_of
+from grpo_megatron.shipped.tools.evaluation.ledger import Key, check_output
+from grpo_megatron.shipped.tools.evaluation.options import EvaluateOptions
 from grpo_megatron.types import Prompt
 
 Format = Literal["chat", "text"]

@@ -21,12 +21,6 @@ from typing import Any
 from grpo_megatron.config import ConfigError, RolloutConfig
 from grpo_megatron.data.task import get_tasks, task_names
 from grpo_megatron.environments.pool import build_pool
-from grpo_megatron.evaluation import report, results
-from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, start_engine
-from grpo_megatron.evaluation.grading import GRADER_TIMEOUT_S, grade_file
-from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn, claim_output, write_identity
-from grpo_megatron.evaluation.options import EvaluateOptions, GradeOptions, TasksOptions
-from grpo_megatron.evaluation.settings import EvaluationSettings, Selected, prepare
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh, destroy_mesh
 from grpo_megatron.reading import visible, visible_line
@@ -34,6 +28,12 @@ from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, TrajectoryGenerator
+from grpo_megatron.shipped.tools.evaluation import report, results
+from grpo_megatron.shipped.tools.evaluation.engine import WEIGHTS_VERSION, start_engine
+from grpo_megatron.shipped.tools.evaluation.grading import GRADER_TIMEOUT_S, grade_file
+from grpo_megatron.shipped.tools.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn, claim_output, write_identity
+from grpo_megatron.shipped.tools.evaluation.options import EvaluateOptions, GradeOptions, TasksOptions
+from grpo_megatron.shipped.tools.evaluation.settings import EvaluationSettings, Selected, prepare
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.types import BRANCH, Sample
 

@@ -16,7 +16,6 @@ from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.device import Device, device_bytes
-from grpo_megatron.evaluation.options import EngineOptions
 from grpo_megatron.models.architecture import UnsupportedModel, engine_split_problems, fitting_sizes
 from grpo_megatron.models.engine_cache import with_sequences
 from grpo_megatron.models.heads.folder import WHAT
@@ -24,6 +23,7 @@ from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import Mesh, RankError, build_mesh
 from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
+from grpo_megatron.shipped.tools.evaluation.options import EngineOptions
 from grpo_megatron.types import WeightBucket
 
 # -- weights of a folder: whole tensors, in bounded buckets, as in a weight sync ---------------------------------------

@@ -20,21 +20,21 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.data.benchmarks import BenchmarkProblem
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.task import source_sha256
-from grpo_megatron.evaluation.estimates import (
+from grpo_megatron.observability.console import format_table
+from grpo_megatron.reading import read_json
+from grpo_megatron.rewards import extractors
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rewards.reward import opened_thought
+from grpo_megatron.shipped.tools.evaluation.estimates import (
     estimate,
     majority,
     pass_at_k,
     reported_ks,
     vote_classes,
 )
-from grpo_megatron.evaluation.grading import Grade, grade, same_answers
-from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn
-from grpo_megatron.evaluation.settings import ENVIRONMENT, REWARD, EvaluationSettings, Selected
-from grpo_megatron.observability.console import format_table
-from grpo_megatron.reading import read_json
-from grpo_megatron.rewards import extractors
-from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rewards.reward import opened_thought
+from grpo_megatron.shipped.tools.evaluation.grading import Grade, grade, same_answers
+from grpo_megatron.shipped.tools.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn
+from grpo_megatron.shipped.tools.evaluation.settings import ENVIRONMENT, REWARD, EvaluationSettings, Selected
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.types import GREEDY
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_megatron.evaluation.ledger import LedgerEntry
-from grpo_megatron.evaluation.results import (
+from grpo_megatron.pages.kit import html_page
+from grpo_megatron.shipped.tools.evaluation.ledger import LedgerEntry
+from grpo_megatron.shipped.tools.evaluation.results import (
     GradedProblem,
     GradedSample,
     gives_fractions,
@@ -23,7 +24,6 @@ from grpo_megatron.evaluation.results import (
     score_label,
     score_text,
 )
-from grpo_megatron.pages.kit import html_page
 from grpo_megatron.types import GREEDY
 
 SAMPLES_SHOWN, LONGEST, BUDGET = 4, 12_000, 8_000_000
