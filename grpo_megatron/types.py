@@ -29,6 +29,24 @@ BY_MODEL = "(a reward model)"  # Prompt.reward: no reward function is called
 
 
 @dataclass(frozen=True)
+class PromptImage:
+    """An image of a prompt: its `digest`, its tokens as (rows, columns), the first of them in the prompt, its pixels.
+
+    `pixels` are 8-bit RGB, resized to whole tokens (data/images.py). The digest is of size and pixels.
+    """
+
+    digest: str
+    size: tuple[int, int]
+    first: int
+    pixels: bytes = field(repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens of the prompt it takes."""
+        return self.size[0] * self.size[1]
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One question, ready for the engine.
 
@@ -54,6 +72,7 @@ class Prompt:
         default=None, kw_only=True, compare=False
     )  # None: a plain text prompt
     pass_rate: float | None = field(default=None, kw_only=True)  # of data.sampling.pass_rates
+    images: tuple[PromptImage, ...] = field(default=(), kw_only=True)  # in the order of their places
     weight: float = field(default=1.0, kw_only=True)  # how often it is drawn, relative to the other prompts
 
 
@@ -265,6 +284,7 @@ class Batch:
     correction: Tensor | None = None  # float32 [B, R], multiplies the policy loss; None: 1
     values: Tensor | None = None  # float32 [B, R], the critic's before its update; None: no critic
     returns: Tensor | None = None  # float32 [B, R], what the critic learns
+    images: list[tuple[PromptImage, ...]] = field(default_factory=list)  # of each row's prompt; empty: no row has any
     routes: list[Tensor] | None = None  # the engine's: B tensors of int8 or int16 [prompt + response, layers x k]
     # rows of a micro-batch -> what its first pass has recorded (models/layers/routes.py); None: nothing is recorded
     recorded_routes: dict[tuple[int, ...], Any] | None = None

@@ -17,6 +17,7 @@ from grpo_megatron.checks.reward_call import examples_of
 from grpo_megatron.config import Config, ConfigError, SamplingConfig
 from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of
 from grpo_megatron.data.benchmarks import read_task_prompts
+from grpo_megatron.data.images import ImageFormat
 from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import load_prompts, parsed_row
 from grpo_megatron.data.rows import RowSet, is_there
@@ -27,11 +28,9 @@ from grpo_megatron.data.written import (
     PAIR_ROWS,
     STEP_ROWS,
     OfflineGroup,
-    SupervisedExample,
     load_offline_groups,
     load_pairs,
     load_steps,
-    load_supervised,
     read_pairs,
     read_steps,
     read_written,
@@ -90,6 +89,9 @@ def read_tokenizer(config: Config, arch: Architecture | None) -> Any:
     """The tokenizer. Its ids are rows of the model's embedding, and it has a chat template if the data needs one."""
     path = config.model.tokenizer_path or config.model.path
     tokenizer = load_tokenizer(path, config.data)
+    if arch is not None and arch.vision is not None:
+        given = read_config(config.model.path)
+        tokenizer.image_format = ImageFormat.of(config.model.path, given, tokenizer, config.data)
     problems = ProblemList()
     problems.add(_tokenizer_problems(config, tokenizer, path, arch))
     problems.raise_if_any()
@@ -127,7 +129,7 @@ class RunRows:
     train_prompts: Sequence[Prompt] = ()
     offline_groups: Sequence[OfflineGroup] = ()
     val_prompts: list[Prompt] = field(default_factory=list)  # of data.val_files, then of data.val_tasks
-    supervised_rows: Sequence[SupervisedExample] = ()
+    supervised_rows: Sequence[OfflineGroup] = ()
     val_loss_groups: Sequence[OfflineGroup] = ()
 
     @classmethod
@@ -232,15 +234,15 @@ def _read_prompts(
 
 def _read_supervised(
     config: Config, tokenizer: Any | None, renderer: TurnRenderer | None, end_token_ids: Sequence[int]
-) -> Sequence[SupervisedExample]:
-    """The rows of the supervised warmup, as token ids. `renderer` is that of the rollouts, if they have several turns."""
+) -> Sequence[OfflineGroup]:
+    """The rows of the supervised warmup. `renderer` is that of the rollouts, if they have several turns."""
     files = config.sft.train_files if config.sft.steps else []
     return _read(
         "sft.train_files",
         files,
         tokenizer,
         lambda row: read_written(row, ["response"]),
-        lambda: load_supervised(config.data, files, tokenizer, renderer, end_token_ids),
+        lambda: load_offline_groups(config.data, files, tokenizer, {"response": 1.0}, renderer, end_token_ids),
     )
 
 

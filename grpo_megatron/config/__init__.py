@@ -102,6 +102,15 @@ class LoraConfig(Section):
         return alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
 
+class VisionConfig(Section):
+    """The vision tower of a model that reads images, and the merger that turns patches into tokens."""
+
+    freeze_tower: bool = True  # all but the merger
+    freeze_merger: bool = True
+    # of what is trained here; null: actor.optim.lr. Its schedule is that of actor.optim, scaled
+    lr: float | None = Field(None, gt=0, le=1)
+
+
 class MoeConfig(Section):
     """Mixtures of experts."""
 
@@ -185,6 +194,7 @@ class ActorConfig(Section):
     optim: OptimConfig = OptimConfig()
     lora: Fixed[LoraConfig] = LoraConfig()
     moe: MoeConfig = MoeConfig()
+    vision: Fixed[VisionConfig] = VisionConfig()
     megatron: MegatronConfig = MegatronConfig()
 
     @property
@@ -314,6 +324,9 @@ class DataConfig(Section):
     apply_chat_template: Fixed[bool] = True  # false: the task's plain text prompt
     chat_template: Fixed[Path | None] = None  # Jinja file; null: the tokenizer's template
     system_prompt: Fixed[str | None] = None  # null: the task's system prompt
+    image_max_pixels: Fixed[int | None] = Field(None, ge=1)  # larger images are scaled down; null: the model's limit
+    image_min_pixels: Fixed[int | None] = Field(None, ge=1)  # smaller images are scaled up; null: the model's limit
+    max_images: Fixed[int] = Field(8, ge=1)  # most images of a prompt
 
     @property
     def has_prompts_to_validate(self) -> bool:

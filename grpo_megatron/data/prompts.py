@@ -25,7 +25,7 @@ from grpo_megatron.data.sampler import LazySequence, keep_fitting
 from grpo_megatron.data.task import Task, get_task
 from grpo_megatron.data.tokenizer import TurnRenderer, render_chat
 from grpo_megatron.rewards.reward import RewardItem, opened_thought
-from grpo_megatron.types import BY_MODEL, Prompt
+from grpo_megatron.types import BY_MODEL, Prompt, PromptImage
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def load_prompts(
     task = get_task(data.task)
     if reward_override is None and task.reward is None and not task.rewards:
         raise ConfigError(f"data.task={data.task!r} has no reward of its own; set reward.function")
-    rows = RowSet(files, source or task.name)
+    rows = RowSet(files, source or task.name, image_format(tokenizer))
     used = min(len(rows), max_samples or len(rows))
     reader = PromptReader(data, task, rows, tokenizer, renderer, reward_override, source)
     is_sampled = is_plan and len(rows) >= SAMPLED_FROM
@@ -101,8 +101,19 @@ class RowRenderer:
     def text(self, number: int, question: Question) -> str:
         """The rendered prompt of a row. Raises ConfigError."""
         tools = self.renderer.tools if self.renderer else ()
-        where = self.where + self.rows.uid(number)
-        return render_prompt(self.data, self.task, question, self.tokenizer, where, tools)
+        where, count = self.where + self.rows.uid(number), len(self.rows.image_sizes.get(number, ()))
+        return render_prompt(self.data, self.task, question, self.tokenizer, where, tools, num_images=count)
+
+    def placed(self, number: int, text: str) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        """Token ids and images of a rendered prompt. Raises ConfigError."""
+        [ids] = self.encode([text])
+        if number not in self.rows.image_sizes:
+            return tuple(ids), ()
+        try:
+            whole, images = image_format(self.tokenizer).placed(ids, self.rows.images(number))
+        except ValueError as error:
+            raise ConfigError(f"{self.where}{self.rows.uid(number)}: {error}") from error
+        return tuple(whole), tuple(images)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of rendered prompts."""
@@ -117,11 +128,13 @@ class RowRenderer:
         """Whether the prompt of each (row number, question) has at most data.max_prompt_length tokens."""
         if questions and questions[0][0] == 0:
             self._check_tokenizer(self.text(*questions[0]))
-        fits = [self.bound.fits(question) for _, question in questions]
+        sizes = self.rows.image_sizes
+        fits = [number not in sizes and self.bound.fits(question) for number, question in questions]
         unsure = [place for place, is_certain in enumerate(fits) if not is_certain]
         encoded = self.encode([self.text(*questions[place]) for place in unsure])
         for place, ids in zip(unsure, encoded, strict=True):
-            fits[place] = len(ids) <= self.data.max_prompt_length
+            of_images = sum(rows * columns - 1 for rows, columns in sizes.get(questions[place][0], ()))
+            fits[place] = len(ids) + of_images <= self.data.max_prompt_length
         return fits
 
     def _check_tokenizer(self, text: str) -> None:
@@ -150,7 +163,7 @@ class PromptReader(RowRenderer):
         messages = self.task.messages(question, system_prompt=self.data.system_prompt) if self.renderer else None
         return RowPrompt.of(
             partial(self.text, number, question),
-            self.encode,
+            partial(self.placed, number),
             uid=self.rows.uid(number),
             answer=answer,
             source=self.source or named or self.task.name,
@@ -168,11 +181,14 @@ class RowPrompt(Prompt):
 
     @classmethod
     def of(
-        cls, render: Callable[[], str], encode: Callable[[Sequence[str]], list[list[int]]], **fields: Any
+        cls,
+        render: Callable[[], str],
+        place: Callable[[str], tuple[tuple[int, ...], tuple[PromptImage, ...]]],
+        **fields: Any,
     ) -> RowPrompt:
-        """`fields` are those of Prompt, but `text` and `prompt_ids`."""
+        """`fields` are those of Prompt, but `text`, `prompt_ids` and `images`."""
         prompt = cls.__new__(cls)
-        prompt.__dict__.update(_render=render, _encode=encode, **fields)
+        prompt.__dict__.update(_render=render, _place=place, **fields)
         return prompt
 
     @cached_property
@@ -180,8 +196,17 @@ class RowPrompt(Prompt):
         return str(self.__dict__["_render"]())
 
     @cached_property
+    def _placed(self) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        placed: tuple[tuple[int, ...], tuple[PromptImage, ...]] = self.__dict__["_place"](self.text)
+        return placed
+
+    @cached_property
     def prompt_ids(self) -> tuple[int, ...]:  # type: ignore[override]
-        return tuple(self.__dict__["_encode"]([self.text])[0])
+        return self._placed[0]
+
+    @cached_property
+    def images(self) -> tuple[PromptImage, ...]:  # type: ignore[override]
+        return self._placed[1]
 
 
 def parsed_row(task: Task, reward: str | None, row: dict[str, Any]) -> ParsedRow:
@@ -211,11 +236,15 @@ def render_prompt(
     tokenizer: Any,
     where: str,
     tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    num_images: int = 0,
 ) -> str:
     """The prompt's text, rendered as `data` says. Raises ConfigError when the template is missing or fails.
 
-    `tools` are JSON schemas for the chat template.
+    `tools` are JSON schemas for the chat template. `num_images`: of the row, each with one placeholder in the text.
     """
+    if num_images and not data.apply_chat_template:
+        raise ConfigError(f"{where} has images, which a chat template places; set data.apply_chat_template=true")
     if not data.apply_chat_template:
         if data.system_prompt is not None:
             raise ConfigError(
@@ -231,10 +260,20 @@ def render_prompt(
             "the tokenizer has no chat template; set data.chat_template to a Jinja file (ChatML:"
             " examples/templates/chatml.jinja), or data.apply_chat_template=false for plain text prompts"
         )
+    messages = task.messages(question, system_prompt=data.system_prompt)
     try:
-        return render_chat(task.messages(question, system_prompt=data.system_prompt), tokenizer, where, tools)
-    except ConfigError as error:
-        raise ConfigError(f'{error} (a template without system turns: set data.system_prompt="")') from error
+        if num_images:
+            messages = image_format(tokenizer).messages(messages, num_images)
+        return render_chat(messages, tokenizer, where, tools)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise ConfigError(f'{error} (a template without system turns: set data.system_prompt="")') from error
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def image_format(tokenizer: Any) -> Any:
+    """How the model of a tokenizer reads images (checks/inputs.py sets it). None: it reads none."""
+    return getattr(tokenizer, "image_format", None)
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Any, *, is_chat: bool) -> list[list[int]]:

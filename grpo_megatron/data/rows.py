@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.problems import ProblemList
+from grpo_megatron.data.images import ImageFormat, has_images, plain_row
 from grpo_megatron.importing import collection_paused
 from grpo_megatron.reading import (
     ReadError,
@@ -48,6 +49,7 @@ from grpo_megatron.reading import (
     shown,
     surrogate_problem,
 )
+from grpo_megatron.types import PromptImage
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -512,7 +514,9 @@ def _splits_of(folder: Path) -> dict[str, list[Path]]:
 class RowSet(JoinedRows):
     """Raises ConfigError with every file that cannot be read, without files, or for a file that is named twice."""
 
-    def __init__(self, paths: Sequence[Path], source: str = "") -> None:
+    def __init__(self, paths: Sequence[Path], source: str = "", images: ImageFormat | None = None) -> None:
+        """`images`: how the model reads images. Without it, rows are given as they are, with images or without."""
+        self._format, self.image_sizes = images, dict[int, list[tuple[int, int]]]()  # of rows that `parsed` has given
         if not paths:
             raise ConfigError("no data files; set data.train_files (data.val_files, sft.train_files)")
         self.paths, self.source = list(map(Path, paths)), source
@@ -529,8 +533,29 @@ class RowSet(JoinedRows):
 
     def row(self, number: int) -> dict[str, Any]:
         """A row that is known to be right."""
+        with self._naming(number):
+            row = self._raw(number)
+            return plain_row(row, self.image_sizes[number]) if number in self.image_sizes else row
+
+    def images(self, number: int) -> list[PromptImage]:
+        """The images of a row that `parsed` has given, before their places are known."""
+        if self._format is None or number not in self.image_sizes:
+            return []
+        with self._naming(number):
+            return self._format.read(self._raw(number), self._folder(number))
+
+    def _raw(self, number: int) -> dict[str, Any]:
+        return checked_row(next(self.rows(number, number + 1)))
+
+    def _folder(self, number: int) -> Path:
+        """That of the row's file, to which its paths are relative."""
+        path = self.paths[self.locate(number)[0]]
+        return path if path.is_dir() else path.parent
+
+    @contextlib.contextmanager
+    def _naming(self, number: int) -> Iterator[None]:
         try:
-            return checked_row(next(self.rows(number, number + 1)))
+            yield
         except ValueError as error:
             raise ConfigError(f"row {self.uid(number)}: {error}") from error
 
@@ -547,7 +572,11 @@ class RowSet(JoinedRows):
             with collection_paused():  # collections took 40 % of the time of a check (measured)
                 for number, row in enumerate(self.rows(start, stop), start):
                     try:
-                        found.append((number, parse(checked_row(row))))
+                        known = checked_row(row)
+                        if self._format is not None and has_images(known):
+                            self.image_sizes[number] = self._format.check(known, self._folder(number))
+                            known = plain_row(known, self.image_sizes[number])
+                        found.append((number, parse(known)))
                     except ValueError as error:
                         problems.append((number, str(error)))
             if chunk == 0 and not found and stop < len(self):

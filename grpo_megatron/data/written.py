@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.prompts import Decode, RowRenderer, most_tokens, step_ends
+from grpo_megatron.data.prompts import Decode, RowRenderer, image_format, most_tokens, step_ends
 from grpo_megatron.data.rows import Messages, Question, RowSet, missing_field, read_question, text_field, type_name
 from grpo_megatron.data.sampler import LazySequence, keep_fitting
 from grpo_megatron.data.task import get_task
@@ -141,31 +141,9 @@ def _check_turns(messages: list[dict[str, Any]], name: str) -> list[dict[str, An
 # -- Written groups: rows with responses as token ids ------------------------------------------------------------------
 # As prompts (prompts.py), all rows are checked and measured before the run, and a group is made when it is read.
 
-SupervisedExample = tuple[list[int], WrittenResponse]  # prompt ids, response
 # A question, its responses, a reward (or labels) of each.
 WrittenGroup = tuple[Question | Tokens, list[Written], Sequence[Any]]
 OfflineGroup = tuple[Prompt, list[WrittenResponse], list[float]]  # a prompt, its responses, their rewards
-
-
-def load_supervised(
-    data: DataConfig,
-    files: Sequence[Path],
-    tokenizer: Any,
-    renderer: TurnRenderer | None = None,
-    end_token_ids: Sequence[int] = (),
-) -> Sequence[SupervisedExample]:
-    """(prompt ids, response) of rows {"prompt", "response"}, {"messages"} or {"text"}, in order.
-
-    Rows over data.max_prompt_length or data.max_response_length tokens are dropped or refused as in `load_prompts`.
-    `renderer` is that of the rollouts, if they have several turns; `end_token_ids` those of `EndTokens`. Raises ConfigError.
-    """
-    groups = load_offline_groups(data, files, tokenizer, {"response": 1.0}, renderer, end_token_ids)
-
-    def example(index: int) -> SupervisedExample:
-        prompt, [response], _ = groups[index]
-        return list(prompt.prompt_ids), response
-
-    return LazySequence(len(groups), example)
 
 
 def load_offline_groups(
@@ -178,8 +156,10 @@ def load_offline_groups(
 ) -> Sequence[OfflineGroup]:
     """Prompts with responses from the file. A row has "prompt" and one response in each of `fields` (name -> reward).
 
-    `fields` is {"response": 1.0} for supervised training, {"chosen": 1.0, "rejected": 0.0} for preferences. Otherwise as
-    `load_supervised`.
+    `fields` is {"response": 1.0} for supervised training, with rows {"prompt", "response"}, {"messages"} or {"text"}, and
+    {"chosen": 1.0, "rejected": 0.0} for preferences. Rows over data.max_prompt_length or data.max_response_length tokens are
+    dropped or refused as in `load_prompts`. `renderer` is that of the rollouts, if they have several turns; `end_token_ids`
+    those of `EndTokens`. Raises ConfigError.
     """
     rewards = list(fields.values())
 
@@ -221,7 +201,7 @@ def _load_groups(
     `label` may raise ValueError. With `label` the reward in the file may be anything; that of the group is then the mean label.
     """
     task = get_task(data.task)
-    rows = RowSet(files, task.name)
+    rows = RowSet(files, task.name, image_format(tokenizer))
     reader = GroupReader(data, task, rows, tokenizer, renderer, label, {tokenizer.eos_token_id, *end_token_ids})
     parts: list[tuple[int, int]] = []  # row number, number of the group in the row
     fits: list[bool] = []
@@ -268,8 +248,8 @@ class GroupReader(RowRenderer):
         """The group of a row. Raises ConfigError."""
         question, [responses] = written[0], self.responses([(number, written)])
         text = "" if isinstance(question, Tokens) else self.text(number, question)
-        ids = tuple(question) if isinstance(question, Tokens) else tuple(self.encode([text])[0])
-        prompt = Prompt(self.rows.uid(number), ids, text, "", self.task.name, "")
+        ids, images = (tuple(question), ()) if isinstance(question, Tokens) else self.placed(number, text)
+        prompt = Prompt(self.rows.uid(number), ids, text, "", self.task.name, "", images=images)
         if self.label is None:
             return prompt, responses, list(written[2])
         return prompt, responses, [sum(value for _, value in one.labels) / len(one.labels) for one in responses]

@@ -100,6 +100,48 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Vision:
+    """The tower of a model that reads images: transformers' own, described by `config` (vision_config as JSON text).
+
+    It has `depth` layers of `width`, whose MLP has `ffn_width`, and turns merge x merge patches of patch x patch pixels into one
+    token. `gated`: the MLP is gated, and norms have no bias (Qwen2.5-VL); else Qwen2-VL's. `sections`: how many of the angles
+    of a head turn with the time, the row and the column of a token.
+    """
+
+    config: str
+    gated: bool
+    sections: tuple[int, ...]
+    depth: int = _size(_LAYERS)
+    width: int = _size(1 << 20)
+    ffn_width: int = _size(_WIDTH)
+    patch: int = _size(1 << 10)
+    merge: int = _size(1 << 5)
+    token_id: int = _size(1 << 27)
+
+    def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor in the model's files."""
+        h, f, m = self.width, self.ffn_width, self.width * self.merge**2
+
+        def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+            return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+        def norm(name: str) -> dict[str, tuple[int, ...]]:
+            return {f"{name}.weight": (h,)} | ({} if self.gated else {f"{name}.bias": (h,)})
+
+        out: dict[str, tuple[int, ...]] = {"visual.patch_embed.proj.weight": (h, 3, 2, self.patch, self.patch)}
+        for layer in range(self.depth):
+            block = f"visual.blocks.{layer}."
+            out |= norm(f"{block}norm1") | norm(f"{block}norm2")
+            out |= linear(f"{block}attn.qkv", 3 * h, h) | linear(f"{block}attn.proj", h, h)
+            first, last = (("gate_proj", "up_proj"), "down_proj") if self.gated else (("fc1",), "fc2")
+            for name in first:
+                out |= linear(f"{block}mlp.{name}", f, h)
+            out |= linear(f"{block}mlp.{last}", h, f)
+        out |= norm("visual.merger.ln_q") | linear("visual.merger.mlp.0", m, m)
+        return out | linear("visual.merger.mlp.2", hidden_size, m)
+
+
+@dataclass(frozen=True)
 class Routing:
     """The selection and the weights of experts in DeepSeek's routers.
 
@@ -155,6 +197,7 @@ class Architecture:
     dense_ffn_hidden_size: int = _size(_WIDTH, default=0)  # of the MLPs of these layers
     shared_ffn_hidden_size: int = _size(_WIDTH, default=0)  # of the experts of every token, together; 0: none
     latent: Latent | None = None  # None: grouped-query attention
+    vision: Vision | None = None  # None: it reads no images
     # Layers after the last one, which predict further tokens. They are neither trained nor written.
     num_extra_layers: int = _size(100, default=0)
 
@@ -201,7 +244,8 @@ class Architecture:
         mlp += self.num_experts * (h + (self.routing is not None and self.routing.is_sigmoid))  # router, and its bias
         mlps = self.num_dense_layers * 3 * h * self.dense_ffn_hidden_size
         mlps += (self.num_layers - self.num_dense_layers) * mlp
-        return self.num_layers * (attention + 2 * h) + mlps + h + self.vocab_size * h * (1 if self.tied else 2)
+        tower = sum(map(math.prod, self.vision.shapes(h).values())) if self.vision else 0
+        return self.num_layers * (attention + 2 * h) + mlps + h + self.vocab_size * h * (1 if self.tied else 2) + tower
 
 
 # -- config.json ---------------------------------------------------------------------------------------------------------
@@ -211,7 +255,10 @@ MAX_BLOCKS = 1 << 20  # experts of all layers together
 
 def check_bounds(arch: Architecture) -> None:
     """Raises UnsupportedModel that names the first number which no model can have."""
-    for part, owner in (("", arch), ("latent.", arch.latent), ("routing.", arch.routing)):
+    for part, owner in (
+        *(("", arch), ("latent.", arch.latent)),
+        *(("routing.", arch.routing), ("vision.", arch.vision)),
+    ):
         for declared in fields(owner) if owner is not None else ():
             name, value, facts = part + declared.name, getattr(owner, declared.name), declared.metadata
             if not facts or value == declared.default:

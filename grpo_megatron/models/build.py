@@ -27,6 +27,7 @@ from grpo_megatron.models.layers.spec import (
     fused_without_apex,
     transformer_config,
 )
+from grpo_megatron.models.vision import Features, build_tower, with_images
 from grpo_megatron.models.weights.stream import global_parameters, model_rows
 
 # -- Log-probabilities and entropy from hidden states and this rank's rows of the output head --------------------------
@@ -231,11 +232,17 @@ class LogprobModel(GPTModel):
     real_vocab_size: int
     has_fused_head: bool
     is_exact: bool  # `model.exact`
+    features: Features | None = None  # of `visual`, the vision tower, on the first stage of a model that has one
 
     def _preprocess(self, *, position_ids: Tensor, packed_seq_params: Any, **inputs: Any) -> Any:
-        """Takes a token's angle from its position id in a pack of trees, where Megatron-Core would take it from its place."""
+        """Puts images in their places. Takes a token's angle from its position id in a pack of trees, where Megatron-Core
+        would take it from its place; with M-RoPE it takes all angles from position ids."""
+        if self.features is not None:
+            whole = self.embedding(input_ids=inputs["input_ids"], position_ids=None)
+            is_cut, placed = self.config.sequence_parallel, packed_seq_params.images
+            inputs["decoder_input"] = with_images(whole, placed, self.visual, self.features, is_cut=is_cut)
         outputs = super()._preprocess(position_ids=position_ids, packed_seq_params=packed_seq_params, **inputs)
-        if not isinstance(packed_seq_params, TreeParams):
+        if not isinstance(packed_seq_params, TreeParams) or position_ids.dim() == 3:
             return outputs
         hidden, angles, *rest = outputs  # angles [longest sequence, 1, 1, d]
         assert angles is not None, "trees need rotary embeddings outside the attention"
@@ -297,6 +304,12 @@ def _set_routers(model: torch.nn.Module, routing: Routing) -> None:
                 module.router_replay = GroupLimitedChoice(routing.best_of_group)
 
 
+def _positions(arch: Architecture) -> str:
+    if arch.vision is not None:
+        return "mrope"
+    return "rope" if arch.rope_yarn is None or arch.latent else "yarn"
+
+
 def build_model(
     arch: Architecture,
     megatron: MegatronConfig,
@@ -328,7 +341,8 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=arch.tied,
-            position_embedding_type="rope" if arch.rope_yarn is None or arch.latent else "yarn",
+            position_embedding_type=_positions(arch),
+            scatter_embedding_sequence_parallel=arch.vision is None,  # images come before
             rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # a float works, and some models need a float
             rope_scaling=arch.rope_factor is not None,
             rope_scaling_factor=arch.rope_factor or 1.0,
@@ -337,6 +351,10 @@ def build_model(
         model.real_vocab_size, model.has_fused_head, model.is_exact = arch.vocab_size, kernels.fused_head, is_exact
         if is_exact:
             exact.make_exact(model.decoder)
+        if arch.vision is not None and model.pre_process:
+            with device.preserve_rng():  # torch draws initial weights
+                model.visual = build_tower(arch.vision, arch.hidden_size).to(config.params_dtype)
+            model.features = Features(arch.vision, config.params_dtype)
         _mark_parameters(model, arch)
         model.to(device.torch_device)
         built = Float16Module(config, model) if config.bf16 else model

@@ -24,6 +24,7 @@ from torch import Tensor
 from grpo_megatron.algo.losses import LossInputs, MetricSum
 from grpo_megatron.algo.plan import pack_units
 from grpo_megatron.config import ActorConfig
+from grpo_megatron.data.images import rope_positions
 from grpo_megatron.device import Device
 from grpo_megatron.exact import rowwise
 from grpo_megatron.models.architecture import Architecture
@@ -31,6 +32,7 @@ from grpo_megatron.models.build import Targets, build_model
 from grpo_megatron.models.layers.modules import Branch, TreeParams
 from grpo_megatron.models.layers.precision import token_multiple
 from grpo_megatron.models.layers.routes import RouteChoice, replay_routes
+from grpo_megatron.models.vision import PLACED
 from grpo_megatron.models.weights.folder import load_hf
 from grpo_megatron.models.weights.stream import Resharding, hf_weights, stage_owners, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
@@ -70,8 +72,8 @@ class Pack:
     rows: list[int]
     lengths: list[int]
     tokens: Tensor  # [1, T / cp]
-    position_ids: Tensor  # [1, T / cp]
-    packed: PackedSeqParams  # `routes`: see layers/routes.py
+    position_ids: Tensor  # [1, T / cp]; [3, 1, T] for a model that reads images
+    packed: PackedSeqParams  # `routes`: see layers/routes.py; `images`: their places (vision.py)
     targets: Targets
     share: TargetShare | None = None  # context parallelism: the part of the targets that this rank computes
 
@@ -80,15 +82,17 @@ def trees_of(batch: Batch, rows: list[int]) -> list[list[int]]:
     """`rows` cut into runs of rows that share their prompt; without `shares_prompts` each row is one."""
     trees: list[list[int]] = []
     for row in rows:
-        if batch.shares_prompts and trees and torch.equal(_prompt(batch, trees[-1][0]), _prompt(batch, row)):
+        if batch.shares_prompts and trees and _has_prompt_of(batch, trees[-1][0], row):
             trees[-1].append(row)
         else:
             trees.append([row])
     return trees
 
 
-def _prompt(batch: Batch, row: int) -> Tensor:
-    return batch.tokens[row][: batch.prompt_lengths[row]]
+def _has_prompt_of(batch: Batch, row: int, other: int) -> bool:
+    """Whether two rows have one prompt: the same tokens, and the same images in the same places."""
+    first, second = (batch.tokens[r][: batch.prompt_lengths[r]] for r in (row, other))
+    return torch.equal(first, second) and (not batch.images or batch.images[row] == batch.images[other])
 
 
 def packed_lengths(batch: Batch, rows: list[int]) -> list[int]:
@@ -107,8 +111,11 @@ def pack(
     device: Device,
     cp: int = 1,
     cp_rank: int = 0,
+    has_images: bool = False,
 ) -> Pack:
     """Put sequences `rows` of `batch` end to end and take rank `cp_rank`'s part. No rows: padding without targets.
+
+    `has_images`: of a model that reads images. Every token then has three positions, in rows without images equal ones.
 
     `multiple` is `precision.token_multiple`, a multiple of 2 cp if cp > 1. A pack of trees is not cut: cp is 1.
     """
@@ -116,6 +123,8 @@ def pack(
     tokens, positions, states, targets = [], [], [torch.empty(0, dtype=torch.int64)], []
     branches: list[Branch] = []
     routes: list[Tensor] = []
+    angles: list[Tensor] = []  # three rows of positions
+    placed: PLACED = []
     for tree in trees_of(batch, rows):
         prompt, prefix = batch.prompt_lengths[tree[0]], size
         for i, row in enumerate(tree):
@@ -132,6 +141,10 @@ def pack(
                 routes.append(_with_unknown(batch.routes[row][shared:], len(part)))
             tokens.append(part)
             positions.append(torch.arange(len(part)) + shared)
+            if has_images:
+                images = batch.images[row] if batch.images else ()
+                angles.append(torch.from_numpy(rope_positions(len(batch.tokens[row]), images))[:, shared:])
+                placed += [(size + image.first, image) for image in images if not shared]
             branches.append(Branch(size, size + len(part), prefix, prefix + shared))
             size += len(part)
     padding = -size % multiple if rows else multiple
@@ -140,6 +153,7 @@ def pack(
         # The padding is a branch of its own, or the end of the last sequence: kernels are fastest without gaps; some allow none.
         first = len(positions[-1]) if positions and not is_tree else 0
         positions.append(torch.arange(first, first + padding))
+        angles.append(positions[-1].expand(3, -1))
         branches.append(Branch(size, size + padding, size, size))
     starts = [0] if is_tree else [branch.start for branch in branches[: len(rows) or 1]]
     cuts = torch.tensor([*starts, size + padding], dtype=torch.int32)
@@ -161,12 +175,13 @@ def pack(
     if cp > 1:  # the padding of a sequence counts as part of it
         fields |= {"cu_seqlens_q_padded": cuts, "cu_seqlens_kv_padded": cuts}
     packed = TreeParams(**fields, branches=branches) if is_tree else PackedSeqParams(**fields)
-    packed.routes = whole_routes  # type: ignore[union-attr]
+    packed.routes, packed.images = whole_routes, placed  # type: ignore[union-attr]
+    position_ids = torch.cat(angles, dim=1) if has_images else position_ids
     return Pack(
         rows=rows,
         lengths=[len(batch.tokens[row]) - batch.prompt_lengths[row] for row in rows],
         tokens=whole.unsqueeze(0).to(to),
-        position_ids=position_ids.unsqueeze(0).to(to),
+        position_ids=position_ids.unsqueeze(-2).to(to),
         packed=packed,
         targets=Targets(state_indices.to(to), target_tokens.to(to), temperature, chunk),
         share=share,
@@ -413,6 +428,7 @@ class ShardedModel:
         temperature = self.temperature if temperature is None else temperature
         options: dict[str, Any] = {"multiple": self.multiple, "chunk": self.chunk, "device": self.device}
         options |= {"temperature": temperature, "cp": self.mesh.cp, "cp_rank": self.mesh.cp_rank}
+        options |= {"has_images": self.arch.vision is not None}
         batch = batch if self.routers else replace(batch, routes=None)
         return [pack(batch, rows, **options) for rows in micro_batches]
 

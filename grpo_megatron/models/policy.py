@@ -41,6 +41,7 @@ from grpo_megatron.models.optimizer import (
     state_tensors,
     wrap_ddp,
 )
+from grpo_megatron.models.vision import set_trainable
 from grpo_megatron.models.weights.stream import Resharding, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sync.digest import Expected
@@ -78,6 +79,8 @@ class Policy(LanguageModel):
         device: Device,
         temperature: float = 1.0,
     ) -> None:
+        if (tower := getattr(unwrapped(model), "visual", None)) is not None:
+            set_trainable(tower, actor.vision)
         self.lora = attach(model, arch, actor.lora, mesh)
         self.ddp = wrap_ddp(model, actor.megatron, device)
         super().__init__(self.ddp, arch, actor, mesh, device, temperature)

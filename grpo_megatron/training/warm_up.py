@@ -8,6 +8,7 @@ that ends within the warm-up goes on from the warm-up's newest checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from grpo_megatron.algo.plan import make_plan
@@ -30,7 +31,6 @@ from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.references import WARMUP_FOLDER
 from grpo_megatron.training.report import StepReport, record_update
 from grpo_megatron.training.stopping import Cadence, Stopping
-from grpo_megatron.types import Prompt
 
 NUM_NOTES = 10  # lines of progress per warm-up
 STAGE_NAME = "warm-up"  # on the console
@@ -142,7 +142,8 @@ def _rows(checked: Checked) -> Sequence[OfflineGroup]:
     """The rows of the warm-up as rows of a file source."""
 
     def row(number: int) -> OfflineGroup:
-        prompt, response = checked.supervised_rows[number]
-        return Prompt(f"{WARM_UP_FOLDER}/{number}", tuple(prompt), "", "", WARM_UP_FOLDER, ""), [response], [1.0]
+        prompt, responses, rewards = checked.supervised_rows[number]
+        named = replace(prompt, uid=f"{WARM_UP_FOLDER}/{number}", text="", source=WARM_UP_FOLDER)
+        return named, responses, rewards
 
     return LazySequence(len(checked.supervised_rows), row)

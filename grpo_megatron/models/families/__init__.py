@@ -1,6 +1,6 @@
 """Model families: what a config.json says (`architecture_from`), and the table of weights (`weight_table`).
 
-`decoders.py` has the decoders that differ in a few fields, `deepseek.py` latent attention. To add a family, write a
+`decoders.py` has the decoders that differ in a few fields, `deepseek.py` latent attention, `qwen_vl.py` images. To add a family, write a
 `ModelFamily` and list it in `FAMILIES`: loader, converter, export, sync and tests use that table. A family of the user's
 own is named by `model.family: my.module:FAMILY`, where FAMILY is a `ModelFamily`, or a module with the two functions.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_megatron.importing import import_function
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, check_bounds
-from grpo_megatron.models.families import deepseek
+from grpo_megatron.models.families import deepseek, qwen_vl
 from grpo_megatron.models.families.decoders import DECODERS, ModelFamily
 from grpo_megatron.models.weights.table import WeightRow, expand_table
 from grpo_megatron.reading import ReadError, cut, read_json, reason_of, shown
@@ -24,6 +24,7 @@ MAX_CONFIG = 1 << 24  # bytes of a config.json
 FAMILIES: dict[str, ModelFamily] = {  # model_type of config.json -> family
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ModelFamily(deepseek.architecture_from)),
     **DECODERS,
+    **qwen_vl.FAMILIES,
 }
 
 

@@ -374,6 +374,8 @@ def transformer_config(
     }
     if arch.rope_yarn is not None:  # the fused kernel for packed sequences would silently drop the attention factor
         settings["apply_rope_fusion"] = False
+    if arch.vision is not None:  # as would the kernel for the angles of rows and columns
+        settings |= {"apply_rope_fusion": False, "mrope_section": list(arch.vision.sections)}
     try:
         config = (MLATransformerConfig if arch.latent else TransformerConfig)(**settings)
     except Exception as error:

@@ -152,7 +152,7 @@ def stages_of_parameters(arch: Architecture, layers: Sequence[int]) -> dict[str,
         if ".layers." in name:
             out[name] = of_layer[int(name.split(".")[2])]
         else:
-            out[name] = 0 if "embedding" in name else len(layers) - 1
+            out[name] = 0 if "embedding" in name or name.startswith("visual.") else len(layers) - 1
     return {**out, HEAD: len(layers) - 1}
 
 

@@ -1,0 +1,117 @@
+"""The vision tower of a model that reads images: transformers' own module, whole on every rank of the first stage.
+
+It is part of the Megatron-Core model: loader, converter, export, sync, optimizer and checkpoints have its tensors by the weight
+table. Features go to the places of the images' tokens, which the prompt knows, never to where a token has some id.
+
+Each image is computed alone, so its features do not depend on what else is in the micro-batch, the rank or the step. A frozen
+tower computes an image once in a run: the features stay on the host, by digest. The places that every layout gives to a token
+have the same gradient on all tensor-parallel ranks (Megatron-Core's regions sum it), so the tower's needs no further sum.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from torch import Tensor, nn
+
+from grpo_megatron.config import VisionConfig
+from grpo_megatron.data.images import image_patches
+from grpo_megatron.models.architecture import Vision
+from grpo_megatron.types import PromptImage
+
+MAX_KEPT = 1 << 32  # bytes of features that a frozen tower keeps
+PLACED = list[tuple[int, PromptImage]]  # the first token in a pack, and the image there
+
+
+def build_tower(vision: Vision, hidden_size: int) -> nn.Module:
+    """transformers' tower with undefined weights. It computes with torch's own attention."""
+    if vision.gated:
+        from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as module
+        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig as Config
+
+        built: Any = module.Qwen2_5_VisionTransformerPretrainedModel
+    else:
+        from transformers.models.qwen2_vl import modeling_qwen2_vl as module
+        from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig as Config
+
+        built = module.Qwen2VisionTransformerPretrainedModel
+    settings = {**json.loads(vision.config), "out_hidden_size": hidden_size} if vision.gated else json.loads(vision.config)
+    config = Config(**settings)
+    config._attn_implementation = "sdpa"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tower: nn.Module = built(config)
+    return tower
+
+
+def set_trainable(tower: nn.Module, config: VisionConfig) -> None:
+    """Mark which parameters `actor.vision` trains."""
+    for name, parameter in tower.named_parameters():
+        is_merger = name.startswith("merger.")
+        parameter.requires_grad_(not (config.freeze_merger if is_merger else config.freeze_tower))
+
+
+class Features:
+    """The features of images by a tower, [tokens, hidden] each."""
+
+    def __init__(self, vision: Vision, dtype: torch.dtype) -> None:
+        self._vision, self._dtype = vision, dtype
+        self._kept: dict[str, Tensor] = {}  # digest -> features, on the host
+        self._stamp, self._bytes = -1, 0
+        self.num_computed = 0  # images, so far
+
+    def of(self, tower: nn.Module, images: Sequence[PromptImage]) -> dict[str, Tensor]:
+        """Digest -> features of the images, each computed once."""
+        device = next(tower.parameters()).device
+        different = {image.digest: image for image in images}
+        if any(parameter.requires_grad for parameter in tower.parameters()) and torch.is_grad_enabled():
+            return {digest: self._computed(tower, image) for digest, image in different.items()}
+        # Whatever has written to a weight, a load or an optimizer, has counted up its version.
+        stamp = sum(parameter._version for parameter in tower.parameters())
+        if stamp != self._stamp:
+            self._kept.clear()
+            self._stamp, self._bytes = stamp, 0
+        found = {}
+        for digest, image in different.items():
+            if digest not in self._kept:
+                with torch.no_grad():
+                    self._keep(digest, self._computed(tower, image).cpu())
+            found[digest] = self._kept[digest].to(device)
+        return found
+
+    def _keep(self, digest: str, features: Tensor) -> None:
+        self._kept[digest] = features
+        self._bytes += features.nbytes
+        while self._bytes > MAX_KEPT and len(self._kept) > 1:
+            self._bytes -= self._kept.pop(next(iter(self._kept))).nbytes
+
+    def _computed(self, tower: nn.Module, image: PromptImage) -> Tensor:
+        vision, device = self._vision, next(tower.parameters()).device
+        patches = torch.from_numpy(image_patches(image, vision.patch, vision.merge)).to(device, self._dtype)
+        grid = torch.tensor([[1, image.size[0] * vision.merge, image.size[1] * vision.merge]], device=device)
+        self.num_computed += 1
+        output = tower(patches, grid_thw=grid)
+        return getattr(output, "pooler_output", output)
+
+
+def with_images(
+    embeddings: Tensor, placed: PLACED, tower: nn.Module, features: Features, *, is_cut: bool
+) -> Tensor:
+    """Embeddings [T, 1, h] of a pack with the images' features in their places.
+
+    `is_cut`: this rank's part of the tokens, for sequence parallelism.
+    """
+    if placed:
+        of = features.of(tower, [image for _, image in placed])
+        places = torch.cat([first + torch.arange(image.num_tokens) for first, image in placed]).to(embeddings.device)
+        values = torch.cat([of[image.digest] for _, image in placed]).to(embeddings.dtype)
+        embeddings = embeddings.index_copy(0, places, values.unsqueeze(1))
+    elif torch.is_grad_enabled():  # every parameter is in every pass: data-parallel ranks wait for each other's gradients
+        trained = [parameter for parameter in tower.parameters() if parameter.requires_grad]
+        embeddings = embeddings + sum((parameter.sum() * 0 for parameter in trained), torch.zeros(()).to(embeddings))
+    return scatter_to_sequence_parallel_region(embeddings) if is_cut else embeddings  # type: ignore[no-any-return]
