@@ -31,7 +31,7 @@ import numpy as np
 
 from grpo_megatron.config import RolloutConfig, Section
 from grpo_megatron.sync.plan import EngineTensors, SyncTensor, shortened
-from grpo_megatron.types import TokenRoutes, WeightBucket
+from grpo_megatron.types import PromptImage, TokenRoutes, WeightBucket
 
 if TYPE_CHECKING:
     from grpo_megatron.device import Device
@@ -107,6 +107,7 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()  # in addition to the engine's own end-of-sequence tokens
     stop: StopTexts | None = None  # the response ends with the token that completes one of these texts
     num_written: int = 0  # the last so many tokens of the prompt are the response so far: a stop text may begin there
+    images: tuple[PromptImage, ...] = ()  # of the prompt, in the order of their places
 
     @property
     def written(self) -> tuple[int, ...]:
@@ -149,6 +150,7 @@ class RolloutEngine(ABC):
     reads_shards: ClassVar[bool] = False  # True: of each tensor it reads only its rank's part (`engine_tensors`)
     has_exact_rows: ClassVar[bool] = False  # True: it takes `exact`, of `model.exact`
     records_routes: ClassVar[bool] = False  # True: it takes `record_routes`, of `actor.moe.route_replay=engine`
+    reads_images: ClassVar[bool] = False  # True: it serves models that read images; `logprobs` has the argument `images`
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: Any) -> Iterator[str]:
@@ -255,8 +257,13 @@ class RolloutEngine(ABC):
                 self.abort(list(unfinished))
 
     @abstractmethod
-    def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
-        """Log-probabilities at temperature 1 of the tokens 1, 2, ... of each sequence, given the tokens before them."""
+    def logprobs(
+        self, sequences: list[list[int]], images: Sequence[tuple[PromptImage, ...]] = ()
+    ) -> list[list[float]]:
+        """Log-probabilities at temperature 1 of the tokens 1, 2, ... of each sequence, given the tokens before them.
+
+        `images`: of each sequence; empty: none has any.
+        """
 
     @abstractmethod
     def sleep(self) -> None:

@@ -1,0 +1,186 @@
+"""Tiny random models that read images, as Hugging Face folders; drawn images; and transformers' log-probabilities.
+
+transformers' own forward of such a model takes every `<|image_pad|>` for an image's token, also one that the policy has drawn.
+The oracle here gives it embeddings and positions instead, so that only places count.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+CHARACTERS = ["\n", *map(chr, range(32, 127))]
+VOCABULARY = [*SPECIAL, "<|video_pad|>", *CHARACTERS]
+IMAGE_PAD, EOS = VOCABULARY.index("<|image_pad|>"), VOCABULARY.index("<|im_end|>")
+PATCH, MERGE = 14, 2
+CELL = PATCH * MERGE  # pixels of one token's edge
+COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,  # vLLM's attention on CPU needs heads of a multiple of 32
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "vocab_size": len(VOCABULARY),
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "bos_token_id": VOCABULARY.index("<|endoftext|>"),
+    "eos_token_id": EOS,
+    "vision_start_token_id": VOCABULARY.index("<|vision_start|>"),
+    "vision_end_token_id": VOCABULARY.index("<|vision_end|>"),
+    "image_token_id": IMAGE_PAD,
+    "video_token_id": VOCABULARY.index("<|video_pad|>"),
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+}
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        **{"depth": 2, "hidden_size": 64, "intermediate_size": 80, "num_heads": 2, "in_chans": 3, "out_hidden_size": 64},
+        # A window of 2 x 2 tokens in the first layer: larger images have several.
+        **{"window_size": 2 * CELL, "fullatt_block_indexes": [1], "tokens_per_second": 2, "hidden_act": "silu"},
+    },
+    "qwen2_vl": {"depth": 2, "embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 2, "in_channels": 3},
+}
+TEMPLATE = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.content is string %}{{ message.content }}"
+    "{%- else %}{% for part in message.content %}{% if part.type == 'image' %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def make_config(family: str = "qwen2_5_vl", tower: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """transformers' config of a tiny model. `tower` changes its vision_config."""
+    from transformers import AutoConfig
+
+    vision = {**TOWERS[family], "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
+    return AutoConfig.for_model(family, **{**COMMON, **changes}, vision_config={**vision, **(tower or {})})
+
+
+def make_model(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 0, std: float = 0.08, **changes: Any) -> Path:
+    """Write a random float32 model with its tokenizer. Norms and biases are not 1 and 0."""
+    from transformers import AutoModelForImageTextToText
+
+    from tests.tiny import randomise
+
+    model = AutoModelForImageTextToText.from_config(make_config(family, **changes), dtype=torch.float32)
+    randomise(model, seed, std)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A token for each character and each special token, with a chat template that has places for images."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(VOCABULARY)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in [*SPECIAL, "<|video_pad|>"]])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
+    wrapped.chat_template = TEMPLATE
+    wrapped.save_pretrained(folder)
+
+
+def draw(seed: int, width: int = 2 * CELL, height: int = 2 * CELL) -> Any:
+    """A picture of random blocks."""
+    from PIL import Image
+
+    blocks = np.random.default_rng(seed).integers(0, 256, (max(1, height // 14), max(1, width // 14), 3), dtype=np.uint8)
+    return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
+
+
+def png(image: Any) -> bytes:
+    """The bytes of its file."""
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+def placed(seed: int, first: int, rows: int = 2, columns: int = 2) -> Any:
+    """A drawn image of rows x columns tokens, whose first token is the prompt's token `first`."""
+    from grpo_megatron.types import PromptImage
+
+    pixels = draw(seed, columns * CELL, rows * CELL).tobytes()
+    return PromptImage(f"{seed}/{rows}x{columns}", (rows, columns), first, pixels)
+
+
+def make_prompts() -> list[tuple[list[int], tuple[Any, ...], list[int]]]:
+    """(prompt ids, images, response) of rows with 1, 0, 2, 1 images of several sizes. Each response has an `<|image_pad|>`."""
+    generator = torch.Generator().manual_seed(3)
+
+    def text(count: int) -> list[int]:
+        return torch.randint(len(SPECIAL) + 1, len(VOCABULARY), (count,), generator=generator).tolist()
+
+    rows = []
+    for number, sizes in enumerate([[(2, 2)], [], [(2, 3), (4, 2)], [(3, 3)]]):
+        ids, images = text(3 + number), []
+        for image, (height, width) in enumerate(sizes):
+            images.append(placed(10 * number + image, len(ids), height, width))
+            ids += [IMAGE_PAD] * (height * width) + text(2 + image)
+        rows.append((ids, tuple(images), [*text(3), IMAGE_PAD, *text(2 + 3 * number)]))
+    return rows
+
+
+def load(folder: Path) -> Any:
+    """transformers' model, float32. Every tensor of the folder is in it."""
+    from transformers import AutoModelForImageTextToText
+
+    model, lost = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(lost[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), lost
+    return model.eval()
+
+
+def pixel_values(images: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The patches and grids [n, 3] of images, by transformers' own processor."""
+    from PIL import Image
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    processor = Qwen2VLImageProcessorPil(min_pixels=CELL * CELL, max_pixels=1 << 24)
+    edges = [(image.size[1] * CELL, image.size[0] * CELL) for image in images]
+    pictures = [Image.frombytes("RGB", size, image.pixels) for size, image in zip(edges, images, strict=True)]
+    out = processor(pictures, return_tensors="pt")
+    return out["pixel_values"], out["image_grid_thw"]
+
+
+def logits(model: Any, ids: Sequence[int], images: Sequence[Any]) -> torch.Tensor:
+    """[T, V] by transformers, from embeddings with each image's features in its place. Differentiable."""
+    tokens, kinds = torch.tensor([list(ids)]), torch.zeros(1, len(ids), dtype=torch.int64)
+    embeddings, grids = model.get_input_embeddings()(tokens), None
+    if images:
+        pixels, grids = pixel_values(images)
+        features = model.model.visual(pixels, grid_thw=grids)
+        features = getattr(features, "pooler_output", features)
+        places = torch.cat([image.first + torch.arange(image.num_tokens) for image in images])
+        embeddings, kinds[0, places] = embeddings.index_copy(1, places, features.unsqueeze(0)), 1
+    positions, _ = model.model.get_rope_index(tokens, mm_token_type_ids=kinds, image_grid_thw=grids)
+    states = model.model.language_model(inputs_embeds=embeddings, position_ids=positions).last_hidden_state
+    return model.lm_head(states)[0].float()  # type: ignore[no-any-return]
+
+
+def logprobs(
+    model: Any, prompt: Sequence[int], images: Sequence[Any], response: Sequence[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """[R]: log-probabilities of a response, by transformers."""
+    after = logits(model, [*prompt, *response], images)[len(prompt) - 1 : -1] / temperature
+    return after.log_softmax(-1).gather(1, torch.tensor(list(response)).unsqueeze(1))[:, 0]
+
+
+def flat_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json as the published folders have it: the decoder's settings at the top."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    section = {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    return {**text, **section, **config}
