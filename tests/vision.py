@@ -42,9 +42,17 @@ COMMON: dict[str, Any] = {
 }
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
-        **{"depth": 2, "hidden_size": 64, "intermediate_size": 80, "num_heads": 2, "in_chans": 3, "out_hidden_size": 64},
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_heads": 2,
+        "in_chans": 3,
+        "out_hidden_size": 64,
         # A window of 2 x 2 tokens in the first layer: larger images have several.
-        **{"window_size": 2 * CELL, "fullatt_block_indexes": [1], "tokens_per_second": 2, "hidden_act": "silu"},
+        "window_size": 2 * CELL,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
+        "hidden_act": "silu",
     },
     "qwen2_vl": {"depth": 2, "embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 2, "in_channels": 3},
 }
@@ -87,7 +95,10 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in [*SPECIAL, "<|video_pad|>"]])
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
     )
     wrapped.chat_template = TEMPLATE
     wrapped.save_pretrained(folder)
@@ -97,7 +108,9 @@ def draw(seed: int, width: int = 2 * CELL, height: int = 2 * CELL) -> Any:
     """A picture of random blocks."""
     from PIL import Image
 
-    blocks = np.random.default_rng(seed).integers(0, 256, (max(1, height // 14), max(1, width // 14), 3), dtype=np.uint8)
+    blocks = np.random.default_rng(seed).integers(
+        0, 256, (max(1, height // 14), max(1, width // 14), 3), dtype=np.uint8
+    )
     return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
 
 
@@ -182,5 +195,13 @@ def flat_config(folder: Path) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text())
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
-    section = {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    section = {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
     return {**text, **section, **config}
+
+
+def in_file(name: str) -> str:
+    """The name in files of a parameter of transformers' model."""
+    return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")

@@ -353,7 +353,7 @@ def build_model(
             exact.make_exact(model.decoder)
         if arch.vision is not None and model.pre_process:
             with device.preserve_rng():  # torch draws initial weights
-                model.visual = build_tower(arch.vision, arch.hidden_size).to(config.params_dtype)
+                model.visual = build_tower(arch.vision, arch.hidden_size, config.params_dtype, device.torch_device)
             model.features = Features(arch.vision, config.params_dtype)
         _mark_parameters(model, arch)
         model.to(device.torch_device)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -44,30 +45,40 @@ def wrap_ddp(model: torch.nn.Module, megatron: MegatronConfig, device: Device) -
 
 
 def build_optimizer(
-    ddp: DistributedDataParallel, optim: OptimConfig, megatron: MegatronConfig, device: Device
+    ddp: DistributedDataParallel,
+    optim: OptimConfig,
+    megatron: MegatronConfig,
+    device: Device,
+    vision_lr: float | None = None,
 ) -> MegatronOptimizer:
-    """Adam as Megatron-Core builds it, with its state. Collective over the ranks of the model's groups."""
+    """Adam as Megatron-Core builds it, with its state. Collective over the ranks of the model's groups.
+
+    `vision_lr`: of the vision tower, whose schedule is the others', scaled. None: the same.
+    """
     config = ddp.config
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=megatron.use_distributed_optimizer,
+        overlap_param_gather=megatron.overlap_param_gather,
+        fp8_recipe=megatron.fp8.recipe if megatron.fp8.param_gather else None,
+    )
+    overrides = get_standard_config_overrides(settings)
+    if vision_lr is not None:
+        overrides[ParamKey(name="*visual.*")] = {
+            "max_lr": vision_lr,
+            "min_lr": optim.min_lr * vision_lr / (optim.lr or 1),
+        }
     with device.megatron():
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=optim.lr,
-                min_lr=optim.min_lr,
-                weight_decay=optim.weight_decay,
-                adam_beta1=optim.betas[0],
-                adam_beta2=optim.betas[1],
-                adam_eps=optim.eps,
-                clip_grad=optim.clip_grad,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=megatron.use_distributed_optimizer,
-                overlap_param_gather=megatron.overlap_param_gather,
-                fp8_recipe=megatron.fp8.recipe if megatron.fp8.param_gather else None,
-            ),
-            [ddp],
-            use_gloo_process_groups=False,
-        )
+        optimizer = get_megatron_optimizer(settings, [ddp], config_overrides=overrides, use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss
     _correct_order_in_mixed_groups(optimizer)
     _initialize_state(optimizer)

@@ -102,7 +102,7 @@ class Policy(LanguageModel):
         old = self._optimizer if self.actor.megatron.fp8.param_gather else None
         self._optimizer, self._lr_scheduler = None, None  # frees the old optimizer before the new one is built
         self.ddp.config.grad_scale_func = None
-        optimizer = build_optimizer(self.ddp, optim, self.actor.megatron, self.device)
+        optimizer = build_optimizer(self.ddp, optim, self.actor.megatron, self.device, self.actor.vision.lr)
         if old is not None:
             copy_main_parameters(old, optimizer)
         self._optimizer = optimizer

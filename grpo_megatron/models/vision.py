@@ -28,8 +28,8 @@ MAX_KEPT = 1 << 32  # bytes of features that a frozen tower keeps
 PLACED = list[tuple[int, PromptImage]]  # the first token in a pack, and the image there
 
 
-def build_tower(vision: Vision, hidden_size: int) -> nn.Module:
-    """transformers' tower with undefined weights. It computes with torch's own attention."""
+def build_tower(vision: Vision, hidden_size: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """transformers' tower with undefined weights of `dtype`. It computes with torch's own attention."""
     if vision.gated:
         from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as module
         from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig as Config
@@ -40,12 +40,20 @@ def build_tower(vision: Vision, hidden_size: int) -> nn.Module:
         from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig as Config
 
         built = module.Qwen2VisionTransformerPretrainedModel
-    settings = {**json.loads(vision.config), "out_hidden_size": hidden_size} if vision.gated else json.loads(vision.config)
+    settings = (
+        {**json.loads(vision.config), "out_hidden_size": hidden_size} if vision.gated else json.loads(vision.config)
+    )
     config = Config(**settings)
     config._attn_implementation = "sdpa"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tower: nn.Module = built(config)
+        tower: nn.Module = built(config).to(device)
+    for parameter in tower.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for module in tower.modules():  # angles stay float32: Megatron-Core's bfloat16 wrapper converts every buffer
+        for name in list(module._buffers):
+            buffer = module._buffers.pop(name)
+            setattr(module, name, None if buffer is None else buffer.detach().clone())
     return tower
 
 
@@ -57,7 +65,7 @@ def set_trainable(tower: nn.Module, config: VisionConfig) -> None:
 
 
 class Features:
-    """The features of images by a tower, [tokens, hidden] each."""
+    """The features of images by a tower, [tokens, hidden] each. Those of a frozen tower are kept."""
 
     def __init__(self, vision: Vision, dtype: torch.dtype) -> None:
         self._vision, self._dtype = vision, dtype
@@ -69,19 +77,21 @@ class Features:
         """Digest -> features of the images, each computed once."""
         device = next(tower.parameters()).device
         different = {image.digest: image for image in images}
-        if any(parameter.requires_grad for parameter in tower.parameters()) and torch.is_grad_enabled():
+        if any(parameter.requires_grad for parameter in tower.parameters()):
             return {digest: self._computed(tower, image) for digest, image in different.items()}
-        # Whatever has written to a weight, a load or an optimizer, has counted up its version.
+        # A load, and a copy of another model's weights, count up the version of what they write to.
         stamp = sum(parameter._version for parameter in tower.parameters())
         if stamp != self._stamp:
             self._kept.clear()
             self._stamp, self._bytes = stamp, 0
         found = {}
         for digest, image in different.items():
-            if digest not in self._kept:
-                with torch.no_grad():
-                    self._keep(digest, self._computed(tower, image).cpu())
-            found[digest] = self._kept[digest].to(device)
+            if digest in self._kept:
+                found[digest] = self._kept[digest].to(device)
+                continue
+            with torch.no_grad():
+                found[digest] = self._computed(tower, image)
+            self._keep(digest, found[digest].cpu())
         return found
 
     def _keep(self, digest: str, features: Tensor) -> None:
@@ -99,9 +109,7 @@ class Features:
         return getattr(output, "pooler_output", output)
 
 
-def with_images(
-    embeddings: Tensor, placed: PLACED, tower: nn.Module, features: Features, *, is_cut: bool
-) -> Tensor:
+def with_images(embeddings: Tensor, placed: PLACED, tower: nn.Module, features: Features, *, is_cut: bool) -> Tensor:
     """Embeddings [T, 1, h] of a pack with the images' features in their places.
 
     `is_cut`: this rank's part of the tokens, for sequence parallelism.
@@ -111,7 +119,9 @@ def with_images(
         places = torch.cat([first + torch.arange(image.num_tokens) for first, image in placed]).to(embeddings.device)
         values = torch.cat([of[image.digest] for _, image in placed]).to(embeddings.dtype)
         embeddings = embeddings.index_copy(0, places, values.unsqueeze(1))
-    elif torch.is_grad_enabled():  # every parameter is in every pass: data-parallel ranks wait for each other's gradients
+    elif (
+        torch.is_grad_enabled()
+    ):  # every parameter is in every pass: data-parallel ranks wait for each other's gradients
         trained = [parameter for parameter in tower.parameters() if parameter.requires_grad]
         embeddings = embeddings + sum((parameter.sum() * 0 for parameter in trained), torch.zeros(()).to(embeddings))
     return scatter_to_sequence_parallel_region(embeddings) if is_cut else embeddings  # type: ignore[no-any-return]

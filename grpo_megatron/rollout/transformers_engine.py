@@ -28,6 +28,7 @@ from pydantic import Field
 from torch import Tensor
 
 from grpo_megatron.config import ConfigError, RolloutConfig, Section
+from grpo_megatron.data.images import image_patches, rope_positions
 from grpo_megatron.device import Device
 from grpo_megatron.exact import rowwise
 from grpo_megatron.exact.rowwise import FEWEST_ROWS, aligned
@@ -35,7 +36,9 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import Completion, Request, StatefulEngine, load_verified
 from grpo_megatron.sync.digest import part_digest
 from grpo_megatron.sync.plan import EngineTensors
-from grpo_megatron.types import WeightBucket
+from grpo_megatron.types import PromptImage, WeightBucket
+
+Images = tuple[PromptImage, ...]  # of one prompt
 
 _ATTENTION, _EXACT_ATTENTION = "grpo_megatron_rows", "grpo_megatron_exact"
 
@@ -133,20 +136,23 @@ class RowModel:
 
     def __init__(self, folder: Path | str, dtype: str, *, exact: bool = False) -> None:
         """`exact`: the expressions of `model.exact`."""
-        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         AttentionInterface.register(_ATTENTION, _attention)
         AttentionInterface.register(_EXACT_ATTENTION, _exact_attention)
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ConfigError(
                 f"rollout.engine=transformers: the layers of {str(folder)!r} are of the types {', '.join(sorted(kinds))},"
                 " and this engine computes full attention only; set rollout.engine=vllm"
             )
-        self.module: Any = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=_EXACT_ATTENTION if exact else _ATTENTION
-        )
+        attention: Any = _EXACT_ATTENTION if exact else _ATTENTION
+        if vision is not None:
+            attention = {"text_config": attention, "vision_config": "sdpa"}
+        built: Any = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+        self.module: Any = built.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
         for name, layer in self.module.named_modules() if exact else ():
             if isinstance(layer, torch.nn.Linear):
                 is_cut = name.endswith((".o_proj", ".down_proj"))
@@ -156,44 +162,80 @@ class RowModel:
             elif hasattr(layer, "act_fn"):
                 layer.act_fn.forward = rowwise.silu
         self.module.eval().requires_grad_(False)
-        self.vocab_size: int = config.vocab_size
+        self.vocab_size: int = text.vocab_size
         self.log_softmax = rowwise.log_softmax if exact else functools.partial(torch.log_softmax, dim=-1)
         self._decoder, self._head = self.module.get_decoder(), self.module.get_output_embeddings()
+        self._embed, self._tower = self.module.get_input_embeddings(), getattr(self.module.base_model, "visual", None)
+        self._patch, self._merge = (vision.patch_size, vision.spatial_merge_size) if vision is not None else (0, 0)
+        self.features: dict[str, Tensor] = {}  # of images by digest; to be emptied when the weights change
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, PromptCache]:
-        """The logits [n, V] after each prompt, and the prompts' keys and values."""
+    def tensors(self) -> dict[str, Tensor]:
+        """The live weights, by their names in files. transformers has other names in memory for a model with a tower."""
+        state = self.module.state_dict()
+        if self._tower is None:
+            return state  # type: ignore[no-any-return]
+        parts = {"model.visual.": "visual.", "model.language_model.": "model.", "lm_head.": "lm_head."}
+        named = {}
+        for name, tensor in state.items():
+            [own] = [part for part in parts if name.startswith(part)]
+            named[parts[own] + name.removeprefix(own)] = tensor
+        return named
+
+    def prefill(self, prompts: Sequence[Sequence[int]], images: Sequence[Images] = ()) -> tuple[Tensor, PromptCache]:
+        """The logits [n, V] after each prompt, and the prompts' keys and values. `images`: of each; empty: none."""
         cache = PromptCache()
-        hidden = self._hidden(prompts, cache)  # [n, T, h]
+        hidden = self._hidden(prompts, cache, images)  # [n, T, h]
         last = torch.tensor([len(ids) - 1 for ids in prompts])
         return self._logits(hidden[torch.arange(len(prompts)), last]), cache
 
-    def decode(self, tokens: Sequence[int], positions: Sequence[int], cache: RowCache) -> Tensor:
-        """The logits [n, V] after one more token in each of the first n rows of `cache`, at `positions`."""
+    def decode(
+        self, tokens: Sequence[int], positions: Sequence[int], cache: RowCache, shifts: Sequence[int] | None = None
+    ) -> Tensor:
+        """The logits [n, V] after one more token in each of the first n rows of `cache`, at `positions`.
+
+        `shifts`: how far the number that turns a row's new tokens is from their position (`_shift`); None: not at all.
+        """
         fill = [0] * (FEWEST_ROWS - len(tokens))
         input_ids, places = torch.tensor([[*tokens, *fill]]).T, torch.tensor([*positions, *fill])  # [n, 1], [n]
-        states = self._states(input_ids, places.unsqueeze(1), cache.begin(places), cache)
+        turns = places if shifts is None else places + torch.tensor([*shifts, *fill])
+        states = self._states(self._embed(input_ids), turns.unsqueeze(1), cache.begin(places), cache)
         return self._logits(states[:, 0])[: len(tokens)]
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def logprobs(self, sequences: Sequence[Sequence[int]], images: Sequence[Images] = ()) -> list[list[float]]:
         """Log-probabilities of the tokens 1, 2, ... of each sequence."""
-        hidden = self._hidden(sequences, PromptCache())
+        hidden = self._hidden(sequences, PromptCache(), images)
         rows = []
         for state, ids in zip(hidden, sequences, strict=True):
             logprobs = self.log_softmax(self._logits(state[: len(ids) - 1]))  # [T - 1, V]
             rows.append(logprobs.gather(1, torch.tensor(ids[1:], dtype=torch.int64).unsqueeze(1))[:, 0].tolist())
         return rows
 
-    def _hidden(self, sequences: Sequence[Sequence[int]], cache: PromptCache) -> Tensor:
+    def _hidden(self, sequences: Sequence[Sequence[int]], cache: PromptCache, images: Sequence[Images] = ()) -> Tensor:
         length = aligned(max(map(len, sequences)))
         tokens = torch.tensor([[*ids, *[0] * (length - len(ids))] for ids in sequences])  # [n, T]
-        positions = torch.arange(length)
+        embeddings, positions = self._embed(tokens), torch.arange(length)
         # Causal: no real token sees the padding after it.
         mask = _mask(positions > positions.unsqueeze(1), self.module.dtype)[None, None]
-        return self._states(tokens, positions.expand(len(sequences), -1), mask, cache)
+        turns = positions.expand(len(sequences), -1)
+        if any(images):
+            turns = torch.stack([torch.from_numpy(rope_positions(length, own)) for own in images], dim=1)  # [3, n, T]
+            for row, image in ((row, image) for row, own in enumerate(images) for image in own):
+                embeddings[row, image.first : image.first + image.num_tokens] = self._features(image)
+        return self._states(embeddings, turns, mask, cache)
 
-    def _states(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: PromptCache | RowCache) -> Tensor:
+    def _features(self, image: PromptImage) -> Tensor:
+        """[tokens, h]."""
+        if image.digest not in self.features:
+            patches = torch.from_numpy(image_patches(image, self._patch, self._merge)).to(self.module.dtype)
+            grid = torch.tensor([[1, image.size[0] * self._merge, image.size[1] * self._merge]])
+            output = self._tower(patches, grid_thw=grid)
+            self.features[image.digest] = getattr(output, "pooler_output", output)
+        return self.features[image.digest]
+
+    def _states(self, embeddings: Tensor, turns: Tensor, mask: Tensor, cache: PromptCache | RowCache) -> Tensor:
+        """Hidden states [n, T, h]. `turns` [n, T], or [3, n, T] with images: the numbers by which RoPE turns a token."""
         states: Tensor = self._decoder(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+            inputs_embeds=embeddings, position_ids=turns, attention_mask=mask, past_key_values=cache, use_cache=True
         ).last_hidden_state
         return states
 
@@ -204,6 +246,11 @@ class RowModel:
             states = torch.nn.functional.pad(states, (0, 0, 0, FEWEST_ROWS - count))
         logits: Tensor = self._head(states)[:count].float()
         return logits
+
+
+def _shift(request: Request) -> int:
+    """The number that turns a token after the images, less its position: an image counts as its longer edge in tokens."""
+    return sum(max(image.size) - image.num_tokens for image in request.images)
 
 
 def import_transformers() -> None:
@@ -331,6 +378,11 @@ class _Entry:
         return "length" if len(self.response_ids) == self.request.max_tokens else None
 
 
+def _prompt(request: Request) -> tuple[Any, ...]:
+    """What decides the keys and values of a prompt."""
+    return (request.prompt_ids, *((image.digest, image.first) for image in request.images))
+
+
 class RunningBatch:
     """The unfinished requests. New ones join at the next step, finished ones leave at once.
 
@@ -386,26 +438,27 @@ class RunningBatch:
     def _joining(self) -> Iterable[list[_Entry]]:
         """The waiting requests that there is room for, in groups of prompts with one aligned length."""
         groups: dict[int, list[_Entry]] = {}
-        prompts: set[tuple[int, ...]] = set()
+        prompts: set[Any] = set()
         room, tokens = self._max_rows - len(self._running), 0
         while self._waiting and room:
-            prompt = self._waiting[0].request.prompt_ids
-            size = aligned(len(prompt))
-            if prompt not in prompts:
+            request = self._waiting[0].request
+            size = aligned(len(request.prompt_ids))
+            if _prompt(request) not in prompts:
                 tokens += size
                 if prompts and tokens > self._max_tokens:
                     break
-                prompts.add(prompt)
+                prompts.add(_prompt(request))
             groups.setdefault(size, []).append(self._waiting.popleft())
             room -= 1
         return groups.values()
 
     def _prefill(self, joining: list[_Entry]) -> list[_Entry]:
         """Compute each different prompt once, and draw the first tokens."""
-        prompts = list(dict.fromkeys(entry.request.prompt_ids for entry in joining))
-        number_of = {prompt: number for number, prompt in enumerate(prompts)}
-        sources = [number_of[entry.request.prompt_ids] for entry in joining]
-        logits, computed = self._model.prefill(prompts)
+        different = {_prompt(entry.request): entry.request for entry in joining}
+        number_of = {prompt: number for number, prompt in enumerate(different)}
+        sources = [number_of[_prompt(entry.request)] for entry in joining]
+        prompts = [request.prompt_ids for request in different.values()]
+        logits, computed = self._model.prefill(prompts, [request.images for request in different.values()])
         first, everyone = len(self._running), [*self._running, *joining]
         longest = max(len(e.request.prompt_ids) + e.request.max_tokens for e in everyone)
         self._cache.reserve(max(len(everyone), FEWEST_ROWS), aligned(longest), computed)
@@ -419,7 +472,8 @@ class RunningBatch:
     def _decode(self) -> list[_Entry]:
         tokens = [entry.response_ids[-1] for entry in self._running]
         positions = [len(entry.request.prompt_ids) + len(entry.response_ids) - 1 for entry in self._running]
-        return self._draw(0, self._model.decode(tokens, positions, self._cache))
+        shifts = [_shift(entry.request) for entry in self._running]
+        return self._draw(0, self._model.decode(tokens, positions, self._cache, shifts if any(shifts) else None))
 
     def _draw(self, first: int, logits: Tensor) -> list[_Entry]:
         """The next token of the running requests from row `first` on. Those that finish leave, and are returned."""
@@ -462,6 +516,7 @@ class TransformersEngine(StatefulEngine):
     Options = TransformersOptions
     requires = {"transformers": "transformers"}  # noqa: RUF012 - declared as ClassVar in the base class
     has_exact_rows = True
+    reads_images = True
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: TransformersOptions) -> Iterator[str]:
@@ -505,7 +560,7 @@ class TransformersEngine(StatefulEngine):
         with device.preserve_rng():  # transformers draws initial weights
             self._model = RowModel(model_path, dtype, exact=exact)
         self._vocab_size = self._model.vocab_size
-        self._weights: dict[str, torch.Tensor] = self._model.module.state_dict()
+        self._weights = self._model.tensors()
         if unknown := [name for name in tensors.tensors if name not in self._weights]:
             raise ConfigError(
                 f"rollout.engine=transformers: transformers' model has no tensor {unknown[0]!r} (and {len(unknown) - 1}"
@@ -535,6 +590,7 @@ class TransformersEngine(StatefulEngine):
     def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
         """See RolloutEngine. Collective over the world."""
         self._version = None
+        self._model.features.clear()
         self._mesh.agree(load_verified(stream, self._tensors.tensors, self._load, self._unloadable()))
         self._version = version
 
@@ -560,12 +616,13 @@ class TransformersEngine(StatefulEngine):
         return torch.inference_mode()
 
     @torch.inference_mode()
-    def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+    def logprobs(self, sequences: list[list[int]], images: Sequence[tuple[PromptImage, ...]] = ()) -> list[list[float]]:
         self._require_sequences(sequences)
         rows: list[list[float]] = []
         per_pass = max(1, self._max_tokens // aligned(self._max_model_len))
         for first in range(0, len(sequences), per_pass):
-            rows += self._model.logprobs(sequences[first : first + per_pass])
+            part = slice(first, first + per_pass)
+            rows += self._model.logprobs(sequences[part], images[part])
         return rows
 
     def shutdown(self) -> None:

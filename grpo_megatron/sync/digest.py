@@ -49,8 +49,8 @@ def part_digest(part: Tensor, tensor: SyncTensor, start: int) -> Tensor:
 @torch.no_grad()
 def stack_digests(stack: Tensor, tensor: SyncTensor, start: int) -> Tensor:
     """The digests [n] of n parts [n, ...] in as many kernels as one takes. Each is that part of a tensor like `tensor`."""
-    is_matrix = stack.dim() == 3
-    values = stack.detach() if is_matrix else stack.detach()[:, None]  # [n, R, C]
+    is_matrix = stack.dim() > 2
+    values = stack.detach().flatten(2) if is_matrix else stack.detach()[:, None]  # [n, R, C]
     row, column = (start, 0) if is_matrix and tensor.axis == 0 else (0, start)  # of the first element
     bits = values.view(_INTEGERS[values.element_size()])
     count, num_rows, num_columns = bits.shape

@@ -39,7 +39,7 @@ Interval = tuple[int, int]  # [start, stop) of a tensor's axis
 
 @dataclass(frozen=True)
 class SyncTensor:
-    """A whole Hugging Face tensor of one or two dimensions."""
+    """A whole Hugging Face tensor. One of more than two dimensions (a convolution) is never cut."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Model families: what a config.json says (`architecture_from`), and the table of weights (`weight_table`).
 
-`decoders.py` has the decoders that differ in a few fields, `deepseek.py` latent attention, `qwen_vl.py` images. To add a family, write a
-`ModelFamily` and list it in `FAMILIES`: loader, converter, export, sync and tests use that table. A family of the user's
+`decoders.py` has the decoders that differ in a few fields, `deepseek.py` latent attention, `qwen_vl.py` images. To add a
+family, write a `ModelFamily` and list it in `FAMILIES`: loader, converter, export, sync and tests use that table. A family of the user's
 own is named by `model.family: my.module:FAMILY`, where FAMILY is a `ModelFamily`, or a module with the two functions.
 """
 
