@@ -38,7 +38,7 @@ class PromptImage:
     digest: str
     size: tuple[int, int]
     first: int
-    pixels: bytes = field(repr=False)
+    pixels: bytes = field(repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from grpo_megatron.parallel.control import Parcel
 from grpo_megatron.parallel.mesh import Mesh, RankError
-from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, Sample, TokenSpan
+from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, PromptImage, Sample, TokenSpan
 
 _Rewards = list[tuple[int, float]]
 
@@ -137,6 +137,7 @@ def exchange(samples: Sequence[Sample], table: GroupTable, plan: Plan, mesh: Mes
         rollout_logprobs=[sequences[row][1] for row in rows],
         loss_spans=[table.spans_of(row) for row in rows],
         routes=same_width([sequences[row][2] for row in rows], [len(sequences[row][0]) for row in rows]),
+        images=[sequences[row][3] for row in rows],
     )
 
 
@@ -159,11 +160,12 @@ def build_batch(
     rollout_logprobs: list[Tensor],
     loss_spans: list[list[TokenSpan]] | None = None,
     routes: list[Tensor] | None = None,
+    images: Sequence[tuple[PromptImage, ...]] = (),
 ) -> Batch:
     """Make a padded Batch of `rows`, which are rows of the plan's table.
 
     tokens[i] is int64 [prompt + response], rollout_logprobs[i] float32 [response]. `loss_spans[i]` are the response
-    tokens in the loss; None: all of every row.
+    tokens in the loss; None: all of every row. `images[i]` are those of the row's prompt.
     """
     lengths = [len(t) - p for t, p in zip(tokens, prompt_lengths, strict=True)]
     shape = (len(rows), max(lengths, default=1))
@@ -185,6 +187,7 @@ def build_batch(
         token_weights=torch.zeros(shape),
         mini_batches=[],
         rows=rows,
+        images=list(images) if any(images) else [],
         routes=routes,
         recorded_routes={},
     )
@@ -215,38 +218,40 @@ def gather_rows(values: dict[int, Any], mesh: Mesh) -> dict[int, Any]:
 
 def _move_tokens(
     samples: Sequence[Sample], table: GroupTable, owner: dict[int, int], mesh: Mesh
-) -> dict[int, tuple[Tensor, Tensor, Tensor | None]]:
-    """Table row -> (tokens, rollout log-probabilities, routes or None) for every row that this rank trains on. Collective.
+) -> dict[int, tuple[Tensor, Tensor, Tensor | None, tuple[PromptImage, ...]]]:
+    """Table row -> (tokens, rollout log-probabilities, routes or None, images) for every row that this rank trains on.
 
     A row travels as int32: prompt, response, the bits of the float32 log-probabilities, the width of its routes (0: none), the
     bytes of one, and their bits. Every rank knows the other sizes from the table. Between two ranks the rows travel in one
-    parcel, in increasing order.
+    parcel, in increasing order. Their images follow, the pixels of each different one once. Collective.
     """
     sample_of = {(sample.prompt_index, sample.index): sample for sample in samples}
     outgoing, incoming = moves(table, owner, mesh.rank, mesh.dp_rank)
     parcels = []
     for dp_rank, rows in outgoing.items():
-        content = np.concatenate([_encode(sample_of[table.prompt_index[row], table.index[row]]) for row in rows])
+        sent = {row: sample_of[table.prompt_index[row], table.index[row]] for row in rows}
+        content = np.concatenate([_encode(sample) for sample in sent.values()]), _images(sent)
         parcels.append(Parcel(tuple(mesh.ranks_of_replica(dp_rank)), mesh.rank, content))
     sequences = {}
     for parcel in mesh.route(parcels):
-        rows, start = incoming.pop(parcel.source), 0
+        rows, start, (numbers, images) = incoming.pop(parcel.source), 0, parcel.content
         for row in rows:
             middle = start + table.prompt_length[row] + table.response_length[row]
             end = middle + table.response_length[row]
-            tokens, logprobs = parcel.content[start:middle], parcel.content[middle:end]
-            (width, itemsize), start = parcel.content[end : end + 2].tolist(), end + 2
+            tokens, logprobs = numbers[start:middle], numbers[middle:end]
+            (width, itemsize), start = numbers[end : end + 2].tolist(), end + 2
             routes = None
             if width:
                 size = len(tokens) * width * itemsize
-                bits = parcel.content[start:].view(np.int8)[:size].view(f"i{itemsize}").reshape(len(tokens), width)
+                bits = numbers[start:].view(np.int8)[:size].view(f"i{itemsize}").reshape(len(tokens), width)
                 routes, start = torch.from_numpy(bits.copy()), start + -(-size // 4)
             sequences[row] = (
                 torch.from_numpy(tokens.astype(np.int64)),
                 torch.from_numpy(logprobs.view(np.float32).copy()),
                 routes,
+                images.get(row, ()),
             )
-        assert start == len(parcel.content), f"rank {parcel.source} sent {len(parcel.content)} numbers, not {start}"
+        assert start == len(numbers), f"rank {parcel.source} sent {len(numbers)} numbers, not {start}"
     assert not incoming, f"nothing came from the ranks {sorted(incoming)}"
     return sequences
 
@@ -263,6 +268,16 @@ def moves(
         if owner[row] == dp_rank:
             incoming.setdefault(table.holder[row], []).append(row)
     return outgoing, incoming
+
+
+def _images(samples: dict[int, Sample]) -> dict[int, tuple[PromptImage, ...]]:
+    """The images of rows that have any. Equal pixels are one object, which pickling writes once."""
+    pixels: dict[str, bytes] = {}
+    return {
+        row: tuple(replace(one, pixels=pixels.setdefault(one.digest, one.pixels)) for one in sample.prompt.images)
+        for row, sample in samples.items()
+        if sample.prompt.images
+    }
 
 
 def _encode(sample: Sample) -> np.ndarray[Any, Any]:

@@ -16,7 +16,7 @@ import base64
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import gather_groups
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sampling.generator import Generator, LengthHistory
-from grpo_megatron.types import UNFINISHED, Draw, GroupTable, Prompt, Sample, Turn
+from grpo_megatron.types import UNFINISHED, Draw, GroupTable, Prompt, PromptImage, Sample, Turn
 
 State = dict[str, Any]
 
@@ -248,29 +248,38 @@ PackedGroup = dict[str, Any]
 def pack_groups(groups: Sequence[Group], mesh: Mesh) -> list[PackedGroup]:
     """Every group with the samples of all ranks, as plain JSON, the same on every rank. Collective."""
     held = [index for index, group in enumerate(groups) if group.samples and mesh.is_block_leader]
-    ranks = mesh.all_gather({index: [pack_sample(sample) for sample in groups[index].samples] for index in held})
-    samples_of: dict[int, list[dict[str, Any]]] = {}
-    for index, of_group in itertools.chain.from_iterable(of_rank.items() for of_rank in ranks):
-        samples_of.setdefault(index, []).extend(of_group)
-    return [
-        {"version": group.version, "samples": sorted(samples_of.get(index, []), key=lambda sample: sample["index"])}
-        for index, group in enumerate(groups)
-    ]
+    own = {i: ([pack_sample(sample) for sample in groups[i].samples], _pixels(groups[i].samples)) for i in held}
+    packed: list[PackedGroup] = [{"version": group.version, "samples": [], "pixels": {}} for group in groups]
+    for index, (samples, pixels) in itertools.chain.from_iterable(part.items() for part in mesh.all_gather(own)):
+        packed[index]["samples"].extend(samples)
+        packed[index]["pixels"].update(pixels)
+    for entry in packed:
+        entry["samples"].sort(key=lambda sample: sample["index"])
+    return packed
 
 
 def unpack_groups(packed: Sequence[PackedGroup], mesh: Mesh) -> list[Group]:
     """The inverse of `pack_groups`: every num_rollout_blocks-th group is whole in this block, the others are empty."""
     groups = [Group(entry["version"], []) for entry in packed]
     for index in range(mesh.rollout_block, len(packed), mesh.num_rollout_blocks):
-        groups[index].samples.extend(unpack_sample(sample) for sample in packed[index]["samples"])
+        of_group = packed[index]
+        pixels = {digest: base64.b64decode(text) for digest, text in of_group.get("pixels", {}).items()}
+        groups[index].samples.extend(unpack_sample(sample, pixels) for sample in of_group["samples"])
     return groups
 
 
+def _pixels(samples: Sequence[Sample]) -> dict[str, str]:
+    """Digest -> pixels of the images, which a group stores once."""
+    different = {image.digest: image.pixels for sample in samples for image in sample.prompt.images}
+    return {digest: base64.b64encode(pixels).decode() for digest, pixels in different.items()}
+
+
 def pack_sample(sample: Sample) -> dict[str, Any]:
-    """Long columns are stored as base64: JSON numbers would take several times the space."""
+    """Long columns are stored as base64: JSON numbers would take several times the space. Images are without pixels."""
     packed = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
     is_graded = sample.finish_reason != UNFINISHED
     packed["prompt"] = asdict(without_row(sample.prompt) if is_graded else sample.prompt)
+    packed["prompt"]["images"] = [[one.digest, *one.size, one.first] for one in sample.prompt.images]
     packed["turns"] = [asdict(turn) for turn in sample.turns]
     packed["draws"] = [asdict(draw) for draw in sample.draws]
     packed["response_ids"] = _to_base64(np.asarray(sample.response_ids, dtype="<i4"))
@@ -286,10 +295,14 @@ def without_row(prompt: Prompt) -> Prompt:
     return replace(prompt, columns={}, messages=None)
 
 
-def unpack_sample(packed: dict[str, Any]) -> Sample:
-    """The sample that `pack_sample` has packed."""
+def unpack_sample(packed: dict[str, Any], pixels: Mapping[str, bytes] | None = None) -> Sample:
+    """The sample that `pack_sample` has packed. `pixels`: of its images, by digest."""
     prompt = dict(packed["prompt"])
     prompt["prompt_ids"] = tuple(prompt["prompt_ids"])
+    prompt["images"] = tuple(
+        PromptImage(digest, (rows, columns), first, (pixels or {})[digest])
+        for digest, rows, columns, first in prompt.get("images", ())
+    )
     columns: dict[str, Any] = {
         "prompt": Prompt(**prompt),
         "response_ids": _from_base64(packed["response_ids"], "<i4"),

@@ -130,7 +130,7 @@ class Generator:
         def request(number: int) -> Request:
             place, index = wanted.of(number)
             limits = (wanted.max_tokens, wanted.temperature, wanted.top_p)
-            return self.request(wanted.prompts[place].prompt_ids, index, wanted.seed(number), *limits)
+            return self.request(wanted.prompts[place], index, wanted.seed(number), *limits)
 
         functions = {prompt.reward for prompt in wanted.prompts} - {"", BY_MODEL}
         is_compared = any(rewards.facts(name).compares for name in functions)
@@ -154,17 +154,26 @@ class Generator:
         )
 
     def request(
-        self, prompt_ids: tuple[int, ...], index: int, seed: int, max_tokens: int, temperature: float, top_p: float
+        self,
+        prompt: Prompt,
+        index: int,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        written: Sequence[int] = (),
     ) -> Request:
-        """The engine's request for sample `index`. It ends as all responses of the run do."""
+        """The engine's request for sample `index`, which goes on with `written`. It ends as all responses of the run do."""
         return Request(
-            prompt_ids=prompt_ids,
+            prompt_ids=(*prompt.prompt_ids, *written),
             seed=seed,
             max_tokens=max_tokens,
             temperature=0.0 if index == GREEDY else temperature,
             top_p=1.0 if index == GREEDY else top_p,
             stop_token_ids=self.stop_token_ids,
             stop=self.stop,
+            num_written=len(written),
+            images=prompt.images,
         )
 
     def finish_grading(self, samples: Sequence[Sample], draw_id: int, version: int, metrics: Metrics) -> None:

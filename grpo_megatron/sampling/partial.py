@@ -144,15 +144,15 @@ class PartialCollector(PolicyCollector):
     def _request(self, group: _InProgress, sample: Sample) -> Request:
         start = len(sample.response_ids)
         uid = f"{group.uid}@{start}" if start else group.uid
-        request = self.generator.request(
-            (*sample.prompt.prompt_ids, *sample.response_ids),
+        return self.generator.request(
+            sample.prompt,
             sample.index,
             sample_seed(self.generator.seed, group.draw_id, uid, sample.index),
             min(self.partial.chunk_tokens, self.data.max_response_length - start),
             self.rollout.temperature,
             top_p=1.0,
+            written=sample.response_ids,
         )
-        return replace(request, num_written=start)
 
     def _extend(self, sample: Sample, completion: Completion, version: int) -> None:
         start, ids = len(sample.response_ids), completion.response_ids

@@ -27,7 +27,7 @@ from torch import Tensor
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device, DeviceMemory
-from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.architecture import Architecture, Vision
 from grpo_megatron.models.forward import LanguageModel
 from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
 from grpo_megatron.models.layers.exact import exact_problem
@@ -46,7 +46,7 @@ from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sync.delta import DeltaLimits
 from grpo_megatron.sync.digest import Expected, compare
 from grpo_megatron.sync.plan import EngineTensors
-from grpo_megatron.types import Batch, Sample, WeightBucket
+from grpo_megatron.types import Batch, PromptImage, Sample, WeightBucket
 
 # -- Probe -------------------------------------------------------------------------------------------------------------
 # Probe: engine and policy must compute the same log-probabilities of fixed tokens after a sync.
@@ -78,8 +78,10 @@ class Probe:
     `tolerance`: a fixed bound instead of the relative one, or None. `dtype`: of the models.
     """
 
-    def __init__(self, vocab_size: int, max_length: int, *, dtype: str, tolerance: float | None) -> None:
-        self.batch = fixed_tokens(vocab_size, min(LENGTH, max_length - 1))
+    def __init__(
+        self, vocab_size: int, max_length: int, *, dtype: str, tolerance: float | None, vision: Vision | None = None
+    ) -> None:
+        self.batch = fixed_tokens(vocab_size, min(LENGTH, max_length - 1), vision)
         self.dtype, self.tolerance = dtype, tolerance
         self._healthy: dict[str, deque[float]] = {}  # model -> means of its last healthy probes
 
@@ -129,8 +131,15 @@ def logprobs_problem(model: str, logprobs: Tensor) -> str | None:
     )
 
 
-def fixed_tokens(vocab_size: int, length: int) -> Batch:
-    """Random but fixed tokens: the first of each sequence is the prompt, the others get log-probabilities."""
+def fixed_tokens(vocab_size: int, length: int, vision: Vision | None = None) -> Batch:
+    """Random but fixed tokens: the first of each sequence is the prompt, the others get log-probabilities.
+
+    `vision`: of a model that reads images. The first sequence then has one of two tokens, if there is room.
+    """
+    images: list[tuple[PromptImage, ...]] = []
+    if vision is not None and length > 3:
+        pixels = bytes(torch.arange(6 * (vision.patch * vision.merge) ** 2).mul(97).remainder(251).tolist())
+        images = [(PromptImage("probe", (1, 2), 1, pixels),), *[()] * (NUM_SEQUENCES - 1)]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocab_size, (NUM_SEQUENCES, length), generator=generator)
     shape = (NUM_SEQUENCES, length - 1)
@@ -144,6 +153,7 @@ def fixed_tokens(vocab_size: int, length: int) -> Batch:
         advantages=zeros,
         token_weights=zeros,
         mini_batches=[[list(range(NUM_SEQUENCES))]],
+        images=images,
     )
 
 
@@ -231,7 +241,9 @@ class HeldWeights:
 
     def measure(self, name: str, expected: Tensor, metrics: Metrics) -> None:
         """Compare the engine's log-probabilities of the probe's tokens with `expected`, those of the model `name`."""
-        measured = torch.tensor(self.engine.logprobs([tokens.tolist() for tokens in self.probe.batch.tokens]))
+        batch = self.probe.batch
+        images = {"images": batch.images} if batch.images else {}  # an engine for text has no such argument
+        measured = torch.tensor(self.engine.logprobs([tokens.tolist() for tokens in batch.tokens], **images))
         difference = (measured - expected).abs()
         metrics.max("rollout/probe_logp_diff_mean", difference.mean().item())
         metrics.max("rollout/probe_logp_diff_max", difference.max().item())
@@ -394,7 +406,7 @@ def build_probe(config: Config, arch: Architecture) -> Probe:
     """The probe of the config."""
     length = config.data.max_prompt_length + config.data.max_response_length
     tolerance = 0.0 if config.model.exact else config.rollout.probe_tolerance
-    return Probe(arch.vocab_size, length, dtype=config.model.dtype, tolerance=tolerance)
+    return Probe(arch.vocab_size, length, dtype=config.model.dtype, tolerance=tolerance, vision=arch.vision)
 
 
 def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:

@@ -38,7 +38,7 @@ def test_connections_exist_before_free_memory_is_judged(monkeypatch: pytest.Monk
     offload, onload = (partial(events.append, word) for word in ("offload", "onload"))
     mesh = SimpleNamespace(rank=1, agree=lambda problem: None)
     policy: Any = SimpleNamespace(device=device, mesh=mesh, offload=offload, onload=onload)
-    policy.arch, policy.stage_of = SimpleNamespace(vocab_size=8), {}
+    policy.arch, policy.stage_of = SimpleNamespace(vocab_size=8, vision=None), {}
     resharding = SimpleNamespace(connect=partial(events.append, "connections"))
     monkeypatch.setattr(colocation, "build_resharding", lambda *_: resharding)
     monkeypatch.setattr(colocation, "build_engine", lambda *_, **__: events.append("engine"))
