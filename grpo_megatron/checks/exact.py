@@ -77,6 +77,7 @@ def _sizes(config: Config, arch: Architecture, world_size: int) -> Iterator[str]
         ("experts: their order depends on which tokens they get", arch.num_experts),
         ("latent attention", arch.latent),
         ("norms over the heads of all ranks", arch.post_norms),
+        ("a vision tower", arch.vision),
     ):
         if is_there:
             yield f"the family {arch.family} has {name}; set another model.path"

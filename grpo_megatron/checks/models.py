@@ -15,8 +15,8 @@ from pathlib import Path
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses, reads_reference
 from grpo_megatron.checks.layout import world_problems
-from grpo_megatron.config import AlgorithmConfig, Config, ConfigError, ScoringModel
-from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of, marked
+from grpo_megatron.config import AlgorithmConfig, Config, ConfigError, ScoringModel, VisionConfig
+from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of, marked, written
 from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
@@ -379,6 +379,47 @@ def _learning_problems(config: Config) -> Problems:
             f"{k.actor.ppo_max_token_len_per_gpu} is less than a pair of full sequences, 2 x {length} (a pair is never"
             f" split); set it to {2 * length} or more"
         )
+
+
+# -- A policy that reads images ----------------------------------------------------------------------------------------
+
+
+def vision_problems(config: Config, arch: Architecture | None) -> Problems:
+    """`actor.vision` without a model that reads images (data.image_*: inputs.py), and what such a model excludes."""
+    k, vision = keys_of(config), config.actor.vision
+    if arch is None:
+        return
+    if arch.vision is None:
+        for name, field in VisionConfig.model_fields.items():
+            if (value := getattr(vision, name)) != field.default:
+                key = f"{marked(f'actor.vision.{name}')}={written(value)}"
+                yield f"{key}, but this model ({arch.family}) reads no images; leave it out, or set another model.path"
+        return
+    images, remedy = f"this model ({arch.family}) reads images", "or set a model.path that reads text alone"
+    if config.actor.megatron.context_parallel_size > 1:
+        yield (
+            f"{k.actor.megatron.context_parallel_size}: {images}, and Megatron-Core would give each rank's part of a sequence"
+            " the M-RoPE angles of other tokens; set it to 1"
+        )
+    trained = [name for name in ("freeze_tower", "freeze_merger") if not getattr(vision, name)]
+    if config.actor.lora.rank is not None and trained:
+        yield (
+            f"{k.actor.lora.rank} trains adapters of the decoder alone, and {marked(f'actor.vision.{trained[0]}')}=false"
+            " weights of the tower; set it to true, or leave actor.lora out"
+        )
+    if vision.lr is not None and config.actor.optim.lr == 0:
+        yield f"{k.actor.vision.lr} has the schedule of {k.actor.optim.lr}, scaled, which 0 cannot be; set actor.optim.lr"
+    if config.rollout.multi_turn.environment is not None:
+        yield (
+            f"{k.rollout.multi_turn.environment!r}: {images}, and a trajectory of several turns has none; leave"
+            f" rollout.multi_turn out, {remedy}"
+        )
+    if config.rollout.quantization is not None:
+        yield f"{k.rollout.quantization}: {images}, and vLLM would quantize the tower, too; leave rollout.quantization out"
+    if has_critic(config.algorithm):
+        yield f"{k.algorithm.adv_estimator!r} needs a critic, which has no images, and {images}; set grpo, {remedy}"
+    for key in scoring_models(config):
+        yield f"{marked(f'{key}.path')}: a reward model has no images, and {images}; leave it out, {remedy}"
 
 
 # -- A policy that learns to score: a reward model from pairs, or a process reward model from step labels --------------

@@ -53,6 +53,7 @@ from grpo_megatron.checks.models import (
     has_weights,
     score_head_problems,
     second_layout_problems,
+    vision_problems,
     with_hub_models,
 )
 from grpo_megatron.checks.names import (
@@ -164,6 +165,7 @@ def validate(
     for folder in folders.beside.values():
         has_layout &= not any(second_layout_problems(config, training, folder.arch))
     problems.add(family_problems(config, arch))
+    problems.add(vision_problems(config, arch))
     problems.add(lora_problems(config, folders.lora_archs))
     problems.add(batch_problems(config))
     problems.add(length_problems(config, arch))
@@ -178,7 +180,8 @@ def validate(
     problems.add(precision_problems(config, arch), "actor.megatron.fp8")
     problems.add(exact_problems(config, training, arch, elsewhere=dry_run), "model.exact")
     replays = config.actor.moe.route_replay == "engine"
-    problems.add(engine_problems(config.rollout, replays=replays) if config.draws else (), "rollout.engine")
+    engine = {"replays": replays, "has_images": arch is not None and arch.vision is not None}
+    problems.add(engine_problems(config.rollout, **engine) if config.draws else (), "rollout.engine")
     problems.add(missing_keys(config))
     problems.add(beside_problems(config, training, folders))
     has_rewards = problems.add(reward_name_problems(config))

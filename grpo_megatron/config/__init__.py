@@ -108,7 +108,7 @@ class VisionConfig(Section):
     freeze_tower: bool = True  # all but the merger
     freeze_merger: bool = True
     # of what is trained here; null: actor.optim.lr. Its schedule is that of actor.optim, scaled
-    lr: float | None = Field(None, gt=0, le=1)
+    lr: Annotated[float | None, Needs(".freeze_tower=false or .freeze_merger=false")] = Field(None, gt=0, le=1)
 
 
 class MoeConfig(Section):

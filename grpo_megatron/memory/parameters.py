@@ -4,9 +4,10 @@
     bytes for each  weights 2 (bfloat16) or 4; gradients 4; Adam 8, with bfloat16 4 more for a float32 copy
 
 A model that learns has all three; a frozen one (the reference, a frozen reward model) has weights only. So has the base of a
-model with LoRA, whose adapters have all three. The distributed
-optimizer divides Adam's part by the number of ranks with the same parameters. For a dense parameter these are the
-dp x cp data-parallel ranks. An expert has only dp x cp / ep, because the other ranks hold other experts.
+model with LoRA, whose adapters have all three, and the part of a vision tower that `actor.vision` freezes. A tower is whole on
+every rank of the first stage. The distributed optimizer divides Adam's part by the number of ranks with the same parameters.
+For a dense parameter these are the dp x cp data-parallel ranks. An expert has only dp x cp / ep, because the other ranks hold
+other experts.
 
 Activations, logits and the engine are in phases.py. Not counted: the h weights of a reward model's score head.
 """
@@ -19,8 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_megatron.algo.losses import needs_reference
-from grpo_megatron.config import ActorConfig, Config, LoraConfig, MegatronConfig
-from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.config import ActorConfig, Config, DataConfig, LoraConfig, MegatronConfig, VisionConfig
+from grpo_megatron.models.architecture import Architecture, Vision
+from grpo_megatron.models.engine_cache import tower_layer_bytes
 from grpo_megatron.models.families import table_of
 from grpo_megatron.models.lora.merge import DEVICE_MERGE_ELEMENTS
 from grpo_megatron.models.lora.table import lora_rows
@@ -38,7 +40,7 @@ class StageParameters:
 
     `fp8`: the weights that an FP8 recipe computes with, those of linear layers that are not left in bfloat16.
     `adapters`: the factors of LoRA, besides; None: all parameters are trained. `merged_layer`: the adapted weights of the
-    largest layer; `merged_weight`: the largest of them.
+    largest layer; `merged_weight`: the largest of them. `frozen`: of `dense`, a vision tower's that are not trained.
     """
 
     layers: int
@@ -48,6 +50,7 @@ class StageParameters:
     adapters: int | None = None
     merged_layer: int = 0
     merged_weight: int = 0
+    frozen: int = 0
 
     @property
     def total(self) -> int:
@@ -61,7 +64,9 @@ class StageParameters:
     @property
     def trained(self) -> StageParameters:
         """The parameters with gradients."""
-        return self if self.adapters is None else replace(self, dense=self.adapters, experts=0)
+        if self.adapters is not None:
+            return replace(self, dense=self.adapters, experts=0, frozen=0)
+        return replace(self, dense=self.dense - self.frozen, frozen=0)
 
 
 Stages = list[StageParameters]  # of a model
@@ -94,18 +99,23 @@ class StageMemory:
 
 
 def parameters_from_table(
-    arch: Architecture, megatron: MegatronConfig, *, has_output_head: bool = True, lora: LoraConfig | None = None
+    arch: Architecture,
+    megatron: MegatronConfig,
+    *,
+    has_output_head: bool = True,
+    lora: LoraConfig | None = None,
+    vision: VisionConfig | None = None,
 ) -> list[StageParameters]:
     """Every pipeline stage of a valid layout. A tied head on another stage than the embedding is a copy of it.
 
-    `lora`: of the model; None: all its parameters are trained.
+    `lora`: of the model; None: all its parameters are trained, those of a tower as `vision` says (None: they are not).
     """
     tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
     layers = stage_layers(arch.num_layers, megatron)
     assert layers is not None, "the layout was checked"
     rows = [row for row in table_of(arch) if not row.is_constant]
-    embedding = [row for row in rows if row.megatron.startswith("embedding.")]
-    ends = [row for row in rows if not is_layered(row) and row not in embedding]
+    embedding, tower = ([row for row in rows if row.megatron.startswith(own)] for own in ("embedding.", "visual."))
+    ends = [row for row in rows if not is_layered(row) and row not in (*embedding, *tower)]
     if arch.tied and len(layers) > 1 and has_output_head:
         ends += embedding
     in_fp8 = fp8_layers(arch.num_layers, megatron)
@@ -123,10 +133,20 @@ def parameters_from_table(
         linear = _size([row for row, is_fp8 in expert if is_fp8], arch, tp)
         fp8.append(_size([row for row, is_fp8 in shared if is_fp8], arch, tp) + (arch.num_experts // ep) * linear)
         first += number
-    dense[0] += _size(embedding, arch, tp)
+    dense[0] += _size([*embedding, *tower], arch, tp)
     dense[-1] += _size(ends, arch, tp)
     stages = [StageParameters(*stage) for stage in zip(layers, dense, experts, fp8, strict=True)]
+    stages[0] = replace(stages[0], frozen=frozen_parameters(arch, vision))
     return stages if lora is None or lora.rank is None else _with_adapters(stages, arch, lora, tp)
+
+
+def frozen_parameters(arch: Architecture, vision: VisionConfig | None) -> int:
+    """Of a vision tower, if there is one: those that are not trained."""
+    if arch.vision is None:
+        return 0
+    vision = vision or VisionConfig()
+    parts = {False: vision.freeze_tower, True: vision.freeze_merger}  # is it the merger?
+    return sum(arch.vision.num_parameters(arch.hidden_size, part) for part, is_frozen in parts.items() if is_frozen)
 
 
 def _with_adapters(stages: Stages, arch: Architecture, lora: LoraConfig, tp: int) -> Stages:
@@ -182,16 +202,27 @@ class RunModels:
         if self.critic is not None:
             critic = self._stages(self.critic, config, has_head=False, lora=config.critic.lora)
         rewards = [self._stages(arch, config, has_head=False) for arch in self.reward_archs]
-        return self._stages(self.arch, config, has_head=self.has_head, lora=config.actor.lora), rewards, critic
+        actor = config.actor
+        policy = self._stages(self.arch, config, has_head=self.has_head, lora=actor.lora, vision=actor.vision)
+        return policy, rewards, critic
 
-    def _stages(self, arch: Architecture, config: Config, *, has_head: bool, lora: LoraConfig | None = None) -> Stages:
+    def _stages(
+        self,
+        arch: Architecture,
+        config: Config,
+        *,
+        has_head: bool,
+        lora: LoraConfig | None = None,
+        vision: VisionConfig | None = None,
+    ) -> Stages:
         megatron = config.actor.megatron
         layers = str(sorted(megatron.override_transformer_config.items()))
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         in_fp8 = fp8_layers(arch.num_layers, megatron)
-        key = (id(arch), has_head, layers, tp, pp, megatron.expert_model_parallel_size, in_fp8, str(lora))
+        key = (id(arch), has_head, layers, tp, pp, megatron.expert_model_parallel_size, in_fp8, str(lora), str(vision))
         if key not in self._known:
-            self._known[key] = parameters_from_table(arch, megatron, has_output_head=has_head, lora=lora)
+            of_model: dict[str, Any] = {"has_output_head": has_head, "lora": lora, "vision": vision}
+            self._known[key] = parameters_from_table(arch, megatron, **of_model)
         return self._known[key]
 
 
@@ -288,6 +319,10 @@ def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
 # latents         of latent attention: (4 + 3 s) for each element of a latent; its heads count as attention above, with
 # as many key heads as query heads (not compared with measured peaks)
 #
+# vision tower    on the first stage, never recomputed. A frozen one needs what a layer keeps of the largest image. A trained one
+# keeps all layers and the merger of all images of a micro-batch, taken for prompts of the largest length that are nothing
+# but images. Each image is computed by all tensor-parallel ranks.
+#
 # Full recomputation keeps the input of each unit of layers only, and computes one unit again at a time. Selective
 # recomputation is not subtracted. Pipeline stage i of pp keeps the activations of pp - i micro-batches.
 
@@ -322,6 +357,27 @@ def working_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, laye
     if actor.megatron.override_transformer_config.get("recompute_method") == "block":
         unit = int(unit == layers)  # the other layers' activations are used up before the first is computed again
     return gradients + unit * layer_bytes(arch, actor, itemsize)
+
+
+def image_tokens(data: DataConfig, vision: Vision) -> tuple[int, int]:
+    """The largest image of a prompt, and all of them, in tokens."""
+    largest = data.max_prompt_length
+    if data.image_max_pixels is not None:
+        largest = min(largest, data.image_max_pixels // (vision.patch * vision.merge) ** 2)
+    return largest, min(data.max_prompt_length, data.max_images * largest)
+
+
+def tower_bytes(config: Config, arch: Architecture, itemsize: int) -> tuple[float, float]:
+    """What a vision tower keeps from its forward to its backward passes, and what a forward pass needs."""
+    if (vision := arch.vision) is None:
+        return 0.0, 0.0
+    actor, data, layer = config.actor, config.data, tower_layer_bytes(vision, itemsize)
+    largest, together = image_tokens(data, vision)
+    tokens = actor.ppo_max_token_len_per_gpu * together / (data.max_prompt_length + data.max_response_length)
+    merger = 4 * (itemsize + vision.gated) * vision.merge**2 * vision.width
+    per_token = 0 if actor.vision.freeze_tower else vision.depth * layer
+    per_token += merger if per_token or not actor.vision.freeze_merger else 0
+    return actor.megatron.pipeline_model_parallel_size * tokens * per_token, float(largest * layer)
 
 
 def merged_bytes(

@@ -42,19 +42,22 @@ from grpo_megatron.memory.parameters import (
     StageParameters,
     forward_bytes,
     head_bytes,
+    image_tokens,
     kept_bytes,
     memory_of_stages,
     merged_bytes,
     recomputes_all,
+    tower_bytes,
     working_bytes,
 )
 from grpo_megatron.memory.reserved import RESERVED_PARTS, reserved_bytes
-from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.architecture import MAX_KEPT, Architecture
 from grpo_megatron.models.engine_cache import engine_weights
 
 GIB = 2**30
 ESTIMATED = (
-    *("FP8 copies", "merged weights", "recorded routes", "activations kept", "layer or logits", "sync buckets"),
+    *("FP8 copies", "merged weights", "recorded routes", "activations kept", "images kept", "layer or logits"),
+    "sync buckets",
     *RESERVED_PARTS,
 )
 PARTS = (  # in the order of the plan's rows
@@ -191,7 +194,7 @@ class _Rank:
     def _forward(self, *, is_policy: bool = True) -> dict[str, float]:
         actor, itemsize = self.config.actor, DTYPE_BYTES[self.config.model.dtype]
         head = head_bytes(self.arch, actor, itemsize, backward=False) if is_policy and self._has_head() else 0.0
-        working = max(forward_bytes(self.arch, actor, itemsize), head)
+        working = max(forward_bytes(self.arch, actor, itemsize), head, self._tower()[1] if is_policy else 0.0)
         merged = merged_bytes(self.parameters, actor.lora, actor, itemsize, backward=False) if is_policy else 0.0
         return {"FP8 copies": float(self.parameters.fp8), "merged weights": merged, "layer or logits": working}
 
@@ -202,13 +205,20 @@ class _Rank:
         if model is not None:
             lora = actor.lora if is_policy else self.config.critic.lora
             merged = merged_bytes(model, lora, actor, itemsize, backward=True)
+        tower, of_image = self._tower() if is_policy else (0.0, 0.0)
         head = head_bytes(self.arch, actor, itemsize, backward=True) if is_policy and self._has_head() else 0.0
         return {
             "FP8 copies": 2.0 * self.parameters.fp8,
             "merged weights": merged,
             "activations kept": kept_bytes(self.arch, actor, itemsize, stage=self.stage, layers=layers),
-            "layer or logits": max(working_bytes(self.arch, actor, itemsize, layers=layers), head),
+            "images kept": tower,
+            "layer or logits": max(working_bytes(self.arch, actor, itemsize, layers=layers), head, of_image),
         }
+
+    def _tower(self) -> tuple[float, float]:
+        if self.stage:
+            return 0.0, 0.0
+        return tower_bytes(self.config, self.arch, DTYPE_BYTES[self.config.model.dtype])
 
     def _has_head(self) -> bool:
         return self.stage == self.config.actor.megatron.pipeline_model_parallel_size - 1
@@ -253,6 +263,19 @@ def route_bytes(config: Config, arch: Architecture, world_size: int, kind: str) 
     tokens = data.train_batch_size * config.rollout.n * (data.max_prompt_length + data.max_response_length)
     per_token = arch.route_bytes if moe.route_replay == "engine" else 2 * arch.num_routes / ranks
     return tokens * per_token * ranks / world_size
+
+
+def image_bytes(config: Config, arch: Architecture, world_size: int, *, has_reference: bool) -> float:
+    """What a rank has of images on the host, at most: a step's pixels, one image's patches, features of frozen towers."""
+    if (vision := arch.vision) is None:
+        return 0.0
+    megatron, batch = config.actor.megatron, config.data.train_batch_size
+    ranks = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    prompts = min(batch, math.ceil(batch * config.rollout.n * ranks / world_size))  # of the samples of a replica
+    largest, together = image_tokens(config.data, vision)
+    per_token = 3 * (vision.patch * vision.merge) ** 2  # two frames of float32, for an image at a time
+    frozen = config.actor.vision.freeze_tower and config.actor.vision.freeze_merger
+    return per_token * (prompts * together + 8 * largest) + MAX_KEPT * (frozen + has_reference)
 
 
 # -- Host memory of one rank -------------------------------------------------------------------------------------------
@@ -355,6 +378,8 @@ def _remedies(config: Config, phase: Phase, device: float) -> Iterator[str]:
         yield f"rollout.gpu_memory_utilization={largest:g}"
     if "optimizer" in phase.parts and not megatron.use_distributed_optimizer:
         yield "actor.megatron.use_distributed_optimizer=true"
+    if "images kept" in phase.parts:
+        yield "actor.vision.freeze_tower=true, or a smaller data.image_max_pixels"
     if "activations kept" in phase.parts:
         if not recomputes_all(megatron):
             yield (

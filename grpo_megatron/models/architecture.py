@@ -99,6 +99,10 @@ class Latent:
         return query + key_value + heads * self.value_dim * hidden_size
 
 
+MERGER = "visual.merger."  # names of its tensors; the tower's others are in visual.
+MAX_KEPT = 1 << 32  # bytes of features that a frozen tower keeps on the host
+
+
 @dataclass(frozen=True)
 class Vision:
     """The tower of a model that reads images: transformers' own, described by `config` (vision_config as JSON text).
@@ -137,8 +141,13 @@ class Vision:
             for name in first:
                 out |= linear(f"{block}mlp.{name}", f, h)
             out |= linear(f"{block}mlp.{last}", h, f)
-        out |= norm("visual.merger.ln_q") | linear("visual.merger.mlp.0", m, m)
-        return out | linear("visual.merger.mlp.2", hidden_size, m)
+        out |= norm(f"{MERGER}ln_q") | linear(f"{MERGER}mlp.0", m, m)
+        return out | linear(f"{MERGER}mlp.2", hidden_size, m)
+
+    def num_parameters(self, hidden_size: int, merger: bool | None = None) -> int:
+        """Of the merger alone, of all but the merger, or of both (None)."""
+        shapes = self.shapes(hidden_size).items()
+        return sum(math.prod(shape) for name, shape in shapes if merger in (None, name.startswith(MERGER)))
 
 
 @dataclass(frozen=True)
@@ -244,7 +253,7 @@ class Architecture:
         mlp += self.num_experts * (h + (self.routing is not None and self.routing.is_sigmoid))  # router, and its bias
         mlps = self.num_dense_layers * 3 * h * self.dense_ffn_hidden_size
         mlps += (self.num_layers - self.num_dense_layers) * mlp
-        tower = sum(map(math.prod, self.vision.shapes(h).values())) if self.vision else 0
+        tower = self.vision.num_parameters(h) if self.vision else 0
         return self.num_layers * (attention + 2 * h) + mlps + h + self.vocab_size * h * (1 if self.tied else 2) + tower
 
 

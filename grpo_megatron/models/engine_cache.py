@@ -1,9 +1,11 @@
 """What an engine's share of a GPU leaves for its KV cache, and how many sequences the engine decodes at a time.
 
     share      rollout.gpu_memory_utilization x device
-    weights    parameters x bytes / tp; with `rollout.quantization` one byte for each weight but those of embedding and head
+    weights    parameters x bytes / tp; with `rollout.quantization` one byte for each weight but those of embedding and head.
+               A vision tower is counted whole on each rank
     workspace  estimated: vLLM runs max_num_batched_tokens tokens once and keeps what they needed free. Per token four
-               hidden states and the MLP's projection and product; per sequence 12 bytes for each word of the vocabulary
+               hidden states and the MLP's projection and product; per sequence 12 bytes for each word of the vocabulary.
+               A vision tower computes as many tokens of images at a time, whose features are kept
     cache      share - weights - workspace; exactly `engine_kwargs.kv_cache_memory_bytes`, if set
 
     per token  layers x 2 x ceil(key-value heads / tp) x head size x bytes. Latent attention: layers x (latent + rotated
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from grpo_megatron.config import RolloutConfig
-from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.architecture import Architecture, Vision
 from grpo_megatron.parallel.mesh import Mesh
 
 BLOCK_TOKENS = 16  # vLLM's default on CUDA
@@ -65,11 +67,22 @@ def kv_token_bytes(arch: Architecture, rollout_tp: int, itemsize: int) -> int:
     return arch.num_layers * 2 * math.ceil(arch.num_query_groups / rollout_tp) * arch.head_dim * itemsize
 
 
+def tower_layer_bytes(vision: Vision, itemsize: int) -> int:
+    """What one layer of transformers' tower keeps of a token for a backward pass. A forward pass needs at most that.
+
+    Of each patch: inputs, results and norms of both halves (norms in float32, where the MLP is gated), queries, keys, values,
+    three copies of the attention's results, and the MLP's. tests/memory/test_activations.py compares it with measured peaks.
+    """
+    per_patch = itemsize * (11 * vision.width + (4 if vision.gated else 3) * vision.ffn_width)
+    return vision.merge**2 * (per_patch + 8 * vision.width * vision.gated)
+
+
 def engine_weights(rollout: RolloutConfig, arch: Architecture, itemsize: int) -> float:
     """Bytes of the engine's weights on one of its ranks."""
     tp = rollout.tensor_model_parallel_size
     if rollout.quantization is None:
-        return arch.num_parameters() * itemsize / tp
+        tower = arch.vision.num_parameters(arch.hidden_size) if arch.vision else 0
+        return (arch.num_parameters() + (tp - 1) * tower) * itemsize / tp
     ends = arch.vocab_size * arch.hidden_size * (1 if arch.tied else 2)
     return (arch.num_parameters() - ends + ends * itemsize) / tp
 
@@ -79,6 +92,8 @@ def engine_cache(rollout: RolloutConfig, arch: Architecture, itemsize: int, devi
     tp, kwargs = rollout.tensor_model_parallel_size, rollout.engine_kwargs
     active = max(arch.experts_per_token, 1) * arch.ffn_hidden_size + arch.shared_ffn_hidden_size
     per_token = itemsize * (4 * arch.hidden_size + 3 * active / tp)
+    if arch.vision is not None:
+        per_token += itemsize * arch.hidden_size + tower_layer_bytes(arch.vision, itemsize)
     weights = engine_weights(rollout, arch, itemsize)
     left = rollout.gpu_memory_utilization * device - weights - rollout.max_num_batched_tokens * per_token
     logits, given = arch.vocab_size * LOGIT_BYTES, float(kwargs.get("kv_cache_memory_bytes") or 0)

@@ -9,6 +9,13 @@ experts sends each token through k of E experts, through the router, h E, and th
 DeepSeek's models the first layers have an MLP instead, A is the number of weights of latent attention, and d the mean of a
 key's and a value's size.
 
+A vision tower adds 2 M per image token to a forward pass, and 4 M more to a backward pass that trains any of it:
+
+    M = p (D (4 w^2 + 3 w f) + 6 c^2 w) + (p w)^2 + p w h,  f the MLP's width (2 w f if it is not gated)
+
+p patches of c x c pixels per token, D layers of width w. The tower's own attention core, whose windows are short, does not
+count. Each sample counts its images, although a frozen tower computes an image once in a run.
+
 A multiply-add counts 2 and the backward pass twice the forward pass, so the forward pass alone is one third. Causal
 attention counts half the square. Recomputation never counts. Embedding and head both count, tied or not (as in verl).
 Lengths are without padding, so that padding lowers MFU. Sliding-window attention counts as full causal attention.
@@ -46,6 +53,16 @@ def active_parameters(arch: Architecture) -> int:
     """N of the header: without biases and norms, with embedding and head both."""
     routers = (arch.num_layers - arch.num_dense_layers) * arch.hidden_size * arch.num_experts
     return linear_parameters(arch) + routers + 2 * arch.vocab_size * arch.hidden_size
+
+
+def tower_parameters(arch: Architecture) -> int:
+    """M of the header; 0 for a model that reads no images."""
+    if (vision := arch.vision) is None:
+        return 0
+    patches, width = vision.merge**2, vision.width
+    layer = 4 * width**2 + (3 if vision.gated else 2) * width * vision.ffn_width
+    merger = patches * width * (patches * width + arch.hidden_size)
+    return patches * (vision.depth * layer + 6 * vision.patch**2 * width) + merger
 
 
 def _per_square(arch: Architecture) -> float:
@@ -148,14 +165,16 @@ def mfu_metrics(
     fp8_share: float = 1.0,
     num_epochs: int = 1,
     forward_only_lengths: Sequence[int] = (),
+    image_tokens: float = 0.0,
+    trains_tower: bool = False,
 ) -> dict[str, float]:
     """`perf/tflops/*` (TFLOP/s per device) and, if `peak` is known, `perf/mfu/*` with `perf/peak_tflops`.
 
     `actor` is the update: `num_epochs` passes in `timing_s/update_actor` seconds. `actor_infer` is the forward pass for
     the old log-probabilities: one pass in `timing_s/old_log_prob` seconds. A phase that took no time is left out.
     `sequence_lengths`: prompt + response tokens of all trained samples of all ranks; `forward_only_lengths`: of those
-    among them that the update gives no backward pass. With `fp8_peak` (reported as
-    `perf/peak_tflops_fp8`), `fp8_share` of the layers have their linear products in FP8.
+    among them that the update gives no backward pass; `image_tokens`: of the images of all samples. With `fp8_peak`
+    (reported as `perf/peak_tflops_fp8`), `fp8_share` of the layers have their linear products in FP8.
     """
     result: dict[str, float] = {}
     for name, passes, forward_only, phase in (
@@ -163,6 +182,8 @@ def mfu_metrics(
         ("actor_infer", 1, True, "old_log_prob"),
     ):
         flops = passes * flops_per_pass(arch, sequence_lengths, forward_only)
+        tower = 2.0 if forward_only or not trains_tower else 6.0
+        flops += passes * tower * tower_parameters(arch) * image_tokens
         linear = passes * linear_flops_per_pass(arch, sequence_lengths, forward_only)
         if not forward_only:  # a backward pass costs two forward passes
             flops -= 2 * passes * flops_per_pass(arch, forward_only_lengths, forward_only=True)

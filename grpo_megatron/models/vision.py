@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from grpo_megatron.config import VisionConfig
 from grpo_megatron.data.images import image_patches
-from grpo_megatron.models.architecture import Vision
+from grpo_megatron.models.architecture import MAX_KEPT, Vision
 from grpo_megatron.types import PromptImage
 
-MAX_KEPT = 1 << 32  # bytes of features that a frozen tower keeps
 PLACED = list[tuple[int, PromptImage]]  # the first token in a pack, and the image there
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_megatron.algo.losses import needs_old_logprobs, policy_losses, reads_reference, reasons_for_old_pass
 from grpo_megatron.config import Config, LoraConfig
-from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
+from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels, frozen_parameters, image_tokens
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.engine_cache import MOST_SEQUENCES, engine_weights, kv_token_bytes
-from grpo_megatron.models.flops import active_parameters, flops_per_pass
+from grpo_megatron.models.flops import active_parameters, flops_per_pass, tower_parameters
 from grpo_megatron.models.lora.table import lora_rows
 from grpo_megatron.planning.gpus import (
     ENGINE_STEP_S,
@@ -111,6 +111,9 @@ class Workload:
     engine_itemsize: float = 2.0  # bytes of an engine's weight on average, less where it is quantized
     overlaps_gradients: bool = False
     lora: LoraSize | None = None
+    frozen: int = 0  # parameters of a vision tower that are not trained
+    image_tokens: float = 0.0  # of a prompt's tokens
+    trains_tower: bool = False
 
     @property
     def sample_tokens(self) -> float:
@@ -119,7 +122,12 @@ class Workload:
     @property
     def num_trained(self) -> int:
         """Parameters with gradients."""
-        return self.arch.num_parameters() if self.lora is None else self.lora.trained
+        return self.arch.num_parameters() - self.frozen if self.lora is None else self.lora.trained
+
+    @property
+    def num_sent(self) -> int:
+        """Parameters that a weight sync sends."""
+        return self.num_trained + (self.frozen if self.lora is None else 0)
 
     @property
     def tokens(self) -> float:
@@ -128,12 +136,15 @@ class Workload:
 
     @classmethod
     def of(cls, config: Config, models: RunModels, response_tokens: float | None = None) -> Workload:
-        """Of a step of `config`. Unknown lengths: the prompt is half of its maximum, and the response too by default."""
+        """Of a step of `config`. Unknown lengths: the prompt is half of its maximum, and the response too by default.
+
+        Half of the prompt of a model that reads images is images.
+        """
         actor, algorithm, data = config.actor, config.algorithm, config.data
         n = config.rollout.n
         if algorithm.source == "file":
             n = 2 if policy_losses.facts(actor.loss_mode).paired else 1
-        size = models.arch.num_parameters()
+        size, vision, decoder = models.arch.num_parameters(), models.arch.vision, replace(models.arch, vision=None)
         passes = float(needs_old_logprobs(algorithm, actor) and bool(_old_pass(config)))
         passes += reads_reference(algorithm, actor)
         passes += sum(arch.num_parameters() for arch in models.reward_archs) / size
@@ -152,11 +163,14 @@ class Workload:
             itemsize=DTYPE_BYTES[config.model.dtype],
             max_num_seqs=config.rollout.max_num_seqs or MOST_SEQUENCES,  # `estimated` has the derived number
             is_fp8=actor.megatron.fp8.recipe is not None,
-            engine_itemsize=engine_weights(config.rollout, models.arch, DTYPE_BYTES[config.model.dtype])
+            engine_itemsize=engine_weights(config.rollout, decoder, DTYPE_BYTES[config.model.dtype])
             * config.rollout.tensor_model_parallel_size
-            / size,
+            / decoder.num_parameters(),
             overlaps_gradients=actor.megatron.overlap_grad_reduce,
             lora=LoraSize.of(actor.lora, models.arch),
+            frozen=frozen_parameters(models.arch, actor.vision),
+            image_tokens=min(data.max_prompt_length / 4, image_tokens(data, vision)[1]) if vision else 0.0,
+            trains_tower=not (actor.vision.freeze_tower and actor.vision.freeze_merger),
         )
 
 
@@ -206,7 +220,8 @@ def _step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, seque
 
 
 def _visited_weights(arch: Architecture, tokens: float) -> float:
-    """Parameters that a batch of `tokens` tokens reads: of the experts those that at least one token visits."""
+    """Parameters that a batch of `tokens` tokens reads: of the experts those that at least one token visits. No tower's."""
+    arch = replace(arch, vision=None)
     if not arch.num_experts:
         return arch.num_parameters()
     layers = arch.num_layers - arch.num_dense_layers
@@ -216,9 +231,10 @@ def _visited_weights(arch: Architecture, tokens: float) -> float:
 
 
 def _prompt_seconds(work: Workload, layout: Layout, machine: PlannedMachine, samples: int) -> float:
-    """Computing each prompt once per engine: its samples are neighbours, and share the prefix."""
+    """Computing each prompt once per engine: its samples are neighbours, and share the prefix. Its ranks divide the images."""
     prompts = math.ceil(samples / work.samples_per_prompt)
     flops = 2 * active_parameters(work.arch) * prompts * work.prompt_tokens
+    flops += 2 * tower_parameters(work.arch) * prompts * work.image_tokens
     return flops / (layout.rollout_tp * machine.gpu.tflops * 1e12 * MATMUL)
 
 
@@ -268,6 +284,9 @@ def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, bac
     width = work.arch.ffn_hidden_size / layout.tp  # of an expert, on one rank
     fraction = EXPERTS * width / (width + HALF_WIDTH) if work.arch.num_experts else MATMUL
     fraction *= micro_batch / (micro_batch + HALF_TOKENS) * (FP8_SPEEDUP if work.is_fp8 else 1.0)
+    if work.trains_tower:  # on every rank of the first stage; features of a frozen one are kept
+        tower = (6 if backward else 2) * tower_parameters(work.arch) * work.samples * work.image_tokens
+        flops += tower * layout.tp * layout.pp / share
     compute = flops * share / (machine.world_size * machine.gpu.tflops * 1e12 * fraction)
     exchange = _exchange_seconds(work, layout, machine) * (3 * recompute if backward else 1)
     return (compute + exchange + merging) * layout.largest_stage(work.arch.num_layers) * (count + layout.pp - 1) / count
@@ -359,7 +378,7 @@ def sync_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> flo
 
     NCCL runs both on one stream, so the times add up (sync/plan.py; traffic.py is exact). Adapters are merged there.
     """
-    size = work.num_trained * work.itemsize
+    size = work.num_sent * work.itemsize
     merging = machine.read_seconds(work.lora.merge_bytes / layout.rollout_tp) if work.lora is not None else 0.0
     per_node = min(machine.per_node, machine.world_size)
     ranks_of_stage = machine.world_size // layout.pp

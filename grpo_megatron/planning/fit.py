@@ -128,7 +128,7 @@ def estimated(found: Fit, work: Workload, machine: PlannedMachine, *, drawing: i
 
 def with_copies(generate: float, work: Workload, layout: Layout, machine: PlannedMachine) -> tuple[float, float]:
     """Seconds of drawing and of loading the weights from the host, and of copying them there."""
-    size = work.num_trained * work.itemsize
+    size = work.num_sent * work.itemsize
     return (
         generate + machine.host_seconds(size / layout.rollout_tp),
         machine.host_seconds(size / (layout.tp * layout.pp)),

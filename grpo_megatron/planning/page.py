@@ -32,9 +32,20 @@ from grpo_megatron.memory.parameters import (
     RunModels,
     StageMemory,
     Stages,
+    image_tokens,
     memory_of_stages,
 )
-from grpo_megatron.memory.phases import ESTIMATED, GIB, PARTS, Phase, host_parts, memory_phases, route_bytes, shortage
+from grpo_megatron.memory.phases import (
+    ESTIMATED,
+    GIB,
+    PARTS,
+    Phase,
+    host_parts,
+    image_bytes,
+    memory_phases,
+    route_bytes,
+    shortage,
+)
 from grpo_megatron.models.engine_cache import engine_cache, engine_weights
 from grpo_megatron.models.layers.precision import capability_problems
 from grpo_megatron.pages.kit import text_page
@@ -134,6 +145,7 @@ def plan_page(
         seconds=None if found is None else estimated(found, work, machine, **roles).seconds,
         warnings="\n".join(line for warning in warnings for line in wrapped_item(warning, width - 2)),
         counted=counted,
+        image_tokens=image_tokens,
         divided=lambda number, parts: f"{number // parts:,}" if number % parts == 0 else f"{number / parts:,.1f}",
         commas=lambda number, places=None: f"{number:,}" if places is None else f"{number:,.{places}f}",
         repr=repr,
@@ -168,7 +180,12 @@ class NodeMemory:
     ) -> NodeMemory:
         """That of the stage that needs most. A node may have ranks of several stages, so this is an upper bound."""
         kept = kept_by_syncs(config, models.arch, world_size)
-        of_all = {"weights kept by syncs": kept, "routes": route_bytes(config, models.arch, world_size, "engine")}
+        has_reference = bool(stages[0].reference) and config.actor.lora.rank is None
+        of_all = {
+            "weights kept by syncs": kept,
+            "routes": route_bytes(config, models.arch, world_size, "engine"),
+            "images": image_bytes(config, models.arch, world_size, has_reference=has_reference),
+        }
         of_all = {name: size for name, size in of_all.items() if size}
         of_stages = [host_parts(config, world_size, stage) | of_all for stage in stages]
         keys = {
@@ -290,7 +307,9 @@ def _prompt_lines(checked: Checked) -> Iterator[str]:
     if prompt is None or checked.tokenizer is None:
         return
     yield f"{prompt.uid}, {counted(len(prompt.prompt_ids), 'token')}:"
-    text = str(checked.tokenizer.decode(list(prompt.prompt_ids), skip_special_tokens=False))
+    hidden = {place for image in prompt.images for place in range(image.first + 1, image.first + image.num_tokens)}
+    ids = [token for place, token in enumerate(prompt.prompt_ids) if place not in hidden]  # one token per image
+    text = str(checked.tokenizer.decode(ids, skip_special_tokens=False))
     if len(text) > MAX_CHARACTERS:
         half = MAX_CHARACTERS // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters are not shown ...]\n{text[-half:]}"

@@ -63,10 +63,10 @@ def _explain(error: Any, known: list[str]) -> str:
     return f"{key}={error['input']!r}: {error['msg']}"
 
 
-def engine_problems(rollout: RolloutConfig, *, replays: bool = False) -> Iterator[str]:
+def engine_problems(rollout: RolloutConfig, *, replays: bool = False, has_images: bool = False) -> Iterator[str]:
     """What is wrong with the engine's part of the config. Runs before any rank starts; imports no engine package.
 
-    `replays`: the trainer replays the routes of the engine.
+    `replays`: the trainer replays the routes of the engine. `has_images`: the model reads images.
     """
     try:
         engine = find_engine(rollout.engine)
@@ -79,6 +79,11 @@ def engine_problems(rollout: RolloutConfig, *, replays: bool = False) -> Iterato
         yield (
             f"actor.moe.route_replay=engine with rollout.engine={rollout.engine!r}, which records no routes"
             " (records_routes=False); set rollout.engine=vllm, or actor.moe.route_replay=none"
+        )
+    if has_images and not engine.reads_images:
+        yield (
+            f"rollout.engine={rollout.engine!r} serves no model that reads images (reads_images=False); set"
+            " rollout.engine=vllm or transformers, or a model.path that reads text alone"
         )
     if rollout.sync == "delta" and not engine.reads_shards:
         yield (

@@ -42,6 +42,10 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
         changes |= {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "n_routed_experts": 8}
         changes |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "n_group": 4, "topk_group": 2}
         changes |= {"num_experts_per_tok": 3, "first_k_dense_replace": 1}
+    if "vision_config" in config:
+        tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
+        changes |= {"vision_config": {**config["vision_config"], **tower, "fullatt_block_indexes": [1]}}
+        changes["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
     return {key: value for key, value in {**config, **changes}.items() if key != "quantization_config"}
 
 

@@ -67,7 +67,8 @@ def check_counts(policy: Any, has_output_head: bool = True) -> None:
     from grpo_megatron.memory.parameters import parameters_from_table
 
     parts = policy.arch, policy.actor.megatron
-    stages = parameters_from_table(*parts, has_output_head=has_output_head, lora=policy.actor.lora)
+    chosen = {"lora": policy.actor.lora, "vision": policy.actor.vision}
+    stages = parameters_from_table(*parts, has_output_head=has_output_head, **chosen)
     stage = stages[policy.mesh.pp_rank]
     held = [parameter for name, parameter in policy.ddp.named_parameters() if "score." not in name]
     assert sum(parameter.numel() for parameter in held) == stage.held

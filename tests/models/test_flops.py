@@ -28,6 +28,7 @@ from grpo_megatron.models.flops import (
     mfu_metrics,
     peak_tflops,
     peaks,
+    tower_parameters,
 )
 from tests.files import published_config
 from tests.planning import published
@@ -76,6 +77,26 @@ def test_a_dense_model_is_all_active() -> None:
     assert (arch.head_dim, arch.ffn_hidden_size, arch.num_experts) == (128, 6144, 0)
     norms = 2 * (2 * 2048 + 2 * 128) + 2048  # of a layer: two of h, two of d for queries and keys; one of h at the end
     assert active_parameters(arch) == arch.num_parameters() - norms
+
+
+def test_images_add_the_towers_flop() -> None:
+    """Qwen2.5-VL-7B's tower per token: 4 patches through 32 layers of 4 * 1280^2 + 3 * 1280 * 3420 = 19 686 400, after
+    6 * 14^2 * 1280 = 1 505 280 each; then the merger's 5120^2 + 5120 * 3584 = 44 564 480. Together 2 570 444 800.
+
+    Of 1,000 tokens 300 are images, in 0.1 s on one device: 2 * 2 570 444 800 * 300 = 1.542 TFLOP forward.
+    """
+    arch = published.architecture("Qwen2.5-VL-7B-Instruct")
+    assert tower_parameters(arch) == 4 * (32 * 19_686_400 + 1_505_280) + 44_564_480 == 2_570_444_800
+    assert tower_parameters(QWEN_7B) == 0 and active_parameters(arch) == active_parameters(QWEN_7B)
+    timings = {"timing_s/update_actor": 0.1, "timing_s/old_log_prob": 0.1}
+    plain, frozen, trained = (
+        mfu_metrics(timings, arch, [1000], num_devices=1, peak=None, image_tokens=images, trains_tower=trains)
+        for images, trains in ((0, False), (300, False), (300, True))
+    )
+    for name, times in (("actor", 3), ("actor_infer", 1)):
+        before, tower = plain[f"perf/tflops/{name}"], 15.4226688
+        assert frozen[f"perf/tflops/{name}"] == pytest.approx(before + tower)
+        assert trained[f"perf/tflops/{name}"] == pytest.approx(before + times * tower)
 
 
 @pytest.mark.parametrize(

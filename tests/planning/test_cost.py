@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.config import LoraConfig
-from grpo_megatron.models.flops import active_parameters, peak_tflops
+from grpo_megatron.models.flops import active_parameters, peak_tflops, tower_parameters
 from grpo_megatron.planning.cost import (
     LoraSize,
     PlannedMachine,
@@ -73,6 +73,27 @@ def test_adapters_by_hand() -> None:
     assert pass_seconds(split, LAYOUT, H100, backward=True) == pytest.approx(without_dw)
     assert pass_seconds(split, LAYOUT, H100, backward=False) == pass_seconds(WORK, LAYOUT, H100, backward=False)
     assert gradient_seconds(split, LAYOUT, H100) < gradient_seconds(WORK, LAYOUT, H100) / 500
+
+
+def test_images_by_hand() -> None:
+    """Qwen2.5-VL-7B, 250 image tokens per prompt: on all of 8 tensor-parallel ranks of stage 0, if the tower is trained."""
+    arch = published.architecture("Qwen2.5-VL-7B-Instruct")
+    work = replace(WORK, arch=arch, image_tokens=250, frozen=676_550_144)
+    assert work.num_trained == 8_292_166_656 - 676_550_144 and work.num_sent == 8_292_166_656
+    trained = replace(work, trains_tower=True, frozen=0)
+    tower = 1024 * 250 * tower_parameters(arch) / 4  # of a replica's samples
+    for backward, times in ((True, 6), (False, 2)):
+        seconds = times * tower / (989e12 * 0.46 * 4000 / 5024) * 129 / 128
+        more = pass_seconds(trained, LAYOUT, H100, backward=backward) - pass_seconds(
+            work, LAYOUT, H100, backward=backward
+        )
+        assert more == pytest.approx(seconds)
+    text = replace(work, image_tokens=0)
+    prompts = 2 * tower_parameters(arch) * 16 * 250 / (8 * 989e12 * 0.46)  # each once, by an engine of 8 ranks
+    more = generation_seconds(work, LAYOUT, H100, 1e9) - generation_seconds(text, LAYOUT, H100, 1e9)
+    assert more == pytest.approx(prompts)
+    decoder = replace(text, arch=replace(arch, vision=None))  # decoding reads no tower
+    assert generation_seconds(text, LAYOUT, H100, 1e9) == generation_seconds(decoder, LAYOUT, H100, 1e9)
 
 
 def test_decoding_by_hand() -> None:
