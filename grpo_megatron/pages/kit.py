@@ -8,8 +8,11 @@ nodes. TeX is shown as TeX.
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 import json
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_megatron.pages.run_folder import RunFolder, rounded
 from grpo_megatron.reading import parse_yaml, visible
+from grpo_megatron.types import PromptImage
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -65,6 +69,23 @@ def _environment(*, is_html: bool) -> Environment:
     environment = Environment(loader=FileSystemLoader(PAGE_PARTS), finalize=printed, **options)
     environment.globals["source"] = lambda name: (PAGE_PARTS / name).read_text(encoding="utf-8")
     return environment
+
+
+THUMBNAIL_EDGE, MAX_THUMBNAILS = 96, 4  # pixels of the longer edge; different images of a prompt that are shown
+
+
+def thumbnails(images: Iterable[PromptImage]) -> list[str]:
+    """The first different images of a prompt in small, as data: URIs of some kilobytes at most."""
+    from PIL import Image
+
+    made = []
+    for image in list({image.digest: image for image in images}.values())[:MAX_THUMBNAILS]:
+        cell = math.isqrt(len(image.pixels) // (3 * image.num_tokens))
+        shown = Image.frombytes("RGB", (image.size[1] * cell, image.size[0] * cell), image.pixels)
+        shown.thumbnail((THUMBNAIL_EDGE, THUMBNAIL_EDGE))
+        shown.save(file := io.BytesIO(), "WEBP", quality=60)
+        made.append(f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}")
+    return made
 
 
 # -- panels: which metrics are drawn together, with a sentence on how to read them, and reference lines ----------------

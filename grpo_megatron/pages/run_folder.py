@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 
 import msgspec
 
@@ -158,7 +158,9 @@ def rounded(value: float | None) -> float | None:
 # -- report_samples.jsonl: two groups of some steps, with the log-probabilities of engine and policy at each token -----
 # One line per step that is kept:
 #
-# {"step": 12, "groups": [{"uid", "source", "prompt", "answer", "samples": [SAMPLE, ...]}, ...]}
+# {"step": 12, "groups": [{"uid", "source", "prompt", "answer", "images", "samples": [SAMPLE, ...]}, ...]}
+#
+# `images`: thumbnails of the prompt's images as data: URIs; absent: it has none.
 #
 # SAMPLE: index, reward, score, advantage (null: none), finish_reason, status, tokens (their number), failure, metrics, and
 # `pieces`: [text, log-probability, policy's minus engine's] of each token; null: there is none. The log-probability is the
@@ -180,6 +182,7 @@ class _KeptSample(TypedDict):
 class _KeptGroup(TypedDict):
     prompt: str
     answer: str
+    images: NotRequired[list[str]]
     samples: Annotated[list[_KeptSample], msgspec.Meta(min_length=1)]
 
 

@@ -2,7 +2,8 @@
 
     output_dir/dumps/step_000012_gradients/
         dump.json                  step, update, guard, what it found, the metrics of the mini-batch, the whole config
-        batch_00001.safetensors    the rows of data-parallel rank 1: tokens, masks, advantages, weights, log-probabilities
+        batch_00001.safetensors    the rows of data-parallel rank 1: tokens, masks, advantages, weights, log-probabilities,
+                                   and each of their images once
         weights/                   the policy before this update, a Hugging Face folder
 
 The folder is complete or absent. `loss` is the total that the gradient belongs to: pg_loss + kl_loss_coef * kl_loss -
@@ -106,6 +107,13 @@ def mini_batch_tensors(batch: Batch, micro_batches: list[list[int]]) -> dict[str
     for name in (*COLUMNS, *OPTIONAL_COLUMNS):
         if (column := getattr(batch, name)) is not None:
             tensors[name] = column[rows].contiguous()
+    placed = [(place, image) for place, row in enumerate(rows if batch.images else []) for image in batch.images[row]]
+    if different := {image.digest: image for _, image in placed}:
+        numbers, pixels = list(different), [image.pixels for image in different.values()]
+        tensors["pixels"] = torch.frombuffer(bytearray(b"".join(pixels)), dtype=torch.uint8)  # one after the other
+        tensors["pixel_counts"] = torch.tensor([len(one) for one in pixels])
+        # [images of all rows, 5]: the row, the first token, rows and columns of tokens, and which pixels
+        tensors["images"] = torch.tensor([[n, i.first, *i.size, numbers.index(i.digest)] for n, i in placed])
     return tensors
 
 

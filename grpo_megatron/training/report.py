@@ -13,6 +13,7 @@ Rollout files have every sample that a step trained on, one line each, in traine
     step, version, weights  the step; the version and digest of the weights that drew the response
     replayed                whether the file of an earlier step has the response, too (algorithm.replay)
     uid, group, index       the row of the data file; the prompt's number in the step; the sample's number in its group
+    images                  digest, rows and columns (in tokens) of each image; absent without images
     source, finish_reason, status, prompt_tokens, response_tokens
 
 Lines are in the order of (group, index). They do not depend on the layout of the ranks. Each rollout block makes the lines
@@ -37,6 +38,7 @@ from grpo_megatron.models.flops import mfu_metrics, peaks, throughput
 from grpo_megatron.models.forward import MetricSums, num_padding_tokens, packed_lengths
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.observability.metrics import Metrics, Sinks, group_table_metrics
+from grpo_megatron.pages.kit import thumbnails
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.sampling.multi_turn import ENDINGS
 from grpo_megatron.storage import StorageError
@@ -251,6 +253,9 @@ class RolloutFiles:
             "prompt_tokens": table.prompt_length[row],
             "response_tokens": table.response_length[row],
         }
+        if sample.prompt.images:
+            sizes = ((image.digest, *image.size) for image in sample.prompt.images)
+            content["images"] = [{"digest": d, "rows": rows, "columns": columns} for d, rows, columns in sizes]
         return json.dumps(content, allow_nan=False) + "\n"
 
     def _response(self, sample: Sample) -> dict[str, Any]:
@@ -350,7 +355,7 @@ class ShownSamples:
 
         return lambda: [{**facts[group[0]][0], "samples": [shown(row) for row in group]} for group in groups]
 
-    def _drawn(self, sample: Sample) -> tuple[dict[str, str], dict[str, Any], list[int], TokenNumbers]:
+    def _drawn(self, sample: Sample) -> tuple[dict[str, Any], dict[str, Any], list[int], TokenNumbers]:
         """What its prompt is, what is known of it, its kept tokens, and the engine's log-probabilities of them.
 
         These are None outside the loss mask, and without an engine.
@@ -365,6 +370,8 @@ class ShownSamples:
             "metrics": {name: _digits(value) for name, value in sorted(sample.reward_metrics.items())},
         }
         prompt = {"uid": sample.prompt.uid, "source": sample.prompt.source, "answer": _cut(str(sample.prompt.answer))}
+        if sample.prompt.images:
+            prompt["images"] = thumbnails(sample.prompt.images)
         logprobs = [sample.rollout_logprobs[p] if has_engine and sample.loss_mask[p] else None for p in kept]
         return {**prompt, "prompt": _cut(sample.prompt.text)}, about, [sample.response_ids[p] for p in kept], logprobs
 

@@ -32,7 +32,7 @@ from grpo_megatron.training.dump import (
     metric_parts,
     metric_values,
 )
-from grpo_megatron.types import Batch
+from grpo_megatron.types import Batch, PromptImage
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ def _batch(parts: list[dict[str, Tensor]]) -> Batch:
         for part, own in zip(parts, lengths, strict=True)
     ]
     columns["routes"] = same_width(list(chain(*routes)), list(chain(*lengths)))
+    if any("images" in part for part in parts):
+        columns["images"] = [row for n, part in enumerate(parts) for row in _images(n, part)]
     micro_batches, first = [], 0
     for size in torch.cat([part["micro_batch_sizes"] for part in parts]).tolist():
         micro_batches.append(list(range(first, first + size)))
@@ -96,6 +98,16 @@ def _batch(parts: list[dict[str, Tensor]]) -> Batch:
         rows=torch.cat([part["table_rows"] for part in parts]).tolist(),
         **columns,
     )
+
+
+def _images(rank: int, part: dict[str, Tensor]) -> list[tuple[PromptImage, ...]]:
+    """The images of each row of a rank."""
+    rows: list[list[PromptImage]] = [[] for _ in part["lengths"]]
+    if "images" in part:
+        pixels = [one.numpy().tobytes() for one in part["pixels"].split(part["pixel_counts"].tolist())]
+        for row, first, height, width, number in part["images"].tolist():
+            rows[row].append(PromptImage(f"{rank}/{number}", (height, width), first, pixels[number]))
+    return list(map(tuple, rows))
 
 
 # -- Recomputation: the loss and the gradient's norm of a dumped mini-batch, computed again by one process on the CPU --

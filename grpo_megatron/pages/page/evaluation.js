@@ -62,13 +62,13 @@
     if (level !== null) head.append(make("span", "soft small", task.levels[level]));
     head.append(make("span", "teaser", texts ? texts.question.slice(0, 160) : "(texts in samples/)"));
     made.append(head);
-    made.addEventListener("toggle", () => { if (made.open && made.childNodes.length === 1) made.append(inside(texts, number)); });
+    made.addEventListener("toggle", () => { if (made.open && made.childNodes.length === 1) made.append(inside(task, texts, number)); });
     return made;
   }
-  function inside(texts, number) {
+  function inside(task, texts, number) {
     const made = make("div", "inside");
     if (texts === null) { made.append(make("p", "note", `The texts of this problem are on line ${number + 1} of samples/${$("task").value}.jsonl.`)); return made; }
-    made.append(make("h3", "", "Question"), make("div", "text", texts.question));
+    made.append(make("h3", "", "Question"), make("div", "text", texts.question), pictures(texts.images.map((place) => task.pictures[place])));
     made.append(make("h3", "", "Reference answer"), make("div", "text", texts.answer));
     made.append(make("h3", "", texts.samples.length < texts.numSamples ? `Completions (${texts.samples.length} of ${texts.numSamples})` : "Completions"));
     for (const sample of texts.samples) made.append(completion(sample));

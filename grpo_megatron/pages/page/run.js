@@ -200,6 +200,7 @@
     const prompt = make("details", "prompt"), cards = make("div", "cards"), readout = make("p", "soft small readout", "Point at a token to read its log-probabilities.");
     prompt.open = true;
     prompt.append(make("summary", "", `Prompt${group.source ? ` of ${group.source}` : ""}`), make("div", "text", group.prompt));
+    if (group.images) prompt.append(pictures(group.images));
     if (group.answer) prompt.append(make("h3", "", "Reference answer"), make("div", "text", group.answer));
     const best = Math.max(...group.samples.map((sample) => sample.reward ?? -Infinity));
     cards.append(...group.samples.map((sample) => card(sample, colouring, best)));
