@@ -407,6 +407,12 @@ def vision_problems(config: Config, arch: Architecture | None) -> Problems:
             f"{k.actor.lora.rank} trains adapters of the decoder alone, and {marked(f'actor.vision.{trained[0]}')}=false"
             " weights of the tower; set it to true, or leave actor.lora out"
         )
+    if config.actor.megatron.overlap_param_gather and trained:
+        yield (
+            f"{k.actor.megatron.overlap_param_gather} gathers weights in the order of the forward pass, which leaves the"
+            f" trained tower out where a micro-batch has no image ({marked(f'actor.vision.{trained[0]}')}=false); set"
+            " overlap_param_gather=false"
+        )
     if vision.lr is not None and config.actor.optim.lr == 0:
         yield f"{k.actor.vision.lr} has the schedule of {k.actor.optim.lr}, scaled, which 0 cannot be; set actor.optim.lr"
     if config.rollout.multi_turn.environment is not None:

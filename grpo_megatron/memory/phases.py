@@ -311,7 +311,8 @@ def host_parts(config: Config, world_size: int, memory: StageMemory) -> dict[str
         parts["offloaded weights"] += memory.critic_weights
     if config.trainer.save_freq > 0:
         replicas = world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
-        weights = {"policy": memory.trained, "reward model": learning_weights, "critic": memory.critic_trained}
+        saved = memory.weights if config.actor.lora.rank is None else memory.trained
+        weights = {"policy": saved, "reward model": learning_weights, "critic": memory.critic_trained}
         own = 1 + (4 / 8 if itemsize == 4 else 0)  # a float32 model's weights are stored as Adam's, too
         copies = [weights[name] / replicas + adam[name] * own for name in adam]
         parts["copies of a save"] = sum(copies) if config.trainer.async_save else max(copies)
