@@ -24,10 +24,11 @@ from grpo_megatron.parallel.mesh import LostRank, Mesh, RankError
 from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.engine import BROKEN, Completion, Request, StatefulEngine, StopTexts, load_verified
 from grpo_megatron.rollout.vllm_arguments import ENGINE_KWARGS, VllmOptions
+from grpo_megatron.rollout.vllm_images import EngineInputs
 from grpo_megatron.rollout.vllm_memory import EngineMemory
 from grpo_megatron.rollout.vllm_routes import RouteTable
 from grpo_megatron.sync.plan import EngineTensors
-from grpo_megatron.types import WeightBucket
+from grpo_megatron.types import PromptImage, WeightBucket
 
 # -- VllmQueue: the requests that vLLM's engine serves, fed and stepped from outside -----------------------------------
 # `LLM.generate` is the same loop around the same calls (`add_request`, `step`), but it returns only when all requests have
@@ -53,10 +54,9 @@ class VllmQueue:
     def __init__(
         self, llm: Any, sampling_params: Any, eos_token_ids: Sequence[int], routes: RouteTable | None = None
     ) -> None:
-        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        self._engine, self._tokens_input = llm.llm_engine, tokens_input
+        self._engine, self.inputs = llm.llm_engine, EngineInputs(llm.model_config.hf_config)
         self._sampling_params, self._kinds = sampling_params, RequestOutputKind
         self._eos_token_ids, self._routes = tuple(eos_token_ids), routes
         self._entries: dict[str, _Entry] = {}
@@ -94,7 +94,7 @@ class VllmQueue:
 
     def add(self, request_id: str, request: Request, params: Any) -> None:
         """`params` are those of the request."""
-        name = self._engine.add_request(request_id, self._tokens_input(list(request.prompt_ids)), params)
+        name = self._engine.add_request(request_id, self.inputs.of(request.prompt_ids, request.images), params)
         written = list(request.written)
         entry = _Entry(self._num_submitted, request.stop, request.num_written, written, engine_id=name)
         self._entries[request_id] = entry
@@ -119,6 +119,15 @@ class VllmQueue:
                 del self._entries[output.request_id]
         finished.sort(key=lambda item: item[0])
         return [(request_id, completion) for _, request_id, completion in finished]
+
+    def run(self, prompts: Sequence[tuple[list[int], Any]], images: Sequence[Sequence[PromptImage]]) -> list[Any]:
+        """What vLLM itself returns for (tokens, parameters) with these images. Nothing else may be queued."""
+        finished: dict[str, Any] = {}
+        for number, ((ids, params), own) in enumerate(zip(prompts, images, strict=True)):
+            self._engine.add_request(str(number), self.inputs.of(ids, own), params)
+        while self._engine.has_unfinished_requests():
+            finished |= {output.request_id: output for output in self._engine.step() if output.finished}
+        return [finished[str(number)] for number in range(len(prompts))]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Stop serving unfinished requests."""
@@ -162,6 +171,7 @@ class VllmEngine(StatefulEngine):
     reads_shards = True
     has_exact_rows = True
     records_routes = True
+    reads_images = True
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: VllmOptions) -> Iterator[str]:
@@ -199,6 +209,7 @@ class VllmEngine(StatefulEngine):
             "dtype": dtype,
             "max_model_len": max_model_len,
             "has_latents": has_latents,
+            "has_images": any(name.startswith("visual.") for name in tensors.tensors),
             "exact": exact,
             "record_routes": record_routes,
         }
@@ -270,6 +281,7 @@ class VllmEngine(StatefulEngine):
         vllm_process.finish_weight_update(self._llm, str(version) if is_complete else "invalid")
         if not self._llm.reset_prefix_cache():  # cached keys of the old weights: errors of 0.2 in the mean logprob
             raise RuntimeError("the prefix cache could not be reset")
+        self._llm.llm_engine.reset_encoder_cache()  # features of the old tower
         self._device.synchronize()  # afterwards the owner of the stream may reuse its memory
 
     # -- generation ----------------------------------------------------------------------------------------------------
@@ -288,22 +300,15 @@ class VllmEngine(StatefulEngine):
         with self._device.preserve_torch_rng(), vllm_process.inside(self._device):
             yield
 
-    def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
+    def logprobs(self, sequences: list[list[int]], images: Sequence[tuple[PromptImage, ...]] = ()) -> list[list[float]]:
         """See RolloutEngine. A sequence must leave room for one token. Uses [max_num_batched_tokens, V] of memory."""
         self._require_sequences(sequences)
         params = self._sampling_params(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )
-        outputs = self._run(sequences, [params] * len(sequences))
-        return [list(output.prompt_logprobs.logprobs) for output in outputs]
-
-    def _run(self, prompts: list[list[int]], params: list[Any]) -> list[Any]:
-        if not prompts:
-            return []
-        inputs = [{"prompt_token_ids": ids} for ids in prompts]
         with self._breaking(), self._device.preserve_rng(), vllm_process.inside(self._device):
-            outputs: list[Any] = self._llm.generate(inputs, params, use_tqdm=False)
-        return outputs
+            outputs = self._queue.run([(ids, params) for ids in sequences], images or [()] * len(sequences))
+        return [list(output.prompt_logprobs.logprobs) for output in outputs]
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -130,11 +130,12 @@ def vllm_arguments(
     transfer: Any,
     has_latents: bool = False,
     record_routes: bool = False,
+    has_images: bool = False,
 ) -> dict[str, Any]:
     """Arguments of vllm.LLM. `rollout.engine_kwargs` may add to them and replace the tunable ones. Raises ConfigError.
 
     `executor` is the class that runs a rank's worker on the CPU; `transfer` is vLLM's weight transfer config.
-    `has_latents`: the model has latent attention. `record_routes`: see vllm_routes.py.
+    `has_latents`: the model has latent attention. `record_routes`: see vllm_routes.py. `has_images`: it has a vision tower.
     """
     fixed: dict[str, Any] = {
         "load_format": "dummy",
@@ -147,6 +148,11 @@ def vllm_arguments(
         "generation_config": "vllm",  # vLLM's default silently takes temperature and top_p from the model folder
         "weight_transfer_config": transfer,
     }
+    if has_images:
+        # Every rank has the whole tower, as the trainer sends it, and computes some of the images.
+        fixed["mm_encoder_tp_mode"] = "data" if rollout_tp > 1 else "weights"
+        fixed["mm_processor_cache_gb"] = 0  # nothing is processed
+        fixed["skip_mm_profiling"] = not on_cuda
     tunable: dict[str, Any] = {
         "max_num_seqs": rollout.sequences,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,

@@ -221,7 +221,8 @@ class EngineMemory:
 
 
 def _places(model: nn.Module, engine: EngineTensors, engine_rank: int) -> Iterator[_Place]:
-    modules = dict(model.named_modules())
+    # A model with a tower has the decoder's names behind a prefix, which files do not have.
+    modules = {name.removeprefix("language_model."): module for name, module in model.named_modules()}
     for name, module in list(modules.items()):
         if hasattr(module, "w13_weight"):  # some module within `experts`, or this itself
             modules[name.partition(_EXPERTS)[0] + _EXPERTS] = module

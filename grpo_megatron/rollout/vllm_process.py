@@ -37,6 +37,7 @@ from grpo_megatron.importing import large_imports, replaced, without
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment, vllm_arguments
 from grpo_megatron.rollout.vllm_exact import use_exact_layers
+from grpo_megatron.rollout.vllm_images import importing_models, serve_images
 from grpo_megatron.rollout.vllm_memory import EngineMemory
 from grpo_megatron.types import WeightBucket
 
@@ -133,6 +134,11 @@ def finish_weight_update(llm: Any, version: str) -> None:
         llm.finish_weight_update(weight_version=version)
 
 
+def image_arguments() -> dict[str, Any]:
+    """Of `vllm.LLM`, for patches that are normalised. 0.32 would do so again, without a word; 0.26 takes them as they are."""
+    return {} if is_older() else {"mm_device_do_normalize": False}
+
+
 def adapted(engine: Engine) -> Engine:
     """A class decorator for a WeightTransferEngine that is written for the newest series.
 
@@ -196,8 +202,10 @@ def divide_cpu_experts() -> None:
     CPUUnquantizedExperts.apply = apply
 
 
-# Loggers whose warnings are all expected here: no tokenizer, buffers that no checkpoint holds, a policy of another dtype.
+# Loggers whose warnings are all expected here: no tokenizer, buffers that no checkpoint holds, a policy of another dtype, no
+# processor of images.
 _NOISE = (
+    "vllm.multimodal.registry",
     "vllm.renderers.base",
     "vllm.model_executor.model_loader.reload.layerwise",
     "vllm.model_executor.models.utils",
@@ -235,6 +243,7 @@ def build(
     has_latents: bool = False,
     exact: bool = False,
     record_routes: bool = False,
+    has_images: bool = False,
 ) -> tuple[Any, Any]:
     """(vllm.LLM with dummy weights, vllm.SamplingParams). Collective over the world, after the process group.
 
@@ -263,8 +272,12 @@ def build(
             transfer=transfer,
             has_latents=has_latents,
             record_routes=record_routes,
+            has_images=has_images,
         )
-        _load_model_class(model_path)
+        arguments |= image_arguments() if has_images else {}
+        # A step that lacks room for an image divides its prompt, which only a GPU can. The largest image must always fit.
+        prompts_per_step = 1 if device.is_cuda else rollout.sequences
+        _load_model_class(model_path, max_model_len * prompts_per_step if has_images else 0)
         llm = vllm.LLM(model=str(model_path), dtype=dtype, **arguments)
         llm.init_weight_transfer_engine({"init_info": {}})
     return llm, vllm.SamplingParams
@@ -302,19 +315,25 @@ def preload() -> None:
     atexit.register(os._exit, 0)
 
 
-def _load_model_class(folder: Path | str) -> None:
+def _load_model_class(folder: Path | str, image_tokens: int) -> None:
     """Import the model's class here, before vLLM starts another Python to do so.
 
     vLLM inspects a class that it has not imported in a process of its own, so as not to initialise CUDA in this one, and
     remembers the result in ~/.cache/vllm. With an empty cache every rank starts such a process, which imports torch and vLLM:
     as long as the rest of the start. A rank has initialised CUDA already. Not run on a GPU yet.
+
+    `image_tokens`: see `serve_images`; 0: the model reads none.
     """
     from vllm import ModelRegistry
 
     config = json.loads((Path(folder) / "config.json").read_bytes())
     for name in config.get("architectures") or ():
         if name in ModelRegistry.models:  # others are left to vLLM, which may know a replacement
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+            with importing_models():
+                model = ModelRegistry.models[name].load_model_cls()
+            if image_tokens:
+                serve_images(model, image_tokens)
+            ModelRegistry.register_model(name, model)
 
 
 @functools.cache

@@ -22,7 +22,6 @@ OBJECTS: dict[str, dict[str, str]] = {
         "logprobs:output.prompt_logprobs": "vllm.logprobs:FlatLogprobs",
         "self._engine": "vllm.v1.engine.llm_engine:LLMEngine",
         "self._kinds": "vllm.sampling_params:RequestOutputKind",
-        "self._tokens_input": "vllm.inputs:tokens_input",
         "llm": LLM,
         "self._llm.model_config": "vllm.config:ModelConfig",
         "_completion:new": "vllm:CompletionOutput",
@@ -57,6 +56,7 @@ OBJECTS: dict[str, dict[str, str]] = {
 # "file:function" -> the class or function that takes the string keys of the function's dicts as keyword arguments.
 FIELDS: dict[str, str] = {
     "rollout/vllm_arguments.py:vllm_arguments": "vllm:EngineArgs",
+    "rollout/vllm_process.py:image_arguments": "vllm:EngineArgs",
     "models/layers/spec.py:transformer_config": CONFIG,
     "models/layers/spec.py:expert_config": CONFIG,
     "models/layers/spec.py:routing_config": CONFIG,
@@ -68,6 +68,7 @@ FIELDS: dict[str, str] = {
 # Target -> the vLLM series that have it, for what rollout/vllm_process.py asks of one series only.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "call vllm:LLM.finish_weight_update 0 weight_version": ("0.32",),
+    "field vllm:EngineArgs mm_device_do_normalize": ("0.32",),
     "name vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides": ("0.32",),
     "call vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides 0": ("0.32",),
     "name vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts": ("0.32",),

@@ -20,12 +20,14 @@ from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu
 from grpo_megatron.sync.digest import Expected, Share, compare, expected_digests, stack_digests
 from grpo_megatron.sync.plan import Interval, SyncTensor
 from grpo_megatron.types import WeightBucket
+from tests import vision
 from tests.sync.simulation import FAMILIES, SMALL
 from tests.worlds import run
 
 pytestmark = pytest.mark.slow
 
-# ranks = rollout tp -> (family, dtype, rollout ep, with all faults). Biases, q and k norms, a tied head, experts.
+# ranks = rollout tp -> (family, dtype, rollout ep, with all faults). Biases, q and k norms, a tied head, experts,
+# vision towers.
 CASES = {
     1: [
         ("qwen2", "float32", 1, True),
@@ -34,6 +36,8 @@ CASES = {
         ("llama-tied", "float32", 1, False),
         ("qwen3-moe", "float32", 1, False),
         ("deepseek-v3", "bfloat16", 1, False),
+        ("qwen2_5_vl", "float32", 1, True),
+        ("qwen2_vl", "bfloat16", 1, False),
     ],
     2: [
         ("qwen3-moe", "bfloat16", 1, True),
@@ -42,6 +46,8 @@ CASES = {
         ("qwen3", "float32", 1, False),
         ("mixtral", "float32", 1, False),
         ("mixtral", "bfloat16", 2, True),
+        ("qwen2_vl", "float32", 1, False),
+        ("qwen2_5_vl", "bfloat16", 1, True),
     ],
 }
 
@@ -63,6 +69,8 @@ CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
 }
 # vLLM's attention on CPU needs head sizes that are multiples of 32
 CHANGES = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4}
@@ -72,7 +80,9 @@ class Subject:
     """An engine of one family, and weights by number."""
 
     def __init__(self, folder: Path, family: str, dtype: str, ep: int, mesh: Any) -> None:
-        config = {**SMALL, **FAMILIES[family], **CHANGES}
+        config = {**SMALL, **FAMILIES.get(family, {}), **CHANGES}
+        if family in vision.TOWERS:
+            config = vision.make_config(family).to_dict()
         if mesh.rank == 0:
             folder.mkdir(parents=True)
             (folder / "config.json").write_text(
