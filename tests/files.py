@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron.data.written import load_offline_groups
+
 DATA = Path(__file__).resolve().parent / "data"
 CONFIGS = DATA / "hf_configs"
 QWEN_SMALL = DATA / "tokenizers" / "qwen_small" / "tokenizer.json"  # the first 3,840 of Qwen2's 151,387 merges
@@ -30,3 +32,9 @@ def row_files(path: Path, *rows: Any) -> list[Path]:
     """A file of JSON lines, as the list of files that a run names."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return [path]
+
+
+def load_supervised(*arguments: Any) -> list[tuple[list[int], Any]]:
+    """(prompt ids, response) of each row of `load_offline_groups(data, files, tokenizer, {"response": 1.0}, ...)`."""
+    groups = load_offline_groups(*arguments[:3], {"response": 1.0}, *arguments[3:])
+    return [(list(prompt.prompt_ids), response) for prompt, [response], _ in groups]

@@ -3,7 +3,8 @@
 Every checkpoint has them in its trainer.json, under run.inputs: key of the config -> file -> size and sha256 (the one that
 `sha256sum` prints). A file that is named by a key of the resume class `fixed` must not change. A change of the user's code,
 and of a file that a resumed run may exchange (`data.val_files`), is printed, and the run goes on. Of the code, the file of
-the named module is compared, and not the modules that it imports.
+the named module is compared, and not the modules that it imports. The images that the rows of a data file name by path are
+one entry, if the model reads images.
 
 At a first start, threads of rank 0 hash the files while the run goes on. At a resume, the process that checks the config
 hashes them again before any rank meets another. One thread hashes 1.8 GB/s in memory, and 0.4 GB/s from a file on a busy
@@ -14,6 +15,7 @@ trainer.verify_checkpoints=sizes only the sizes of weights are compared.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
@@ -25,7 +27,9 @@ from typing import Any
 from grpo_megatron.checks.resume import Difference
 from grpo_megatron.config import Config, ConfigError, Section
 from grpo_megatron.config.problems import Problems, marked
-from grpo_megatron.data.rows import files_of_split
+from grpo_megatron.data.images import image_files
+from grpo_megatron.data.rows import FORMATS, files_of_split, open_rows
+from grpo_megatron.models.families import read_config
 from grpo_megatron.observability.progress import awaited
 from grpo_megatron.reading import ReadError
 from grpo_megatron.storage import StorageError
@@ -44,15 +48,22 @@ Recorded = dict[str, dict[str, dict[str, Any]]]  # key of the config -> file, or
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file that a run reads. `name`: in a checkpoint, as the config has it."""
+    """A file that a run reads. `name`: in a checkpoint, as the config has it.
+
+    `images`: these are the images of its rows, whose paths are relative to this folder.
+    """
 
     key: str
     name: str
     path: Path
+    images: Path | None = None
 
 
 def input_files(config: Config) -> Iterator[InputFile]:
     """The files that the config names, in its order. Those that are missing are left to other checks."""
+    reads_images = False
+    with contextlib.suppress(ValueError):  # reported by another check
+        reads_images = "vision_config" in read_config(config.model.path)
     for key, value in _values(config, ""):
         if key.startswith("trainer.") or key == "data.val_data":  # what the run writes; benchmarks of validations
             continue
@@ -60,6 +71,9 @@ def input_files(config: Config) -> Iterator[InputFile]:
             for path in _files_at(key, value):
                 if path.is_file():
                     yield InputFile(key, str(path), path)
+                    if reads_images and path.suffix in FORMATS:
+                        folder = value if value.is_dir() else value.parent
+                        yield InputFile(key, f"{path} (its images)", path, folder)
         elif value.endswith((".yaml", ".yml")) and Path(value).is_file():  # a task
             yield InputFile(key, value, Path(value))
         elif (match := FUNCTION.fullmatch(value)) and (source := _source(match[1])) is not None:
@@ -103,22 +117,25 @@ class InputDigests:
     def __init__(self, config: Config, known: Recorded | None = None) -> None:
         self.files = list(input_files(config))
         self._pool = ThreadPoolExecutor(THREADS, "input digests")
-        self._entries: dict[Path, Future[dict[str, Any]] | dict[str, Any]] = {}
+        self._entries: dict[tuple[Path, Path | None], Future[dict[str, Any]] | dict[str, Any]] = {}
         for file in self.files:
             old = (known or {}).get(file.key, {}).get(file.name)
-            if file.path in self._entries:
+            place = file.path, file.images
+            if place in self._entries:
                 continue
             if old and file.path.suffix in OF_WEIGHTS and old["size"] == file.path.stat().st_size:
-                self._entries[file.path] = old
+                self._entries[place] = old
+            elif file.images:
+                self._entries[place] = self._pool.submit(_image_entry, file.path, file.images)
             else:
-                self._entries[file.path] = self._pool.submit(_entry, file.path)
+                self._entries[place] = self._pool.submit(_entry, file.path)
 
     def state(self) -> Recorded:
         """Plain JSON for a checkpoint. Waits for the threads. A file that cannot be read any more is left out."""
         recorded: Recorded = {}
         for file in self.files:
-            entry = self._entries[file.path]
-            with contextlib.suppress(OSError):
+            entry = self._entries[file.path, file.images]
+            with contextlib.suppress(OSError, ValueError):
                 entry = entry if isinstance(entry, dict) else entry.result()
                 recorded.setdefault(file.key, {})[file.name] = entry
         return recorded
@@ -130,6 +147,16 @@ class InputDigests:
 
 def _entry(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def _image_entry(path: Path, folder: Path) -> dict[str, Any]:
+    """The size of all image files that the rows name, and a digest of their digests in this order."""
+    rows, digest, size = open_rows(path), hashlib.sha256(), 0
+    for row in rows.rows(0, len(rows)):
+        for image in image_files(row, folder) if isinstance(row, dict) else ():
+            digest.update(sha256_of(image).encode())
+            size += image.stat().st_size
+    return {"size": size, "sha256": digest.hexdigest()}
 
 
 def recorded_inputs(checkpoint: Path) -> Recorded:

@@ -107,6 +107,11 @@ def _tokenizer_problems(config: Config, tokenizer: Any, path: Path, arch: Archit
             f" of config.json): ids from {arch.vocab_size} on have none; set {k.model.tokenizer_path:key} to the model's own"
             " tokenizer"
         )
+    fields = {name: field for name, field in type(data).model_fields.items() if "image" in name}
+    given = [name for name, field in fields.items() if getattr(data, name) != field.default]
+    if given and arch is not None and arch.vision is None:
+        keys = ", ".join(f"data.{name}={getattr(data, name)}" for name in given)
+        yield f"{keys}: the model reads no images ({arch.family}); take it out, or set model.path to one that does"
     if data.apply_chat_template and tokenizer.chat_template is None:
         yield (
             f"{k.data.apply_chat_template}, but the tokenizer has no chat template; set data.chat_template to a Jinja file"

@@ -22,7 +22,7 @@ from grpo_megatron.rewards import check_reward
 from grpo_megatron.rewards.answers import AnswerForm, answer_form
 from grpo_megatron.rewards.calling import COMPOSITE
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rewards.reward import Kwargs, RewardResult, read_signature, rewards
+from grpo_megatron.rewards.reward import PIXELS, Kwargs, RewardResult, read_signature, rewards
 from grpo_megatron.types import BY_MODEL, Prompt
 
 logger = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ def column_problems(config: Config, prompts: Sequence[Prompt]) -> Problems:
             except ValueError:
                 continue  # names.py reports it
             try:
-                check_reward(name, kwargs, prompt.columns)
+                check_reward(name, kwargs, [*prompt.columns, *([PIXELS] if prompt.columns.get("images") else [])])
             except ValueError as error:
                 yield f"{key}: {error} (row {prompt.uid})"
 

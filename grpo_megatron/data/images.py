@@ -5,9 +5,9 @@ A row has images in one of these forms, with any number of images:
     {"images": [IMAGE, ...], ...}, {"image": IMAGE, ...}             verl's and TRL's columns
     {"prompt": [{"role": "user", "content": [{"type": "image", "image": IMAGE}, {"type": "text", "text": "..."}]}]}
 
-IMAGE is a path (relative to the data file), {"path": ...}, {"bytes": ...}, a data: URI, or base64 text, which bytes in Parquet
-and Arrow columns are read as. `<image>` in the texts of such a row marks a place; without any, the images come before the last
-message's text. In a row without images `<image>` is text.
+IMAGE is a path (relative to the data file's folder), a data: URI, {"bytes": BASE64} as bytes in Parquet and Arrow columns are
+read, {"path": PATH}, or the base64 text alone. `<image>` in the prompt's texts of such a row marks a place. Without any, the
+images come first in the first user turn, as in TRL. In a row without images `<image>` is text.
 
 Everything after that counts places, never token ids: a prompt stores each image with its first token. So a placeholder that
 the policy draws is an ordinary token.
@@ -22,25 +22,27 @@ import io
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.reading import ReadError, check_regular, cut, read_json, reason_of, shown
+from grpo_megatron.reading import MAX_PATH, ReadError, check_regular, cut, read_json, reason_of, shown
 from grpo_megatron.types import PromptImage
 
 MARK = "<image>"
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+ENCODED = ("iVBORw0KGgo", "/9j/", "UklGR", "Qk", "R0lGOD")  # how their files begin in base64
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # 8 bits; others would be cut off without a word
 MAX_BYTES = 1 << 26  # of a file
-MAX_DECODED = 1 << 26  # pixels of a file: 200 MB as RGB
+MAX_DECODED = 1 << 26  # pixels of a file; decoded they take 0.3 to 0.6 GB
 MAX_ASPECT = 200  # as the published processor
-DATA_URI = "data:image/"
-# CLIP's, which all models of the families use. Others in preprocessor_config.json are refused.
+TURNS = (None, None, 0, 3, 1, 5, 4, 6, 2)  # EXIF orientation -> Pillow's Transpose
+# CLIP's, which all models of the families use
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True)
@@ -63,25 +65,24 @@ class ImageFormat:
 
         The limits of preprocessor_config.json hold where `data` has none, otherwise those of the published models.
         """
-        path, given = folder / "preprocessor_config.json", {}
-        try:
-            given = read_json(path) if path.exists() else {}
-        except (OSError, ReadError) as error:
-            raise ConfigError(f"cannot read {shown(str(path))}: {reason_of(error)}") from error
-        if not isinstance(given, dict):
-            raise ConfigError(f"{shown(str(path))} is not an object")
-        wrong = [n for n, v in (("image_mean", MEAN), ("image_std", STD)) if not np.allclose(given.get(n) or v, v)]
-        if wrong:
-            raise ConfigError(f"{shown(str(path))}: {wrong[0]}={given[wrong[0]]}; only CLIP's is supported")
         vision, token_id = config["vision_config"], config["image_token_id"]
-        size = given.get("size") or {}
+        patch, merge = vision.get("patch_size", 14), vision.get("spatial_merge_size", 2)
+        supported = {"image_mean": MEAN, "image_std": STD, "resample": 3, "rescale_factor": 1 / 255}
+        supported |= {"patch_size": patch, "merge_size": merge, "temporal_patch_size": 2}
+        supported |= dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
+        path, given = _read_processor(folder)
+        for name, value in supported.items():
+            if given.get(name) is not None and not _equal(given[name], value):
+                raise ConfigError(f"{path}: {name}={shown(given[name])} is not supported; {shown(value)} is")
+        size = given.get("size") if isinstance(given.get("size"), dict) else {}
         low = data.image_min_pixels or given.get("min_pixels") or size.get("shortest_edge") or 3136
         high = data.image_max_pixels or given.get("max_pixels") or size.get("longest_edge") or 12845056
-        cell = vision.get("patch_size", 14) * vision.get("spatial_merge_size", 2)
-        if not cell * cell <= high or low > high:
+        cell = patch * merge
+        if not (isinstance(low, int) and isinstance(high, int)) or not max(cell * cell, low) <= high:
             raise ConfigError(
-                f"data.image_min_pixels={low}, data.image_max_pixels={high}: an image token is {cell} x {cell} pixels, so set"
-                f" {cell * cell} <= image_max_pixels, and image_min_pixels <= image_max_pixels"
+                f"data.image_min_pixels={shown(low)}, data.image_max_pixels={shown(high)} ({path} has them where data has"
+                f" none): an image token is {cell} x {cell} pixels, so set {cell * cell} <= image_max_pixels, and"
+                " image_min_pixels <= image_max_pixels"
             )
         token = tokenizer.convert_ids_to_tokens(token_id)
         if not isinstance(token, str):
@@ -94,8 +95,8 @@ class ImageFormat:
         The rule of the published processor: both edges to whole cells, then both scaled into the limits.
         """
         if max(width, height) > MAX_ASPECT * min(width, height):
-            raise ValueError(f"is {width} x {height}; one edge may be {MAX_ASPECT} times the other")
-        edges = [max(self.cell, round(edge / self.cell) * self.cell) for edge in (height, width)]
+            raise ValueError(f"has {width} x {height} pixels; one edge may be {MAX_ASPECT} times the other")
+        edges = [round(edge / self.cell) * self.cell for edge in (height, width)]
         if edges[0] * edges[1] > self.max_pixels:
             scale = math.sqrt(height * width / self.max_pixels)
             edges = [max(self.cell, math.floor(e / scale / self.cell) * self.cell) for e in (height, width)]
@@ -106,54 +107,95 @@ class ImageFormat:
 
     def check(self, row: Mapping[str, Any], folder: Path) -> list[tuple[int, int]]:
         """Decodes every image of a row; their sizes in tokens. Raises ValueError that says which one is wrong."""
-        sources = image_sources(row)
-        if len(sources) > self.max_count:
-            raise ValueError(f"has {len(sources)} images; data.max_images={self.max_count} is the most per prompt")
-        return [self.size(*image.size) for image in _decoded(sources, folder)]
+        return [size for _, size in self._decoded(row, folder)]
 
-    def read(self, row: Mapping[str, Any], folder: Path) -> list[PromptImage]:
-        """The images of a row as the model reads them, before their places are known. Raises ValueError."""
+    def read(self, row: Mapping[str, Any], folder: Path, places: Sequence[int]) -> tuple[PromptImage, ...]:
+        """The images of a row as the model reads them. `places`: their first tokens. Raises ValueError."""
         from PIL import Image
 
         found = []
-        for image in _decoded(image_sources(row), folder):
-            rows, columns = self.size(*image.size)
+        for first, (image, (rows, columns)) in zip(places, self._decoded(row, folder), strict=True):
             edges = columns * self.cell, rows * self.cell
             pixels = (image if image.size == edges else image.resize(edges, Image.Resampling.BICUBIC)).tobytes()
             digest = hashlib.sha256(f"{rows} {columns} ".encode() + pixels).hexdigest()
-            found.append(PromptImage(digest, (rows, columns), -1, pixels))
-        return found
+            found.append(PromptImage(digest, (rows, columns), first, pixels))
+        return tuple(found)
+
+    def _decoded(self, row: Mapping[str, Any], folder: Path) -> Iterator[tuple[Any, tuple[int, int]]]:
+        """One decoded image after the other, with its size in tokens."""
+        sources = image_sources(row)
+        if len(sources) > self.max_count:
+            raise ValueError(f"has {len(sources)} images; data.max_images={self.max_count} is the most per prompt")
+        for number, source in enumerate(sources):
+            try:
+                image = _decode(_content(located(source, folder)))
+                found = image, self.size(*image.size)
+            except ValueError as error:
+                raise ValueError(f"images[{number}] {error}") from error
+            yield found
+
+    def plain(self, row: Mapping[str, Any], folder: Path, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """The row with texts in place of content parts, and facts in place of pixels: what tasks and rewards read."""
+        images = []
+        for source, (rows, columns) in zip(image_sources(row), sizes, strict=True):
+            place = located(source, folder)
+            size = {"width": columns * self.cell, "height": rows * self.cell, "rows": rows, "columns": columns}
+            images.append({**size, "path": str(place) if isinstance(place, Path) else None, "name": image_name(place)})
+        kept = {name: value for name, value in row.items() if name not in ("image", "images")}
+        lists = {name: [*map(flat_message, value)] for name, value in kept.items() if isinstance(value, list)}
+        return {**kept, **lists, "images": images}
 
     def messages(self, messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
         """The messages with their `count` images as content parts, for the chat template. Raises ValueError."""
-        texts = [message["content"] if isinstance(message["content"], str) else "" for message in messages]
+        texts = [message["content"] for message in messages]
         if any(self.token in text for text in texts):
-            raise ValueError(f"the text has {self.token!r}, which the chat template writes for an image; remove it")
+            raise ValueError(f"the prompt has {self.token!r}, which the chat template writes for an image; remove it")
         marks = sum(text.count(MARK) for text in texts)
         if marks not in (0, count):
-            raise ValueError(f"the text has {MARK} {marks} times, and the row has {count} images; mark each once, or none")
-        out = [dict(message, content=_parts(text) if MARK in text else text) for message, text in zip(messages, texts)]
+            raise ValueError(f"the prompt has {MARK} {marks} times, and the row {count} images; write it once for each")
+        parted = [
+            dict(message, content=_parts(text) if MARK in text else text)
+            for message, text in zip(messages, texts, strict=True)
+        ]
         if not marks:
-            out[-1]["content"] = [{"type": "image"}] * count + [{"type": "text", "text": texts[-1]}]
-        return out
+            place = next((number for number, message in enumerate(messages) if message["role"] == "user"), -1)
+            parted[place]["content"] = [{"type": "image"}] * count + [{"type": "text", "text": texts[place]}]
+        return parted
 
-    def placed(self, ids: Sequence[int], images: Sequence[PromptImage]) -> tuple[list[int], list[PromptImage]]:
-        """Tokens with one placeholder per image -> with one per cell, and the images with their places. Raises ValueError."""
-        if (count := ids.count(self.token_id)) != len(images):
+    def placed(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+        """Tokens with one placeholder per image -> with one per cell, and the images' places. Raises ValueError."""
+        if (count := ids.count(self.token_id)) != len(sizes):
             raise ValueError(
-                f"the chat template writes {self.token!r} {count} times for {len(images)} images; set data.chat_template to"
+                f"the chat template writes {self.token!r} {count} times for {len(sizes)} images; set data.chat_template to"
                 " one for images"
             )
         whole: list[int] = []
-        waiting, found = iter(images), []
+        places: list[int] = []
         for token in ids:
-            if token == self.token_id:
-                image = replace(next(waiting), first=len(whole))
-                found.append(image)
-                whole += [token] * image.num_tokens
-            else:
-                whole.append(token)
-        return whole, found
+            rows, columns = sizes[len(places)] if token == self.token_id else (1, 1)
+            places += [len(whole)] if token == self.token_id else []
+            whole += [token] * (rows * columns)
+        return whole, places
+
+
+def _read_processor(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The settings of the model's processor, and the file's path for messages."""
+    path = next((folder / name for name in PROCESSOR_FILES if (folder / name).exists()), folder / PROCESSOR_FILES[0])
+    try:
+        given = read_json(path) if path.exists() else {}
+    except (OSError, ReadError) as error:
+        raise ConfigError(f"cannot read {shown(str(path))}: {error}") from error
+    given = given.get("image_processor", given) if isinstance(given, dict) else given  # as transformers 5 writes it
+    if not isinstance(given, dict):
+        raise ConfigError(f"{shown(str(path))} is not an object")
+    return shown(str(path)), given
+
+
+def _equal(found: Any, value: Any) -> bool:
+    try:
+        return bool(np.allclose(found, value, rtol=1e-4))
+    except (TypeError, ValueError):
+        return False
 
 
 def _parts(text: str) -> list[dict[str, str]]:
@@ -173,13 +215,16 @@ def has_images(row: Mapping[str, Any]) -> bool:
 
 
 def image_sources(row: Mapping[str, Any]) -> list[Any]:
-    """The images of a row as it names them. Raises ValueError when it names them in two ways."""
-    given = row.get("images") or row.get("image") or []
-    listed = given if isinstance(given, list) else [given]
-    inside = [source for source in _content_images(row) if source is not None]
-    if inside and listed:
-        raise ValueError("has images in a column and in the content of messages; name them in one way")
-    return listed or inside
+    """The images of a row as it names them. Raises ValueError when it names them in two ways, or none of its parts."""
+    columns = [row[name] for name in ("images", "image") if row.get(name)]
+    parts = list(_content_images(row))
+    inside = [source for source in parts if source is not None]
+    if len(columns) + bool(inside) > 1:
+        raise ValueError("has images in several of: images, image, the content of messages; name them in one")
+    listed = columns[0] if columns and isinstance(columns[0], list) else columns or inside
+    if parts and len(parts) != len(listed):
+        raise ValueError(f"has {len(parts)} image parts in its messages, and {len(listed)} images")
+    return listed
 
 
 def _content_images(row: Mapping[str, Any]) -> Iterator[Any]:
@@ -189,22 +234,12 @@ def _content_images(row: Mapping[str, Any]) -> Iterator[Any]:
             content = message.get("content") if isinstance(message, dict) else None
             for part in content if isinstance(content, list) else ():
                 if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
-                    url = part.get("image_url")
-                    yield part.get("image") or (url.get("url") if isinstance(url, dict) else url)
+                    yield part.get("image") or part.get("image_url") or part.get("url") or part.get("path")
 
 
-def plain_row(row: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """The row with texts in place of content parts, and with facts in place of pixels: what tasks and rewards read."""
-    facts = [{"rows": rows, "columns": columns} for rows, columns in sizes]
-    out = {name: value for name, value in row.items() if name not in ("image", "images")} | {"images": facts}
-    for name in ("prompt", "messages"):
-        if isinstance(messages := row.get(name), list):
-            out[name] = [_flat(message) for message in messages]
-    return out
-
-
-def _flat(message: Any) -> Any:
-    content = message.get("content") if isinstance(message, dict) else None
+def flat_message(message: Any) -> Any:
+    """A chat message with a text in place of content parts. Raises ValueError."""
+    content = message.get("content") if isinstance(message, dict) and "role" in message else None
     if not isinstance(content, list):
         return message
     texts = []
@@ -219,40 +254,62 @@ def _flat(message: Any) -> Any:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _decoded(sources: Sequence[Any], folder: Path) -> Iterator[Any]:
-    for number, source in enumerate(sources):
-        try:
-            yield _decode(_bytes_of(source, folder))
-        except ValueError as error:
-            raise ValueError(f"image {number} {error}") from error
-
-
-def _bytes_of(source: Any, folder: Path) -> bytes:
+def located(source: Any, folder: Path) -> Path | bytes:
+    """The file that an entry of a row names, or the bytes that it holds. Raises ValueError."""
     if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path") or source.get("url")
-    if not isinstance(source, str):
-        raise ValueError("is neither a path nor bytes")
-    if source.startswith(DATA_URI) or (len(source) > 255 or "." not in source):
-        try:
-            data = base64.b64decode(source.partition(",")[2] if source.startswith(DATA_URI) else source, validate=True)
-        except (binascii.Error, ValueError):
-            raise ValueError(f"({cut(source, 40)!r}) is neither a path nor base64") from None
+        encoded = source.get("bytes")
+        source = next((value for name in ("path", "image", "url") if (value := source.get(name))), None)
     else:
-        path = folder / source.removeprefix("file://")
+        encoded = None
+    if encoded is None and isinstance(source, str):
+        head, _, body = source.partition(",") if source.startswith("data:") else ("", "", source)
+        if "://" in source[:10] and not source.startswith("file://"):
+            raise ValueError(
+                f"is the URL {shown(source, 80)}; a run downloads nothing: store the file and name its path"
+            )
+        if head and not (head.startswith("data:image") and head.endswith(";base64")):
+            raise ValueError(f"begins with {shown(head, 40)}; of data: URIs only data:image/...;base64,... is read")
+        if not head and len(source) <= MAX_PATH and ("." in source or not source.startswith(ENCODED)):
+            return folder / source.removeprefix("file://")
+        encoded = body
+    if not isinstance(encoded, str):
+        raise ValueError("is neither a path nor bytes")
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError(f"({cut(encoded, 40)!r}) is neither a path nor base64") from None
+
+
+def image_files(row: Mapping[str, Any], folder: Path) -> list[Path]:
+    """The files of a row's images, without those that the row holds. Raises ValueError."""
+    return [place for source in image_sources(row) if isinstance(place := located(source, folder), Path)]
+
+
+def image_name(place: Path | bytes) -> str:
+    """What tells an image from others: its whole path, or the digest of its bytes."""
+    return str(place.absolute()) if isinstance(place, Path) else f"sha256:{hashlib.sha256(place).hexdigest()}"
+
+
+def _content(place: Path | bytes) -> bytes:
+    if isinstance(place, Path):
         try:
-            check_regular(path)
-            with path.open("rb") as file:
+            check_regular(place)
+            with place.open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
-        except (OSError, ReadError, ValueError) as error:
-            raise ValueError(f"{shown(str(path))} cannot be read ({reason_of(error)})") from error
-    if not 0 < len(data) <= MAX_BYTES:
-        raise ValueError(f"has {len(data):,} bytes or more; 1 to {MAX_BYTES:,} are read")
+        except ReadError as error:
+            raise ValueError(f"{shown(str(place))} {error}") from error
+        except OSError as error:
+            raise ValueError(f"{shown(str(place))} cannot be read ({reason_of(error)})") from error
+    else:
+        data = place
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"has more than {MAX_BYTES:,} bytes, the most that are read")
     return data
 
 
 def _decode(data: bytes) -> Any:
     """The image as 8-bit RGB, upright; transparent parts are white. Raises ValueError."""
-    from PIL import Image, ImageOps
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -260,20 +317,37 @@ def _decode(data: bytes) -> Any:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
             if image.width * image.height > MAX_DECODED:
                 raise ValueError(f"has {image.width} x {image.height} pixels; at most {MAX_DECODED:,} are decoded")
-            if getattr(image, "n_frames", 1) > 1:
-                raise ValueError(f"has {image.n_frames} frames; one is supported")
+            # MPO: a photograph of a telephone, with a preview behind it
+            if getattr(image, "is_animated", False) and image.format != "MPO":
+                raise ValueError("has several frames; one is supported")
             if image.mode not in MODES:
                 raise ValueError(f"is of the mode {image.mode}; 8 bits per channel are supported")
             image.load()
-            image = ImageOps.exif_transpose(image)
+            turn = _turn(image)
             if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
                 image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            return image.convert("RGB")
+                white = Image.new("RGB", image.size, "white")
+                white.paste(image, mask=image.getchannel("A"))
+                image = white
+            image = image.convert("RGB")
+            return image if turn is None else image.transpose(turn)
+    except UnidentifiedImageError:
+        raise ValueError(f"({len(data):,} bytes) is no {', '.join(FORMATS)} file that can be read") from None
     except ValueError:
         raise
     except Exception as error:  # Pillow's decoders raise errors of many types
         raise ValueError(f"cannot be decoded ({cut(f'{type(error).__name__}: {error}', 120)})") from error
+
+
+def _turn(image: Any) -> Any:
+    """How a photograph is turned to stand upright. None: it stands so, or its metadata are damaged."""
+    from PIL import Image
+
+    try:
+        turn = TURNS[image.getexif().get(0x0112, 1)]
+    except Exception:  # noqa: BLE001 - Pillow raises errors of many types; every viewer shows such an image
+        return None
+    return None if turn is None else Image.Transpose(turn)
 
 
 # -- what a model reads ------------------------------------------------------------------------------------------------

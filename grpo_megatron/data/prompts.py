@@ -8,9 +8,11 @@ the same prompts.
 
 from __future__ import annotations
 
+import base64
 import logging
 import math
 import unicodedata
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,11 +22,12 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data.images import MARK, has_images
 from grpo_megatron.data.rows import Messages, Question, RowSet
 from grpo_megatron.data.sampler import LazySequence, keep_fitting
 from grpo_megatron.data.task import Task, get_task
 from grpo_megatron.data.tokenizer import TurnRenderer, render_chat
-from grpo_megatron.rewards.reward import RewardItem, opened_thought
+from grpo_megatron.rewards.reward import PIXELS, RewardItem, opened_thought
 from grpo_megatron.types import BY_MODEL, Prompt, PromptImage
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,8 @@ SAMPLED_FROM = 200_000  # rows from which on a plan measures a sample
 SAMPLED_PER_CHUNK = 8  # prompts of each chunk of rows
 
 ParsedRow = tuple[Question, str, str, dict[str, Any]]  # question, answer, reward, row
+# token ids of a prompt, and what reads its images
+Placed = tuple[tuple[int, ...], Callable[[], tuple[PromptImage, ...]]]
 
 
 def load_prompts(
@@ -66,7 +71,15 @@ def load_prompts(
     is_sampled = is_plan and len(rows) >= SAMPLED_FROM
     numbers = {name: number for number, name in enumerate(task.reward_names)}
     kinds, fits, measured = np.zeros(used, np.int8), np.ones(used, np.bool_), 0
-    for chunk in rows.parsed(partial(parsed_row, task, reward_override)):
+
+    def parse(row: dict[str, Any]) -> ParsedRow:
+        parsed = parsed_row(task, reward_override, row)
+        if renderer and has_images(row):
+            raise ValueError("has images, and an environment's prompts have none; unset rollout.multi_turn.environment")
+        reader.check_images(parsed[0], row)
+        return parsed
+
+    for chunk in rows.parsed(parse):
         own = [(number, parsed) for number, parsed in chunk if number < used]
         kinds[[number for number, _ in own]] = [numbers.get(reward, 0) for _, (_, _, reward, _) in own]
         own = own[:SAMPLED_PER_CHUNK] if is_sampled else own
@@ -104,16 +117,38 @@ class RowRenderer:
         where, count = self.where + self.rows.uid(number), len(self.rows.image_sizes.get(number, ()))
         return render_prompt(self.data, self.task, question, self.tokenizer, where, tools, num_images=count)
 
-    def placed(self, number: int, text: str) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-        """Token ids and images of a rendered prompt. Raises ConfigError."""
+    def check_images(self, question: Question, row: Mapping[str, Any], responses: Sequence[object] = ()) -> None:
+        """Raises ValueError where a row has images that its prompt cannot show."""
+        if not has_images(row):
+            return
+        known = image_format(self.tokenizer)
+        if known is None:
+            raise ValueError(
+                "has images, and the model reads none; set model.path to one that reads images (Qwen2.5-VL), or take the"
+                " columns image and images, and the image parts of messages, out"
+            )
+        if MARK in str(responses):
+            raise ValueError(f"has images, and {MARK} after the prompt; only the prompt can show images")
+        if self.data.apply_chat_template and self.task.user_prompt is not None:  # else it is refused when rendered
+            known.messages(self.task.messages(question, system_prompt=self.data.system_prompt), len(row["images"]))
+
+    def placed(self, number: int, text: str) -> Placed:
+        """Token ids of a rendered prompt, and what reads its images. Raises ConfigError."""
         [ids] = self.encode([text])
+        whole, places = self._expanded(number, ids)
+        return tuple(whole), partial(self.rows.images, number, places)
+
+    def _expanded(self, number: int, ids: list[int]) -> tuple[list[int], list[int]]:
+        """The ids with one placeholder per token of an image, and the images' places."""
         if number not in self.rows.image_sizes:
-            return tuple(ids), ()
+            return ids, []
         try:
-            whole, images = image_format(self.tokenizer).placed(ids, self.rows.images(number))
+            expanded: tuple[list[int], list[int]] = image_format(self.tokenizer).placed(
+                ids, self.rows.image_sizes[number]
+            )
         except ValueError as error:
             raise ConfigError(f"{self.where}{self.rows.uid(number)}: {error}") from error
-        return tuple(whole), tuple(images)
+        return expanded
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of rendered prompts."""
@@ -133,8 +168,7 @@ class RowRenderer:
         unsure = [place for place, is_certain in enumerate(fits) if not is_certain]
         encoded = self.encode([self.text(*questions[place]) for place in unsure])
         for place, ids in zip(unsure, encoded, strict=True):
-            of_images = sum(rows * columns - 1 for rows, columns in sizes.get(questions[place][0], ()))
-            fits[place] = len(ids) + of_images <= self.data.max_prompt_length
+            fits[place] = len(self._expanded(questions[place][0], ids)[0]) <= self.data.max_prompt_length
         return fits
 
     def _check_tokenizer(self, text: str) -> None:
@@ -173,22 +207,37 @@ class PromptReader(RowRenderer):
             columns=row,
             data_source=source_of_row(row),
             messages=chat_of(self.data, self.task, question),
+            **({} if number in self.rows.image_sizes else {"images": ()}),
         )
 
 
+class _ReadImages:
+    """The images of a RowPrompt, as long as someone holds them. No data descriptor, so that `replace` can set the field."""
+
+    def __get__(self, prompt: RowPrompt | None, owner: type) -> tuple[PromptImage, ...]:
+        if prompt is None:
+            return ()
+        held = [image() for image in prompt.__dict__.get("_images", ())]
+        images = tuple(image for image in held if image is not None)
+        if not held or len(images) < len(held):
+            images = prompt._placed[1]()
+            prompt.__dict__["_images"] = [*map(weakref.ref, images)]
+        return images
+
+
 class RowPrompt(Prompt):
-    """A Prompt whose text and tokens are made when they are first read. Made by `of`; `replace` sees the fields of Prompt."""
+    """A Prompt whose text and tokens are made when they are first read. Made by `of`; `replace` sees the fields of Prompt.
+
+    Images are decoded when they are read, and are gone when nothing refers to them: the prompts of many rows are held.
+    """
+
+    images = _ReadImages()  # type: ignore[assignment]
 
     @classmethod
-    def of(
-        cls,
-        render: Callable[[], str],
-        place: Callable[[str], tuple[tuple[int, ...], tuple[PromptImage, ...]]],
-        **fields: Any,
-    ) -> RowPrompt:
+    def of(cls, render: Callable[[], str], place: Callable[[str], Placed], **fields: Any) -> RowPrompt:
         """`fields` are those of Prompt, but `text`, `prompt_ids` and `images`."""
         prompt = cls.__new__(cls)
-        prompt.__dict__.update(_render=render, _place=place, **fields)
+        prompt.__dict__.update({"extra": {}, "columns": {}, **fields}, _render=render, _place=place)
         return prompt
 
     @cached_property
@@ -196,17 +245,13 @@ class RowPrompt(Prompt):
         return str(self.__dict__["_render"]())
 
     @cached_property
-    def _placed(self) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-        placed: tuple[tuple[int, ...], tuple[PromptImage, ...]] = self.__dict__["_place"](self.text)
+    def _placed(self) -> Placed:
+        placed: Placed = self.__dict__["_place"](self.text)
         return placed
 
     @cached_property
     def prompt_ids(self) -> tuple[int, ...]:  # type: ignore[override]
         return self._placed[0]
-
-    @cached_property
-    def images(self) -> tuple[PromptImage, ...]:  # type: ignore[override]
-        return self._placed[1]
 
 
 def parsed_row(task: Task, reward: str | None, row: dict[str, Any]) -> ParsedRow:
@@ -346,6 +391,19 @@ def most_tokens(text: str) -> int:
     return max(len(form.encode()) for form in forms)
 
 
+class _WithPixels(dict[str, Any]):
+    """The columns of a row with images, for reward functions. The images are read if one names PIXELS."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        super().__init__(prompt.columns)
+        self._prompt = prompt
+
+    def __missing__(self, name: str) -> list[str]:
+        if name != PIXELS:
+            raise KeyError(name)
+        return [base64.b64encode(image.pixels).decode() for image in self._prompt.images]
+
+
 def reward_item(prompt: Prompt, response: str, response_ids: Sequence[int] = (), step: int = 0) -> RewardItem:
     """What a reward function may read of a prompt and one response.
 
@@ -359,7 +417,7 @@ def reward_item(prompt: Prompt, response: str, response_ids: Sequence[int] = (),
         prompt.answer,
         prompt=prompt.text,
         messages=prompt.messages,
-        columns=prompt.columns,
+        columns=_WithPixels(prompt) if prompt.columns.get("images") else prompt.columns,
         data_source=prompt.data_source,
         completion_ids=response_ids,
         step=step,

@@ -26,8 +26,9 @@ import logging
 import os
 import re
 import sys
+import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +37,7 @@ from tqdm import tqdm
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.problems import ProblemList
-from grpo_megatron.data.images import ImageFormat, has_images, plain_row
+from grpo_megatron.data.images import ImageFormat, flat_message, has_images
 from grpo_megatron.importing import collection_paused
 from grpo_megatron.reading import (
     ReadError,
@@ -61,6 +62,7 @@ KEPT_BYTES = 1 << 32  # bytes of decoded Parquet row groups that a process keeps
 MAX_GROUP = 1 << 31  # decoded bytes of one row group: a file of a kilobyte may repeat one value a million times
 LARGE_GROUP = 1 << 26  # bytes of a row group whose decoding for a single row takes a noticeable time
 ROWS_PER_BATCH = 1024  # rows of an Arrow file that become Python objects at once
+BATCH_BYTES = 1 << 26  # of these rows; one row may have more
 ROWS_PER_CHUNK = 8192  # rows that are checked at once
 SHOWN_FROM = 8  # chunks from which on a progress bar is shown
 SHOWN_PROBLEMS = 5  # wrong rows of a file that a message shows
@@ -105,7 +107,7 @@ def read_question(row: dict[str, Any], field: str = "prompt") -> Question:
     """`row[field]`: text, or chat messages that do not end with the assistant's turn. Raises ValueError."""
     if not isinstance(row.get(field), list):
         return text_field(row, field)
-    messages: list[Any] = row[field]
+    messages: list[Any] = [*map(flat_message, row[field])]
     if not messages:
         raise ValueError(f"field {field!r} is empty")
     for message in messages:
@@ -125,13 +127,14 @@ def question_text(question: Question) -> str:
     return "\n\n".join(message["content"] for message in question)
 
 
-def problem_digest(question: Question, answer: str) -> str:
+def problem_digest(question: Question, answer: str, images: Sequence[Mapping[str, Any]] = ()) -> str:
     """Identifies a problem in data files, rollout files and evaluations: 32 hexadecimal digits.
 
     Row numbers change when a file is filtered, and an evaluation may render the same question by another template.
-    The digest is equal for the same question as text and as a chat of one message.
+    The digest is equal for the same question as text and as a chat of one message. `images`: the facts of a row's images,
+    of which other rows may ask the same.
     """
-    content = json.dumps([question_text(question), answer])
+    content = json.dumps([question_text(question), answer, *(image["name"] for image in images)])
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
@@ -234,12 +237,15 @@ class ArrowPart(RowFile):
         return self._size
 
     def rows(self, start: int, stop: int) -> Iterator[Any]:
-        for begin in range(start, stop, ROWS_PER_BATCH):
+        while start < stop:
             with _readable(self._path):
-                rows = self._load().slice(begin, min(ROWS_PER_BATCH, stop - begin))
+                table = self._load()
+                count = min(ROWS_PER_BATCH, stop - start, 1 + BATCH_BYTES * len(table) // (table.nbytes + 1))
+                rows = table.slice(start, count)
                 rows.validate(full=True)  # a wrong offset would end the process
                 values = rows.to_pylist()
             yield from map(_plain, values)
+            start += count
 
 
 class JoinedRows(RowFile):
@@ -399,9 +405,13 @@ class _RowGroups:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, int], Any] = {}  # (open file, group); the one that was read last is the last one
-        self._bytes, self._has_warned = 0, False
+        self._bytes, self._has_warned, self._lock = 0, False, threading.Lock()
 
     def read(self, file: Any, group: int) -> Any:
+        with self._lock:  # rank 0 hashes images in threads (checks/digests.py)
+            return self._read(file, group)
+
+    def _read(self, file: Any, group: int) -> Any:
         key = (file, group)
         table = self._kept.pop(key, None)
         if table is None:
@@ -534,18 +544,25 @@ class RowSet(JoinedRows):
     def row(self, number: int) -> dict[str, Any]:
         """A row that is known to be right."""
         with self._naming(number):
-            row = self._raw(number)
-            return plain_row(row, self.image_sizes[number]) if number in self.image_sizes else row
+            return self._plain(number, self._raw(number))
 
-    def images(self, number: int) -> list[PromptImage]:
-        """The images of a row that `parsed` has given, before their places are known."""
+    def images(self, number: int, places: Sequence[int]) -> tuple[PromptImage, ...]:
+        """The images of a row that `parsed` has given. `places`: of their first tokens. Decodes them at every call."""
         if self._format is None or number not in self.image_sizes:
-            return []
+            return ()
         with self._naming(number):
-            return self._format.read(self._raw(number), self._folder(number))
+            images = self._format.read(self._raw(number), self._folder(number), places)
+            if [image.size for image in images] != self.image_sizes[number]:
+                raise ValueError("has an image that was changed while it was in use; start again")
+        return images
 
     def _raw(self, number: int) -> dict[str, Any]:
         return checked_row(next(self.rows(number, number + 1)))
+
+    def _plain(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
+        if self._format is None or number not in self.image_sizes:
+            return row
+        return self._format.plain(row, self._folder(number), self.image_sizes[number])
 
     def _folder(self, number: int) -> Path:
         """That of the row's file, to which its paths are relative."""
@@ -575,8 +592,7 @@ class RowSet(JoinedRows):
                         known = checked_row(row)
                         if self._format is not None and has_images(known):
                             self.image_sizes[number] = self._format.check(known, self._folder(number))
-                            known = plain_row(known, self.image_sizes[number])
-                        found.append((number, parse(known)))
+                        found.append((number, parse(self._plain(number, known))))
                     except ValueError as error:
                         problems.append((number, str(error)))
             if chunk == 0 and not found and stop < len(self):

@@ -40,7 +40,7 @@ from grpo_megatron.data.rows import (
 from grpo_megatron.importing import did_you_mean, import_function, no_exit
 from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_text, reason_of, shown
 from grpo_megatron.rewards import extractors
-from grpo_megatron.rewards.answers import box_start, last_boxed
+from grpo_megatron.rewards.answers import box_start, last_boxed, tagged_answer
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")  # of a template; other braces are literal
 
@@ -210,15 +210,16 @@ def _first_value(fields: Sequence[str], row: Mapping[str, Any]) -> str | None:
 # -- RowFormat: how a row becomes a question and a reference answer, as the keys of a task file say --------------------
 # It reads every row of a run before the start, so its paths for plain rows are short.
 
-AnswerRule = Literal["hashes", "boxed", "unboxed", "text", "verbatim", "number", "integer", "list", "any"]
+AnswerRule = Literal["hashes", "boxed", "unboxed", "tagged", "text", "verbatim", "number", "integer", "list", "any"]
 
 
 class AnswerField(Section):
     """Where the reference answer stands.
 
     `hashes`: after the last ####. `boxed`: in the last \\boxed{}. `unboxed`: text, or what its last \\boxed{} holds.
-    `text`: text or a number. `verbatim`: text as it stands, possibly empty. `number`, `integer`: of JSON or as text.
-    `list`: texts or numbers, each with or without $...$, joined by commas. `any`: text as it stands, other values as JSON.
+    `tagged`: in the last <answer>...</answer>. `text`: text or a number. `verbatim`: text as it stands, possibly empty.
+    `number`, `integer`: of JSON or as text. `list`: texts or numbers, each with or without $...$, joined by commas. `any`:
+    text as it stands, other values as JSON.
     """
 
     field: str  # "a.b": field b of the object a
@@ -335,6 +336,8 @@ def _answer_of(rule: AnswerRule, row: dict[str, Any], field: str) -> str:
         if boxed is None and rule == "boxed":
             raise ValueError(f"field {field!r} has no closed \\boxed{{...}}")
         text = boxed or ""
+    elif rule == "tagged":
+        text = tagged_answer(text) or ""
     return text.strip()
 
 

@@ -12,15 +12,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.prompts import Decode, RowRenderer, image_format, most_tokens, step_ends
+from grpo_megatron.data.images import flat_message
+from grpo_megatron.data.prompts import Decode, RowPrompt, RowRenderer, image_format, most_tokens, step_ends
 from grpo_megatron.data.rows import Messages, Question, RowSet, missing_field, read_question, text_field, type_name
-from grpo_megatron.data.sampler import LazySequence, keep_fitting
+from grpo_megatron.data.sampler import keep_fitting
 from grpo_megatron.data.task import get_task
 from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.reading import cut, shown
@@ -108,9 +110,9 @@ def _render_turns(messages: Sequence[Mapping[str, Any]], renderer: TurnRenderer)
 
 
 def _read_messages(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    messages = row[name]
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"field {name!r} must be a list of messages, not {type_name(messages)}")
+    if not isinstance(row[name], list) or not row[name]:
+        raise ValueError(f"field {name!r} must be a list of messages, not {type_name(row[name])}")
+    messages = [*map(flat_message, row[name])]
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"field {name!r}: message {number} must be an object with role and content")
@@ -205,7 +207,14 @@ def _load_groups(
     reader = GroupReader(data, task, rows, tokenizer, renderer, label, {tokenizer.eos_token_id, *end_token_ids})
     parts: list[tuple[int, int]] = []  # row number, number of the group in the row
     fits: list[bool] = []
-    for chunk in rows.parsed(read):
+
+    def parse(row: dict[str, Any]) -> list[WrittenGroup]:
+        groups = read(row)
+        for question, responses, _ in groups:
+            reader.check_images(question, row, responses)
+        return groups
+
+    for chunk in rows.parsed(parse):
         parts += [(number, item) for number, groups in chunk for item in range(len(groups))]
         fits += reader.fit_groups([(number, group) for number, groups in chunk for group in groups])
     places = np.array(parts, np.int64)
@@ -247,12 +256,17 @@ class GroupReader(RowRenderer):
     def group(self, number: int, written: WrittenGroup) -> OfflineGroup:
         """The group of a row. Raises ConfigError."""
         question, [responses] = written[0], self.responses([(number, written)])
-        text = "" if isinstance(question, Tokens) else self.text(number, question)
-        ids, images = (tuple(question), ()) if isinstance(question, Tokens) else self.placed(number, text)
-        prompt = Prompt(self.rows.uid(number), ids, text, "", self.task.name, "", images=images)
+        prompt = self._prompt(number, question)
         if self.label is None:
             return prompt, responses, list(written[2])
         return prompt, responses, [sum(value for _, value in one.labels) / len(one.labels) for one in responses]
+
+    def _prompt(self, number: int, question: Question | Tokens) -> Prompt:
+        named = {"uid": self.rows.uid(number), "answer": "", "source": self.task.name, "reward": ""}
+        if isinstance(question, Tokens):
+            return Prompt(prompt_ids=tuple(question), text="", **named)
+        images = {} if number in self.rows.image_sizes else {"images": ()}
+        return RowPrompt.of(partial(self.text, number, question), partial(self.placed, number), **named, **images)
 
     def responses(self, written: list[tuple[int, WrittenGroup]]) -> list[list[WrittenResponse]]:
         """The responses of each (row number, group). Raises ConfigError."""

@@ -25,6 +25,7 @@ import msgspec
 from grpo_megatron.processes.pool import STARTUP_TIMEOUT_S, Limits, ProcessAnswer, ProcessPool, printable
 from grpo_megatron.rewards.calling import COMPOSITE, Components, functions_of
 from grpo_megatron.rewards.reward import (
+    PIXELS,
     ItemFields,
     Kwargs,
     RewardItem,
@@ -309,6 +310,7 @@ class PlannedReward:
         parts: Components = [{"function": name, "kwargs": kwargs}]
         parts = kwargs["components"] if name == COMPOSITE else parts
         self._columns = [_columns(part["function"], part["kwargs"]) for part in parts]
+        self._reads_pixels = any(PIXELS in one.names for part in parts if (one := _signature(part["function"])))
 
     def sample(self, item: RewardItem) -> ItemFields:
         """What the worker gets of an item: all but the columns that nothing reads."""
@@ -316,7 +318,8 @@ class PlannedReward:
         if None not in self._columns:
             read = set().union(*filter(None, self._columns))
             columns = {name: value for name, value in columns.items() if name in read}
-        return {**item._asdict(), "columns": dict(columns)}
+        pixels = {PIXELS: item.columns[PIXELS]} if self._reads_pixels and item.columns.get("images") else {}
+        return {**item._asdict(), "columns": {**columns, **pixels}}
 
 
 def _signature(name: str) -> RewardSignature | None:

@@ -86,6 +86,7 @@ FORM_NAMES: dict[Form, tuple[str, ...]] = {
     "verl list": ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
     "TRL": (*TRL_PASSES, "completions", "completions_ids"),
 }
+PIXELS = "image_pixels"  # a column that only who names it gets: base64 of 8-bit RGB [height, width, 3] of each image
 OF_TRL_ROW = ("prompt", "completion", "completion_ids")  # columns that TRL's trainer does not pass
 COLUMNS_OF = {  # name -> the column that it is made of
     "extra_info": "extra_info",

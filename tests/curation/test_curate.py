@@ -20,7 +20,7 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.data.benchmarks import BenchmarkProblem
 from grpo_megatron.data.prompts import load_prompts
-from grpo_megatron.data.written import load_offline_groups, load_supervised
+from grpo_megatron.data.written import load_offline_groups
 from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.shipped.examples.generated import bare_response, build_tokenizer, problem_rows, worked_response
 from grpo_megatron.shipped.tools.evaluation.grading import Grade
@@ -28,6 +28,7 @@ from grpo_megatron.shipped.tools.evaluation.ledger import LedgerEntry
 from grpo_megatron.shipped.tools.evaluation.results import GradedProblem, GradedSample, write_samples
 from grpo_megatron.training.report import RolloutFiles
 from grpo_megatron.types import GREEDY, GroupTable, Plan, Prompt, Sample, Turn
+from tests.files import load_supervised
 from tests.sampling.fakes import LoneMesh
 
 DATA = DataConfig(task="arithmetic", apply_chat_template=False, max_prompt_length=32, max_response_length=32)

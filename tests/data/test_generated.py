@@ -12,7 +12,6 @@ import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer
-from grpo_megatron.data.written import load_supervised
 from grpo_megatron.rewards.numeric import arithmetic_reward
 from grpo_megatron.rewards.process_rewards import equations
 from grpo_megatron.shipped.examples import generated
@@ -29,6 +28,7 @@ from grpo_megatron.shipped.examples.generated import (
     worked_response,
     write_example,
 )
+from tests.files import load_supervised
 
 # as in examples/agents/calculator.yaml and search.yaml
 LIMITS = {"products": (32, 48), "two_hops": (32, 96)}

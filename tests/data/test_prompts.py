@@ -17,9 +17,9 @@ from grpo_megatron.data import sampler
 from grpo_megatron.data.prompts import BOUNDARY, LengthBound, load_prompts, most_tokens
 from grpo_megatron.data.rows import Question
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.data.written import load_supervised
+from grpo_megatron.data.written import load_offline_groups
 from grpo_megatron.shipped.examples.generated import build_tokenizer
-from tests.files import DATA, QWEN_SMALL, WHOLE, row_files
+from tests.files import DATA, QWEN_SMALL, WHOLE, load_supervised, row_files
 
 ROOT = Path(__file__).resolve().parents[2]
 CHATML = ROOT / "examples" / "templates" / "chatml.jinja"
@@ -206,7 +206,7 @@ def test_only_prompts_that_may_be_too_long_are_tokenised(tmp_path: Path) -> None
     tokenizer.texts.clear()  # and rows with responses
     rows = [{"prompt": "1", "response": "2" * length} for length in (1, 9, 10)]
     data = PLAIN.model_copy(update={"max_response_length": 10})
-    groups = load_supervised(data, row_files(tmp_path / "b.jsonl", *rows), tokenizer)
+    groups = load_offline_groups(data, row_files(tmp_path / "b.jsonl", *rows), tokenizer, {"response": 1.0})
     assert tokenizer.texts == ["1", "1", "2" * 10] and len(groups) == 2
 
 

@@ -16,14 +16,13 @@ from grpo_megatron.data.written import (
     load_offline_groups,
     load_pairs,
     load_steps,
-    load_supervised,
     read_pairs,
     read_steps,
     step_labels,
 )
 from grpo_megatron.shipped.examples.generated import build_tokenizer
 from tests.data.test_conversation import CHATML, LLAMA3, QWEN3, TOOLS, pieces, tokenizer_with
-from tests.files import row_files
+from tests.files import load_supervised, row_files
 
 DATA = DataConfig(task="jsonl", max_prompt_length=2000, max_response_length=2000)
 CALL = {"function": {"name": "calculator", "arguments": {"expression": "2*3"}}}

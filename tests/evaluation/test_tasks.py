@@ -232,6 +232,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "products": {"prompt": "1*2", "answer": "2"},
     "two_hops": {"prompt": "In which city?", "answer": "2"},
     "jsonl": {"prompt": "What is 1+1?", "answer": ""},
+    "geometry3k": {"problem": "Find $x$.", "answer": "2 \\sqrt { 3 }"},
+    "geoqa": {"problem": "Find $x$.", "solution": "<answer> 145\u00b0 </answer>"},
     "trl": {"prompt": "What is 1+1?", "solution": "2"},
     "verl": {
         "prompt": [{"role": "user", "content": "What is 1+1?"}],

@@ -267,7 +267,9 @@ def run(
         tokenizer=SimpleNamespace(decode=lambda ids, **options: " ".join(f"token{i}" for i in ids)),
         train_prompts=[prompt(i) for i in range(6)],
         val_prompts=[] if is_from_file else [prompt(100 + i) for i in range(3)],
-        supervised_rows=rows or [],
+        supervised_rows=[
+            (replace(prompt(0), prompt_ids=tuple(ids)), [response], [1.0]) for ids, response in rows or []
+        ],
         offline_groups=[(prompt(i), [WrittenResponse([7, 1])], [1.0]) for i in range(6)] if is_from_file else [],
         end_tokens=None,
         environment=None,
