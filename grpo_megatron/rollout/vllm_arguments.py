@@ -29,6 +29,7 @@ _CONTRACT = "the trainer depends on its own value; leave it out"
 _NEVER = "this program does not support it; leave it out"
 _CODE = "it makes vLLM run code from elsewhere; leave it out"
 _SOCKETS = "it makes vLLM open network connections; leave it out"
+_IMAGES = "this program gives vLLM the patches of images itself; leave it out"
 _MODEL = "the engine must compute what the policy computes; change the model's config.json"
 
 # Arguments by which a config file could run code or open sockets. A dot: a key of an argument that is a table itself.
@@ -52,6 +53,8 @@ ENGINE_KWARGS = PassThrough(
     sources={"engine/arg_utils.py": "EngineArgs"},
     owned={
         **UNSAFE,
+        **dict.fromkeys(("mm_device_do_normalize", "mm_encoder_tp_mode", "mm_processor_cache_gb"), _IMAGES),
+        **dict.fromkeys(("limit_mm_per_prompt", "language_model_only", "skip_mm_profiling"), _IMAGES),
         "load_format": _CONTRACT,
         "skip_tokenizer_init": _CONTRACT,
         "weight_transfer_config": _CONTRACT,

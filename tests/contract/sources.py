@@ -153,6 +153,8 @@ class Package:
         if isinstance(constructor, ast.FunctionDef):
             return _signature(constructor, bound=True)
         owners = [base for base in self.bases(symbol) if isinstance(base.node, ast.ClassDef)]
+        if any("UserDict" in ast.unparse(base) for owner in owners for base in owner.node.bases):  # type: ignore[union-attr]
+            return None  # Python's own constructor
         if any(
             "dataclass" in ast.unparse(mark) for mark in node.decorator_list
         ):  # other bases' annotations are no fields

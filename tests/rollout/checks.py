@@ -52,7 +52,7 @@ def generate_gives_what_vllm_itself_gives(world: World) -> None:
     world.push(1, 0)
     some = [r for r, n in zip(requests(12), [3, 16, 9] * 4, strict=True) for r in [replace(r, max_tokens=n)]]
     engine = world.engine
-    prompts, params = [{"prompt_token_ids": r.prompt_ids} for r in some], [engine._queue.params(r) for r in some]
+    prompts, params = [{"prompt_token_ids": list(r.prompt_ids)} for r in some], [engine._queue.params(r) for r in some]
     with vllm_process.inside(world.device):
         expected = engine._llm.generate(prompts, params, use_tqdm=False)
     for completion, output in zip(world.draw(some), expected, strict=True):

@@ -24,11 +24,11 @@ from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout import vllm_process
-from grpo_megatron.rollout.build import build_engine
+from grpo_megatron.rollout.build import build_engine, engine_problems
 from grpo_megatron.rollout.engine import Completion, Request
 from tests import vision
 from tests.rollout.tiny import assert_close
-from tests.rollout.worlds import run_checks
+from tests.rollout.worlds import _console, run_checks
 from tests.worlds import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.both_stacks, pytest.mark.timeout(900)]
@@ -44,7 +44,10 @@ class World:
         self.tensors = engine_tensors(read_architecture(folder), tp, reads_shards=True)
         self.weights, self.model = load_file(folder / "model.safetensors"), vision.load(folder)
         self.prompts = vision.make_prompts()
-        self.engine: Any = self.build()
+        with _console() as console:
+            self.engine: Any = self.build()
+        lines = console().splitlines()
+        assert [line for line in lines if "NUMA binding" not in line] == []  # as in test_vllm.py
 
     def build(self, **kwargs: Any) -> Any:
         engine = build_engine(
@@ -243,6 +246,13 @@ WORLDS: dict[str, tuple[str, int, list[Callable[[World], None]]]] = {
 
 def serve(folder: Path, tp: int, checks: list[Callable[[World], None]]) -> dict[str, str | None]:
     return run_checks(World(folder, tp), checks)  # type: ignore[arg-type]
+
+
+def test_what_the_engine_sets_for_images_cannot_be_set() -> None:
+    [problem] = engine_problems(RolloutConfig(engine_kwargs={"mm_device_do_normalize": True}))
+    assert problem.startswith(
+        "rollout.engine_kwargs.mm_device_do_normalize=True cannot be set here: this program gives"
+    )
 
 
 @pytest.mark.parametrize("name", WORLDS)
