@@ -110,6 +110,11 @@ class VisionConfig(Section):
     # of what is trained here; null: actor.optim.lr. Its schedule is that of actor.optim, scaled
     lr: Annotated[float | None, Needs(".freeze_tower=false or .freeze_merger=false")] = Field(None, gt=0, le=1)
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing of it is trained."""
+        return self.freeze_tower and self.freeze_merger
+
 
 class MoeConfig(Section):
     """Mixtures of experts."""

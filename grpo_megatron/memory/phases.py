@@ -274,8 +274,8 @@ def image_bytes(config: Config, arch: Architecture, world_size: int, *, has_refe
     prompts = min(batch, math.ceil(batch * config.rollout.n * ranks / world_size))  # of the samples of a replica
     largest, together = image_tokens(config.data, vision)
     per_token = 3 * (vision.patch * vision.merge) ** 2  # two frames of float32, for an image at a time
-    frozen = config.actor.vision.freeze_tower and config.actor.vision.freeze_merger
-    return per_token * (prompts * together + 8 * largest) + MAX_KEPT * (frozen + has_reference)
+    kept = MAX_KEPT * (config.actor.vision.is_frozen + has_reference)
+    return per_token * (prompts * together + 8 * largest) + kept
 
 
 # -- Host memory of one rank -------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ class Workload:
             lora=LoraSize.of(actor.lora, models.arch),
             frozen=frozen_parameters(models.arch, actor.vision),
             image_tokens=min(data.max_prompt_length / 4, image_tokens(data, vision)[1]) if vision else 0.0,
-            trains_tower=not (actor.vision.freeze_tower and actor.vision.freeze_merger),
+            trains_tower=not actor.vision.is_frozen,
         )
 
 

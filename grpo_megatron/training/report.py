@@ -13,7 +13,7 @@ Rollout files have every sample that a step trained on, one line each, in traine
     step, version, weights  the step; the version and digest of the weights that drew the response
     replayed                whether the file of an earlier step has the response, too (algorithm.replay)
     uid, group, index       the row of the data file; the prompt's number in the step; the sample's number in its group
-    images                  digest, rows and columns (in tokens) of each image; absent without images
+    images                  the facts of each image, without pixels; absent without images
     source, finish_reason, status, prompt_tokens, response_tokens
 
 Lines are in the order of (group, index). They do not depend on the layout of the ranks. Each rollout block makes the lines
@@ -56,6 +56,7 @@ class StepReport:
         self.max_response_length, self.num_epochs = config.data.max_response_length, config.actor.ppo_epochs
         self.has_sources = bool(config.data.sources or get_task(config.data.task).rewards)
         self.kl_coef = config.actor.kl_loss_coef if config.actor.use_kl_loss else 0.0
+        self.trains_tower = not config.actor.vision.is_frozen
         self.peaks = peaks(config, policy.device.name, policy.arch.num_layers)
         self.shown = ShownSamples(self.mesh, checked.tokenizer, config.draws)
         self.rollouts = None
@@ -85,6 +86,8 @@ class StepReport:
         packs = [packed_lengths(batch, rows) for mini in batch.mini_batches for rows in mini]
         padding = sum(num_padding_tokens(lengths, self.policy.multiple, self.mesh.cp) for lengths in packs)
         local.mean("perf/padding_ratio", padding, padding + sum(map(sum, packs)))
+        if self.policy.arch.vision is not None:
+            local.sum("perf/image_tokens", sum(image.num_tokens for images in batch.images for image in images))
         record_samples(metrics.when(self.mesh.is_block_leader), samples, has_sources=self.has_sources)
         group_table_metrics(metrics, table, self.max_response_length)
         for name, value in {**plan.metrics, **self.policy.device.memory_gib()}.items():
@@ -110,6 +113,8 @@ class StepReport:
             num_devices=num_devices,
             num_epochs=self.num_epochs,
             forward_only_lengths=[lengths[row] for row in plan.rows_without_backward()],
+            image_tokens=reduced.get("perf/image_tokens", 0.0),
+            trains_tower=self.trains_tower,
             **self.peaks,
         )
 
@@ -253,9 +258,8 @@ class RolloutFiles:
             "prompt_tokens": table.prompt_length[row],
             "response_tokens": table.response_length[row],
         }
-        if sample.prompt.images:
-            sizes = ((image.digest, *image.size) for image in sample.prompt.images)
-            content["images"] = [{"digest": d, "rows": rows, "columns": columns} for d, rows, columns in sizes]
+        if images := sample.prompt.columns.get("images"):
+            content["images"] = images
         return json.dumps(content, allow_nan=False) + "\n"
 
     def _response(self, sample: Sample) -> dict[str, Any]:
@@ -329,6 +333,9 @@ class ShownSamples:
         rows = {row for group in groups for row in group}
         local = {row for row in rows if table.holder[row] == self.mesh.rank}
         drawn = {row: self._drawn(held[table.prompt_index[row], table.index[row]]) for row in local}
+        for row in local & {group[0] for group in groups}:
+            if images := held[table.prompt_index[row], table.index[row]].prompt.images:
+                drawn[row][0]["images"] = thumbnails(images)
         records = self.mesh.gather((drawn, self._policy(rows, batch)))
         if not records:
             return None
@@ -370,8 +377,6 @@ class ShownSamples:
             "metrics": {name: _digits(value) for name, value in sorted(sample.reward_metrics.items())},
         }
         prompt = {"uid": sample.prompt.uid, "source": sample.prompt.source, "answer": _cut(str(sample.prompt.answer))}
-        if sample.prompt.images:
-            prompt["images"] = thumbnails(sample.prompt.images)
         logprobs = [sample.rollout_logprobs[p] if has_engine and sample.loss_mask[p] else None for p in kept]
         return {**prompt, "prompt": _cut(sample.prompt.text)}, about, [sample.response_ids[p] for p in kept], logprobs
 

@@ -1,8 +1,9 @@
 """The recipes: each one's plan at full size with the real architecture, and the first two steps with a shrunk model.
 
 A full-size plan needs config.json, and headers of weight files where a folder must have weights. A shrunk model has the
-recipe's family, a real tokenizer of 2,000 tokens and random weights. Its run shows that the recipe's keys fit together from
-the prompts to the update. Only GPUs can show that a recipe reaches its scores.
+recipe's family and random weights, with a real tokenizer of 2,000 tokens; one that reads images has a token per character. Its
+run shows that the recipe's keys fit together from the prompts to the update. Only GPUs can show that a recipe reaches its
+scores.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
@@ -23,7 +26,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.data.task import get_task
 from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.rollout.vllm_process import divides_experts_on_cpu
-from tests import tiny, worlds
+from tests import tiny, vision, worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_examples import ROOT
 from tests.files import CONFIGS, DATA, QWEN_SMALL
@@ -57,6 +60,7 @@ FULL_SIZE: dict[str, tuple[str, dict[str, Any]]] = {  # folder under /models -> 
     "deepseek-math-7b-instruct": ("Llama-3.1-8B", DEEPSEEK_7B),
     "deepseek-math-7b-base": ("Llama-3.1-8B", DEEPSEEK_7B),
     "Qwen2.5-7B-Instruct": ("Qwen2.5-7B-Instruct", {}),
+    "Qwen2.5-VL-7B-Instruct": ("Qwen2.5-VL-7B-Instruct", {"image_token_id": 4108}),  # of the small tokenizer
     "Qwen2.5-Math-7B": ("Qwen2.5-7B-Instruct", {"max_position_embeddings": 4096, "rope_theta": 10000.0}),
     "Qwen2.5-32B": ("Qwen2.5-7B-Instruct", QWEN_32B),
     "Qwen3-30B-A3B-Base": ("Qwen3-30B-A3B", {}),
@@ -85,17 +89,28 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [json.loads(line) for line in (folder / "gsm8k_train.jsonl").read_text().splitlines()]
     written = [{"prompt": row["question"], "response": row["answer"].rpartition("\n")[2]} for row in lines]
     (folder / "gsm8k_sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    for name in ("geometry3k_train.parquet", "geometry3k_test.parquet"):
+        drawn = [{"bytes": vision.png(vision.draw(seed, 56 + 28 * (seed % 2))), "path": None} for seed in range(16)]
+        problems = [
+            {"images": [image], "problem": f"<image>Find x{n}.", "answer": f"{n}"} for n, image in enumerate(drawn)
+        ]
+        parquet.write_table(pyarrow.Table.from_pylist(problems), folder / name)
     rows = [{"prompt": f"What is {number} + 1?", "answer": number + 1} for number in range(16)]
     for name in ("dapo_math_17k.jsonl", "aime24.jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def add_tokenizer(folder: Path) -> None:
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        return parquet.read_table(path).to_pylist()  # type: ignore[no-any-return]
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def add_tokenizer(folder: Path, template: str) -> None:
     """Qwen's tokenizer with a ChatML template."""
     (folder / "tokenizer.json").symlink_to(QWEN_SMALL)
     about = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    template = (ROOT / "examples/templates/chatml.jinja").read_text()
     (folder / "tokenizer_config.json").write_text(json.dumps({**about, "chat_template": template}))
 
 
@@ -122,8 +137,10 @@ def full_size(name: str, root: Path, with_weights: bool = False) -> Path:
     folder.mkdir()
     config = json.loads((CONFIGS / f"{base}.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    if name == "Qwen2.5-VL-7B-Instruct":
+        add_tokenizer(folder, vision.TEMPLATE)
     if name in ("Qwen2.5-7B-Instruct", "Qwen2.5-Math-7B"):
-        add_tokenizer(folder)
+        add_tokenizer(folder, (ROOT / "examples/templates/chatml.jinja").read_text())
     if with_weights:
         add_weight_headers(folder)
     return folder
@@ -187,8 +204,7 @@ def test_a_task_reads_its_files_and_grades_them(path: Path, data: Path) -> None:
     task = get_task(str(path))
     names = [name for name in task.files if (data / name).exists()] or ["gsm8k_train.jsonl", "math_train.jsonl"]
     for name in names:
-        rows = [json.loads(line) for line in (data / name).read_text().splitlines()]
-        for question, answer in map(task.read_row, rows):
+        for question, answer in map(task.read_row, rows_of(data / name)):
             assert "\\boxed{}" in json.dumps(task.messages(question))
             assert rewards.get(task.reward or "")("\\boxed{" + answer + "}", answer)["acc"] == 1.0
             assert rewards.get(task.reward or "")("\\boxed{no}", answer)["acc"] == 0.0
@@ -212,6 +228,8 @@ PROMPT, RESPONSE = 720, 16  # tokens; longer prompts are left out
 
 def shrunk(family: str, root: Path) -> Path:
     """A model of the family with random weights."""
+    if family in vision.TOWERS:
+        return vision.make_model(root / family, family, max_position_embeddings=1024)
     experts = EXPERTS if family.endswith("_moe") else {}
     folder = tiny.make_model(root / family, "llama2", **SMALL, **experts, model_type=family)
     (folder / "tokenizer.json").symlink_to(DATA / "tokenizers/torchtitan_test/tokenizer.json")
@@ -256,8 +274,10 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
         "trainer.device=cpu",
         f"trainer.output_dir={out}",
     ]
+    if config.data.image_max_pixels is not None:
+        overrides += [f"data.image_min_pixels={2 * vision.CELL**2}", f"data.image_max_pixels={6 * vision.CELL**2}"]
     if recipe.parent.name not in REAL_REWARDS:
-        overrides.append("reward.function=tests.e2e.rewards:length_reward")
+        overrides += ["reward.function=tests.e2e.rewards:length_reward", "reward.components=[]"]
     if config.algorithm.filter_groups.enable:  # some groups must have equal rewards
         overrides += ["reward.function=tests.e2e.rewards:parity_reward", f"data.gen_batch_size={batch}"]
     if config.reward.overlong_buffer.len is not None:
@@ -276,6 +296,7 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
     ("family", "only"),
     [
         ("qwen2", "dapo_qwen25_32b"),
+        ("qwen2_5_vl", ""),
         *(pytest.param(f, "", marks=pytest.mark.soak) for f in ("qwen2", "llama", "qwen3_moe")),
     ],
 )
@@ -310,4 +331,5 @@ def check_metrics(raw: dict[str, Any], first: dict[str, float], second: dict[str
         assert ("actor/kl_loss" in row) == raw["actor"]["use_kl_loss"]
         assert ("train/num_gen_batches" in row) == filtered
         assert ("critic/vf_loss" in row) == (raw["algorithm"]["adv_estimator"] == "gae")
+    assert (first.get("perf/image_tokens", 0) > 0) == (raw["data"]["image_max_pixels"] is not None)
     assert ("reward_model/agreement" in second) == (raw["reward_model"]["path"] is not None)
