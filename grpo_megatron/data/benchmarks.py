@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.problems import ProblemList
-from grpo_megatron.data.prompts import chat_of, encode_prompts, render_prompt, source_of_row
-from grpo_megatron.data.rows import Question, question_text, read_rows
+from grpo_megatron.data.images import ImageFormat
+from grpo_megatron.data.prompts import RowPrompt, RowRenderer, chat_of, image_format, source_of_row
+from grpo_megatron.data.rows import Question, RowSet, question_text, read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task, get_tasks
 from grpo_megatron.processes.process import time_limit
 from grpo_megatron.reading import shown
@@ -44,6 +46,8 @@ class BenchmarkProblem:
 class Dataset:
     """A task with its problems, and the files that they were read from. Few-shot examples are drawn from `pool`.
 
+    Problem n is row n of `rows`.
+
     `num_in_file`: problems of the file. With --limit there are fewer in `problems`.
     """
 
@@ -54,6 +58,7 @@ class Dataset:
     pool: list[Example]
     pool_sha256: str | None
     num_in_file: int
+    rows: RowSet
 
 
 @dataclass(frozen=True)
@@ -67,25 +72,32 @@ class DataPlaces:
 
 
 def read_datasets(
-    tasks: list[Task], places: DataPlaces, num_fewshot: Callable[[Task], int], limit: int | None
+    tasks: list[Task],
+    places: DataPlaces,
+    num_fewshot: Callable[[Task], int],
+    limit: int | None,
+    images: ImageFormat | None = None,
 ) -> list[Dataset]:
-    """The data of every task. `limit`: only the first so many problems of each.
+    """The data of every task. `limit`: only the first so many problems of each. `images`: how the model reads them.
 
     Raises one ConfigError that names every file that is missing or wrong.
     """
     unknown = sorted(set(places.files) - {task.name for task in tasks})
     problems = ProblemList()
     problems.add(f"--file {name}=...: {name!r} is not one of --tasks; add it there" for name in unknown)
-    found = [problems.attempt("", _read_dataset, task, places, num_fewshot(task), limit) for task in tasks]
+    found = [problems.attempt("", _read_dataset, task, places, num_fewshot(task), limit, images) for task in tasks]
     problems.raise_if_any()
     return [dataset for dataset in found if dataset is not None]
 
 
-def _read_dataset(task: Task, places: DataPlaces, num_fewshot: int, limit: int | None) -> Dataset:
+def _read_dataset(
+    task: Task, places: DataPlaces, num_fewshot: int, limit: int | None, images: ImageFormat | None
+) -> Dataset:
     remedy = f"set {places.file_option.format(task=task.name)}"
     path = places.files.get(task.name) or _find_file(task, "data file", task.files, places, remedy)
-    rows = read_rows(path, lambda row: (*task.read_row(row), *task.labels(row), row))
-    problems = [BenchmarkProblem(f"{task.name}/{number}", *row) for number, row in enumerate(rows)][:limit]
+    rows = RowSet([path], task.name, images)
+    parsed = rows.parsed(lambda row: (*task.read_row(row), *task.labels(row), row))
+    problems = [BenchmarkProblem(f"{task.name}/{number}", *row) for chunk in parsed for number, row in chunk][:limit]
     pool: list[Example] = []
     pool_sha256 = None
     if num_fewshot:
@@ -102,7 +114,7 @@ def _read_dataset(task: Task, places: DataPlaces, num_fewshot: int, limit: int |
             what, remedy = f"{str(train)!r} has {len(pool)} rows", "set it to that or less"
         if num_fewshot > len(pool):
             raise ConfigError(f"--num-fewshot {num_fewshot}: {what}; {remedy}")
-    return Dataset(task, path, sha256_of(path), problems, pool, pool_sha256, len(rows))
+    return Dataset(task, path, sha256_of(path), problems, pool, pool_sha256, len(rows), rows)
 
 
 def _find_file(task: Task, what: str, files: list[str], places: DataPlaces, remedy: str) -> Path:
@@ -138,6 +150,22 @@ def _read_example(task: Task, fewshot: Fewshot, row: dict[str, Any]) -> Example:
     return Example(question, solution)
 
 
+def row_prompt(renderer: RowRenderer, number: int, text: str, ids: Sequence[int], **fields: Any) -> Prompt:
+    """The prompt of a rendered row. One with images places and reads them later."""
+    if number not in renderer.rows.image_sizes:
+        return Prompt(prompt_ids=tuple(ids), text=text, **fields)
+    return RowPrompt.of(lambda: text, partial(renderer.placed, number), **fields)
+
+
+def check_images(renderer: RowRenderer, problems: Sequence[BenchmarkProblem]) -> None:
+    """Raises ConfigError for images that a prompt cannot show."""
+    for problem in problems:
+        try:
+            renderer.check_images(problem.question, problem.row)
+        except ValueError as error:
+            raise ConfigError(f"{problem.uid}: {error}") from error
+
+
 # -- validation in training: tasks by name as prompts for the live engine (`data.val_tasks`) ---------------------------
 # The prompts are rendered as those of training: chat or plain text, with `data.system_prompt` if it is set. The samples
 # are drawn as `rollout.val_kwargs` says, within `data.max_response_length`, and reported as
@@ -158,7 +186,7 @@ def read_task_prompts(data: DataConfig, reward_kwargs: Mapping[str, Any], tokeni
     datasets: list[Dataset] = []
     places = DataPlaces(data.val_data, {}, folder_option="data.val_data=DIR", file_option="data.val_files=[PATH]")
     try:
-        datasets = read_datasets(tasks, places, lambda task: 0, data.val_max_samples)
+        datasets = read_datasets(tasks, places, lambda task: 0, data.val_max_samples, image_format(tokenizer))
     except ConfigError as error:
         found.append(f"data.val_tasks: {error}")
     if found:
@@ -185,21 +213,25 @@ def _task_problem(task: Task, data: DataConfig, reward_kwargs: Mapping[str, Any]
 
 def _load_prompts(dataset: Dataset, data: DataConfig, tokenizer: Any) -> list[Prompt]:
     task, problems = dataset.task, dataset.problems
-    texts = [render_prompt(data, task, problem.question, tokenizer, problem.uid) for problem in problems]
-    encoded = encode_prompts(texts, tokenizer, is_chat=data.apply_chat_template)
+    renderer = RowRenderer(data, task, dataset.rows, tokenizer, None)
+    check_images(renderer, problems)
+    texts = [renderer.text(number, problem.question) for number, problem in enumerate(problems)]
+    encoded = renderer.encode(texts)
     prompts = [
-        Prompt(
-            problem.uid,
-            tuple(ids),
+        row_prompt(
+            renderer,
+            number,
             text,
-            problem.answer,
-            task.name,
-            task.reward or "",
+            ids,
+            uid=problem.uid,
+            answer=problem.answer,
+            source=task.name,
+            reward=task.reward or "",
             columns=problem.row,
             data_source=source_of_row(problem.row),
             messages=chat_of(data, task, problem.question),
         )
-        for problem, text, ids in zip(problems, texts, encoded, strict=True)
+        for number, (problem, text, ids) in enumerate(zip(problems, texts, encoded, strict=True))
     ]
     longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
     length = len(longest.prompt_ids)

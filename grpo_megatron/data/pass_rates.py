@@ -1,7 +1,8 @@
 """Pass rates: the share of right responses per problem, measured before training, and the prompts that they select.
 
 A file of pass rates has rows {"question", "answer", "rate"}, and "weight" for data.sampling.weight=file. Other fields are
-not read. `grpo-megatron curate` writes such a file. Problems are found by question and reference answer.
+not read. `grpo-megatron curate` writes such a file. Problems are found by question and reference answer, and by the names
+of their "images" ({"name"}, data/images.py).
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def read_pass_rates(path: Path) -> dict[str, Measured]:
     found: dict[str, Measured] = {}
 
     def parse(row: dict[str, Any]) -> None:
-        digest = problem_digest(read_question(row, "question"), text_field(row, "answer", empty=True))
+        digest = problem_digest(
+            read_question(row, "question"), text_field(row, "answer", empty=True), row.get("images") or ()
+        )
         if digest in found:
             raise ValueError("has the question and the answer of an earlier row; keep one of them")
         rate = _number(row, "rate")
@@ -97,7 +100,9 @@ def select_prompts(prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[
 def _measured(prompts: Sequence[Prompt], sampling: SamplingConfig, key: str) -> list[Measured]:
     assert sampling.pass_rates is not None
     rates, default = read_pass_rates(sampling.pass_rates), sampling.default_pass_rate
-    found = [rates.get(problem_digest(prompt.question, prompt.answer)) for prompt in prompts]
+    facts = [prompt.columns.get("images") or () for prompt in prompts]
+    digests = [problem_digest(one.question, one.answer, images) for one, images in zip(prompts, facts, strict=True)]
+    found = [rates.get(digest) for digest in digests]
     if missing := [prompt.uid for prompt, one in zip(prompts, found, strict=True) if one is None]:
         count = f"{key} lacks {len(missing)} of the {len(prompts)} prompts (the first: {missing[0]})"
         if sampling.weight == "file":

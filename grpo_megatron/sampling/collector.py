@@ -291,8 +291,8 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
 
 
 def without_row(prompt: Prompt) -> Prompt:
-    """The prompt of a sample that is graded: nothing reads the row of its data file again."""
-    return replace(prompt, columns={}, messages=None)
+    """The prompt of a sample that is graded: of the row of its data file, rollout files have the facts of its images."""
+    return replace(prompt, columns={n: v for n, v in prompt.columns.items() if n == "images"}, messages=None)
 
 
 def unpack_sample(packed: dict[str, Any], pixels: Mapping[str, bytes] | None = None) -> Sample:

@@ -128,7 +128,7 @@ class Scripted(Answerer):
         self.asked: list[tuple[str, int]] = []
 
     def answers(self, prompts: Any, max_tokens: int) -> list[ModelAnswer]:
-        texts = [self._decode(ids) for ids, _ in prompts]
+        texts = [self._decode(prompt.prompt_ids) for prompt in prompts]
         self.asked += [(text, max_tokens) for text in texts]
         reason = "length" if max_tokens < 40 else "stop"
         return [

@@ -16,12 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.data.images import has_images, image_name, image_sources, located
 from grpo_megatron.data.pass_rates import wilson
 from grpo_megatron.data.rows import LineFile, checked_row, open_rows, problem_digest, question_text
 from grpo_megatron.data.task import Task, get_task
 from grpo_megatron.reading import visible
 from grpo_megatron.shipped.tools.curation.options import PAIRS, PASS_RATES, SUPERVISED, CurateOptions
-from grpo_megatron.shipped.tools.curation.tally import ProblemTally, ResponsePlace, ResponseReader, Tally, source_files
+from grpo_megatron.shipped.tools.curation.tally import (
+    ProblemTally,
+    Response,
+    ResponsePlace,
+    ResponseReader,
+    Tally,
+    source_files,
+)
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import new_folder, write_file
 
@@ -60,17 +68,17 @@ def curate(options: CurateOptions) -> int:
 
 def _write(folder: Path, tally: Tally, reader: ResponseReader, task: Task | None) -> list[str]:
     """Write all files into `folder`; returns a line on each that depends on the options. Raises ConfigError."""
-    options, lines = tally.options, []
+    options, lines, images = tally.options, list[str](), dict[str, list[Any]]()
     write_file(folder / PASS_RATES, _json_lines(_pass_rates(tally, reader)))
     write_file(folder / "pass_rates.csv", _csv_lines(_pass_rates(tally, reader)))
     for path in options.data:
         assert task is not None
         counts: Counter[str] = Counter()
-        write_file(folder / f"{path.stem}.jsonl", _filtered_lines(path, task, tally, counts))
+        write_file(folder / f"{path.stem}.jsonl", _filtered_lines(path, task, tally, counts, images))
         kept = counts.pop("kept")
         left_out = f" (left out: {_reasons(counts)})" if counts else ""
         lines.append(f"{path.stem}.jsonl: {kept} of {kept + counts.total()} rows{left_out}")
-    for name, rows in ((SUPERVISED, _supervised(tally, reader)), (PAIRS, _preferences(tally, reader))):
+    for name, rows in ((SUPERVISED, _supervised(tally, reader, images)), (PAIRS, _preferences(tally, reader, images))):
         if (options.sft if name == SUPERVISED else options.pairs) is not None:
             counts = Counter()
             write_file(folder / name, _json_lines(rows, counts))
@@ -125,25 +133,35 @@ def _reason(problem: ProblemTally, options: CurateOptions) -> str | None:
     return f"pass rate above {options.max_rate:g}" if problem.rate > options.max_rate else None
 
 
-def _filtered_lines(path: Path, task: Task, tally: Tally, counts: Counter[str]) -> Iterator[str]:
-    """The rows of a data file whose problem is kept, unchanged. `counts`: "kept" or why not -> rows.
+def _filtered_lines(
+    path: Path, task: Task, tally: Tally, counts: Counter[str], images: dict[str, list[Any]]
+) -> Iterator[str]:
+    """The rows of a data file whose problem is kept, unchanged, but that paths of images become absolute.
+
+    `counts`: "kept" or why not -> rows. `images`: the digest of each kept problem with images -> these.
 
     Raises ConfigError for an unreadable file or row, and if no row is left.
     """
     rows, measured = open_rows(path), 0
+    folder = (path if path.is_dir() else path.parent).absolute()
     for number, row in enumerate(rows.rows(0, len(rows))):
         try:
-            problem = tally.problems.get(problem_digest(*task.read_row(checked_row(row))))
+            seen = image_sources(row) if has_images(checked_row(row)) else []
+            names = [{"name": image_name(located(source, folder))} for source in seen]
+            digest = problem_digest(*task.read_row(row), names)
         except ValueError as error:
             raise ConfigError(f"data file {str(path)!r} {rows.place(number)}: {error}") from error
-        if problem is not None:
+        if (problem := tally.problems.get(digest)) is not None:
             measured += 1
             reason = _reason(problem, tally.options)
         else:
             reason = None if tally.options.keep_unmeasured else "not measured"
         counts[reason or "kept"] += 1
         if reason is None:
-            yield (rows.line(number) if isinstance(rows, LineFile) else json.dumps(row)) + "\n"
+            changed = _with_absolute_paths(row, folder) if seen else row
+            if seen:
+                images[digest] = image_sources(changed)
+            yield (rows.line(number) if isinstance(rows, LineFile) and changed == row else json.dumps(changed)) + "\n"
     if not measured:
         raise ConfigError(
             f"data file {str(path)!r}: none of its questions and answers, as --task {task.name} reads them, is among the"
@@ -152,6 +170,32 @@ def _filtered_lines(path: Path, task: Task, tally: Tally, counts: Counter[str]) 
     if not counts["kept"]:
         del counts["kept"]
         raise ConfigError(f"data file {str(path)!r}: no row is left ({_reasons(counts)}); widen the filters")
+
+
+def _with_absolute_paths(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The row for a file in another folder."""
+
+    def absolute(source: Any) -> Any:
+        if isinstance(source, list):
+            return list(map(absolute, source))
+        place = located(source, folder)
+        if isinstance(place, bytes):
+            return source
+        return {**source, "path": str(place)} if isinstance(source, dict) else str(place)
+
+    def message(given: Any) -> Any:
+        content = given.get("content") if isinstance(given, dict) else None
+        return {**given, "content": list(map(part, content))} if isinstance(content, list) else given
+
+    def part(given: dict[str, Any]) -> dict[str, Any]:
+        name = next((name for name in ("image", "image_url", "url", "path") if given.get(name)), None)
+        return given if name is None else {**given, name: absolute(given[name])}
+
+    out = {name: absolute(value) if name in ("image", "images") and value else value for name, value in row.items()}
+    for name in ("prompt", "messages"):
+        if isinstance(out.get(name), list):
+            out[name] = list(map(message, out[name]))
+    return out
 
 
 def _reasons(counts: Counter[str]) -> str:
@@ -177,23 +221,36 @@ def _pass_rates(tally: Tally, reader: ResponseReader) -> Iterator[dict[str, Any]
             "truncated": problem.truncated,
             "mean_score": round(problem.score_sum / problem.n, 6),
             "mean_tokens": round(problem.token_sum / problem.n, 2),
+            **({"images": shown.images} if shown.images else {}),
         }
 
 
-def _supervised(tally: Tally, reader: ResponseReader) -> Iterator[dict[str, Any]]:
+def _prompt(response: Response, images: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """The columns of its question. Raises ConfigError: its images are in no row of --data."""
+    if not response.images:
+        return {"prompt": response.question}
+    if response.digest not in images:
+        raise ConfigError(
+            f"--sft, --pairs: a question has the image {response.images[0]['name']}, and files of responses hold no images; set"
+            " --data FILE with the rows that were answered"
+        )
+    return {"prompt": response.question, "images": images[response.digest]}
+
+
+def _supervised(tally: Tally, reader: ResponseReader, images: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
     """Rejection sampling (RFT, arXiv 2308.01825): up to --sft different right responses per problem."""
     for problem in _kept(tally):
         for place in list(problem.right.values())[: tally.options.sft]:
             response = reader.read(place)
-            yield {"prompt": response.question, "response": response.text}
+            yield {**_prompt(response, images), "response": response.text}
 
 
-def _preferences(tally: Tally, reader: ResponseReader) -> Iterator[dict[str, Any]]:
+def _preferences(tally: Tally, reader: ResponseReader, images: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
     """Rows {"prompt", "chosen", "rejected"}."""
     for problem in _kept(tally):
         for chosen, rejected in _pairs_of(problem, tally.options):
             better = reader.read(chosen)
-            yield {"prompt": better.question, "chosen": better.text, "rejected": reader.read(rejected).text}
+            yield {**_prompt(better, images), "chosen": better.text, "rejected": reader.read(rejected).text}
 
 
 def _pairs_of(problem: ProblemTally, options: CurateOptions) -> list[tuple[ResponsePlace, ResponsePlace]]:

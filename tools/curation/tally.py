@@ -57,6 +57,12 @@ class Response:
     is_truncated: bool
     step: int | None = None  # of the training run; None in an evaluation
     is_replayed: bool = False  # an earlier step of the run had it, too
+    images: Sequence[dict[str, Any]] = ()  # the facts of the question's images
+
+    @property
+    def digest(self) -> str:
+        """Identifies its problem."""
+        return problem_digest(self.question, self.answer, self.images)
 
 
 def source_files(sources: Sequence[Path]) -> list[Path]:
@@ -127,6 +133,7 @@ def _of_rollout(row: dict[str, Any]) -> Response:
         _field(row, "finish_reason", str) == "length",
         _field(row, "step", int),
         _field(row, "replayed", bool),
+        _images(row),
     )
 
 
@@ -144,8 +151,16 @@ def _of_evaluation(row: dict[str, Any]) -> list[Response]:
         text = None if "turns" in sample else text_field(sample, "completion", empty=True)
         is_truncated = _field(sample, "finish_reason", str) == "length"
         tokens = _field(sample, "tokens", int)
-        responses.append(Response(question, answer, text, float(first["correct"]), tokens, is_truncated))
+        parts = (question, answer, text, float(first["correct"]), tokens, is_truncated)
+        responses.append(Response(*parts, images=_images(row)))
     return responses
+
+
+def _images(row: dict[str, Any]) -> list[dict[str, Any]]:
+    images: list[dict[str, Any]] = _field(row, "images", list) if "images" in row else []
+    if not all(isinstance(image, dict) and isinstance(image.get("name"), str) for image in images):
+        raise ValueError('field \'images\' must have the facts of images: [{"name": "/data/1.png", ...}]')
+    return images
 
 
 def _score(row: dict[str, Any], field: str) -> float | None:
@@ -212,8 +227,7 @@ class Tally:
         if response.score is None:
             self.unscorable += 1
             return
-        digest = problem_digest(response.question, response.answer)
-        problem = self.problems.setdefault(digest, ProblemTally(place))
+        problem = self.problems.setdefault(response.digest, ProblemTally(place))
         is_right = response.score >= options.right
         problem.n += 1
         problem.passes += is_right

@@ -14,10 +14,12 @@ from grpo_megatron.config import ConfigError, DataConfig, RolloutConfig
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.source import Source, dtype_name
+from grpo_megatron.data.images import ImageFormat
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.device import Device, device_bytes
 from grpo_megatron.models.architecture import UnsupportedModel, engine_split_problems, fitting_sizes
 from grpo_megatron.models.engine_cache import with_sequences
+from grpo_megatron.models.families import read_config
 from grpo_megatron.models.heads.folder import WHAT
 from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import Mesh, RankError, build_mesh
@@ -51,8 +53,12 @@ def open_model(path: Path, hf: Path | None = None, family: str | None = None) ->
 
 
 def open_policy(options: EngineOptions) -> Source:
-    """Open the policy that the options name. Raises ConfigError, also where `--tp` cannot split it."""
+    """Open the policy that the options name. Raises ConfigError, also where the engine or `--tp` does not fit it."""
     source = open_model(options.model, options.hf, options.family)
+    if source.arch.vision is not None and not find_engine(options.engine).reads_images:
+        raise ConfigError(
+            f"--engine {options.engine} serves no model that reads images, as {str(options.model)!r} does; set --engine vllm"
+        )
     if split_problems := engine_split_problems(source.arch, options.tp):
         raise ConfigError(
             f"--tp {options.tp} cannot split the model {str(options.model)!r}: {', '.join(split_problems)}; set one of"
@@ -105,6 +111,7 @@ def weights_sha256(source: Source) -> str:
 
 
 WEIGHTS_VERSION = 0  # the weights never change
+MOST_IMAGES = 1 << 10  # of a prompt: none is left out
 TIMEOUT_S = 7 * 24 * 3600.0  # of a collective: ranks wait for the slowest one at the end of a task
 BUCKET_BYTES = 512 << 20
 OPTION_OF_KEY = {  # the option that stands for a key of a config
@@ -115,10 +122,13 @@ OPTION_OF_KEY = {  # the option that stands for a key of a config
     "data.apply_chat_template is false": "prompts are plain text here",
     "data.system_prompt": "--system-prompt",
     "data.chat_template": "--chat-template",
+    "data.image_min_pixels": "--image-min-pixels",
+    "data.image_max_pixels": "--image-max-pixels",
+    "image_max_pixels, and image_min_pixels <= image_max_pixels": "--image-max-pixels, and --image-min-pixels below it",
 }
 
 
-def with_options(error: ConfigError) -> ConfigError:
+def with_options(error: ValueError) -> ConfigError:
     """The error, with the command line's options instead of the keys of a config."""
     text = str(error)
     for key, option in OPTION_OF_KEY.items():
@@ -150,10 +160,11 @@ def start_engine(settings: EngineSettings) -> tuple[RolloutEngine, Mesh, int]:
     device = Device(options.device)
     mesh = build_mesh(device, tp=1, pp=1, rollout_tp=options.tp, seed=options.seed, timeout_s=TIMEOUT_S)
     rollout = RolloutConfig(
+        engine=options.engine,
         seed=options.seed % 2**31,
         tensor_model_parallel_size=options.tp,
         gpu_memory_utilization=options.gpu_memory_utilization,
-        engine_options={"kv_cache_gib": options.kv_cache_gib},
+        engine_options={"kv_cache_gib": options.kv_cache_gib} if options.engine == "vllm" else {},
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=max(8192, options.max_num_seqs or 0),
         free_cache_engine=False,  # no training model needs the memory
@@ -178,11 +189,21 @@ def start_engine(settings: EngineSettings) -> tuple[RolloutEngine, Mesh, int]:
     return engine, mesh, rollout.sequences
 
 
-def model_tokenizer(source: Source, folder: Path | None, chat_template: Path | None) -> Any:
-    """Load the tokenizer in `folder`, or else the model's own. Raises ConfigError, which names the command line's options."""
-    folder = folder or source.tokenizer_folder
+def model_tokenizer(source: Source, options: EngineOptions, chat_template: Path | None, **limits: int | None) -> Any:
+    """Load the tokenizer that the options name, or else the model's own, with the format of images if it reads any.
+
+    `limits` (image_max_pixels, image_min_pixels) hold where the options have none. Raises ConfigError, which names the
+    command line's options.
+    """
+    folder = options.tokenizer or source.tokenizer_folder
+    for name in ("image_max_pixels", "image_min_pixels"):
+        limits[name] = getattr(options, name) or limits.get(name)
     try:
-        tokenizer = load_tokenizer(folder, DataConfig(chat_template=chat_template))
+        data = DataConfig(chat_template=chat_template, max_images=MOST_IMAGES, **limits)
+        tokenizer = load_tokenizer(folder, data)
+        if source.arch.vision is not None:
+            given = read_config(source.hf_folder)
+            tokenizer.image_format = ImageFormat.of(source.hf_folder, given, tokenizer, data)
     except ConfigError as error:
         raise with_options(error) from error
     if len(tokenizer) > source.arch.vocab_size:

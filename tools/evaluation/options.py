@@ -43,6 +43,13 @@ class EngineOptions(Options):
     engine_kwargs: Annotated[Mapping[str, Any], sampling("passed to vllm.LLM", "JSON", place=1)] = field(
         default_factory=dict
     )
+    image_max_pixels: Annotated[
+        int | None, prompting("larger images are scaled down (default: the model's limit)", "N", low=1, place=1)
+    ] = None
+    image_min_pixels: Annotated[
+        int | None, prompting("smaller images are scaled up (default: the model's limit)", "N", low=1, place=1)
+    ] = None
+    engine: Annotated[str, execution("vllm, transformers, or module:Class (default: vllm)", "NAME")] = "vllm"
     tp: Annotated[int, execution("ranks per copy of the model (tensor parallel)", "N", low=1, high=1024)] = 1
     device: Annotated[DeviceName, execution("auto: GPUs if there are any")] = "auto"
     max_num_seqs: Annotated[

@@ -3,7 +3,7 @@
 The template (pages/page/evaluation.html) has the scores. The browser draws the figures and lists the problems, 20 at a
 time, from the data of `task_data`: the grades of every problem, but only some texts. These are the texts of `num_texts`
 problems per task, evenly spread; of each, `SAMPLES_SHOWN` samples of at most `LONGEST` characters; in all, `BUDGET`
-characters per task.
+characters per task, those of thumbnails included. Each different thumbnail is there once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def task_data(task: dict[str, Any], graded: list[GradedProblem], num_texts: int)
     """Collect the data of one task for the script of the page."""
     subjects = sorted({item.problem.subject for item in graded if item.problem.subject is not None})
     levels = sorted({item.problem.level for item in graded if item.problem.level is not None})
-    texts = _problem_texts(graded, num_texts)
+    pictures: dict[str, int] = {}  # thumbnail -> its place
+    texts = _problem_texts(graded, num_texts, pictures)
     samples = [sample for problem in graded for sample in problem.samples]
     rights, is_mean = [problem.num_right() for problem in graded], gives_fractions(graded)
     rows = []
@@ -100,6 +101,7 @@ def task_data(task: dict[str, Any], graded: list[GradedProblem], num_texts: int)
         "histogram": histogram(samples),
         "counts": [rights.count(n) for n in range(task["samples"] + 1)] if task["samples"] > 1 else None,
         "rows": rows,
+        "pictures": list(pictures),
     }
 
 
@@ -113,14 +115,14 @@ def histogram(samples: Sequence[GradedSample]) -> dict[str, Any]:
     return {"size": size, **bins}
 
 
-def _problem_texts(graded: list[GradedProblem], num_texts: int) -> dict[int, dict[str, Any]]:
+def _problem_texts(graded: list[GradedProblem], num_texts: int, pictures: dict[str, int]) -> dict[int, dict[str, Any]]:
     """Number of a problem -> its texts, for evenly spread problems within the budget."""
     count = min(num_texts, len(graded))
     while count:
         numbers = [place * len(graded) // count for place in range(count)]
         size = sum(_text_size(graded[number]) for number in numbers)
         if size <= BUDGET:
-            return {number: _texts(graded[number]) for number in numbers}
+            return {number: _texts(graded[number], pictures) for number in numbers}
         count = min(count - 1, int(0.95 * count * BUDGET / size))
     return {}
 
@@ -128,11 +130,13 @@ def _problem_texts(graded: list[GradedProblem], num_texts: int) -> dict[int, dic
 def _text_size(item: GradedProblem) -> int:
     """Characters of the texts that the page would show of a problem."""
     lengths = (_length(sample.entry) for sample in item.samples[:SAMPLES_SHOWN])
-    return sum(min(length, LONGEST) for length in (len(item.problem.question_text), *lengths))
+    shown = sum(min(length, LONGEST) for length in (len(item.problem.question_text), *lengths))
+    return shown + sum(map(len, item.thumbnails))
 
 
-def _texts(item: GradedProblem) -> dict[str, Any]:
+def _texts(item: GradedProblem, pictures: dict[str, int]) -> dict[str, Any]:
     return {
+        "images": [pictures.setdefault(one, len(pictures)) for one in item.thumbnails],
         "question": item.problem.question_text[:LONGEST],
         "answer": item.problem.answer[:LONGEST],
         "numSamples": len(item.samples),

@@ -9,7 +9,7 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from grpo_megatron.data.benchmarks import BenchmarkProblem
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.task import source_sha256
 from grpo_megatron.observability.console import format_table
+from grpo_megatron.pages.kit import thumbnails
 from grpo_megatron.reading import read_json
 from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.pool import RewardPool
@@ -58,11 +59,15 @@ class GradedSample:
 
 @dataclass(frozen=True)
 class GradedProblem:
-    """A problem with its samples: the greedy one first if there is one, then the others by index."""
+    """A problem with its samples: the greedy one first if there is one, then the others by index.
+
+    `thumbnails`: those of its images, for the page.
+    """
 
     problem: BenchmarkProblem
     prompt: str
     samples: list[GradedSample]
+    thumbnails: list[str] = field(default_factory=list)
 
     def greedy(self) -> GradedSample | None:
         return next((sample for sample in self.samples if sample.entry.index == GREEDY), None)
@@ -87,16 +92,17 @@ def grade_task(settings: EvaluationSettings, selected: Selected, pool: RewardPoo
         raise ConfigError(
             f"{selected.name}: {len(missing)} of {len(keys)} samples are missing; run the same command again to draw them"
         )
-    asked = {
-        problem.uid: (problem, prompt.text)
-        for problem, prompt in zip(selected.dataset.problems, selected.prompts.prompts, strict=True)
-    }
+    prompts = dict(zip((problem.uid for problem in selected.dataset.problems), selected.prompts.prompts, strict=True))
+    asked = {problem.uid: (problem, prompts[problem.uid].text) for problem in selected.dataset.problems}
     drawn = [(*asked[key[0]], found[key]) for key in keys]
     columns = [grade_samples(grader, drawn, pool) for grader in selected.graders.values()]
     samples: dict[str, list[GradedSample]] = {uid: [] for uid in asked}
     for (uid, index), *grades in zip(keys, *columns, strict=True):
         samples[uid].append(GradedSample(found[uid, index], tuple(grades)))
-    return [GradedProblem(problem, prompt, samples[uid]) for uid, (problem, prompt) in asked.items()]
+    return [
+        GradedProblem(problem, prompt, samples[uid], thumbnails(prompts[uid].images))
+        for uid, (problem, prompt) in asked.items()
+    ]
 
 
 def gives_fractions(graded: Sequence[GradedProblem], column: int = 0) -> bool:
@@ -282,6 +288,7 @@ def write_samples(path: Path, selected: Selected, graded: list[GradedProblem]) -
             "prompt": item.prompt,
             "answer": item.problem.answer,
             "samples": [_sample_row(sample, list(selected.graders)) for sample in item.samples],
+            **({"images": item.problem.row["images"], "thumbnails": item.thumbnails} if item.thumbnails else {}),
         }
         for item in graded
     )
@@ -317,8 +324,10 @@ def read_samples(path: Path) -> list[GradedProblem]:
 
     def problem(row: dict[str, Any]) -> GradedProblem:
         try:
-            described = BenchmarkProblem(row["uid"], row["question"], row["answer"], row["subject"], row["level"])
-            return GradedProblem(described, row["prompt"], [sample(row["uid"], one) for one in row["samples"]])
+            labels, images = (row["subject"], row["level"]), {"images": row.get("images", [])}
+            described = BenchmarkProblem(row["uid"], row["question"], row["answer"], *labels, row=images)
+            samples = [sample(row["uid"], one) for one in row["samples"]]
+            return GradedProblem(described, row["prompt"], samples, row.get("thumbnails", []))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"is no problem of samples/ ({error}); remove the folder, and evaluate again") from error
 

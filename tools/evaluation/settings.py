@@ -30,9 +30,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from grpo_megatron.config import ConfigError
-from grpo_megatron.data.benchmarks import DataPlaces, Dataset, read_datasets
-from grpo_megatron.data.prompts import encode_prompts
+from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data.benchmarks import (
+    DataPlaces,
+    Dataset,
+    check_images,
+    read_datasets,
+    row_prompt,
+)
+from grpo_megatron.data.prompts import RowRenderer, image_format
 from grpo_megatron.data.task import Example, Task, get_tasks, recognised_task
 from grpo_megatron.data.tokenizer import TurnRenderer, read_end_tokens, render_chat
 from grpo_megatron.environments.pool import find_environment, make_environment
@@ -44,6 +50,7 @@ from grpo_megatron.shipped.tools.evaluation.engine import (
     model_tokenizer,
     open_policy,
     weights_sha256,
+    with_options,
 )
 from grpo_megatron.shipped.tools.evaluation.grading import grader_of
 from grpo_megatron.shipped.tools.evaluation.ledger import Key, check_output
@@ -69,6 +76,7 @@ class PromptSet:
     stop: list[str]
     asked_sha256: str
     prompts_sha256: str
+    image_pixels: tuple[int, int] | None  # the fewest and the most of an image; None: no prompt has images
 
 
 def choose_format(task: Task, wanted: str, num_fewshot: int, tokenizer: Any) -> Format:
@@ -94,7 +102,8 @@ def build_prompts(
     system_prompt: str | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptSet:
-    """Render the prompts; `system_prompt` replaces the task's own. Raises ConfigError: failing template, empty prompt.
+    """Render the prompts; `system_prompt` replaces the task's own. Raises ConfigError: failing template, empty prompt, images
+    that the model or the format cannot have.
 
     `tools` are JSON schemas for the chat template. An environment reads a prompt's `extra["row"]`: the row of the data
     file, with the chat as "messages".
@@ -102,13 +111,26 @@ def build_prompts(
     task, problems = dataset.task, dataset.problems
     asked = list(zip(problems, _draw_examples(dataset, num_fewshot, seed), strict=True))
     extras: list[dict[str, Any]] = [{} for _ in problems]
+    sizes, images = dataset.rows.image_sizes, image_format(tokenizer)
+    data = DataConfig(apply_chat_template=format == "chat", system_prompt=system_prompt)
+    renderer = RowRenderer(data, task, dataset.rows, tokenizer, None)
+    try:
+        check_images(renderer, problems)
+    except ConfigError as error:
+        raise with_options(error) from error
+    if sizes and format == "text":
+        raise ConfigError(f"task {task.name!r} has images, which a chat template places; set --format chat")
     if format == "chat":
         chats = [task.messages(problem.question, examples, system_prompt) for problem, examples in asked]
         if task.multi_turn.environment is not None:
             extras = [{"row": {**p.row, "messages": chat}} for p, chat in zip(problems, chats, strict=True)]
         try:
-            texts = [render_chat(chat, tokenizer, p.uid, tools) for chat, p in zip(chats, problems, strict=True)]
-        except ConfigError as error:
+            placed = [
+                images.messages(chat, len(sizes[number])) if number in sizes else chat
+                for number, chat in enumerate(chats)
+            ]
+            texts = [render_chat(chat, tokenizer, p.uid, tools) for chat, p in zip(placed, problems, strict=True)]
+        except ValueError as error:
             raise ConfigError(f"{error}; set --format text, or --chat-template") from error
         unrendered = [json.dumps(chat) for chat in chats]
     else:
@@ -116,14 +138,25 @@ def build_prompts(
             unrendered = texts = [task.plain_text(problem.question, examples) for problem, examples in asked]
         except ValueError as error:
             raise ConfigError(f"task {task.name!r}: {error}; set --format chat") from error
-    encoded = encode_prompts(texts, tokenizer, is_chat=format == "chat")
+    encoded = renderer.encode(texts)
     prompts = [
-        Prompt(problem.uid, tuple(ids), text, problem.answer, task.name, task.reward or "", extra)
-        for problem, ids, text, extra in zip(problems, encoded, texts, extras, strict=True)
+        row_prompt(
+            renderer,
+            number,
+            text,
+            ids,
+            uid=problem.uid,
+            answer=problem.answer,
+            source=task.name,
+            reward=task.reward or "",
+            extra=extra,
+        )
+        for number, (problem, ids, text, extra) in enumerate(zip(problems, encoded, texts, extras, strict=True))
     ]
     stop = task.text.stop if format == "text" else []
     hashes = (hashlib.sha256("\0".join(of).encode()).hexdigest() for of in (unrendered, texts))
-    return PromptSet(prompts, format, num_fewshot, stop, *hashes)
+    limits = (images.min_pixels, images.max_pixels) if sizes else None
+    return PromptSet(prompts, format, num_fewshot, stop, *hashes, limits)
 
 
 def _draw_examples(dataset: Dataset, num_fewshot: int, seed: int) -> list[list[Example]]:
@@ -196,6 +229,7 @@ class Selected:
             "top_p": self.top_p,
             "max_tokens": self.max_tokens,
             "stop": prompts.stop,
+            **({"image_pixels": list(prompts.image_pixels)} if prompts.image_pixels else {}),
         }
 
 
@@ -214,6 +248,7 @@ class EvaluationSettings(EngineSettings):
             "model": {"sha256": self.fingerprint, "dtype": self.dtype, "eos_token_ids": self.eos_token_ids},
             "seed": self.options.seed,
             "engine_kwargs": dict(self.options.engine_kwargs),
+            **({"engine": self.options.engine} if self.options.engine != "vllm" else {}),
             "tasks": {selected.name: selected.identity() for selected in self.selected},
         }
 
@@ -228,16 +263,17 @@ def prepare(options: EvaluateOptions) -> EvaluationSettings:
     datasets: list[Dataset] = []
     source = tokenizer = None
     try:
-        datasets = read_datasets(tasks, places, lambda task: _num_fewshot(options, task), options.limit)
+        source = open_policy(options)
+        tokenizer = model_tokenizer(source, options, options.chat_template)
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
+        images = image_format(tokenizer)
+        datasets = read_datasets(tasks, places, lambda task: _num_fewshot(options, task), options.limit, images)
         if options.reward is not None:
             for dataset in datasets:
                 check_reward(options.reward, {}, dataset.problems[0].row)
     except ValueError as error:  # of check_reward too
-        problems.append(str(error))
-    try:
-        source = open_policy(options)
-        tokenizer = model_tokenizer(source, options.tokenizer, options.chat_template)
-    except ConfigError as error:
         problems.append(str(error))
     if problems or source is None:
         raise ConfigError("\n".join(problems))
@@ -318,6 +354,8 @@ def _select(
     if format == "text" and options.system_prompt is not None:
         raise ConfigError(f"--system-prompt needs a chat, and task {task.name!r} is plain text here; unset one of them")
     renderer = None
+    if task.multi_turn.environment is not None and dataset.rows.image_sizes:
+        raise ConfigError(f"task {task.name!r} has an environment and rows with images; only single turns read images")
     if task.multi_turn.environment is not None:
         if format == "text":
             raise ConfigError(f"task {task.name!r} has an environment, whose turns are a chat; leave out --format text")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.prompts import encode_prompts
+from grpo_megatron.data.prompts import encode_prompts, image_format
 from grpo_megatron.data.rows import Messages
 from grpo_megatron.data.tokenizer import render_chat
 from grpo_megatron.parallel.mesh import destroy_mesh
@@ -27,8 +27,9 @@ from grpo_megatron.rollout.engine import Request, StopTexts, sample_seed
 from grpo_megatron.shipped.tools.evaluation.cli import StartRanks
 from grpo_megatron.shipped.tools.evaluation.engine import WEIGHTS_VERSION, start_engine
 from grpo_megatron.shipped.tools.generation.options import GenerateOptions
-from grpo_megatron.shipped.tools.generation.settings import GenerationSettings, prepare_generation
+from grpo_megatron.shipped.tools.generation.settings import GenerationSettings, placed, prepare_generation
 from grpo_megatron.storage.files import write_file
+from grpo_megatron.types import Prompt, PromptImage
 
 
 def generate(options: GenerateOptions, start_ranks: StartRanks | None) -> int:
@@ -183,25 +184,34 @@ class Answerer:
         size = max(1, self.capacity // count)
         for start in range(0, len(prompts), size):
             batch = prompts[start : start + size]
-            drawn = self.answers([(one.prompt_ids, one.uid) for one in batch], self.settings.max_tokens)
+            drawn = self.answers(batch, self.settings.max_tokens)
             yield from (drawn[n * count : (n + 1) * count] for n in range(len(batch)))
 
-    def answers(self, prompts: Sequence[tuple[Sequence[int], str]], max_tokens: int) -> list[ModelAnswer]:
-        """`--samples` answers of each (token ids, uid), prompt by prompt. The uid decides the draws."""
-        keys = [(ids, uid, sample) for ids, uid in prompts for sample in range(self.settings.options.samples)]
-        requests = [self._request(ids, uid, sample, max_tokens, self._stop) for ids, uid, sample in keys]
+    def answers(self, prompts: Sequence[Prompt], max_tokens: int) -> list[ModelAnswer]:
+        """`--samples` answers of each prompt, prompt by prompt. Its uid decides the draws."""
+        keys = [(prompt, sample) for prompt in prompts for sample in range(self.settings.options.samples)]
+        requests = [
+            self._request(prompt.prompt_ids, prompt.images, prompt.uid, sample, max_tokens, self._stop)
+            for prompt, sample in keys
+        ]
         completions = self.engine.generate(requests, WEIGHTS_VERSION)
         return [
             ModelAnswer(sample, self._decode(one.response_ids), len(one.response_ids), one.finish_reason)
-            for (_, _, sample), one in zip(keys, completions, strict=True)
+            for (_, sample), one in zip(keys, completions, strict=True)
         ]
 
     def streamed(
-        self, ids: Sequence[int], uid: str, max_tokens: int, write: Callable[[str], None], is_ended: Callable[[], bool]
+        self,
+        ids: Sequence[int],
+        images: Sequence[PromptImage],
+        uid: str,
+        max_tokens: int,
+        write: Callable[[str], None],
+        is_ended: Callable[[], bool],
     ) -> ModelAnswer:
         """One answer, in one process. `write` gets its text in pieces. `is_ended`, asked after each step, ends it."""
         text = TextStream(self._decode, write)
-        request = self._request(ids, uid, 0, max_tokens, WatchedStop(self._stop, text.add))
+        request = self._request(ids, images, uid, 0, max_tokens, WatchedStop(self._stop, text.add))
         self.engine.submit(uid, request, WEIGHTS_VERSION)
         while not is_ended():
             for _, one in self.engine.poll():
@@ -209,7 +219,15 @@ class Answerer:
         self.engine.abort([uid])
         return ModelAnswer(0, text.finish(), len(text.ids), "user")
 
-    def _request(self, ids: Sequence[int], uid: str, sample: int, max_tokens: int, stop: StopTexts | None) -> Request:
+    def _request(
+        self,
+        ids: Sequence[int],
+        images: Sequence[PromptImage],
+        uid: str,
+        sample: int,
+        max_tokens: int,
+        stop: StopTexts | None,
+    ) -> Request:
         options = self.settings.options
         return Request(
             prompt_ids=tuple(ids),
@@ -220,6 +238,7 @@ class Answerer:
             top_k=(options.top_k or -1) if options.temperature else -1,
             stop_token_ids=tuple(self.settings.style.stop_token_ids),
             stop=stop,
+            images=tuple(images),
         )
 
     def _decode(self, ids: Any) -> str:
@@ -228,7 +247,7 @@ class Answerer:
 
 # -- a conversation in the terminal ------------------------------------------------------------------------------------
 # One user, one model, greedy unless --temperature says otherwise. An answer is shown while it is drawn. The conversation
-# begins with the system prompt of the run, or with that of the task.
+# begins with the system prompt of the run, or with that of the task. The images of --image belong to its first question.
 
 HELP = "/new begins a new conversation; Ctrl-C ends an answer; /quit, or Ctrl-D, ends the chat"
 EARLY_ENDS = {"length": "cut", "user": "ended by Ctrl-C"}  # of answers that have not ended by themselves
@@ -255,7 +274,14 @@ def hold_chat(answerer: Answerer, read: Callable[[str], str] = input) -> None:
         if line == "/new":
             messages = beginning
         elif line:
-            asked: Messages = [*messages, {"role": "user", "content": line}]
+            question: Messages = [{"role": "user", "content": line}]
+            if messages is beginning and (images := answerer.settings.images):
+                try:
+                    question = image_format(answerer.settings.tokenizer).messages(question, len(images))
+                except ValueError as error:
+                    _tell(str(error))
+                    continue
+            asked: Messages = [*messages, *question]
             answer = _answer(answerer, asked, turn)
             turn += 1
             if answer is not None:
@@ -267,6 +293,13 @@ def _answer(answerer: Answerer, messages: Messages, turn: int) -> str | None:
     settings = answerer.settings
     text = render_chat(messages, settings.tokenizer, "the conversation")
     [ids] = encode_prompts([text], settings.tokenizer, is_chat=True)
+    images: Sequence[PromptImage] = ()
+    if settings.images:
+        try:
+            ids, images = placed(settings.tokenizer, ids, settings.images)
+        except ValueError as error:
+            _tell(str(error))
+            return None
     room = settings.max_model_len - len(ids)
     if room < 1:
         _tell(
@@ -275,7 +308,7 @@ def _answer(answerer: Answerer, messages: Messages, turn: int) -> str | None:
         return None
 
     with _ctrl_c_pressed() as is_pressed:
-        answer = answerer.streamed(ids, f"chat/{turn}", min(settings.max_tokens, room), _show, is_pressed)
+        answer = answerer.streamed(ids, images, f"chat/{turn}", min(settings.max_tokens, room), _show, is_pressed)
     print(flush=True)
     if answer.finish_reason in EARLY_ENDS:
         _tell(f"({EARLY_ENDS[answer.finish_reason]} after {answer.num_tokens} tokens)")

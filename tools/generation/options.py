@@ -29,8 +29,9 @@ answers to the rows of a file, or to its lines:
   grpo-megatron generate --model outputs/run/checkpoints/step_000020 \\
       --file test.jsonl --samples 4 --temperature 1 --output out.jsonl
   grpo-megatron generate --model HF_DIR --file prompts.txt --output out.jsonl
-a conversation in the terminal:
+a conversation in the terminal; a question about images, of a model that reads them:
   grpo-megatron generate --model HF_DIR --chat
+  grpo-megatron generate --model HF_DIR --image plot.png --prompt "Which bar is taller?"
 
 A model of one of our runs gets the run's prompts: task, chat template, system
 prompt and stop texts of its config.
@@ -40,6 +41,10 @@ prompt and stop texts of its config.
         Path | None, prompting("rows (.jsonl, .json, .csv), or else lines of text", "FILE", exclusive=True)
     ] = None
     chat: Annotated[bool, prompting("a conversation in the terminal", exclusive=True)] = False
+    image: Annotated[
+        tuple[Path, ...],
+        prompting("of --prompt, or of the first question of --chat; may be repeated", "FILE", repeated=True),
+    ] = ()
     task: Annotated[str | None, prompting("the task that renders prompts; default: the run's, else as is", "NAME")] = (
         None
     )
@@ -67,6 +72,8 @@ prompt and stop texts of its config.
         yield from super().problems()
         if self.samples > 1 and not self.temperature:
             yield f"--samples {self.samples} with --temperature 0: greedy answers are all the same; set --temperature 1"
+        if self.image and self.file is not None:
+            yield "--image with --file: the rows of a file name their images themselves; leave one of them out"
         if not all(self.stop):
             yield '--stop "": an empty text is found everywhere; leave it out'
         if self.chat:

@@ -7,14 +7,17 @@ beside the exported folder (outputs/run/config.yaml for outputs/run/hf). Every p
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.convert.conversion import EXPORT_FOLDER
-from grpo_megatron.data.prompts import encode_prompts, render_prompt
-from grpo_megatron.data.rows import Question, read_question, read_rows
+from grpo_megatron.data.benchmarks import row_prompt
+from grpo_megatron.data.prompts import RowRenderer, encode_prompts, image_format, render_prompt
+from grpo_megatron.data.rows import Question, RowSet, read_question
 from grpo_megatron.data.task import Task, get_tasks
 from grpo_megatron.data.tokenizer import read_end_tokens
 from grpo_megatron.reading import MAX_YAML, parse_yaml, read_json, read_text
@@ -27,7 +30,7 @@ from grpo_megatron.shipped.tools.evaluation.engine import (
 )
 from grpo_megatron.shipped.tools.generation.options import GenerateOptions
 from grpo_megatron.storage.run_files import STEP_FILE
-from grpo_megatron.types import Prompt
+from grpo_megatron.types import Prompt, PromptImage
 
 PLAIN_TASK = "jsonl"  # the prompt as it is
 DEFAULT_MAX_TOKENS = 512
@@ -40,7 +43,7 @@ MAX_INPUT = 1 << 28  # bytes of standard input, or of a file of lines
 class PromptStyle:
     """How prompts become token ids, and what ends a response. `is_chat` None: a chat if the tokenizer has a template.
 
-    `run`: where these settings were found; None: nowhere.
+    `run`: where these settings were found; None: nowhere. `image_limits`: the run's image_max_pixels and image_min_pixels.
     """
 
     task: str
@@ -51,28 +54,31 @@ class PromptStyle:
     stop_token_ids: list[int]
     max_tokens: int
     run: Path | None
+    image_limits: dict[str, int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings(EngineSettings):
-    """Everything that was read. `prompts` is empty for a chat."""
+    """Everything that was read. `prompts` is empty for a chat; `images` are those of its first question, without places."""
 
     options: GenerateOptions
     style: PromptStyle
     task: Task
     prompts: list[Prompt]
     max_tokens: int
+    images: list[PromptImage] = field(default_factory=list)
 
 
 def prepare_generation(options: GenerateOptions) -> GenerationSettings:
     """Read and check everything. Raises ConfigError; nothing was started."""
     source, style = open_policy(options), _read_style(options)
-    tokenizer = model_tokenizer(source, options.tokenizer, style.chat_template)
+    tokenizer = model_tokenizer(source, options, style.chat_template, **style.image_limits)
     try:
         [task] = get_tasks([style.task])
     except ConfigError as error:
         raise ConfigError(f"{error}; set --task (--task jsonl: prompts as they are)") from error
-    prompts = [] if options.chat else _render(options, style, task, tokenizer)
+    images = _read_images(options, tokenizer)
+    prompts = [] if options.chat else _render(options, style, task, tokenizer, images)
     max_tokens, max_model_len = _lengths(options, style, prompts, source.arch.max_position_embeddings)
     return GenerationSettings(
         options=options,
@@ -85,6 +91,7 @@ def prepare_generation(options: GenerateOptions) -> GenerationSettings:
         task=task,
         prompts=prompts,
         max_tokens=max_tokens,
+        images=images if options.chat else [],
     )
 
 
@@ -111,6 +118,7 @@ def _read_style(options: GenerateOptions) -> PromptStyle:
         stop_token_ids=list(rollout.get("stop_token_ids") or []),
         max_tokens=options.max_tokens or data.get("max_response_length") or DEFAULT_MAX_TOKENS,
         run=where,
+        image_limits={name: data.get(name) for name in ("image_max_pixels", "image_min_pixels")},
     )
 
 
@@ -133,38 +141,81 @@ def _run_config(model: Path) -> tuple[dict[str, Any], Path | None]:
     return {name: section for name, section in config.items() if isinstance(section, dict)}, where
 
 
-def _render(options: GenerateOptions, style: PromptStyle, task: Task, tokenizer: Any) -> list[Prompt]:
-    """The prompts, rendered by the function that renders those of training. Raises ConfigError."""
+def _read_images(options: GenerateOptions, tokenizer: Any) -> list[PromptImage]:
+    """Those of --image, without places. Raises ConfigError."""
+    images: list[PromptImage] = []
+    if options.image and image_format(tokenizer) is None:
+        raise ConfigError(
+            f"--image {options.image[0]}: the model {str(options.model)!r} reads no images; name one that does"
+        )
+    for path in options.image:
+        try:
+            images += image_format(tokenizer).read({"image": str(path)}, Path(), [-1])
+        except ValueError as error:
+            raise ConfigError(f"--image {path}: {str(error).removeprefix('images[0] ')}") from error
+    return images
+
+
+def placed(
+    tokenizer: Any, ids: Sequence[int], images: Sequence[PromptImage]
+) -> tuple[Sequence[int], tuple[PromptImage, ...]]:
+    """Ids with one token per image -> with all, and the images in their places. Raises ValueError."""
+    if not images:
+        return ids, ()
+    whole, places = image_format(tokenizer).placed(ids, [image.size for image in images])
+    return whole, tuple(replace(image, first=first) for image, first in zip(images, places, strict=True))
+
+
+def _render(
+    options: GenerateOptions, style: PromptStyle, task: Task, tokenizer: Any, images: list[PromptImage]
+) -> list[Prompt]:
+    """The prompts, rendered by the functions that render those of training. Raises ConfigError."""
     is_chat = tokenizer.chat_template is not None if style.is_chat is None else style.is_chat
     data = DataConfig(task=style.task, apply_chat_template=is_chat, system_prompt=style.system_prompt)
-    questions = _read_questions(options.prompt, options.file, task)
+    fields: dict[str, Any] = {"answer": "", "source": task.name, "reward": ""}
     try:
-        texts = [render_prompt(data, task, one, tokenizer, f"prompt {n}") for n, one in enumerate(questions)]
-    except ConfigError as error:
+        if options.file is not None and options.file.suffix not in LINE_FILES:
+            rows = RowSet([options.file], "generate", image_format(tokenizer))
+            renderer = RowRenderer(data, task, rows, tokenizer, None)
+            questions = [one for chunk in rows.parsed(partial(_question_of, renderer)) for _, one in chunk]
+            texts = [renderer.text(number, one) for number, one in enumerate(questions)]
+            encoded = renderer.encode(texts)
+            return [
+                row_prompt(renderer, number, text, ids, uid=f"generate/{number}", question=question, **fields)
+                for number, (text, ids, question) in enumerate(zip(texts, encoded, questions, strict=True))
+            ]
+        questions, count = _read_texts(options.prompt, options.file), len(images)
+        texts = [
+            render_prompt(data, task, one, tokenizer, f"prompt {number}", num_images=count)
+            for number, one in enumerate(questions)
+        ]
+        encoded = encode_prompts(texts, tokenizer, is_chat=is_chat)
+        whole = [placed(tokenizer, ids, images) for ids in encoded]
+    except ValueError as error:
         raise with_options(error) from error
-    encoded = encode_prompts(texts, tokenizer, is_chat=is_chat)
     return [
-        Prompt(f"generate/{number}", tuple(ids), text, "", task.name, "", question=question)
-        for number, (ids, text, question) in enumerate(zip(encoded, texts, questions, strict=True))
+        Prompt(f"generate/{number}", tuple(ids), text, question=question, images=own, **fields)
+        for number, ((ids, own), text, question) in enumerate(zip(whole, texts, questions, strict=True))
     ]
 
 
-def _read_questions(prompt: str | None, file: Path | None, task: Task) -> list[Question]:
-    """From the command line, standard input or a file, in order: texts, or chats. Raises ConfigError."""
+def _question_of(renderer: RowRenderer, row: dict[str, Any]) -> Question:
+    if renderer.task.name == PLAIN_TASK and "messages" in row and "prompt" not in row:
+        question = read_question(row, "messages")
+    else:
+        question, _ = renderer.task.read_unanswered(row)
+    renderer.check_images(question, row)
+    return question
+
+
+def _read_texts(prompt: str | None, file: Path | None) -> list[Question]:
+    """From the command line, standard input or the lines of a file, in order. Raises ConfigError."""
     if prompt is not None:
         text = sys.stdin.read(MAX_INPUT).rstrip("\n") if prompt == "-" else prompt
         if not text.strip():
             raise ConfigError(f"--prompt {prompt!r}: the prompt is empty")
         return [text]
-
-    def question_of(row: dict[str, Any]) -> Question:
-        if task.name == PLAIN_TASK and "messages" in row and "prompt" not in row:
-            return read_question(row, "messages")
-        return task.read_unanswered(row)[0]
-
     assert file is not None
-    if file.suffix not in LINE_FILES:
-        return read_rows(file, question_of)
     try:
         lines: list[Question] = [line for line in read_text(file, MAX_INPUT).splitlines() if line.strip()]
     except (OSError, ValueError) as error:
@@ -179,14 +230,15 @@ def _lengths(options: GenerateOptions, style: PromptStyle, prompts: list[Prompt]
     if options.chat:
         length = min(options.max_length, limit)
         return min(style.max_tokens, length - 1), length
-    longest = max(range(len(prompts)), key=lambda number: len(prompts[number].prompt_ids))
-    length = len(prompts[longest].prompt_ids)
+    lengths = [len(prompt.prompt_ids) for prompt in prompts]
+    length = max(lengths)
     room = limit - length
     if room < 1 or (options.max_tokens or 0) > room:
         asked = f" + --max-tokens {options.max_tokens} = {length + options.max_tokens}" if options.max_tokens else ""
         remedy = f"set --max-tokens {room} or less" if room > 0 else "shorten the prompt"
         raise ConfigError(
-            f"prompt {longest} of {length} tokens{asked} exceeds the model's max_position_embeddings {limit}; {remedy}"
+            f"prompt {lengths.index(length)} of {length} tokens{asked} exceeds the model's max_position_embeddings {limit};"
+            f" {remedy}"
         )
     max_tokens = min(style.max_tokens, room)
     return max_tokens, length + max_tokens
