@@ -19,7 +19,8 @@ from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.layout import Layout
 from grpo_megatron.reading import parse_yaml, read_json
 from grpo_megatron.shipped.tools.starting.new_config import InitOptions, Machine, config_text, suggest, write_config
-from tests.runs import make_run
+from tests import vision
+from tests.runs import make_run, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "models" / "llama3_70b"
@@ -53,6 +54,23 @@ def test_what_is_written_is_valid_and_nothing_is_replaced(run: Path, tmp_path: P
     with pytest.raises(ConfigError, match="own.yaml exists"):
         init(arguments(run, output))
     assert output.read_text() == before
+
+
+@pytest.mark.parametrize("machine", [["--cpu"], ["--gpus", "2", "--lora"]])
+def test_a_model_that_reads_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: list[str]) -> None:
+    """An image takes half of a prompt at most."""
+    monkeypatch.chdir(tmp_path)
+    model, drawing = vision.make_model(Path("model")), vision.draw(0, 560, 560)  # 400 tokens
+    drawing.save("0.png")
+    write_rows(
+        Path("train.jsonl"),
+        [{"images": ["0.png"], "problem": f"<image>Find {n}.", "answer": str(n)} for n in range(64)],
+    )
+    words = ["--task", "geometry3k", "--train", "train.jsonl", "--output", "own.yaml", *machine]
+    assert init([str(model), *words]) == 0
+    config = load_config(Path("own.yaml"))
+    assert config.actor.vision.is_frozen
+    assert config.data.image_max_pixels == config.data.max_prompt_length // 2 * vision.CELL**2
 
 
 @pytest.mark.parametrize("folder", ["", "configs"])
