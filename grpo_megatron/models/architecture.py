@@ -130,7 +130,7 @@ class Vision:
             return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
 
         def norm(name: str) -> dict[str, tuple[int, ...]]:
-            return {f"{name}.weight": (h,)} | ({} if self.gated else {f"{name}.bias": (h,)})
+            return {f"{name}.{part}": (h,) for part in (("weight",) if self.gated else ("weight", "bias"))}
 
         out: dict[str, tuple[int, ...]] = {"visual.patch_embed.proj.weight": (h, 3, 2, self.patch, self.patch)}
         for layer in range(self.depth):

@@ -16,7 +16,7 @@ import torch
 
 from grpo_megatron.config import Config, LoraConfig, MegatronConfig
 from grpo_megatron.memory.parameters import RunModels, memory_of_stages, parameters_from_table, tower_bytes
-from grpo_megatron.memory.phases import Phase, image_bytes, memory_phases
+from grpo_megatron.memory.phases import Phase, host_parts, image_bytes, memory_phases
 from grpo_megatron.models.architecture import MAX_KEPT
 from grpo_megatron.models.engine_cache import engine_cache, engine_weights, tower_layer_bytes
 from grpo_megatron.models.families import architecture_of
@@ -155,6 +155,13 @@ def test_images_on_the_host() -> None:
     single = frozen.with_values({"rollout.n": 1})
     assert image_bytes(single, ARCH, 8, has_reference=False) == pixels / 4 + patches + MAX_KEPT
     assert image_bytes(frozen, published.architecture("Qwen2.5-7B-Instruct"), 8, has_reference=True) == 0
+
+
+def test_a_save_has_the_frozen_tower_too() -> None:
+    """Of one of 8 replicas: bfloat16 weights of all, and Adam of what is trained, which 8 ranks divide already."""
+    config = config_of()
+    (memory,) = memory_of_stages(config, 8, RunModels(ARCH).stages(config)[0], [])
+    assert host_parts(config, 8, memory)["copies of a save"] == 2 / 8 * (DECODER + TOWER) + 12 / 8 * DECODER
 
 
 def test_engine_and_sync_have_the_whole_tower() -> None:
