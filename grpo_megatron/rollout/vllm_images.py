@@ -32,7 +32,7 @@ class EngineInputs:
         patch, merge = getattr(vision, "patch_size", 0), getattr(vision, "spatial_merge_size", 0)
 
         class Patches(MultiModalFlatField):
-            """Patched when the tower runs: until then a request holds the pixels, an eighth of the bytes or less."""
+            """Patched when the tower runs: until then a request holds the pixels, an eighth of the bytes."""
 
             def _reduce_data(self, batch: list[Any], *, pin_memory: bool) -> Any:
                 return torch.cat([torch.from_numpy(image_patches(image, patch, merge)) for image in batch])

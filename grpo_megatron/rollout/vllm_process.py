@@ -329,7 +329,7 @@ def _load_model_class(folder: Path | str, image_tokens: int) -> None:
     config = json.loads((Path(folder) / "config.json").read_bytes())
     for name in config.get("architectures") or ():
         if name in ModelRegistry.models:  # others are left to vLLM, which may know a replacement
-            with importing_models():
+            with importing_models() if image_tokens else contextlib.nullcontext():
                 model = ModelRegistry.models[name].load_model_cls()
             if image_tokens:
                 serve_images(model, image_tokens)
