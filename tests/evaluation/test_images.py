@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from grpo_megatron.cli.main import main
+from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.rollout.transformers_engine import TransformersEngine
 from grpo_megatron.shipped.tools.evaluation.cli import draw_task, evaluate
@@ -125,3 +127,25 @@ def test_what_cannot_read_images_is_refused(
     assert "--engine transformers serves no model that reads images" in refused(
         capsys, *vision, "--engine", "transformers"
     )
+
+
+def test_a_published_benchmark_has_its_drawings(folder: Path, tmp_path: Path) -> None:
+    """Geometry3K as on the Hub: a list of {"bytes", "path"} per row. As data.val_tasks the prompts are the same."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    drawings = [{"bytes": png(draw(number, (2 + number) * CELL)), "path": None} for number in range(3)]
+    rows = [{"images": [one], "problem": "<image>Find $x$.", "answer": "5"} for one in drawings]
+    (tmp_path / "geometry3k").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "geometry3k/test.parquet")
+    options = EvaluateOptions(
+        model=folder / "model", tasks=("geometry3k",), data=tmp_path, max_tokens=9, engine="transformers"
+    )
+    settings = prepare(options)
+    prompts = settings.selected[0].prompts.prompts
+    assert [prompt.images[0].size for prompt in prompts] == [(2, 2), (2, 3), (2, 4)]
+    data = DataConfig(val_tasks=["geometry3k"], val_data=tmp_path, max_prompt_length=300)
+    validated = read_task_prompts(data, {}, settings.tokenizer)
+    assert [(one.prompt_ids, one.images) for one in validated] == [(one.prompt_ids, one.images) for one in prompts]
+    with pytest.raises(ConfigError, match="geometry3k/2 has .* tokens, data.max_prompt_length is 20"):
+        read_task_prompts(data.model_copy(update={"max_prompt_length": 20}), {}, settings.tokenizer)
