@@ -73,6 +73,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "numpy": ("data.", "types"),
     "msgspec": ("rewards.pool", "pages.run_folder"),
     "pyarrow": ("data.",),
+    "PIL": ("data.", "pages.kit"),
     "tqdm": ("data.", "observability.", "training.", "evaluation.", "convert."),
     "jsonschema": ("environments.",),
     "uvicorn": ("environments.",),

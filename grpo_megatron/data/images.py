@@ -32,8 +32,8 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.reading import MAX_PATH, ReadError, check_regular, cut, read_json, reason_of, shown
 from grpo_megatron.types import PromptImage
 
-MARK = "<image>"
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+IMAGE_MARK = "<image>"
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 ENCODED = ("iVBORw0KGgo", "/9j/", "UklGR", "Qk", "R0lGOD")  # how their files begin in base64
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # 8 bits; others would be cut off without a word
 MAX_BYTES = 1 << 26  # of a file
@@ -74,7 +74,8 @@ class ImageFormat:
         for name, value in supported.items():
             if given.get(name) is not None and not _equal(given[name], value):
                 raise ConfigError(f"{path}: {name}={shown(given[name])} is not supported; {shown(value)} is")
-        size = given.get("size") if isinstance(given.get("size"), dict) else {}
+        size = given.get("size")
+        size = size if isinstance(size, dict) else {}
         low = data.image_min_pixels or given.get("min_pixels") or size.get("shortest_edge") or 3136
         high = data.image_max_pixels or given.get("max_pixels") or size.get("longest_edge") or 12845056
         cell = patch * merge
@@ -140,7 +141,8 @@ class ImageFormat:
         for source, (rows, columns) in zip(image_sources(row), sizes, strict=True):
             place = located(source, folder)
             size = {"width": columns * self.cell, "height": rows * self.cell, "rows": rows, "columns": columns}
-            images.append({**size, "path": str(place) if isinstance(place, Path) else None, "name": image_name(place)})
+            name = image_name(place)
+            images.append({**size, "path": name if isinstance(place, Path) else None, "name": name})
         kept = {name: value for name, value in row.items() if name not in ("image", "images")}
         lists = {name: [*map(flat_message, value)] for name, value in kept.items() if isinstance(value, list)}
         return {**kept, **lists, "images": images}
@@ -150,11 +152,13 @@ class ImageFormat:
         texts = [message["content"] for message in messages]
         if any(self.token in text for text in texts):
             raise ValueError(f"the prompt has {self.token!r}, which the chat template writes for an image; remove it")
-        marks = sum(text.count(MARK) for text in texts)
+        marks = sum(text.count(IMAGE_MARK) for text in texts)
         if marks not in (0, count):
-            raise ValueError(f"the prompt has {MARK} {marks} times, and the row {count} images; write it once for each")
+            raise ValueError(
+                f"the prompt has {IMAGE_MARK} {marks} times, and the row {count} images; write it once for each"
+            )
         parted = [
-            dict(message, content=_parts(text) if MARK in text else text)
+            dict(message, content=_parts(text) if IMAGE_MARK in text else text)
             for message, text in zip(messages, texts, strict=True)
         ]
         if not marks:
@@ -200,7 +204,7 @@ def _equal(found: Any, value: Any) -> bool:
 
 def _parts(text: str) -> list[dict[str, str]]:
     parts: list[dict[str, str]] = []
-    for number, piece in enumerate(text.split(MARK)):
+    for number, piece in enumerate(text.split(IMAGE_MARK)):
         parts += [{"type": "image"}] if number else []
         parts += [{"type": "text", "text": piece}] if piece else []
     return parts
@@ -247,7 +251,7 @@ def flat_message(message: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("text", "image", "image_url"):
             raise ValueError(f"a message has a content part of type {shown(kind)}; text and image are supported")
-        texts.append(MARK if kind != "text" else str(part.get("text") or ""))
+        texts.append(IMAGE_MARK if kind != "text" else str(part.get("text") or ""))
     return {**message, "content": "".join(texts)}
 
 
@@ -314,7 +318,7 @@ def _decode(data: bytes) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of large images, and of damaged metadata
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image: Any = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
             if image.width * image.height > MAX_DECODED:
                 raise ValueError(f"has {image.width} x {image.height} pixels; at most {MAX_DECODED:,} are decoded")
             # MPO: a photograph of a telephone, with a preview behind it
@@ -332,7 +336,7 @@ def _decode(data: bytes) -> Any:
             image = image.convert("RGB")
             return image if turn is None else image.transpose(turn)
     except UnidentifiedImageError:
-        raise ValueError(f"({len(data):,} bytes) is no {', '.join(FORMATS)} file that can be read") from None
+        raise ValueError(f"({len(data):,} bytes) is no {', '.join(IMAGE_FORMATS)} file that can be read") from None
     except ValueError:
         raise
     except Exception as error:  # Pillow's decoders raise errors of many types
@@ -357,7 +361,7 @@ def image_patches(image: PromptImage, patch: int, merge: int) -> np.ndarray[Any,
     """float32 [patches, 3 * 2 * patch * patch], normalised, as Qwen2VLImageProcessor lays them out: cell by cell."""
     rows, columns = image.size
     pixels = np.frombuffer(image.pixels, np.uint8).reshape(rows * merge * patch, columns * merge * patch, 3)
-    values = (pixels.astype(np.float32) / np.float32(255) - np.float32(MEAN)) / np.float32(STD)
+    values = (pixels.astype(np.float32) / np.float32(255) - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
     cells = values.reshape(rows, merge, patch, columns, merge, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
     frames = np.repeat(cells[:, :, :, :, :, None], 2, axis=5)  # a still image is two equal frames
     return np.ascontiguousarray(frames.reshape(rows * columns * merge * merge, -1))

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.images import MARK, has_images
+from grpo_megatron.data.images import IMAGE_MARK, has_images
 from grpo_megatron.data.rows import Messages, Question, RowSet
 from grpo_megatron.data.sampler import LazySequence, keep_fitting
 from grpo_megatron.data.task import Task, get_task
@@ -127,8 +127,8 @@ class RowRenderer:
                 "has images, and the model reads none; set model.path to one that reads images (Qwen2.5-VL), or take the"
                 " columns image and images, and the image parts of messages, out"
             )
-        if MARK in str(responses):
-            raise ValueError(f"has images, and {MARK} after the prompt; only the prompt can show images")
+        if IMAGE_MARK in str(responses):
+            raise ValueError(f"has images, and {IMAGE_MARK} after the prompt; only the prompt can show images")
         if self.data.apply_chat_template and self.task.user_prompt is not None:  # else it is refused when rendered
             known.messages(self.task.messages(question, system_prompt=self.data.system_prompt), len(row["images"]))
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.images import flat_message
+from grpo_megatron.data.images import flat_message, has_images
 from grpo_megatron.data.prompts import Decode, RowPrompt, RowRenderer, image_format, most_tokens, step_ends
 from grpo_megatron.data.rows import Messages, Question, RowSet, missing_field, read_question, text_field, type_name
 from grpo_megatron.data.sampler import keep_fitting
@@ -211,7 +211,12 @@ def _load_groups(
     def parse(row: dict[str, Any]) -> list[WrittenGroup]:
         groups = read(row)
         for question, responses, _ in groups:
-            reader.check_images(question, row, responses)
+            if not isinstance(question, Tokens):
+                reader.check_images(question, row, responses)
+            elif has_images(row):
+                raise ValueError(
+                    "has images, and a plain text has no prompt that shows them; write prompt and response"
+                )
         return groups
 
     for chunk in rows.parsed(parse):
@@ -262,7 +267,7 @@ class GroupReader(RowRenderer):
         return prompt, responses, [sum(value for _, value in one.labels) / len(one.labels) for one in responses]
 
     def _prompt(self, number: int, question: Question | Tokens) -> Prompt:
-        named = {"uid": self.rows.uid(number), "answer": "", "source": self.task.name, "reward": ""}
+        named: dict[str, Any] = {"uid": self.rows.uid(number), "answer": "", "source": self.task.name, "reward": ""}
         if isinstance(question, Tokens):
             return Prompt(prompt_ids=tuple(question), text="", **named)
         images = {} if number in self.rows.image_sizes else {"images": ()}

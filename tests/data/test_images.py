@@ -615,6 +615,7 @@ def test_rows_with_responses_have_images_in_their_prompts(folder: Path, tokenize
             "has images, and <image> after the prompt; only the prompt can show images",
         ),
         ({"prompt": "<image><image>", "image": "pictures/0.png", "response": "2"}, "has <image> 2 times"),
+        ({"text": "x", "image": "pictures/0.png"}, "has images, and a plain text has no prompt that shows them"),
     ],
 )
 def test_responses_show_no_images(folder: Path, tokenizer: Any, row: dict[str, Any], message: str) -> None:
