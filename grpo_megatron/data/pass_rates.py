@@ -41,9 +41,10 @@ def read_pass_rates(path: Path) -> dict[str, Measured]:
     found: dict[str, Measured] = {}
 
     def parse(row: dict[str, Any]) -> None:
-        digest = problem_digest(
-            read_question(row, "question"), text_field(row, "answer", empty=True), row.get("images") or ()
-        )
+        images = row.get("images") or []
+        if not (isinstance(images, list) and all(isinstance(one, dict) and "name" in one for one in images)):
+            raise ValueError("field 'images' is no list of objects with the name of an image")
+        digest = problem_digest(read_question(row, "question"), text_field(row, "answer", empty=True), images)
         if digest in found:
             raise ValueError("has the question and the answer of an earlier row; keep one of them")
         rate = _number(row, "rate")
@@ -100,7 +101,7 @@ def select_prompts(prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[
 def _measured(prompts: Sequence[Prompt], sampling: SamplingConfig, key: str) -> list[Measured]:
     assert sampling.pass_rates is not None
     rates, default = read_pass_rates(sampling.pass_rates), sampling.default_pass_rate
-    facts = [prompt.columns.get("images") or () for prompt in prompts]
+    facts: list[Any] = [prompt.columns.get("images") or () for prompt in prompts]
     digests = [problem_digest(one.question, one.answer, images) for one, images in zip(prompts, facts, strict=True)]
     found = [rates.get(digest) for digest in digests]
     if missing := [prompt.uid for prompt, one in zip(prompts, found, strict=True) if one is None]:

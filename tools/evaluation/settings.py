@@ -154,9 +154,9 @@ def build_prompts(
         for number, (problem, ids, text, extra) in enumerate(zip(problems, encoded, texts, extras, strict=True))
     ]
     stop = task.text.stop if format == "text" else []
-    hashes = (hashlib.sha256("\0".join(of).encode()).hexdigest() for of in (unrendered, texts))
+    asked_sha256, prompts_sha256 = (hashlib.sha256("\0".join(of).encode()).hexdigest() for of in (unrendered, texts))
     limits = (images.min_pixels, images.max_pixels) if sizes else None
-    return PromptSet(prompts, format, num_fewshot, stop, *hashes, limits)
+    return PromptSet(prompts, format, num_fewshot, stop, asked_sha256, prompts_sha256, limits)
 
 
 def _draw_examples(dataset: Dataset, num_fewshot: int, seed: int) -> list[list[Example]]:

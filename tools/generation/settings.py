@@ -158,10 +158,10 @@ def _read_images(options: GenerateOptions, tokenizer: Any) -> list[PromptImage]:
 
 def placed(
     tokenizer: Any, ids: Sequence[int], images: Sequence[PromptImage]
-) -> tuple[Sequence[int], tuple[PromptImage, ...]]:
+) -> tuple[list[int], tuple[PromptImage, ...]]:
     """Ids with one token per image -> with all, and the images in their places. Raises ValueError."""
     if not images:
-        return ids, ()
+        return list(ids), ()
     whole, places = image_format(tokenizer).placed(ids, [image.size for image in images])
     return whole, tuple(replace(image, first=first) for image, first in zip(images, places, strict=True))
 
