@@ -63,7 +63,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "vllm": ("rollout.vllm",),
     "safetensors": ("models.", "convert.", "training.", "replay."),
     "sentencepiece": ("convert.",),
-    "transformers": ("data.", "starting.", "rollout.transformers"),
+    "transformers": ("data.", "starting.", "rollout.transformers", "models.vision"),
     "huggingface_hub": ("storage.hub",),
     "tokenizers": ("data.", "starting."),
     "pydantic": ("config", "cli.", "data.", "rollout.", "evaluation.", "generation.", "curation.", "convert."),

@@ -150,7 +150,9 @@ class RolloutEngine(ABC):
     reads_shards: ClassVar[bool] = False  # True: of each tensor it reads only its rank's part (`engine_tensors`)
     has_exact_rows: ClassVar[bool] = False  # True: it takes `exact`, of `model.exact`
     records_routes: ClassVar[bool] = False  # True: it takes `record_routes`, of `actor.moe.route_replay=engine`
-    reads_images: ClassVar[bool] = False  # True: it serves models that read images; `logprobs` has the argument `images`
+    reads_images: ClassVar[bool] = (
+        False  # True: it serves models that read images; `logprobs` has the argument `images`
+    )
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: Any) -> Iterator[str]:
@@ -257,9 +259,7 @@ class RolloutEngine(ABC):
                 self.abort(list(unfinished))
 
     @abstractmethod
-    def logprobs(
-        self, sequences: list[list[int]], images: Sequence[tuple[PromptImage, ...]] = ()
-    ) -> list[list[float]]:
+    def logprobs(self, sequences: list[list[int]], images: Sequence[tuple[PromptImage, ...]] = ()) -> list[list[float]]:
         """Log-probabilities at temperature 1 of the tokens 1, 2, ... of each sequence, given the tokens before them.
 
         `images`: of each sequence; empty: none has any.
@@ -392,8 +392,17 @@ class StatefulEngine(RolloutEngine):
             )
         own = request.stop.token_ids if request.stop else ()
         self._require_vocabulary([*request.prompt_ids, *request.stop_token_ids, *own])
+        self._require_inside(request.images, len(request.prompt_ids))
 
-    def _require_sequences(self, sequences: Sequence[Sequence[int]]) -> None:
+    def _require_inside(self, images: Sequence[PromptImage], length: int) -> None:
+        for image in images:
+            if not 0 <= image.first <= length - image.num_tokens:
+                last = image.first + image.num_tokens - 1
+                raise ValueError(f"an image at the tokens {image.first} to {last} is outside the prompt of {length}")
+
+    def _require_sequences(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[PromptImage, ...]] = ()
+    ) -> None:
         """Raise unless the engine is idle, and can compute the log-probabilities of all of these."""
         self._require_usable()
         self._require_idle("logprobs")
@@ -403,6 +412,8 @@ class StatefulEngine(RolloutEngine):
                     f"cannot compute logprobs of {len(ids)} tokens: max_model_len is {self._max_model_len}"
                 )
             self._require_vocabulary(ids)
+        for ids, own in zip(sequences, images, strict=False):
+            self._require_inside(own, len(ids))
 
     def _require_vocabulary(self, ids: Sequence[int]) -> None:
         if not 0 <= min(ids) <= max(ids) < self._vocab_size:

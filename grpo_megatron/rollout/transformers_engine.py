@@ -165,8 +165,9 @@ class RowModel:
         self.vocab_size: int = text.vocab_size
         self.log_softmax = rowwise.log_softmax if exact else functools.partial(torch.log_softmax, dim=-1)
         self._decoder, self._head = self.module.get_decoder(), self.module.get_output_embeddings()
-        self._embed, self._tower = self.module.get_input_embeddings(), getattr(self.module.base_model, "visual", None)
-        self._patch, self._merge = (vision.patch_size, vision.spatial_merge_size) if vision is not None else (0, 0)
+        self._embed = self.module.get_input_embeddings()
+        self._tower: Any = getattr(self.module.base_model, "visual", None)
+        self._vision: Any = vision
         self.features: dict[str, Tensor] = {}  # of images by digest; to be emptied when the weights change
 
     def tensors(self) -> dict[str, Tensor]:
@@ -226,9 +227,9 @@ class RowModel:
     def _features(self, image: PromptImage) -> Tensor:
         """[tokens, h]."""
         if image.digest not in self.features:
-            patches = torch.from_numpy(image_patches(image, self._patch, self._merge)).to(self.module.dtype)
-            grid = torch.tensor([[1, image.size[0] * self._merge, image.size[1] * self._merge]])
-            output = self._tower(patches, grid_thw=grid)
+            merge = self._vision.spatial_merge_size
+            patches = torch.from_numpy(image_patches(image, self._vision.patch_size, merge)).to(self.module.dtype)
+            output = self._tower(patches, grid_thw=torch.tensor([[1, image.size[0] * merge, image.size[1] * merge]]))
             self.features[image.digest] = getattr(output, "pooler_output", output)
         return self.features[image.digest]
 
@@ -617,7 +618,7 @@ class TransformersEngine(StatefulEngine):
 
     @torch.inference_mode()
     def logprobs(self, sequences: list[list[int]], images: Sequence[tuple[PromptImage, ...]] = ()) -> list[list[float]]:
-        self._require_sequences(sequences)
+        self._require_sequences(sequences, images)
         rows: list[list[float]] = []
         per_pass = max(1, self._max_tokens // aligned(self._max_model_len))
         for first in range(0, len(sequences), per_pass):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests import vision
@@ -184,6 +185,10 @@ def serve(folder: Path, layout: Any) -> dict[str, Any]:
     together = engine.generate(requests, 2)
     alone = [engine.generate([request], 2)[0] for request in requests]
     assert together == alone, "a draw depends on the other requests"
+    for outside in (-1, len(ROWS[0][0]) - 3):
+        beyond = replace(requests[0], images=(vision.placed(1, outside),))
+        with pytest.raises(ValueError, match=f"at the tokens {outside} to {outside + 3} is outside the prompt of 9"):
+            engine.submit("beyond", beyond, 2)
     first = replace(requests[0], max_tokens=5)
     begun = engine.generate([first], 2)[0]
     on = replace(first, prompt_ids=(*first.prompt_ids, *begun.response_ids), num_written=5, seed=9, temperature=0.0)

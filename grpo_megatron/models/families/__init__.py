@@ -1,8 +1,8 @@
 """Model families: what a config.json says (`architecture_from`), and the table of weights (`weight_table`).
 
 `decoders.py` has the decoders that differ in a few fields, `deepseek.py` latent attention, `qwen_vl.py` images. To add a
-family, write a `ModelFamily` and list it in `FAMILIES`: loader, converter, export, sync and tests use that table. A family of the user's
-own is named by `model.family: my.module:FAMILY`, where FAMILY is a `ModelFamily`, or a module with the two functions.
+family, write a `ModelFamily` and list it in `FAMILIES`: loader, converter, export, sync and tests use that table. A family of
+the user's own is named by `model.family: my.module:FAMILY`, where FAMILY is a `ModelFamily`, or a module with the two functions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_CONFIG = 1 << 24  # bytes of a config.json
 FAMILIES: dict[str, ModelFamily] = {  # model_type of config.json -> family
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ModelFamily(deepseek.architecture_from)),
     **DECODERS,
-    **qwen_vl.FAMILIES,
+    **qwen_vl.VISION_MODELS,
 }
 
 

@@ -33,12 +33,16 @@ def _architecture(config: dict[str, Any]) -> Architecture:
     if not isinstance(sections, list) or len(sections) != 3 or 2 * sum(sections) != head:
         raise UnsupportedModel(f"mrope_section={sections} must be three sizes with the sum {head} / 2 (half a head)")
     rope = {name: "default" if value == "mrope" else value for name, value in rope.items()}
-    settings = common_settings({**text, "rope_scaling": None, "rope_parameters": {"rope_theta": text.get("rope_theta"), **rope}})
+    settings = common_settings(
+        {**text, "rope_scaling": None, "rope_parameters": {"rope_theta": text.get("rope_theta"), **rope}}
+    )
     is_older = config["model_type"] == "qwen2_vl"
     if vision.get("hidden_act", "quick_gelu" if is_older else "silu") != ("quick_gelu" if is_older else "silu"):
         raise UnsupportedModel(f"vision_config.hidden_act={vision['hidden_act']!r} is not supported")
     if vision.get("temporal_patch_size", 2) != 2 or vision.get("in_channels", vision.get("in_chans", 3)) != 3:
-        raise UnsupportedModel("vision_config: only RGB images in pairs of frames are supported (temporal_patch_size=2)")
+        raise UnsupportedModel(
+            "vision_config: only RGB images in pairs of frames are supported (temporal_patch_size=2)"
+        )
     width = vision["embed_dim" if is_older else "hidden_size"]
     out = vision.get("hidden_size" if is_older else "out_hidden_size", text["hidden_size"])
     if out != text["hidden_size"]:
@@ -74,7 +78,7 @@ def _refuse(config: dict[str, Any]) -> Architecture:
     )
 
 
-FAMILIES = {
+VISION_MODELS = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ModelFamily(_architecture, _table)),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ModelFamily(_refuse, _table)),
 }
