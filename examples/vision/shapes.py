@@ -1,6 +1,6 @@
 """Draws the shapes example: pictures, rows, a tokenizer and a random Qwen2.5-VL of 0.8 M parameters; and its reward.
 
-    python examples/vision/shapes.py outputs/shapes            # --seed N: another draw of everything
+    python examples/vision/shapes.py outputs/shapes     # --seed N: another draw of everything; --shuffled: pictures of other rows
 
 A picture has 2 x 2, 2 x 3 or 3 x 2 cells. Each is empty, or has a square or a circle of some colour. The question is how many
 shapes there are. A hash of what is in the cells keeps a tenth of all pictures for validation.
@@ -87,8 +87,10 @@ def paint(picture: Picture) -> Any:
     return image
 
 
-def write_rows(folder: Path, name: str, count: int, seed: int, *, held_out: bool = False) -> None:
-    """`count` rows and their pictures."""
+def write_rows(
+    folder: Path, name: str, count: int, seed: int, *, held_out: bool = False, shuffled: bool = False
+) -> None:
+    """`count` rows and their pictures. `shuffled`: the pictures are dealt out anew, so that they say nothing."""
     draw, rows = random.Random(f"{seed}/{name}"), []
     (folder / name).mkdir(parents=True, exist_ok=True)
     for number, picture in zip(range(count), pictures(draw, held_out=held_out), strict=False):
@@ -97,6 +99,10 @@ def write_rows(folder: Path, name: str, count: int, seed: int, *, held_out: bool
         answer = str(sum(map(bool, picture.cells)))
         row = {"prompt": "shapes?", "images": [path], "answer": answer}
         rows.append({**row, "response": answer} if name == "warm_up" else row)
+    if shuffled:
+        images = [row["images"] for row in rows]
+        draw.shuffle(images)
+        rows = [{**row, "images": image} for row, image in zip(rows, images, strict=True)]
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -158,10 +164,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shuffled", action="store_true", help="a control: pictures that say nothing about the answer")
     options = parser.parse_args()
-    write_rows(options.folder / "data", "warm_up", NUM_WARM_UP, options.seed)
-    write_rows(options.folder / "data", "train", NUM_TRAIN, options.seed)
-    write_rows(options.folder / "data", "val", NUM_VAL, options.seed, held_out=True)
+    for name, count in (("warm_up", NUM_WARM_UP), ("train", NUM_TRAIN), ("val", NUM_VAL)):
+        flags = {"held_out": name == "val", "shuffled": options.shuffled}
+        write_rows(options.folder / "data", name, count, options.seed, **flags)
     write_model(options.folder / "model", options.seed)
     print(f"wrote {options.folder}/data and {options.folder}/model")
 

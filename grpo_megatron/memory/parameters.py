@@ -375,7 +375,8 @@ def tower_bytes(config: Config, arch: Architecture, itemsize: int) -> tuple[floa
     largest, together = image_tokens(data, vision)
     tokens = actor.ppo_max_token_len_per_gpu * together / (data.max_prompt_length + data.max_response_length)
     merger = 4 * (itemsize + vision.gated) * vision.merge**2 * vision.width
-    per_token = 0 if actor.vision.freeze_tower else vision.depth * layer
+    kept = vision.merge**2 * vision.width * itemsize if recomputes_all(actor.megatron) else layer  # inputs only
+    per_token = 0 if actor.vision.freeze_tower else vision.depth * kept
     per_token += merger if per_token or not actor.vision.freeze_merger else 0
     return actor.megatron.pipeline_model_parallel_size * tokens * per_token, float(largest * layer)
 

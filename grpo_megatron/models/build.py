@@ -352,8 +352,10 @@ def build_model(
         if is_exact:
             exact.make_exact(model.decoder)
         if arch.vision is not None and model.pre_process:
+            recomputes = config.recompute_granularity == "full"
             with device.preserve_rng():  # torch draws initial weights
-                model.visual = build_tower(arch.vision, arch.hidden_size, config.params_dtype, device.torch_device)
+                parts = arch.vision, arch.hidden_size, config.params_dtype, device.torch_device
+                model.visual = build_tower(*parts, recomputes=recomputes)
             model.features = Features(arch.vision, config.params_dtype)
         _mark_parameters(model, arch)
         model.to(device.torch_device)

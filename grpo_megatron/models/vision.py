@@ -27,8 +27,13 @@ from grpo_megatron.types import PromptImage
 PLACED = list[tuple[int, PromptImage]]  # the first token in a pack, and the image there
 
 
-def build_tower(vision: Vision, hidden_size: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """transformers' tower with undefined weights of `dtype`. It computes with torch's own attention."""
+def build_tower(
+    vision: Vision, hidden_size: int, dtype: torch.dtype, device: torch.device, *, recomputes: bool = False
+) -> nn.Module:
+    """transformers' tower with undefined weights of `dtype`. It computes with torch's own attention.
+
+    `recomputes`: it keeps the inputs of its layers only, which the backward pass computes again one by one.
+    """
     if vision.gated:
         from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as module
         from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig as Config
@@ -47,6 +52,8 @@ def build_tower(vision: Vision, hidden_size: int, dtype: torch.dtype, device: to
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tower: nn.Module = built(config).to(device)
+    if recomputes:
+        tower.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     for parameter in tower.parameters():
         parameter.data = parameter.data.to(dtype)
     for module in tower.modules():  # angles stay float32: Megatron-Core's bfloat16 wrapper converts every buffer

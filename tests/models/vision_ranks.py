@@ -26,12 +26,14 @@ def batch_of(mini_batches: Any, rows: list[int] | None = None) -> Any:
     return batch
 
 
-def gradients(folder: Path, layout: Any, **actor: Any) -> dict[str, Any]:
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def gradients(folder: Path, layout: Any, *, recompute: bool, **actor: Any) -> dict[str, Any]:
     """Log-probabilities and gradients by name, as whole Hugging Face tensors, of whole rows and of shared prompts."""
     _, tp, pp, sp = layout
-    policy = policy_ranks.build(
-        folder, tp, pp, sp, megatron={"use_distributed_optimizer": False}, **{"optim": {"clip_grad": 0.5}, **actor}
-    )
+    megatron = {"use_distributed_optimizer": False, "override_transformer_config": RECOMPUTE if recompute else {}}
+    policy = policy_ranks.build(folder, tp, pp, sp, megatron=megatron, **{"optim": {"clip_grad": 0.5}, **actor})
     mine = policy_ranks.share(len(ROWS), policy.mesh.dp_rank, policy.mesh.dp)
     local = list(range(len(mine)))
     # The last micro-batch has no image; one is empty.
@@ -123,9 +125,8 @@ def low_precision(folder: Path) -> dict[str, Any]:
 def lora(folder: Path, layout: Any, mode: str) -> dict[str, Any]:
     """An update of adapters, with recomputed layers: norm of the gradient on every stage, log-probabilities after it."""
     _, tp, pp, sp = layout
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     values = {"lora": {"rank": 4, "alpha": 32, "mode": mode}, "optim": {"lr": 1e-2, "eps": 1e-4}}
-    policy = policy_ranks.build(folder, tp, pp, sp, megatron={"override_transformer_config": recompute}, **values)
+    policy = policy_ranks.build(folder, tp, pp, sp, megatron={"override_transformer_config": RECOMPUTE}, **values)
     batch = batch_of([[[0, 1], [2, 3]]])
     before = policy.logprobs(batch)
     _, metrics = policy.update(batch, policy_ranks.loss)
