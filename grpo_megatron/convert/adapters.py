@@ -107,6 +107,10 @@ class AdaptedModel(Source):
         with super().checked(wanted):
             yield
 
+    def complete(self, folder: Path) -> None:
+        if isinstance(self.adapters, MegatronFolder):
+            self.adapters.complete(folder)
+
     def write_adapters(self, folder: Path, dtype: torch.dtype | None) -> None:
         """Write the adapters into the existing `folder`, in `dtype` or as they are stored."""
         tensors = {name: self.adapters.read(name).to(dtype) for pair in self._names.values() for name in pair}

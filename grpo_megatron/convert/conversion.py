@@ -78,6 +78,7 @@ def _write_adapters(model: AdaptedModel, options: ToHfOptions) -> None:
         with model.checked(not options.no_hashes):
             model.write_adapters(folder, FLOATS[options.dtype] if options.dtype else None)
         _copy_companions(model.tokenizer_folder, folder)
+        model.complete(folder)
         write_manifest(folder, "hf", {})
 
 
@@ -108,6 +109,7 @@ def _conversion(
             (of_hf / "config.json").write_bytes(model.config_text(wanted))
             for origin in (model.hf_folder, model.tokenizer_folder)[not isinstance(model, AdaptedModel) :]:
                 _copy_companions(origin, of_hf)
+            model.complete(of_hf)
         write_manifest(folder, kind, hashes)
 
 

@@ -28,6 +28,7 @@ from grpo_megatron.convert.source import (
 )
 from grpo_megatron.models.families import architecture_of, read_config
 from grpo_megatron.models.heads.folder import HEAD_BIAS
+from grpo_megatron.models.weights.folder import published_name
 from grpo_megatron.reading import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -42,8 +43,9 @@ Dtypes = dict[str, torch.dtype]
 
 
 class _Stored(NamedTuple):
-    """Where a tensor is: in a safetensors file, or in memory (mapped by torch) after unpickling."""
+    """Where a tensor is: in a safetensors file, or in memory (mapped by torch) after unpickling. `name`: the one there."""
 
+    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     where: Path | Tensor
@@ -68,7 +70,8 @@ class HFFolder(Source):
             raise ConvertError(
                 f"{folder}: quantization_config ({method}) is not supported; convert the unquantized model"
             )
-        self.tensors = self._pickled(allow_pickle) or self._safetensors()
+        found = self._pickled(allow_pickle) or self._safetensors()
+        self.tensors = {published_name(name): stored for name, stored in found.items()}
         if start is not None:  # transformers writes token classes without a bias, too
             self.head_rows = head_rows(start.num_labels, has_bias=start.has_bias and HEAD_BIAS in self.tensors)
         self._check()
@@ -76,12 +79,13 @@ class HFFolder(Source):
         self.layout = f"{self.num_files} file{'s' if self.num_files > 1 else ''}"
 
     def read(self, name: str) -> Tensor:
-        where = self.tensors[name].where
+        stored = self.tensors[name]
+        where = stored.where
         if isinstance(where, Tensor):
             return where
         try:  # opened for one tensor: pages of a file that stays mapped would count as memory of the process
             with safe_open(where, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
+                tensor: Tensor = file.get_tensor(stored.name)
                 return tensor
         except (SafetensorError, OSError) as error:
             raise ConvertError(f"{where}: cannot read {name} ({error})") from error
@@ -150,7 +154,7 @@ class HFFolder(Source):
         for file in files:
             try:  # with torch's restricted unpickler, which accepts tensors and containers only
                 held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-                tensors.update({name: _Stored(t.dtype, tuple(t.shape), t) for name, t in held.items()})
+                tensors.update({name: _Stored(name, t.dtype, tuple(t.shape), t) for name, t in held.items()})
             except (RuntimeError, pickle.UnpicklingError, AttributeError, OSError, EOFError) as error:
                 raise ConvertError(f"{file}: not a readable table of tensors ({str(error).splitlines()[0]})") from error
         self.num_files = len(files)
@@ -191,7 +195,7 @@ def _header(path: Path) -> dict[str, _Stored]:
     unknown = [f"{name} ({dtype})" for name, (dtype, _) in found.items() if dtype not in TORCH_DTYPES]
     if unknown:
         raise ConvertError(f"{path.name}: unsupported dtype of {', '.join(unknown)}")
-    return {name: _Stored(TORCH_DTYPES[dtype], shape, path) for name, (dtype, shape) in found.items()}
+    return {name: _Stored(name, TORCH_DTYPES[dtype], shape, path) for name, (dtype, shape) in found.items()}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -147,6 +147,8 @@ def unsupported_there(arch: Architecture) -> str | None:
 
     Source: gpt_builders.py and megatron/training of core_v0.16.1, 0.17.1, 0.18.2, 0.19.0 and of August 2026.
     """
+    if arch.vision is not None:
+        return "a vision tower and M-RoPE: pretrain_gpt.py of Megatron-LM builds neither"
     if arch.post_norms:
         return "norms after attention and MLP: Megatron-LM needs a layer spec of your own (--spec)"
     if arch.rope_linear_factor is not None and not float(arch.rope_linear_factor).is_integer():

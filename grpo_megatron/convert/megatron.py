@@ -54,6 +54,7 @@ from grpo_megatron.convert.source import (
     read_start,
     row_blocks,
 )
+from grpo_megatron.data.images import write_processor
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_config
 from grpo_megatron.models.heads.folder import HEAD, HEAD_BIAS, HeadKind
@@ -72,7 +73,7 @@ TORCH_DIST = {
     "common_backend_version": 1,
 }
 FILE_BYTES = 4 << 30
-OF_THE_MODEL = ("decoder.", "embedding.", "output_layer.", "score.", PEFT_PREFIX)  # beginnings of its keys
+OF_THE_MODEL = ("decoder.", "embedding.", "output_layer.", "score.", "visual.", PEFT_PREFIX)  # beginnings of its keys
 
 # -- Origin: the training step that a checkpoint belongs to, and which of its models the checkpoint holds --------------
 # step_000020/state                 policy          beside trainer.json
@@ -334,6 +335,11 @@ class MegatronFolder(Source):
         """The stored chunks of the model; a training step has those of its optimizer besides."""
         used = {place.key for place in self._where.values()}
         return {where: info for where, info in self._stored.items() if where.fqn in used}
+
+    def complete(self, folder: Path) -> None:
+        data = self.origin.config.get("data")
+        if self.arch.vision is not None and isinstance(data, dict):
+            write_processor(folder, self.config, data.get("image_min_pixels"), data.get("image_max_pixels"))
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

@@ -100,6 +100,9 @@ class Source(ABC):
     def check_content(self) -> bool:
         """Look for damage without a manifest; False where the format has no checksums. Raises ConvertError."""
 
+    def complete(self, folder: Path) -> None:  # noqa: B027 - of a training step
+        """Write what the run has decided into the exported folder, which has the companions. Raises ConfigError."""
+
     def dtype(self, wanted: str | None = None) -> torch.dtype:
         """The dtype of the result: `wanted`, or that of the tensors. Raises ConvertError when these have several.
 

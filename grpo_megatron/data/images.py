@@ -19,6 +19,7 @@ import base64
 import binascii
 import hashlib
 import io
+import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ MAX_ASPECT = 200  # as the published processor
 TURNS = (None, None, 0, 3, 1, 5, 4, 6, 2)  # EXIF orientation -> Pillow's Transpose
 # CLIP's, which all models of the families use
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# transformers 5 writes the second, and prefers it where both have settings of images
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -65,20 +67,13 @@ class ImageFormat:
 
         The limits of preprocessor_config.json hold where `data` has none, otherwise those of the published models.
         """
-        vision, token_id = config["vision_config"], config["image_token_id"]
-        patch, merge = vision.get("patch_size", 14), vision.get("spatial_merge_size", 2)
-        supported = {"image_mean": MEAN, "image_std": STD, "resample": 3, "rescale_factor": 1 / 255}
-        supported |= {"patch_size": patch, "merge_size": merge, "temporal_patch_size": 2}
-        supported |= dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
+        supported, token_id = _processor(config), config["image_token_id"]
         path, given = _read_processor(folder)
         for name, value in supported.items():
             if given.get(name) is not None and not _equal(given[name], value):
                 raise ConfigError(f"{path}: {name}={shown(given[name])} is not supported; {shown(value)} is")
-        size = given.get("size")
-        size = size if isinstance(size, dict) else {}
-        low = data.image_min_pixels or given.get("min_pixels") or size.get("shortest_edge") or 3136
-        high = data.image_max_pixels or given.get("max_pixels") or size.get("longest_edge") or 12845056
-        cell = patch * merge
+        low, high = _limits(given, data.image_min_pixels, data.image_max_pixels)
+        cell = supported["patch_size"] * supported["merge_size"]
         if not (isinstance(low, int) and isinstance(high, int)) or not max(cell * cell, low) <= high:
             raise ConfigError(
                 f"data.image_min_pixels={shown(low)}, data.image_max_pixels={shown(high)} ({path} has them where data has"
@@ -182,17 +177,53 @@ class ImageFormat:
         return whole, places
 
 
+def _processor(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the image processor that all models of the families have, without limits of sizes."""
+    vision = config["vision_config"]
+    found = {"image_mean": MEAN, "image_std": STD, "resample": 3, "rescale_factor": 1 / 255, "temporal_patch_size": 2}
+    found |= {"patch_size": vision.get("patch_size", 14), "merge_size": vision.get("spatial_merge_size", 2)}
+    return found | dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
+
+
+def _limits(given: Mapping[str, Any], low: int | None, high: int | None) -> tuple[Any, Any]:
+    size = given.get("size")
+    size = size if isinstance(size, dict) else {}
+    return (
+        low or given.get("min_pixels") or size.get("shortest_edge") or 3136,
+        high or given.get("max_pixels") or size.get("longest_edge") or 12845056,
+    )
+
+
 def _read_processor(folder: Path) -> tuple[str, dict[str, Any]]:
     """The settings of the model's processor, and the file's path for messages."""
-    path = next((folder / name for name in PROCESSOR_FILES if (folder / name).exists()), folder / PROCESSOR_FILES[0])
-    try:
-        given = read_json(path) if path.exists() else {}
-    except (OSError, ReadError) as error:
-        raise ConfigError(f"cannot read {shown(str(path))}: {error}") from error
-    given = given.get("image_processor", given) if isinstance(given, dict) else given  # as transformers 5 writes it
-    if not isinstance(given, dict):
-        raise ConfigError(f"{shown(str(path))} is not an object")
+    path, given = folder, dict[str, Any]()
+    for path in (folder / name for name in reversed(PROCESSOR_FILES)):
+        try:
+            given = read_json(path) if path.exists() else {}
+        except (OSError, ReadError) as error:
+            raise ConfigError(f"cannot read {shown(str(path))}: {error}") from error
+        nested = given.get("image_processor") if isinstance(given, dict) else None
+        given = given if nested is None else nested
+        if not isinstance(given, dict):
+            raise ConfigError(f"{shown(str(path))} is not an object")
+        if nested is not None:
+            break
     return shown(str(path)), given
+
+
+def write_processor(folder: Path, config: Mapping[str, Any], low: int | None, high: int | None) -> None:
+    """Put limits of image sizes into the processor's settings of an exported folder, which may have none yet.
+
+    A server then resizes images as the run did. None: the folder's own limit. Raises ConfigError, OSError.
+    """
+    given = {"image_processor_type": "Qwen2VLImageProcessor", **_processor(config), **_read_processor(folder)[1]}
+    low, high = _limits(given, low, high)
+    size = {"shortest_edge": low, "longest_edge": high}
+    settings = {**given, "min_pixels": low, "max_pixels": high, "size": size}
+    flat, nesting = (folder / name for name in PROCESSOR_FILES)
+    flat.write_text(json.dumps(settings, indent=2) + "\n")
+    if nesting.exists() and "image_processor" in (whole := read_json(nesting)):
+        nesting.write_text(json.dumps({**whole, "image_processor": settings}, indent=2) + "\n")
 
 
 def _equal(found: Any, value: Any) -> bool:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
+from grpo_megatron.data.prompts import image_format
 from grpo_megatron.device import Device, DeviceMemory
 from grpo_megatron.models.architecture import Architecture, Vision
 from grpo_megatron.models.forward import LanguageModel
@@ -358,7 +359,8 @@ def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[.
     tokenizer_path = config.model.tokenizer_path or config.model.path
     ends = set(checked.end_tokens.ids if checked.end_tokens else []) | set(config.rollout.stop_token_ids)
     template = None if config.data.chat_template is None else checked.tokenizer.chat_template
-    serving = Serving(template, sorted(ends))
+    images = image_format(checked.tokenizer)
+    serving = Serving(template, sorted(ends), images and (images.min_pixels, images.max_pixels))
 
     def export(target: Path, *, adapters: bool = False) -> None:
         if isinstance(policy, ScalarPolicy):

@@ -14,7 +14,7 @@ from grpo_megatron.config import ConfigError, DataConfig, RolloutConfig
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.source import Source, dtype_name
-from grpo_megatron.data.images import ImageFormat
+from grpo_megatron.data.images import PROCESSOR_FILES, ImageFormat
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.device import Device, device_bytes
 from grpo_megatron.models.architecture import UnsupportedModel, engine_split_problems, fitting_sizes
@@ -202,8 +202,9 @@ def model_tokenizer(source: Source, options: EngineOptions, chat_template: Path 
         data = DataConfig(chat_template=chat_template, max_images=MOST_IMAGES, **limits)
         tokenizer = load_tokenizer(folder, data)
         if source.arch.vision is not None:
-            given = read_config(source.hf_folder)
-            tokenizer.image_format = ImageFormat.of(source.hf_folder, given, tokenizer, data)
+            own = source.tokenizer_folder  # of exported adapters: it has the run's limits
+            place = own if any((own / name).exists() for name in PROCESSOR_FILES) else source.hf_folder
+            tokenizer.image_format = ImageFormat.of(place, read_config(source.hf_folder), tokenizer, data)
     except ConfigError as error:
         raise with_options(error) from error
     if len(tokenizer) > source.arch.vocab_size:

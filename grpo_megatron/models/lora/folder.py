@@ -20,7 +20,7 @@ from torch import Tensor
 from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.lora.table import PEFT_PREFIX, adaptable_layers, lora_rows
-from grpo_megatron.models.weights.folder import SafetensorsFolder, Serving, write_companions
+from grpo_megatron.models.weights.folder import SafetensorsFolder, Serving, published_name, write_companions
 from grpo_megatron.models.weights.stream import WeightsError, global_parameters
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.reading import read_json, shown, special_file_in
@@ -67,10 +67,17 @@ class PeftFolder:
             raise WeightsError(f"{str(folder)!r} has no {ADAPTER_WEIGHTS}; save the adapter as safetensors")
         try:
             with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as header:
-                names, metadata = list(header.keys()), header.metadata() or {}
+                self._stored = {published_name(name): name for name in header.keys()}  # noqa: SIM118 - no dict
+                metadata = header.metadata() or {}
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{folder / ADAPTER_WEIGHTS}: not a readable safetensors file ({error})") from error
-        layers = sorted({name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in names})
+        if tower := next((name for name in self._stored if ".visual." in name), None):
+            layer = tower.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
+            raise WeightsError(
+                f"{str(folder)!r} has adapters of the vision tower, such as {layer}; here only the decoder has some: let PEFT"
+                " merge them (merge_and_unload) and set model.path to the whole model"
+            )
+        layers = sorted({name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in self._stored})
         self.model_dtype = metadata.get(MODEL_DTYPE)
         rank, alpha, rslora = settings.get("r"), settings.get("lora_alpha"), settings.get("use_rslora") or False
         try:
@@ -111,7 +118,7 @@ class PeftFolder:
     def read(self, name: str) -> Tensor:
         """A factor, as it is stored."""
         with safe_open(self.folder / ADAPTER_WEIGHTS, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(self._stored[name])
             return tensor
 
 
@@ -130,7 +137,8 @@ def write_peft(
     """Write both files into the existing `folder`. `tensors`: every factor on the CPU, by PEFT's name. Raises OSError."""
     metadata = {"format": "pt", MODEL_DTYPE: model_dtype}
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, metadata)
+        named = {_module_name(name, arch): tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(named, folder / ADAPTER_WEIGHTS, metadata)
     except SafetensorError as error:  # how the library reports a full disk
         raise OSError(str(error)) from error
     alpha = lora.rank if lora.alpha is None else lora.alpha
@@ -153,9 +161,16 @@ def write_peft(
 def _targets(arch: Architecture, lora: LoraConfig) -> list[str]:
     """The last parts of the adapted layers' names, or whole names where these would match others, too."""
     adapted = {name for row in lora_rows(arch, lora).values() for name in row.layer_names}
+    if arch.vision is not None:  # a tower has layers with the same last parts
+        return sorted(_module_name(name, arch) for name in adapted)
     last = {name.rpartition(".")[2] for name in adapted}
     same = {name for name in adaptable_layers(arch) if name.rpartition(".")[2] in last}
     return sorted(last if same == adapted and not arch.num_experts else adapted)
+
+
+def _module_name(name: str, arch: Architecture) -> str:
+    """The name that transformers' module has, and so PEFT's file."""
+    return name if arch.vision is None else name.replace("model.layers.", "model.language_model.layers.")
 
 
 def save_peft(policy: Policy, base: Path, tokenizer_source: Path, target: Path, serving: Serving) -> None:

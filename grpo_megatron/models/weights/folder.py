@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from grpo_megatron.data.images import PROCESSOR_FILES, write_processor
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.weights.stream import (
@@ -39,14 +40,14 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self._stack = ExitStack()
-        self._owner: dict[str, Any] = {}
+        self._owner: dict[str, tuple[Any, str]] = {}  # published name -> the file, and the name in it
         files = self._files()
         for file in files:
             try:
                 handle = self._stack.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise WeightsError(f"{file}: not a readable safetensors file ({error})") from error
-            self._owner.update(dict.fromkeys(handle.keys(), handle))
+            self._owner.update({published_name(name): (handle, name) for name in handle.keys()})  # noqa: SIM118 - no dict
 
     def _files(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"
@@ -72,7 +73,8 @@ class SafetensorsFolder:
 
     def slice(self, name: str) -> Any:
         """The tensor, of which only what is sliced will be read."""
-        return self._owner[name].get_slice(name)
+        handle, name = self._owner[name]
+        return handle.get_slice(name)
 
     def check_model(self, arch: Architecture) -> None:
         """Raise WeightsError unless the folder holds exactly this architecture's tensors. Reads headers only."""
@@ -97,6 +99,14 @@ class SafetensorsFolder:
             shown = "\n  ".join(problems[:20])
             more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
             raise WeightsError(f"model folder {str(self.folder)!r} does not hold this model:\n  {shown}{more}")
+
+
+def published_name(name: str) -> str:
+    """A tensor's name as the published folders of models that read images have it: `visual.`, `model.layers.`.
+
+    transformers 4.52 and later wrote some with the names of its modules, and so PEFT does.
+    """
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
 def _indexed_files(index: Path) -> list[str]:
@@ -137,6 +147,7 @@ def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh
 # and chat_template.jinja the template of the run.
 
 GENERATION_CONFIG, END_KEY = "generation_config.json", "eos_token_id"
+OF_THE_MODEL = (GENERATION_CONFIG, *PROCESSOR_FILES, "video_preprocessor_config.json")
 COMPANIONS = (  # files that are copied with the weights, where the source folder has them
     "tokenizer.json",
     "tokenizer_config.json",
@@ -146,7 +157,8 @@ COMPANIONS = (  # files that are copied with the weights, where the source folde
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    GENERATION_CONFIG,
+    "chat_template.json",
+    *OF_THE_MODEL,
 )
 
 
@@ -155,15 +167,20 @@ class Serving:
     """The settings that a server needs besides weights. Empty: the files of the source folders are copied as they are.
 
     `chat_template`: `data.chat_template`, instead of the tokenizer's own. `end_token_ids`: every token that ends an answer.
+    `image_pixels`: the fewest and the most of an image, of a model that reads images.
     """
 
     chat_template: str | None = None
     end_token_ids: Sequence[int] = ()
+    image_pixels: tuple[int, int] | None = None
 
-    def write(self, folder: Path) -> None:
-        """Complete the exported folder, which has the companions of the source."""
+    def write(self, folder: Path, source: Path) -> None:
+        """Complete the exported folder, which has the companions of the model in `source`."""
         if self.chat_template is not None:  # this file takes precedence over tokenizer_config.json
             (folder / "chat_template.jinja").write_text(self.chat_template)
+            (folder / "chat_template.json").unlink(missing_ok=True)  # which a processor would prefer
+        if self.image_pixels is not None:
+            write_processor(folder, read_json(source / "config.json"), *self.image_pixels)
         if not self.end_token_ids:
             return
         path = folder / GENERATION_CONFIG
@@ -254,9 +271,9 @@ class _ShardWriter:
 
 
 def write_companions(target: Path, source: Path, tokenizer_source: Path, serving: Serving) -> None:
-    """Copy the tokenizer and the generation config into the exported folder, and complete them. Raises OSError."""
+    """Copy the tokenizer, processor and generation config into the exported folder, and complete them. Raises OSError."""
     for name in COMPANIONS:
-        folder = source if name == GENERATION_CONFIG else tokenizer_source
+        folder = source if name in OF_THE_MODEL else tokenizer_source
         if (folder / name).exists():
             shutil.copyfile(folder / name, target / name)
-    serving.write(target)
+    serving.write(target, source)
