@@ -308,7 +308,7 @@ def test_an_unknown_rank_is_left_to_the_user(tmp_path: Path) -> None:
 
 
 def test_what_changes_the_run_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "data: {image_key: images, shuffle: true, truncation: left}\nalgorithm: {pf_ppo: {weight_pow: 2.0}}\n"
+    text = "data: {image_key: pictures, shuffle: true, truncation: left}\nalgorithm: {pf_ppo: {weight_pow: 2.0}}\n"
     text += "actor_rollout_ref: {actor: {policy_loss: {loss_mode: dppo_tv}}, model: {lora_rank: 0}}\n"
     source, target = tmp_path / "run.yaml", tmp_path / "ours.yaml"
     source.write_text(text)
@@ -323,6 +323,60 @@ def test_what_changes_the_run_is_a_warning(tmp_path: Path, capsys: pytest.Captur
     written = target.read_text()
     assert 'loss_mode: "CHANGE_ME"' in written and "this loss is not here" in written and "lora" not in written
     assert "These change the run" in written and "truncation" in written.partition("Without an equal here")[2]
+
+
+VISION = {
+    "verl": "actor_rollout_ref: {{model: {{path: {model}, lora_rank: {rank}, target_modules: all-linear,"
+    " exclude_modules: .*visual.*}}, actor: {{{freeze}}},"
+    " rollout: {{engine_kwargs: {{vllm: {{disable_mm_preprocessor_cache: true, limit_mm_per_prompt: {{image: 3}}}}}}}}}}\n"
+    "data: {{image_key: images, video_key: videos}}\n",
+    "easyr1": "data: {{image_key: images, image_dir: null, min_pixels: 3136, max_pixels: 1003520}}\n"
+    "worker: {{actor: {{model: {{model_path: {model}, {freeze}, lora: {{rank: {rank}, exclude_modules: .*visual.*}}}}}},"
+    " rollout: {{limit_images: 3}}}}\n",
+}
+
+
+@pytest.mark.parametrize("trainer", VISION)
+def test_a_model_that_reads_images(trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Theirs train the tower unless it is frozen. Text models refuse these keys, and adapters leave the tower as it is."""
+    for model, rank, freeze, frozen in (
+        ("Qwen2.5-VL-7B-Instruct", 0, "false", False),
+        ("qwen2_5_vl", 0, "true", True),
+        ("qwen2-vl", 8, "false", True),
+        ("Qwen2.5-7B", 0, "false", True),
+    ):
+        text = VISION[trainer].format(model=model, rank=rank, freeze=f"freeze_vision_tower: {freeze}")
+        (tmp_path / "ours.yaml").unlink(missing_ok=True)
+        config, written = imported(trainer, text, ".yaml", tmp_path)
+        assert (config.actor.vision.freeze_tower, config.actor.vision.freeze_merger) == (frozen, frozen)
+        assert config.data.max_images == (8 if "vl" not in model.lower() else 3)
+        limits = (None, None) if trainer == "verl" or "vl" not in model.lower() else (3136, 1003520)
+        assert (config.data.image_min_pixels, config.data.image_max_pixels) == limits
+        assert config.actor.lora.exclude_modules == [] and "visual" not in written
+        assert "warning: " not in capsys.readouterr().err
+    text = VISION[trainer].format(model="qwen2-vl", rank=0, freeze="seed: 1")
+    (tmp_path / "ours.yaml").unlink()
+    config, written = imported(trainer, text, ".yaml", tmp_path)
+    assert not config.actor.vision.is_frozen and f"# {trainer}'s default" in written
+
+
+def test_images_of_the_others(tmp_path: Path) -> None:
+    text = 'args = GRPOConfig(per_device_train_batch_size=8)\nGRPOTrainer("Qwen/Qwen2.5-VL-3B-Instruct", args=args)\n'
+    assert not imported("trl", text, ".py", tmp_path)[0].actor.vision.is_frozen
+    (tmp_path / "ours.yaml").unlink()
+    assert imported("trl", text.replace("-VL", ""), ".py", tmp_path)[0].actor.vision.is_frozen
+    (tmp_path / "ours.yaml").unlink()
+    script = "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path /models/Qwen2-VL --data.image_key photos"
+    script += " --data.max_len 9 --rollout.max_new_tokens 4 --actor.lr_warmup_ratio 0 --actor.min_lr_ratio 0"
+    config, text = imported("openrlhf", f"{script} --data.max_images_per_prompt 2", ".sh", tmp_path)
+    assert config.data.max_images == 2 and 'data.image_key="photos": a row\'s images are in its column images' in text
+    (tmp_path / "ours.yaml").unlink()
+    text = "seq_len = 9\norchestrator.train.sampling.max_completion_tokens = 4\n"
+    text += '[model]\nname = "Qwen2.5-VL"\n[model.vlm]\nvision_encoder_attr = "model.visual"\nfreeze_vision_encoder = false\n'
+    with pytest.raises(KeyError, match="actor.loss_mode"):
+        imported("prime-rl", text, ".toml", tmp_path)
+    written = yaml.safe_load((tmp_path / "ours.yaml").read_text())
+    assert written["actor"]["vision"] == {"freeze_tower": False, "freeze_merger": False}
 
 
 EASYR1 = """

@@ -118,6 +118,8 @@ def _lora(switch: str, names: Mapping[str, str], layers: Mapping[str, list[str]]
                 return {}
             if ours == "dropout":
                 return {"actor.lora.dropout": value, "actor.lora.mode": "split"}
+            if ours == "exclude_modules" and "visual" in str(value):  # a vision tower has no adapters here
+                value = [name for name in value if "visual" not in name] if isinstance(value, list) else []
             if isinstance(value, str) and ours.endswith("_modules") and re.fullmatch(r"[\w, ]+", value):
                 value = [name.strip() for name in value.split(",")]
             if isinstance(value, list):
@@ -127,6 +129,31 @@ def _lora(switch: str, names: Mapping[str, str], layers: Mapping[str, list[str]]
         return f"actor.lora.{ours}", convert
 
     return {theirs: rule(ours) for ours, theirs in names.items()}
+
+
+NAMES_A_MODEL = (
+    "actor_rollout_ref.model.path",
+    "worker.actor.model.model_path",
+    "actor.model_name_or_path",
+    "model_name_or_path",
+    "model",
+    "model.name",
+)
+TOWER = ("actor.vision.freeze_tower", "actor.vision.freeze_merger")
+READS_IMAGES = re.compile(r"vl(?![a-z])", re.IGNORECASE)  # in the names of these models
+
+
+def _of_images(*ours: str, lora: tuple[str, ...] = ()) -> tuple[str, Convert]:
+    """Keys of a model that reads images, which a text model refuses. `lora`: switches of adapters, which are the decoder's."""
+
+    def convert(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+        if not any(READS_IMAGES.search(str(settings.get(name))) for name in NAMES_A_MODEL):
+            return NotNeeded(f"for a model that reads images (its name has VL): {', '.join(ours)}")
+        if any(settings.get(switch) not in OFF for switch in lora):
+            return NotNeeded("adapters are the decoder's alone, and the tower is frozen")
+        return {} if value in (None, 0) and ours[0].startswith("data.") else dict.fromkeys(ours, value)
+
+    return ours[0], convert
 
 
 def as_list(value: Any) -> list[Any]:
@@ -205,9 +232,13 @@ def _name(value: Any, settings: Settings) -> Mapping[str, Any]:
     return {"trainer.experiment_name": value, **folder}
 
 
+VERL_LORA = ("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank")
 VERL = OtherTrainer.read(
     "verl",
     {
+        f"{ACTOR}freeze_vision_tower": _of_images(*TOWER, lora=VERL_LORA),
+        "actor_rollout_ref.rollout.limit_images": _of_images("data.max_images"),
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt.image": _of_images("data.max_images"),
         f"{ACTOR}clip_ratio": (  # verl reads it where the two others are not set
             "actor.clip_ratio_low",
             lambda value, settings: {
@@ -324,6 +355,7 @@ def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
 TRL = OtherTrainer.read(
     "trl",
     {
+        "(freeze_vision_tower)": _of_images(*TOWER, lora=("use_peft",)),  # no key of TRL, which trains all weights
         "per_device_train_batch_size": ("data.train_batch_size", _prompts),
         "generation_batch_size": _per_prompt("data.train_batch_size", "num_generations"),
         "beta": ("actor.kl_loss_coef", lambda value, _: _kl(value)),
@@ -351,6 +383,10 @@ TRL = OtherTrainer.read(
 EASYR1 = OtherTrainer.read(
     "easyr1",
     {
+        "worker.actor.model.freeze_vision_tower": _of_images(*TOWER, lora=("worker.actor.model.lora.rank",)),
+        "data.min_pixels": _of_images("data.image_min_pixels"),
+        "data.max_pixels": _of_images("data.image_max_pixels"),
+        "worker.rollout.limit_images": _of_images("data.max_images"),
         "algorithm.kl_coef": (
             "actor.kl_loss_coef",
             lambda value, settings: _kl(
@@ -392,6 +428,7 @@ def _openrlhf_correction(value: Any, settings: Settings) -> Mapping[str, Any] | 
 OPENRLHF = OtherTrainer.read(
     "openrlhf",
     {
+        "data.max_images_per_prompt": _of_images("data.max_images"),
         "train.batch_size": _per_prompt("actor.ppo_mini_batch_size", "rollout.n_samples_per_prompt"),
         "data.max_len": _lengths("rollout.max_new_tokens"),
         "actor.eps_clip": ("actor.clip_ratio_low", _clip_range),
@@ -410,6 +447,7 @@ OPENRLHF = OtherTrainer.read(
 PRIME_RL = OtherTrainer.read(
     "prime-rl",
     {
+        "model.vlm.freeze_vision_encoder": _of_images(*TOWER),
         "orchestrator.batch_size": _per_prompt("data.train_batch_size", "orchestrator.group_size"),
         "seq_len": _lengths("orchestrator.train.sampling.max_completion_tokens"),
     },

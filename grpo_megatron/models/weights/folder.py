@@ -147,7 +147,7 @@ def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh
 # and chat_template.jinja the template of the run.
 
 GENERATION_CONFIG, END_KEY = "generation_config.json", "eos_token_id"
-OF_THE_MODEL = (GENERATION_CONFIG, *PROCESSOR_FILES, "video_preprocessor_config.json")
+MODEL_COMPANIONS = (GENERATION_CONFIG, *PROCESSOR_FILES, "video_preprocessor_config.json")
 COMPANIONS = (  # files that are copied with the weights, where the source folder has them
     "tokenizer.json",
     "tokenizer_config.json",
@@ -158,7 +158,7 @@ COMPANIONS = (  # files that are copied with the weights, where the source folde
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    *OF_THE_MODEL,
+    *MODEL_COMPANIONS,
 )
 
 
@@ -273,7 +273,7 @@ class _ShardWriter:
 def write_companions(target: Path, source: Path, tokenizer_source: Path, serving: Serving) -> None:
     """Copy the tokenizer, processor and generation config into the exported folder, and complete them. Raises OSError."""
     for name in COMPANIONS:
-        folder = source if name in OF_THE_MODEL else tokenizer_source
+        folder = source if name in MODEL_COMPANIONS else tokenizer_source
         if (folder / name).exists():
             shutil.copyfile(folder / name, target / name)
     serving.write(target, source)
