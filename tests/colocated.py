@@ -31,5 +31,5 @@ def colocate(
     if lora.rank is not None:
         kind = functools.partial(AdapterResharding, lora=lora)
     resharding = kind(*layout, **options)
-    probe = Probe(policy.arch.vocab_size, max_length, dtype=dtype, tolerance=tolerance)
+    probe = Probe(policy.arch.vocab_size, max_length, dtype=dtype, tolerance=tolerance, vision=policy.arch.vision)
     return Colocation(policy, engine, resharding, probe=probe, provenance=Provenance(mesh, max_staleness=0))

@@ -37,6 +37,7 @@ def build_policy(
     chunk: int = 2048,
     rollout_tp: int = 1,
     has_optimizer: bool = True,
+    **actor_settings: Any,
 ) -> Any:
     """A policy on this rank's device."""
     from grpo_megatron.config import ActorConfig
@@ -47,7 +48,8 @@ def build_policy(
     device = Device(KIND)  # type: ignore[arg-type]
     tp, cp = megatron.get("tensor_model_parallel_size", 1), megatron.get("context_parallel_size", 1)
     mesh = mesh_of(device, tp=tp, cp=cp, rollout_tp=rollout_tp)
-    actor = ActorConfig.model_validate({"megatron": megatron, "logprob_chunk_size": chunk, "optim": {"lr": lr}})
+    settings = {"megatron": megatron, "logprob_chunk_size": chunk, "optim": {"lr": lr}, **actor_settings}
+    actor = ActorConfig.model_validate(settings)
     policy = Policy.load(folder, dtype, read_architecture(folder), actor, mesh, device)
     if has_optimizer:
         policy.set_optimizer(actor.optim, 1)
@@ -87,6 +89,16 @@ def build_rollout(
 
 def sequences(count: int, longest: int) -> Any:
     return make_sequences(count, vocab=VOCABULARY, longest=longest)
+
+
+def batch_with_images(rows: Any) -> Any:
+    """A batch of (prompt ids, images, response) of tests/vision.py."""
+    batch = whole_batch([(prompt, response) for prompt, _, response in rows])
+    batch.images = [images for _, images, _ in rows]
+    return batch
+
+
+TRAINED_TOWER: dict[str, Any] = {"vision": {"freeze_tower": False, "freeze_merger": False}}
 
 
 def whole_batch(pairs: Any, per_micro: int = 4) -> Any:
@@ -206,6 +218,9 @@ def mean_error(got: dict[str, Any], exact: dict[str, Any]) -> float:
 def worst_angle(got: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tuple[float, str]:
     """The smallest cosine between two gradients of one parameter, and the parameter's name."""
     assert got.keys() == exact.keys()
-    cosines = {n: torch.cosine_similarity(got[n].flatten(), exact[n].flatten(), dim=0).item() for n in exact}
+    pairs = {
+        n: (got[n].double().flatten(), exact[n].double().flatten()) for n in exact
+    }  # float32 sums lose three digits
+    cosines = {n: torch.cosine_similarity(*pair, dim=0).item() for n, pair in pairs.items()}
     name = min(cosines, key=lambda n: cosines[n])
     return cosines[name], name

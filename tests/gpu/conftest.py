@@ -11,12 +11,12 @@ Group N is the files test_N_*.py; each is meant for less than six minutes on a c
     8  speed of 0.5B: phases of a step, tokens/s and MFU        9  the same of 1.5B
 
 Estimated on a cold H100 with Transformer Engine: a process 25 s (imports, CUDA context), an eager engine 15 s, one with CUDA
-graphs 60 s (25 s once its kernels are in the cache), and the work. Groups 1 to 9 start 1, 0, 3, 2, 2, 0, 6, 2, 2 engines.
+graphs 60 s (25 s once its kernels are in the cache), and the work. Groups 1 to 9 start 1, 0, 4, 2, 2, 0, 6, 2, 2 engines.
 
     group  processes  eager + graphs  work                                                        seconds
     1      4          0 + 1           60 steps of 1 s, 4 validations of 2 s, two without CUDA       200
-    2      7          0               7 x 10 s                                                       245
-    3      3          1 + 2           20 cycles of 2 s, 3 steps of 3 s                               260
+    2      9          0               7 x 10 s, 2 x 5 s                                              305
+    3      4          2 + 2           20 cycles of 2 s, 3 steps of 3 s, 3 cycles of 1 s               305
     4      2          2 + 0           2 x 35 s: FP8 kernels (a third engine, mxfp8, on Blackwell)    150
     5      2          1 + 1           2 x 60 s: every check on one engine for each dtype             245
     6      6          0               6 x 10 s (mxfp8 on Blackwell only)                             210
@@ -52,7 +52,7 @@ import pytest
 import torch
 
 from grpo_megatron.processes.variables import set_gpu_variables
-from tests import tiny, worlds
+from tests import tiny, vision, worlds
 from tests.gpu import reports
 from tests.gpu.building import ON_CPU, QWEN_HALF_B, VOCABULARY, write_random_model
 
@@ -247,6 +247,21 @@ def report_check(record: dict[str, Any], record_figure: Callable[..., None]) -> 
 def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model. Weights of 0.03 spread logits over one unit; norms are perturbed."""
     return tiny.make_model(tmp_path_factory.mktemp("gpu") / "medium", "qwen2", std=0.03, **MEDIUM)
+
+
+@pytest.fixture(scope="session")
+def reads_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2.5-VL with the heads of the published ones: 128 in the decoder, 80 in the tower."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+    }
+    rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    tower = {"hidden_size": 320, "intermediate_size": 640, "num_heads": 4, "out_hidden_size": 512}
+    folder = tmp_path_factory.mktemp("gpu") / "reads_images"
+    return vision.make_model(folder, std=0.03, tower=tower, rope_scaling=rope, **sizes)
 
 
 @pytest.fixture(scope="session")

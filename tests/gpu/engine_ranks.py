@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from tests import vision
 from tests.colocated import colocate
 from tests.gpu.building import (
     KIND,
     MIB,
     ON_CPU,
+    TRAINED_TOWER,
+    batch_with_images,
     build_policy,
     build_rollout,
     free_mib,
@@ -67,6 +70,43 @@ def cycles(
         for _ in range(5):
             policy.update(batch, likelihood)
         out["stale"] = _gap(policy, engine, count).mean().item()
+    return out
+
+
+def images(folder: Path, count: int) -> dict[str, Any]:
+    """`count` times: sync, probe, draw from prompts with 0 to 2 images, compare, update with a trained tower.
+
+    `others`: the last comparison, with other pixels in the policy's images.
+    """
+    from dataclasses import replace
+
+    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.rollout.engine import Request
+
+    policy = build_policy(folder, {"offload_optimizer": True}, lr=3e-4, **TRAINED_TOWER)
+    engine = build_rollout(folder, policy.mesh, policy.device, eos_token_ids=(vision.EOS,), max_model_len=512)
+    colocation = colocate(policy, engine, dtype="bfloat16", max_length=512, tolerance=0.1)
+    prompts = vision.make_prompts()
+    out: dict[str, Any] = {"runner": runner_name(engine), "gaps": []}
+    for version in range(count):
+        with colocation.rollout(version, Metrics()):
+            requests = [Request(tuple(ids), seed, 64, images=own) for seed, (ids, own, _) in enumerate(prompts)]
+            drawn = engine.generate(requests, version)
+            rows = [(ids, own, done.response_ids) for (ids, own, _), done in zip(prompts, drawn, strict=True)]
+            served = torch.cat([torch.tensor(done.logprobs) for done in drawn])
+
+            def gap(rows: Any, served: torch.Tensor = served) -> float:
+                batch = batch_with_images(rows)
+                return (policy.logprobs(batch)[batch.response_mask] - served).abs().mean().item()
+
+            out["gaps"].append(gap(rows))
+            out["others"] = gap(
+                [
+                    (ids, tuple(replace(one, digest=f"not {one.digest}", pixels=one.pixels[::-1]) for one in own), done)
+                    for ids, own, done in rows
+                ]
+            )
+        policy.update(batch_with_images(prompts), likelihood)
     return out
 
 

@@ -38,6 +38,16 @@ def test_engine_has_the_policys_weights_in_every_cycle(
     assert max(settled) - min(settled) <= 256
 
 
+def test_images_are_the_policys_in_every_cycle(reads_images: Path, record_figure: Callable[..., None]) -> None:
+    """The tower is trained, so that features of an earlier version would show; as other pixels do."""
+    conftest.needs_vllm()
+    (got,) = conftest.run(engine_ranks.images, folder=reads_images, count=3)
+    for name in ("runner", "gaps", "others"):
+        record_figure(name, got[name])
+    assert max(got["gaps"]) <= 0.012
+    assert got["others"] >= 3 * max(got["gaps"])
+
+
 # -- device memory in every phase of a step, against the plan's arithmetic (memory/phases.py) --------------------------
 
 UTILIZATION = 0.3

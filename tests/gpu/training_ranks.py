@@ -9,7 +9,18 @@ from unittest import mock
 
 import torch
 
-from tests.gpu.building import KIND, build_policy, layer_class, likelihood, sequences, whole_batch
+from tests import vision
+from tests.gpu.building import (
+    KIND,
+    TRAINED_TOWER,
+    batch_with_images,
+    build_policy,
+    layer_class,
+    likelihood,
+    sequences,
+    whole_batch,
+    worst_angle,
+)
 from tests.models.gradients import named_gradients
 from tests.tiny import make_batch
 
@@ -151,6 +162,31 @@ def _transformers(folder: Path, pairs: Any, dtype: torch.dtype) -> torch.Tensor:
         logp = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         parts.append(logp.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu())
     return torch.cat(parts)
+
+
+def images_against_transformers(folder: Path, megatron: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Log-probabilities with 0 to 2 images, and the trained tower's gradients, beside transformers' on the CPU."""
+    rows = vision.make_prompts()
+    policy = build_policy(folder, {"use_distributed_optimizer": False, **megatron}, dtype=dtype, **TRAINED_TOWER)
+    batch = batch_with_images(rows)
+    ours = policy.logprobs(batch)[batch.response_mask]
+    policy.backward(batch, batch.mini_batches[0], likelihood, [])
+    tower = {n: g.float().cpu() for n, g in named_gradients(policy).items() if n.startswith("visual.")}
+    model = vision.load(folder)
+    exact = torch.cat([vision.logprobs(model, *row) for row in rows])
+    (-exact.mean()).backward()
+    wanted = {vision.in_file(n): p.grad for n, p in model.named_parameters() if n.startswith("model.visual.")}
+    with torch.no_grad():
+        theirs = torch.cat([vision.logprobs(model.to(torch.bfloat16), *row) for row in rows])
+    cosine, name = worst_angle(tower, wanted)
+    return {
+        "layers": layer_class(policy),
+        "own_error": (ours - exact).abs().mean().item(),
+        "their_error": (theirs - exact).abs().mean().item(),
+        "spread": exact.std().item(),
+        "cosine": cosine,
+        "name": name,
+    }
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
