@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -157,6 +157,22 @@ def row_prompt(renderer: RowRenderer, number: int, text: str, ids: Sequence[int]
     return RowPrompt.of(lambda: text, partial(renderer.placed, number), **fields)
 
 
+def problem_prompts(
+    renderer: RowRenderer,
+    task: Task,
+    problems: Sequence[BenchmarkProblem],
+    texts: Sequence[str],
+    fields: Iterable[Mapping[str, Any]],
+) -> list[Prompt]:
+    """The prompts of rendered problems. `fields`: further ones of each."""
+    named, encoded = {"source": task.name, "reward": task.reward or ""}, renderer.encode(texts)
+    rendered = enumerate(zip(problems, texts, encoded, fields, strict=True))
+    return [
+        row_prompt(renderer, number, text, ids, uid=problem.uid, answer=problem.answer, **named, **more)
+        for number, (problem, text, ids, more) in rendered
+    ]
+
+
 def check_images(renderer: RowRenderer, problems: Sequence[BenchmarkProblem]) -> None:
     """Raises ConfigError for images that a prompt cannot show."""
     for problem in problems:
@@ -216,23 +232,11 @@ def _load_prompts(dataset: Dataset, data: DataConfig, tokenizer: Any) -> list[Pr
     renderer = RowRenderer(data, task, dataset.rows, tokenizer, None)
     check_images(renderer, problems)
     texts = [renderer.text(number, problem.question) for number, problem in enumerate(problems)]
-    encoded = renderer.encode(texts)
-    prompts = [
-        row_prompt(
-            renderer,
-            number,
-            text,
-            ids,
-            uid=problem.uid,
-            answer=problem.answer,
-            source=task.name,
-            reward=task.reward or "",
-            columns=problem.row,
-            data_source=source_of_row(problem.row),
-            messages=chat_of(data, task, problem.question),
-        )
-        for number, (problem, text, ids) in enumerate(zip(problems, texts, encoded, strict=True))
-    ]
+    fields = (
+        {"columns": p.row, "data_source": source_of_row(p.row), "messages": chat_of(data, task, p.question)}
+        for p in problems
+    )
+    prompts = problem_prompts(renderer, task, problems, texts, fields)
     longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
     length = len(longest.prompt_ids)
     if length > data.max_prompt_length:

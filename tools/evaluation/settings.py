@@ -35,8 +35,8 @@ from grpo_megatron.data.benchmarks import (
     DataPlaces,
     Dataset,
     check_images,
+    problem_prompts,
     read_datasets,
-    row_prompt,
 )
 from grpo_megatron.data.prompts import RowRenderer, image_format
 from grpo_megatron.data.task import Example, Task, get_tasks, recognised_task
@@ -138,21 +138,7 @@ def build_prompts(
             unrendered = texts = [task.plain_text(problem.question, examples) for problem, examples in asked]
         except ValueError as error:
             raise ConfigError(f"task {task.name!r}: {error}; set --format chat") from error
-    encoded = renderer.encode(texts)
-    prompts = [
-        row_prompt(
-            renderer,
-            number,
-            text,
-            ids,
-            uid=problem.uid,
-            answer=problem.answer,
-            source=task.name,
-            reward=task.reward or "",
-            extra=extra,
-        )
-        for number, (problem, ids, text, extra) in enumerate(zip(problems, encoded, texts, extras, strict=True))
-    ]
+    prompts = problem_prompts(renderer, task, problems, texts, ({"extra": extra} for extra in extras))
     stop = task.text.stop if format == "text" else []
     asked_sha256, prompts_sha256 = (hashlib.sha256("\0".join(of).encode()).hexdigest() for of in (unrendered, texts))
     limits = (images.min_pixels, images.max_pixels) if sizes else None
