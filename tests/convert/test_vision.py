@@ -104,10 +104,11 @@ def limits(folder: Path, model: Path) -> tuple[int, int]:
 
 def check_servers_read(folder: Path, model: Path) -> None:
     """transformers' processor of the folder resizes images as the run did; so does what reads the folder here."""
-    from transformers import AutoImageProcessor, AutoTokenizer
+    from transformers import AutoTokenizer
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     assert limits(folder, model) == tuple(LIMITS.values())
-    processor = AutoImageProcessor.from_pretrained(folder)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
     for width, height, rows, columns in ((1, 1, 2, 2), (9, 3, 1, 4), (3, 2, 2, 3)):  # smallest 2 tokens, largest 6
         grid = processor(vision.draw(1, width * CELL, height * CELL), return_tensors="pt")["image_grid_thw"]
         assert grid.tolist() == [[1, rows * vision.MERGE, columns * vision.MERGE]]
@@ -115,6 +116,7 @@ def check_servers_read(folder: Path, model: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 @pytest.mark.parametrize(("family", "layout"), [("qwen2_5_vl", "TP2+SP"), ("qwen2_vl", "PP2")])
 def test_a_runs_folders_are_read_by_transformers(family: str, layout: str, tmp_path: Path) -> None:
     """The export at the end, and `to-hf` of the step: the same bits, all of them used, and the processor's files."""
@@ -138,7 +140,7 @@ def test_a_runs_folders_are_read_by_transformers(family: str, layout: str, tmp_p
 
 def test_limits_are_written_where_each_version_reads_them(tmp_path: Path) -> None:
     """transformers 5 has them nested in processor_config.json, and prefers these to preprocessor_config.json."""
-    from transformers import AutoImageProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     model = vision.make_model(tmp_path / "model")
     config = read_config(model)
@@ -152,7 +154,7 @@ def test_limits_are_written_where_each_version_reads_them(tmp_path: Path) -> Non
     assert limits(model, model) == (2 * CELL * CELL, 5 * CELL * CELL)
     written = json.loads((model / "preprocessor_config.json").read_text())
     assert json.loads((model / "processor_config.json").read_text()) == {**nested, "image_processor": written}
-    processor = AutoImageProcessor.from_pretrained(model)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(model)
     assert processor.size["shortest_edge"] == 2 * CELL * CELL and processor.size["longest_edge"] == 5 * CELL * CELL
 
 
@@ -171,6 +173,7 @@ def test_a_template_of_the_run_is_the_only_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 def test_adapters_of_a_run_are_read_by_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every key is used, on decoder layers alone, and the log-probabilities are those of the merged weights."""
     import peft
@@ -200,6 +203,7 @@ def test_adapters_of_a_run_are_read_by_peft(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
+@pytest.mark.both_stacks
 @pytest.mark.parametrize("names", ["model.language_model.layers.", "model.layers."])
 def test_adapters_with_either_form_of_names_are_read(
     names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
