@@ -200,7 +200,7 @@ def read_at(cp: int) -> list[int]:
         scorer = ScalarReader.__new__(ScalarReader)  # the index arithmetic needs no model
         scorer.mesh = SimpleNamespace(cp=cp, cp_rank=cp_rank)  # type: ignore[assignment]
         scorer.device, scorer.multiple, scorer.temperature, scorer.chunk = Device("cpu"), 2 * cp, 1.0, 8
-        scorer.routers = []
+        scorer.routers, scorer.arch = [], SimpleNamespace(vision=None)  # type: ignore[assignment]
         scorer.places = last_token(SimpleNamespace(pad_token_id=None))  # type: ignore[arg-type]
         (pack,) = scorer.packs(batch, [[0, 1, 2]])
         assert pack.share is not None and pack.share.num_targets == 3

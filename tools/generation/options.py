@@ -29,9 +29,9 @@ answers to the rows of a file, or to its lines:
   grpo-megatron generate --model outputs/run/checkpoints/step_000020 \\
       --file test.jsonl --samples 4 --temperature 1 --output out.jsonl
   grpo-megatron generate --model HF_DIR --file prompts.txt --output out.jsonl
-a conversation in the terminal; a question about images, of a model that reads them:
+a conversation in the terminal; a question about images:
   grpo-megatron generate --model HF_DIR --chat
-  grpo-megatron generate --model HF_DIR --image plot.png --prompt "Which bar is taller?"
+  grpo-megatron generate --model HF_DIR --image plot.png --prompt "What is it?"
 
 A model of one of our runs gets the run's prompts: task, chat template, system
 prompt and stop texts of its config.
