@@ -227,11 +227,14 @@ def _move_tokens(
     """
     sample_of = {(sample.prompt_index, sample.index): sample for sample in samples}
     outgoing, incoming = moves(table, owner, mesh.rank, mesh.dp_rank)
+    # A row's images are decoded whenever they are read and nobody holds them.
+    held = [sample.prompt.images for sample in samples if outgoing]
     parcels = []
     for dp_rank, rows in outgoing.items():
         sent = {row: sample_of[table.prompt_index[row], table.index[row]] for row in rows}
         content = np.concatenate([_encode(sample) for sample in sent.values()]), _images(sent)
         parcels.append(Parcel(tuple(mesh.ranks_of_replica(dp_rank)), mesh.rank, content))
+    del held
     sequences = {}
     for parcel in mesh.route(parcels):
         rows, start, (numbers, images) = incoming.pop(parcel.source), 0, parcel.content

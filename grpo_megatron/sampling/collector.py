@@ -248,7 +248,7 @@ PackedGroup = dict[str, Any]
 def pack_groups(groups: Sequence[Group], mesh: Mesh) -> list[PackedGroup]:
     """Every group with the samples of all ranks, as plain JSON, the same on every rank. Collective."""
     held = [index for index, group in enumerate(groups) if group.samples and mesh.is_block_leader]
-    own = {i: ([pack_sample(sample) for sample in groups[i].samples], _pixels(groups[i].samples)) for i in held}
+    own = {index: _packed(groups[index].samples) for index in held}
     packed: list[PackedGroup] = [{"version": group.version, "samples": [], "pixels": {}} for group in groups]
     for index, (samples, pixels) in itertools.chain.from_iterable(part.items() for part in mesh.all_gather(own)):
         packed[index]["samples"].extend(samples)
@@ -268,10 +268,11 @@ def unpack_groups(packed: Sequence[PackedGroup], mesh: Mesh) -> list[Group]:
     return groups
 
 
-def _pixels(samples: Sequence[Sample]) -> dict[str, str]:
-    """Digest -> pixels of the images, which a group stores once."""
-    different = {image.digest: image.pixels for sample in samples for image in sample.prompt.images}
-    return {digest: base64.b64encode(pixels).decode() for digest, pixels in different.items()}
+def _packed(samples: Sequence[Sample]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The samples of a group, and digest -> pixels of the images, which it stores once."""
+    images = [image for sample in samples for image in sample.prompt.images]  # held, so that each is decoded once
+    pixels = {image.digest: image.pixels for image in images}
+    return [*map(pack_sample, samples)], {digest: base64.b64encode(own).decode() for digest, own in pixels.items()}
 
 
 def pack_sample(sample: Sample) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,8 @@ def _content(sample: Any) -> tuple[Any, ...]:
     """What does not depend on the layout: everything but the logical times of turns."""
     turns = [(turn.start, turn.end, turn.kind, turn.version) for turn in sample.turns]
     rewards, metrics = sample.turn_rewards, sample.trajectory_metrics
-    ids = sample.prompt.prompt_ids, sample.response_ids, sample.loss_mask
+    images = [(image.digest, image.first, zlib.crc32(image.pixels)) for image in sample.prompt.images]
+    ids = sample.prompt.prompt_ids, sample.response_ids, sample.loss_mask, images
     return sample.prompt.uid, sample.index, *ids, turns, sample.status, sample.finish_reason, rewards, metrics
 
 

@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from grpo_megatron.types import Prompt, Sample
+from grpo_megatron.types import Prompt, PromptImage, Sample
 from tests import worlds
 
 # (world, tp, pp, rollout tp): 5 prompts x 3 samples never divide evenly, so some groups are on two ranks
@@ -130,6 +130,19 @@ def test_a_sample_drawn_twice_stops_every_rank() -> None:
         assert "drawn twice: (prompt, index) [(0, 0), (0, 1)]" in message
 
 
+@pytest.mark.parametrize("layout", [(2, 1, 1, 1), (2, 2, 1, 1), (4, 1, 2, 2), (4, 1, 1, 1)], ids=str)
+def test_an_image_travels_once_between_two_ranks(layout: tuple[int, ...]) -> None:
+    """Five prompts with three samples each: two with the image A, at other places; one with A and B; two with none."""
+    world, tp, pp, rollout_tp = layout
+    size = 2 * 3 * 28 * 28 * 3
+    for result in worlds.run(travelling, world, tp=tp, pp=pp, rollout_tp=rollout_tp):
+        for row, (found, pixels) in result["images"].items():
+            assert found == IMAGES[row // 3] and pixels == [pixels_of(image.digest) for image in found]
+        assert any(result["parcels"]) or not result["held"]
+        for sent, digests in result["parcels"]:  # all else in a parcel is smaller than half of an image
+            assert 0 <= sent - size * len(digests) < size / 2
+
+
 # -- what the ranks run ------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +247,57 @@ def full_disk(path: Path, parts: Iterator[str]) -> None:
     """Fails after the first part: the others are on their way to rank 0."""
     next(parts)
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def pixels_of(digest: str) -> bytes:
+    return random.Random(digest).randbytes(2 * 3 * 28 * 28 * 3)
+
+
+def placed(digest: str, first: int) -> PromptImage:
+    return PromptImage(digest, (2, 3), first, pixels_of(digest))
+
+
+IMAGES = [(placed("A", 0),), (), (placed("A", 1),), (placed("B", 0), placed("A", 7)), ()]
+
+
+def travelling(tp: int, pp: int, rollout_tp: int) -> dict[str, Any]:
+    """The images of this rank's rows, and of each parcel that it sends the bytes and the images that belong into it."""
+    import pickle
+
+    from grpo_megatron.algo.plan import make_plan
+    from grpo_megatron.config import ActorConfig, AlgorithmConfig
+    from grpo_megatron.device import Device
+    from grpo_megatron.parallel.exchange import exchange, gather_groups, moves
+    from grpo_megatron.parallel.mesh import build_mesh
+
+    mesh = build_mesh(Device("cpu"), tp=tp, pp=pp, rollout_tp=rollout_tp)
+    samples = draw(5, 3)
+    for sample in samples:  # each has pixels of its own, as rows that are decoded again have
+        images = tuple(placed(one.digest, one.first) for one in IMAGES[sample.prompt_index])
+        sample.prompt, sample.reward = replace(sample.prompt, images=images), float(sample.index)
+        sample.loss_mask, sample.routes = [1] * len(sample.response_ids), None
+    blocks, block = mesh.num_rollout_blocks, mesh.rollout_block
+    held = [sample for place, sample in enumerate(samples) if place % blocks == block]
+    table = gather_groups(held, mesh)
+    actor = ActorConfig(ppo_max_token_len_per_gpu=400)
+    plan = make_plan(table, AlgorithmConfig(), actor, dp=mesh.dp, train_batch_size=5, max_response_length=9)
+    outgoing = moves(table, plan.owner(), mesh.rank, mesh.dp_rank)[0]
+    wanted = [{one.digest for row in rows for one in IMAGES[row // 3]} for rows in outgoing.values()]
+    seen: list[int] = []
+    route = mesh.route
+
+    def counted(parcels: Any) -> Any:
+        seen.extend(len(pickle.dumps(parcel.content)) for parcel in parcels)
+        return route(parcels)
+
+    with mock.patch.object(type(mesh), "route", lambda self, parcels: counted(parcels)):
+        batch = exchange(held, table, plan, mesh)
+    images = batch.images or [()] * len(batch.rows)
+    return {
+        "images": {row: (own, [one.pixels for one in own]) for row, own in zip(batch.rows, images, strict=True)},
+        "parcels": list(zip(seen, wanted, strict=True)),
+        "held": len(held) if mesh.is_block_leader else 0,
+    }
 
 
 def drawn_twice() -> str:

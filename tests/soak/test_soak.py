@@ -4,13 +4,20 @@ damaged. `make soak` has all faults. Other layouts than the saved one: tests/tra
 
 from __future__ import annotations
 
+import gc
+import json
+import os
 import random
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests import worlds
-from tests.e2e import run_ranks
+from tests import vision, worlds
+from tests.e2e import run_ranks, test_vision
+from tests.runs import write_rows
+from tests.soak import injection
 from tests.soak.soak import DAMAGES, MATRIX, Fault, Soak, make_workspace, rows_of, soak_settings
 from tests.stored import same_stored
 
@@ -42,3 +49,55 @@ def test_a_short_soak(tmp_path: Path) -> None:
     assert rows_of(output) == rows_of(whole) and len(rows_of(output)) == STEPS + 1  # and the last validation
     same_stored(output / LAST, whole / LAST)
     assert (output / "hf/model.safetensors").read_bytes() == (whole / "hf/model.safetensors").read_bytes()
+
+
+NUM_IMAGES, EDGE = 320, 8  # tokens of an edge: 150 KB of pixels
+MAX_KEPT = 40 * EDGE * EDGE * vision.COMMON["hidden_size"] * 4  # bytes: 40 images
+LARGEST_GROWTH = 24 << 10  # KiB. One image of each step, from step 100 to step 300, would be 30 MB of pixels
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("engine", "is_frozen"), [("transformers", True), ("transformers", False), ("vllm", True)])
+def test_memory_is_flat_over_300_steps_with_images(tmp_path: Path, engine: str, is_frozen: bool) -> None:
+    """On two ranks. A frozen tower keeps the features of an eighth of the images, so that it evicts some at every step."""
+    vision.make_model(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    for number in range(NUM_IMAGES):
+        edge = EDGE * vision.CELL
+        vision.draw(number, edge, edge).save(tmp_path / f"data/{number}.png")
+    rows = [{"prompt": "What?", "images": [f"{number}.png"], "answer": "1"} for number in range(NUM_IMAGES)]
+    for name in ("train", "val"):
+        write_rows(tmp_path / f"data/{name}.jsonl", rows if name == "train" else rows[:4])
+    frozen = {"vision": {} if is_frozen else test_vision.TRAINED}
+    steps: dict[str, Any] = {"trainer": {"total_training_steps": 300, "test_freq": 50, "save_freq": 100}}
+    raw = test_vision.settings(tmp_path, tmp_path / "out", 2, **steps)
+    raw["actor"] = {**frozen, "use_kl_loss": False, "optim": {"lr": 1e-4}}
+    raw["data"] |= {"max_prompt_length": 110, "train_batch_size": 4, "max_response_length": 4}
+    raw["rollout"] |= {"n": 2, "engine": engine} | (
+        {"engine_options": {"kv_cache_gib": 0.05}} if engine == "vllm" else {}
+    )
+    for rank, (kept, num_computed) in enumerate(worlds.run(train_measured, 2, raw=raw, usage=tmp_path)):
+        assert 0 < kept <= MAX_KEPT and num_computed > NUM_IMAGES if is_frozen else kept == 0
+        used = [json.loads(line) for line in (tmp_path / f"{rank}.jsonl").read_text().splitlines()]
+        assert len(used) == 300
+        growth = used[-1]["rss_kib"] - used[99]["rss_kib"]
+        assert growth < LARGEST_GROWTH, [row["rss_kib"] for row in used[::20]]
+        assert used[-1]["files"] == used[99]["files"] and used[-1]["threads"] == used[99]["threads"]
+
+
+def train_measured(raw: dict[str, Any], usage: Path) -> tuple[int, int]:
+    """In a rank: the run, with its memory after each step in RANK.jsonl. The bytes of kept features; images computed."""
+    from grpo_megatron.models import vision as tower
+    from grpo_megatron.training.report import StepReport
+
+    log = StepReport.log
+
+    def recorded(*arguments: Any, **named: Any) -> Any:
+        injection.reach("log")
+        return log(*arguments, **named)
+
+    os.environ["SOAK_USAGE"] = str(usage)
+    with mock.patch.object(StepReport, "log", recorded), mock.patch.object(tower, "MAX_KEPT", MAX_KEPT):
+        run_ranks.train(raw, keep_weights=False)
+    [features] = [one for one in gc.get_objects() if isinstance(one, tower.Features)]  # of the policy
+    return sum(tensor.nbytes for tensor in features._kept.values()), features.num_computed
