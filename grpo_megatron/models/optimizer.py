@@ -292,8 +292,10 @@ class OffloadedTensors:
             return
         for tensor, parts in self._places():
             tensor.untyped_storage().resize_(tensor.nbytes)
-            for begin, part in parts:
-                _bytes_of(tensor)[begin : begin + len(part)].copy_(part, non_blocking=True)
+            # The same bits are no change: a frozen tower's features stay known (vision.py).
+            with torch.autograd._unsafe_preserve_version_counter(tensor):  # type: ignore[attr-defined]
+                for begin, part in parts:
+                    _bytes_of(tensor)[begin : begin + len(part)].copy_(part, non_blocking=True)
         self.device.synchronize()
         self.is_offloaded = False
 

@@ -44,10 +44,8 @@ def build_tower(
         from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig as Config
 
         built = module.Qwen2VisionTransformerPretrainedModel
-    settings = (
-        {**json.loads(vision.config), "out_hidden_size": hidden_size} if vision.gated else json.loads(vision.config)
-    )
-    config = Config(**settings)
+    out = {"out_hidden_size": hidden_size} if vision.gated else {}
+    config = Config(**{**json.loads(vision.config), **out})
     config._attn_implementation = "sdpa"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -125,9 +123,8 @@ def with_images(embeddings: Tensor, placed: PLACED, tower: nn.Module, features: 
         places = torch.cat([first + torch.arange(image.num_tokens) for first, image in placed]).to(embeddings.device)
         values = torch.cat([of[image.digest] for _, image in placed]).to(embeddings.dtype)
         embeddings = embeddings.index_copy(0, places, values.unsqueeze(1))
-    elif (
-        torch.is_grad_enabled()
-    ):  # every parameter is in every pass: data-parallel ranks wait for each other's gradients
+    elif torch.is_grad_enabled():
+        # Every parameter is in every pass: data-parallel ranks wait for each other's gradients.
         trained = [parameter for parameter in tower.parameters() if parameter.requires_grad]
         embeddings = embeddings + sum((parameter.sum() * 0 for parameter in trained), torch.zeros(()).to(embeddings))
     return scatter_to_sequence_parallel_region(embeddings) if is_cut else embeddings  # type: ignore[no-any-return]

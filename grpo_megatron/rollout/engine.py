@@ -150,9 +150,7 @@ class RolloutEngine(ABC):
     reads_shards: ClassVar[bool] = False  # True: of each tensor it reads only its rank's part (`engine_tensors`)
     has_exact_rows: ClassVar[bool] = False  # True: it takes `exact`, of `model.exact`
     records_routes: ClassVar[bool] = False  # True: it takes `record_routes`, of `actor.moe.route_replay=engine`
-    reads_images: ClassVar[bool] = (
-        False  # True: it serves models that read images; `logprobs` has the argument `images`
-    )
+    reads_images: ClassVar[bool] = False  # True: it serves models with images; `logprobs` has the argument `images`
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: Any) -> Iterator[str]:

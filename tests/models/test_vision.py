@@ -107,6 +107,10 @@ def test_what_is_frozen_stays_and_is_computed_once(models: dict[str, Path]) -> N
         torch.testing.assert_close(found[False, False]["after"][row, : len(response)], want, rtol=0, atol=1e-5)
 
 
+def test_a_reference_off_the_device_keeps_its_features(models: dict[str, Path]) -> None:
+    assert worlds.run(vision_ranks.reference, 1, folder=models["qwen2_vl"]) == [4]
+
+
 def test_the_tower_has_its_own_learning_rate(models: dict[str, Path]) -> None:
     """A hundredth of the others' at every step of the schedule: warm-up to the maximum, then a line to a tenth of it."""
     (found,) = worlds.run(vision_ranks.rates, 1, folder=models["qwen2_5_vl"])

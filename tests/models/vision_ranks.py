@@ -54,7 +54,7 @@ def features_of(policy: Any) -> Any:
     """The features of the images on this rank's stage, or None."""
     from grpo_megatron.models.weights.stream import unwrapped
 
-    return unwrapped(policy.ddp).features
+    return unwrapped(policy.model).features
 
 
 def _whole(policy: Any) -> dict[str, torch.Tensor]:
@@ -90,6 +90,20 @@ def freezing(folder: Path) -> dict[str, Any]:
                 "weights": weights,
             }
     return found
+
+
+def reference(folder: Path) -> int:
+    """How many images a reference that is off the device between its passes computes in three of them."""
+    from grpo_megatron.models.families import read_architecture
+    from grpo_megatron.models.policy import Reference
+
+    layout = policy_ranks.LAYOUTS["1"]
+    actor, parts = policy_ranks.actor(layout, megatron={"offload_reference": True}), policy_ranks.world(layout)
+    model = Reference.load(folder, "float32", read_architecture(folder), actor, parts[1], parts[0])
+    batch = batch_of([[[0, 1], [2, 3]]])
+    first = model.logprobs(batch)
+    assert all(torch.equal(model.logprobs(batch), first) for _ in range(2))
+    return int(features_of(model).num_computed)
 
 
 def rates(folder: Path) -> dict[str, list[float]]:
