@@ -63,6 +63,7 @@ LONGEST = (  # run first, the longest one before the others, so that no worker e
     "rollout/test_vllm.py",
     "e2e/test_recipes.py",
     "e2e/test_methods.py",
+    "e2e/test_vision.py",
     "cli/test_main.py",
     "convert/test_layouts.py",
     "e2e/test_determinism.py",

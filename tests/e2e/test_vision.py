@@ -159,6 +159,8 @@ def test_responses_in_progress_go_on_in_other_layouts(workspace: Path, tmp_path:
     rows = metric_rows(tmp_path / "parts")
     assert max(row["rollout/partial/waiting_responses"] for row in rows[:-1]) > 0
     assert all(row["rollout/probe_logp_diff_max"] < 1e-5 for row in rows)
+    # In the first step every token is of these weights, also of responses that went on.
+    assert rows[0]["rollout/partial/rounds"] > 1 and rows[0]["training/rollout_logp_diff_max"] < 1e-4
     assert SPECIAL & continued(whole["samples"])
 
 
