@@ -4,7 +4,6 @@ damaged. `make soak` has all faults. Other layouts than the saved one: tests/tra
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -90,14 +89,22 @@ def train_measured(raw: dict[str, Any], usage: Path) -> tuple[int, int]:
     from grpo_megatron.models import vision as tower
     from grpo_megatron.training.report import StepReport
 
-    log = StepReport.log
+    log, init, built = StepReport.log, tower.Features.__init__, list[tower.Features]()
+
+    def recording(self: tower.Features, *arguments: Any) -> None:
+        built.append(self)
+        init(self, *arguments)
 
     def recorded(*arguments: Any, **named: Any) -> Any:
         injection.reach("log")
         return log(*arguments, **named)
 
     os.environ["SOAK_USAGE"] = str(usage)
-    with mock.patch.object(StepReport, "log", recorded), mock.patch.object(tower, "MAX_KEPT", MAX_KEPT):
+    with (
+        mock.patch.object(StepReport, "log", recorded),
+        mock.patch.object(tower.Features, "__init__", recording),
+        mock.patch.object(tower, "MAX_KEPT", MAX_KEPT),
+    ):
         run_ranks.train(raw, keep_weights=False)
-    [features] = [one for one in gc.get_objects() if isinstance(one, tower.Features)]  # of the policy
+    [features] = built  # the policy's
     return sum(tensor.nbytes for tensor in features._kept.values()), features.num_computed
