@@ -16,6 +16,7 @@ import base64
 import hashlib
 import itertools
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -263,7 +264,9 @@ def unpack_groups(packed: Sequence[PackedGroup], mesh: Mesh) -> list[Group]:
     groups = [Group(entry["version"], []) for entry in packed]
     for index in range(mesh.rollout_block, len(packed), mesh.num_rollout_blocks):
         of_group = packed[index]
-        pixels = {digest: base64.b64decode(text) for digest, text in of_group.get("pixels", {}).items()}
+        pixels = {
+            digest: zlib.decompress(base64.b64decode(text)) for digest, text in of_group.get("pixels", {}).items()
+        }
         groups[index].samples.extend(unpack_sample(sample, pixels) for sample in of_group["samples"])
     return groups
 
@@ -272,7 +275,8 @@ def _packed(samples: Sequence[Sample]) -> tuple[list[dict[str, Any]], dict[str, 
     """The samples of a group, and digest -> pixels of the images, which it stores once."""
     images = [image for sample in samples for image in sample.prompt.images]  # held, so that each is decoded once
     pixels = {image.digest: image.pixels for image in images}
-    return [*map(pack_sample, samples)], {digest: base64.b64encode(own).decode() for digest, own in pixels.items()}
+    texts = {digest: base64.b64encode(zlib.compress(own, 1)).decode() for digest, own in pixels.items()}
+    return [*map(pack_sample, samples)], texts
 
 
 def pack_sample(sample: Sample) -> dict[str, Any]:

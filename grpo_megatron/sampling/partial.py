@@ -29,7 +29,7 @@ from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.rollout.engine import Completion, Request, continued, sample_seed
 from grpo_megatron.sampling.collector import Group, PolicyCollector, State, pack_groups, unpack_groups
 from grpo_megatron.sampling.generator import distinct_uids, sample_indices
-from grpo_megatron.types import UNFINISHED, Draw, Sample
+from grpo_megatron.types import UNFINISHED, Draw, PromptImage, Sample
 
 
 @dataclass
@@ -42,6 +42,7 @@ class _InProgress:
     block: int
     num_unfinished: int  # responses
     samples: list[Sample] = field(default_factory=list)  # empty on other blocks
+    images: tuple[PromptImage, ...] = ()  # held, so that they are decoded once for all rounds
 
     def unfinished(self) -> list[Sample]:
         """The unfinished samples that this rank holds."""
@@ -116,7 +117,8 @@ class PartialCollector(PolicyCollector):
             mine = block == self.mesh.rollout_block
             version = self.clock.version(step)
             samples = [Sample(prompt, 0, index, [], [], UNFINISHED, version) for index in indices] if mine else []
-            begun.append(_InProgress(draw_id, uid, step, block, len(indices), samples))
+            images = prompt.images if mine else ()
+            begun.append(_InProgress(draw_id, uid, step, block, len(indices), samples, images))
         return begun
 
     def _advance(self, in_progress: Sequence[_InProgress], step: int) -> None:
