@@ -59,13 +59,13 @@ def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
         assert worst <= EXACT, f"{name}: {worst}"
 
 
-LAYOUTS = [("qwen2_5_vl", "1"), ("qwen2_vl", "1"), ("qwen2_5_vl", "TP2xPP2+SP"), ("qwen2_5_vl", "DP2xTP2")]
-LAYOUTS += [(family, name) for family in vision.TOWERS for name in ("TP2", "TP2+SP", "PP2", "DP2")]
+OF_EVERY_RUN = [("qwen2_5_vl", "1"), ("qwen2_vl", "1"), ("qwen2_5_vl", "TP2xPP2+SP"), ("qwen2_5_vl", "TP2")]
+IN_THE_SOAK = [("qwen2_5_vl", name) for name in ("TP2+SP", "PP2", "DP2", "DP2xTP2")]
+IN_THE_SOAK += [("qwen2_vl", name) for name in ("TP2", "TP2+SP", "PP2", "DP2")]
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
-    LAYOUTS,
+    ("family", "layout"), [*OF_EVERY_RUN, *(pytest.param(*case, marks=pytest.mark.soak) for case in IN_THE_SOAK)]
 )
 def test_logprobs_and_gradients_equal_transformers(
     models: dict[str, Path], expected: dict[str, Any], family: str, layout: str
@@ -167,7 +167,7 @@ def test_a_checkpoint_goes_through_changes_of_layout(models: dict[str, Path], tm
     assert changed == before.keys()
 
 
-@pytest.mark.parametrize("layout", ["1", "TP2+SP", "PP2"])
+@pytest.mark.parametrize("layout", [pytest.param("1", marks=pytest.mark.soak), "TP2+SP", "PP2"])
 def test_the_transformers_engine_computes_what_the_policy_does(models: dict[str, Path], layout: str) -> None:
     """After each of three syncs of a policy whose tower is trained. Draws are those of each request alone."""
     shape = policy_ranks.LAYOUTS[layout]

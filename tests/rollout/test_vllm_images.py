@@ -255,7 +255,9 @@ def test_what_the_engine_sets_for_images_cannot_be_set() -> None:
     )
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name == "older block")) for name in WORLDS]
+)
 def test_world(name: str, tmp_path: Path) -> None:
     family, tp, checks = WORLDS[name]
     folder = vision.make_model(tmp_path, family)
