@@ -20,6 +20,7 @@ from tests.convert import folders
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.files import CONFIGS
 
+pytestmark = pytest.mark.both_stacks
 SMALL_BLOCKS = 3000  # elements: cuts the tensors of the tiny models into several blocks, as in a 70B model
 
 

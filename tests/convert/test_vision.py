@@ -25,6 +25,7 @@ from tests.e2e import run_ranks
 from tests.models import lora_ranks
 from tests.runs import write_rows
 
+pytestmark = pytest.mark.both_stacks
 CELL = vision.CELL
 LIMITS = {"image_min_pixels": 2 * CELL * CELL, "image_max_pixels": 6 * CELL * CELL}
 PROMPTS = vision.make_prompts()
@@ -115,8 +116,6 @@ def check_servers_read(folder: Path, model: Path) -> None:
     assert AutoTokenizer.from_pretrained(folder).chat_template == vision.TEMPLATE
 
 
-@pytest.mark.slow
-@pytest.mark.both_stacks
 @pytest.mark.parametrize(("family", "layout"), [("qwen2_5_vl", "TP2+SP"), ("qwen2_vl", "PP2")])
 def test_a_runs_folders_are_read_by_transformers(family: str, layout: str, tmp_path: Path) -> None:
     """The export at the end, and `to-hf` of the step: the same bits, all of them used, and the processor's files."""
@@ -172,8 +171,6 @@ def test_a_template_of_the_run_is_the_only_one(tmp_path: Path) -> None:
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.both_stacks
 def test_adapters_of_a_run_are_read_by_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every key is used, on decoder layers alone, and the log-probabilities are those of the merged weights."""
     import peft
@@ -202,8 +199,6 @@ def test_adapters_of_a_run_are_read_by_peft(tmp_path: Path, capsys: pytest.Captu
     assert any("lora_A" in name for name in by_transformers.state_dict())
 
 
-@pytest.mark.slow
-@pytest.mark.both_stacks
 @pytest.mark.parametrize("names", ["model.language_model.layers.", "model.layers."])
 def test_adapters_with_either_form_of_names_are_read(
     names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,6 +16,7 @@ from tests import tiny, vision, worlds
 from tests.models import policy_ranks, vision_ranks
 from tests.models.vision_ranks import PAIRS, ROWS
 
+pytestmark = [pytest.mark.slow, pytest.mark.both_stacks]
 EXACT = 1e-5
 TRAINED = {"vision": {"freeze_tower": False, "freeze_merger": False}}
 
