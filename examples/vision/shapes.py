@@ -111,6 +111,7 @@ def write_model(folder: Path, seed: int) -> None:
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
 
     ids = {token: index for index, token in enumerate(VOCABULARY)}
     names = {"vision_start": 3, "vision_end": 4, "image": 5, "video": 6}
@@ -146,6 +147,7 @@ def write_model(folder: Path, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.02 if "patch_embed" in name else 0.05)
+    disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
