@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -76,6 +77,13 @@ LONGEST = (  # run first, the longest one before the others, so that no worker e
     "e2e/test_determinism.py",
     "e2e/test_trajectories.py",
 )
+
+
+@pytest.fixture
+def same_environment() -> Iterator[None]:
+    """An engine in this process names its rank in the environment; later tests of the process must not see it."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -6,14 +6,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.data.images import ImageFormat
-from grpo_megatron.data.prompts import RowPrompt, RowRenderer, chat_of, image_format, source_of_row
+from grpo_megatron.data.prompts import RowRenderer, chat_of, image_format, source_of_row
 from grpo_megatron.data.rows import Question, RowSet, question_text, read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task, get_tasks
 from grpo_megatron.processes.process import time_limit
@@ -154,7 +153,7 @@ def row_prompt(renderer: RowRenderer, number: int, text: str, ids: Sequence[int]
     """The prompt of a rendered row. One with images places and reads them later."""
     if number not in renderer.rows.image_sizes:
         return Prompt(prompt_ids=tuple(ids), text=text, **fields)
-    return RowPrompt.of(lambda: text, partial(renderer.placed, number), **fields)
+    return renderer.prompt(number, lambda: text, **fields)
 
 
 def problem_prompts(

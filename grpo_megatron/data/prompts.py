@@ -132,7 +132,12 @@ class RowRenderer:
         if self.data.apply_chat_template and self.task.user_prompt is not None:  # else it is refused when rendered
             known.messages(self.task.messages(question, system_prompt=self.data.system_prompt), len(row["images"]))
 
-    def placed(self, number: int, text: str) -> Placed:
+    def prompt(self, number: int, render: Callable[[], str], **fields: Any) -> RowPrompt:
+        """The prompt of a row, which is rendered when it is read. `fields`: those of Prompt."""
+        known = {} if number in self.rows.image_sizes else {"images": ()}
+        return RowPrompt.of(render, partial(self._placed, number), **fields, **known)
+
+    def _placed(self, number: int, text: str) -> Placed:
         """Token ids of a rendered prompt, and what reads its images. Raises ConfigError."""
         [ids] = self.encode([text])
         whole, places = self._expanded(number, ids)
@@ -195,9 +200,9 @@ class PromptReader(RowRenderer):
         question, answer, reward, row = parsed_row(self.task, self.reward, self.rows.row(number))
         named = source_of_row(row) if self.task.rewards else ""
         messages = self.task.messages(question, system_prompt=self.data.system_prompt) if self.renderer else None
-        return RowPrompt.of(
+        return self.prompt(
+            number,
             partial(self.text, number, question),
-            partial(self.placed, number),
             uid=self.rows.uid(number),
             answer=answer,
             source=self.source or named or self.task.name,
@@ -207,7 +212,6 @@ class PromptReader(RowRenderer):
             columns=row,
             data_source=source_of_row(row),
             messages=chat_of(self.data, self.task, question),
-            **({} if number in self.rows.image_sizes else {"images": ()}),
         )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.images import flat_message, has_images
-from grpo_megatron.data.prompts import Decode, RowPrompt, RowRenderer, image_format, most_tokens, step_ends
+from grpo_megatron.data.prompts import Decode, RowRenderer, image_format, most_tokens, step_ends
 from grpo_megatron.data.rows import Messages, Question, RowSet, missing_field, read_question, text_field, type_name
 from grpo_megatron.data.sampler import keep_fitting
 from grpo_megatron.data.task import get_task
@@ -270,8 +270,7 @@ class GroupReader(RowRenderer):
         named: dict[str, Any] = {"uid": self.rows.uid(number), "answer": "", "source": self.task.name, "reward": ""}
         if isinstance(question, Tokens):
             return Prompt(prompt_ids=tuple(question), text="", **named)
-        images = {} if number in self.rows.image_sizes else {"images": ()}
-        return RowPrompt.of(partial(self.text, number, question), partial(self.placed, number), **named, **images)
+        return self.prompt(number, partial(self.text, number, question), **named)
 
     def responses(self, written: list[tuple[int, WrittenGroup]]) -> list[list[WrittenResponse]]:
         """The responses of each (row number, group). Raises ConfigError."""

@@ -319,9 +319,9 @@ def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
 # latents         of latent attention: (4 + 3 s) for each element of a latent; its heads count as attention above, with
 # as many key heads as query heads (not compared with measured peaks)
 #
-# vision tower    on the first stage, never recomputed. A frozen one needs what a layer keeps of the largest image. A trained one
-# keeps all layers and the merger of all images of a micro-batch, taken for prompts of the largest length that are nothing
-# but images. Each image is computed by all tensor-parallel ranks.
+# vision tower    on the first stage. A frozen one needs what a layer keeps of the largest image. A trained one keeps all layers
+# (with full recomputation their inputs) and the merger of all images of a micro-batch, taken for prompts of the largest length
+# that are nothing but images. Each image is computed by all tensor-parallel ranks.
 #
 # Full recomputation keeps the input of each unit of layers only, and computes one unit again at a time. Selective
 # recomputation is not subtracted. Pipeline stage i of pp keeps the activations of pp - i micro-batches.

@@ -264,10 +264,8 @@ MAX_BLOCKS = 1 << 20  # experts of all layers together
 
 def check_bounds(arch: Architecture) -> None:
     """Raises UnsupportedModel that names the first number which no model can have."""
-    for part, owner in (
-        *(("", arch), ("latent.", arch.latent)),
-        *(("routing.", arch.routing), ("vision.", arch.vision)),
-    ):
+    parts = {"": arch, "latent.": arch.latent, "routing.": arch.routing, "vision.": arch.vision}
+    for part, owner in parts.items():
         for declared in fields(owner) if owner is not None else ():
             name, value, facts = part + declared.name, getattr(owner, declared.name), declared.metadata
             if not facts or value == declared.default:

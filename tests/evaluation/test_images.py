@@ -8,11 +8,8 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -35,11 +32,7 @@ MAX_TOKENS = 5
 COMMON: dict[str, Any] = {"reward": "math", "engine": "transformers", "device": "cpu", "max_tokens": MAX_TOKENS}
 
 
-@pytest.fixture(autouse=True)
-def _same_environment() -> Iterator[None]:
-    """An engine in this process names its rank in the environment."""
-    with mock.patch.dict(os.environ):
-        yield
+pytestmark = pytest.mark.usefixtures("same_environment")
 
 
 @pytest.fixture(scope="module")

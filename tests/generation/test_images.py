@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import yaml
@@ -28,11 +26,7 @@ from tests.vision import CELL, IMAGE_PAD, draw, load, make_model
 ENGINE = ("--engine", "transformers", "--device", "cpu", "--max-tokens", 5)
 
 
-@pytest.fixture(autouse=True)
-def _same_environment() -> Iterator[None]:
-    """An engine in this process names its rank in the environment."""
-    with mock.patch.dict(os.environ):
-        yield
+pytestmark = pytest.mark.usefixtures("same_environment")
 
 
 @pytest.fixture(scope="module")
