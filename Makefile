@@ -25,8 +25,8 @@ STEPS ?= 200
 # Three workers: many tests wait for processes. The tests of a file stay on one worker, and files start in the order that tests/conftest.py sets.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Tests of what hardly uses torch, transformers, Megatron-Core and vLLM: the second stack changes nothing for them.
-SAME_ON_BOTH := test_layers.py test_docs.py test_browser.py starting/test_shipped.py pages planning migration curation storage slurm rewards environments evaluation \
-	algo checks memory observability sampling
+SAME_ON_BOTH := test_layers.py test_docs.py test_browser.py starting/test_examples.py report planning migration \
+	data/test_curate.py data/test_curate_images.py storage slurm rewards environments evaluation algo checks sampling
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode
 

@@ -14,20 +14,20 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from grpo_megatron.importing import examine_transformer_engine_before_megatron
+from grpo_megatron.transformer_engine import examine_transformer_engine_before_megatron
 
 if TYPE_CHECKING:
     from grpo_megatron import convert
     from grpo_megatron.cli.config_file import load_config
     from grpo_megatron.config import ConfigError
-    from grpo_megatron.shipped.tools.evaluation.cli import evaluate
+    from grpo_megatron.evaluation.evaluate import evaluate
     from grpo_megatron.trainer import Trainer
 
 __all__ = ["ConfigError", "Trainer", "convert", "evaluate", "load_config"]
 EXPORTS = {
     "ConfigError": "grpo_megatron.config",
     "Trainer": "grpo_megatron.trainer",
-    "evaluate": "grpo_megatron.shipped.tools.evaluation.cli",
+    "evaluate": "grpo_megatron.evaluation.evaluate",
     "load_config": "grpo_megatron.cli.config_file",
 }
 

@@ -22,14 +22,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.importing import (
+from grpo_megatron.imports import replaced
+from grpo_megatron.processes.variables import TE_NONDETERMINISM
+from grpo_megatron.transformer_engine import (
     Version,
     examine_transformer_engine,
     leave_megatron_uncompiled,
     parse_version,
-    replaced,
 )
-from grpo_megatron.processes.variables import TE_NONDETERMINISM
 
 leave_megatron_uncompiled(torch.version.cuda)
 

@@ -17,10 +17,10 @@ from grpo_megatron.config import Config
 from grpo_megatron.device import Device, device_bytes
 from grpo_megatron.models.engine_cache import with_sequences
 from grpo_megatron.models.weights.stream import BridgeResharding
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.heartbeat import STEP, Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.processes.variables import set_determinism_variables
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import Group, without_row
 from grpo_megatron.sampling.wrappers import build_collector
 from grpo_megatron.trainer import build_generator, join_world

@@ -15,8 +15,8 @@ import torch
 
 from grpo_megatron.algo.losses import needs_reference, reasons_for_old_pass
 from grpo_megatron.algo.plan import make_plan, with_overlong_penalty
+from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.checks.digests import InputDigests, recorded_inputs
-from grpo_megatron.checks.names import resolved_components
 from grpo_megatron.checks.resume import announcement, check_resume
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
@@ -27,14 +27,15 @@ from grpo_megatron.models.engine_cache import with_sequences
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.layers.spec import choose_kernels
 from grpo_megatron.models.policy import TooManySkippedSteps
-from grpo_megatron.observability.console import Summary
-from grpo_megatron.observability.loggers import build_sinks
-from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.observability.progress import awaited
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh
 from grpo_megatron.processes.variables import set_determinism_variables
+from grpo_megatron.report.console import Summary
+from grpo_megatron.report.loggers import build_sinks
+from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.report.progress import awaited
+from grpo_megatron.report.step import StepReport, record_update
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sampling.collector import Collector, numbered_samples
@@ -50,7 +51,6 @@ from grpo_megatron.training.guards import Guards, GuardStop
 from grpo_megatron.training.output_folder import OutputFolder, record_config
 from grpo_megatron.training.profiler import Profiler
 from grpo_megatron.training.references import References
-from grpo_megatron.training.report import StepReport, record_update
 from grpo_megatron.training.reward_model import build_reward_model
 from grpo_megatron.training.roles import RolloutRanks, StepsAhead
 from grpo_megatron.training.stopping import Cadence, Stopped, Stopping
@@ -108,7 +108,7 @@ class Trainer:
         self.cadence = Cadence(trainer, self.algorithm.iteration_steps)
 
         # The engine is built while the device holds only the policy's weights, then sleeps. Everything else that needs
-        # device memory comes after it: gradient buffers, optimizer, reward model, reference (see memory/phases.py).
+        # device memory comes after it: gradient buffers, optimizer, reward model, reference (see planning/phases.py).
         with awaited(f"loading the weights of {config.model.path}", self.mesh.rank == 0):
             self.policy = build_policy(config, checked, self.mesh, self.device)
         self._save_hf = build_export(config, checked, self.policy)
@@ -174,7 +174,7 @@ class Trainer:
         self.guards = Guards(config, self.mesh, self._save_hf, self.heartbeat.phase)
         self.metrics = Metrics(self.device.synchronize, in_float32=config.model.exact)
         self.metrics.within = self.heartbeat.phase
-        self.report = StepReport(config, checked, self.policy, self.sinks, self.guards)
+        self.report = StepReport(config, checked.tokenizer, self.policy, self.sinks, self.guards)
         self.summary = Summary(self.output_dir, config if checked.scored_folder is None else None)
         self.stopping = Stopping(trainer, self.mesh, self.folder.lock)
         if checkpoint is not None:

@@ -102,6 +102,8 @@ class Draw:
 
 GREEDY = -1  # Sample.index of a greedy response
 BRANCH = 1 << 20  # Sample.index of branch b = 1, 2, ... of trajectory i: i + b * BRANCH (sampling/multi_turn.py)
+FAILURES = ("timeout", "died", "raised", "flooded", "memory")  # of an environment: values of Sample.status
+ENDINGS = ("ok", "turn_limit", "length", "prompt_length", *FAILURES)  # all values of Sample.status
 UNFINISHED = "unfinished"  # Sample.finish_reason of a response that later steps go on with (rollout.partial)
 
 

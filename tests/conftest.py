@@ -51,7 +51,7 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "models/test_policy.py",
     "models/test_reward_model.py",
     "models/test_scored_policy.py",
-    "pages/test_run_page.py",
+    "report/test_run_page.py",
     "rewards/test_pool.py",
     "rollout/",
     "slurm/test_checkpoints.py",

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.data.written import load_offline_groups
+from grpo_megatron.data.responses import load_offline_groups
 
 DATA = Path(__file__).resolve().parent / "data"
 CONFIGS = DATA / "hf_configs"

@@ -93,7 +93,7 @@ if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in
     stand_ins = {{
         "trainer": {{"Trainer": Trainer}},
         "checks.validate": {{"validate": Checked, "RunStart": lambda *a: None}},
-        "rollout.vllm_process": {{"preload": lambda: None}},
+        "rollout.vllm.process": {{"preload": lambda: None}},
     }}
     for name, content in stand_ins.items():
         sys.modules[f"grpo_megatron.{{name}}"] = module = types.ModuleType(name)

@@ -1,4 +1,4 @@
-"""The test of the tests' browser: it sees every fault that a page can have. (Pages without one are in tests/pages.)"""
+"""The test of the tests' browser: it sees every fault that a page can have. (Pages without one are in tests/report.)"""
 
 from __future__ import annotations
 

@@ -18,63 +18,51 @@ from tests import conftest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "grpo_megatron"
-TOOLS = (
-    "curation",
-    "evaluation",
-    "generation",
-    "migration",
-    "replay",
-    "report",
-    "starting",
-)  # rooms in tools/: programs that use the package, and that no run needs
-SHIPPED = "shipped.tools."  # what they are imported from
 SOURCES = {
-    ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
-    for root, rooms in ((ROOT / PACKAGE, ("",)), (ROOT / "tools", TOOLS))
-    for room in rooms
-    for path in sorted((root / room).rglob("*.py"))
+    ".".join(path.relative_to(ROOT / PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / PACKAGE).rglob("*.py"))
 }
 
 ROOMS = (  # a room imports only rooms that stand before it
-    *("types", "importing", "reading", "config"),  # the ground
-    *("storage", "pages", "processes", "rewards", "algo", "data"),  # no process group is visible here
-    *("device", "parallel", "sync", "exact", "environments", "observability"),
+    *("types", "registry", "imports", "transformer_engine", "untrusted", "config"),  # the ground
+    *("storage", "processes", "rewards", "algo", "data"),  # no process group is visible here
+    *("device", "parallel", "sync", "exact", "environments"),
     *("models", "rollout"),  # siblings
-    *("convert", "sampling"),
-    *("memory", "checks", "planning", "training", "trainer", "rollout_rank"),
-    *("evaluation", "report", "curation", "migration", "generation", "replay", "starting", "cli", "__main__"),
+    *("report", "convert", "sampling", "planning", "checks", "training", "trainer", "rollout_rank"),
+    *("evaluation", "migration", "starting", "cli", "__main__"),
 )
-FORBIDDEN = {  # arrows that the order alone would allow
-    ("models", "rollout"),
-    ("rollout", "models"),
-    ("models", "observability"),
-    ("rollout", "observability"),
-}
+FORBIDDEN = {("rollout", "models")}  # arrows that the order alone would allow
 WITHOUT_TORCH = {
-    *("types", "importing", "reading", "config", "storage", "pages", "processes", "rewards"),
-    *("environments", "data", "report", "curation", "cli", "__main__"),
+    *("types", "registry", "imports", "untrusted", "config", "storage", "processes", "rewards"),
+    *("environments", "data", "report", "migration", "cli", "__main__"),
 }
 FENCED = ("rewards.math",)  # other rooms import this folder only through the module of this name
 THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the names of modules that may import it
-    "torch": ("algo.", "types", "cli.ranks"),  # in the rooms without torch, and in algo
-    "megatron": ("models.", "parallel.mesh", "device"),
-    "transformer_engine": ("importing",),
+    "torch": (
+        "algo.",
+        "types",
+        "cli.ranks",
+        "report.loggers",
+        "report.metrics",
+    ),  # in the rooms without torch, and in algo
+    "megatron": ("models.", "exact.", "parallel.mesh", "device"),
+    "transformer_engine": ("transformer_engine",),
     "triton": ("models.layers.head_kernel",),
-    "vllm": ("rollout.vllm",),
-    "safetensors": ("models.", "convert.", "training.", "replay."),
+    "vllm": ("rollout.vllm", "exact.vllm"),
+    "safetensors": ("models.", "convert.", "training."),
     "sentencepiece": ("convert.",),
     "transformers": ("data.", "starting.", "rollout.transformers", "models.vision"),
     "huggingface_hub": ("storage.hub",),
     "tokenizers": ("data.", "starting."),
-    "pydantic": ("config", "cli.", "data.", "rollout.", "evaluation.", "generation.", "curation.", "convert."),
+    "pydantic": ("config", "cli.", "data.", "rollout.", "evaluation.", "convert."),
     "pydantic_core": ("config",),
-    "yaml": ("reading", "planning.", "training."),
-    "jinja2": ("pages.", "starting."),
-    "numpy": ("data.", "types"),
-    "msgspec": ("rewards.pool", "pages.run_folder"),
+    "yaml": ("untrusted", "cli.plan", "training."),
+    "jinja2": ("report.", "starting."),
+    "numpy": ("data.", "types", "report.metrics"),
+    "msgspec": ("rewards.pool", "report.run_folder"),
     "pyarrow": ("data.",),
-    "PIL": ("data.", "pages.kit"),
-    "tqdm": ("data.", "observability.", "training.", "evaluation.", "convert."),
+    "PIL": ("data.", "report.kit"),
+    "tqdm": ("data.", "report.", "training.", "evaluation.", "convert."),
     "jsonschema": ("environments.",),
     "uvicorn": ("environments.",),
     "starlette": ("environments.",),
@@ -98,16 +86,15 @@ def imported(path: Path) -> frozenset[str]:
             assert node.module is not None
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                own = full.removeprefix(f"{PACKAGE}.").removeprefix(SHIPPED)
+                own = full.removeprefix(f"{PACKAGE}.")
             found.add(full if own in SOURCES else node.module)
     return frozenset(found)
 
 
 def own_imports(module: str) -> set[str]:
-    """Without the examples' data generator, which the command `prepare` runs from where the examples are."""
+    """Modules of this package that a module imports."""
     names = {name for name in imported(SOURCES[module]) if name.split(".")[0] == PACKAGE}
-    names = {name.removeprefix(f"{PACKAGE}.").removeprefix(SHIPPED) for name in names}
-    return names - {PACKAGE, "shipped.examples.generated"}
+    return {name.removeprefix(f"{PACKAGE}.") for name in names} - {PACKAGE}
 
 
 def room_of(module: str) -> str:
@@ -174,7 +161,7 @@ def test_fenced_folders_are_entered_by_their_front() -> None:
 def test_the_command_line_starts_without_large_packages() -> None:
     """`--help` must not wait for torch, transformers or vLLM, and a plan of a step's samples needs no torch."""
     large = ("torch", "transformers", "vllm", "megatron", "pyarrow", "numpy.linalg", "matplotlib")
-    for module in ("cli.main", "algo.plan", "observability.metrics", "rollout.engine"):
+    for module in ("cli.main", "algo.plan", "report.metrics", "rollout.engine"):
         check = f"import sys, {PACKAGE}.{module}; print(*sorted(set({large[:4]!r}) & set(sys.modules)))"
         found = subprocess.run([sys.executable, "-c", check], check=True, cwd=ROOT, capture_output=True, text=True)
         assert not found.stdout.strip(), f"importing {module} imports {found.stdout}"

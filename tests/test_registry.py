@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from grpo_megatron.algo.losses import LossFacts, policy_losses
-from grpo_megatron.importing import FactRegistry, Registry
+from grpo_megatron.registry import FactRegistry, Registry
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Journey:
 
 def count(engine: str) -> Journey:
     """Run the quickstart's config in the current folder."""
-    from grpo_megatron.shipped.tools.starting.quickstart import QuickstartOptions, prepare_quickstart
+    from grpo_megatron.starting.quickstart import QuickstartOptions, prepare_quickstart
 
     _, config_file, *overrides = prepare_quickstart(QuickstartOptions(overrides=(*PLAIN, f"rollout.engine={engine}")))
     journey = Journey()

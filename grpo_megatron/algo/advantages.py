@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_megatron.config import AlgorithmConfig
-from grpo_megatron.importing import FactRegistry
+from grpo_megatron.registry import FactRegistry
 from grpo_megatron.types import GroupTable
 
 EPSILON = 1e-6
@@ -319,7 +319,7 @@ def best_worst(table: GroupTable, config: AlgorithmConfig) -> Advantages:
 def preference(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     """The pair of `best_worst`, with the difference of the two rewards in place of 1.
 
-    Rows of a file have the rewards 1 + margin (chosen) and 0 (rejected), see data/written.py.
+    Rows of a file have the rewards 1 + margin (chosen) and 0 (rejected), see data/responses.py.
     """
     check_rewards(table.reward)
     advantages = best_worst(table, config)

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.config import KlCtrl, RolloutCorrection
-from grpo_megatron.importing import Registry
+from grpo_megatron.registry import Registry
 
 LOG_RATIO_CLAMP = 20.0
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.divergence import LOG_RATIO_CLAMP, KlPenalty, ratio_of
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
-from grpo_megatron.importing import FactRegistry
+from grpo_megatron.registry import FactRegistry
 
 
 class _MaskedInputs:

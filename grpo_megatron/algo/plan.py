@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, informative_groups
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig, OverlongBuffer
-from grpo_megatron.importing import Registry
+from grpo_megatron.registry import Registry
 from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, rows_of_mini_batch
 
 # -- Token weights -----------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def assign(
 def assign_leaves(units_of_mini_batches: list[list[Unit]], dp: int, lengths: list[int]) -> Assignment:
     """`model.exact`: the rows of a mini-batch, in table order, as LEAVES neighbouring parts of equal numbers of rows.
 
-    A part's gradients are added row by row, and the parts' by one tree (models/layers/exact.py). Rank r of D has the parts
+    A part's gradients are added row by row, and the parts' by one tree (exact/layers.py). Rank r of D has the parts
     [8 r / D, 8 (r + 1) / D). A micro-batch is one row; all parts have as many, the last ones of them empty.
     """
     mini_batches: list[MiniBatches] = [[] for _ in range(dp)]

@@ -30,11 +30,11 @@ from grpo_megatron.config.problems import Problems, marked
 from grpo_megatron.data.images import image_files
 from grpo_megatron.data.rows import FORMATS, files_of_split, open_rows
 from grpo_megatron.models.families import read_config
-from grpo_megatron.observability.progress import awaited
-from grpo_megatron.reading import ReadError
+from grpo_megatron.report.progress import awaited
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import sha256_of
 from grpo_megatron.storage.run_files import WARM_UP_FOLDER, on_disk, read_step
+from grpo_megatron.untrusted import ReadError
 
 THREADS = 8
 OF_WEIGHTS = (".safetensors",)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.checks.names import CheckedEnvironment, SourceFiles, reward_name, sources_of
+from grpo_megatron.checks.components import CheckedEnvironment, SourceFiles, reward_name, sources_of
 from grpo_megatron.checks.reward_call import examples_of
 from grpo_megatron.config import Config, ConfigError, SamplingConfig
 from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of
@@ -20,11 +20,7 @@ from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.data.images import ImageFormat
 from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import load_prompts, parsed_row
-from grpo_megatron.data.rows import RowSet, is_there
-from grpo_megatron.data.sampler import Mixture, SourcePrompts, one_of_each
-from grpo_megatron.data.task import get_task
-from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer
-from grpo_megatron.data.written import (
+from grpo_megatron.data.responses import (
     PAIR_ROWS,
     STEP_ROWS,
     OfflineGroup,
@@ -35,6 +31,10 @@ from grpo_megatron.data.written import (
     read_steps,
     read_written,
 )
+from grpo_megatron.data.rows import RowSet, is_there
+from grpo_megatron.data.sampler import Mixture, SourcePrompts, one_of_each
+from grpo_megatron.data.task import get_task
+from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_config
 from grpo_megatron.types import BY_MODEL, Prompt

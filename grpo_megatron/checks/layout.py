@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_megatron.algo.losses import reasons_for_old_pass
-from grpo_megatron.config import Config, LoraConfig, MegatronConfig
+from grpo_megatron.config import Config, LoraConfig
 from grpo_megatron.config.problems import Problems, keys_of, marked
-from grpo_megatron.memory.parameters import FIRST, LAST, stage_layers
-from grpo_megatron.models.architecture import Architecture, engine_split_problems, fitting_sizes, split_problems
-from grpo_megatron.models.lora.folder import PeftFolder
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.lora.peft_folder import PeftFolder
 from grpo_megatron.models.lora.table import ROUTER, lora_rows, target_problem
 from grpo_megatron.models.weights.stream import WeightsError
-from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu, divides_experts_on_cpu
-
-TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
-ROLLOUT_TP = "rollout.tensor_model_parallel_size"
-TABLE = "actor.megatron.override_transformer_config"
+from grpo_megatron.planning.layout import OVERRIDES, divisors, joined
+from grpo_megatron.rollout.vllm.process import computes_latents_on_cpu, divides_experts_on_cpu
 
 
 def placement_problems(config: Config, world_size: int) -> Problems:
@@ -48,146 +42,9 @@ def placement_problems(config: Config, world_size: int) -> Problems:
         )
 
 
-def world_problems(config: Config, world_size: int, arch: Architecture | None) -> Problems:
-    """Sizes that do not divide each other, or the model. `arch` None: the model could not be read.
-
-    `world_size`: ranks that train. Those that draw are the same, or `rollout.num_ranks`.
-    """
-    k = keys_of(config).actor.megatron
-    megatron, rollout_tp = config.actor.megatron, config.rollout.tensor_model_parallel_size
-    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    engine_split = functools.partial(engine_split_problems, has_whole_experts=config.rollout.has_whole_experts)
-    if world_size % (tp * pp):
-        best_tp, best_pp = _nearest_layout(world_size, tp, pp, arch)
-        changes = [f"{key}={best}" for key, best, now in ((TP, best_tp, tp), (PP, best_pp, pp)) if best != now]
-        yield (
-            f"{k.tensor_model_parallel_size} x {k.pipeline_model_parallel_size} = {tp * pp} does not divide the world size"
-            f" {world_size}; set {' and '.join(changes)}, or start a multiple of {tp * pp} ranks (trainer.nnodes x"
-            " trainer.n_gpus_per_node)"
-        )
-    else:
-        yield from _replica_problems(config, world_size // (tp * pp))
-    drawing = config.num_rollout_ranks
-    if (ranks := drawing or world_size) % rollout_tp:
-        sizes = [n for n in divisors(ranks) if arch is None or not engine_split(arch, n)]
-        best = min(sizes, key=lambda n: abs(n - rollout_tp))
-        what = f"the {ranks} ranks that draw" if drawing else f"the world size {ranks}"
-        yield f"{marked(ROLLOUT_TP)}={rollout_tp} does not divide {what}; set {ROLLOUT_TP}={best}"
-    for key, size, split in ((TP, tp, split_problems), (ROLLOUT_TP, rollout_tp, engine_split)):
-        if arch is not None and (problems := split(arch, size)):
-            yield f"{marked(key)}={size} cannot cut this model: {', '.join(problems)}; set one of {fitting_sizes(arch, split)}"
-    if arch is not None and stage_layers(arch.num_layers, megatron) is None:
-        yield _stage_problem(arch.num_layers, megatron)
-    if megatron.sequence_parallel and tp == 1:
-        yield f"{k.sequence_parallel} needs {TP} > 1, and it is 1; leave sequence_parallel out (it follows tensor parallelism)"
-    if megatron.context_parallel_size > 1:
-        yield from _context_problems(config)
-    if arch is not None:
-        yield from _expert_problems(config, arch)
-
-
-def _replica_problems(config: Config, replicas: int) -> Problems:
-    """`replicas`: world size / (tp x pp), which context and expert parallelism divide."""
-    k, megatron = keys_of(config).actor.megatron, config.actor.megatron
-    for key, size, what in (
-        (k.context_parallel_size, megatron.context_parallel_size, "sequences"),
-        (k.expert_model_parallel_size, megatron.expert_model_parallel_size, "experts"),
-    ):
-        if replicas % size:
-            yield (
-                f"{key} does not divide the {replicas} ranks that world size / (tp x pp) leaves to divide the {what}; set"
-                f" one of {joined(divisors(replicas))}"
-            )
-
-
-def _context_problems(config: Config) -> Problems:
-    """Context parallelism: the layers must support it."""
-    k = keys_of(config)
-    key, remedy = f"{k.actor.megatron.context_parallel_size}", "set actor.megatron.context_parallel_size=1"
-    attention = "only Transformer Engine's attention can cut a sequence over ranks"
-    if config.trainer.device == "cpu":
-        yield f"{key} on the CPU: {attention}; {remedy}"
-    elif config.actor.megatron.transformer_impl == "local":
-        yield f"{key} with {k.actor.megatron.transformer_impl}: {attention}; set transformer_impl=auto, or {remedy}"
-    if config.reward_paths:
-        yield f"{key} with {k.reward_model.path:key}: a reward model reads whole sequences on each rank; {remedy}"
-
-
-def _stage_problem(num_layers: int, megatron: MegatronConfig) -> str:
-    pp = megatron.pipeline_model_parallel_size
-    override = megatron.override_transformer_config
-    given = [f"{marked(TABLE)}.{end}={override[end]}" for end in (FIRST, LAST) if override.get(end) is not None]
-    if given:
-        return (
-            f"{' and '.join(given)} with {marked(PP)}={pp} cannot cut {num_layers} layers: the other layers must divide evenly"
-            " over the other stages, at least one per stage; change them"
-        )
-    message = (
-        f"{marked(PP)}={pp} does not divide the model's {num_layers} layers; set one of {joined(divisors(num_layers))}"
-    )
-    others = -(-num_layers // pp)
-    if (first := num_layers - (pp - 1) * others) > 0:
-        message += f", or {TABLE}.{FIRST}={first} ({others} in each other stage)"
-    return message
-
-
-def _nearest_layout(world_size: int, tp: int, pp: int, arch: Architecture | None) -> tuple[int, int]:
-    """The (tp, pp) that works with the fewest changed keys, then the smallest change, then the largest tp x pp."""
-
-    def distance(layout: tuple[int, int]) -> tuple[int, int, int]:
-        t, p = layout
-        return (t != tp) + (p != pp), abs(t - tp) + abs(p - pp), -t * p
-
-    layouts = ((t, p) for t in divisors(world_size) for p in divisors(world_size // t))
-    return min(
-        ((t, p) for t, p in layouts if arch is None or (not split_problems(arch, t) and arch.num_layers % p == 0)),
-        key=distance,
-    )
-
-
-def data_parallel_size(config: Config, world_size: int) -> int:
-    """Of a valid layout."""
-    megatron = config.actor.megatron
-    return world_size // (
-        megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
-    )
-
-
-def divisors(number: int) -> list[int]:
-    """In increasing order."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]
-
-
-def joined(numbers: list[int]) -> str:
-    """For a message: "1, 2, 4"."""
-    return ", ".join(map(str, numbers))
-
-
 # -- Families and experts that a part of the run cannot compute --------------------------------------------------------
 
 CPU_LATENT = (512, 64)  # vLLM's csrc/cpu/mla_decode.cpp is compiled for these sizes, those of all published models
-
-
-def _expert_problems(config: Config, arch: Architecture) -> Problems:
-    """The layout of the policy's experts."""
-    k, megatron = keys_of(config).actor.megatron, config.actor.megatron
-    tp, ep, key = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size, k.expert_model_parallel_size
-    if ep > 1 and not arch.num_experts:
-        yield f"{key}, but this model ({arch.family}) has no experts; set actor.megatron.expert_model_parallel_size=1"
-        return
-    if arch.num_experts % ep:
-        yield f"{key} does not divide the model's {arch.num_experts} experts; set one of {joined(divisors(arch.num_experts))}"
-    if arch.num_experts and tp > 1 and not megatron.use_sequence_parallel:
-        yield (
-            f"{k.tensor_model_parallel_size} without sequence parallelism: Megatron-Core cannot train experts in that layout;"
-            " leave actor.megatron.sequence_parallel out (it follows tensor parallelism)"
-        )
-    if config.trainer.device == "cpu" and ep > 1 and tp > 1:
-        yield (
-            f"{key} x {k.tensor_model_parallel_size} on the CPU: gloo cannot gather the experts' unequal token counts over"
-            f" tensor-parallel ranks; set {TP}=1 or actor.megatron.expert_model_parallel_size=1, or run on GPUs"
-        )
 
 
 FUSED = ("moe_router_fusion", "moe_layer_recompute")  # the choice is in a kernel, or made again without its micro-batch
@@ -205,7 +62,7 @@ def route_problems(config: Config, arch: Architecture | None) -> Problems:
     wrong += ["recompute_modules"] if "moe" in (override.get("recompute_modules") or ()) else []
     for name in wrong:
         yield (
-            f"{key} with {marked(TABLE)}.{name}={override[name]}: the routers would choose without their micro-batch's routes;"
+            f"{key} with {marked(OVERRIDES)}.{name}={override[name]}: routers would choose without their micro-batch's routes;"
             f" leave it out, or {remedy}"
         )
     if kind == "old" and not reasons_for_old_pass(config.algorithm, config.actor, config.data.train_batch_size):

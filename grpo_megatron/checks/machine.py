@@ -9,7 +9,7 @@ import os
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problem, Problems, keys_of
 from grpo_megatron.device import count_cuda_devices
-from grpo_megatron.observability.loggers import check_loggers
+from grpo_megatron.report.loggers import check_loggers
 from grpo_megatron.rollout.build import engine_packages
 from grpo_megatron.storage.files import in_use_by, lock_holder
 

@@ -1,7 +1,7 @@
 """Which algorithms go together: one message for every combination in the config that cannot work as it is written.
 
 A method (docs/algorithms.md) is a data source, an estimator, a loss and an aggregation. Each is chosen by its
-own key. What an estimator or a loss needs is a fact that it declares where it is defined (importing.py). So a user's own
+own key. What an estimator or a loss needs is a fact that it declares where it is defined (registry.py). So a user's own
 `package.module:function` is checked like the registered ones.
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import loss_facts, needs_reference, policy_losses
+from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.models import has_critic
-from grpo_megatron.checks.names import reward_name
 from grpo_megatron.config import Config, OptimConfig
 from grpo_megatron.config.problems import Problems, keys_of, marked, written
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.data.task import get_task
-from grpo_megatron.importing import FactRegistry
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.registry import FactRegistry
 from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.storage.run_files import owner_problem, rollout_files
 

@@ -14,18 +14,18 @@ from pathlib import Path
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses, reads_reference
-from grpo_megatron.checks.layout import world_problems
 from grpo_megatron.config import AlgorithmConfig, Config, ConfigError, ScoringModel, VisionConfig
 from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of, marked, written
-from grpo_megatron.memory.parameters import RunModels
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
-from grpo_megatron.models.heads.folder import HeadKind, RewardFolder, check_reward_weights, read_reward_folder
-from grpo_megatron.models.lora.folder import is_peft_folder
-from grpo_megatron.models.weights.folder import check_hf
-from grpo_megatron.reading import ReadError, read_json, special_file_in
+from grpo_megatron.models.heads.reward_folder import HeadKind, RewardFolder, check_reward_weights, read_reward_folder
+from grpo_megatron.models.lora.peft_folder import is_peft_folder
+from grpo_megatron.models.weights.hf_folder import check_hf
+from grpo_megatron.planning.layout import world_problems
+from grpo_megatron.planning.parameters import RunModels
 from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.storage.hub import model_folder
+from grpo_megatron.untrusted import ReadError, read_json, special_file_in
 
 MAIN, OTHERS, CRITIC = "reward_model", "reward_models.", "critic"  # keys of the config
 HEAD_KINDS: dict[str, HeadKind] = {"response": "outcome", "step": "process"}  # LossFacts.scores -> kind of the folder

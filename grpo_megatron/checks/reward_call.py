@@ -10,20 +10,20 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_megatron.checks.names import resolved_components
+from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.config import Config, ConfigError, Gate
 from grpo_megatron.config.problems import Problems, marked
 from grpo_megatron.data.prompts import reward_item
 from grpo_megatron.data.sampler import one_of_each
 from grpo_megatron.data.task import get_task
 from grpo_megatron.environments.pool import try_episode
-from grpo_megatron.reading import cut, shown
 from grpo_megatron.rewards import check_reward
 from grpo_megatron.rewards.answers import AnswerForm, answer_form
 from grpo_megatron.rewards.calling import COMPOSITE
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import PIXELS, Kwargs, RewardResult, read_signature, rewards
 from grpo_megatron.types import BY_MODEL, Prompt
+from grpo_megatron.untrusted import cut, shown
 
 logger = logging.getLogger(__name__)
 WRONG = "I do not know"

@@ -14,8 +14,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_megatron.checks.components import (
+    CheckedEnvironment,
+    check_environment,
+    environment_problems,
+    name_problems,
+    reward_name_problems,
+    source_problems,
+    task_problem,
+    with_recognised_tasks,
+)
 from grpo_megatron.checks.digests import input_problems
-from grpo_megatron.checks.exact import exact_problems
 from grpo_megatron.checks.inputs import (
     RunRows,
     has_tokenizer,
@@ -31,7 +40,6 @@ from grpo_megatron.checks.layout import (
     lora_problems,
     placement_problems,
     route_problems,
-    world_problems,
 )
 from grpo_megatron.checks.machine import device_problems, in_use_problems, output_problems, package_problems
 from grpo_megatron.checks.methods import (
@@ -56,28 +64,20 @@ from grpo_megatron.checks.models import (
     vision_problems,
     with_hub_models,
 )
-from grpo_megatron.checks.names import (
-    CheckedEnvironment,
-    check_environment,
-    environment_problems,
-    name_problems,
-    reward_name_problems,
-    source_problems,
-    task_problem,
-    with_recognised_tasks,
-)
 from grpo_megatron.checks.resume import resume_problems
 from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, column_problems, play_episode, report_trials
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.passthrough import transformer_problems
 from grpo_megatron.config.problems import Problem, ProblemList
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
-from grpo_megatron.memory.parameters import RunModels
-from grpo_megatron.memory.phases import phase_shortages
+from grpo_megatron.exact.limits import exact_problems
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.heads.folder import RewardFolder
+from grpo_megatron.models.heads.reward_folder import RewardFolder
 from grpo_megatron.models.layers.precision import hardware_problems, precision_problems
-from grpo_megatron.rollout.build import engine_problems
+from grpo_megatron.planning.layout import world_problems
+from grpo_megatron.planning.parameters import RunModels
+from grpo_megatron.planning.phases import phase_shortages
+from grpo_megatron.rollout.build import engine_problems, exact_engine_problem
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,8 @@ def validate(
     problems.add(environment_problems(config))
     problems.add(output_problems(config, is_plan=dry_run))
     problems.add(precision_problems(config, arch), "actor.megatron.fp8")
-    problems.add(exact_problems(config, training, arch, elsewhere=dry_run), "model.exact")
+    exact_engine = exact_engine_problem(config.rollout.engine) if config.model.exact else None
+    problems.add(exact_problems(config, training, arch, exact_engine, elsewhere=dry_run), "model.exact")
     replays = config.actor.moe.route_replay == "engine"
     engine = {"replays": replays, "has_images": arch is not None and arch.vision is not None}
     problems.add(engine_problems(config.rollout, **engine) if config.draws else (), "rollout.engine")

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import CHANGE_ME, Problem
 from grpo_megatron.config.section import config_keys
-from grpo_megatron.reading import MAX_LEVELS, MAX_YAML, ReadError, cut, parse_yaml, read_text, reason_of, shown
+from grpo_megatron.untrusted import MAX_LEVELS, MAX_YAML, ReadError, cut, parse_yaml, read_text, reason_of, shown
 
 Defaults = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]  # the file's content -> section -> key -> value
 MAX_EXPLAINED = 50  # wrong keys that are shown
@@ -163,7 +163,7 @@ def _explain(error: Any) -> str:
     """One line for one pydantic error; for an unknown key with the nearest known key."""
     location = cut(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
-        from grpo_megatron.shipped.tools.migration.translation import SAME_NAME, explained, known_elsewhere
+        from grpo_megatron.migration.translation import SAME_NAME, explained, known_elsewhere
 
         known = _fields_at(error["loc"][:-1])
         close = difflib.get_close_matches(str(error["loc"][-1])[:100], known, n=1)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.reading import cut, visible
+from grpo_megatron.untrusted import cut, visible
 
 LAUNCHER_PID = "GRPO_MEGATRON_LAUNCHER_PID"  # in the environment of ranks: the process that ends them, and prints
 PF_EXITING = 0x4  # include/linux/sched.h: the kernel sets this flag before it closes the sockets of a dying process

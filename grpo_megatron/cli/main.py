@@ -23,8 +23,8 @@ from grpo_megatron.cli import failures, ranks
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import COMMAND_NAME, HIDDEN, Argument, Option, Options, parse
 from grpo_megatron.config.section import config_keys
-from grpo_megatron.importing import did_you_mean, find_modules, import_function
 from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
+from grpo_megatron.registry import did_you_mean, find_modules, import_function
 from grpo_megatron.storage.files import remove_leftovers
 
 
@@ -90,7 +90,7 @@ class Command:
     """A command: its line in --help (none for an action of another command), its options and the function of them.
 
     Both are `module:name` in this package. The function returns the exit code; with `starts_ranks` it also gets a StartRanks
-    (tools/evaluation/cli.py). With `is_prelude` it returns the arguments of the command that is to run then.
+    (grpo_megatron/evaluation/evaluate.py). With `is_prelude` it returns the arguments of the command that is to run then.
     """
 
     help: str | None
@@ -118,23 +118,23 @@ COMMANDS = {  # in the order of --help: as a user meets them
     "quickstart": Command(
         "train a tiny model on this CPU in one to two minutes",
         *(
-            "shipped.tools.starting.quickstart:QuickstartOptions",
-            "shipped.tools.starting.quickstart:prepare_quickstart",
+            "starting.quickstart:QuickstartOptions",
+            "starting.quickstart:prepare_quickstart",
         ),
         is_prelude=True,
     ),
     "examples": Command(
         "copy the examples and the Slurm scripts",
-        *("shipped.tools.starting.quickstart:ExamplesOptions", "shipped.tools.starting.quickstart:copy_examples"),
+        *("starting.quickstart:ExamplesOptions", "starting.quickstart:copy_examples"),
     ),
     "init": Command(
         "write a commented config for a model and a task",
-        *("shipped.tools.starting.new_config:InitOptions", "shipped.tools.starting.new_config:write_config"),
+        *("starting.new_config:InitOptions", "starting.new_config:write_config"),
     ),
     "import": Command(
         "write a config from one of another trainer",
-        "shipped.tools.migration.translation:ImportOptions",
-        "shipped.tools.migration.translation:import_config",
+        "migration.translation:ImportOptions",
+        "migration.translation:import_config",
     ),
     "plan": Command(
         "what a config needs, whether it fits, and layouts that do", "cli.main:PlanOptions", "cli.run:train"
@@ -146,47 +146,41 @@ COMMANDS = {  # in the order of --help: as a user meets them
     ),
     "watch": Command(
         "a run in the terminal, from its files",
-        *("shipped.tools.report.cli:WatchOptions", "shipped.tools.report.cli:watch"),
+        *("report.watch:WatchOptions", "report.watch:watch"),
     ),
     "report": Command(
         "one page of a run, or of two beside each other, from their files",
-        "shipped.tools.report.cli:ReportOptions",
-        "shipped.tools.report.cli:report",
+        "report.watch:ReportOptions",
+        "report.watch:report",
     ),
     "evaluate": Command(
         "draw answers to GSM8K, MATH and others, grade and report them",
-        *("shipped.tools.evaluation.options:EvaluateOptions", "shipped.tools.evaluation.cli:run_evaluation"),
+        *("evaluation.options:EvaluateOptions", "evaluation.evaluate:run_evaluation"),
         starts_ranks=True,
     ),
-    "evaluate grade": Command(
-        None, "shipped.tools.evaluation.options:GradeOptions", "shipped.tools.evaluation.cli:grade_rows"
-    ),
-    "evaluate compare": Command(
-        None, "shipped.tools.report.comparison:CompareOptions", "shipped.tools.report.comparison:print_comparison"
-    ),
-    "evaluate tasks": Command(
-        None, "shipped.tools.evaluation.options:TasksOptions", "shipped.tools.evaluation.cli:list_tasks"
-    ),
+    "evaluate grade": Command(None, "evaluation.options:GradeOptions", "evaluation.evaluate:grade_rows"),
+    "evaluate compare": Command(None, "evaluation.comparison:CompareOptions", "evaluation.comparison:print_comparison"),
+    "evaluate tasks": Command(None, "evaluation.options:TasksOptions", "evaluation.evaluate:list_tasks"),
     "generate": Command(
         "answers of a model to your prompts, or a chat",
-        *("shipped.tools.generation.options:GenerateOptions", "shipped.tools.generation.cli:generate"),
+        *("evaluation.generate_options:GenerateOptions", "evaluation.generate:generate"),
         starts_ranks=True,
     ),
     "curate": Command(
         "pass rates per prompt, filtered data, rows for SFT and DPO",
-        "shipped.tools.curation.options:CurateOptions",
-        "shipped.tools.curation.cli:curate",
+        "data.curate_options:CurateOptions",
+        "data.curate:curate",
     ),
     "convert": Command(
         "Hugging Face <-> Megatron-Core checkpoints", "convert.options:ConvertOptions", "convert.cli:convert"
     ),
     "prepare": Command(
         "the data of an example, or a model with random weights",
-        *("shipped.tools.starting.prepare:PrepareOptions", "shipped.tools.starting.prepare:prepare_inputs"),
+        *("starting.prepare:PrepareOptions", "starting.prepare:prepare_inputs"),
     ),
     "replay": Command(
         "compute the loss of a batch again that a guard has dumped",
-        *("shipped.tools.replay.cli:ReplayOptions", "shipped.tools.replay.cli:replay_dump"),
+        *("training.replay_command:ReplayOptions", "training.replay_command:replay_dump"),
     ),
     "keys": Command("list the keys of a config, with their defaults", "cli.main:KeysOptions", "cli.main:print_keys"),
 }

@@ -9,7 +9,7 @@ import os
 
 from grpo_megatron.cli.failures import LAUNCHER_PID
 from grpo_megatron.cli.ranks import PRELOADED_ENGINE, die_with_launcher
-from grpo_megatron.importing import silent_imports
+from grpo_megatron.imports import silent_imports
 
 
 def import_trainer() -> None:
@@ -22,7 +22,7 @@ def import_engine(name: str) -> None:
     """Import the modules of a `rollout.engine`. An engine of the user's own is imported by the ranks."""
     with silent_imports():
         if name == "vllm":
-            from grpo_megatron.rollout.vllm_process import preload
+            from grpo_megatron.rollout.vllm.process import preload
 
             preload()
         elif name == "transformers":

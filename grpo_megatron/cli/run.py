@@ -19,9 +19,10 @@ from grpo_megatron.cli.config_file import WrongKeys, in_file_order, load_config,
 from grpo_megatron.cli.main import PlanOptions, RunOptions, TrainRewardOptions
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problems, keys_of
-from grpo_megatron.importing import find_modules, large_imports
-from grpo_megatron.observability.progress import awaited
+from grpo_megatron.imports import large_imports
 from grpo_megatron.processes.variables import set_determinism_variables
+from grpo_megatron.registry import find_modules
+from grpo_megatron.report.progress import awaited
 from grpo_megatron.storage.files import remove_leftovers
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config,
                 " loss_mode=bradley_terry (pairs) or step_labels (steps), or use the command train"
             )
     if options.resolved_config is not None:
-        from grpo_megatron.planning.page import resolved_problem
+        from grpo_megatron.cli.plan import resolved_problem
 
         if problem := resolved_problem(options.resolved_config):
             yield problem
@@ -198,7 +199,7 @@ def _run(config: Config, checked: Checked, profiled: range | None) -> int:
 
 def _print_plan(config: Config, checked: Checked, world_size: int, options: RunOptions) -> None:
     """Raises ConfigError, after the plan, if the run cannot fit the GPU. Then the resolved config is not written."""
-    from grpo_megatron.planning.page import PAGE_WIDTH, plan_page, write_resolved
+    from grpo_megatron.cli.plan import PAGE_WIDTH, plan_page, write_resolved
 
     width = min(max(shutil.get_terminal_size((PAGE_WIDTH, 24)).columns, 80), PAGE_WIDTH)
     elsewhere = options.world_size is not None
@@ -226,7 +227,10 @@ def _print_search(config: Config, options: PlanOptions) -> int:
             f"{keys_of(config).rollout.placement}: the search compares colocated layouts and splits by itself; leave it out"
         )
     with large_imports():
-        from grpo_megatron.shipped.tools.starting.search import search_page
+        from grpo_megatron.checks.models import read_models
+        from grpo_megatron.planning.search import search_page
 
-    print(search_page(config, options.world_size, options.gpu, top=options.top, mean_response=options.mean_response))
+    models = read_models(config)
+    lengths = {"top": options.top, "mean_response": options.mean_response}
+    print(search_page(config, models, options.world_size, options.gpu, **lengths))
     return 0

@@ -483,7 +483,7 @@ HAS_STEPS = Needs("reward_model.path or actor.loss_mode:scores=step")
 class ScoringModel(Section):
     """One model. `reward_models` has any number of them, frozen, each under a name of its own."""
 
-    path: Fixed[Path | None] = None  # Hugging Face folder (models/heads/folder.py); null: there is none
+    path: Fixed[Path | None] = None  # Hugging Face folder (models/heads/reward_folder.py); null: there is none
     kind: Annotated[Fixed[Literal["outcome", "process"]], HAS_STEPS] = "outcome"  # one score per response, or per step
     coefficient: float = Field(1.0, gt=0, le=1e4)  # multiplies its score in the sum (algo/scores.py)
     # process: the text that ends a step (data/prompts.py)
@@ -585,7 +585,7 @@ class RolloutConfig(Section):
     """The engine, and how it samples."""
 
     engine: str = "vllm"  # a registered engine, or module:Class (rollout/engine.py)
-    engine_options: dict[str, Any] = {}  # the engine's own section, validated by its class (rollout/vllm_arguments.py)
+    engine_options: dict[str, Any] = {}  # the engine's own section, validated by its class (rollout/vllm/arguments.py)
     n: int = Field(8, ge=1, le=65536)  # samples per prompt
     temperature: Annotated[float, AfterValidator(_of_the_engine)] = Field(1.0, gt=0)
     # no other value may be set: the policy's logprobs are of the full distribution

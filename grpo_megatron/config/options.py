@@ -27,7 +27,7 @@ from types import UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from grpo_megatron.config.problems import ConfigError
-from grpo_megatron.reading import ReadError, parse_json, shown
+from grpo_megatron.untrusted import ReadError, parse_json, shown
 
 COMMAND_NAME = "grpo-megatron"
 HIDDEN = argparse.SUPPRESS  # as a help text: the option is accepted and not listed

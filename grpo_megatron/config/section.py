@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
-from grpo_megatron.reading import integer_problem, path_problem, text_problem
+from grpo_megatron.untrusted import integer_problem, path_problem, text_problem
 
 T = TypeVar("T")
 ResumeClass = Literal["applies", "schedule", "fixed"]
@@ -44,7 +44,7 @@ class Needs:
     """A condition without which a key, or every key of a section, has no effect. It is part of the key's type.
 
     `any_of`: alternatives, separated by " or ". Each is KEY (it is set, and not false), KEY=VALUE, KEY!=VALUE, KEY>NUMBER,
-    KEY:FACT or KEY:FACT=VALUE, a fact of the function that the key names (importing.py). `.KEY` is of the same section.
+    KEY:FACT or KEY:FACT=VALUE, a fact of the function that the key names (registry.py). `.KEY` is of the same section.
     A key's own conditions replace those of its section. checks/methods.py refuses keys that are set without them.
     """
 

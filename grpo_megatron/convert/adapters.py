@@ -17,13 +17,13 @@ from grpo_megatron.convert import ConvertError, listing_error
 from grpo_megatron.convert.hf import HFFolder
 from grpo_megatron.convert.megatron import MegatronFolder
 from grpo_megatron.convert.source import FLOATS, Source, dtype_name
-from grpo_megatron.models.lora.folder import PeftFolder, is_peft_folder, write_peft
 from grpo_megatron.models.lora.merge import merge
+from grpo_megatron.models.lora.peft_folder import PeftFolder, is_peft_folder, write_peft
 from grpo_megatron.models.lora.table import lora_rows
 from grpo_megatron.models.weights.stream import WeightsError
-from grpo_megatron.reading import ReadError
 from grpo_megatron.storage.files import sha256_of
 from grpo_megatron.storage.hub import model_folder
+from grpo_megatron.untrusted import ReadError
 
 
 class AdaptedModel(Source):

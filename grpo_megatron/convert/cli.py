@@ -9,8 +9,8 @@ from grpo_megatron.convert.conversion import hf_to_megatron, megatron_to_hf
 from grpo_megatron.convert.inspection import describe_model, verify
 from grpo_megatron.convert.options import ConvertOptions, InspectOptions, ToHfOptions, ToMegatronOptions, VerifyOptions
 from grpo_megatron.models.architecture import UnsupportedModel
-from grpo_megatron.reading import cut, visible
 from grpo_megatron.storage import StorageError
+from grpo_megatron.untrusted import cut, visible
 
 
 def convert(options: ConvertOptions) -> int:

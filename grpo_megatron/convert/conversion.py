@@ -16,13 +16,13 @@ from grpo_megatron.convert.options import MergeOptions, ToHfOptions, ToMegatronO
 from grpo_megatron.convert.output import Progress, check_target, output_folder
 from grpo_megatron.convert.source import FLOATS, Source
 from grpo_megatron.models.architecture import Architecture, fitting_sizes, split_problems
-from grpo_megatron.models.heads.folder import WHAT
-from grpo_megatron.models.lora.folder import ADAPTER_CONFIG, PeftFolder, is_peft_folder
+from grpo_megatron.models.heads.reward_folder import WHAT
+from grpo_megatron.models.lora.peft_folder import ADAPTER_CONFIG, PeftFolder, is_peft_folder
 from grpo_megatron.models.weights.stream import WeightsError
-from grpo_megatron.reading import ReadError, path_problem, read_json, shown, special_file_in
 from grpo_megatron.storage.files import MANIFEST_FILE, is_partial, write_manifest
 from grpo_megatron.storage.hub import model_folder
 from grpo_megatron.storage.run_files import CRITIC_FOLDER, REWARD_MODEL_FOLDER, STEP_FILE
+from grpo_megatron.untrusted import ReadError, path_problem, read_json, shown, special_file_in
 
 OVERHEAD_BYTES = 64 << 20  # estimated: tokenizer and tables of contents
 

@@ -27,9 +27,9 @@ from grpo_megatron.convert.source import (
     row_blocks,
 )
 from grpo_megatron.models.families import architecture_of, read_config
-from grpo_megatron.models.heads.folder import HEAD_BIAS
-from grpo_megatron.models.weights.folder import published_name
-from grpo_megatron.reading import read_json
+from grpo_megatron.models.heads.reward_folder import HEAD_BIAS
+from grpo_megatron.models.weights.hf_folder import published_name
+from grpo_megatron.untrusted import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 IGNORED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old exporters wrote

@@ -15,9 +15,9 @@ from grpo_megatron.convert.layout import further_options, tracked_folder, unsupp
 from grpo_megatron.convert.options import InspectOptions, VerifyOptions
 from grpo_megatron.convert.output import Progress, format_bytes
 from grpo_megatron.convert.source import FLOATS, Source, dtype_name, row_blocks
-from grpo_megatron.models.heads.folder import WHAT
-from grpo_megatron.reading import visible
+from grpo_megatron.models.heads.reward_folder import WHAT
 from grpo_megatron.storage.files import MANIFEST_FILE, Verification, read_manifest
+from grpo_megatron.untrusted import visible
 
 KINDS = {"hf": "Hugging Face safetensors", "megatron": "Megatron-Core distributed checkpoint (torch_dist)"}
 KINDS["adapters"] = "adapters, and the Hugging Face safetensors of their base"

@@ -57,13 +57,13 @@ from grpo_megatron.convert.source import (
 from grpo_megatron.data.images import write_processor
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, read_config
-from grpo_megatron.models.heads.folder import HEAD, HEAD_BIAS, HeadKind
+from grpo_megatron.models.heads.reward_folder import HEAD, HEAD_BIAS, HeadKind
 from grpo_megatron.models.lora.table import PEFT_PREFIX, lora_rows
 from grpo_megatron.models.weights import plain_data
 from grpo_megatron.models.weights.table import Vocabulary, WeightRow
-from grpo_megatron.reading import read_json
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.run_files import CRITIC_FILE, PAIRS_FILE, STEP_FILE
+from grpo_megatron.untrusted import read_json
 
 FORMAT_FILE = "metadata.json"
 TORCH_DIST = {

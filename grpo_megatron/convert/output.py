@@ -17,8 +17,8 @@ from typing import Any
 from tqdm import tqdm
 
 from grpo_megatron.convert import ConvertError
-from grpo_megatron.reading import reason_of
 from grpo_megatron.storage.files import MANIFEST_FILE, new_folder
+from grpo_megatron.untrusted import reason_of
 
 SECONDS_BETWEEN_LINES = 15.0
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.heads.folder import (
+from grpo_megatron.models.heads.reward_folder import (
     CLASSIFIER,
     HEAD,
     HEAD_BIAS,
@@ -157,7 +157,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 # -- The scalar head of a critic or a reward model: its weight rows, and the config.json with which it is exported -----
 # A checkpoint has one row, score.weight [1, h], and for token classes score.bias [1], in float32. The Hugging Face folder of a
-# process reward model has two labels, wrong and right: zeros, then this row (models/heads/folder.py).
+# process reward model has two labels, wrong and right: zeros, then this row (models/heads/reward_folder.py).
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from grpo_megatron.data.prompts import RowRenderer, chat_of, image_format, sourc
 from grpo_megatron.data.rows import Question, RowSet, question_text, read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task, get_tasks
 from grpo_megatron.processes.process import time_limit
-from grpo_megatron.reading import shown
 from grpo_megatron.rewards import check_reward
 from grpo_megatron.storage.files import sha256_of
 from grpo_megatron.types import Prompt
+from grpo_megatron.untrusted import shown
 
 REMOVE_S = 2.0  # processor seconds for a task's regular expression on one row
 

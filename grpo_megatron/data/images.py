@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.reading import MAX_PATH, ReadError, check_regular, cut, read_json, reason_of, shown
 from grpo_megatron.types import PromptImage
+from grpo_megatron.untrusted import MAX_PATH, ReadError, check_regular, cut, read_json, reason_of, shown
 
 IMAGE_MARK = "<image>"
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")

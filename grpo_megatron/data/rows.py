@@ -38,8 +38,9 @@ from tqdm import tqdm
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.data.images import ImageFormat, flat_message, has_images
-from grpo_megatron.importing import collection_paused
-from grpo_megatron.reading import (
+from grpo_megatron.imports import collection_paused
+from grpo_megatron.types import PromptImage
+from grpo_megatron.untrusted import (
     ReadError,
     check_regular,
     cut,
@@ -50,7 +51,6 @@ from grpo_megatron.reading import (
     shown,
     surrogate_problem,
 )
-from grpo_megatron.types import PromptImage
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

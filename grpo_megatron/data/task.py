@@ -1,4 +1,4 @@
-"""Task: one benchmark, defined once. Training, validation and `tools/evaluate.py` read the same object.
+"""Task: one benchmark, defined once. Training, validation and `grpo-megatron evaluate` read the same object.
 
 A task says how a row of its file becomes a question and a reference answer, how the question becomes a prompt (a chat or
 plain text), which reward scores a completion, and under which label and version the numbers are reported. The built-in
@@ -37,10 +37,10 @@ from grpo_megatron.data.rows import (
     text_field,
     type_name,
 )
-from grpo_megatron.importing import did_you_mean, import_function, no_exit
-from grpo_megatron.reading import MAX_YAML, ReadError, parse_yaml, read_text, reason_of, shown
+from grpo_megatron.registry import did_you_mean, import_function, no_exit
 from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.answers import box_start, last_boxed, tagged_answer
+from grpo_megatron.untrusted import MAX_YAML, ReadError, parse_yaml, read_text, reason_of, shown
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")  # of a template; other braces are literal
 
@@ -358,7 +358,7 @@ def _without_dollars(text: str) -> str:
 
 
 # -- Tasks by name: a file in `tasks/`, the path of another YAML file, or "my.module:function" of the user's own -------
-# `data.task`, `data.val_tasks` and `tools/evaluate.py --tasks` take the same names and get the same objects.
+# `data.task`, `data.val_tasks` and `grpo-megatron evaluate --tasks` take the same names and get the same objects.
 
 # -- Task files: a task as YAML, in `tasks/` or the user's own. The keys are those of `Task` and `RowFormat` -----------
 # A file may extend a built-in task: `extends: gsm8k` takes every key from there that the file does not set. So a variant

@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.processes.process import time_limit
-from grpo_megatron.reading import ReadError, cut, path_problem, read_json, read_text, shown, special_file_in
+from grpo_megatron.untrusted import ReadError, cut, path_problem, read_json, read_text, shown, special_file_in
 
 MAX_TEMPLATE = 1 << 20  # bytes of a chat template
 END_NAMES = ("im_end", "eot", "eos", "</s>", "end")  # of end-of-sequence tokens, the likeliest first

@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from grpo_megatron.importing import Registry
 from grpo_megatron.processes.pool import FloodedError
 from grpo_megatron.processes.process import limit_memory
+from grpo_megatron.registry import Registry
 
 ChatMessage = dict[str, Any]  # {"role": ..., "content": ...} as chat templates read it
 

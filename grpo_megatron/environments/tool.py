@@ -20,7 +20,7 @@ from typing import Any
 
 import jsonschema
 
-from grpo_megatron.importing import FactRegistry
+from grpo_megatron.registry import FactRegistry
 
 # -- a function with type hints and a Google-style docstring -> the JSON schema that chat templates show ---------------
 # The same as `transformers.utils.get_json_schema`, without the import of transformers and torch into every worker, and with

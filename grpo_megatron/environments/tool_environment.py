@@ -19,8 +19,8 @@ from typing import Any
 
 from grpo_megatron.environments.environment import ChatMessage, Environment, Step, environments
 from grpo_megatron.environments.tool import Tool, ToolError, get_tool
-from grpo_megatron.importing import Registry
 from grpo_megatron.processes.process import describe
+from grpo_megatron.registry import Registry
 
 # -- tool calls in what the model wrote --------------------------------------------------------------------------------
 # Each format is a function from a text to its calls, in their order, well formed or not:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from grpo_megatron.reading import shown
 from grpo_megatron.types import route_itemsize
+from grpo_megatron.untrusted import shown
 
 
 class UnsupportedModel(ValueError):

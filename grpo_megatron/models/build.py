@@ -17,9 +17,9 @@ from torch import Tensor
 
 from grpo_megatron.config import MegatronConfig
 from grpo_megatron.device import Device
+from grpo_megatron.exact import layers as exact
 from grpo_megatron.models.architecture import Architecture, Routing
-from grpo_megatron.models.layers import exact
-from grpo_megatron.models.layers.modules import TreeParams
+from grpo_megatron.models.layers.modules import PackedAttention, RMSNorm, TreeParams
 from grpo_megatron.models.layers.spec import (
     GroupLimitedChoice,
     block_spec,
@@ -350,7 +350,7 @@ def build_model(
         )
         model.real_vocab_size, model.has_fused_head, model.is_exact = arch.vocab_size, kernels.fused_head, is_exact
         if is_exact:
-            exact.make_exact(model.decoder)
+            exact.make_exact(model.decoder, RMSNorm, PackedAttention)
         if arch.vision is not None and model.pre_process:
             recomputes = config.recompute_granularity == "full"
             with device.preserve_rng():  # torch draws initial weights

@@ -33,7 +33,7 @@ from grpo_megatron.models.layers.modules import Branch, TreeParams
 from grpo_megatron.models.layers.precision import token_multiple
 from grpo_megatron.models.layers.routes import RouteChoice, replay_routes
 from grpo_megatron.models.vision import PLACED
-from grpo_megatron.models.weights.folder import load_hf
+from grpo_megatron.models.weights.hf_folder import load_hf
 from grpo_megatron.models.weights.stream import Resharding, hf_weights, stage_owners, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sync.digest import Expected

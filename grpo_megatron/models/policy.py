@@ -20,6 +20,7 @@ from torch import Tensor
 
 from grpo_megatron.config import ActorConfig, OptimConfig
 from grpo_megatron.device import Device
+from grpo_megatron.exact.gradients import LeafGradients, order_free_norm
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.forward import (
     LanguageModel,
@@ -31,7 +32,6 @@ from grpo_megatron.models.forward import (
     loss_inputs,
 )
 from grpo_megatron.models.layers.routes import take_counts
-from grpo_megatron.models.leaves import LeafGradients, order_free_norm
 from grpo_megatron.models.lora.layers import Factors, attach
 from grpo_megatron.models.optimizer import (
     OffloadedTensors,

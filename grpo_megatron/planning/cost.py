@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from grpo_megatron.algo.losses import needs_old_logprobs, policy_losses, reads_reference, reasons_for_old_pass
 from grpo_megatron.config import Config, LoraConfig
-from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels, frozen_parameters, image_tokens
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.engine_cache import MOST_SEQUENCES, engine_weights, kv_token_bytes
 from grpo_megatron.models.flops import active_parameters, flops_per_pass, tower_parameters
@@ -34,6 +33,7 @@ from grpo_megatron.planning.gpus import (
     Gpu,
 )
 from grpo_megatron.planning.layout import Layout
+from grpo_megatron.planning.parameters import DTYPE_BYTES, RunModels, frozen_parameters, image_tokens
 
 # -- The machine --------------------------------------------------------------------------------------------------------
 

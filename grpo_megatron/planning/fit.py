@@ -1,6 +1,6 @@
 """Whether a layout fits a GPU, what its step takes, and the nearest layouts that fit. Pure arithmetic.
 
-`plan --search` (tools/starting/search.py) compares all of them.
+`plan --search` (grpo_megatron/planning/search.py) compares all of them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from grpo_megatron.config import Config
-from grpo_megatron.memory.parameters import DTYPE_BYTES, RunModels
-from grpo_megatron.memory.phases import Phase, memory_phases
 from grpo_megatron.models.engine_cache import EngineCache, engine_cache
 from grpo_megatron.planning.cost import PlannedMachine, StepSeconds, Workload, generation_seconds, step_seconds
 from grpo_megatron.planning.layout import Layout, micro_batches, shapes
+from grpo_megatron.planning.parameters import DTYPE_BYTES, RunModels
+from grpo_megatron.planning.phases import Phase, memory_phases
 
 # -- Fit: every phase of a layout against the memory of a GPU, and the engine's cache ----------------------------------
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from grpo_megatron.importing import Version
+from grpo_megatron.transformer_engine import Version
 
 LARGEST_GIB = 1 << 20
 

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_megatron.config import Config, LoraConfig
-from grpo_megatron.memory.parameters import DTYPE_BYTES, GRADIENT_BYTES, RunModels, StageParameters, stage_layers
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.lora.sync import factor_sync
 from grpo_megatron.models.lora.table import lora_rows
@@ -31,6 +30,7 @@ from grpo_megatron.models.weights.stream import engine_tensors, stages_of_parame
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.planning.cost import Workload
 from grpo_megatron.planning.layout import Layout
+from grpo_megatron.planning.parameters import DTYPE_BYTES, GRADIENT_BYTES, RunModels, StageParameters, stage_layers
 from grpo_megatron.rollout.build import find_engine
 from grpo_megatron.sync.exchange import RankPlan
 from grpo_megatron.sync.plan import NETWORK, NODE, Rounds, SyncPlan, Traffic, plan_rounds
@@ -132,7 +132,7 @@ _last_planned = functools.lru_cache(maxsize=1)(planned_sync)  # a page of a plan
 
 
 def kept_by_syncs(config: Config, arch: Architecture, world_size: int) -> float:
-    """What a rank keeps of its engine's shard on the host, at most: where syncs send adapters only (sync/kept.py)."""
+    """What a rank keeps of its engine's shard on the host, at most: where syncs send adapters only (sync/host_copies.py)."""
     if config.actor.lora.rank is None or not config.draws:
         return 0.0
     return float(planned_for(config, arch, world_size, whole=True).received.max())

@@ -32,7 +32,6 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from grpo_megatron.importing import import_function
 from grpo_megatron.processes.pool import PIPE_CHUNK, FloodedError, JsonLines, Limits, ProcessAnswer, printable
 from grpo_megatron.processes.process import (
     adopt_orphans,
@@ -43,6 +42,7 @@ from grpo_megatron.processes.process import (
     end_tree,
     tree,
 )
+from grpo_megatron.registry import import_function
 
 MAX_RUNNING = 64  # requests in execution at a time; the others wait, and their time does not run
 CHECK_S = 1.0  # seconds between counts of the processes that processes have started

@@ -88,7 +88,7 @@ async def _ask(url: str, body: bytes, key: str | None, retries: int, timeout_s: 
 
 @functools.lru_cache(maxsize=16)
 def _template(path: str) -> str:
-    from grpo_megatron.reading import ReadError, read_text  # imports yaml, which other rewards' workers need not
+    from grpo_megatron.untrusted import ReadError, read_text  # imports yaml, which other rewards' workers need not
 
     try:
         text = read_text(path, MAX_PROMPT_FILE)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from grpo_megatron.importing import FactRegistry, Registry, did_you_mean
+from grpo_megatron.registry import FactRegistry, Registry, did_you_mean
 
 # -- what is known of a completion -------------------------------------------------------------------------------------
 

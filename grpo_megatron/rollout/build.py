@@ -15,11 +15,12 @@ from pydantic import ValidationError
 
 from grpo_megatron.config import ConfigError, RolloutConfig, Section
 from grpo_megatron.device import Device
-from grpo_megatron.importing import Registry, did_you_mean
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.registry import Registry, did_you_mean
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.rollout.transformers_engine import TransformersEngine
-from grpo_megatron.rollout.vllm import VllmEngine
+from grpo_megatron.rollout.vllm.engine import VllmEngine
+from grpo_megatron.rollout.vllm.process import computes_exactly
 
 engines: Registry[type[RolloutEngine]] = Registry("rollout engine")
 engines.register("vllm")(VllmEngine)
@@ -112,3 +113,12 @@ def build_engine(
     engine = find_engine(rollout.engine)
     options = read_options(engine, rollout.engine_options)
     return engine(model_path, rollout, mesh, device, options=options, **arguments)
+
+
+def exact_engine_problem(engine: str) -> str | None:
+    """Why `rollout.engine` cannot compute the policy's bits (`model.exact`), or None."""
+    if engine == "vllm" and not computes_exactly():
+        return "rollout.engine=vllm: the layers of vllm 0.26 are others; install vllm 0.32.*, or set rollout.engine=transformers"
+    if ":" not in engine and not find_engine(engine).has_exact_rows:
+        return f"rollout.engine={engine} computes with kernels of its own; set rollout.engine=transformers"
+    return None

@@ -25,11 +25,11 @@ import numpy as np
 
 from grpo_megatron.algo.advantages import informative_groups
 from grpo_megatron.config import ConfigError, DataConfig, RolloutConfig
+from grpo_megatron.data.responses import OfflineGroup
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.data.written import OfflineGroup
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import gather_groups
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.generator import Generator, LengthHistory
 from grpo_megatron.types import UNFINISHED, Draw, GroupTable, Prompt, PromptImage, Sample, Turn
 

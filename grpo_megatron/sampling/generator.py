@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_megatron.config import RolloutConfig
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, sample_seed

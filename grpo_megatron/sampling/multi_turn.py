@@ -36,21 +36,17 @@ from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.environments.environment import ChatMessage, Outcome, Step, environment_class, written_turn
 from grpo_megatron.environments.pool import EnvironmentPool
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.processes.pool import KeptProblem
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, continued, stable_hash
 from grpo_megatron.sampling.generator import Draws, Generator
 from grpo_megatron.sampling.grading import TurnGrading
-from grpo_megatron.types import BRANCH, GREEDY, Sample, TokenRoutes, Turn
+from grpo_megatron.types import BRANCH, FAILURES, GREEDY, Sample, TokenRoutes, Turn
 
 Side = Literal["left", "middle", "right"]
 OMISSION = "..."
 logger = logging.getLogger(__name__)
-
-
-FAILURES = ("timeout", "died", "raised", "flooded", "memory")  # of the environment
-ENDINGS = ("ok", "turn_limit", "length", "prompt_length", *FAILURES)
 
 
 @dataclass(frozen=True)

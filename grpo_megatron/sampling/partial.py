@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
-from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.engine import Completion, Request, continued, sample_seed
 from grpo_megatron.sampling.collector import Group, PolicyCollector, State, pack_groups, unpack_groups
 from grpo_megatron.sampling.generator import distinct_uids, sample_indices

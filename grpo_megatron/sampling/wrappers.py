@@ -23,10 +23,10 @@ from dataclasses import replace
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.config import AlgorithmConfig, DataConfig, ReplayConfig, RolloutConfig
+from grpo_megatron.data.responses import OfflineGroup
 from grpo_megatron.data.sampler import MixedSampler, Mixture, Sampler, WeightedSampler
-from grpo_megatron.data.written import OfflineGroup
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import (
     Clock,
     Collector,

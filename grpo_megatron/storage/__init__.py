@@ -1,4 +1,4 @@
-"""Files that are complete or absent, and folders whose content can be verified. Standard library and reading.py only.
+"""Files that are complete or absent, and folders whose content can be verified. Standard library and untrusted.py only.
 
 files.py      write a file or a folder under a temporary name beside its target, then rename it; manifests of folders; one run at
               a time writes into a folder; what a killed process tree leaves behind

@@ -31,8 +31,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.reading import ReadError, check_regular, read_json, read_text, reason_of, visible_line
 from grpo_megatron.storage import StorageError
+from grpo_megatron.untrusted import ReadError, check_regular, read_json, read_text, reason_of, visible_line
 
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 

@@ -7,7 +7,7 @@ import functools
 import re
 from pathlib import Path
 
-from grpo_megatron.reading import ReadError, cut, read_json
+from grpo_megatron.untrusted import ReadError, cut, read_json
 
 INDEX = "model.safetensors.index.json"
 OF_CONFIG = ("*.json", "*.model", "*.txt", "*.jinja")  # with the tokenizer's files

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from grpo_megatron.reading import ReadError, check_regular, read_json, reason_of
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import sync_path, write_file
+from grpo_megatron.untrusted import ReadError, check_regular, read_json, reason_of
 
 STEP_FILE = "trainer.json"
 CRITIC_FOLDER, CRITIC_FILE = "critic", "critic.json"

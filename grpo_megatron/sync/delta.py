@@ -26,7 +26,7 @@ from torch import Tensor
 
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sync.exchange import Envelope, Exchange, Pool, Post, RankPlan, Shard, Wait, in_rounds
-from grpo_megatron.sync.kept import KeptParts, host_copies
+from grpo_megatron.sync.host_copies import KeptParts, host_copies
 from grpo_megatron.sync.plan import PHASES
 from grpo_megatron.types import WeightBucket
 

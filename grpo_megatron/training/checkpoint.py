@@ -33,14 +33,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_megatron.config import Config, ConfigError, LoraConfig
-from grpo_megatron.memory.parameters import DTYPE_BYTES, SAVED_OPTIMIZER_BYTES
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes
 from grpo_megatron.models.heads.scalar import ScalarPolicy
-from grpo_megatron.models.lora.folder import factor_shapes
+from grpo_megatron.models.lora.peft_folder import factor_shapes
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.sharded_state import Writes, load_sharded, save_sharded
 from grpo_megatron.parallel.mesh import Mesh, RankError, on_every_rank, on_first_rank
+from grpo_megatron.planning.parameters import DTYPE_BYTES, SAVED_OPTIMIZER_BYTES
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import (
     MANIFEST_FILE,

@@ -28,20 +28,20 @@ from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.data.prompts import image_format
 from grpo_megatron.device import Device, DeviceMemory
+from grpo_megatron.exact.layers import exact_problem
 from grpo_megatron.models.architecture import Architecture, Vision
 from grpo_megatron.models.forward import LanguageModel
 from grpo_megatron.models.heads.scalar import ScalarPolicy, response_tokens
-from grpo_megatron.models.layers.exact import exact_problem
 from grpo_megatron.models.layers.spec import DTYPES
-from grpo_megatron.models.lora.folder import save_peft
+from grpo_megatron.models.lora.peft_folder import save_peft
 from grpo_megatron.models.lora.sync import AdapterBridge, AdapterResharding
 from grpo_megatron.models.policy import AdapterReference, Policy
-from grpo_megatron.models.weights.folder import Serving, save_hf
+from grpo_megatron.models.weights.hf_folder import Serving, save_hf
 from grpo_megatron.models.weights.stream import BridgeResharding, DeltaBridge, Resharding, engine_tensors
-from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.observability.progress import awaited
 from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.planning.traffic import grid_of
+from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.report.progress import awaited
 from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sync.delta import DeltaLimits

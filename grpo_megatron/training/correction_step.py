@@ -42,9 +42,9 @@ from grpo_megatron.algo.losses import (
 from grpo_megatron.algo.plan import revise_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
 from grpo_megatron.models.forward import LossFunction, MetricSums
-from grpo_megatron.observability.metrics import Metrics, rollout_mismatch
 from grpo_megatron.parallel.exchange import apply_plan, gather_rows
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.report.metrics import Metrics, rollout_mismatch
 from grpo_megatron.types import Batch, GroupTable, Plan
 
 

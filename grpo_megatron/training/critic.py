@@ -20,15 +20,15 @@ from grpo_megatron.checks.models import has_critic
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device
-from grpo_megatron.models.heads.folder import read_reward_folder
+from grpo_megatron.models.heads.reward_folder import read_reward_folder
 from grpo_megatron.models.heads.scalar import ValueModel
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import apply_plan, gather_rows
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.report.step import record_update
 from grpo_megatron.storage.run_files import CRITIC_FILE, CRITIC_FOLDER
 from grpo_megatron.training.checkpoint import TrainedModel
 from grpo_megatron.training.references import policy_start
-from grpo_megatron.training.report import record_update
 from grpo_megatron.types import Batch, GroupTable, Plan, rows_of_mini_batch
 
 

@@ -31,8 +31,8 @@ import torch
 
 from grpo_megatron.algo.losses import MetricSum
 from grpo_megatron.config import Band, Config
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh, RankError
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.storage.run_files import add_event
 from grpo_megatron.training.dump import Incident, write_dump
 from grpo_megatron.types import Batch, GroupTable, rows_of_mini_batch

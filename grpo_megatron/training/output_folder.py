@@ -15,8 +15,8 @@ import yaml
 
 from grpo_megatron.checks.resume import differences
 from grpo_megatron.config import ConfigError, TrainerConfig
-from grpo_megatron.observability.console import OUTPUTS
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
+from grpo_megatron.report.console import OUTPUTS
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import FolderLock, check_space, clear_leftovers, remove_folder, sync_path, write_file
 

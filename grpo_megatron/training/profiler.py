@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.storage.files import new_folder
 
 PROFILE_FOLDER = "profile"

@@ -36,11 +36,11 @@ from grpo_megatron.data.prompts import Decode, step_ends
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.device import Device
 from grpo_megatron.models.forward import LossFunction, MetricSums
-from grpo_megatron.models.heads.folder import RewardFolder
+from grpo_megatron.models.heads.reward_folder import RewardFolder
 from grpo_megatron.models.heads.scalar import FrozenScalar, ScalarPolicy, ScalarReader, last_token
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import build_batch, exchange, gather_rows
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.storage.run_files import PAIRS_FILE, REWARD_MODEL_FOLDER
 from grpo_megatron.training.checkpoint import TrainedModel
 from grpo_megatron.types import Batch, GroupTable, Plan, Sample

@@ -34,8 +34,8 @@ from torch import Tensor
 from grpo_megatron.config import Config
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.stream import BridgeResharding
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import Clock, Collector, Group, State, pack_groups, unpack_groups
 from grpo_megatron.sync.digest import Expected
 from grpo_megatron.training.colocation import (

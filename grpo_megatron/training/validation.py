@@ -30,12 +30,12 @@ from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.algo.scores import calibration, calibration_table
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainerConfig
+from grpo_megatron.data.responses import OfflineGroup
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.data.written import OfflineGroup
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import exchange, gather_groups, gather_rows
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.grading import is_declined

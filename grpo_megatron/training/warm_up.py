@@ -16,20 +16,20 @@ from grpo_megatron.checks.digests import InputDigests
 from grpo_megatron.checks.resume import check_resume
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import AlgorithmConfig, Config, GuardsConfig
+from grpo_megatron.data.responses import OfflineGroup
 from grpo_megatron.data.sampler import LazySequence, Sampler
-from grpo_megatron.data.written import OfflineGroup
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.observability.loggers import build_sinks
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.exchange import exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
+from grpo_megatron.report.loggers import build_sinks
+from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.report.step import StepReport, record_update
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.storage.run_files import WARM_UP_FOLDER, add_event, steps_of
 from grpo_megatron.training.checkpoint import Checkpoints, run_state
 from grpo_megatron.training.correction_step import build_loss
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.references import WARMUP_FOLDER
-from grpo_megatron.training.report import StepReport, record_update
 from grpo_megatron.training.stopping import Cadence, Stopping
 
 NUM_NOTES = 10  # lines of progress per warm-up
@@ -103,7 +103,7 @@ def warm_up(
 
     heartbeat.listener = lambda step, phases: follow(step, [STAGE_NAME, *phases] if phases else [])
     with build_sinks(trainer, rank=mesh.rank, first_step=first_step) as sinks, heartbeat.naming_timeouts():
-        report = StepReport(stage, checked, policy, sinks, guards)
+        report = StepReport(stage, checked.tokenizer, policy, sinks, guards)
         for step in range(first_step, config.sft.steps):
             heartbeat.step = step
             with metrics.phase("step"):

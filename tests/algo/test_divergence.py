@@ -29,7 +29,7 @@ from grpo_megatron.algo.divergence import (
     sequence_kl,
 )
 from grpo_megatron.config import KlCtrl, RolloutCorrection
-from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.report.metrics import Metrics
 from tests.algo.inputs import actor, make_inputs, run
 
 LOGPROBS = [-1.0, -2.0, -0.5]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.checks.names import signature_problem
+from grpo_megatron.checks.components import signature_problem
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import WrongKeys, load_config
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from grpo_megatron.cli import main, ranks
 from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.families import read_architecture
-from grpo_megatron.models.lora.folder import factor_shapes, write_peft
+from grpo_megatron.models.lora.peft_folder import factor_shapes, write_peft
 from tests.checks.test_reward_model import changed
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.names import resolved_components, reward_name_problems
+from grpo_megatron.checks.components import resolved_components, reward_name_problems
 from grpo_megatron.checks.reward_call import call_rewards, column_problems, reward_lines
 from grpo_megatron.config import Config
-from grpo_megatron.reading import parse_yaml
 from grpo_megatron.types import Prompt
+from grpo_megatron.untrusted import parse_yaml
 from tests.runs import texts
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"

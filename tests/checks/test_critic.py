@@ -10,9 +10,9 @@ import pytest
 from grpo_megatron.checks.resume import refusals
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.cli.plan import plan_page
 from grpo_megatron.config import Config
-from grpo_megatron.memory.parameters import memory_of_stages
-from grpo_megatron.planning.page import plan_page
+from grpo_megatron.planning.parameters import memory_of_stages
 from tests import runs
 from tests.checks.test_reward_model import changed, problems
 

@@ -14,7 +14,7 @@ from grpo_megatron.checks.digests import InputDigests, input_problems, recorded_
 from grpo_megatron.checks.resume import resume_problems
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.data.written import WrittenResponse
+from grpo_megatron.data.responses import WrittenResponse
 from grpo_megatron.storage.files import sha256_of
 from tests.runs import make_run, texts
 from tests.training.fake_run import run

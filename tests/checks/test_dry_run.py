@@ -15,15 +15,15 @@ from huggingface_hub import constants
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import MegatronConfig
-from grpo_megatron.memory.parameters import (
+from grpo_megatron.evaluation.engine import open_model
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.families import read_architecture
+from grpo_megatron.planning.parameters import (
     StageParameters,
     memory_of_stages,
     parameters_from_table,
     stage_layers,
 )
-from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.families import read_architecture
-from grpo_megatron.shipped.tools.evaluation.engine import open_model
 from tests.files import CONFIGS
 from tests.runs import write_tokenizer
 

@@ -10,7 +10,7 @@ from grpo_megatron.checks import layout as families
 from grpo_megatron.checks.layout import family_problems
 from grpo_megatron.config import Config
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.rollout import vllm_process
+from grpo_megatron.rollout.vllm import process as vllm_process
 from tests import tiny
 from tests.models.test_moe import MODELS
 from tests.runs import texts

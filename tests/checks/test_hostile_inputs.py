@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron.checks.components import name_problems, reward_name_problems
 from grpo_megatron.checks.models import read_model
-from grpo_megatron.checks.names import name_problems, reward_name_problems
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError, DataConfig, MegatronConfig
@@ -28,10 +28,10 @@ from grpo_megatron.data.benchmarks import DataPlaces, read_datasets
 from grpo_megatron.data.rows import read_question, read_rows
 from grpo_megatron.data.task import read_task_file
 from grpo_megatron.data.tokenizer import load_tokenizer, render_chat
+from grpo_megatron.evaluation.options import EvaluateOptions
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.layers.spec import transformer_config
 from grpo_megatron.rollout.build import engine_problems
-from grpo_megatron.shipped.tools.evaluation.options import EvaluateOptions
 from tests import tiny
 from tests.runs import texts, write_tokenizer
 

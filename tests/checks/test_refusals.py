@@ -23,20 +23,21 @@ from grpo_megatron.algo.losses import (
     policy_losses,
     reads_reference,
 )
-from grpo_megatron.checks.layout import batch_problems, placement_problems, world_problems
-from grpo_megatron.checks.methods import method_problems, schedule_problems, sharing_problems, suspicions
-from grpo_megatron.checks.models import ModelFolders, beside_problems, score_head_problems, trains_scores
-from grpo_megatron.checks.names import (
+from grpo_megatron.checks.components import (
     check_environment,
     component_problems,
     environment_problems,
     name_problems,
     reward_name_problems,
 )
+from grpo_megatron.checks.layout import batch_problems, placement_problems
+from grpo_megatron.checks.methods import method_problems, schedule_problems, sharing_problems, suspicions
+from grpo_megatron.checks.models import ModelFolders, beside_problems, score_head_problems, trains_scores
 from grpo_megatron.cli.config_file import load_config, reward_defaults
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, ConfigError
 from grpo_megatron.environments.environment import ChatMessage, Environment, Step
-from grpo_megatron.shipped.examples.generated import STEP_SEPARATOR
+from grpo_megatron.planning.layout import world_problems
+from grpo_megatron.starting.generated import STEP_SEPARATOR
 from grpo_megatron.types import GroupTable
 from tests.runs import texts
 

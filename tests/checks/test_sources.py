@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.checks.names import with_recognised_tasks
+from grpo_megatron.checks.components import with_recognised_tasks
 from grpo_megatron.checks.resume import differences
 from grpo_megatron.checks.validate import Checked, validate
 from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.cli.plan import plan_page
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.sampler import Mixture
-from grpo_megatron.planning.page import plan_page
 from grpo_megatron.sampling.wrappers import prompt_sampler
 from tests.runs import make_run, write_rows
 

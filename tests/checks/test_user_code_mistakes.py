@@ -12,7 +12,7 @@ import yaml
 
 from grpo_megatron.checks.validate import RunStart
 from grpo_megatron.cli import main
-from grpo_megatron.memory import phases
+from grpo_megatron.planning import phases
 from grpo_megatron.storage.files import LOCK_FILE, FolderLock, lock_holder
 from tests.runs import make_run
 

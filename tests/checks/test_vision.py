@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_megatron.checks.exact import exact_problems
 from grpo_megatron.checks.methods import method_problems
 from grpo_megatron.checks.models import vision_problems
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, RolloutConfig
+from grpo_megatron.exact.limits import exact_problems
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.layers.precision import precision_problems

@@ -10,7 +10,7 @@ import pytest
 from grpo_megatron.cli.main import KeysOptions, print_keys
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.section import config_keys
-from grpo_megatron.importing import find_modules, import_function
+from grpo_megatron.registry import find_modules, import_function
 
 
 def test_modules_beside_the_config_are_found_and_shadow_nothing(

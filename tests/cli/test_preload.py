@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from grpo_megatron.cli import ranks
-from grpo_megatron.importing import without
+from grpo_megatron.imports import without
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of torch's compiler, what Megatron-Core would import for functions that no CPU run calls; and what other engines need.

@@ -13,7 +13,7 @@ CONFIG = "megatron.core.transformer.transformer_config:TransformerConfig"
 
 # Expression -> the class whose members and methods it uses, or whose constructor it calls.
 OBJECTS: dict[str, dict[str, str]] = {
-    "rollout/vllm.py": {
+    "rollout/vllm/engine.py": {
         "self._llm": LLM,
         "self._llm.llm_engine": "vllm.v1.engine.llm_engine:LLMEngine",
         "self._llm.llm_engine.engine_core": "vllm.v1.engine.core_client:InprocClient",
@@ -29,8 +29,8 @@ OBJECTS: dict[str, dict[str, str]] = {
         "_completion:output": "vllm:RequestOutput",
         "step:output": "vllm:RequestOutput",
     },
-    "rollout/vllm_process.py": {"llm": LLM},
-    "rollout/vllm_routes.py": {
+    "rollout/vllm/process.py": {"llm": LLM},
+    "rollout/vllm/routes.py": {
         "llm": LLM,
         "self._runner": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
         "batch": "vllm.v1.worker.gpu_input_batch:InputBatch",
@@ -55,8 +55,8 @@ OBJECTS: dict[str, dict[str, str]] = {
 
 # "file:function" -> the class or function that takes the string keys of the function's dicts as keyword arguments.
 FIELDS: dict[str, str] = {
-    "rollout/vllm_arguments.py:vllm_arguments": "vllm:EngineArgs",
-    "rollout/vllm_process.py:image_arguments": "vllm:EngineArgs",
+    "rollout/vllm/arguments.py:vllm_arguments": "vllm:EngineArgs",
+    "rollout/vllm/process.py:image_arguments": "vllm:EngineArgs",
     "models/layers/spec.py:transformer_config": CONFIG,
     "models/layers/spec.py:expert_config": CONFIG,
     "models/layers/spec.py:routing_config": CONFIG,
@@ -65,7 +65,7 @@ FIELDS: dict[str, str] = {
     "models/layers/spec.py:settings": CONFIG,
 }
 
-# Target -> the vLLM series that have it, for what rollout/vllm_process.py asks of one series only.
+# Target -> the vLLM series that have it, for what rollout/vllm/process.py asks of one series only.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "call vllm:LLM.finish_weight_update 0 weight_version": ("0.32",),
     "field vllm:EngineArgs mm_device_do_normalize": ("0.32",),

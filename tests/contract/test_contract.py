@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.rollout.vllm_process import SERIES
+from grpo_megatron.rollout.vllm.process import SERIES
 from tests.contract.record import OURS, RECORDED, all_uses, installed, package_of
 from tests.contract.sources import Package, problem
 from tests.contract.table import FIELDS, NOT_IN_TE, OBJECTS, ONLY_IN, UNDEFINED_WITHOUT_TE
@@ -132,8 +132,8 @@ def test_names_that_megatron_leaves_undefined_without_the_engine_are_known() -> 
     ],
 )
 def test_a_wrong_use_is_found(tmp_path: Path, line: str, expected: str) -> None:
-    (tmp_path / "rollout").mkdir()
-    (tmp_path / "rollout/vllm.py").write_text(line)
+    (tmp_path / "rollout/vllm").mkdir(parents=True)
+    (tmp_path / "rollout/vllm/engine.py").write_text(line)
     use_problems = [problem(source_of(use), use) for use in collect(tmp_path)]
     assert any(expected in text for text in use_problems if text is not None), use_problems
 

@@ -12,9 +12,9 @@ import torch
 
 from grpo_megatron.convert import layout, megatron
 from grpo_megatron.convert import source as source_module
+from grpo_megatron.evaluation.engine import open_model
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of
-from grpo_megatron.shipped.tools.evaluation.engine import open_model
 from tests import tiny
 from tests.convert import folders
 from tests.convert.folders import convert, same_bits, tensors_of

@@ -15,10 +15,10 @@ from grpo_megatron.convert import megatron
 from grpo_megatron.convert import source as source_module
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.data.images import ImageFormat, write_processor
+from grpo_megatron.evaluation.engine import model_tokenizer
+from grpo_megatron.evaluation.options import EngineOptions
 from grpo_megatron.models.families import read_config
-from grpo_megatron.models.weights.folder import Serving, write_companions
-from grpo_megatron.shipped.tools.evaluation.engine import model_tokenizer
-from grpo_megatron.shipped.tools.evaluation.options import EngineOptions
+from grpo_megatron.models.weights.hf_folder import Serving, write_companions
 from tests import vision, worlds
 from tests.convert.folders import convert, put, same_bits, tensors_of
 from tests.e2e import run_ranks

@@ -33,8 +33,8 @@ from grpo_megatron.data import images as images_module
 from grpo_megatron.data import rows as rows_module
 from grpo_megatron.data.images import ImageFormat, image_patches, rope_positions
 from grpo_megatron.data.prompts import load_prompts, reward_item
+from grpo_megatron.data.responses import load_offline_groups, load_pairs, load_steps
 from grpo_megatron.data.tokenizer import TurnRenderer, _memory_limit, load_tokenizer
-from grpo_megatron.data.written import load_offline_groups, load_pairs, load_steps
 from grpo_megatron.models.families import architecture_of, read_architecture
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.types import Prompt

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data import sampler
 from grpo_megatron.data.prompts import BOUNDARY, LengthBound, load_prompts, most_tokens
+from grpo_megatron.data.responses import load_offline_groups
 from grpo_megatron.data.rows import Question
 from grpo_megatron.data.tokenizer import load_tokenizer
-from grpo_megatron.data.written import load_offline_groups
-from grpo_megatron.shipped.examples.generated import build_tokenizer
+from grpo_megatron.starting.generated import build_tokenizer
 from tests.files import DATA, QWEN_SMALL, WHOLE, load_supervised, row_files
 
 ROOT = Path(__file__).resolve().parents[2]

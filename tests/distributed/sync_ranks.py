@@ -90,7 +90,7 @@ def cycles(
     ranks_per_node: int | None = None,
 ) -> dict[str, Any]:
     """`num_cycles` times: sync, generate, compute the policy's logprobs of the same tokens, update."""
-    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.report.metrics import Metrics
 
     _, tp, pp, sp = layout
     mesh, policy, engine, colocation = build(
@@ -121,8 +121,8 @@ def delta_and_full(folder: Path, layout: tuple[int, int, int, bool], rollout_tp:
     Before the fourth sync there is one that fails on the last rank.
     """
     from grpo_megatron.models.weights.stream import Resharding
-    from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import RankError
+    from grpo_megatron.report.metrics import Metrics
 
     _, tp, pp, sp = layout
     mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, 1.0, lr, "bfloat16", sync="delta")
@@ -164,8 +164,8 @@ def adapters(
     """
     from grpo_megatron.models.policy import AdapterReference
     from grpo_megatron.models.weights.stream import global_parameters
-    from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import RankError
+    from grpo_megatron.report.metrics import Metrics
 
     world, tp, pp, sp = layout
     mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, 1.0, 1e-2, dtype, lora=lora)
@@ -201,8 +201,8 @@ def adapters(
 
 def faulty(folder: Path, faults: list[str]) -> dict[str, tuple[str, bool]]:
     """A PP2 policy. Per fault, a sync that fails on rank 1 only, after one that is good: (error, refused afterwards)."""
-    from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import RankError
+    from grpo_megatron.report.metrics import Metrics
 
     mesh, policy, engine, colocation = build(folder, 1, 2, False, rollout_tp=1)
     results = {}
@@ -229,7 +229,7 @@ def faulty(folder: Path, faults: list[str]) -> dict[str, tuple[str, bool]]:
 
 def killed(folder: Path) -> None:
     """A PP2 policy whose rank 1 dies in the middle of the second sync. The other rank raises what it is told."""
-    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.report.metrics import Metrics
 
     mesh, policy, _, colocation = build(folder, 1, 2, False, rollout_tp=1)
     with colocation.rollout(0, Metrics()):

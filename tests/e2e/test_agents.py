@@ -10,7 +10,7 @@ import pytest
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.environments.tools.isolation import find_isolation
-from grpo_megatron.shipped.examples.generated import ROWS_PER_STEP
+from grpo_megatron.starting.generated import ROWS_PER_STEP
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_examples import ROOT

@@ -19,8 +19,8 @@ import yaml
 
 from grpo_megatron.cli.main import main
 from tests import worlds
+from tests.evaluation.serving import argv_of, ask, served
 from tests.files import CONFIGS, DATA, QWEN_SMALL
-from tests.generation.serving import argv_of, ask, served
 from tests.listeners import is_loopback, listeners
 from tests.stored import metric_rows
 

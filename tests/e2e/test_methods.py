@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_megatron.models.heads.folder import check_reward_weights, read_reward_folder
-from grpo_megatron.shipped.examples.generated import build_tokenizer
+from grpo_megatron.models.heads.reward_folder import check_reward_weights, read_reward_folder
+from grpo_megatron.starting.generated import build_tokenizer
 from tests import worlds
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.e2e import run_ranks

@@ -25,7 +25,7 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
 from grpo_megatron.data.task import get_task
 from grpo_megatron.rewards.reward import rewards
-from grpo_megatron.rollout.vllm_process import divides_experts_on_cpu
+from grpo_megatron.rollout.vllm.process import divides_experts_on_cpu
 from tests import tiny, vision, worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_examples import ROOT

@@ -14,8 +14,8 @@ import torch
 
 from grpo_megatron.cli.config_file import reward_defaults
 from grpo_megatron.config import ConfigError
-from grpo_megatron.models.heads.folder import check_reward_weights, read_reward_folder
-from grpo_megatron.shipped.tools.evaluation.engine import open_model
+from grpo_megatron.evaluation.engine import open_model
+from grpo_megatron.models.heads.reward_folder import check_reward_weights, read_reward_folder
 from tests import worlds
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.e2e import run_ranks
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def runs(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    from grpo_megatron.shipped.examples.generated import write_example
+    from grpo_megatron.starting.generated import write_example
 
     folder = tmp_path_factory.mktemp("reward_models")
     (folder / "data").mkdir()

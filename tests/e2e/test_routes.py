@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_megatron.rollout.vllm_process import divides_experts_on_cpu
+from grpo_megatron.rollout.vllm.process import divides_experts_on_cpu
 from grpo_megatron.training.guards import GuardStop
 from tests import tiny, worlds
 from tests.e2e import run_ranks, test_roles, test_trajectories
@@ -79,7 +79,7 @@ def test_old_routes_are_replayed_in_a_run(workspace: Path, tmp_path: Path) -> No
 
 def shifted(raw: dict[str, Any], tokens: int, columns: int) -> str:
     """Train on routes that are some tokens or columns off."""
-    from grpo_megatron.rollout import vllm_routes
+    from grpo_megatron.rollout.vllm.engine import routes as vllm_routes
 
     plain = vllm_routes.RouteTable.of
 

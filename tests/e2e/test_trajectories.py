@@ -21,7 +21,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assis
 
 
 def settings(root: Path, output_dir: Path, world: int, environment: str, **sections: dict[str, Any]) -> dict[str, Any]:
-    from grpo_megatron.shipped.examples.generated import build_tokenizer
+    from grpo_megatron.starting.generated import build_tokenizer
 
     template = root / "turns.jinja"
     template.write_text(TEMPLATE)

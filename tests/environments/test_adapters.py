@@ -20,10 +20,9 @@ import pytest
 
 from grpo_megatron.environments.environment import Outcome, Step, written_turn
 from grpo_megatron.environments.pool import EnvironmentPool
-from grpo_megatron.shipped import examples
 
 pytestmark = pytest.mark.slow
-AGENTS = Path(examples.__path__[0], "agents").resolve()
+AGENTS = Path(__file__).resolve().parents[2] / "examples" / "agents"
 OTHERS = Path(__file__).with_name("others")
 ROW = {"messages": [{"role": "user", "content": "hello"}], "number": 5}
 

@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.shipped.tools.evaluation.estimates import (
+from grpo_megatron.evaluation import comparison
+from grpo_megatron.evaluation.comparison import mcnemar, paired_interval
+from grpo_megatron.evaluation.estimates import (
     estimate,
     interval,
     majority,
@@ -26,9 +28,7 @@ from grpo_megatron.shipped.tools.evaluation.estimates import (
     reported_ks,
     vote_classes,
 )
-from grpo_megatron.shipped.tools.evaluation.ledger import Ledger, LedgerEntry
-from grpo_megatron.shipped.tools.report import comparison
-from grpo_megatron.shipped.tools.report.comparison import mcnemar, paired_interval
+from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry
 
 
 def test_pass_at_k_is_the_mean_over_all_draws_of_k() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.benchmarks import BenchmarkProblem
+from grpo_megatron.evaluation.grading import Grade, grade, grade_file, grader_of, same_answers
+from grpo_megatron.evaluation.ledger import LedgerEntry
+from grpo_megatron.evaluation.results import grade_samples
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.shipped.tools.evaluation.grading import Grade, grade, grade_file, grader_of, same_answers
-from grpo_megatron.shipped.tools.evaluation.ledger import LedgerEntry
-from grpo_megatron.shipped.tools.evaluation.results import grade_samples
 from tests.files import DATA, WHOLE
 from tests.runs import write_rows
 

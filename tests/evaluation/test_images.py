@@ -17,13 +17,13 @@ import torch
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.benchmarks import read_task_prompts
+from grpo_megatron.evaluation.engine import start_engine
+from grpo_megatron.evaluation.evaluate import draw_task, evaluate
+from grpo_megatron.evaluation.ledger import Ledger
+from grpo_megatron.evaluation.options import EvaluateOptions
+from grpo_megatron.evaluation.settings import prepare
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.rollout.transformers_engine import TransformersEngine
-from grpo_megatron.shipped.tools.evaluation.cli import draw_task, evaluate
-from grpo_megatron.shipped.tools.evaluation.engine import start_engine
-from grpo_megatron.shipped.tools.evaluation.ledger import Ledger
-from grpo_megatron.shipped.tools.evaluation.options import EvaluateOptions
-from grpo_megatron.shipped.tools.evaluation.settings import prepare
 from tests.evaluation.models import make_folder
 from tests.runs import write_rows
 from tests.vision import CELL, EOS, draw, load, logits, make_model, png

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_megatron.checks.names import task_problem
+from grpo_megatron.checks.components import task_problem
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.benchmarks import read_task_prompts
+from grpo_megatron.evaluation import results
+from grpo_megatron.evaluation.evaluate import draw_task
+from grpo_megatron.evaluation.ledger import Ledger
+from grpo_megatron.evaluation.options import EvaluateOptions
+from grpo_megatron.evaluation.page import render_page
+from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import Completion
-from grpo_megatron.shipped.tools.evaluation import results
-from grpo_megatron.shipped.tools.evaluation.cli import draw_task
-from grpo_megatron.shipped.tools.evaluation.ledger import Ledger
-from grpo_megatron.shipped.tools.evaluation.options import EvaluateOptions
-from grpo_megatron.shipped.tools.evaluation.report import render_page
-from grpo_megatron.shipped.tools.evaluation.settings import EvaluationSettings, prepare
 from tests.data.test_conversation import CHATML
 from tests.evaluation.models import make_folder
 from tests.runs import write_rows

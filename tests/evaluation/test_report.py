@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from grpo_megatron.data.benchmarks import BenchmarkProblem
-from grpo_megatron.shipped.tools.evaluation import report
-from grpo_megatron.shipped.tools.evaluation.estimates import estimate
-from grpo_megatron.shipped.tools.evaluation.grading import Grade
-from grpo_megatron.shipped.tools.evaluation.ledger import LedgerEntry
-from grpo_megatron.shipped.tools.evaluation.report import histogram, render_page
-from grpo_megatron.shipped.tools.evaluation.results import GradedProblem, GradedSample
+from grpo_megatron.evaluation import page as report
+from grpo_megatron.evaluation.estimates import estimate
+from grpo_megatron.evaluation.grading import Grade
+from grpo_megatron.evaluation.ledger import LedgerEntry
+from grpo_megatron.evaluation.page import histogram, render_page
+from grpo_megatron.evaluation.results import GradedProblem, GradedSample
 from grpo_megatron.types import GREEDY
 from tests.browser import DESKTOP, PHONE, WIDTHS, Browser
 

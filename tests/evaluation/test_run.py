@@ -26,21 +26,21 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import parse
 from grpo_megatron.convert import ConvertError, to_megatron
-from grpo_megatron.parallel.mesh import destroy_mesh
-from grpo_megatron.rollout.engine import Request, StopTexts
-from grpo_megatron.shipped.tools.evaluation.cli import draw_task, evaluate, ledger_entry
-from grpo_megatron.shipped.tools.evaluation.engine import (
+from grpo_megatron.evaluation.engine import (
     WEIGHTS_VERSION,
     engine_dtype,
     open_model,
     start_engine,
     stream_weights,
 )
-from grpo_megatron.shipped.tools.evaluation.ledger import Ledger, LedgerEntry, claim_output, write_identity
-from grpo_megatron.shipped.tools.evaluation.options import EvaluateOptions
-from grpo_megatron.shipped.tools.evaluation.settings import EvaluationSettings, prepare
-from grpo_megatron.shipped.tools.generation.cli import generate
-from grpo_megatron.shipped.tools.generation.options import GenerateOptions
+from grpo_megatron.evaluation.evaluate import draw_task, evaluate, ledger_entry
+from grpo_megatron.evaluation.generate import generate
+from grpo_megatron.evaluation.generate_options import GenerateOptions
+from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, claim_output, write_identity
+from grpo_megatron.evaluation.options import EvaluateOptions
+from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
+from grpo_megatron.parallel.mesh import destroy_mesh
+from grpo_megatron.rollout.engine import Request, StopTexts
 from grpo_megatron.types import Sample
 from tests.evaluation.models import gsm8k_rows, make_folder
 from tests.runs import write_rows

@@ -19,10 +19,10 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.benchmarks import DataPlaces, Dataset, read_datasets, read_task_prompts
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.task import Task, get_task, get_tasks, task_names
+from grpo_megatron.evaluation.evaluate import cut_at_stop
+from grpo_megatron.evaluation.grading import grade
+from grpo_megatron.evaluation.settings import build_prompts, choose_format
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.shipped.tools.evaluation.cli import cut_at_stop
-from grpo_megatron.shipped.tools.evaluation.grading import grade
-from grpo_megatron.shipped.tools.evaluation.settings import build_prompts, choose_format
 from tests.evaluation.models import byte_tokenizer, gsm8k_rows
 from tests.files import WHOLE
 from tests.runs import write_rows

@@ -22,7 +22,7 @@ PACKINGS = ([[0, 1], [2], [], [3, 4, 5], [6, 7, 8, 9, 10]], [[10, 5, 3, 1], [9, 
 def on_layout(folders: dict[str, Path], pairs: Any, layout: Any) -> dict[str, Any]:
     """Of every folder and type: log-probabilities [B, R] in two packings and with shared prompts; gradients of a mini-batch."""
     from grpo_megatron.algo.plan import assign_leaves
-    from grpo_megatron.models.leaves import order_free_norm
+    from grpo_megatron.exact.gradients import order_free_norm
 
     out: dict[str, Any] = {}
     for family, dtype in CASES:
@@ -96,8 +96,8 @@ def _policy(folder: Path, dtype: str, layout: Any) -> Any:
 
 def train_with_fault(raw: dict[str, Any], fault: str) -> None:
     """A run in which one side computes something else."""
+    from grpo_megatron.exact import layers as exact
     from grpo_megatron.exact import rowwise
-    from grpo_megatron.models.layers import exact
     from tests.e2e.run_ranks import train
 
     def in_a_row(parts: Any) -> torch.Tensor:

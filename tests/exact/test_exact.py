@@ -18,12 +18,13 @@ from unittest import mock
 import pytest
 import torch
 
-from grpo_megatron.checks.exact import exact_problems
 from grpo_megatron.config import Config
 from grpo_megatron.exact import rowwise
+from grpo_megatron.exact.limits import exact_problems
 from grpo_megatron.exact.self_test import ExactShapes, self_test
 from grpo_megatron.models.families import read_architecture
-from grpo_megatron.shipped.tools.starting.prepare import ArithmeticOptions, prepare_inputs
+from grpo_megatron.rollout.build import exact_engine_problem
+from grpo_megatron.starting.prepare import ArithmeticOptions, prepare_inputs
 from tests import tiny, worlds
 from tests.e2e import run_ranks
 from tests.exact import ranks
@@ -277,7 +278,9 @@ def test_what_is_not_covered_is_refused(models: dict[str, Path], case: str) -> N
         nested = {part: nested}
     config = Config.model_validate(merged(raw, nested))
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    found = list(exact_problems(config, world, read_architecture(models["qwen2"])))
+    found = list(
+        exact_problems(config, world, read_architecture(models["qwen2"]), exact_engine_problem(config.rollout.engine))
+    )
     assert len(found) == 1 and message in str(found[0]) and str(found[0]).endswith("or leave model.exact out")
 
 

@@ -46,7 +46,7 @@ def cycles(
     folder: Path, count: int, tolerance: float, megatron: dict[str, Any] | None = None, **rollout: Any
 ) -> dict[str, Any]:
     """`count` times: sync, probe, generate, compare, sleep, update. Then the same comparison with stale weights."""
-    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.report.metrics import Metrics
 
     rollout_tp = rollout.get("tensor_model_parallel_size", 1)
     policy = build_policy(folder, {"offload_optimizer": True, **(megatron or {})}, lr=3e-4, rollout_tp=rollout_tp)
@@ -80,7 +80,7 @@ def images(folder: Path, count: int) -> dict[str, Any]:
     """
     from dataclasses import replace
 
-    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.report.metrics import Metrics
     from grpo_megatron.rollout.engine import Request
 
     policy = build_policy(folder, {"offload_optimizer": True}, lr=3e-4, **TRAINED_TOWER)
@@ -119,9 +119,9 @@ HELD = ("weights", "gradients", "optimizer")  # what stays between the passes
 def planned_mib(folder: Path, utilization: float) -> dict[str, float]:
     """The plan's phases for one rank: what the policy holds in them, and what the engine may take."""
     from grpo_megatron.config import Config
-    from grpo_megatron.memory.parameters import parameters_from_table
-    from grpo_megatron.memory.phases import memory_phases
     from grpo_megatron.models.families import read_architecture
+    from grpo_megatron.planning.parameters import parameters_from_table
+    from grpo_megatron.planning.phases import memory_phases
 
     raw: dict[str, Any] = {"model": {"path": str(folder)}, "rollout": {"gpu_memory_utilization": utilization}}
     raw["actor"] = {"use_kl_loss": False, "megatron": {"offload_optimizer": True}}
@@ -145,7 +145,7 @@ def _allocated_mib() -> float:
 def phases(folder: Path, utilization: float, **rollout: Any) -> dict[str, Any]:
     """MiB in each phase of a step, of torch's tensors (`tensors`) and free on the whole device (`free`)."""
     from grpo_megatron.device import Device
-    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.report.metrics import Metrics
 
     planned = planned_mib(folder, utilization)  # before the world exists: counting makes a fake one
     device = Device(KIND)  # type: ignore[arg-type]

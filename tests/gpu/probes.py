@@ -295,7 +295,7 @@ for _recipe in RECIPE_CLASSES:
 def vllm_import() -> dict[str, Any]:
     needs_package("vllm", "vLLM")
     from grpo_megatron.device import Device
-    from grpo_megatron.rollout import vllm_process
+    from grpo_megatron.rollout.vllm import process as vllm_process
 
     vllm = vllm_process._import_vllm(Device("cuda"))
     import vllm.vllm_flash_attn.flash_attn_interface as flash

@@ -268,7 +268,7 @@ def preempted_requests_go_on_as_they_were(bench: Bench) -> Mapping[str, Any]:
         outputs = bench.engine._run([list(r.prompt_ids) for r in some], params)
     if not dropped:
         raise Skipped(f"24 requests of {length} tokens fit into the cache of {room}")
-    from grpo_megatron.rollout.vllm import _completion, _Entry
+    from grpo_megatron.rollout.vllm.engine import _completion, _Entry
 
     found_all = [_completion(_Entry(0, None, 0, []), output) for output in outputs]
     completions = [completion for completion in found_all if completion is not None]

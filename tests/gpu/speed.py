@@ -16,7 +16,7 @@ import pytest
 from grpo_megatron.config import Config
 from grpo_megatron.device import read_hardware
 from grpo_megatron.models.layers.precision import hardware_problems
-from grpo_megatron.shipped.examples.generated import build_tokenizer, write_example
+from grpo_megatron.starting.generated import build_tokenizer, write_example
 from tests.gpu import conftest, training_ranks
 from tests.gpu.building import KIND, ON_CPU, write_random_model
 from tests.stored import metric_rows

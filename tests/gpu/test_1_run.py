@@ -30,7 +30,7 @@ TABLE = {  # metric -> unit
 
 def prepare(*arguments: str) -> None:
     environment = {**os.environ, **conftest.LOOPBACK}
-    command = [sys.executable, "tools/prepare_data.py", *arguments]
+    command = [sys.executable, "-m", "grpo_megatron", "prepare", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 

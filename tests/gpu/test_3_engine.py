@@ -48,7 +48,7 @@ def test_images_are_the_policys_in_every_cycle(reads_images: Path, record_figure
     assert got["others"] >= 3 * max(got["gaps"])
 
 
-# -- device memory in every phase of a step, against the plan's arithmetic (memory/phases.py) --------------------------
+# -- device memory in every phase of a step, against the plan's arithmetic (planning/phases.py) --------------------------
 
 UTILIZATION = 0.3
 PHASES = ("load", "update", "rollout")

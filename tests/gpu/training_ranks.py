@@ -196,7 +196,7 @@ def train(raw: dict[str, Any]) -> None:
     """Run the config `raw` to its end. Its results are in the run's metrics.jsonl."""
     from grpo_megatron.checks.validate import validate
     from grpo_megatron.config import Config
-    from grpo_megatron.observability.console import Summary
+    from grpo_megatron.report.console import Summary
     from grpo_megatron.trainer import Trainer
 
     config = Config.model_validate(raw)

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from grpo_megatron.reading import ReadError
-from grpo_megatron.shipped.tools.migration.shell import commands
+from grpo_megatron.migration.shell import commands
+from grpo_megatron.untrusted import ReadError
 
 # (script, words of its last command; None: as bash has them)
 SCRIPTS = {

@@ -12,8 +12,8 @@ import yaml
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.section import config_keys
-from grpo_megatron.shipped.tools.migration.trainers import OTHER_TRAINERS
-from grpo_megatron.shipped.tools.migration.translation import ImportOptions, flat, import_config, known_elsewhere
+from grpo_megatron.migration.trainers import OTHER_TRAINERS
+from grpo_megatron.migration.translation import ImportOptions, flat, import_config, known_elsewhere
 
 VERL_SCRIPT = r"""
 #!/bin/bash

@@ -152,8 +152,8 @@ def bfloat16(folder: Path, layout: Layout, lora: Any, out: Path) -> tuple[Tensor
 
     The adapters are exported to `out`.
     """
-    from grpo_megatron.models.lora.folder import save_peft
-    from grpo_megatron.models.weights.folder import Serving
+    from grpo_megatron.models.lora.peft_folder import save_peft
+    from grpo_megatron.models.weights.hf_folder import Serving
     from grpo_megatron.models.weights.stream import global_parameters, served
 
     device, mesh = world(layout)

@@ -104,7 +104,7 @@ def engine_cycles(folder: Path, layout: Layout, rollout_tp: int, rollout_ep: int
     """Twice: sync, generate, compute the policy's logprobs of the same tokens, update. The largest difference per cycle."""
     from grpo_megatron.config import RolloutConfig
     from grpo_megatron.models.weights.stream import engine_tensors
-    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.report.metrics import Metrics
     from grpo_megatron.rollout.build import build_engine
     from tests.colocated import colocate
     from tests.distributed.sync_ranks import requests

@@ -64,7 +64,7 @@ def build(
 
 def check_counts(policy: Any, has_output_head: bool = True) -> None:
     """Megatron-Core's modules have as many parameters as the plan of the run counts in the weight table."""
-    from grpo_megatron.memory.parameters import parameters_from_table
+    from grpo_megatron.planning.parameters import parameters_from_table
 
     parts = policy.arch, policy.actor.megatron
     chosen = {"lora": policy.actor.lora, "vision": policy.actor.vision}

@@ -22,7 +22,7 @@ def scalar(
 ) -> Any:
     """A ScalarPolicy, or `model_class`, with an optimizer. `megatron` and `places` are among the options."""
     from grpo_megatron.config import OptimConfig
-    from grpo_megatron.models.heads.folder import read_reward_folder
+    from grpo_megatron.models.heads.reward_folder import read_reward_folder
     from grpo_megatron.models.heads.scalar import ScalarPolicy
 
     device, mesh = world(layout)
@@ -37,7 +37,7 @@ def scalar(
 
 def build(folder: Path, layout: Layout, **options: Any) -> Any:
     """A reward model that learns."""
-    from grpo_megatron.models.heads.folder import read_reward_folder
+    from grpo_megatron.models.heads.reward_folder import read_reward_folder
     from grpo_megatron.models.heads.scalar import last_token
 
     return scalar(folder, "outcome", layout, places=last_token(read_reward_folder(folder)), **options)
@@ -74,7 +74,7 @@ def scores(
 
 def frozen(folder: Path, layout: Layout, kind: Any = "outcome") -> Any:
     """A model that is not trained. Its weights are on the host before and after each batch."""
-    from grpo_megatron.models.heads.folder import read_reward_folder
+    from grpo_megatron.models.heads.reward_folder import read_reward_folder
     from grpo_megatron.models.heads.scalar import FrozenScalar
 
     device, mesh = world(layout)
@@ -104,8 +104,8 @@ def frozen_loop(outcome: Path, process: Path, layout: Layout, combine: str) -> d
     """A step rewarded by the sum of two frozen models: 2 x the outcome model's score, 0.5 x that of the process model."""
 
     from grpo_megatron.config import RewardModelConfig, ScoringModel
-    from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.exchange import gather_groups
+    from grpo_megatron.report.metrics import Metrics
     from grpo_megatron.training.reward_model import FrozenReward, Scorer
 
     config = RewardModelConfig.model_validate({"path": outcome, "coefficient": 2.0, "combine": combine})
@@ -243,8 +243,8 @@ def loop(
     **config: Any,
 ) -> dict[str, Any]:
     """Outer iterations of two steps. Returns rewards and metrics of every step, and the final weights."""
-    from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.exchange import gather_groups
+    from grpo_megatron.report.metrics import Metrics
     from grpo_megatron.training.reward_model import LearningReward
 
     settings = {"steps": 3, "train_batch_size": 4, "history_size": 8, "start_iteration": 1, **config}

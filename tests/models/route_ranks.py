@@ -141,7 +141,7 @@ def engine_routes(folder: Path, layout: Layout, rollout_tp: int, rollout_ep: int
     """
     from grpo_megatron.config import RolloutConfig
     from grpo_megatron.models.weights.stream import engine_tensors
-    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.report.metrics import Metrics
     from grpo_megatron.rollout.build import build_engine
     from grpo_megatron.rollout.engine import Request, continued
     from tests.colocated import colocate
@@ -219,7 +219,7 @@ def finite_differences(folder: Path, pairs: Any, routes: list[torch.Tensor]) -> 
 def critic_values(folder: Path, pairs: Any, routes: list[torch.Tensor]) -> list[torch.Tensor]:
     """A critic's values where the policy replays nothing, the engine's routes and recorded ones."""
     from grpo_megatron.config import ActorConfig
-    from grpo_megatron.models.heads.folder import read_reward_folder
+    from grpo_megatron.models.heads.reward_folder import read_reward_folder
     from grpo_megatron.models.heads.scalar import ValueModel
 
     device, mesh = world((1, 1, 1, 1))

@@ -232,7 +232,7 @@ def test_only_models_with_gradient_buffers_are_built_with_fused_gradients() -> N
     """The policy and a learning reward model have them; the reference and a frozen reward model do not."""
     from grpo_megatron.models import policy
     from grpo_megatron.models.heads import scalar
-    from grpo_megatron.models.heads.folder import RewardFolder
+    from grpo_megatron.models.heads.reward_folder import RewardFolder
 
     class Stop(Exception):
         pass

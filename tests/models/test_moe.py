@@ -14,12 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.checks.layout import engine_expert_problems, world_problems
+from grpo_megatron.checks.layout import engine_expert_problems
 from grpo_megatron.config import Config
 from grpo_megatron.models.families import architecture_of, read_config, table_of
 from grpo_megatron.models.weights.table import expand_table
-from grpo_megatron.rollout import vllm_process
-from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu, divides_experts_on_cpu
+from grpo_megatron.planning.layout import world_problems
+from grpo_megatron.rollout.vllm import process as vllm_process
+from grpo_megatron.rollout.vllm.process import computes_latents_on_cpu, divides_experts_on_cpu
 from tests import tiny, worlds
 from tests.models import moe_ranks
 from tests.models.gradients import transformers_backward

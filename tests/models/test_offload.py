@@ -17,9 +17,9 @@ import torch
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.optimizer import HostBuffer, OffloadedTensors
-from grpo_megatron.observability.metrics import Metrics
-from grpo_megatron.rollout.vllm import VllmEngine
-from grpo_megatron.rollout.vllm_arguments import VllmOptions, runner_environment, vllm_arguments
+from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.rollout.vllm.arguments import VllmOptions, runner_environment, vllm_arguments
+from grpo_megatron.rollout.vllm.engine import VllmEngine
 from grpo_megatron.training.colocation import Colocation
 from tests import tiny, worlds
 from tests.models import policy_ranks

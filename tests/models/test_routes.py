@@ -16,12 +16,12 @@ import torch
 from grpo_megatron.checks import layout as checks
 from grpo_megatron.checks.layout import route_problems
 from grpo_megatron.config import Config
-from grpo_megatron.memory.phases import route_bytes
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.layers.routes import routes_of
+from grpo_megatron.planning.phases import route_bytes
 from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.rollout.engine import continued
-from grpo_megatron.rollout.vllm_process import divides_experts_on_cpu
+from grpo_megatron.rollout.vllm.process import divides_experts_on_cpu
 from tests import tiny, worlds
 from tests.models import route_ranks
 from tests.models.gradients import transformers_backward
@@ -202,8 +202,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("engine", {"rollout": {"engine": "transformers"}}, {}, "rollout.engine='transformers', which records no routes"),
     ("engine", {"algorithm": {"source": "file"}}, {}, "but this run draws nothing; set actor.moe.route_replay=none"),
     ("engine", {"vllm": "0.26.0"}, {}, "on the CPU: the installed vLLM's routers cannot be recorded there; install"),
-    ("engine", {"megatron": {OVERRIDE: {"moe_router_fusion": True}}}, {}, ".moe_router_fusion=True: the routers would"),
-    ("old", {"megatron": {OVERRIDE: {"recompute_modules": ["moe"]}}}, {}, ".recompute_modules=['moe']: the routers"),
+    ("engine", {"megatron": {OVERRIDE: {"moe_router_fusion": True}}}, {}, ".moe_router_fusion=True: routers would"),
+    ("old", {"megatron": {OVERRIDE: {"recompute_modules": ["moe"]}}}, {}, ".recompute_modules=['moe']: routers"),
     ("old", {"mini": None}, {}, "one optimizer step per rollout, or bypass_mode), so there is nothing to replay"),
 ]
 

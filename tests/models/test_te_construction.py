@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_megatron.importing import examine_transformer_engine
 from grpo_megatron.models.layers.precision import RECIPES
+from grpo_megatron.transformer_engine import examine_transformer_engine
 from tests import tiny, worlds
 from tests.models import engine_ranks
 

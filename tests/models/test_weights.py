@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, hf_shapes, table_of
-from grpo_megatron.models.weights.folder import SafetensorsFolder
+from grpo_megatron.models.weights.hf_folder import SafetensorsFolder
 from grpo_megatron.models.weights.stream import WeightsError, engine_tensors
 from grpo_megatron.models.weights.table import QKV, GateUp, Vocabulary, WeightRow, expand_table
 from grpo_megatron.sync.digest import Share, share_groups

@@ -215,7 +215,7 @@ def shown_groups(held: list[Sample], table: Any, plan: Any, batch: Any, mesh: An
     """What rank 0 shows. The policy's log-probabilities are the engine's plus 0.25; a token's text is its id."""
     from types import SimpleNamespace
 
-    from grpo_megatron.training.report import ShownSamples
+    from grpo_megatron.report.step import ShownSamples
 
     batch.old_logprobs = batch.rollout_logprobs + 0.25
     tokenizer = SimpleNamespace(decode=lambda ids, **options: "".join(f"<{i}>" for i in ids))
@@ -226,9 +226,9 @@ def shown_groups(held: list[Sample], table: Any, plan: Any, batch: Any, mesh: An
 
 def write_rollouts(out: Path, held: list[Sample], table: Any, plan: Any, mesh: Any) -> str:
     """Write step 0, then step 1 on a full disk, then step 2. Returns the message of step 1's failure."""
-    from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import RankError
-    from grpo_megatron.training import report
+    from grpo_megatron.report import step as report
+    from grpo_megatron.report.metrics import Metrics
 
     files = report.RolloutFiles(out, out / "run", mesh, tokenizer=None)
     refused = ""

@@ -1,6 +1,6 @@
 """The host side of a step is linear: counted in calls, Python's and C's, and in bytes that are held at once; no clock.
 
-`tools/benchmark_scale.py` simulates what one rank of a large world computes. With 8 times the ranks a phase may take 8 times the
+`tools/benchmarks/scale.py` simulates what one rank of a large world computes. With 8 times the ranks a phase may take 8 times the
 calls at most (the metrics, which every rank sends), and with 4 times the samples 4 times; 15 % are for the rest. An exchange that
 loops over ranks x rows takes 64 times as many with 8 times both.
 """
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-from benchmark_scale import PHASES, SimulatedStep
+from tools.benchmarks.scale import PHASES, SimulatedStep
 
 SIZES = [(64, 2048), (512, 2048), (64, 8192)]
 

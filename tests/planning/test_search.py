@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from grpo_megatron.checks.layout import world_problems
 from grpo_megatron.checks.models import read_models
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
-from grpo_megatron.memory.parameters import RunModels, stage_layers
 from grpo_megatron.planning.cost import PlannedMachine, Workload
 from grpo_megatron.planning.fit import (
     PROPOSED,
@@ -23,8 +21,9 @@ from grpo_megatron.planning.fit import (
     proposed_fit,
 )
 from grpo_megatron.planning.gpus import find_gpu
-from grpo_megatron.planning.layout import FULL_RECOMPUTATION, Layout, micro_batches, shapes, variants
-from grpo_megatron.shipped.tools.starting.search import search, search_splits
+from grpo_megatron.planning.layout import FULL_RECOMPUTATION, Layout, micro_batches, shapes, variants, world_problems
+from grpo_megatron.planning.parameters import RunModels, stage_layers
+from grpo_megatron.planning.search import search, search_splits
 from tests.planning import published
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from grpo_megatron.checks.models import read_models
 from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.cli.plan import NodeMemory
 from grpo_megatron.config import Config
-from grpo_megatron.memory.parameters import RunModels, memory_of_stages
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.planning.cost import Workload
-from grpo_megatron.planning.page import NodeMemory
+from grpo_megatron.planning.parameters import RunModels, memory_of_stages
 from grpo_megatron.planning.traffic import border_traffic, expert_lines, kept_by_syncs, weight_sync_lines
 from tests import tiny, worlds
 from tests.models import policy_ranks

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.rewards.process_rewards import arithmetic_steps_reward, equations, split_steps, value_of
-from grpo_megatron.shipped.examples.generated import bare_response, worked_response
+from grpo_megatron.starting.generated import bare_response, worked_response
 from tests.files import SLICE_AND_WHOLE
 
 HOLD = [

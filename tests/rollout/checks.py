@@ -16,8 +16,8 @@ import torch
 
 from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.engine import Completion, Request, StopTexts, sample_seed
+from grpo_megatron.rollout.vllm import process as vllm_process
 from grpo_megatron.types import WeightBucket
 from tests.rollout import tiny
 from tests.rollout.worlds import World, raises, requests, rng_state
@@ -290,7 +290,7 @@ def a_second_turn_costs_its_own_tokens(world: World) -> None:
 
 
 def weights_are_loaded_with_the_engines_config_set(world: World) -> None:
-    """vLLM's quantised layers need it. 0.32's worker sets it; for 0.26, `rollout/vllm_process.py` does."""
+    """vLLM's quantised layers need it. 0.32's worker sets it; for 0.26, `rollout/vllm/process.py` does."""
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.model_loader import reload
     from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
@@ -333,7 +333,7 @@ def blocks_generate_independently(world: World) -> None:
 
 
 def the_cache_has_the_blocks_that_a_plan_counts(world: World) -> None:
-    """memory/phases.py against the blocks that vLLM makes of so many bytes."""
+    """planning/phases.py against the blocks that vLLM makes of so many bytes."""
     from grpo_megatron.models.engine_cache import EngineCache, kv_token_bytes
     from grpo_megatron.models.families import read_architecture
 

@@ -19,10 +19,10 @@ from grpo_megatron.checks.machine import package_problems
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError, RolloutConfig
-from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.build import engine_problems, engines, find_engine, read_options
-from grpo_megatron.rollout.vllm import VllmEngine
-from grpo_megatron.rollout.vllm_arguments import VllmOptions, vllm_arguments
+from grpo_megatron.rollout.vllm import process as vllm_process
+from grpo_megatron.rollout.vllm.arguments import VllmOptions, vllm_arguments
+from grpo_megatron.rollout.vllm.engine import VllmEngine
 from tests import worlds
 from tests.runs import make_run, texts
 

@@ -16,7 +16,7 @@ from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout.build import build_engine
-from grpo_megatron.rollout.vllm_process import computes_latents_on_cpu
+from grpo_megatron.rollout.vllm.process import computes_latents_on_cpu
 from grpo_megatron.sync.digest import Expected, Share, compare, expected_digests, stack_digests
 from grpo_megatron.sync.plan import Interval, SyncTensor
 from grpo_megatron.types import WeightBucket
@@ -243,7 +243,7 @@ FAULTS = [
 def calls_are_counted(subject: Subject, good: Weights) -> None:
     """One call of a weight loader, and one digest, for each tensor or stack: 3 stacks per layer, whatever the experts."""
     loader = "vllm.model_executor.model_loader.reload.layerwise.get_numel_loaded"
-    digest = mock.patch("grpo_megatron.rollout.vllm_memory.stack_digests", wraps=stack_digests)
+    digest = mock.patch("grpo_megatron.rollout.vllm.memory.stack_digests", wraps=stack_digests)
     with mock.patch(loader, wraps=layerwise_loader()) as loads, digest as digests:
         subject.sync(good)
         subject.engine.digests()

@@ -133,6 +133,6 @@ def test_the_host_process_is_left_as_it_was_and_the_console_clean(results: Resul
 
 def test_checking_a_config_imports_neither_vllm_nor_megatron() -> None:
     """A dry run works on a laptop that has neither. Importing the checks registers the engine class."""
-    code = "import sys, grpo_megatron.checks.validate; assert 'grpo_megatron.rollout.vllm' in sys.modules; "
+    code = "import sys, grpo_megatron.checks.validate; assert 'grpo_megatron.rollout.vllm.engine' in sys.modules; "
     code += "assert not {'vllm', 'megatron'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

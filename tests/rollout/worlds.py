@@ -23,9 +23,9 @@ from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
-from grpo_megatron.rollout import vllm_process
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import Completion, Request, sample_seed
+from grpo_megatron.rollout.vllm import process as vllm_process
 from tests.rollout import tiny
 
 

@@ -22,8 +22,8 @@ def collect(kind: str, script: list[tuple[float, float]], counts: list[int], res
     """The groups of each step; before step `resume_at` the collector is replaced by a new one with its state."""
     from grpo_megatron.config import ReplayConfig
     from grpo_megatron.device import Device
-    from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import build_mesh
+    from grpo_megatron.report.metrics import Metrics
     from grpo_megatron.sampling.wrappers import DynamicSampling, Replay
 
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
@@ -51,8 +51,8 @@ def collect_partial(lengths: list[int], resume_at: int | None) -> list[Any]:
     from grpo_megatron.config import DataConfig, RolloutConfig
     from grpo_megatron.data.sampler import Sampler
     from grpo_megatron.device import Device
-    from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.mesh import build_mesh
+    from grpo_megatron.report.metrics import Metrics
     from grpo_megatron.sampling.collector import numbered_samples
     from grpo_megatron.sampling.generator import Generator
     from grpo_megatron.sampling.partial import PartialCollector

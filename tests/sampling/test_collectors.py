@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from grpo_megatron.config import ConfigError, DataConfig, ReplayConfig, RolloutConfig
+from grpo_megatron.data.responses import WrittenResponse
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.data.written import WrittenResponse
-from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import (
     FileCollector,
     Group,

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import RolloutConfig
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
+from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.report.step import record_samples
 from grpo_megatron.rewards.reward import RewardFacts, RewardItem, RewardResult, rewards
 from grpo_megatron.rollout.engine import sample_seed
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.grading import Grading, check_failures
-from grpo_megatron.training.report import record_samples
 from grpo_megatron.types import GREEDY, Prompt, Sample
 from tests.sampling.fakes import FakeRewardPool, LoneMesh, SeedEngine, prompt
 

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_megatron.config import DataConfig, RolloutConfig
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.engine import sample_seed
 from grpo_megatron.sampling.collector import pack_sample, unpack_sample
 from grpo_megatron.sampling.generator import Generator

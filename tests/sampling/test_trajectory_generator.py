@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import RolloutConfig
-from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.report.step import record_samples
 from grpo_megatron.rewards.reward import RewardResult
 from grpo_megatron.sampling.multi_turn import Answer, Times, TrajectoryGenerator
-from grpo_megatron.training.report import record_samples
 from grpo_megatron.types import BRANCH, GREEDY, Prompt, Sample
 from tests.sampling.fakes import FakeRewardPool, LoneMesh
 from tests.sampling.trajectory_fakes import FakeAnswers, FakeEngine

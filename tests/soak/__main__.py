@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from grpo_megatron.observability.console import format_table
+from grpo_megatron.report.console import format_table
 from grpo_megatron.storage import files
 from tests.soak.soak import FIRST, LAST, MATRIX, Fault, Soak, make_workspace, rows_of, run_command, soak_settings
 

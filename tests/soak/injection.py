@@ -24,7 +24,7 @@ from typing import Any
 # A point is a phase of a step (Metrics.phase), or the begin of one of these functions.
 FUNCTIONS = {
     "start": ("grpo_megatron.trainer", "build_colocation"),
-    "log": ("grpo_megatron.training.report", "StepReport.log"),
+    "log": ("grpo_megatron.report.step", "StepReport.log"),
     "save: state": ("grpo_megatron.training.checkpoint", "save_sharded"),
     "save: files": ("grpo_megatron.models.weights.sharded_state", "ShardedWrite.write"),
     "save: manifest": ("grpo_megatron.training.checkpoint", "write_manifest"),
@@ -38,7 +38,7 @@ _reached: collections.Counter[str] = collections.Counter()
 
 def install() -> None:
     """Called in every rank before it begins."""
-    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.report.metrics import Metrics
 
     phase = Metrics.phase
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from grpo_megatron.observability.console import format_table
-from grpo_megatron.pages.run_folder import read_metrics
+from grpo_megatron.report.console import format_table
+from grpo_megatron.report.run_folder import read_metrics
 from grpo_megatron.storage.run_files import on_disk, steps_of
 from tests import tiny
 from tests.e2e import run_ranks
@@ -280,7 +280,7 @@ class Soak:
 
 def make_workspace(root: Path) -> Path:
     """Write data/ and model/ into `root`: the arithmetic task and an untrained two-layer model with its tokenizer."""
-    from grpo_megatron.shipped.examples.generated import build_tokenizer, write_example
+    from grpo_megatron.starting.generated import build_tokenizer, write_example
 
     (root / "data").mkdir(parents=True)
     write_example("arithmetic", root / "data", seed=0, num_train=64, num_val=16)

@@ -87,7 +87,7 @@ def test_memory_is_flat_over_300_steps_with_images(tmp_path: Path, engine: str, 
 def train_measured(raw: dict[str, Any], usage: Path) -> tuple[int, int]:
     """In a rank: the run, with its memory after each step in RANK.jsonl. The bytes of kept features; images computed."""
     from grpo_megatron.models import vision as tower
-    from grpo_megatron.training.report import StepReport
+    from grpo_megatron.report.step import StepReport
 
     log, init, built = StepReport.log, tower.Features.__init__, list[tower.Features]()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.shipped.tools.evaluation.ledger import claim_output
+from grpo_megatron.evaluation.ledger import claim_output
 from grpo_megatron.storage import StorageError, files
 from grpo_megatron.storage.files import is_partial, new_folder, partial_of, publish_folder, write_file
 from grpo_megatron.storage.run_files import read_step

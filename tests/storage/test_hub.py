@@ -10,8 +10,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from grpo_megatron.reading import ReadError
 from grpo_megatron.storage.hub import model_folder
+from grpo_megatron.untrusted import ReadError
 
 NAME = Path("someone/tiny-1.5b")
 

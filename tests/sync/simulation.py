@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +21,7 @@ from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.digest import Expected, compare, expected_digests, part_digest
 from grpo_megatron.sync.exchange import Envelope, Exchange, Pool, RankPlan, snapshot
 from grpo_megatron.sync.plan import EngineTensors, Rounds, SyncPlan, Traffic, plan_rounds
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-from benchmark_sync_plan import floor_of as floor_of
+from tools.benchmarks.sync_plan import floor_of as floor_of
 
 HANG_S = 120.0
 

@@ -35,7 +35,7 @@ def folded(step: Any, batch: Any, plan: Any, mesh: Any) -> dict[str, Any]:
     import torch
 
     from grpo_megatron.models.forward import loss_inputs
-    from grpo_megatron.observability.metrics import Metrics
+    from grpo_megatron.report.metrics import Metrics
 
     assert step.is_folded
     metrics, own, separate = Metrics(), batch.old_logprobs, batch.correction
@@ -61,9 +61,9 @@ def correct(num_prompts: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     from grpo_megatron.algo.plan import make_plan
     from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
     from grpo_megatron.device import Device
-    from grpo_megatron.observability.metrics import Metrics
     from grpo_megatron.parallel.exchange import exchange, gather_groups
     from grpo_megatron.parallel.mesh import build_mesh
+    from grpo_megatron.report.metrics import Metrics
     from grpo_megatron.training.correction_step import CorrectionStep
 
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)

@@ -184,7 +184,7 @@ def export(folder: Path, out: Path, failures: list[tuple[int, str, str]]) -> lis
     """(outcome, names in `out`) of `save_hf` for each failure, then without one. Rank 0 has a limit on file sizes."""
     import resource
 
-    from grpo_megatron.models.weights.folder import save_hf
+    from grpo_megatron.models.weights.hf_folder import save_hf
 
     policy, _ = _build(folder)
     outcomes = []

@@ -19,12 +19,12 @@ import torch
 
 from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
-from grpo_megatron.data.written import WrittenResponse
+from grpo_megatron.data.responses import WrittenResponse
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.observability import metrics as sinks_module
-from grpo_megatron.observability.console import Summary
-from grpo_megatron.observability.metrics import Sink
 from grpo_megatron.parallel.exchange import build_batch
+from grpo_megatron.report import metrics as sinks_module
+from grpo_megatron.report.console import Summary
+from grpo_megatron.report.metrics import Sink
 from grpo_megatron.sync.digest import Expected
 from grpo_megatron.training import colocation, references, validation, warm_up
 from tests import tiny

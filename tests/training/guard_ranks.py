@@ -49,7 +49,7 @@ class Run:
         return batch
 
     def save_weights(self, target: Path) -> None:
-        from grpo_megatron.models.weights.folder import save_hf
+        from grpo_megatron.models.weights.hf_folder import save_hf
 
         save_hf(self.policy.hf_weights(1), self.folder, self.folder, target, self.mesh)
 
@@ -67,9 +67,9 @@ class Run:
 
     def update(self, step: int, reward: float = 1.0, batch: Any = None, **guards: Any) -> dict[str, Any]:
         """One update under guards of these actions. Returns what it did and what a step would log."""
-        from grpo_megatron.observability.metrics import Metrics
+        from grpo_megatron.report.metrics import Metrics
+        from grpo_megatron.report.step import record_update
         from grpo_megatron.training.guards import Guards, GuardStop
-        from grpo_megatron.training.report import record_update
         from grpo_megatron.types import GroupTable
 
         guard = Guards(config_of(self.folder, self.out, **guards), self.mesh, self.save_weights, contextlib.nullcontext)
@@ -127,7 +127,7 @@ def faults(folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> dict[
 
 def replayed(dumps: list[Path]) -> list[tuple[int, str]]:
     """Exit code and output of `replay` for each dump."""
-    from grpo_megatron.shipped.tools.replay.cli import ReplayOptions, replay_dump
+    from grpo_megatron.training.replay_command import ReplayOptions, replay_dump
 
     results = []
     for dump in dumps:

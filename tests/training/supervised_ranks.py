@@ -62,7 +62,7 @@ def train(
     """
     from grpo_megatron import trainer as trainer_module
     from grpo_megatron.checks.validate import validate
-    from grpo_megatron.training.report import StepReport
+    from grpo_megatron.report.step import StepReport
     from grpo_megatron.training.stopping import Stopped
 
     stop_file = Path(raw["trainer"]["output_dir"]) / "stop"

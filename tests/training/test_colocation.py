@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from grpo_megatron.config import Config
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.training import colocation
 from grpo_megatron.training.colocation import Probe, Provenance, logprobs_problem, weights_problem
 from grpo_megatron.types import Draw, Sample

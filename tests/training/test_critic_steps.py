@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_megatron.config import Config
-from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.training import critic as critic_module
 from grpo_megatron.training.critic import Critic
 from tests.algo.tables import make_table

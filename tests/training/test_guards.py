@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.shipped.tools.replay.dump import read_dump
 from grpo_megatron.training.dump import mini_batch_tensors
+from grpo_megatron.training.replay import read_dump
 from tests import tiny, worlds
 from tests.models.policy_ranks import LAYOUTS
 from tests.training import guard_ranks

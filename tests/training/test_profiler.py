@@ -15,7 +15,7 @@ from grpo_megatron.cli import main
 from grpo_megatron.cli.main import TrainOptions
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import parse
-from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.training.profiler import Profiler
 
 

@@ -11,9 +11,9 @@ import torch
 
 from grpo_megatron.checks.methods import rollout_file_problems
 from grpo_megatron.config import Config
-from grpo_megatron.observability.metrics import Metrics
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.training.report import (
+from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.report.step import (
     HEAD,
     TAIL,
     RolloutFiles,

@@ -19,7 +19,7 @@ import torch
 
 from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.data.written import WrittenResponse
+from grpo_megatron.data.responses import WrittenResponse
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import RankError
 from tests.stored import rows_without

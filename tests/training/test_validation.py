@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import DataConfig, RolloutConfig, TrainerConfig
-from grpo_megatron.observability.metrics import Metrics
+from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.training.validation import ValidationRow, Validator, summarize
 from grpo_megatron.types import BRANCH, Sample, Turn
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt

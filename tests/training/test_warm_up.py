@@ -14,8 +14,8 @@ import pytest
 from grpo_megatron.checks.methods import steps_of_epochs
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
-from grpo_megatron.data.written import WrittenResponse
-from grpo_megatron.observability.console import ConsoleSink
+from grpo_megatron.data.responses import WrittenResponse
+from grpo_megatron.report.console import ConsoleSink
 from grpo_megatron.storage.run_files import read_events
 from grpo_megatron.training.warm_up import stage_config
 from tests.stored import rows_without

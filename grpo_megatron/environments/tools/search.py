@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpo_megatron.environments.tool import ToolError, tools
 from grpo_megatron.processes.endpoint import EndpointError, ServiceReply, check_url, key_of, post_json
-from grpo_megatron.reading import ReadError, check_regular
+from grpo_megatron.untrusted import ReadError, check_regular
 
 TOKEN = re.compile(r"\w+")
 

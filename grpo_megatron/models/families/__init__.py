@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.importing import import_function
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, check_bounds
 from grpo_megatron.models.families import deepseek, qwen_vl
 from grpo_megatron.models.families.decoders import DECODERS, ModelFamily
 from grpo_megatron.models.weights.table import WeightRow, expand_table
-from grpo_megatron.reading import ReadError, cut, read_json, reason_of, shown
+from grpo_megatron.registry import import_function
+from grpo_megatron.untrusted import ReadError, cut, read_json, reason_of, shown
 
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
 MAX_CONFIG = 1 << 24  # bytes of a config.json

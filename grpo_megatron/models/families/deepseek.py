@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, Latent, Routing, UnsupportedModel, common_settings
-from grpo_megatron.reading import shown
+from grpo_megatron.untrusted import shown
 
 # Values of config.json that the modules of Megatron-Core, transformers and vLLM all have.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {

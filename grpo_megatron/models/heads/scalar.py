@@ -40,7 +40,7 @@ from grpo_megatron.config import ActorConfig, LoraConfig, MegatronConfig, MoeCon
 from grpo_megatron.device import Device
 from grpo_megatron.models.build import HeadOutput, LogprobModel, Targets, build_model
 from grpo_megatron.models.forward import MetricSums, Pack, ShardedModel, like_rows, local_tokens, target_share, unpack
-from grpo_megatron.models.heads.folder import (
+from grpo_megatron.models.heads.reward_folder import (
     HEAD,
     HEAD_BIAS,
     RewardFolder,
@@ -51,7 +51,7 @@ from grpo_megatron.models.heads.folder import (
 )
 from grpo_megatron.models.optimizer import OffloadedTensors
 from grpo_megatron.models.policy import FrozenModel, Policy
-from grpo_megatron.models.weights.folder import SafetensorsFolder, save_hf
+from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, save_hf
 from grpo_megatron.models.weights.stream import global_parameters, model_rows, set_parameter, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.storage.files import private_folder
@@ -138,7 +138,7 @@ def last_token(folder: RewardFolder) -> Places:
 
 
 def response_tokens(batch: Batch, row: int) -> Sequence[int]:
-    """Every response token. The loss mask says which of these numbers are in the loss (data/written.py)."""
+    """Every response token. The loss mask says which of these numbers are in the loss (data/responses.py)."""
     return range(batch.prompt_lengths[row], len(batch.tokens[row]))
 
 

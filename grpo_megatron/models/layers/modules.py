@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from grpo_megatron.exact import rowwise
-from grpo_megatron.importing import replaced
+from grpo_megatron.imports import replaced
 
 
 class RMSNorm(torch.nn.Module):

@@ -23,8 +23,14 @@ from typing import Any, Literal
 
 from grpo_megatron.config import Config, Fp8Config, MegatronConfig
 from grpo_megatron.device import Hardware, read_hardware
-from grpo_megatron.importing import FLASH_ATTENTION, TE_INSTALL, TE_REQUIREMENT, Version, packed_attention_problem
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.transformer_engine import (
+    FLASH_ATTENTION,
+    TE_INSTALL,
+    TE_REQUIREMENT,
+    Version,
+    packed_attention_problem,
+)
 
 FP8 = "actor.megatron.fp8"
 

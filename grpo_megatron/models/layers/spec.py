@@ -30,7 +30,7 @@ from torch import Tensor
 
 from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.device import Device, read_hardware
-from grpo_megatron.importing import examine_transformer_engine, packed_attention_problem, replaced
+from grpo_megatron.imports import replaced
 from grpo_megatron.models.architecture import Architecture, Latent, Routing, Yarn
 from grpo_megatron.models.layers.modules import (
     LATENT_KEYS,
@@ -41,7 +41,8 @@ from grpo_megatron.models.layers.modules import (
     RMSNorm,
 )
 from grpo_megatron.models.layers.precision import batch_invariance, fp8_settings
-from grpo_megatron.reading import cut, shown
+from grpo_megatron.transformer_engine import examine_transformer_engine, packed_attention_problem
+from grpo_megatron.untrusted import cut, shown
 
 
 @dataclass(frozen=True)

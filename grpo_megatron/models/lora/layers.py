@@ -39,7 +39,7 @@ from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.lora.merge import merge
 from grpo_megatron.models.lora.table import LORA_A, LORA_B, Factor, lora_rows
-from grpo_megatron.models.weights.folder import SafetensorsFolder
+from grpo_megatron.models.weights.hf_folder import SafetensorsFolder
 from grpo_megatron.models.weights.stream import global_parameters, set_parameter, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 

@@ -1,6 +1,6 @@
 """The weight sync of a model with adapters: A and B travel, and each rank merges what its engine reads.
 
-The first sync sends the base weights, once, and each rank keeps the parts that it receives (sync/kept.py). From then on a
+The first sync sends the base weights, once, and each rank keeps the parts that it receives (sync/host_copies.py). From then on a
 sync sends the factors only, by a plan of their own: of a weight that the engine cuts along its output, a rank needs A and
 its rows of B; of one that is cut along its input, its columns of A and B. The rank then merges its part of every adapted
 weight by the `merge` of the policy's forward pass, so that the engine gets the policy's bits (merge.py). Weights without
@@ -40,7 +40,7 @@ from grpo_megatron.sync.exchange import (
     point_to_point,
     snapshot,
 )
-from grpo_megatron.sync.kept import KeptParts
+from grpo_megatron.sync.host_copies import KeptParts
 from grpo_megatron.sync.plan import EngineSpans, EngineTensors, SyncParameter
 from grpo_megatron.sync.stacks import empty_stack
 from grpo_megatron.types import WeightBucket

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from grpo_megatron.importing import replaced
+from grpo_megatron.imports import replaced
 from grpo_megatron.parallel.mesh import Mesh
 
 Sizes = tuple[int, ...]

@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint import default_planner, filesystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from grpo_megatron.importing import replaced
+from grpo_megatron.imports import replaced
 from grpo_megatron.storage import StorageError
 
 _RECORDS = {

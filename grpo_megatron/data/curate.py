@@ -1,0 +1,287 @@
+"""The command `curate` and what it writes: pass rates, supervised rows, preference pairs, and filtered data files.
+
+Rows are written one by one, so that no file is in memory as a whole (a data file in .json form is). Exit codes: 0; 2 for a
+mistake of the user, and then nothing is written; else 1. Needs neither torch nor a GPU.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config import ConfigError
+from grpo_megatron.data.curate_options import PAIRS, PASS_RATES, SUPERVISED, CurateOptions
+from grpo_megatron.data.images import has_images, image_name, image_sources, located
+from grpo_megatron.data.pass_rates import wilson
+from grpo_megatron.data.rows import LineFile, checked_row, open_rows, problem_digest, question_text
+from grpo_megatron.data.tally import (
+    ProblemTally,
+    Response,
+    ResponsePlace,
+    ResponseReader,
+    Tally,
+    source_files,
+)
+from grpo_megatron.data.task import Task, get_task
+from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.files import new_folder, write_file
+from grpo_megatron.untrusted import visible
+
+TABLE_COLUMNS = ("rate", "low", "high", "n", "passes", "truncated", "mean_score", "mean_tokens", "question", "answer")
+_BINS = 5  # of pass rates between 0 and 1, which have lines of their own
+_BAR = 40  # characters of the longest bar
+
+
+def curate(options: CurateOptions) -> int:
+    """Write the folder; returns the exit code. Raises ConfigError for the user's mistakes."""
+    output = options.output
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        if not options.force:
+            raise ConfigError(f"--output {str(output)!r} exists; choose another folder, or add --force")
+        if not (output / PASS_RATES).is_file():
+            raise ConfigError(f"--output {str(output)!r} was not written by this command; choose another folder")
+    task = None if options.task is None else get_task(options.task)
+    reader, tally = ResponseReader(source_files(list(options.sources))), Tally(options)
+    for place, response in reader.all():
+        tally.add(place, response)
+    if not tally.problems:
+        raise ConfigError(
+            f"no response is counted: {tally.left_out} are left out by --drop-truncated, --first-step or --last-step, or"
+            f" were replayed, and {tally.unscorable} have no score"
+        )
+    try:
+        with new_folder(output) as folder:
+            written = _write(folder, tally, reader, task)
+            summary = "\n".join([_summary(tally), *([""] if written else []), *written])
+            write_file(folder / "summary.txt", summary + "\n")
+    except OSError as error:
+        raise StorageError(f"cannot write --output {str(output)!r}: {error}") from error
+    print(f"{visible(summary)}\n\nwrote {output}/: {', '.join(sorted(path.name for path in output.iterdir()))}")
+    return 0
+
+
+def _write(folder: Path, tally: Tally, reader: ResponseReader, task: Task | None) -> list[str]:
+    """Write all files into `folder`; returns a line on each that depends on the options. Raises ConfigError."""
+    options, lines, images = tally.options, list[str](), dict[str, list[Any]]()
+    write_file(folder / PASS_RATES, _json_lines(_pass_rates(tally, reader)))
+    write_file(folder / "pass_rates.csv", _csv_lines(_pass_rates(tally, reader)))
+    for path in options.data:
+        assert task is not None
+        counts: Counter[str] = Counter()
+        write_file(folder / f"{path.stem}.jsonl", _filtered_lines(path, task, tally, counts, images))
+        kept = counts.pop("kept")
+        left_out = f" (left out: {_reasons(counts)})" if counts else ""
+        lines.append(f"{path.stem}.jsonl: {kept} of {kept + counts.total()} rows{left_out}")
+    for name, rows in ((SUPERVISED, _supervised(tally, reader, images)), (PAIRS, _preferences(tally, reader, images))):
+        if (options.sft if name == SUPERVISED else options.pairs) is not None:
+            counts = Counter()
+            write_file(folder / name, _json_lines(rows, counts))
+            lines.append(_line_on(name, counts.total(), tally))
+    return lines
+
+
+def _line_on(name: str, count: int, tally: Tally) -> str:
+    problems, played = len(_kept(tally)), tally.trajectories
+    if not count:
+        left_out = f"; {played} responses are trajectories, which are left out" if played else ""
+        raise ConfigError(
+            f"{name} would have no row: none of the {problems} problems that the filters keep has complete"
+            f" responses for one{left_out}; widen the filters, or leave the option out"
+        )
+    left_out = f" ({played} trajectories of several turns are left out)" if played else ""
+    return f"{name}: {count} rows from {problems} problems{left_out}"
+
+
+def _json_lines(rows: Iterable[Mapping[str, Any]], counts: Counter[str] | None = None) -> Iterator[str]:
+    for row in rows:
+        if counts is not None:
+            counts["rows"] += 1
+        yield json.dumps(row) + "\n"
+
+
+def _csv_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for cells in itertools.chain([TABLE_COLUMNS], ([row[name] for name in TABLE_COLUMNS] for row in rows)):
+        line = io.StringIO()
+        csv.writer(line).writerow(cells)
+        yield line.getvalue()
+
+
+# -- Which problems to keep, by their measured pass rates --------------------------------------------------------------
+# DUPO (WebSailor, arXiv 2507.02592) leaves out, before training, what all of 8 responses solve: `drop_all_right`.
+
+
+def _kept(tally: Tally) -> list[ProblemTally]:
+    return [problem for problem in tally.problems.values() if _reason(problem, tally.options) is None]
+
+
+def _reason(problem: ProblemTally, options: CurateOptions) -> str | None:
+    """Why the problem is left out; None: it is kept."""
+    if problem.n < options.min_samples:
+        return f"fewer than {options.min_samples} responses"
+    if options.drop_all_right and problem.passes == problem.n:
+        return "all right"
+    if options.drop_all_wrong and problem.passes == 0:
+        return "all wrong"
+    if problem.rate < options.min_rate:
+        return f"pass rate below {options.min_rate:g}"
+    return f"pass rate above {options.max_rate:g}" if problem.rate > options.max_rate else None
+
+
+def _filtered_lines(
+    path: Path, task: Task, tally: Tally, counts: Counter[str], images: dict[str, list[Any]]
+) -> Iterator[str]:
+    """The rows of a data file whose problem is kept, unchanged, but that paths of images become absolute.
+
+    `counts`: "kept" or why not -> rows. `images`: the digest of each kept problem with images -> these.
+
+    Raises ConfigError for an unreadable file or row, and if no row is left.
+    """
+    rows, measured = open_rows(path), 0
+    folder = (path if path.is_dir() else path.parent).absolute()
+    for number, row in enumerate(rows.rows(0, len(rows))):
+        try:
+            seen = image_sources(row) if has_images(checked_row(row)) else []
+            names = [{"name": image_name(located(source, folder))} for source in seen]
+            digest = problem_digest(*task.read_row(row), names)
+        except ValueError as error:
+            raise ConfigError(f"data file {str(path)!r} {rows.place(number)}: {error}") from error
+        if (problem := tally.problems.get(digest)) is not None:
+            measured += 1
+            reason = _reason(problem, tally.options)
+        else:
+            reason = None if tally.options.keep_unmeasured else "not measured"
+        counts[reason or "kept"] += 1
+        if reason is None:
+            changed = _with_absolute_paths(row, folder) if seen else row
+            if seen:
+                images[digest] = image_sources(changed)
+            yield (rows.line(number) if isinstance(rows, LineFile) and changed == row else json.dumps(changed)) + "\n"
+    if not measured:
+        raise ConfigError(
+            f"data file {str(path)!r}: none of its questions and answers, as --task {task.name} reads them, is among the"
+            f" {len(tally.problems)} measured ones; give the file and the task that the responses belong to"
+        )
+    if not counts["kept"]:
+        del counts["kept"]
+        raise ConfigError(f"data file {str(path)!r}: no row is left ({_reasons(counts)}); widen the filters")
+
+
+def _with_absolute_paths(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The row for a file in another folder."""
+
+    def absolute(source: Any) -> Any:
+        if isinstance(source, list):
+            return list(map(absolute, source))
+        place = located(source, folder)
+        if isinstance(place, bytes):
+            return source
+        return {**source, "path": str(place)} if isinstance(source, dict) else str(place)
+
+    def message(given: Any) -> Any:
+        content = given.get("content") if isinstance(given, dict) else None
+        return {**given, "content": list(map(part, content))} if isinstance(content, list) else given
+
+    def part(given: dict[str, Any]) -> dict[str, Any]:
+        name = next((name for name in ("image", "image_url", "url", "path") if given.get(name)), None)
+        return given if name is None else {**given, name: absolute(given[name])}
+
+    out = {name: absolute(value) if name in ("image", "images") and value else value for name, value in row.items()}
+    for name in ("prompt", "messages"):
+        if isinstance(out.get(name), list):
+            out[name] = list(map(message, out[name]))
+    return out
+
+
+def _reasons(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
+
+
+# -- Rows --------------------------------------------------------------------------------------------------------------
+
+
+def _pass_rates(tally: Tally, reader: ResponseReader) -> Iterator[dict[str, Any]]:
+    """One row per problem, as data.sampling.pass_rates reads them."""
+    for problem in tally.problems.values():
+        low, high = wilson(problem.rate, problem.n)
+        shown = reader.read(problem.first)
+        yield {
+            "question": question_text(shown.question),
+            "answer": shown.answer,
+            "rate": problem.rate,
+            "low": round(low, 6),
+            "high": round(high, 6),
+            "n": problem.n,
+            "passes": problem.passes,
+            "truncated": problem.truncated,
+            "mean_score": round(problem.score_sum / problem.n, 6),
+            "mean_tokens": round(problem.token_sum / problem.n, 2),
+            **({"images": shown.images} if shown.images else {}),
+        }
+
+
+def _prompt(response: Response, images: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """The columns of its question. Raises ConfigError: its images are in no row of --data."""
+    if not response.images:
+        return {"prompt": response.question}
+    if response.digest not in images:
+        raise ConfigError(
+            f"--sft, --pairs: a question has the image {response.images[0]['name']}, and files of responses hold no images; set"
+            " --data FILE with the rows that were answered"
+        )
+    return {"prompt": response.question, "images": images[response.digest]}
+
+
+def _supervised(tally: Tally, reader: ResponseReader, images: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    """Rejection sampling (RFT, arXiv 2308.01825): up to --sft different right responses per problem."""
+    for problem in _kept(tally):
+        for place in list(problem.right.values())[: tally.options.sft]:
+            response = reader.read(place)
+            yield {**_prompt(response, images), "response": response.text}
+
+
+def _preferences(tally: Tally, reader: ResponseReader, images: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    """Rows {"prompt", "chosen", "rejected"}."""
+    for problem in _kept(tally):
+        for chosen, rejected in _pairs_of(problem, tally.options):
+            better = reader.read(chosen)
+            yield {**_prompt(better, images), "chosen": better.text, "rejected": reader.read(rejected).text}
+
+
+def _pairs_of(problem: ProblemTally, options: CurateOptions) -> list[tuple[ResponsePlace, ResponsePlace]]:
+    if options.pairs == "right-wrong":
+        pairs = zip(problem.right.values(), problem.wrong.values(), strict=False)
+        return list(itertools.islice(pairs, options.pairs_per_prompt))
+    if problem.best is None or problem.worst is None or problem.best[0] <= problem.worst[0]:
+        return []
+    return [(problem.best[1], problem.worst[1])]
+
+
+def _summary(tally: Tally) -> str:
+    """Counts, and the problems by pass rate."""
+    problems = list(tally.problems.values())
+    truncated = sum(problem.truncated for problem in problems)
+    mean = sum(problem.rate for problem in problems) / len(problems)
+    lines = [
+        f"{len(problems)} problems, {sum(problem.n for problem in problems)} responses ({truncated} truncated);"
+        f" not counted: {tally.left_out} replayed or left out by the options, {tally.unscorable} without a score",
+        f"mean pass rate {mean:.4f}; the filters keep {len(_kept(tally))} problems",
+        "",
+        f"{'pass rate':>12} {'problems':>9}",
+    ]
+    edges = [f"{number / _BINS:g}" for number in range(_BINS + 1)]
+    inner = [f"{low} - <{high}" for low, high in itertools.pairwise(edges)]
+    counts = dict.fromkeys(["0", f">{inner[0]}", *inner[1:], "1"], 0)
+    for problem in problems:
+        is_certain = problem.passes in (0, problem.n)
+        number = (_BINS + 1) * (problem.passes > 0) if is_certain else 1 + problem.passes * _BINS // problem.n
+        counts[list(counts)[number]] += 1
+    for label, count in counts.items():
+        bar = "#" * round(_BAR * count / max(counts.values()))
+        lines.append(f"{label:>12} {count:>9} {bar}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,164 @@
+"""`evaluate compare`: the paired comparison of two results on the same problems with the same prompts.
+
+The difference B - A is taken per problem. The interval of its mean (`paired_interval`) is narrower than two separate intervals
+suggest, and it does not collapse where the results are equal: other problems could differ.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from grpo_megatron.config import ConfigError
+from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.data.pass_rates import Z
+from grpo_megatron.evaluation.results import MEAN_REWARD, limited, read_result
+from grpo_megatron.report.console import format_table
+from grpo_megatron.untrusted import visible
+
+MUST_BE_EQUAL = (
+    *("task_sha256", "data_sha256", "fewshot_sha256", "num_problems"),
+    *("format", "num_fewshot", "asked_sha256"),
+    *("graders", "reward_sha256"),
+)
+
+
+class CompareOptions(Options):
+    """The options of `evaluate compare`."""
+
+    program, description = "evaluate compare", "Is B better than A? Paired, on the same problems."
+    a: Annotated[Path, Argument("results.json of one evaluation", "A.json")]
+    b: Annotated[Path, Argument("and of the other", "B.json")]
+    any_template: Annotated[bool, Option("compare although chat templates rendered the same questions differently")] = (
+        False
+    )
+    json: Annotated[bool, Option("print JSON")] = False
+
+
+def print_comparison(options: CompareOptions) -> int:
+    """Print the paired comparison of two results; returns the exit code."""
+    a, b = read_result(options.a), read_result(options.b)
+    rows = compare_results(a, b, any_template=options.any_template)
+    print(json.dumps(rows, indent=1) if options.json else visible(paired_table(rows)))
+    return 0
+
+
+def compare_results(a: dict[str, Any], b: dict[str, Any], *, any_template: bool = False) -> list[dict[str, Any]]:
+    """One row per task and measure of both results; `limit` says that --limit has cut both short.
+
+    Raises ConfigError where the two cannot be paired.
+    """
+    pairs = {name: (task, b["tasks"][name]) for name, task in a["tasks"].items() if name in b["tasks"]}
+    if not pairs:
+        raise ConfigError(f"no task in common: A has {', '.join(a['tasks'])}, B has {', '.join(b['tasks'])}")
+    problems, rows = [], []
+    for name, (one, other) in pairs.items():
+        if problem := _mismatch(one, other, any_template):
+            problems.append(f"task {name!r}: {problem}")
+        else:
+            rows += [{"task": name, **row, "limit": limited(one)} for row in _paired_rows(one, other)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return rows
+
+
+def _mismatch(a: dict[str, Any], b: dict[str, Any], any_template: bool) -> str | None:
+    def short(value: Any) -> str:
+        return value[:12] if isinstance(value, str) else str(value)
+
+    pairs = {key: (a.get(key) or None, b.get(key) or None) for key in MUST_BE_EQUAL}  # older results lack the last
+    if different := [
+        f"{key} {short(one)} against {short(other)}" for key, (one, other) in pairs.items() if one != other
+    ]:
+        return f"A and B have different settings ({'; '.join(different)}); evaluate both with one setting"
+    if a["prompts_sha256"] != b["prompts_sha256"] and not any_template:
+        return (
+            "the questions are equal, but the chat templates of the two models made different prompts of them;"
+            " --any-template compares them nevertheless"
+        )
+    if not any(a["problems"][kind] and b["problems"][kind] for kind in ("greedy", "right")):
+        return "one result has only greedy samples, the other has none; evaluate both with one setting"
+    return None
+
+
+def _paired_rows(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    first, second = (task["problems"] for task in (a, b))
+    is_reward = "is_reward" in first or "is_reward" in second
+    if first["greedy"] and second["greedy"]:
+        left, right = ([float(x) for x in of["greedy"]] for of in (first, second))
+        row = _paired(f"{MEAN_REWARD} (greedy)" if is_reward else "pass@1 (greedy)", left, right)
+        only_a, only_b = (sum(x > y for x, y in zip(*of, strict=True)) for of in ((left, right), (right, left)))
+        exact = {} if is_reward else {"only_a": only_a, "only_b": only_b, "p": mcnemar(only_a, only_b)}
+        rows.append({**row, **exact})
+    if first["right"] and second["right"]:
+        left, right = ([float(total) / of["samples"] for total in of["right"].split()] for of in (first, second))
+        sizes = sorted({first["samples"], second["samples"]})
+        rows.append(_paired(f"{MEAN_REWARD if is_reward else 'avg'}@" + "/".join(map(str, sizes)), left, right))
+    return rows
+
+
+def _paired(measure: str, left: list[float], right: list[float]) -> dict[str, Any]:
+    differences, count = [y - x for x, y in zip(left, right, strict=True)], len(left)
+    low, high = paired_interval(differences, max(1.0, max(left + right) - min(left + right)))
+    means = {"a": sum(left) / count, "b": sum(right) / count, "difference": sum(differences) / count}
+    return {"measure": measure, "problems": count, **means, "low": low, "high": high}
+
+
+def paired_table(rows: list[dict[str, Any]]) -> str:
+    """Format the rows of `compare_results` as a table, in percent; rewards as they are."""
+
+    def number(row: dict[str, Any], key: str, sign: str = "") -> str:
+        is_reward = row["measure"].startswith(MEAN_REWARD)
+        return f"{row[key]:{sign}.3f}" if is_reward else f"{100 * row[key]:{sign}.2f}"
+
+    cells = [
+        (
+            f"{row['task']} {row['measure']}",
+            row["limit"] or str(row["problems"]),
+            number(row, "a"),
+            number(row, "b"),
+            number(row, "difference", "+"),
+            f"[{number(row, 'low', '+')}, {number(row, 'high', '+')}]",
+            *((str(row["only_a"]), str(row["only_b"]), f"{row['p']:.3g}") if "p" in row else ("", "", "")),
+        )
+        for row in rows
+    ]
+    head = ("", "problems", "A", "B", "B - A", "95 % interval", "only A", "only B", "McNemar p")
+    cut = dict.fromkeys(f"{row['task']} ({row['limit']})" for row in rows if row["limit"])
+    note = f"\n--limit: not the whole benchmark: {', '.join(cut)}" if cut else ""
+    return format_table(cells, head, 1) + note
+
+
+def paired_interval(differences: Sequence[float], span: float = 1.0) -> tuple[float, float]:
+    """The 95 % interval of the mean of differences in [-span, span], one for each problem. It never collapses.
+
+    It is the normal interval after two problems are added, one with the difference +e and one with -e. Where each difference
+    is -1, 0 or 1, e is 1, and the interval is that of Bonett and Price (J. Educ. Behav. Stat. 37, 2012, p. 479), which
+    Fagerland et al. (Stat. Med. 33, 2014, p. 2850) recommend for paired proportions. Averages over samples differ by less. So
+    e^2 = (sum of d^2 + 1) / (m + 1) for m problems that differ: their mean squared difference, with one problem of 1 added.
+    """
+    d = [float(difference) / span for difference in differences]
+    squares = math.fsum(one**2 for one in d)
+    pseudo = (squares + 1) / (sum(one != 0 for one in d) + 1)  # e^2
+    count = len(d) + 2
+    centre = math.fsum(d) / count
+    half = Z * math.sqrt(((squares + 2 * pseudo) / count - centre**2) / count)
+    return span * max(-1.0, centre - half), span * min(1.0, centre + half)
+
+
+def mcnemar(only_a: int, only_b: int) -> float:
+    """The exact two-sided p-value of McNemar's test, for b problems that are right only in A and c only in B.
+
+    If A and B are equally good, each of these problems is A's or B's with probability 1/2. So the p-value is
+    2 P(X <= min(b, c)) for X ~ Binomial(b + c, 1/2), at most 1.
+    """
+    n = only_a + only_b
+    tail = term = 1  # C(n, 0), C(n, 1), ...
+    for i in range(min(only_a, only_b)):
+        term = term * (n - i) // (i + 1)
+        tail += term
+    return min(1.0, 2 * tail / 2**n)  # integers: 2.0**n would overflow

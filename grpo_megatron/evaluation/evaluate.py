@@ -1,0 +1,284 @@
+"""`evaluate` and its actions grade and tasks, and `evaluate()` of Python. Exit codes: 0; 2 for a mistake of the user.
+
+One process checks everything. For more than one rank it then starts the ranks; under torchrun it is one of them. The samples
+are drawn by the generator of training, batch by batch, into the ledger. A batch that is complete there is skipped. Any other
+batch is drawn as a whole, so that it consists of the same requests as before an interruption. If the ledger holds all samples,
+no engine is started.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config import ConfigError, RolloutConfig
+from grpo_megatron.data.task import get_tasks, task_names
+from grpo_megatron.environments.pool import build_pool
+from grpo_megatron.evaluation import page as report
+from grpo_megatron.evaluation import results
+from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, start_engine
+from grpo_megatron.evaluation.grading import GRADER_TIMEOUT_S, grade_file
+from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn, claim_output, write_identity
+from grpo_megatron.evaluation.options import EvaluateOptions, GradeOptions, TasksOptions
+from grpo_megatron.evaluation.settings import EvaluationSettings, Selected, prepare
+from grpo_megatron.parallel.mesh import Mesh, destroy_mesh
+from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.engine import RolloutEngine
+from grpo_megatron.sampling.generator import Generator
+from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, TrajectoryGenerator
+from grpo_megatron.storage.files import write_file
+from grpo_megatron.types import BRANCH, Sample
+from grpo_megatron.untrusted import visible, visible_line
+
+REPORT_EVERY_S = 10.0
+StartRanks = Callable[[int, str], int]  # (world size, device) -> exit code: starts the ranks of this machine
+
+
+def evaluate(
+    model: Path | str,
+    tasks: str | Sequence[str] = (),
+    output: Path | str | None = None,
+    *,
+    data: Path | str | None = None,
+    samples: int = 1,
+    limit: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Draw and grade answers in this process; returns the content of `output`/results.json.
+
+    `model`: a Hugging Face folder, a converted checkpoint, or a training step. `tasks`: names, or paths of task files, as a
+    list or as one text with commas; none: the rows of `file`, which `reward` grades. `data`: the folder with the benchmarks'
+    files. `samples`: drawn per problem besides the greedy one; 1: only the greedy one. `limit`: only the first problems.
+    `options`: other fields of EvaluateOptions, such as `max_tokens=256`.
+
+    Samples that `output` holds are not drawn again. Raises ConfigError; RankError where memory or weights are missing.
+    """
+    given: dict[str, Any] = {"model": model, "output": output, "data": data, "tasks": tasks}
+    try:
+        chosen = EvaluateOptions(**given, samples=samples, limit=limit, **options)
+    except TypeError as error:  # an option that it does not have
+        known = ", ".join(field.name for field in dataclasses.fields(EvaluateOptions))
+        raise ConfigError(f"evaluate(): {str(error).rpartition('() ')[2]} (known: {known})") from error
+
+    def refuse(ranks: int, device: str) -> int:
+        raise ConfigError(
+            f"tp x dp = {ranks} ranks, and evaluate() is one process; leave tp and dp out, or use the command"
+        )
+
+    run_evaluation(chosen, refuse)
+    return results.read_result(chosen.folder / "results.json")
+
+
+def run_evaluation(options: EvaluateOptions, start_ranks: StartRanks | None) -> int:
+    """Draw, grade and report; returns the exit code. One process owns the output folder: the user's, or torchrun's rank 0.
+
+    `start_ranks` is None in a rank that this program has started: the process that started it owns the folder.
+    """
+    is_rank = "RANK" in os.environ
+    num_ranks = _num_ranks(options, is_rank)
+    settings = prepare(options)
+    is_owner = start_ranks is not None and os.environ.get("RANK", "0") == "0"
+    with claim_output(options.folder) if is_owner else contextlib.nullcontext():
+        if is_owner:
+            with RewardPool(1, GRADER_TIMEOUT_S) as pool:
+                pool.self_test()  # a broken grader is found before hours of generation
+            write_identity(options.folder, settings.identity())
+        if not is_rank and all(
+            set(one.keys()) <= Ledger(options.folder, one.name).read().keys() for one in settings.selected
+        ):
+            print("every sample was drawn before: no engine is started", flush=True)
+        elif start_ranks is not None and not is_rank and num_ranks > 1:
+            if code := start_ranks(num_ranks, options.device):
+                return code
+        else:
+            engine, mesh, capacity = start_engine(settings)
+            for selected in settings.selected:
+                draw_task(settings, selected, engine, mesh, capacity)
+            engine.shutdown()
+            destroy_mesh()
+        if is_owner:
+            _grade_and_report(settings)
+    return 0
+
+
+def _num_ranks(options: EvaluateOptions, is_rank: bool) -> int:
+    tp, dp = options.tp, options.dp
+    if not is_rank:
+        return tp * (dp or 1)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks % tp or (dp is not None and tp * dp != ranks):
+        layout = f"--tp {tp} x --dp {dp} = {tp * dp}" if dp else f"--tp {tp}"
+        raise ConfigError(
+            f"{layout} does not fit the {ranks} ranks that torchrun has started; leave --dp out, and set --tp to a divisor"
+            f" of {ranks}"
+        )
+    return ranks
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+
+
+def draw_task(
+    settings: EvaluationSettings, selected: Selected, engine: RolloutEngine, mesh: Mesh, capacity: int
+) -> None:
+    """Draw what the ledger does not hold of one task. Collective. Raises RankError when environments are lost.
+
+    `capacity`: sequences that an engine decodes at a time.
+    """
+    ledger, indices, prompts = (
+        Ledger(settings.options.folder, selected.name),
+        selected.indices,
+        selected.prompts.prompts,
+    )
+    # rank 0 reads for all: a network file system may show other ranks an older ledger
+    done = mesh.broadcast(set(ledger.read()) if mesh.rank == 0 else set())
+    total, num_done = len(selected.keys()), len(done & set(selected.keys()))
+    if num_done and mesh.rank == 0:
+        print(f"{selected.name}: {num_done} of {total} samples were drawn before", flush=True)
+    start = last = time.monotonic()
+    num_tokens, size = 0, max(1, settings.options.batch_size * mesh.num_rollout_blocks // len(indices))
+    with contextlib.ExitStack() as opened:
+        generator = _generator(settings, selected, engine, mesh, capacity, opened)
+        for batch in (prompts[first : first + size] for first in range(0, len(prompts), size)):
+            missing = sum((prompt.uid, index) not in done for prompt in batch for index in indices)
+            if not missing:
+                continue
+            samples = generator.draw(
+                batch,
+                selected.drawn,
+                draw_id=0,
+                uids=[prompt.uid for prompt in batch],  # they contain the task
+                version=WEIGHTS_VERSION,
+                max_tokens=selected.max_tokens,
+                temperature=selected.temperature,
+                top_p=selected.top_p,
+                greedy=selected.greedy,
+                metrics=Metrics(),
+            )
+            entries = [ledger_entry(s, selected.prompts.stop, settings.tokenizer) for s in samples if s.index < BRANCH]
+            if mesh.is_block_leader:
+                ledger.append(mesh.rollout_block, entries)
+            num_done, num_tokens = num_done + missing, num_tokens + sum(entry.num_tokens for entry in entries)
+            if mesh.rank == 0 and (time.monotonic() - last >= REPORT_EVERY_S or num_done == total):
+                last = time.monotonic()
+                rate = num_tokens / (last - start)
+                print(f"{selected.name}: {num_done} of {total} samples, {rate:,.0f} tokens/s per block", flush=True)
+    mesh.barrier()
+
+
+def _generator(
+    settings: EvaluationSettings,
+    selected: Selected,
+    engine: RolloutEngine,
+    mesh: Mesh,
+    capacity: int,
+    opened: contextlib.ExitStack,
+) -> Generator:
+    """The generator of training, without graders. `opened` will end the processes of environments."""
+    options, multi_turn = settings.options, selected.dataset.task.multi_turn
+    rollout = RolloutConfig(seed=options.seed, stop=selected.prompts.stop, max_num_seqs=capacity, multi_turn=multi_turn)
+    parts = (engine, None, settings.tokenizer, mesh, rollout, lambda: "")
+    if selected.renderer is None:
+        return Generator(*parts)
+    environments = opened.enter_context(build_pool(multi_turn)) if mesh.is_block_leader else None
+    return TrajectoryGenerator(
+        *parts,
+        answers=EnvironmentAnswers(environments, selected.renderer, multi_turn, mesh),
+        gives_rewards=selected.gives_rewards,
+        max_prompt_length=selected.max_prompt_tokens,
+    )
+
+
+def ledger_entry(sample: Sample, stop: Sequence[str], tokenizer: Any) -> LedgerEntry:
+    """Write a sample as text: cut at the first stop text, or turn by turn; then the last turn is what the graders read."""
+
+    def decoded(start: int, end: int, *, plain: bool) -> str:
+        return str(tokenizer.decode(sample.response_ids[start:end], skip_special_tokens=plain))
+
+    uid, index, reason = sample.prompt.uid, sample.index, sample.finish_reason
+    if not sample.turns and sample.status == "ok":
+        text, num_tokens, was_cut = cut_at_stop(sample.response_ids, stop, tokenizer)
+        return LedgerEntry(uid, index, text, num_tokens, "stop" if was_cut else reason)
+    own = [turn for turn in sample.turns if turn.kind == "assistant"]
+    return LedgerEntry(
+        uid,
+        index,
+        decoded(own[-1].start, own[-1].end, plain=True) if own else "",
+        sum(turn.end - turn.start for turn in own),
+        reason,
+        turns=[PlayedTurn(turn.kind, decoded(turn.start, turn.end, plain=False)) for turn in sample.turns],
+        status=sample.status,
+        reward=sum(reward for _, reward in sample.turn_rewards),
+    )
+
+
+def cut_at_stop(token_ids: list[int], stop: Sequence[str], tokenizer: Any) -> tuple[str, int, bool]:
+    """Cut at the first stop text: the text before it, the tokens up to and with it, and whether there was one."""
+
+    def decoded(length: int) -> str:
+        return str(tokenizer.decode(token_ids[:length], skip_special_tokens=True))
+
+    text = decoded(len(token_ids))
+    places = [text.find(one) for one in stop if one in text]
+    if not places:
+        return text, len(token_ids), False
+    lengths = range(len(token_ids) + 1)  # the fewest tokens whose text holds a stop text
+    fewest = bisect.bisect_left(lengths, True, key=lambda length: any(one in decoded(length) for one in stop))
+    return text[: min(places)], fewest, True
+
+
+# -- grading, and the other actions ------------------------------------------------------------------------------------
+
+
+def _grade_and_report(settings: EvaluationSettings) -> None:
+    """Grade all samples, write OUT/samples, OUT/results.json and OUT/report.html, print the tables.
+
+    Tasks that the folder has from earlier commands stay in all three.
+    """
+    options, samples = settings.options, settings.options.folder / "samples"
+    path = options.folder / "results.json"
+    tasks = results.read_result(path)["tasks"] if path.exists() else {}
+    again = {selected.name for selected in settings.selected}
+    graded = {name: results.read_samples(samples / f"{name}.jsonl") for name in tasks if name not in again}
+    with RewardPool(options.workers, GRADER_TIMEOUT_S) as pool:
+        for selected in settings.selected:
+            start = time.monotonic()
+            problems = graded[selected.name] = results.grade_task(settings, selected, pool)
+            num_samples = len(selected.keys())
+            print(f"{selected.name}: {num_samples} samples graded in {time.monotonic() - start:.1f} s", flush=True)
+            for text in results.grader_failures(problems):
+                print(text, flush=True)
+            results.write_samples(samples / f"{selected.name}.jsonl", selected, problems)
+            tasks[selected.name] = results.task_result(selected, problems, pool)
+    result = results.whole_result(settings, tasks)
+    write_file(options.folder / "report.html", report.render_page(result, graded, options.report_samples))
+    # last, so that it exists only with all other files
+    write_file(path, json.dumps(result, indent=1) + "\n")
+    print(f"\n{visible(results.result_tables(result))}\n\nwrote {options.folder}/results.json, samples/, report.html")
+
+
+def grade_rows(options: GradeOptions) -> int:
+    """Grade the completions of a file; returns the exit code."""
+    counts = grade_file(options.task, options.rows, options.output, options.workers)
+    print(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()))
+    return 0
+
+
+def list_tasks(options: TasksOptions) -> int:
+    """Print the built-in tasks and the files that they need; returns the exit code."""
+    for task in get_tasks(task_names()):
+        print(f"{task.name} version {task.version}, sha256 {task.sha256[:12]}: {visible_line(task.title)}")
+        files = f"in --data: {' or '.join(task.files)}" if task.files else f"--file {task.name}=PATH"
+        fewshot = task.fewshot
+        examples = f"{len(fewshot.examples)} of its own" if fewshot and fewshot.examples else ""
+        examples = " or ".join(fewshot.files) if fewshot and not examples else examples
+        print(f"    {files}{f'; few-shot: {examples}' if fewshot else ''}")
+    return 0

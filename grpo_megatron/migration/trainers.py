@@ -1,0 +1,456 @@
+"""The trainers whose configs are read: a YAML table each (verl.yaml, ...), and functions for the keys that need others.
+
+A function takes their value and all their settings, with their defaults. It returns our keys and values, or why there are none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from grpo_megatron.config.section import ConfigKey
+from grpo_megatron.untrusted import MAX_YAML, parse_yaml, read_text
+
+Settings = dict[str, Any]  # their keys -> values
+Convert = Callable[[Any, Settings], "Mapping[str, Any] | str"]
+
+ACTOR = "actor_rollout_ref.actor."
+OFF: tuple[Any, ...] = (
+    None,
+    False,
+    "",
+    "none",
+    "None",
+    "no",
+    [],
+)  # values of a feature that is not used; 0 is equal to False
+TABLES: tuple[Literal["none", "changes", "refused"], ...] = ("none", "changes", "refused")
+
+
+class NotNeeded(str):
+    """Why a value is not written, where the run is the same without it."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of one key. `ours`: the key of the same meaning; None: there is none, and `note` says why.
+
+    A note of the table `changes` is a warning: the run is another one, or `ours` is left to the user. One of the table
+    `refused` is an error: nothing is written.
+    """
+
+    ours: str | None = None
+    note: str = ""
+    cases: Mapping[Any, Mapping[str, Any] | str] = field(default_factory=dict)  # value -> what is written for it
+    convert: Convert | None = None
+    table: Literal["none", "changes", "refused"] = "none"
+
+    def apply(self, value: Any, settings: Settings) -> Mapping[str, Any] | str:
+        """Our keys and values for a value of theirs, or why there are none."""
+        if self.convert is not None:
+            return self.convert(value, settings)
+        if self.note:
+            return NotNeeded(self.note) if self.table == "none" else self.note if value not in OFF else {}
+        same = self.cases.get("else", {str(self.ours): value})
+        return self.cases.get(value, same) if isinstance(value, str | int | float) else same
+
+
+@dataclass(frozen=True)
+class OtherTrainer:
+    """One trainer whose configs are read. A rule for `a.b` also holds for all keys below it that have no rule."""
+
+    name: str
+    rules: Mapping[str, Rule]
+    defaults: Settings  # that trainer's defaults, where this program's differ
+    implied: Settings  # our keys and values that hold for each run of that trainer
+    renamed: Mapping[str, str]  # other names of their keys, and of the beginnings of keys
+    prefixes: tuple[str, ...] = ()  # a key without a rule has our key's meaning if it is one after this is removed
+
+    @classmethod
+    def read(cls, name: str, converts: Mapping[str, tuple[str, Convert]], *prefixes: str) -> OtherTrainer:
+        """The table in `name`.yaml with these functions (their key -> our key, function)."""
+        table = parse_yaml(read_text(Path(__file__).parent / f"{name}.yaml", MAX_YAML))
+        rules = {theirs: Rule(ours) for theirs, ours in table["same"].items()}
+        for theirs, cases in table["cases"].items():
+            ours = next((key for case in cases.values() if isinstance(case, dict) for key in case), None)
+            rules[theirs] = Rule(ours, cases=cases)
+        for kind in TABLES:
+            for theirs, note in table.get(kind, {}).items():
+                ours, text = note if isinstance(note, list) else (None, note)
+                rules[theirs] = Rule(ours, text, table=kind)
+        for switch, names in table.get("lora", {}).items():
+            converts = {**converts, **_lora(switch, names, table.get("layers", {}))}
+        rules |= {theirs: Rule(ours, convert=convert) for theirs, (ours, convert) in converts.items()}
+        return cls(name, rules, table["defaults"], table["implied"], table.get("renamed", {}), prefixes)
+
+    def named(self, settings: Settings) -> Settings:
+        """The settings under their present names."""
+
+        def present(key: str) -> str:
+            old = next((old for old in self.renamed if f"{key}.".startswith(f"{old}.")), None)
+            return key if old is None else self.renamed[old] + key[len(old) :]
+
+        return {present(key): value for key, value in settings.items()}
+
+    def rule(self, key: str, known: Mapping[str, ConfigKey]) -> Rule | None:
+        """The rule for their `key`; `known` are our keys. None: no key of that trainer that we know."""
+        if key in self.rules:
+            return self.rules[key]
+        for prefix in self.prefixes:
+            name = key.removeprefix(prefix)
+            free = (parent for parent in known if isinstance(known[parent].default, dict))
+            if name in known or any(name.startswith(f"{parent}.") for parent in free):
+                return Rule(name)
+        parts = key.split(".")
+        above = (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
+        return next((self.rules[name] for name in above if name in self.rules and self.rules[name].note), None)
+
+
+def _lora(switch: str, names: Mapping[str, str], layers: Mapping[str, list[str]]) -> dict[str, tuple[str, Convert]]:
+    """Rules for keys of LoRA (our name -> theirs), which count where their key `switch` is set. `layers`: as names of ours."""
+
+    def rule(ours: str) -> tuple[str, Convert]:
+        def convert(value: Any, settings: Settings) -> Mapping[str, Any]:
+            if settings.get(switch) in OFF or value in OFF:
+                return {}
+            if ours == "dropout":
+                return {"actor.lora.dropout": value, "actor.lora.mode": "split"}
+            if ours == "exclude_modules" and "visual" in str(value):  # a vision tower has no adapters here
+                value = [name for name in value if "visual" not in name] if isinstance(value, list) else []
+            if isinstance(value, str) and ours.endswith("_modules") and re.fullmatch(r"[\w, ]+", value):
+                value = [name.strip() for name in value.split(",")]
+            if isinstance(value, list):
+                value = [name for one in value for name in layers.get(one, [one])]
+            return {f"actor.lora.{ours}": value}
+
+        return f"actor.lora.{ours}", convert
+
+    return {theirs: rule(ours) for ours, theirs in names.items()}
+
+
+NAMES_A_MODEL = (
+    "actor_rollout_ref.model.path",
+    "worker.actor.model.model_path",
+    "actor.model_name_or_path",
+    "model_name_or_path",
+    "model",
+    "model.name",
+)
+TOWER = ("actor.vision.freeze_tower", "actor.vision.freeze_merger")
+READS_IMAGES = re.compile(r"vl(?![a-z])", re.IGNORECASE)  # in the names of these models
+
+
+def _of_images(*ours: str, lora: tuple[str, ...] = ()) -> tuple[str, Convert]:
+    """Keys of a model that reads images, which a text model refuses. `lora`: switches of adapters, which are the decoder's."""
+
+    def convert(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+        if not any(READS_IMAGES.search(str(settings.get(name))) for name in NAMES_A_MODEL):
+            return NotNeeded(f"for a model that reads images (its name has VL): {', '.join(ours)}")
+        if any(settings.get(switch) not in OFF for switch in lora):
+            return NotNeeded("adapters are the decoder's alone, and the tower is frozen")
+        return {} if value in (None, 0) and ours[0].startswith("data.") else dict.fromkeys(ours, value)
+
+    return ours[0], convert
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list as it is, and a list of any other value."""
+    return value if isinstance(value, list) else [value]
+
+
+def _per_prompt(ours: str, group: str) -> tuple[str, Convert]:
+    """Of a number of samples: the prompts, whose group has as many samples as the setting `group` says."""
+    return ours, lambda value, settings: {ours: max(1, value // settings[group])}
+
+
+def _lengths(response: str) -> tuple[str, Convert]:
+    """Of the tokens of prompt and response together, where the setting `response` bounds the response."""
+
+    def lengths(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+        tokens = settings.get(response)
+        if not isinstance(tokens, int) or not 0 < tokens < value:
+            return (
+                f"prompt and response share {value} tokens there; here data.max_prompt_length bounds the prompt alone"
+            )
+        return {"data.max_prompt_length": value - tokens, "data.max_response_length": tokens}
+
+    return "data.max_response_length", lengths
+
+
+def _kl(coefficient: float, kind: str = "low_var_kl", *, in_loss: bool = True) -> Mapping[str, Any]:
+    """A penalty on the KL to the reference: in the loss, or in the rewards."""
+    if coefficient and not in_loss:
+        return {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": coefficient} | {
+            "algorithm.kl_penalty": kind,
+            "actor.use_kl_loss": False,
+        }
+    used = {"actor.kl_loss_coef": coefficient, "actor.kl_loss_type": kind} if coefficient else {}
+    return {"actor.use_kl_loss": bool(coefficient), **used}
+
+
+def _warm_up(value: Any, _: Settings) -> Mapping[str, Any] | str:
+    return f"set it to {value:g} x the number of optimizer steps" if value else {}
+
+
+def _sinks(value: Any, _: Settings) -> Mapping[str, Any]:
+    known = ("console", "tensorboard", "wandb", "swanlab", "mlflow")
+    return {"trainer.logger": ["jsonl", *(name for name in known if name in as_list(value))]}
+
+
+# -- verl --------------------------------------------------------------------------------------------------------------
+
+
+def _micro_batch(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    if settings.get(f"{ACTOR}use_dynamic_bsz"):
+        return NotNeeded("with use_dynamic_bsz the token bound alone holds: actor.ppo_max_token_len_per_gpu")
+    return {"actor.ppo_micro_batch_size_per_gpu": value}
+
+
+def _reward_function(value: Any, settings: Settings) -> Mapping[str, Any]:
+    """A file and a name; the folder of the YAML file is searched for modules, so that the file can lie beside it.
+
+    The function stays as it is: rewards/reward.py knows verl's.
+    """
+    name = settings.get("custom_reward_function.name") or "compute_score"
+    module = str(value).rpartition("/")[2].removesuffix(".py")
+    prefix = "custom_reward_function.reward_kwargs."
+    kwargs = {key.removeprefix(prefix): item for key, item in settings.items() if key.startswith(prefix)}
+    return {"reward.function": f"{module}:{name}", **{f"reward.kwargs.{key}": item for key, item in kwargs.items()}}
+
+
+def _overlong(value: Any, settings: Settings) -> Mapping[str, Any]:
+    switches = ("reward_model.overlong_buffer.enable", "reward_model.reward_kwargs.overlong_buffer_cfg.enable")
+    return {"reward.overlong_buffer.len": value if any(map(settings.get, switches)) else None}
+
+
+def _name(value: Any, settings: Settings) -> Mapping[str, Any]:
+    """The name, and the folder if there is none."""
+    folder = {} if settings.get("trainer.default_local_dir") is not None else {"trainer.output_dir": f"outputs/{value}"}
+    return {"trainer.experiment_name": value, **folder}
+
+
+VERL_LORA = ("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank")
+VERL = OtherTrainer.read(
+    "verl",
+    {
+        f"{ACTOR}freeze_vision_tower": _of_images(*TOWER, lora=VERL_LORA),
+        "actor_rollout_ref.rollout.limit_images": _of_images("data.max_images"),
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt.image": _of_images("data.max_images"),
+        f"{ACTOR}clip_ratio": (  # verl reads it where the two others are not set
+            "actor.clip_ratio_low",
+            lambda value, settings: {
+                f"actor.{end}": value
+                for end in ("clip_ratio_low", "clip_ratio_high")
+                if settings.get(ACTOR + end) is None
+            },
+        ),
+        f"{ACTOR}ppo_micro_batch_size_per_gpu": ("actor.ppo_micro_batch_size_per_gpu", _micro_batch),
+        f"{ACTOR}optim.lr_warmup_steps": (
+            "actor.optim.lr_warmup_steps",
+            lambda value, _: {"actor.optim.lr_warmup_steps": max(0, value)},
+        ),
+        f"{ACTOR}optim.lr_warmup_steps_ratio": ("actor.optim.lr_warmup_steps", _warm_up),
+        "custom_reward_function.path": ("reward.function", _reward_function),
+        "reward_model.model.path": (
+            "reward_model.path",
+            lambda value, settings: (
+                {"reward_model.path": value} if settings.get("reward_model.enable") else NotNeeded("it is not enabled")
+            ),
+        ),
+        "reward_model.overlong_buffer.len": ("reward.overlong_buffer.len", _overlong),
+        "reward_model.reward_kwargs.overlong_buffer_cfg.len": ("reward.overlong_buffer.len", _overlong),
+        "trainer.experiment_name": ("trainer.experiment_name", _name),
+        "trainer.logger": ("trainer.logger", _sinks),
+        "trainer.total_epochs": (  # verl's total_training_steps, where it is set, is the one that holds
+            "trainer.total_epochs",
+            lambda value, settings: (
+                {} if settings.get("trainer.total_training_steps") is not None else {"trainer.total_epochs": value}
+            ),
+        ),
+    },
+    "actor_rollout_ref.",
+    "",
+)
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+SCRIPT = "(script)."  # before the name of a function that the script itself defines
+OVERLONG = "get_soft_overlong_punishment"  # of the rewards that TRL's command knows by name
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+CORRECTION = "algorithm.rollout_correction."
+
+
+def _prompts(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    """Prompts per batch of rollouts. The launcher knows the number of processes; `num_processes=N` behind FILE tells it."""
+    if settings.get("generation_batch_size"):
+        return {}
+    batches = settings.get("steps_per_generation") or settings["gradient_accumulation_steps"]
+    prompts = value * batches / settings["num_generations"]
+    if isinstance(processes := settings.get("num_processes"), int):
+        return {"data.train_batch_size": max(1, int(processes * prompts))}
+    return (
+        f"it counts prompts: number of processes x {value} x {batches} samples / {settings['num_generations']} per prompt ="
+        f" processes x {prompts:g}; give num_processes=N behind FILE"
+    )
+
+
+def _epsilon(value: Any, settings: Settings) -> Mapping[str, Any]:
+    ends = {"actor.clip_ratio_low": value}
+    return ends if settings.get("epsilon_high") is not None else {**ends, "actor.clip_ratio_high": value}
+
+
+def _correction(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    if not settings.get("vllm_importance_sampling_correction", True):
+        return {}
+    if value == "sequence_mask":  # sequences above the cap leave the loss; here its denominators, too
+        return {
+            f"{CORRECTION}rollout_is": None,
+            f"{CORRECTION}rollout_rs": "sequence",
+            f"{CORRECTION}rollout_rs_threshold": settings.get("vllm_importance_sampling_cap", 3.0),
+            f"{CORRECTION}rollout_rs_threshold_low": 1e-6,
+        }
+    kinds = {"token_truncate": "token", "sequence_truncate": "sequence"}
+    return {f"{CORRECTION}rollout_is": kinds[value]} if value in kinds else f"{CORRECTION}rollout_is: icepop is near"
+
+
+def _schedule(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    name = str(value).rpartition(".")[2].lower()
+    return {"actor.optim.lr_decay_style": SCHEDULES[name]} if name in SCHEDULES else "constant, linear, cosine, WSD"
+
+
+def _betas(value: Any, settings: Settings) -> Mapping[str, Any]:
+    return {"actor.optim.betas": [settings.get("adam_beta1", 0.9), settings.get("adam_beta2", 0.999)]}
+
+
+def _epochs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    if settings.get("max_steps", -1) > 0:
+        return {}
+    whole = int(value) == value and value >= 1
+    return {"trainer.total_epochs": int(value)} if whole else "set trainer.total_training_steps"
+
+
+def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    """Names as `trl grpo` reads them: functions of trl.rewards, or a dotted path. rewards/reward.py knows how to call them."""
+    names = [str(name) for name in as_list(value)]
+    if own := [name for name in names if name.startswith(SCRIPT)]:
+        return f"a function of a script that trains cannot be imported: move {own[0][len(SCRIPT) :]} to a module of its own"
+    if OVERLONG in names:
+        return f"reward.overlong_buffer.len=256 is {OVERLONG}; name the other functions as reward.components"
+    functions = [name.rpartition(".") if "." in name else ("trl.rewards", ".", name) for name in names]
+    weights = settings.get("reward_weights")
+    if len(functions) == 1 and not weights:
+        return {"reward.function": f"{functions[0][0]}:{functions[0][2]}"}
+    if not isinstance(weights, list) or len(weights) != len(functions):
+        weights = [1.0] * len(functions)
+    parts = [
+        {"name": name, "function": f"{module}:{name}", "weight": weight}
+        for (module, _, name), weight in zip(functions, weights, strict=True)
+    ]
+    return {"reward.components": parts}
+
+
+TRL = OtherTrainer.read(
+    "trl",
+    {
+        "(freeze_vision_tower)": _of_images(*TOWER, lora=("use_peft",)),  # no key of TRL, which trains all weights
+        "per_device_train_batch_size": ("data.train_batch_size", _prompts),
+        "generation_batch_size": _per_prompt("data.train_batch_size", "num_generations"),
+        "beta": ("actor.kl_loss_coef", lambda value, _: _kl(value)),
+        "epsilon": ("actor.clip_ratio_low", _epsilon),
+        "vllm_importance_sampling_mode": (f"{CORRECTION}rollout_is", _correction),
+        "off_policy_mask_threshold": (
+            f"{CORRECTION}rollout_rs",
+            lambda value, _: {f"{CORRECTION}rollout_rs": "off_policy", f"{CORRECTION}rollout_rs_threshold": value},
+        ),
+        "reward_funcs": ("reward.components", _reward_funcs),
+        "adam_beta1": ("actor.optim.betas", _betas),
+        "adam_beta2": ("actor.optim.betas", _betas),
+        "lr_scheduler_type": ("actor.optim.lr_decay_style", _schedule),
+        "max_steps": (
+            "trainer.total_training_steps",
+            lambda value, _: {"trainer.total_training_steps": value} if value > 0 else {},
+        ),
+        "num_train_epochs": ("trainer.total_epochs", _epochs),
+        "report_to": ("trainer.logger", lambda value, _: _sinks(["console", *as_list(value)], {})),
+    },
+)
+
+# -- EasyR1, OpenRLHF and prime-rl -------------------------------------------------------------------------------------
+
+EASYR1 = OtherTrainer.read(
+    "easyr1",
+    {
+        "worker.actor.model.freeze_vision_tower": _of_images(*TOWER, lora=("worker.actor.model.lora.rank",)),
+        "data.min_pixels": _of_images("data.image_min_pixels"),
+        "data.max_pixels": _of_images("data.image_max_pixels"),
+        "worker.rollout.limit_images": _of_images("data.max_images"),
+        "algorithm.kl_coef": (
+            "actor.kl_loss_coef",
+            lambda value, settings: _kl(
+                0 if settings["algorithm.disable_kl"] else value,
+                settings["algorithm.kl_penalty"],
+                in_loss=settings["algorithm.use_kl_loss"],
+            ),
+        ),
+        "trainer.max_try_make_batch": (  # -1: no limit; refused here where no group is filtered
+            "algorithm.filter_groups.max_num_gen_batches",
+            lambda value, settings: (
+                {"algorithm.filter_groups.max_num_gen_batches": value if value > 0 else 1_000_000}
+                if settings["algorithm.online_filtering"]
+                else {}
+            ),
+        ),
+        "worker.actor.optim.lr_warmup_ratio": ("actor.optim.lr_warmup_steps", _warm_up),
+        "trainer.logger": ("trainer.logger", _sinks),
+    },
+)
+
+
+def _clip_range(value: Any, _: Settings) -> Mapping[str, Any]:
+    return {"actor.clip_ratio_low": as_list(value)[0], "actor.clip_ratio_high": as_list(value)[-1]}
+
+
+def _openrlhf_correction(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    low, high = settings["algo.advantage.is_correction_threshold"]
+    kind = settings["algo.advantage.is_correction_type"] if value else None
+    bounds = {"rollout_is_threshold": high} | ({"rollout_is_threshold_low": low} if kind == "icepop" else {})
+    kinds = {
+        None: {"rollout_is": None},
+        "tis": {"rollout_is": "token", **bounds},
+        "icepop": {"rollout_is": kind, **bounds},
+    }
+    return {CORRECTION + key: item for key, item in kinds[kind].items()} if kind in kinds else f"{kind} is not here"
+
+
+OPENRLHF = OtherTrainer.read(
+    "openrlhf",
+    {
+        "data.max_images_per_prompt": _of_images("data.max_images"),
+        "train.batch_size": _per_prompt("actor.ppo_mini_batch_size", "rollout.n_samples_per_prompt"),
+        "data.max_len": _lengths("rollout.max_new_tokens"),
+        "actor.eps_clip": ("actor.clip_ratio_low", _clip_range),
+        "actor.eps_clip_low_high": ("actor.clip_ratio_low", _clip_range),
+        "algo.kl.init_coef": (
+            "actor.kl_loss_coef",
+            lambda value, settings: _kl(
+                value,
+                {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}[settings["algo.kl.estimator"]],
+                in_loss=settings["algo.kl.use_loss"],
+            ),
+        ),
+        "algo.advantage.is_correction_enable": (f"{CORRECTION}rollout_is", _openrlhf_correction),
+    },
+)
+PRIME_RL = OtherTrainer.read(
+    "prime-rl",
+    {
+        "model.vlm.freeze_vision_encoder": _of_images(*TOWER),
+        "orchestrator.batch_size": _per_prompt("data.train_batch_size", "orchestrator.group_size"),
+        "seq_len": _lengths("orchestrator.train.sampling.max_completion_tokens"),
+    },
+)
+
+OTHER_TRAINERS = {trainer.name: trainer for trainer in (VERL, TRL, EASYR1, OPENRLHF, PRIME_RL)}

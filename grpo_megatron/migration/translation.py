@@ -1,0 +1,392 @@
+"""Translation: another trainer's settings as a config of this one, with a comment for each key that has no equal."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.config.problems import CHANGE_ME, Problem
+from grpo_megatron.config.section import ConfigKey, config_keys
+from grpo_megatron.migration.shell import UNKNOWN, commands
+from grpo_megatron.migration.trainers import (
+    ACTOR,
+    OTHER_TRAINERS,
+    SCRIPT,
+    TRL,
+    NotNeeded,
+    OtherTrainer,
+    Rule,
+    Settings,
+    as_list,
+)
+from grpo_megatron.storage.files import write_file
+from grpo_megatron.untrusted import TOO_DEEP, ReadError, parse_yaml, read_text, reason_of, shown, visible
+
+REQUIRED = {"model.path": "a Hugging Face folder on this machine", "data.train_files": "files of rows"}
+
+
+@dataclass
+class Translation:
+    """`values`: our keys, with where each value comes from. Of what has no equal (their key and value, why): `warnings`
+    change the run, `notes` do not."""
+
+    known: Mapping[str, ConfigKey]  # our keys
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    warnings: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, written: str, origin: str, ours: str | None, outcome: Mapping[str, Any] | str) -> None:
+        """What becomes of one setting; `ours`: the key that is left to the user where `outcome` says why it has no value."""
+        is_silent = origin.endswith("default")
+        if isinstance(outcome, NotNeeded):
+            self.notes += [] if is_silent else [(written, outcome)]
+        elif isinstance(outcome, str) and ours:
+            if self.values.get(ours, ("", "default"))[1].endswith("default"):
+                self.values[ours] = (CHANGE_ME, f"{written}: {outcome}")
+            self.warnings.append((written, f"{ours}: {outcome}"))
+        elif isinstance(outcome, str):
+            self.warnings += [] if is_silent else [(written, outcome)]
+        else:
+            here = {ours: item for ours, item in outcome.items() if _key_of(ours, self.known)}
+            self.values |= {ours: (_fitting(ours, item, self.known), origin) for ours, item in here.items()}
+            self.warnings += [(written, f"{ours} is not here") for ours in outcome if ours not in here]
+
+
+def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
+    """What their trainer does by itself, then what they set. Raises ConfigError: refused settings."""
+    result = Translation({key.name: key for key in config_keys(Config)})
+    result.values = {ours: (value, f"as in {trainer.name}") for ours, value in trainer.implied.items()}
+    settings = trainer.named(settings)
+    every = {key: value for key, value in trainer.defaults.items() if key not in settings} | settings
+    refused: dict[str, str] = {}  # why -> the first key
+    for key, value in every.items():
+        rule, written = trainer.rule(key, result.known), f"{key}={_inline(value)}"
+        outcome = _outcome(rule, written, value, every, is_set=key in settings)
+        if rule is not None and rule.table == "refused" and outcome:
+            refused.setdefault(rule.note, written)
+        origin = key if key in settings else f"{trainer.name}'s default"
+        result.add(written, origin, rule.ours if rule is not None else None, outcome)
+    if refused:
+        raise ConfigError(*(Problem(f"{trainer.name}'s {written}: {why}") for why, written in refused.items()))
+    for ours, what in REQUIRED.items():
+        result.values.setdefault(ours, (CHANGE_ME, what))
+    _fit_mini_batch(result)
+    return result
+
+
+def _outcome(
+    rule: Rule | None, written: str, value: Any, settings: Settings, *, is_set: bool
+) -> Mapping[str, Any] | str:
+    """Our keys and values for one setting, or why there are none."""
+    if rule is None:
+        return "not a key that is known here"
+    if UNKNOWN.search(written) and not rule.note:
+        return "its value is not known here; give KEY=VALUE behind FILE"
+    if value is None and is_set and not rule.cases:
+        return {}
+    try:
+        return rule.apply(value, settings)
+    except (KeyError, TypeError, ValueError):
+        return "it cannot be computed from this value and those of the keys that belong to it"
+
+
+def _fitting(ours: str, value: Any, known: Mapping[str, ConfigKey]) -> Any:
+    is_list = ours in known and isinstance(known[ours].default, list)
+    return as_list(value) if is_list and value is not None else value
+
+
+def _fit_mini_batch(result: Translation) -> None:
+    """A mini-batch by default must not be larger than the batch."""
+    size = result.values.get("data.train_batch_size", (512, ""))[0]
+    mini, origin = result.values.get("actor.ppo_mini_batch_size", (None, ""))
+    if isinstance(mini, int) and isinstance(size, int) and mini > size and origin.endswith("default"):
+        del result.values["actor.ppo_mini_batch_size"]
+
+
+def _key_of(name: str, known: Mapping[str, ConfigKey]) -> str | None:
+    """The key of the config that a name is, or the table of free keys that it is in, as override_transformer_config."""
+    return next((key for key in known if name == key or name.startswith(f"{key}.")), None)
+
+
+def as_yaml(result: Translation, source: str) -> str:
+    """The YAML text. Keys are in the order of the config."""
+    known = {key.name: key for key in config_keys(Config)}
+    order = list(known)
+    names = sorted(result.values, key=lambda name: (order.index(_key_of(name, known) or name), name))
+    lines = [f"# From {source}. Run it with --dry-run first: it shows every mistake and the plan."]
+    path: list[str] = []
+    for name in names:
+        value, origin = result.values[name]
+        *sections, leaf = name.split(".")
+        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path, sections, strict=False))))
+        lines += [""] if shared == 0 else []
+        lines += [f"{'  ' * depth}{sections[depth]}:" for depth in range(shared, len(sections))]
+        path = sections
+        text = f"{'  ' * len(sections)}{leaf}: {_inline(value)}"
+        lines.append(text if origin == name or origin.endswith(f".{name}") else f"{text:<58}  # {origin}")
+    for title, notes in (("These change the run", result.warnings), ("Without an equal here, or a need", result.notes)):
+        lines += ["", f"# {title}:", *(f"#   {written}: {note}" for written, note in notes)] if notes else []
+    return "\n".join(lines) + "\n"
+
+
+def _inline(value: Any) -> str:
+    """A value as YAML on one line."""
+    if isinstance(value, float):
+        return repr(value) if "e" not in repr(value) or "." in repr(value) else repr(value).replace("e", ".0e")
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except TypeError:  # a literal of Python whose keys are tuples
+        return json.dumps(shown(value))
+
+
+# -- Their settings, from what users have: a YAML or JSON file, a shell script, or a Python script ---------------------
+# A shell script gives verl's `a.b=value` and TRL's `--name value`.
+# A Python script is read, never run: the keyword arguments of `GRPOConfig(...)` that are literals.
+
+MAX_SOURCE = 1 << 18  # bytes
+# What YAML 1.1 reads as a text, and their programs as a number.
+NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+
+
+def read_settings(path: Path, overrides: list[str]) -> Settings:
+    """Their keys and values, flat (`a.b.c`). `overrides` are `a.b=value`, and replace the file's. Raises ConfigError."""
+    try:
+        text = read_text(path, MAX_SOURCE)
+        if path.suffix == ".py":
+            settings = _python(text)
+        elif path.suffix == ".toml":
+            settings = flat(tomllib.loads(text))
+        elif path.suffix in (".yaml", ".yml", ".json"):
+            settings = flat(parse_yaml(text))
+        else:
+            settings = _shell(text, dict(override.partition("=")[::2] for override in overrides))
+            settings = _base(settings, path) | settings
+    except OSError as error:
+        raise ConfigError(f"cannot read {shown(str(path))}: {reason_of(error)}") from error
+    except (ReadError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{shown(str(path))}: {str(error) or TOO_DEEP}") from error
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"override {shown(override)} is not of the form key=value")
+        if not re.search(rf"\$\{{?{re.escape(key)}\b", text):  # a variable of the script has been put in
+            settings[key.lstrip("+")] = _value(value)
+    if not settings:
+        raise ConfigError(f"{shown(str(path))} sets nothing that can be read; give a YAML file, a script, or key=value")
+    return settings
+
+
+def flat(values: Any, prefix: str = "") -> Settings:
+    """{"a": {"b": 1}} -> {"a.b": 1}. An empty table is left out."""
+    if not isinstance(values, dict):
+        raise ReadError(f"must be a mapping, not {type(values).__name__}")
+    settings: Settings = {}
+    for key, value in values.items():
+        settings |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": _number(value)}
+    return settings
+
+
+def _base(settings: Settings, script: Path) -> Settings:
+    """The settings of the YAML file that a command names as its `config`: from the script's folder, the one above it, or here."""
+    name = settings.get("config")
+    for folder in (script.parent, script.parent.parent, Path()):
+        if isinstance(name, str) and (folder / name).is_file():
+            del settings["config"]
+            return flat(parse_yaml(read_text(folder / name, MAX_SOURCE)))
+    return {}
+
+
+def _python(text: str) -> Settings:
+    """Keyword arguments of `GRPOConfig(...)` and `GRPOTrainer(...)`, and what is assigned to keys of it afterwards."""
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    names = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    names |= {node.name: f"{SCRIPT}{node.name}" for node in nodes if isinstance(node, ast.FunctionDef)}
+    settings: Settings = {}
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("GRPOConfig", "GRPOTrainer"):
+            given = [*zip(("model", "reward_funcs", "args"), node.args, strict=False)]
+            given += [(str(keyword.arg), keyword.value) for keyword in node.keywords]
+            settings |= {name: _literal(value, names) for name, value in given if name != "args"}
+            if isinstance(adapters := _peft_config(settings.get("peft_config"), nodes, names), dict):
+                settings |= {**adapters, "peft_config": None}
+            if str(settings.get("peft_config")).startswith("${get_peft_config("):  # the command line decides
+                settings["get_peft_config"] = settings.pop("peft_config")
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", None) in TRL.rules:
+            settings[ast.unparse(node.targets[0]).rpartition(".")[2]] = _literal(node.value, names)
+    return settings
+
+
+PEFT_NAMES = {  # of LoraConfig -> of TRL's command
+    "r": "lora_r",
+    "target_modules": "lora_target_modules",
+    "modules_to_save": "lora_modules_to_save",
+    "target_parameters": "lora_target_parameters",
+    "task_type": "lora_task_type",
+}
+
+
+def _peft_config(value: Any, nodes: list[ast.AST], names: Mapping[str, str]) -> Settings | None:
+    """The settings of the `LoraConfig(...)` that `peft_config` is; None: it is something else."""
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("LoraConfig")]
+    assigned = [ast.unparse(node.targets[0]) for node in nodes if isinstance(node, ast.Assign) and node.value in calls]
+    if (
+        len(calls) != 1
+        or calls[0].args
+        or str(value) not in (f"${{{text}}}" for text in (ast.unparse(calls[0]), *assigned))
+    ):
+        return None
+    given = {PEFT_NAMES.get(str(k.arg), str(k.arg)): _literal(k.value, names) for k in calls[0].keywords}
+    return {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0, **given}
+
+
+def _literal(node: ast.expr, names: Mapping[str, str]) -> Any:
+    """A value that a script states; of a function where it is from; of all else its text, as a variable."""
+    if isinstance(node, ast.List):
+        return [_literal(one, names) for one in node.elts]
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    try:
+        return ast.literal_eval(node)
+    except ValueError:  # a name or a call; its value is known only when the script runs
+        return f"${{{ast.unparse(node)}}}"
+
+
+def _shell(text: str, given: dict[str, str]) -> Settings:
+    """The settings of the command that has the most of them. A value that holds an unknown variable stays as it is written."""
+    found = sorted(map(_arguments, commands(text, given)), key=len)
+    if len(found) > 1 and len(found[-2]) > len(found[-1]) / 2:
+        found[-1] |= {"another command of the script": next(iter(found[-2].items()))}
+    return found[-1] if found else {}
+
+
+def _arguments(words: list[str]) -> Settings:
+    """`a.b=value`, `--name value`, `--name=value` and `--name` of a command, behind its program."""
+    start = next((place for place, word in enumerate(words) if word.endswith(".py") or words[place - 1] == "-m"), 0)
+    settings: Settings = {}
+    name = ""  # of an argument that takes the next word
+    for word in words[start:]:
+        key, equals, value = word.lstrip("+").removeprefix("--").partition("=")
+        if word.startswith("--"):
+            settings[key] = _value(value) if equals else True
+            name = "" if equals else key
+        elif name:
+            one = _value(word.rstrip(","))
+            settings[name] = one if settings[name] is True else [*as_list(settings[name]), one]
+        elif equals and re.fullmatch(r"[a-z][\w.]*", key):
+            settings |= flat({key: _value(value)})
+        elif UNKNOWN.match(word) and "${@" not in word:
+            settings[word] = word
+    return settings
+
+
+def _value(text: str) -> Any:
+    """Its value as YAML."""
+    try:
+        return _number(parse_yaml(text))
+    except ReadError:
+        return text
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+
+
+# -- `grpo-megatron import verl|trl FILE [key=value ...]`: a config of this program from one of another trainer --------
+
+
+class ImportOptions(Options):
+    """The options of `import`."""
+
+    program = "import"
+    description = "Write a config of this program from one of another trainer; what has no equal becomes a comment."
+    epilog = "grpo-megatron import verl run_qwen2_7b.sh --output grpo.yaml"
+    trainer: Annotated[Literal["easyr1", "openrlhf", "prime-rl", "trl", "verl"], Argument("whose config FILE is")]
+    file: Annotated[Path, Argument("YAML, JSON, TOML, a shell script, or a Python script (TRL)", "FILE")]
+    overrides: Annotated[tuple[str, ...], Argument("settings that were given on its command line", "key=value")] = ()
+    output: Annotated[Path | None, Option("write it there instead of printing it", "YAML")] = None
+
+
+def import_config(options: ImportOptions) -> int:
+    """Print the config, or write it to --output; returns the exit code. Raises ConfigError."""
+    file, output = options.file, options.output
+    result = translate(read_settings(file, list(options.overrides)), OTHER_TRAINERS[options.trainer])
+    text = as_yaml(result, f"{file.name}, of {options.trainer}")
+    for written, warning in result.warnings:
+        print(f"warning: {written}: {warning}", file=sys.stderr)
+    if output is None:
+        print(visible(text), end="")
+        return 0
+    if output.exists():
+        raise ConfigError(f"--output {output} exists; name another file, or remove it")
+    try:
+        write_file(output, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write --output {output}: {reason_of(error)}") from error
+    left = sum(value == CHANGE_ME for value, _ in result.values.values())
+    print(
+        f"{output}: {len(result.values)} keys, {left} of them {CHANGE_ME}; {len(result.warnings)} warnings",
+        file=sys.stderr,
+    )
+    return 0
+
+
+# -- where a key of another trainer is here: for the message about an unknown key ------------------------------------------
+
+MAX_HINTS = 5
+VERL_PREFIX = "actor_rollout_ref."
+SECTIONS_OF = {"actor_rollout_ref": "verl", "worker": "easyr1", "orchestrator": "prime-rl"}
+SECTIONS = ("data", "algorithm", "critic", "trainer", "reward_model")  # of both programs
+
+
+def explained(value: Any, key: str) -> str:
+    """What is known about the keys below an unknown one, if its value is a table; or nothing."""
+    below = flat(value, f"{key}.") if isinstance(value, dict) else {}
+    return "; ".join(f"{name}: {hint}" for name in list(below)[:MAX_HINTS] if (hint := known_elsewhere(name)))
+
+
+SAME_NAME = "there is"  # how a mere namesake in another section is announced
+
+
+def known_elsewhere(key: str) -> str | None:
+    """What becomes of another trainer's key, or of a key in another section. None: nothing is known.
+
+    A key may be written as there (`actor_rollout_ref.actor.clip_ratio`, `learning_rate`) or below a section of ours
+    (`actor.lr`, `algorithm.beta`): then its last part counts.
+    """
+    if key in SECTIONS_OF:
+        return f"`grpo-megatron import {SECTIONS_OF[key]} FILE` writes a config of {SECTIONS_OF[key]} in this program's terms"
+    names = [name.name for name in config_keys(Config)]
+    own = key.removeprefix(VERL_PREFIX)
+    for trainer in OTHER_TRAINERS.values():
+        if trainer is TRL and own != key and own in names:  # verl's section, without a rule of its own
+            break
+        for name in dict.fromkeys([key, f"{ACTOR}{key.removeprefix('actor.')}", key.rpartition(".")[2]]):
+            if name in trainer.rules and name not in SECTIONS:
+                rule = trainer.rules[name]
+                return (
+                    f"{trainer.name}'s {name} is {rule.ours!r}"
+                    if rule.ours
+                    else f"{trainer.name}'s {name}: {rule.note}"
+                )
+    if own in names:
+        return f"here it is {own!r}"
+    section, _, leaf = key.rpartition(".")
+    same = [name for name in names if section and name.endswith(f".{leaf}")]
+    same = [name for name in same if name.startswith(f"{section.partition('.')[0]}.")] or same
+    return f"{SAME_NAME} {' and '.join(map(repr, same))}" if 0 < len(same) <= 3 else None

@@ -1,0 +1,202 @@
+"""A PEFT folder: adapter_config.json and adapter_model.safetensors, as `peft`, `transformers` and vLLM load it.
+
+The factors are canonical and have PEFT's names, so that import and export change no bit. (A model in another dtype than the
+file rounds what it reads once.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from grpo_megatron.config import LoraConfig
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.lora.table import PEFT_PREFIX, adaptable_layers, lora_rows
+from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, Serving, published_name, write_companions
+from grpo_megatron.models.weights.stream import WeightsError, global_parameters
+from grpo_megatron.parallel.mesh import Mesh, on_first_rank
+from grpo_megatron.storage.files import new_folder
+from grpo_megatron.untrusted import read_json, shown, special_file_in
+
+if TYPE_CHECKING:
+    from grpo_megatron.models.lora.layers import Lora
+    from grpo_megatron.models.policy import Policy
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MODEL_DTYPE = "model_dtype"  # in the weight file's metadata: the dtype of the model that the factors were trained with
+UNSUPPORTED = (  # keys of PEFT that make the model more, or other, than W0 + s B A
+    *("use_dora", "use_qalora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication"),
+    *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config", "fan_in_fan_out"),
+)
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
+
+
+def is_peft_folder(folder: Path) -> bool:
+    """Whether a folder has adapters, and not the whole model."""
+    return (folder / ADAPTER_CONFIG).exists() and (
+        (folder / ADAPTER_WEIGHTS).exists() or not (folder / "config.json").exists()
+    )
+
+
+class PeftFolder:
+    """Reads adapter_config.json and the weight file's header. Raises WeightsError.
+
+    `lora`: rank, scale and targets, which are the layers that the weight file names. `base`: the path or the name of the
+    base model. `model_dtype`: of the model that the factors were trained with; None: the file does not say.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, file = folder, folder / ADAPTER_CONFIG
+        if folder.is_dir() and (special := special_file_in(folder)):
+            raise WeightsError(f"{str(folder)!r} holds {special}; remove it")
+        try:
+            settings = dict(read_json(file))
+        except (OSError, ValueError, TypeError) as error:
+            raise WeightsError(f"{file}: not a readable PEFT config ({error})") from error
+        self._check_supported(settings, file)
+        self.base = str(settings.get("base_model_name_or_path") or "")
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise WeightsError(f"{str(folder)!r} has no {ADAPTER_WEIGHTS}; save the adapter as safetensors")
+        try:
+            with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as header:
+                self._stored = {published_name(name): name for name in header.keys()}  # noqa: SIM118 - no dict
+                metadata = header.metadata() or {}
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{folder / ADAPTER_WEIGHTS}: not a readable safetensors file ({error})") from error
+        if tower := next((name for name in self._stored if ".visual." in name), None):
+            layer = tower.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
+            raise WeightsError(
+                f"{str(folder)!r} has adapters of the vision tower, such as {layer}; here only the decoder has some: let PEFT"
+                " merge them (merge_and_unload) and set model.path to the whole model"
+            )
+        layers = sorted({name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in self._stored})
+        self.model_dtype = metadata.get(MODEL_DTYPE)
+        rank, alpha, rslora = settings.get("r"), settings.get("lora_alpha"), settings.get("use_rslora") or False
+        try:
+            values = {"rank": rank, "alpha": alpha, "use_rslora": rslora, "target_modules": layers}
+            self.lora = LoraConfig.model_validate(values)
+            assert self.lora.rank is not None
+        except (ValueError, AssertionError) as error:
+            found = f"r={shown(rank)}, lora_alpha={shown(alpha)}"
+            raise WeightsError(f"{file}: {found} are no rank and scale of adapters") from error
+
+    def _check_supported(self, settings: Mapping[str, Any], file: Path) -> None:
+        found = [key for key in UNSUPPORTED if settings.get(key)]
+        found += ["peft_type"] if settings.get("peft_type") != "LORA" else []
+        found += ["bias"] if settings.get("bias", "none") != "none" else []
+        found += ["init_lora_weights"] if str(settings.get("init_lora_weights")).startswith(CHANGE_THE_BASE) else []
+        if found:
+            given = ", ".join(f"{key}={shown(settings.get(key))}" for key in found)
+            raise WeightsError(f"{file}: {given}: only W0 + s B A of linear layers is supported, without more")
+
+    def check(self, arch: Architecture, lora: LoraConfig | None = None) -> None:
+        """Raise WeightsError unless the factors are finite, and those of the model with `lora`, in rank, scale and layers.
+
+        `lora` None: any. Reads the whole file.
+        """
+        own = self.lora
+        if lora is not None and (lora.rank, lora.scale) != (own.rank, own.scale):
+            changes = [n for n in ("rank", "alpha", "use_rslora") if getattr(lora, n) != getattr(own, n)]
+            wanted = ", ".join(f"{name}={getattr(own, name)}" for name in changes)
+            raise WeightsError(f"it has adapters of rank {own.rank} and scale {own.scale:g}; set {wanted}")
+        shapes = factor_shapes(arch, lora or own)
+        with SafetensorsFolder(self.folder) as files:
+            files.check(shapes, set())
+            for name in shapes:
+                tensor = files.slice(name)[:]
+                if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+                    raise WeightsError(f"{self.folder / ADAPTER_WEIGHTS}: {name} has values that are no finite numbers")
+
+    def read(self, name: str) -> Tensor:
+        """A factor, as it is stored."""
+        with safe_open(self.folder / ADAPTER_WEIGHTS, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(self._stored[name])
+            return tensor
+
+
+def factor_shapes(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """PEFT's name of every factor -> its shape."""
+    rows = lora_rows(arch, lora).values()
+    return {name: shape for row in rows for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True)}
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_peft(
+    folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig, arch: Architecture, base: Path, model_dtype: str
+) -> None:
+    """Write both files into the existing `folder`. `tensors`: every factor on the CPU, by PEFT's name. Raises OSError."""
+    metadata = {"format": "pt", MODEL_DTYPE: model_dtype}
+    try:
+        named = {_module_name(name, arch): tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(named, folder / ADAPTER_WEIGHTS, metadata)
+    except SafetensorError as error:  # how the library reports a full disk
+        raise OSError(str(error)) from error
+    alpha = lora.rank if lora.alpha is None else lora.alpha
+    assert alpha is not None
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": os.path.abspath(base),
+        "r": lora.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "use_rslora": lora.use_rslora,
+        "lora_dropout": lora.dropout,
+        "target_modules": _targets(arch, lora),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _targets(arch: Architecture, lora: LoraConfig) -> list[str]:
+    """The last parts of the adapted layers' names, or whole names where these would match others, too."""
+    adapted = {name for row in lora_rows(arch, lora).values() for name in row.layer_names}
+    if arch.vision is not None:  # a tower has layers with the same last parts
+        return sorted(_module_name(name, arch) for name in adapted)
+    last = {name.rpartition(".")[2] for name in adapted}
+    same = {name for name in adaptable_layers(arch) if name.rpartition(".")[2] in last}
+    return sorted(last if same == adapted and not arch.num_experts else adapted)
+
+
+def _module_name(name: str, arch: Architecture) -> str:
+    """The name that transformers' module has, and so PEFT's file."""
+    return name if arch.vision is None else name.replace("model.layers.", "model.language_model.layers.")
+
+
+def save_peft(policy: Policy, base: Path, tokenizer_source: Path, target: Path, serving: Serving) -> None:
+    """Collective: rank 0 writes the policy's adapters as a PEFT folder, with the tokenizer. Raises RankError."""
+    assert policy.lora is not None
+    with policy.readable_weights():
+        tensors = _gathered(policy.ddp, policy.lora, policy.arch, policy.mesh)
+    dtype = str(next(policy.ddp.parameters()).dtype).removeprefix("torch.")
+
+    def write() -> None:
+        with new_folder(target) as folder:
+            write_peft(folder, tensors, policy.actor.lora, policy.arch, base, dtype)
+            write_companions(folder, base, tokenizer_source, serving)
+
+    on_first_rank(policy.mesh, f"cannot write {target}", write)
+
+
+def _gathered(model: torch.nn.Module, lora: Lora, arch: Architecture, mesh: Mesh) -> dict[str, Tensor]:
+    """Collective: every factor, whole and by PEFT's name, in the memory of rank 0; empty on the others."""
+    own: dict[str, Tensor] = {}
+    if (mesh.dp_rank, mesh.cp_rank) == (0, 0):  # the first of the ranks with the same parameters
+        parameters = global_parameters(model)
+        held = (name for name, row in lora.rows.items() if row.split_dim is not None or mesh.tp_rank == 0)
+        own = {name: parameters[name].detach().cpu() for name in held}
+    parts, out = mesh.gather(own), dict[str, Tensor]()
+    for name, row in lora_rows(arch, lora.config).items() if parts else ():
+        shards = [of_rank[name] for of_rank in parts if name in of_rank]  # in the order of their tensor-parallel ranks
+        out.update(zip(row.hf, row.merge(shards, arch), strict=True))
+    return out

@@ -1,0 +1,279 @@
+"""The safetensors files of a Hugging Face folder, and the weights of a model from them, in any tp x pp x ep layout."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from grpo_megatron.data.images import PROCESSOR_FILES, write_processor
+from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.families import hf_shapes
+from grpo_megatron.models.weights.stream import (
+    EMBEDDING,
+    HEAD,
+    WeightsError,
+    global_parameters,
+    model_rows,
+    set_parameter,
+)
+from grpo_megatron.parallel.mesh import Mesh, on_first_rank
+from grpo_megatron.storage.files import new_folder
+from grpo_megatron.types import WeightBucket
+from grpo_megatron.untrusted import read_json
+
+
+class SafetensorsFolder:
+    """The safetensors files of a folder as one mapping from name to slice. Data is read when a slice is indexed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self._stack = ExitStack()
+        self._owner: dict[str, tuple[Any, str]] = {}  # published name -> the file, and the name in it
+        files = self._files()
+        for file in files:
+            try:
+                handle = self._stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(f"{file}: not a readable safetensors file ({error})") from error
+            self._owner.update({published_name(name): (handle, name) for name in handle.keys()})  # noqa: SIM118 - no dict
+
+    def _files(self) -> list[Path]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            files = [self.folder / name for name in _indexed_files(index)]
+        else:
+            files = sorted(self.folder.glob("*.safetensors"))
+        missing = [str(file) for file in files if not file.exists()]
+        if missing or not files:
+            what = f"missing {', '.join(missing)}" if missing else "no *.safetensors file"
+            raise WeightsError(f"model folder {str(self.folder)!r}: {what}")
+        return files
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def has(self, name: str) -> bool:
+        """Whether the folder has the tensor."""
+        return name in self._owner
+
+    def slice(self, name: str) -> Any:
+        """The tensor, of which only what is sliced will be read."""
+        handle, name = self._owner[name]
+        return handle.get_slice(name)
+
+    def check_model(self, arch: Architecture) -> None:
+        """Raise WeightsError unless the folder holds exactly this architecture's tensors. Reads headers only."""
+        self.check(hf_shapes(arch), {"lm_head.weight"} if arch.tied else set(), arch.is_extra)
+
+    def check(
+        self, expected: dict[str, tuple[int, ...]], optional: set[str], is_extra: Callable[[str], bool] | None = None
+    ) -> None:
+        """Raise WeightsError that lists missing, unexpected and misshapen tensors, 20 at most. Reads headers only.
+
+        `is_extra`: tensors that may be there and are not read.
+        """
+        problems = [f"missing {name}" for name in expected if name not in self._owner and name not in optional]
+        known = set(expected) | optional
+        ignored = ("rotary_emb.inv_freq", "masked_bias")  # buffers written by old exporters
+        unexpected = [n for n in self._owner if n not in known and not n.endswith(ignored)]
+        problems += [f"unexpected {name}" for name in unexpected if is_extra is None or not is_extra(name)]
+        for name, shape in expected.items():
+            if name in self._owner and tuple(self.slice(name).get_shape()) != shape:
+                problems.append(f"{name} has shape {tuple(self.slice(name).get_shape())}, expected {shape}")
+        if problems:
+            shown = "\n  ".join(problems[:20])
+            more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+            raise WeightsError(f"model folder {str(self.folder)!r} does not hold this model:\n  {shown}{more}")
+
+
+def published_name(name: str) -> str:
+    """A tensor's name as the published folders of models that read images have it: `visual.`, `model.layers.`.
+
+    transformers 4.52 and later wrote some with the names of its modules, and so PEFT does.
+    """
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+
+
+def _indexed_files(index: Path) -> list[str]:
+    """The names of the files in an index. Raises WeightsError for a name that is no *.safetensors file of its folder."""
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{index}: not a readable index ({type(error).__name__}: {error})") from error
+    outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+    if outside:
+        raise WeightsError(f"{index}: weight_map names {outside[0]!r}, which is no *.safetensors file of this folder")
+    return names
+
+
+def check_hf(folder: Path, arch: Architecture) -> None:
+    """Raise WeightsError unless the folder holds exactly this architecture's tensors. Reads headers only."""
+    with SafetensorsFolder(folder) as files:
+        files.check_model(arch)
+
+
+@torch.no_grad()
+def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh) -> None:
+    """Set this rank's parameters from a Hugging Face folder. Reads only the slices of this rank. Raises WeightsError.
+
+    A tied model with several stages has a copy of its embedding as the last stage's head. Both are set here.
+    """
+    rows = model_rows(arch)
+    with SafetensorsFolder(folder) as files:
+        files.check_model(arch)
+        for name, parameter in global_parameters(model).items():
+            if name == HEAD and arch.tied:
+                name = EMBEDDING
+            set_parameter(parameter, rows[name].shard(files.slice, arch, mesh.tp_rank, mesh.tp))
+
+
+# -- The policy as a Hugging Face folder that transformers and vLLM load: shards, config.json, tokenizer ---------------
+# A server of the folder ends answers as training did, and renders the same chats: generation_config.json has every end token,
+# and chat_template.jinja the template of the run.
+
+GENERATION_CONFIG, END_KEY = "generation_config.json", "eos_token_id"
+MODEL_COMPANIONS = (GENERATION_CONFIG, *PROCESSOR_FILES, "video_preprocessor_config.json")
+COMPANIONS = (  # files that are copied with the weights, where the source folder has them
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    *MODEL_COMPANIONS,
+)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The settings that a server needs besides weights. Empty: the files of the source folders are copied as they are.
+
+    `chat_template`: `data.chat_template`, instead of the tokenizer's own. `end_token_ids`: every token that ends an answer.
+    `image_pixels`: the fewest and the most of an image, of a model that reads images.
+    """
+
+    chat_template: str | None = None
+    end_token_ids: Sequence[int] = ()
+    image_pixels: tuple[int, int] | None = None
+
+    def write(self, folder: Path, source: Path) -> None:
+        """Complete the exported folder, which has the companions of the model in `source`."""
+        if self.chat_template is not None:  # this file takes precedence over tokenizer_config.json
+            (folder / "chat_template.jinja").write_text(self.chat_template)
+            (folder / "chat_template.json").unlink(missing_ok=True)  # which a processor would prefer
+        if self.image_pixels is not None:
+            write_processor(folder, read_json(source / "config.json"), *self.image_pixels)
+        if not self.end_token_ids:
+            return
+        path = folder / GENERATION_CONFIG
+        settings = json.loads(path.read_text()) if path.exists() else {}
+        named = settings.get(END_KEY)
+        if sorted(self.end_token_ids) != sorted(named if isinstance(named, list) else [named], key=str):
+            ids = list(self.end_token_ids)
+            settings[END_KEY] = ids[0] if len(ids) == 1 else ids
+            path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def save_hf(
+    stream: Iterator[WeightBucket],
+    source: Path,
+    tokenizer_source: Path,
+    target: Path,
+    mesh: Mesh,
+    shard_bytes: int = 4 << 30,
+    serving: Serving = Serving(),
+) -> None:
+    """Collective: every rank reads `stream` to its end, rank 0 writes `target`. The folder is complete or absent.
+
+    config.json is that of `source`, with the dtype of the tensors. `serving` completes the other files. An existing `target`
+    is replaced. Raises RankError on every rank when rank 0 cannot write.
+    """
+    task = f"cannot write {target}"
+    with contextlib.ExitStack() as stack:  # after an error it removes what was written
+        writer = _ShardWriter(target, shard_bytes)
+        on_first_rank(mesh, task, functools.partial(writer.start, stack))
+        for bucket in stream:
+            on_first_rank(mesh, task, functools.partial(writer.add, bucket))
+        on_first_rank(mesh, task, functools.partial(writer.finish, source, tokenizer_source, serving))
+        on_first_rank(mesh, task, stack.close)
+
+
+class _ShardWriter:
+    """Rank 0's part of `save_hf`. Every method may raise OSError."""
+
+    def __init__(self, target: Path, shard_bytes: int) -> None:
+        self.target, self.shard_bytes = target, shard_bytes
+        self.folder = target  # the partial folder, once it exists
+        self.waiting: dict[str, Tensor] = {}
+        self.shards: list[list[str]] = []
+        self.total, self.dtype = 0, "float32"
+
+    def start(self, stack: contextlib.ExitStack) -> None:
+        """Create the partial folder. Closing `stack` publishes it."""
+        self.folder = stack.enter_context(new_folder(self.target))
+
+    def add(self, bucket: WeightBucket) -> None:
+        for name, tensor in bucket:
+            self.waiting[name] = tensor.detach().to("cpu", copy=True)
+            if tensor.dim() > 1:  # not the float32 biases of a router
+                self.dtype = str(tensor.dtype).removeprefix("torch.")
+        if sum(tensor.nbytes for tensor in self.waiting.values()) >= self.shard_bytes:
+            self._write_shard()
+
+    def _write_shard(self) -> None:
+        """Under a numbered name: the final name contains the number of shards, which is not known yet."""
+        path = self.folder / f"{len(self.shards)}.safetensors"
+        try:
+            save_file(self.waiting, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # how the library reports a full disk
+            raise OSError(str(error)) from error
+        self.total += sum(tensor.nbytes for tensor in self.waiting.values())
+        self.shards.append(list(self.waiting))
+        self.waiting = {}
+
+    def finish(self, source: Path, tokenizer_source: Path, serving: Serving) -> None:
+        """The last shard, then the final names, the index, config.json and the companions."""
+        if self.waiting:
+            self._write_shard()
+        count = len(self.shards)
+        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        if count == 1:
+            names = ["model.safetensors"]
+        for i, name in enumerate(names):
+            (self.folder / f"{i}.safetensors").rename(self.folder / name)
+        if count > 1:
+            weight_map = {t: name for name, tensors in zip(names, self.shards, strict=True) for t in tensors}
+            index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        config = json.loads((source / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = self.dtype
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_companions(self.folder, source, tokenizer_source, serving)
+
+
+def write_companions(target: Path, source: Path, tokenizer_source: Path, serving: Serving) -> None:
+    """Copy the tokenizer, processor and generation config into the exported folder, and complete them. Raises OSError."""
+    for name in COMPANIONS:
+        folder = source if name in MODEL_COMPANIONS else tokenizer_source
+        if (folder / name).exists():
+            shutil.copyfile(folder / name, target / name)
+    serving.write(target, source)

@@ -1,0 +1,459 @@
+"""Memory of one rank, before anything is built: what the parameters of all models need, in bytes, per pipeline stage.
+
+    parameters      the sum of the weight table's shards
+    bytes for each  weights 2 (bfloat16) or 4; gradients 4; Adam 8, with bfloat16 4 more for a float32 copy
+
+A model that learns has all three; a frozen one (the reference, a frozen reward model) has weights only. So has the base of a
+model with LoRA, whose adapters have all three, and the part of a vision tower that `actor.vision` freezes. A tower is whole on
+every rank of the first stage. The distributed optimizer divides Adam's part by the number of ranks with the same parameters.
+For a dense parameter these are the dp x cp data-parallel ranks. An expert has only dp x cp / ep, because the other ranks hold
+other experts.
+
+Activations, logits and the engine are in phases.py. Not counted: the h weights of a reward model's score head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from grpo_megatron.algo.losses import needs_reference
+from grpo_megatron.config import ActorConfig, Config, DataConfig, LoraConfig, MegatronConfig, VisionConfig
+from grpo_megatron.models.architecture import Architecture, Vision
+from grpo_megatron.models.engine_cache import tower_layer_bytes
+from grpo_megatron.models.families import table_of
+from grpo_megatron.models.lora.merge import DEVICE_MERGE_ELEMENTS
+from grpo_megatron.models.lora.table import lora_rows
+from grpo_megatron.models.weights.table import WeightRow, is_expert, is_layered
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+GRADIENT_BYTES = 4
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+SAVED_OPTIMIZER_BYTES = 12  # per parameter in a checkpoint: the weight in float32 and two moments of Adam
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """What one rank of a pipeline stage holds. `experts`: the part of the parameters that is in experts.
+
+    `fp8`: the weights that an FP8 recipe computes with, those of linear layers that are not left in bfloat16.
+    `adapters`: the factors of LoRA, besides; None: all parameters are trained. `merged_layer`: the adapted weights of the
+    largest layer; `merged_weight`: the largest of them. `frozen`: of `dense`, a vision tower's that are not trained.
+    """
+
+    layers: int
+    dense: int
+    experts: int
+    fp8: int = 0
+    adapters: int | None = None
+    merged_layer: int = 0
+    merged_weight: int = 0
+    frozen: int = 0
+
+    @property
+    def total(self) -> int:
+        """Without adapters."""
+        return self.dense + self.experts
+
+    @property
+    def held(self) -> int:
+        return self.total + (self.adapters or 0)
+
+    @property
+    def trained(self) -> StageParameters:
+        """The parameters with gradients."""
+        if self.adapters is not None:
+            return replace(self, dense=self.adapters, experts=0, frozen=0)
+        return replace(self, dense=self.dense - self.frozen, frozen=0)
+
+
+Stages = list[StageParameters]  # of a model
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one rank of a pipeline stage; the first three are the policy's.
+
+    `trained`, `critic_trained`: the part of the weights that is trained: with LoRA, that of the adapters.
+    `reward_training`: the part of `reward_model` that is gradients and optimizer; 0 if all are frozen. `frozen_rewards`:
+    the weights of each frozen reward model, which are part of `reward_model`, too.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    reference: float
+    reward_model: float
+    reward_training: float
+    frozen_rewards: tuple[float, ...] = ()
+    critic: float = 0.0  # weights, gradients and optimizer
+    critic_weights: float = 0.0
+    trained: float = 0.0
+    critic_trained: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.reference + self.reward_model + self.critic
+
+
+def parameters_from_table(
+    arch: Architecture,
+    megatron: MegatronConfig,
+    *,
+    has_output_head: bool = True,
+    lora: LoraConfig | None = None,
+    vision: VisionConfig | None = None,
+) -> list[StageParameters]:
+    """Every pipeline stage of a valid layout. A tied head on another stage than the embedding is a copy of it.
+
+    `lora`: of the model; None: all its parameters are trained, those of a tower as `vision` says (None: they are not).
+    """
+    tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
+    layers = stage_layers(arch.num_layers, megatron)
+    assert layers is not None, "the layout was checked"
+    rows = [row for row in table_of(arch) if not row.is_constant]
+    embedding, tower = ([row for row in rows if row.megatron.startswith(own)] for own in ("embedding.", "visual."))
+    ends = [row for row in rows if not is_layered(row) and row not in (*embedding, *tower)]
+    if arch.tied and len(layers) > 1 and has_output_head:
+        ends += embedding
+    in_fp8 = fp8_layers(arch.num_layers, megatron)
+    dense, experts, fp8, first = [], [], [], 0
+    for number in layers:
+        own = [
+            (row, layer in in_fp8 and _is_linear(row, arch, tp))
+            for layer in range(first, first + number)
+            for row in rows
+            if is_layered(row) and row.is_in(layer, arch)
+        ]
+        shared, expert = ([found for found in own if is_expert(found[0]) == value] for value in (False, True))
+        dense.append(_size([row for row, _ in shared], arch, tp))
+        experts.append((arch.num_experts // ep) * _size([row for row, _ in expert], arch, tp))
+        linear = _size([row for row, is_fp8 in expert if is_fp8], arch, tp)
+        fp8.append(_size([row for row, is_fp8 in shared if is_fp8], arch, tp) + (arch.num_experts // ep) * linear)
+        first += number
+    dense[0] += _size([*embedding, *tower], arch, tp)
+    dense[-1] += _size(ends, arch, tp)
+    stages = [StageParameters(*stage) for stage in zip(layers, dense, experts, fp8, strict=True)]
+    stages[0] = replace(stages[0], frozen=frozen_parameters(arch, vision))
+    return stages if lora is None or lora.rank is None else _with_adapters(stages, arch, lora, tp)
+
+
+def frozen_parameters(arch: Architecture, vision: VisionConfig | None) -> int:
+    """Of a vision tower, if there is one: those that are not trained."""
+    if arch.vision is None:
+        return 0
+    vision = vision or VisionConfig()
+    parts = {False: vision.freeze_tower, True: vision.freeze_merger}  # is it the merger?
+    return sum(arch.vision.num_parameters(arch.hidden_size, part) for part, is_frozen in parts.items() if is_frozen)
+
+
+def _with_adapters(stages: Stages, arch: Architecture, lora: LoraConfig, tp: int) -> Stages:
+    of_layer: dict[int, list[tuple[int, int]]] = {}  # for each adapted weight, the sizes of its factors and its own
+    rows = list(lora_rows(arch, lora).values())  # A and B in turn
+    for a, b in zip(rows[::2], rows[1::2], strict=True):
+        layer = of_layer.setdefault(int(a.megatron.split(".")[2]), [])
+        layer.append((_size([a, b], arch, tp), _size([a.base], arch, tp)))
+    out, first = [], 0
+    for stage in stages:
+        own = [list(zip(*of_layer.get(layer, [(0, 0)]), strict=True)) for layer in range(first, first + stage.layers)]
+        adapters = sum(sum(factors) for factors, _ in own)
+        most, weight = max(sum(weights) for _, weights in own), max(max(weights) for _, weights in own)
+        out.append(replace(stage, adapters=adapters, merged_layer=most, merged_weight=weight))
+        first += stage.layers
+    return out
+
+
+def fp8_layers(num_layers: int, megatron: MegatronConfig) -> range:
+    """The layers that an FP8 recipe computes in FP8, of weights in bfloat16; none without a recipe."""
+    fp8 = megatron.fp8
+    if fp8.recipe is None or fp8.param_gather:  # whose weights are FP8 themselves, in two layouts of a byte
+        return range(0)
+    if not fp8.first_last_layers_bf16:
+        return range(num_layers)
+    return range(fp8.num_layers_at_start_in_bf16, num_layers - fp8.num_layers_at_end_in_bf16)
+
+
+def _is_linear(row: WeightRow, arch: Architecture, tp: int) -> bool:
+    return len(row.local_shape(arch, tp)) == 2 and ".router." not in row.megatron
+
+
+def _size(rows: Sequence[WeightRow], arch: Architecture, tp: int) -> int:
+    return sum(math.prod(row.local_shape(arch, tp)) for row in rows)
+
+
+@dataclass(frozen=True)
+class RunModels:
+    """The models of a run: the policy, all reward models (that of `reward_model.path` first), and the critic if there is one.
+
+    `has_head`: the policy has an output head; a model that learns to score has none.
+    """
+
+    arch: Architecture
+    reward_archs: tuple[Architecture, ...] = ()
+    critic: Architecture | None = None
+    has_head: bool = True
+    _known: dict[tuple[object, ...], Stages] = field(default_factory=dict, repr=False, compare=False)
+
+    def stages(self, config: Config) -> tuple[Stages, list[Stages], Stages | None]:
+        """Parameters of every stage of the policy, of each reward model, of the critic. The layout must be valid."""
+        critic = None
+        if self.critic is not None:
+            critic = self._stages(self.critic, config, has_head=False, lora=config.critic.lora)
+        rewards = [self._stages(arch, config, has_head=False) for arch in self.reward_archs]
+        actor = config.actor
+        policy = self._stages(self.arch, config, has_head=self.has_head, lora=actor.lora, vision=actor.vision)
+        return policy, rewards, critic
+
+    def _stages(
+        self,
+        arch: Architecture,
+        config: Config,
+        *,
+        has_head: bool,
+        lora: LoraConfig | None = None,
+        vision: VisionConfig | None = None,
+    ) -> Stages:
+        megatron = config.actor.megatron
+        layers = str(sorted(megatron.override_transformer_config.items()))
+        tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+        in_fp8 = fp8_layers(arch.num_layers, megatron)
+        key = (id(arch), has_head, layers, tp, pp, megatron.expert_model_parallel_size, in_fp8, str(lora), str(vision))
+        if key not in self._known:
+            of_model: dict[str, Any] = {"has_output_head": has_head, "lora": lora, "vision": vision}
+            self._known[key] = parameters_from_table(arch, megatron, **of_model)
+        return self._known[key]
+
+
+def memory_of_stages(
+    config: Config,
+    world_size: int,
+    policy: list[StageParameters],
+    reward_models: Sequence[list[StageParameters]],
+    critic: list[StageParameters] | None = None,
+) -> list[StageMemory]:
+    """Bytes per stage of the policy, of its reference if the method needs one, of all reward models, and of the critic.
+
+    With algorithm.iteration_steps the first one, that of `reward_model.path`, learns.
+    """
+    itemsize = DTYPE_BYTES[config.model.dtype]
+    has_reference = needs_reference(config.algorithm, config.actor) and not config.shares_reference
+    keeps_adapters = config.shares_reference and bool(config.algorithm.iteration_steps or config.actor.lora.path)
+    has_main = bool(reward_models) and config.reward_model.path is not None
+    learns = has_main and config.algorithm.iteration_steps is not None
+    out = []
+    for number, stage in enumerate(policy):
+        weights = [model[number].total * itemsize for model in reward_models]
+        reward_training = _training(config, world_size, reward_models[0][number]) if learns else 0.0
+        critic_weights = critic_training = critic_trained = 0.0
+        if critic is not None:
+            critic_weights = critic[number].held * itemsize
+            critic_trained = critic[number].trained.total * itemsize
+            critic_training = _training(config, world_size, critic[number].trained)
+        out.append(
+            StageMemory(
+                weights=stage.held * itemsize,
+                gradients=stage.trained.total * GRADIENT_BYTES,
+                optimizer=_optimizer(config, world_size, stage.trained),
+                reference=(stage.total * has_reference + (stage.adapters or 0) * keeps_adapters) * itemsize,
+                reward_model=sum(weights) + reward_training,
+                reward_training=reward_training,
+                frozen_rewards=tuple(weights[1:] if learns else weights),
+                critic=critic_weights + critic_training,
+                critic_weights=critic_weights,
+                trained=stage.trained.total * itemsize,
+                critic_trained=critic_trained,
+            )
+        )
+    return out
+
+
+def _training(config: Config, world_size: int, stage: StageParameters) -> float:
+    """Bytes of gradients and Adam's state on one rank."""
+    return stage.total * GRADIENT_BYTES + _optimizer(config, world_size, stage)
+
+
+def _optimizer(config: Config, world_size: int, stage: StageParameters) -> float:
+    """Bytes of Adam's state on one rank."""
+    megatron = config.actor.megatron
+    per_parameter = 8 + (4 if config.model.dtype == "bfloat16" else 0)
+    if not megatron.use_distributed_optimizer:
+        return per_parameter * stage.total
+    replicas = world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
+    expert_replicas = replicas // megatron.expert_model_parallel_size
+    return per_parameter * (stage.dense / replicas + stage.experts / expert_replicas)
+
+
+def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
+    """Layers of each pipeline stage, as Megatron cuts them (evenly or not); None if it cannot."""
+    ends: list[Any] = [megatron.override_transformer_config.get(end) for end in (FIRST, LAST)]
+    given = [n for n in ends if n is not None]
+    if not all(isinstance(n, int) and n > 0 for n in given):
+        return None
+    middle, rest = megatron.pipeline_model_parallel_size - len(given), num_layers - sum(given)
+    if middle == 0:
+        return given if rest == 0 else None
+    if middle < 0 or rest < middle or rest % middle:
+        return None
+    stages = [ends[0], *[rest // middle] * middle, ends[1]]
+    return [n for n in stages if n is not None]
+
+
+# -- Estimated device memory of one packed micro-batch in a forward and backward pass: activations and logits, in bytes
+# Counted from what the local layers of models/layers/spec.py keep for the backward pass. tests/planning/test_activations.py
+# compares the counts with measured peaks. Transformer Engine's fused layers keep less. h is the hidden size, q and k the
+# sizes of all query and all key heads, f the MLP's, s the bytes of a number. One layer keeps, per token:
+#
+# two norms       h (4 + 2 s) each: float32 input, result, result times weight; over tp under sequence parallelism
+# attention       s (6 q + 3 k) / tp: projection, rotated queries and keys, results; with norms of q and k
+# (4 + s) (q + k) / tp more
+# MLP             s 5 f / tp: projection 2 f, activation, gate, product. With experts: of those that a token visits,
+# and 2 s h for each copy of the token that is sent to an expert and back
+#
+# merged LoRA     a pass multiplies by the merged weight of one layer at a time: that weight, the part of it that is merged,
+# and two blocks in float32; a backward pass also dW in the weight's type and in float32. Where layers are recomputed as a
+# whole, the merged weights of a unit of layers are kept together (models/lora/layers.py). Split LoRA keeps r numbers per
+# adapted layer, which are not counted.
+#
+# latents         of latent attention: (4 + 3 s) for each element of a latent; its heads count as attention above, with
+# as many key heads as query heads (not compared with measured peaks)
+#
+# vision tower    on the first stage. A frozen one needs what a layer keeps of the largest image. A trained one keeps all layers
+# (with full recomputation their inputs) and the merger of all images of a micro-batch, taken for prompts of the largest length
+# that are nothing but images. Each image is computed by all tensor-parallel ranks.
+#
+# Full recomputation keeps the input of each unit of layers only, and computes one unit again at a time. Selective
+# recomputation is not subtracted. Pipeline stage i of pp keeps the activations of pp - i micro-batches.
+
+
+def recomputes_all(megatron: MegatronConfig) -> bool:
+    """Whether the layers compute their activations again in the backward pass."""
+    return megatron.override_transformer_config.get("recompute_granularity") == "full"
+
+
+def kept_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, stage: int, layers: int) -> float:
+    """What a stage of `layers` layers keeps from its forward to its backward passes."""
+    megatron = actor.megatron
+    layer, recomputed = layer_bytes(arch, actor, itemsize), 0
+    units = 0.0
+    if recomputes_all(megatron):
+        number = _recompute_number(megatron, layers)
+        is_block = megatron.override_transformer_config.get("recompute_method") == "block"
+        recomputed = number if is_block else layers  # block: the first `number` layers, each a unit of its own
+        units = recomputed if is_block else math.ceil(layers / number)
+    in_flight = megatron.pipeline_model_parallel_size - stage
+    return in_flight * (units * _layer_input(arch, actor, itemsize) + (layers - recomputed) * layer)
+
+
+def working_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, layers: int) -> float:
+    """What the backward pass of one layer needs besides: gradients, and the unit of layers that is computed again."""
+    tp = actor.megatron.tensor_model_parallel_size
+    # Of the layer's output, and of the MLP's projection and product.
+    gradients = _layer_input(arch, actor, itemsize) + _tokens(actor) * itemsize * 3 * arch.ffn_hidden_size / tp
+    if not recomputes_all(actor.megatron):
+        return gradients
+    unit = _recompute_number(actor.megatron, layers)
+    if actor.megatron.override_transformer_config.get("recompute_method") == "block":
+        unit = int(unit == layers)  # the other layers' activations are used up before the first is computed again
+    return gradients + unit * layer_bytes(arch, actor, itemsize)
+
+
+def image_tokens(data: DataConfig, vision: Vision) -> tuple[int, int]:
+    """The largest image of a prompt, and all of them, in tokens."""
+    largest = data.max_prompt_length
+    if data.image_max_pixels is not None:
+        largest = min(largest, data.image_max_pixels // (vision.patch * vision.merge) ** 2)
+    return largest, min(data.max_prompt_length, data.max_images * largest)
+
+
+def tower_bytes(config: Config, arch: Architecture, itemsize: int) -> tuple[float, float]:
+    """What a vision tower keeps from its forward to its backward passes, and what a forward pass needs."""
+    if (vision := arch.vision) is None:
+        return 0.0, 0.0
+    actor, data, layer = config.actor, config.data, tower_layer_bytes(vision, itemsize)
+    largest, together = image_tokens(data, vision)
+    tokens = actor.ppo_max_token_len_per_gpu * together / (data.max_prompt_length + data.max_response_length)
+    merger = 4 * (itemsize + vision.gated) * vision.merge**2 * vision.width
+    kept = vision.merge**2 * vision.width * itemsize if recomputes_all(actor.megatron) else layer  # inputs only
+    per_token = 0 if actor.vision.freeze_tower else vision.depth * kept
+    per_token += merger if per_token or not actor.vision.freeze_merger else 0
+    return actor.megatron.pipeline_model_parallel_size * tokens * per_token, float(largest * layer)
+
+
+def merged_bytes(
+    stage: StageParameters, lora: LoraConfig, actor: ActorConfig, itemsize: int, *, backward: bool
+) -> float:
+    """What merging adds to a pass of a stage with LoRA; 0 for all others."""
+    if lora.rank is None or lora.mode == "split":
+        return 0.0
+    weight, table = stage.merged_weight, actor.megatron.override_transformer_config
+    scratch = itemsize * weight + 2 * 4 * min(weight, DEVICE_MERGE_ELEMENTS)
+    if not backward:
+        return itemsize * weight + scratch
+    is_unit = recomputes_all(actor.megatron) and table.get("recompute_method") == "uniform"
+    kept = stage.merged_layer * _recompute_number(actor.megatron, stage.layers) if is_unit else weight
+    return itemsize * kept + max(scratch, (itemsize + 4) * weight)
+
+
+def layer_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
+    """What one layer keeps of one micro-batch on one rank, without recomputation."""
+    tp = actor.megatron.tensor_model_parallel_size
+    queries, keys = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
+    copies = arch.experts_per_token if arch.num_experts else 1
+    shared = max(arch.shared_ffn_hidden_size, arch.dense_ffn_hidden_size - copies * arch.ffn_hidden_size)
+    per_token = 2 * arch.hidden_size * (4 + 2 * itemsize) / _sequence_cut(actor.megatron)
+    per_token += itemsize * (6 * queries + 3 * keys + 5 * (copies * arch.ffn_hidden_size + shared)) / tp
+    if arch.qk_norm or arch.post_norms:
+        per_token += (4 + itemsize) * (queries + keys) / tp
+    if arch.latent is not None:  # projections, float32 inputs of their norms, results, products
+        latents = arch.latent.down_rows + (arch.latent.q_rank or 0)
+        per_token += latents * (4 + 3 * itemsize) / _sequence_cut(actor.megatron)
+    if arch.num_experts:
+        per_token += 2 * itemsize * copies * arch.hidden_size
+    return _tokens(actor) * per_token
+
+
+def forward_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
+    """The peak of a layer in a pass without gradients: about half of what it would keep for a backward pass."""
+    return layer_bytes(arch, actor, itemsize) / 2
+
+
+def head_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, backward: bool) -> float:
+    """What the output head (models/build.py) needs on the last stage: logits of a chunk, and its weight's gradient.
+
+    The forward pass has three float32 copies of a chunk's logits at a time; the backward pass has four and its result, or six
+    with an entropy bonus. Triton's kernels on CUDA have one copy in the weight's type: there this is an upper bound, because
+    a plan does not know whether Triton is installed. The weight's gradient is summed in float32, beside the chunk's part in
+    the weight's type and in float32.
+    """
+    tp = actor.megatron.tensor_model_parallel_size
+    rows = arch.padded_vocab_size(tp) / tp
+    tokens = actor.ppo_max_token_len_per_gpu
+    logits = 4 * min(actor.logprob_chunk_size, tokens) * rows
+    hidden = itemsize * tokens * arch.hidden_size  # of the tokens with a target, from all tensor-parallel ranks
+    if not backward:
+        return hidden + 3 * logits
+    weight = 0.0 if actor.lora.rank is not None else rows * arch.hidden_size  # the head of a base is frozen
+    in_chunk = (6 if actor.entropy_coeff else 4 if itemsize == 4 else 4.5) * logits
+    in_product = itemsize / 4 * logits + weight * (4 if itemsize == 4 else itemsize + 4)
+    return 2 * hidden + 4 * weight + max(in_chunk, in_product)
+
+
+def _recompute_number(megatron: MegatronConfig, layers: int) -> int:
+    """`recompute_num_layers`, at most the layers of a stage."""
+    return min(layers, int(megatron.override_transformer_config.get("recompute_num_layers") or 1))
+
+
+def _layer_input(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
+    return _tokens(actor) * itemsize * arch.hidden_size / _sequence_cut(actor.megatron)
+
+
+def _tokens(actor: ActorConfig) -> float:
+    """Tokens of a full micro-batch on one rank."""
+    return actor.ppo_max_token_len_per_gpu / actor.megatron.context_parallel_size
+
+
+def _sequence_cut(megatron: MegatronConfig) -> int:
+    """The ranks over which the activations outside attention and MLP are divided."""
+    return megatron.tensor_model_parallel_size if megatron.use_sequence_parallel else 1

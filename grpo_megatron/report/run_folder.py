@@ -1,0 +1,353 @@
+"""RunFolder: what the files of a run say about it, while it runs and afterwards, on any machine. No process is asked.
+
+The files are metrics.jsonl, config.yaml and config_attempts/, events.jsonl, report_samples.jsonl, and heartbeats/ of rank 0. A
+file may be absent, cut off or damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
+
+import msgspec
+
+from grpo_megatron.storage.files import write_file
+from grpo_megatron.storage.run_files import read_events
+from grpo_megatron.untrusted import MAX_YAML, ReadError, check_regular, parse_yaml, read_json, read_text
+
+# -- metrics.jsonl: one JSON object per step, {"step": 3, "critic/score/mean": 0.25, ...}; null: a number that is not finite
+
+METRICS_FILE = "metrics.jsonl"
+StepMetrics = dict[str, Any]  # one line: "step", and a number or null per metric
+READ_AT_ONCE = 1 << 24  # bytes
+MAX_BUCKETS = 400
+LONG_INTEGER = 16  # digits
+DIGITS = 6  # significant ones
+LONGEST_S = 1e6  # of a phase or a step; what is longer was not measured
+
+
+def metric_rows(lines: Iterable[bytes]) -> Iterator[StepMetrics]:
+    """The JSON objects of these lines that have a step. Lines that are cut off or damaged are left out, whatever their bytes."""
+    for line in lines:
+        try:
+            row = json.loads(line, parse_int=_number)
+        except (ValueError, RecursionError):  # no JSON, no UTF-8
+            continue
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            yield row
+
+
+def _number(digits: str) -> float:
+    """A step is an integer; one of thousands of digits would not fit into a float."""
+    return int(digits) if len(digits) < LONG_INTEGER else float(digits)
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """Read the objects of a metrics.jsonl in file order, without damaged lines. Raises OSError, ReadError."""
+    check_regular(path)
+    return list(metric_rows(path.read_bytes().splitlines()))
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Count, sum, smallest and largest of some values. `lost` counts values that were not finite."""
+
+    count: int = 0
+    total: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+    lost: int = 0
+
+    def add(self, other: Bucket) -> None:
+        self.count += other.count
+        self.total += other.total
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.lost += other.lost
+
+
+class Curves:
+    """The metrics of a run in at most MAX_BUCKETS places, however many steps it has. Rows are added in order of their steps.
+
+    A bucket covers `width` steps, a power of two: it keeps the mean, the smallest and the largest value of a metric. So a
+    single spike of a long run stays visible, and the memory does not grow with the number of steps.
+    """
+
+    def __init__(self) -> None:
+        self.width, self.last_step, self.num_rows = 1, -1, 0
+        self._metrics: dict[str, dict[int, Bucket]] = {}
+        self._places: set[int] = set()
+
+    def add(self, rows: Iterable[StepMetrics]) -> None:
+        for row in rows:
+            step = row["step"]
+            self.last_step, self.num_rows = max(self.last_step, step), self.num_rows + 1
+            self._places.add(step // self.width)
+            for name, value in row.items():
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                if name == "step" or not (is_number or value is None):
+                    continue
+                is_known = value is not None and math.isfinite(value)
+                bucket = Bucket(1, float(value), float(value), float(value)) if is_known else Bucket(lost=1)
+                self._metrics.setdefault(name, {}).setdefault(step // self.width, Bucket()).add(bucket)
+            while len(self._places) > MAX_BUCKETS:
+                self._halve()
+
+    def _halve(self) -> None:
+        self.width *= 2
+        self._places = {place // 2 for place in self._places}
+        for name, buckets in self._metrics.items():
+            merged: dict[int, Bucket] = {}
+            for place, bucket in buckets.items():
+                merged.setdefault(place // 2, Bucket()).add(bucket)
+            self._metrics[name] = merged
+
+    def names(self) -> list[str]:
+        return sorted(self._metrics)
+
+    def steps(self) -> list[int]:
+        """The first step of each bucket."""
+        return [place * self.width for place in sorted(self._places)]
+
+    def constant(self, name: str) -> float | None:
+        """The value of a metric that has always been the same, to DIGITS digits; None: it changed, or was not finite once."""
+        buckets = self._metrics[name].values()
+        low, high = min(bucket.low for bucket in buckets), max(bucket.high for bucket in buckets)
+        if any(bucket.lost for bucket in buckets) or low > high:
+            return None
+        return low if rounded(low) == rounded(high) else None
+
+    def means(self, name: str) -> list[float | None]:
+        """The mean of each bucket; None where the metric was not recorded."""
+        return [bucket.total / bucket.count if bucket and bucket.count else None for bucket in self._buckets(name)]
+
+    def data(self, name: str) -> dict[str, Any]:
+        """For the page: means `y` per bucket; `low`, `high` where a bucket has several steps; `lost`: numbers of buckets.
+
+        `count`: how many values the last bucket has.
+        """
+        buckets = self._buckets(name)
+        result: dict[str, Any] = {
+            "y": [rounded(value) for value in self.means(name)],
+            "count": buckets[-1].count if buckets[-1] else 0,
+        }
+        if self.width > 1:
+            result["low"] = [rounded(bucket.low) if bucket else None for bucket in buckets]
+            result["high"] = [rounded(bucket.high) if bucket else None for bucket in buckets]
+        if lost := [number for number, bucket in enumerate(buckets) if bucket and bucket.lost]:
+            result["lost"] = lost
+        return result
+
+    def _buckets(self, name: str) -> list[Bucket | None]:
+        buckets = self._metrics.get(name, {})
+        return [buckets.get(place) for place in sorted(self._places)]
+
+
+def rounded(value: float | None) -> float | None:
+    """Round to DIGITS significant digits; None for what is not finite."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
+
+
+# -- report_samples.jsonl: two groups of some steps, with the log-probabilities of engine and policy at each token -----
+# One line per step that is kept:
+#
+# {"step": 12, "groups": [{"uid", "source", "prompt", "answer", "images", "samples": [SAMPLE, ...]}, ...]}
+#
+# `images`: thumbnails of the prompt's images as data: URIs; absent: it has none.
+#
+# SAMPLE: index, reward, score, advantage (null: none), finish_reason, status, tokens (their number), failure, metrics, and
+# `pieces`: [text, log-probability, policy's minus engine's] of each token; null: there is none. The log-probability is the
+# engine's if the sample is `drawn`, and the policy's if it is from a file. `cut` tokens are left out after piece `cut_at`.
+
+SAMPLES_FILE = "report_samples.jsonl"
+MAX_STEPS, NEWEST = 12, 5  # steps that are kept; the first one, the newest ones, and others between them
+
+
+class _KeptSample(TypedDict):
+    """The parts of a sample that are read here; the page reads more."""
+
+    reward: float | None
+    advantage: float | None
+    tokens: int
+    pieces: list[tuple[str, float | None, float | None]]
+
+
+class _KeptGroup(TypedDict):
+    prompt: str
+    answer: str
+    images: NotRequired[list[str]]
+    samples: Annotated[list[_KeptSample], msgspec.Meta(min_length=1)]
+
+
+class KeptSamples:
+    """The steps whose samples are kept in the file, with those of earlier attempts."""
+
+    def __init__(self, folder: Path, first_step: int | None = None) -> None:
+        """`first_step`: later steps of an earlier attempt are dropped; None keeps all."""
+        self.path = folder / SAMPLES_FILE
+        rows = read_metrics(self.path) if self.path.is_file() else []
+        self.steps = [row for row in rows if _is_kept_step(row) and (first_step is None or row["step"] < first_step)]
+
+    def add(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
+        """Keep the step, and write the file. Raises OSError."""
+        self.steps = [*(kept for kept in self.steps if kept["step"] < step), {"step": step, "groups": list(groups)}]
+        if len(self.steps) > MAX_STEPS:  # the one whose neighbours are closest goes
+            steps = [kept["step"] for kept in self.steps]
+            del self.steps[min(range(1, len(steps) - NEWEST), key=lambda n: (steps[n + 1] - steps[n - 1], n))]
+        write_file(self.path, (json.dumps(kept) + "\n" for kept in self.steps))
+
+
+def _is_kept_step(row: StepMetrics) -> bool:
+    try:
+        msgspec.convert(row.get("groups"), list[_KeptGroup])
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+# -- all files of a run ------------------------------------------------------------------------------------------------
+
+SILENT_S = 60.0  # a running rank writes its heartbeat every few seconds
+RECENT = 20  # steps, whose median predicts the next ones
+ENDED = ("stopped", "stalled", "failed", "done")  # kinds of events
+FlatSettings = dict[str, Any]  # "section.key" -> value
+
+
+class Now(NamedTuple):
+    """What rank 0 was doing at its last heartbeat, `age_s` seconds ago, and its seconds in the phase and the step."""
+
+    phase: str
+    phase_s: float
+    step: int | None
+    step_s: float
+    age_s: float
+
+
+class RunFolder:
+    """What the files of a run say; `update` reads what is new.
+
+    `attempts` has the number of each further start, and the keys that differ from the first one's config as (key, first, now).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.curves = folder, Curves()
+        self.settings: FlatSettings = {}
+        self.attempts: list[tuple[int, list[tuple[str, Any, Any]]]] = []
+        self.events: list[dict[str, Any]] = []
+        self._inode, self._offset, self._rest = 0, 0, b""  # of metrics.jsonl; the rest: a line that is not whole yet
+        self._step_seconds: deque[float] = deque(maxlen=RECENT)
+        self._configs: dict[Path, tuple[int, FlatSettings]] = {}  # time of the last change, content
+
+    @property
+    def name(self) -> str:
+        return str(self.settings.get("trainer.experiment_name") or self.folder.resolve().name)
+
+    def update(self) -> None:
+        self._read_metrics()
+        self.events = read_events(self.folder)
+        self.settings = self._config(self.folder / "config.yaml")
+        self.attempts = []
+        for path in sorted((self.folder / "config_attempts").glob("*.yaml")):
+            if path.stem.isdecimal():
+                changes = [(key, self.settings.get(key), value) for key, value in self._config(path).items()]
+                self.attempts.append((int(path.stem), changes))
+
+    def _read_metrics(self) -> None:
+        """Add the new whole lines to the curves. A file that was replaced is read from its beginning."""
+        try:
+            check_regular(self.folder / METRICS_FILE)
+            file = (self.folder / METRICS_FILE).open("rb")
+        except (OSError, ReadError):
+            return
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode, self._offset, self._rest = status.st_ino, 0, b""
+                self.curves = Curves()
+                self._step_seconds.clear()
+            file.seek(self._offset)
+            while part := file.read(READ_AT_ONCE):
+                self._offset += len(part)
+                *lines, self._rest = (self._rest + part).split(b"\n")
+                rows = list(metric_rows(lines))
+                self.curves.add(rows)
+                seconds = [row.get("timing_s/step") for row in rows[-RECENT:]]
+                self._step_seconds.extend(s for s in seconds if isinstance(s, int | float) and 0 <= s < LONGEST_S)
+
+    def _config(self, path: Path) -> FlatSettings:
+        """Reading YAML takes some 20 ms, so an unchanged file is read once."""
+        try:
+            changed = path.stat().st_mtime_ns
+            if path not in self._configs or self._configs[path][0] != changed:
+                content = parse_yaml(read_text(path, MAX_YAML))
+                self._configs[path] = changed, flat_config(content if isinstance(content, dict) else {})
+        except (OSError, ValueError):
+            return {}
+        return self._configs[path][1]
+
+    def samples(self) -> list[dict[str, Any]]:
+        """The kept steps of report_samples.jsonl, oldest first."""
+        return KeptSamples(self.folder).steps
+
+    def total_steps(self) -> int | None:
+        """The steps of the newest config; None if it is not readable."""
+        settings = self.settings | {key: now for _, changes in self.attempts for key, _, now in changes}
+        total = settings.get("trainer.total_training_steps")
+        return total if type(total) is int and 0 <= total < 10**LONG_INTEGER else None
+
+    def steps_done(self) -> int:
+        total = self.total_steps()
+        done = self.curves.last_step + 1
+        return done if total is None else min(done, total)  # the last validation is logged as a step of its own
+
+    def step_seconds(self) -> float | None:
+        """The median seconds of the last steps."""
+        return statistics.median(self._step_seconds) if self._step_seconds else None
+
+    def seconds_left(self) -> float | None:
+        """For the steps that are left, without checkpoints; None: unknown, or the run has ended."""
+        total, each = self.total_steps(), self.step_seconds()
+        if total is None or each is None or self.state() != "running":
+            return None
+        return each * (total - self.steps_done())
+
+    def state(self) -> str:
+        """running, or one of ENDED: what the last event says. A run that was killed leaves no event: see `silent_since`."""
+        kinds = [event["kind"] for event in self.events if event["kind"] != "guard"]
+        if not kinds:  # of a version without events
+            return "done" if (self.folder / "outcome.json").exists() else "running"
+        return kinds[-1] if kinds[-1] in ENDED else "running"
+
+    def silent_since(self) -> float | None:
+        """Unix time of the last heartbeat, if the run seems to go on and that is longer ago than SILENT_S."""
+        now = self.now() if self.state() == "running" else None
+        return time.time() - now.age_s if now is not None and now.age_s > SILENT_S else None
+
+    def now(self) -> Now | None:
+        """What rank 0 was doing at its last heartbeat; None without a readable one."""
+        path = self.folder / "heartbeats" / "rank_00000.json"
+        try:
+            beat, age_s = read_json(path), time.time() - path.stat().st_mtime
+            phase = str(beat["phase"]).rpartition("/")[2]
+            phase_s, step_s, step = float(beat["phase_s"]), float(beat.get("step_s", 0.0)), beat["step"]
+            if not (0 <= phase_s < LONGEST_S and 0 <= step_s < LONGEST_S and isinstance(step, int | None)):
+                return None
+            return Now(phase, phase_s, step, step_s, max(0.0, age_s))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            return None
+
+
+def flat_config(settings: Mapping[str, Any], prefix: str = "") -> FlatSettings:
+    """Flatten {"section": {"key": value}} to {"section.key": value}."""
+    result: FlatSettings = {}
+    for key, value in settings.items():
+        is_section = isinstance(value, Mapping) and bool(value)
+        result |= flat_config(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return result
