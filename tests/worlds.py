@@ -1,12 +1,22 @@
 """Real worlds of several ranks for tests. The ranks are forked from a server that has imported torch, Megatron and vLLM.
 
-`run(function, 4, key=value)` calls the module-level `function(**kwargs)` on 4 ranks with torchrun's environment set, and
-returns the 4 results in rank order. A rank that raises or dies fails the test with its traceback.
+A test file has the program of its ranks beside its tests. A call runs it on every rank, with torchrun's environment set, and
+returns the results in rank order. A rank that raises or dies fails the test with its traceback.
+
+    @ranks(4)
+    def gradients(folder: Path) -> dict[str, Tensor]: ...
+
+    def test_gradients(tmp_path: Path) -> None:
+        assert all(close(result, expected) for result in gradients(folder=tmp_path))
+
+`@ranks()` leaves the size to the call: `gradients(4, folder=tmp_path)`. `run(function, 4, key=value)` is the same for a
+module-level function without the decorator.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
@@ -37,7 +47,7 @@ def _rank_main(function: Callable[..., Any], kwargs: dict[str, Any], env: dict[s
         None
     )  # an engine that goes out of scope calls it, and collecting what was imported takes seconds
     try:
-        result = ("ok", function(**kwargs))
+        result = ("ok", getattr(function, "__wrapped__", function)(**kwargs))
     except BaseException:  # noqa: BLE001 - the parent re-raises it with the rank's traceback
         result = ("error", traceback.format_exc())
     pipe.send_bytes(pickle.dumps(result))  # not send(): torch would share memory with a process that exits
@@ -54,6 +64,20 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def ranks(size: int | None = None) -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]:
+    """Decorator of a module-level function: a call runs it on `size` ranks. Without `size`, the call's first argument."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+        @functools.wraps(function)
+        def call(*sizes: int, **kwargs: Any) -> list[Any]:
+            [world_size] = sizes or (size,)
+            return run(call, world_size, **kwargs)  # the pickled name leads to `call`; the rank unwraps it
+
+        return call
+
+    return decorate
 
 
 def run(function: Callable[..., Any], world_size: int, *, timeout_s: float = HANG_S, **kwargs: Any) -> list[Any]:
