@@ -368,6 +368,6 @@ def print_keys(options: KeysOptions) -> int:
         default = "needed" if key.is_required else json.dumps(key.default, default=str)
         resume = "" if key.resume == "applies" else f"; resume: {key.resume}"
         print(f"{key.name}: {default}   ({key.kind}{resume}{''.join(f'; needs {one}' for one in key.needs)})")
-        for line in textwrap.wrap(key.comment, WIDTH, initial_indent="    ", subsequent_indent="    "):
+        for line in textwrap.wrap(key.description, WIDTH, initial_indent="    ", subsequent_indent="    "):
             print(line)
     return 0

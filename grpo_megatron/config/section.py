@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import glob
-import inspect
-import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, PydanticUndefined
@@ -54,7 +51,13 @@ class Needs:
 class Section(BaseModel):
     """The base of all sections: frozen, without unknown keys, and without values that nothing can use."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,  # the text below a key is its description
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -144,7 +147,7 @@ Files = Annotated[list[Path], BeforeValidator(_expanded)]  # one path, or a list
 Frequency = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]  # every so many steps; -1: never
 
 
-# -- All keys, with what is written beside them in the sources ----------------------------------------------------------
+# -- All keys ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -152,10 +155,10 @@ class ConfigKey:
     """One key that holds a value: `actor.optim.lr`."""
 
     name: str
-    kind: str  # its type, as in the sources: `float`, `list[Path]`
+    kind: str  # its type: `float`, `list[Path]`
     default: Any  # None if it has none, see `is_required`
     is_required: bool
-    comment: str
+    description: str
     resume: ResumeClass = "applies"  # what a change means for a run that resumes
     needs: tuple[str, ...] = ()  # all of these conditions (`Needs`), or the key has no effect
 
@@ -175,7 +178,6 @@ def config_keys(
 
     `resume`, `needs`: of the whole section. `defaults`: the section as it is where the file does not have it.
     """
-    kinds, comments = _written(config)
     for name, field in config.model_fields.items():
         inner = field.annotation
         kept = resume or next((mark.kind for mark in field.metadata if isinstance(mark, Resume)), None)
@@ -187,27 +189,19 @@ def config_keys(
             continue
         needed = tuple(re.sub(r"(?<![\w.])\.", prefix, text) for text in needed)
         needed = tuple(text for text in needed if re.split("[:=!>]", text)[0] != prefix + name)  # not itself
-        yield ConfigKey(prefix + name, kinds[name], default, is_required, comments[name], kept or "applies", needed)
+        kind, description = _type_name(inner), " ".join((field.description or "").split())
+        yield ConfigKey(prefix + name, kind, default, is_required, description, kept or "applies", needed)
 
 
-@functools.cache
-def _written(section: type[Section]) -> tuple[dict[str, str], dict[str, str]]:
-    """Field -> its type, and field -> its comment: beside it, within its brackets, or in the lines above it."""
-    kinds: dict[str, str] = {}
-    comments: dict[str, str] = {}
-    for owner in reversed(section.__mro__[: section.__mro__.index(Section)]):
-        lines = inspect.getsource(owner).splitlines()
-        tree = ast.parse("\n".join(lines)).body[0]
-        assert isinstance(tree, ast.ClassDef)
-        for node in tree.body:
-            if not isinstance(node, ast.AnnAssign):
-                continue
-            name, kind = ast.unparse(node.target), node.annotation
-            while isinstance(kind, ast.Subscript) and ast.unparse(kind.value) in ("Fixed", "Schedule", "Annotated"):
-                kind = kind.slice.elts[0] if isinstance(kind.slice, ast.Tuple) else kind.slice
-            kinds[name] = ast.unparse(kind)
-            start, own = node.lineno - 1, lines[node.lineno - 1 : node.end_lineno]
-            above = list(itertools.takewhile(lambda line: line.strip().startswith("#"), reversed(lines[:start])))
-            found = (re.search(r"#\s(.*)$", line) for line in (*reversed(above), *own))
-            comments[name] = " ".join(match[1].strip() for match in found if match)
-    return kinds, comments
+def _type_name(kind: Any) -> str:
+    """Writes a type as the sources have it: `list[Path]`, `int | None`."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _type_name(args[0])
+    if origin in (Union, UnionType):
+        return " | ".join(map(_type_name, args))
+    if origin is Literal:
+        return f"Literal[{', '.join(map(repr, args))}]"
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(map(_type_name, args))}]"
+    return "None" if kind is type(None) else str(getattr(kind, "__name__", kind))

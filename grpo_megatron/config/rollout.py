@@ -1,0 +1,177 @@
+"""The section `rollout`: the engine, sampling, several turns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from grpo_megatron.config.section import Count, Fixed, Needs, Section, Seed
+
+# The temperatures that vLLM accepts besides 0 (greedy). It silently raises a lower one, and refuses a higher one.
+ENGINE_TEMPERATURES = (0.01, 2.0)
+
+
+def _of_the_engine(temperature: float) -> float:
+    low, high = ENGINE_TEMPERATURES
+    if temperature and not low <= temperature <= high:
+        raise PydanticCustomError(
+            "temperature", f"it is outside the engine's {low:g} to {high:g}; set a value in between"
+        )
+    return temperature
+
+
+def _only(full: float) -> AfterValidator:
+    """For top_p and top_k: the one value that leaves the distribution as it is."""
+
+    def check(value: float) -> float:
+        if value != full:
+            text = "the policy's log-probabilities are of the full distribution; leave it out (rollout.val_kwargs may differ)"
+            raise PydanticCustomError("full", text)
+        return value
+
+    return AfterValidator(check)
+
+
+class ValKwargs(Section):
+    """How validation samples: its own values, instead of those of `rollout`."""
+
+    n: int = Field(1, ge=1, le=65536)
+    """samples per prompt"""
+    temperature: Annotated[float, AfterValidator(_of_the_engine)] = Field(0.0, ge=0)
+    """0: greedy"""
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
+OF_TOOLS = Needs("rollout.multi_turn.environment=tools")
+
+
+class MultiTurnConfig(Section):
+    """Rollouts of several turns: an environment answers what the model writes. environment = null: single turn."""
+
+    environment: str | None = None
+    """a registered environment, or module:Class (environments/environment.py)"""
+    kwargs: dict[str, Any] = {}
+    """keyword arguments of the environment's class"""
+    tools: Annotated[list[str], OF_TOOLS] = []
+    """registered tools, or module:function"""
+    format: Annotated[str, OF_TOOLS] = "hermes"
+    """how the model writes a tool call (environments/tool_environment.py)"""
+    max_assistant_turns: int = Field(8, ge=1)
+    """a trajectory ends after so many"""
+    max_parallel_calls: Annotated[int, OF_TOOLS] = Field(4, ge=1)
+    """tool calls of one turn that are answered; the others get an error"""
+    max_tool_response_length: int = Field(256, ge=1)
+    """tokens of one message of an observation; longer ones are cut"""
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    """what is cut"""
+    latency_ticks: int = Field(8, ge=1)
+    """engine steps from the end of a turn to the observation (trajectories/)"""
+    num_workers: int = Field(1, ge=1)
+    """processes per engine"""
+    timeout_s: float = Field(30.0, gt=0)
+    """wall-clock seconds of one reset or step"""
+    memory_gib: float = Field(2.0, gt=0)
+    """address space of one environment, above what its worker has loaded"""
+    failed: Literal["keep", "mask"] = "keep"
+    """trajectories that their environment failed: in the loss, or not"""
+
+
+class PartialConfig(Section):
+    """Responses may take several steps (sampling/partial.py). over_sample = 1: every step waits for all its responses."""
+
+    over_sample: Fixed[float] = Field(1.0, ge=1, le=2)
+    """prompts in progress, relative to those of a batch"""
+    max_staleness: int = Field(2, ge=1)
+    """a group is trained on at most so many steps after its first token"""
+    chunk_tokens: int = Field(512, ge=1)
+    """responses stop for a later step at multiples of it"""
+
+    @property
+    def is_on(self) -> bool:
+        return self.over_sample > 1
+
+
+class RolloutConfig(Section):
+    """The engine, and how it samples."""
+
+    engine: str = "vllm"
+    """a registered engine, or module:Class (rollout/engine.py)"""
+    engine_options: dict[str, Any] = {}
+    """the engine's own section, validated by its class (rollout/vllm/arguments.py)"""
+    n: int = Field(8, ge=1, le=65536)
+    """samples per prompt"""
+    temperature: Annotated[float, AfterValidator(_of_the_engine)] = Field(1.0, gt=0)
+    top_p: Annotated[float, _only(1.0)] = 1.0
+    """no other value may be set: the policy's logprobs are of the full distribution"""
+    top_k: Annotated[int, _only(-1)] = -1
+    seed: Seed = 42
+    """each sample's seed is a hash of this, the step, the prompt and the sample's index"""
+    placement: Literal["colocated", "separate"] = "colocated"
+    """separate: the last ranks of the run only draw, the others only train (training/roles.py); colocated: all do
+    both"""
+    num_nodes: Annotated[Count | None, Needs("rollout.placement=separate")] = None
+    """whole nodes that only draw"""
+    num_ranks: Annotated[Count | None, Needs("rollout.placement=separate")] = None
+    """instead of num_nodes, on one node"""
+    lag: Annotated[int, Needs("rollout.placement=separate")] = Field(0, ge=0, le=64)
+    """a step is drawn by the weights of so many steps before; 0: the same run as colocated, 1: both roles always
+    work"""
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    expert_parallel_size: int = Field(1, ge=1)
+    """= tensor_model_parallel_size: whole experts per rank; 1: each is cut"""
+    gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
+    """share of the device's memory that vLLM may take"""
+    max_num_seqs: Count | None = None
+    """sequences that one engine decodes at a time; null: what the KV cache holds (models/engine_cache.py), 256 on
+    the CPU"""
+    max_num_batched_tokens: int = Field(8192, ge=1)
+    """tokens of one engine step"""
+    enforce_eager: bool = False
+    """no CUDA graphs"""
+    free_cache_engine: bool = True
+    """GPU: the engine sleeps between rollouts"""
+    quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"] | None = None
+    """of the engine"""
+    batch_invariant: Annotated[bool, Needs("trainer.device!=cpu"), Needs("rollout.engine=vllm")] = False
+    """GPU: a response does not depend on what else is drawn (vLLM's VLLM_BATCH_INVARIANT, 0.32 and Hopper or newer).
+    Slower products without split-k, for training too"""
+    enable_prefix_caching: bool = True
+    update_weights_bucket_megabytes: Count = 512
+    """MiB of weights sent to the engine at a time"""
+    sync: Literal["full", "delta"] = "full"
+    """delta: after a full sync, only elements whose bits have changed are sent"""
+    delta_full_every: Annotated[int, Needs("rollout.sync=delta")] = Field(50, ge=1)
+    """every so many syncs is full all the same"""
+    delta_max_density: Annotated[float, Needs("rollout.sync=delta")] = Field(0.1, gt=0, le=1)
+    """a sync is full if a larger share of the elements has changed"""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """mean |logprob difference| after a sync; null: training/colocation.py"""
+    engine_kwargs: dict[str, Any] = {}
+    """further arguments of vllm.LLM; wrong names are errors"""
+    val_kwargs: ValKwargs = ValKwargs()
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """texts that end a response (or a turn); the token that completes one stays in it"""
+    stop_token_ids: list[int] = []
+    """further tokens that end it"""
+    partial: Annotated[PartialConfig, Needs("rollout.partial.over_sample>1")] = PartialConfig()
+    multi_turn: Annotated[MultiTurnConfig, Needs("rollout.multi_turn.environment")] = MultiTurnConfig()
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that one engine decodes at a time, where nothing is derived from the memory of a GPU."""
+        return self.max_num_seqs or min(256, self.max_num_batched_tokens)
+
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether a rank of an engine has some experts whole, and nothing of the others."""
+        return self.expert_parallel_size > 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_quantized_engine_differs(cls, values: Any) -> Any:
+        """Quantisation alone moves log-probabilities by 0.1 and more, so the default tolerance is wider with it."""
+        if isinstance(values, dict) and values.get("quantization") and values.get("probe_tolerance") is None:
+            return {**values, "probe_tolerance": 0.3}
+        return values
