@@ -1,5 +1,7 @@
 # make quickstart   train a tiny model on this CPU (SEED=1 for another draw of everything)
 # make test         everything CI runs: linters and all tests, and the tests of make test-vllm026
+#                   FILE=grpo_megatron/models/forward.py: the tests of one file (tests/covering.py)
+# make format       sort imports and format all Python
 # make test-fast    the tests without long runs, under two minutes
 # make test-vllm026 the fast tests and a training run with vLLM 0.26, torch 2.11 and Python 3.12, in .venv-vllm026
 # make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 9: a part of
@@ -30,7 +32,7 @@ SAME_ON_BOTH := test_layers.py test_docs.py test_browser.py starting/test_exampl
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode
 
-.PHONY: test-gpu setup quickstart docs test test-fast test-vllm026 soak lint clean
+.PHONY: format test-gpu setup quickstart docs test test-fast test-vllm026 soak lint clean
 
 setup: $(INSTALLED)
 
@@ -60,10 +62,19 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+ifdef FILE
+test: $(INSTALLED)
+	$(BIN)/python $(PYTEST) -m "not soak" $$($(BIN)/python -m tests.covering $(FILE))
+else
 test:
 	@$(MAKE) --jobs 3 lint docs $(if $(HAS_PYTHON312),$(VENV026)/.installed)
 	$(BIN)/python $(PYTEST) -m "not soak"
 	$(if $(HAS_PYTHON312),$(MAKE) test-vllm026,@echo "make test-vllm026 is left out: there is no $(PYTHON312) here")
+endif
 
 test-fast: $(INSTALLED)
 	$(BIN)/python $(PYTEST) -m "not slow and not soak"

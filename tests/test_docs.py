@@ -157,3 +157,31 @@ def config_blocks(text: str) -> Iterator[dict[str, Any]]:
 def test_blocks_of_a_config_are_valid(name: str) -> None:
     for raw in config_blocks(text_of(name)):
         Config.model_validate({**raw, "model": {"path": "model", **raw.get("model", {})}})
+
+
+# -- Python blocks -----------------------------------------------------------------------------------------------------
+
+RUN_ELSEWHERE = {"docs/python.md"}  # tests/e2e/test_examples.py runs it on a trained quickstart
+EXCERPT = re.compile(r"# excerpt of (\S+)\n")
+
+
+def python_blocks(name: str) -> list[str]:
+    return [block for language, block in FENCE.findall(text_of(name)) if language == "python"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if python_blocks(name) and name not in RUN_ELSEWHERE])
+def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the page, in one folder. An excerpt of a file stands in this file line by line."""
+    monkeypatch.chdir(tmp_path)
+    values: dict[str, Any] = {"__name__": "block"}
+    for block in python_blocks(name):
+        if excerpt := EXCERPT.match(block):
+            source = {code_of(line) for line in text_of(excerpt[1]).splitlines()}
+            missing = [line for line in block.splitlines()[1:] if code_of(line) not in source]
+            assert not missing, f"{excerpt[1]} does not have {missing}"
+        else:
+            exec(compile(block, name, "exec"), values)
+
+
+def code_of(line: str) -> str:
+    return line.partition("  # ")[0].strip()

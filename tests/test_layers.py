@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from tests import conftest
+from tests.covering import covering
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "grpo_megatron"
@@ -200,6 +201,13 @@ def test_files_are_ascii_and_have_a_header() -> None:
 def test_the_list_of_slow_tests_names_files_that_exist() -> None:
     for name in (*conftest.SLOW, *conftest.LONGEST):
         assert (ROOT / "tests" / name).exists(), f"tests/conftest.py names tests/{name}"
+
+
+def test_a_test_covers_every_file() -> None:
+    """`make test FILE=...` finds one."""
+    paths = [path.relative_to(ROOT) for path in SOURCES.values() if path.stem not in ("__init__", "__main__")]
+    wrong = [str(path) for path in paths if not covering(path)]
+    assert not wrong, show(wrong)
 
 
 # -- one name, one thing -----------------------------------------------------------------------------------------------
