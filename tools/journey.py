@@ -45,6 +45,7 @@ STEP_ROOMS = (
     "parallel",
     "types",
 )  # of a reader
+WATCH = {"parallel/heartbeat.py", "training/guards.py", "training/stopping.py", "models/flops.py"}  # they watch a step
 
 
 class Journey:
