@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -310,11 +311,17 @@ class Trainer:
     def update(self, step: int, batch: Batch) -> None:
         if self.critic is not None and not self.critic.trains_policy(step):
             return
+        sums, norms = [], []
         with self.metrics.phase("update_actor"):
-            complete = self.correction_step.complete(self.metrics)
-            sums, constants = self.policy.update(
-                batch, self.loss, epochs=self.actor.ppo_epochs, guard=self.guards, complete=complete
-            )
+            for _ in range(self.actor.ppo_epochs):
+                for micro_batches, num_forward_only in batch.updates():
+                    loss_pass = self.policy.forward_backward(batch, micro_batches, self.loss, num_forward_only)
+                    if self.correction_step.is_folded:
+                        batch.old_logprobs = self.policy.from_last_stage(loss_pass.host_logprobs())
+                        self.correction_step.measure(batch, self.metrics)
+                    sums.append(loss_pass.sums)
+                    norms.append(self.policy.optim_step(partial(self.guards, batch, micro_batches, loss_pass.sums)))
+            constants = self.policy.update_metrics(norms)
         record_update(self.metrics, sums, constants, self.mesh.is_first_replica_rank)
 
     def end_iteration(self, step: int) -> None:

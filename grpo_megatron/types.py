@@ -299,3 +299,8 @@ class Batch:
     @property
     def lengths(self) -> list[int]:
         return [len(t) for t in self.tokens]
+
+    def updates(self) -> list[tuple[list[list[int]], int]]:
+        """One (micro-batches, number of them without a backward pass) per optimizer step."""
+        counts = self.num_forward_only or [0] * len(self.mini_batches)
+        return list(zip(self.mini_batches, counts, strict=True))

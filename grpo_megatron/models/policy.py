@@ -156,38 +156,25 @@ class Policy(LanguageModel):
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def update(
-        self,
-        batch: Batch,
-        loss: LossFunction,
-        *,
-        epochs: int = 1,
-        guard: Guard | None = None,
-        complete: Callable[[Batch], None] | None = None,
+        self, batch: Batch, loss: LossFunction, *, epochs: int = 1, guard: Guard | None = None
     ) -> tuple[list[MetricSums], dict[str, float]]:
-        """One optimizer step per mini-batch, `epochs` times over the batch. Collective.
+        """Make one optimizer step per mini-batch, `epochs` times over the batch. Collective.
 
         Returns this rank's metric sums, one dict per optimizer step, and numbers that are the same on every rank. All
         ranks skip and count a step that `guard` forbids; None: one whose gradient is not finite on any rank. Raises
         TooManySkippedSteps.
-
-        `complete`: only for one optimizer step on a batch without old log-probabilities. The batch gets those of this
-        step's own forward pass. Then `complete(batch)` is called, before the guard and the optimizer step.
         """
-        assert complete is None or (epochs * len(batch.mini_batches) <= 1 and batch.old_logprobs is None)
         sums: list[MetricSums] = []
         norms: list[float] = []
         for _ in range(epochs):
-            for i, micro_batches in enumerate(batch.mini_batches):
-                num_forward_only = batch.num_forward_only[i] if batch.num_forward_only else 0
-                loss_pass = self.backward(batch, micro_batches, loss, sums, num_forward_only)
-                if complete is not None:
-                    batch.old_logprobs = self.from_last_stage(loss_pass.host_logprobs())
-                    complete(batch)
-                norms.append(self._step(functools.partial(guard, batch, micro_batches, sums[-1]) if guard else None))
-        return sums, self._update_metrics(norms)
+            for micro_batches, num_forward_only in batch.updates():
+                sums.append(self.forward_backward(batch, micro_batches, loss, num_forward_only).sums)
+                allows = functools.partial(guard, batch, micro_batches, sums[-1]) if guard else None
+                norms.append(self.optim_step(allows))
+        return sums, self.update_metrics(norms)
 
-    def _update_metrics(self, norms: list[float]) -> dict[str, float]:
-        """The learning rate, how many optimizer steps were skipped, and the mean gradient norm of the others."""
+    def update_metrics(self, norms: list[float]) -> dict[str, float]:
+        """Returns the learning rate, the number of skipped optimizer steps, and the mean gradient norm of the others."""
         finite, groups = [norm for norm in norms if math.isfinite(norm)], self.optimizer.param_groups
         metrics = {
             # On a rank whose shard of the optimizer is empty, the schedule's maximum.
@@ -198,17 +185,12 @@ class Policy(LanguageModel):
             metrics[f"{self.section}/grad_norm"] = sum(finite) / len(finite)
         return metrics
 
-    def backward(
-        self,
-        batch: Batch,
-        micro_batches: list[list[int]],
-        loss: LossFunction,
-        sums: list[MetricSums],
-        num_forward_only: int = 0,
+    def forward_backward(
+        self, batch: Batch, micro_batches: list[list[int]], loss: LossFunction, num_forward_only: int = 0
     ) -> LossPass:
-        """Gradients of one mini-batch into the model's buffers, summed over all ranks. Appends its metric sums.
+        """Compute the gradients of one mini-batch, summed over all ranks, in place of earlier gradients. Collective.
 
-        Rows of the last `num_forward_only` micro-batches have no gradient.
+        Rows of the last `num_forward_only` micro-batches have no gradient. The result has this rank's metric sums.
         """
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -222,7 +204,6 @@ class Policy(LanguageModel):
         else:
             with self.lora.updating() if self.lora is not None else contextlib.nullcontext():
                 loss_pass.run(self.model, packs, self.device, num_forward_only)
-        sums.append(loss_pass.sums)
         batch.route_counts = take_counts(self.routers)
         return loss_pass
 
@@ -231,10 +212,11 @@ class Policy(LanguageModel):
         return loss_inputs(batch, rows, logprobs, entropy)
 
     @torch.no_grad()
-    def _step(self, allows: Callable[[float], bool] | None = None) -> float:
-        """Clip and step if `allows(norm)`; None: if the gradient is finite on every rank.
+    def optim_step(self, allows: Callable[[float], bool] | None = None) -> float:
+        """Clip the gradient and make the optimizer step if `allows(norm)`; None: if it is finite on every rank.
 
-        Otherwise skip: weights, optimizer and schedule stay as they are. Returns the norm before clipping, or infinity.
+        A skipped step leaves weights, optimizer and schedule as they are. Returns the norm before clipping, or infinity
+        after a skipped step. Collective. Raises TooManySkippedSteps.
         """
         with self.device.megatron(), order_free_norm() if self.is_exact else contextlib.nullcontext():
             self.optimizer.prepare_grads()

@@ -6,7 +6,7 @@
 
 Where one optimizer step follows each rollout, and there is neither rejection nor penalty, the log-probabilities are those of
 the update's own forward pass (`folds_old_logprobs`). Weights are then computed within the loss, and `apply` does
-nothing. `complete` measures what `apply` would have measured.
+nothing. `measure` is called after that pass.
 
 Rejected tokens and penalties result in a new plan, in which every row stays on its rank. Without them, nothing is sent and
 the plan does not change. The rollout mismatch is measured first, over all loss tokens: `rollout_corr/*`,
@@ -15,7 +15,6 @@ the plan does not change. The rollout mismatch is measured first, over all loss 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +64,7 @@ class CorrectionStep:
         """
         if batch.old_logprobs is None:
             return table, plan
-        num_kept_tokens = self._measure(batch, metrics)
+        num_kept_tokens = self.measure(batch, metrics)
         columns: dict[str, list[Any]] = {}
         if num_kept_tokens is not None:  # not `if num_kept_tokens`: a rank without a row must join the collective
             columns["num_kept_tokens"] = self._column(num_kept_tokens, [0] * len(table))
@@ -94,17 +93,7 @@ class CorrectionStep:
 
         return with_weights
 
-    def complete(self, metrics: Metrics) -> Callable[[Batch], None] | None:
-        """Returns what `Policy.update` calls once the batch has old log-probabilities. None: the batch has them before."""
-        if not self.is_folded:
-            return None
-
-        def measure(batch: Batch) -> None:
-            self._measure(batch, metrics)
-
-        return measure
-
-    def _measure(self, batch: Batch, metrics: Metrics) -> dict[int, int] | None:
+    def measure(self, batch: Batch, metrics: Metrics) -> dict[int, int] | None:
         """Record the mismatch, and set the correction. Returns what `_correct` does."""
         assert batch.old_logprobs is not None
         replica_metrics = metrics.when(self.mesh.is_first_replica_rank)

@@ -34,7 +34,7 @@ def on_layout(folders: dict[str, Path], pairs: Any, layout: Any) -> dict[str, An
             out[f"{family} {dtype} shared"] = policy.logprobs(make_batch(pairs, [[[row] for row in range(len(pairs))]]))
             plan = assign_leaves([[[row] for row in range(len(pairs))]], policy.mesh.dp, [0] * len(pairs))
             [micro_batches] = plan.mini_batches[policy.mesh.dp_rank]
-            policy.backward(make_batch(pairs, [micro_batches]), micro_batches, loss, [])
+            policy.forward_backward(make_batch(pairs, [micro_batches]), micro_batches, loss)
             with order_free_norm():
                 out[f"{family} {dtype} norm"] = float(policy.optimizer.get_grad_norm())
             with torch.no_grad():

@@ -36,7 +36,7 @@ def logprobs_and_gradients(folder: Path, megatron: dict[str, Any], dtype: str) -
     policy = build_policy(folder, {"use_distributed_optimizer": False, **megatron}, dtype=dtype)
     batch = whole_batch(sequences(8, 400))
     logprobs = policy.logprobs(batch)
-    policy.backward(batch, batch.mini_batches[0], likelihood, [])
+    policy.forward_backward(batch, batch.mini_batches[0], likelihood)
     gradients = {name: g.float().cpu() for name, g in named_gradients(policy).items()}
     return {"layers": layer_class(policy), "logprobs": logprobs, "gradients": gradients, "mask": batch.response_mask}
 
@@ -170,7 +170,7 @@ def images_against_transformers(folder: Path, megatron: dict[str, Any], dtype: s
     policy = build_policy(folder, {"use_distributed_optimizer": False, **megatron}, dtype=dtype, **TRAINED_TOWER)
     batch = batch_with_images(rows)
     ours = policy.logprobs(batch)[batch.response_mask]
-    policy.backward(batch, batch.mini_batches[0], likelihood, [])
+    policy.forward_backward(batch, batch.mini_batches[0], likelihood)
     tower = {n: g.float().cpu() for n, g in named_gradients(policy).items() if n.startswith("visual.")}
     model = vision.load(folder)
     exact = torch.cat([vision.logprobs(model, *row) for row in rows])

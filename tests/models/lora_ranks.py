@@ -113,7 +113,7 @@ def passes(
         with policy.lora.reading({}):
             result |= {"base": policy.logprobs(one), "served base": stream(policy)}
         result |= {"logprobs": policy.logprobs(one), "served": stream(policy)}
-        policy.backward(batch, micros, loss, [])
+        policy.forward_backward(batch, micros, loss)
         result["gradients"] = whole(policy, named_gradients(policy))
         result["trained"] = {name for name, p in policy.ddp.named_parameters() if p.requires_grad}
         result["buffers"] = sum(buffer.grad_data.numel() for buffer in policy.ddp.buffers)

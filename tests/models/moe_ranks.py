@@ -80,7 +80,7 @@ def everything(folders: list[Path], pairs: Any, layout: Any) -> list[dict[str, A
         result["norms"] = [policy.update(batch, loss)[1]["actor/grad_norm"] for _ in range(2)]
         result["updated"] = stream(policy)
         policy = build(folder, device, mesh, use_distributed_optimizer=False)  # leaves whole gradients on every rank
-        policy.backward(batch, micros, loss, [])
+        policy.forward_backward(batch, micros, loss)
         result["gradients"] = whole(policy, named_gradients(policy))
         results.append(result)
     return results

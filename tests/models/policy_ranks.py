@@ -170,27 +170,16 @@ def update(
 
 
 def folded(policy: Any, batch: Any) -> dict[str, bool]:
-    """Old log-probabilities of a pass before the update, and of the update's own forward pass: are their bits the same?
-
-    `update` must have them before its guard, and of the weights before its step.
-    """
+    """Old log-probabilities of a pass before the update, and of the update's own forward pass: are their bits the same?"""
     (micros,) = batch.mini_batches
     batch.old_logprobs = before = policy.logprobs(batch)
-    separate = policy.backward(batch, micros, loss, [])
+    separate = policy.forward_backward(batch, micros, loss)
     gradients = named_gradients(policy)
     batch.old_logprobs = None
-    own = policy.backward(batch, micros, loss, [])
+    own = policy.forward_backward(batch, micros, loss)
     gradients_equal = all(torch.equal(g, gradients[name]) for name, g in named_gradients(policy).items())
-    seen: list[tuple[str, torch.Tensor]] = []
-
-    def guard(batch: Any, *_: Any) -> bool:
-        seen.append(("guard", batch.old_logprobs.clone()))
-        return True
-
-    policy.update(batch, loss, guard=guard, complete=lambda batch: seen.append(("complete", batch.old_logprobs)))
+    policy.optim_step()
     return {
-        "update": [name for name, _ in seen] == ["complete", "guard"]
-        and all(torch.equal(logprobs, before) for _, logprobs in seen),
         "step": not torch.equal(policy.logprobs(batch), before),
         "logprobs": torch.equal(policy.from_last_stage(own.host_logprobs()), before),
         "gradients": gradients_equal,
@@ -204,9 +193,8 @@ def without_backward(policy: Any, batch: Any) -> dict[str, bool]:
     batch.advantages[micros[-1]] = 0.0
     results = []
     for count in (0, 1):
-        sums: list[Any] = []
-        own = policy.backward(batch, micros, policy_loss, sums, count)
-        results.append((named_gradients(policy), sums[0], policy.from_last_stage(own.host_logprobs())))
+        own = policy.forward_backward(batch, micros, policy_loss, count)
+        results.append((named_gradients(policy), own.sums, policy.from_last_stage(own.host_logprobs())))
     (gradients, metrics, before), (fewer, same, after) = results
     return {
         "gradients": all(torch.equal(g, fewer[name]) for name, g in gradients.items()),
@@ -225,8 +213,8 @@ def shared_prompts(policy: Any, pairs: Any, micros: list[list[int]], rows: list[
     for batch.shares_prompts in (False, True):
         with mock.patch.object(modules, "QUERY_BLOCK", 16):  # the responses are short
             sizes = [pack.tokens.numel() for pack in policy.packs(batch, micros)]
-            before, sums = policy.logprobs(batch), []
-            policy.backward(batch, micros, loss, sums)
+            before = policy.logprobs(batch)
+            policy.forward_backward(batch, micros, loss)
         results.append((named_gradients(policy), before, sum(sizes)))
     (gradients, plain, all_tokens), (shared, tree, fewer) = results
     errors = [(g - shared[name]).abs().max() / g.abs().max() for name, g in gradients.items() if g.abs().max() > 0]
@@ -243,7 +231,7 @@ def both_packings(
     """Two prompts for all rows: shares its prompts? -> the gradients, as whole Hugging Face tensors."""
     batch, found = make_batch(with_two_prompts(pairs), [micros], rows, masked=True), {}
     for batch.shares_prompts in (False, True):
-        policy.backward(batch, micros, loss, [])
+        policy.forward_backward(batch, micros, loss)
         found[batch.shares_prompts] = whole(policy, named_gradients(policy))
     return found
 

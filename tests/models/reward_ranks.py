@@ -133,7 +133,7 @@ def update(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:
 
     model = build(folder, layout, megatron={"use_distributed_optimizer": False})  # leaves whole gradients on every rank
     batch = pair_batch(pairs, model.actor, model.mesh.dp_rank, model.mesh.dp)
-    model.backward(batch, batch.mini_batches[0], pair_loss(len(pairs)), [])
+    model.forward_backward(batch, batch.mini_batches[0], pair_loss(len(pairs)))
     gradients = whole(model, named_gradients(model))
     model = build(folder, layout)
     metrics = update_pairs(model, batch, len(pairs))

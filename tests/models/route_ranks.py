@@ -94,7 +94,7 @@ def replayed(folders: list[Path], pairs: Any, routes: list[list[torch.Tensor]], 
             micros = [[i] for i in range(len(rows))]
             own = tiny.make_batch(pairs, [micros], rows)
             own.routes = [of_pairs[row] for row in rows]
-            policy.backward(own, micros, loss, [])
+            policy.forward_backward(own, micros, loss)
             result[f"gradients {recomputed}"] = whole(policy, named_gradients(policy))
             result["counts"] = [sum(part) for part in zip(*mesh.all_gather(own.route_counts), strict=True)]
         results.append(result)
@@ -114,7 +114,7 @@ def own_routes(folders: list[Path], pairs: Any, layout: Layout) -> list[bool]:
         batch.recorded_routes = {}
         for policy in (plain, old, old):  # the third pass replays what the second one has recorded
             logprobs.append(policy.logprobs(batch))
-            policy.backward(batch, micros, loss, [])
+            policy.forward_backward(batch, micros, loss)
             gradients.append(named_gradients(policy))
         same = all(torch.equal(logprobs[0], other) for other in logprobs)
         same = same and all(torch.equal(gradients[0][n], other[n]) for n in gradients[0] for other in gradients)
@@ -182,7 +182,7 @@ def engine_routes(folder: Path, layout: Layout, rollout_tp: int, rollout_ep: int
     for name, (tokens, columns) in shifts.items():
         batch = tiny.make_batch(pairs, [[list(range(len(pairs)))]])
         batch.routes = [part.roll((tokens, columns), (0, 1)) for part in routes]
-        policy.backward(batch, batch.mini_batches[0], loss, [])
+        policy.forward_backward(batch, batch.mini_batches[0], loss)
         chosen, known = (sum(part) for part in zip(*mesh.all_gather(batch.route_counts), strict=True))
         found[name] = chosen / known
     return found
@@ -198,7 +198,7 @@ def finite_differences(folder: Path, pairs: Any, routes: list[torch.Tensor]) -> 
     def summed(inputs: Any) -> Any:
         return inputs.logprobs.mul(inputs.mask).sum(), {}
 
-    policy.backward(batch, batch.mini_batches[0], summed, [])
+    policy.forward_backward(batch, batch.mini_batches[0], summed)
     found = []
     for name, gradient in named_gradients(policy).items():
         if not name.endswith("router.weight"):

@@ -84,9 +84,7 @@ def update(folder: Path, rows: list[Row], paired: bool, layout: Layout, target: 
     kind = "outcome" if paired else "process"
     policy = build(folder, kind, layout, use_distributed_optimizer=False)
     batch = batch_of(rows, paired, policy)
-    sums: list[Any] = []
-    for micro_batches in batch.mini_batches:
-        policy.backward(batch, micro_batches, loss_of(paired), sums)
+    sums = [policy.forward_backward(batch, micro_batches, loss_of(paired)).sums for micro_batches in batch.mini_batches]
     out: dict[str, Any] = {"gradients": whole(policy, named_gradients(policy))}
     first = policy.mesh.is_first_replica_rank
     out["metrics"] = {name: float(part.total) if first else 0.0 for name, part in (sums[0] if sums else {}).items()}

@@ -52,7 +52,7 @@ def updated(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:
     from grpo_megatron.algo.losses import value_loss
 
     loss = functools.partial(value_loss, cliprange=CLIPRANGE)
-    model.backward(batch, batch.mini_batches[0], loss, [])
+    model.forward_backward(batch, batch.mini_batches[0], loss)
     gradients = reward_ranks.whole(model, named_gradients(model))
     return {"gradients": gradients, **trained_offloaded_or_not(folder, batch, layout)}
 

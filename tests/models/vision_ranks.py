@@ -41,7 +41,7 @@ def gradients(folder: Path, layout: Any, *, recompute: bool, **actor: Any) -> di
     batch = batch_of([micros], mine)
     found: dict[str, Any] = {"logprobs": dict(zip(mine, policy.logprobs(batch), strict=True)), "packings": {}}
     for batch.shares_prompts in (False, True):
-        policy.backward(batch, micros, policy_ranks.loss, [])
+        policy.forward_backward(batch, micros, policy_ranks.loss)
         found["packings"][batch.shares_prompts] = _whole(policy)
     features = features_of(policy)
     found["computed"] = None if features is None else features.num_computed

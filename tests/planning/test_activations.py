@@ -65,7 +65,7 @@ def peak(folder: Path, dtype: str, recompute: dict[str, Any], tokens: int) -> tu
     batch = tiny.make_batch([([1] * 8, [3] * (tokens // 2 - 8))] * 2, [[[0, 1]]])
 
     def backward() -> None:
-        policy.backward(batch, [[0, 1]], policy_ranks.loss, [])
+        policy.forward_backward(batch, [[0, 1]], policy_ranks.loss)
 
     backward()  # what is allocated once is no activation
     itemsize, layers = 4 if dtype == "float32" else 2, policy.arch.num_layers

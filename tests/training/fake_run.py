@@ -81,10 +81,21 @@ class FakePolicy(NamedWeights):
     def num_updates(self) -> int:
         return self.updates * self.period
 
-    def update(self, batch: Any, loss: Any, *, epochs: int = 1, guard: Any = None, complete: Any = None) -> Any:
-        if complete is not None:
-            batch.old_logprobs = self.logprobs(batch)
-            complete(batch)
+    def forward_backward(self, batch: Any, micro_batches: Any, loss: Any, num_forward_only: int = 0) -> Any:
+        self.events.append(("update", len(batch)))
+        return SimpleNamespace(sums={}, host_logprobs=lambda: self.logprobs(batch))
+
+    def from_last_stage(self, logprobs: torch.Tensor) -> torch.Tensor:
+        return logprobs
+
+    def optim_step(self, allows: Any = None) -> float:
+        self.updates += 1
+        return 1.0
+
+    def update_metrics(self, norms: Any) -> dict[str, float]:
+        return {"actor/lr": 0.0}
+
+    def update(self, batch: Any, loss: Any, *, epochs: int = 1, guard: Any = None) -> Any:
         self.updates += 1
         self.events.append(("update", len(batch)))
         return [], {"actor/lr": 0.0, "actor/pg_loss": 0.0}

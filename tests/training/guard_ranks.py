@@ -39,7 +39,7 @@ class Run:
         self.config = config_of(folder, out)
         self.policy = policy_ranks.build(folder, tp, pp, sp, **ACTOR, max_skipped_steps=100)
         self.mesh, self.loss = self.policy.mesh, build_loss(self.config.actor)
-        self.backward = self.policy.backward
+        self.forward_backward = self.policy.forward_backward
 
     def batch(self) -> Any:
         rows = policy_ranks.share(6, self.mesh.dp_rank, self.mesh.dp)
@@ -100,15 +100,15 @@ def faults(folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> dict[
     norm = results["healthy"]["logged"]["actor/grad_norm"]
 
     def spoiled(*arguments: Any) -> Any:
-        loss_pass = run.backward(*arguments)
+        loss_pass = run.forward_backward(*arguments)
         if run.mesh.rank == last:
             for buffer in run.policy.ddp.buffers:
                 buffer.grad_data.fill_(torch.nan)
         return loss_pass
 
-    run.policy.backward = spoiled
+    run.policy.forward_backward = spoiled
     results["gradient"] = run.update(1)
-    run.policy.backward = run.backward
+    run.policy.forward_backward = run.forward_backward
 
     batch = run.batch()
     if run.mesh.dp_rank == run.mesh.dp - 1:

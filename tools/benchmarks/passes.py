@@ -108,7 +108,7 @@ def pairs(folder: Path, workload: dict[str, Any], mesh: Any) -> dict[str, Ways]:
 
     def folded() -> None:
         batch.old_logprobs = None
-        policy.update(batch, loss, complete=lambda batch: None)
+        policy.update(batch, loss)
 
     def with_reference() -> None:
         policy.logprobs(batch)
