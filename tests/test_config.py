@@ -132,8 +132,8 @@ def test_all_wrong_keys_are_reported_at_once(path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("", "must be a mapping of sections, not NoneType"),
-        ("- a\n", "must be a mapping of sections, not list"),
+        ("", "must be a mapping, not NoneType"),
+        ("- a\n", "must be a mapping, not list"),
         ("model: {path: [", "not valid YAML"),
         ("trainer: {device: cpu}\n", "missing key 'model'"),
         ("model: {dtype: float32}\n", "missing key 'model.path'"),

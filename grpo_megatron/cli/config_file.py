@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import CHANGE_ME, Problem
 from grpo_megatron.config.section import config_keys
-from grpo_megatron.untrusted import MAX_LEVELS, MAX_YAML, ReadError, cut, parse_yaml, read_text, reason_of, shown
+from grpo_megatron.config.tables import read_table
+from grpo_megatron.untrusted import MAX_LEVELS, ReadError, cut, parse_yaml, shown
 
 Defaults = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]  # the file's content -> section -> key -> value
 MAX_EXPLAINED = 50  # wrong keys that are shown
@@ -66,16 +67,7 @@ def _left_to_write(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def read_raw(path: Path | str, overrides: Sequence[str] | None = None) -> tuple[dict[str, Any], list[Problem]]:
     """(the file's content with the overrides, wrong overrides). Raises ConfigError: unreadable file."""
-    where = f"config {shown(str(path))}"
-    try:
-        text = read_text(path, MAX_YAML)
-    except OSError as error:
-        raise ConfigError(f"cannot read {where}: {reason_of(error)}") from error
-    except ReadError as error:
-        raise ConfigError(f"{where} {error}") from error
-    raw = _parsed(where, text)
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{where} must be a mapping of sections, not {type(raw).__name__}")
+    _, raw = read_table(path, "config")
     problems = []
     for override in overrides or ():
         try:
@@ -89,7 +81,10 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {shown(override)} is not of the form section.key=value")
-    parsed = _parsed(f"override {shown(override)}: the value", value)
+    try:
+        parsed = parse_yaml(value)
+    except ReadError as error:
+        raise ConfigError(f"override {shown(override)}: the value is not valid YAML: {error}") from error
     *sections, leaf = key.split(".")
     if len(sections) > MAX_LEVELS:
         raise ConfigError(f"override {shown(override)}: the key has {len(sections):,} sections within each other")
@@ -99,13 +94,6 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"override {shown(override)}: {shown(section)} is a value, not a section")
     node[leaf] = parsed
-
-
-def _parsed(what: str, text: str) -> Any:
-    try:
-        return parse_yaml(text)
-    except ReadError as error:
-        raise ConfigError(f"{what} is not valid YAML: {error}") from error
 
 
 def _read_right_keys(raw: dict[str, Any]) -> tuple[Config | None, list[Any]]:

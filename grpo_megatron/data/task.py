@@ -28,6 +28,7 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig, Section
 from grpo_megatron.config.problems import ProblemList
+from grpo_megatron.config.tables import named_file, read_table, table_names
 from grpo_megatron.data.rows import (
     Messages,
     Question,
@@ -37,10 +38,10 @@ from grpo_megatron.data.rows import (
     text_field,
     type_name,
 )
-from grpo_megatron.registry import did_you_mean, import_function, no_exit
+from grpo_megatron.registry import import_function, no_exit
 from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.answers import box_start, last_boxed, tagged_answer
-from grpo_megatron.untrusted import MAX_YAML, ReadError, parse_yaml, read_text, reason_of, shown
+from grpo_megatron.untrusted import shown
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")  # of a template; other braces are literal
 
@@ -374,13 +375,14 @@ KEYS = sorted({"extends", *RowFormat.model_fields, *(f.name for f in dataclasses
 
 def read_task_file(path: Path) -> Task:
     """The task that a file describes. Raises ConfigError with every mistake of the file."""
-    content, own = _load(path)
-    keys, hashed = own, content
+    text, table = read_table(path, "task file")
+    own = {str(key): value for key, value in table.items()}
+    keys, hashed = own, text.encode()
     if "extends" in own:
-        base_content, base = _load_base(path, own["extends"])
+        base_text, base = _load_base(path, own["extends"])
         keys = {**{key: value for key, value in base.items() if key not in OWN_KEYS}, **own}
         del keys["extends"]
-        hashed = base_content + b"\0" + content
+        hashed = base_text.encode() + b"\0" + hashed
     problems = [f"{key}: Field required" for key in ("version", "title") if key not in own]
     problems += [f"{key}: not a key of a task file" for key in SET_HERE if key in own]
     rows = task = None
@@ -408,30 +410,17 @@ def read_task_file(path: Path) -> Task:
     return dataclasses.replace(task, read_row=read_row, read_question=rows.read_question, sha256=sha256)
 
 
-def _load(path: Path) -> tuple[bytes, dict[str, Any]]:
-    try:
-        text = read_text(path, MAX_YAML)
-        raw: Any = parse_yaml(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read task file {shown(str(path))}: {reason_of(error)}") from error
-    except ReadError as error:
-        raise ConfigError(f"task file {shown(str(path))} cannot be used: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"task file {shown(str(path))} must be a mapping, not {type_name(raw)}")
-    return text.encode(), {str(key): value for key, value in raw.items()}
-
-
-def _load_base(path: Path, name: Any) -> tuple[bytes, dict[str, Any]]:
+def _load_base(path: Path, name: Any) -> tuple[str, dict[str, Any]]:
     if name not in (known := task_names()):
         raise ConfigError(
             f"task file {str(path)!r}: extends {shown(name)} is not a built-in task; set one of {', '.join(known)}"
         )
-    content, base = _load(TASKS_FOLDER / f"{name}.yaml")
+    text, base = read_table(TASKS_FOLDER / f"{name}.yaml", "task file")
     if "extends" in base:
         raise ConfigError(
             f"task file {str(path)!r} extends {name!r}, which extends {base['extends']!r}; set extends to the latter"
         )
-    return content, base
+    return text, base
 
 
 def _mistakes(error: ValidationError) -> list[str]:
@@ -444,7 +433,7 @@ _read_built_in = cache(read_task_file)
 
 def task_names() -> list[str]:
     """The built-in tasks."""
-    return sorted(path.stem for path in TASKS_FOLDER.glob("*.yaml"))
+    return table_names(TASKS_FOLDER)
 
 
 def get_task(name: str) -> Task:
@@ -457,11 +446,7 @@ def get_task(name: str) -> Task:
         return read_task_file(Path(name))
     if ":" in name:
         return _python_task(name)
-    if name not in task_names():
-        hint = did_you_mean(name, task_names())
-        known = ", ".join(task_names())
-        raise ConfigError(f"unknown task {name!r}{hint} (known: {known}; or a .yaml file, or package.module:function)")
-    return _read_built_in(TASKS_FOLDER / f"{name}.yaml")
+    return _read_built_in(named_file(TASKS_FOLDER, name, "task", "; or a .yaml file, or package.module:function"))
 
 
 def get_tasks(names: list[str]) -> list[Task]:

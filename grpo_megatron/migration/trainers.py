@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_megatron.config.section import ConfigKey
-from grpo_megatron.untrusted import MAX_YAML, parse_yaml, read_text
+from grpo_megatron.config.tables import named_yaml
 
 Settings = dict[str, Any]  # their keys -> values
 Convert = Callable[[Any, Settings], "Mapping[str, Any] | str"]
@@ -72,7 +72,7 @@ class OtherTrainer:
     @classmethod
     def read(cls, name: str, converts: Mapping[str, tuple[str, Convert]], *prefixes: str) -> OtherTrainer:
         """The table in `name`.yaml with these functions (their key -> our key, function)."""
-        table = parse_yaml(read_text(Path(__file__).parent / f"{name}.yaml", MAX_YAML))
+        table = named_yaml(Path(__file__).parent, name, "trainer")
         rules = {theirs: Rule(ours) for theirs, ours in table["same"].items()}
         for theirs, cases in table["cases"].items():
             ours = next((key for case in cases.values() if isinstance(case, dict) for key in case), None)

@@ -188,8 +188,8 @@ def test_wrong_task_files(tmp_path: Path) -> None:
     path, own = tmp_path / "wrong.yaml", "name: x\nextends: math\nversion: 1\ntitle: t\n"
     missing = r"(?s)title: Field required.*question: Field.*answer: Field.*version: Input should be"
     for text, message in (
-        ("- 1", "must be a mapping, not a list"),
-        ("{", "cannot be used"),
+        ("- 1", "must be a mapping, not list"),
+        ("{", "is not valid YAML"),
         ("name: x\nversion: 0\n", missing),
         ("extends: gsm9k\n", "extends 'gsm9k' is not a built-in task; set one of aime"),
         ("extends: svamp\n", "extends 'svamp', which extends 'gsm8k'; set extends to the latter"),
