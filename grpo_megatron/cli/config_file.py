@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import CHANGE_ME, Problem
 from grpo_megatron.config.section import config_keys
-from grpo_megatron.config.tables import read_table
+from grpo_megatron.config.tables import read_yaml_table
 from grpo_megatron.untrusted import MAX_LEVELS, ReadError, cut, parse_yaml, shown
 
 Defaults = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]  # the file's content -> section -> key -> value
@@ -67,7 +67,7 @@ def _left_to_write(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def read_raw(path: Path | str, overrides: Sequence[str] | None = None) -> tuple[dict[str, Any], list[Problem]]:
     """(the file's content with the overrides, wrong overrides). Raises ConfigError: unreadable file."""
-    _, raw = read_table(path, "config")
+    _, raw = read_yaml_table(path, "config")
     problems = []
     for override in overrides or ():
         try:

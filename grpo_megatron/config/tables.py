@@ -10,7 +10,7 @@ from grpo_megatron.registry import did_you_mean
 from grpo_megatron.untrusted import MAX_YAML, ReadError, parse_yaml, read_text, reason_of, shown
 
 
-def read_table(path: Path | str, kind: str) -> tuple[str, dict[str, Any]]:
+def read_yaml_table(path: Path | str, kind: str) -> tuple[str, dict[str, Any]]:
     """Reads (the text, the table) of a YAML file. `kind` stands before its path in messages. Raises ConfigError."""
     where = f"{kind} {shown(str(path))}"
     try:
@@ -44,4 +44,4 @@ def named_file(folder: Path, name: str, kind: str, others: str = "") -> Path:
 
 def named_yaml(folder: Path, name: str, kind: str) -> dict[str, Any]:
     """Reads the table of a name. Raises ConfigError."""
-    return read_table(named_file(folder, name, kind), kind)[1]
+    return read_yaml_table(named_file(folder, name, kind), kind)[1]

@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig, Section
 from grpo_megatron.config.problems import ProblemList
-from grpo_megatron.config.tables import named_file, read_table, table_names
+from grpo_megatron.config.tables import named_file, read_yaml_table, table_names
 from grpo_megatron.data.rows import (
     Messages,
     Question,
@@ -375,7 +375,7 @@ KEYS = sorted({"extends", *RowFormat.model_fields, *(f.name for f in dataclasses
 
 def read_task_file(path: Path) -> Task:
     """The task that a file describes. Raises ConfigError with every mistake of the file."""
-    text, table = read_table(path, "task file")
+    text, table = read_yaml_table(path, "task file")
     own = {str(key): value for key, value in table.items()}
     keys, hashed = own, text.encode()
     if "extends" in own:
@@ -415,7 +415,7 @@ def _load_base(path: Path, name: Any) -> tuple[str, dict[str, Any]]:
         raise ConfigError(
             f"task file {str(path)!r}: extends {shown(name)} is not a built-in task; set one of {', '.join(known)}"
         )
-    text, base = read_table(TASKS_FOLDER / f"{name}.yaml", "task file")
+    text, base = read_yaml_table(TASKS_FOLDER / f"{name}.yaml", "task file")
     if "extends" in base:
         raise ConfigError(
             f"task file {str(path)!r} extends {name!r}, which extends {base['extends']!r}; set extends to the latter"
