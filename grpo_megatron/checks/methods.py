@@ -39,9 +39,10 @@ OWN_FUNCTIONS = (*FACTS, "actor.loss_agg_mode", "critic.loss_agg_mode")
 
 def effect_problems(config: Config) -> Problems:
     """Keys that are set, and have no effect without a fitting value of another key."""
+    defaults = config.method_keys
     for key in config_keys(Config):
         value = config.at(key.name)
-        for needed in key.needs if value != key.default else ():
+        for needed in key.needs if value != defaults.get(key.name, key.default) else ():
             unmet = [_unmet(config, condition) for condition in needed.split(" or ")]
             if all(unmet):
                 now, remedies = zip(*filter(None, unmet), strict=True)

@@ -15,12 +15,13 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.methods import methods, with_defaults
 from grpo_megatron.config.problems import CHANGE_ME, Problem
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.config.tables import read_yaml_table
 from grpo_megatron.untrusted import MAX_LEVELS, ReadError, cut, parse_yaml, shown
 
-Defaults = Callable[[dict[str, Any]], dict[str, dict[str, Any]]]  # the file's content -> section -> key -> value
+Defaults = Callable[[dict[str, Any]], dict[str, Any]]  # the file's content -> `section.key` -> value
 MAX_EXPLAINED = 50  # wrong keys that are shown
 MAX_READINGS = 5  # a key that is right alone may be wrong without another one
 NO_PATH = "(missing)"  # of model.path, the one key without a default
@@ -40,10 +41,8 @@ def load_config(path: Path | str, overrides: Sequence[str] | None = None, defaul
     `defaults` makes the values of keys that are set nowhere, from the file's content with the overrides.
     """
     raw, wrong = read_raw(path, overrides)
-    for section, values in (defaults(raw) if defaults else {}).items():
-        given = raw.setdefault(section, {})
-        if isinstance(given, dict):
-            raw[section] = {**values, **given}
+    if defaults:
+        raw = with_defaults(raw, defaults(raw))
     config, mistakes = _read_right_keys(raw)
     problems = wrong + [Problem(_explain(mistake), _named_by(mistake)) for mistake in mistakes[:MAX_EXPLAINED]]
     named = {key for problem in problems for key in problem.keys}
@@ -53,6 +52,8 @@ def load_config(path: Path | str, overrides: Sequence[str] | None = None, defaul
         problems.append(Problem(f"and {len(mistakes) - MAX_EXPLAINED:,} more keys are wrong"))
     if problems or config is None:
         keys = {key for problem in wrong for key in problem.keys} | {key for one in mistakes for key in _named_by(one)}
+        if "method" in keys:  # the checks have seen other defaults than were meant
+            keys |= {key for method in methods().values() for key in method.keys}
         raise WrongKeys(problems, config, keys)
     return config
 
@@ -232,22 +233,17 @@ def _place(keys: Sequence[str], order: Mapping[str, int], known: Mapping[str, in
     return len(order), len(known) + 1
 
 
-# -- what `train-reward` sets where a config does not: the loss of a reward model, its rows, and no engine -------------
+# -- what `train-reward` sets where a config does not: the method, and no validation without rows for it ---------------
 # The same run by `train` needs these keys in the file.
 
-OUTCOME = {"adv_estimator": "preference", "loss_mode": "bradley_terry", "loss_agg_mode": "seq-mean-token-mean"}
-PROCESS = {"adv_estimator": "step_labels", "loss_mode": "step_labels", "loss_agg_mode": "token-mean"}
 
-
-def reward_defaults(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Section -> key -> value. `reward_model.kind: process`, or `actor.loss_mode: step_labels`, asks for a model of steps."""
+def reward_defaults(raw: dict[str, Any]) -> dict[str, Any]:
+    """Key -> value. `reward_model.kind: process`, or `actor.loss_mode: step_labels`, asks for a model of steps."""
     is_process = _value(raw, "reward_model", "kind") == "process" or _value(raw, "actor", "loss_mode") == "step_labels"
-    chosen = PROCESS if is_process else OUTCOME
-    without_validation = {"val_before_train": False, "test_freq": -1}
+    without_validation = {"trainer.val_before_train": False, "trainer.test_freq": -1}
     return {
-        "trainer": {} if _value(raw, "data", "val_loss_files") else without_validation,
-        "algorithm": {"source": "file", "adv_estimator": chosen["adv_estimator"]},
-        "actor": {"loss_mode": chosen["loss_mode"], "loss_agg_mode": chosen["loss_agg_mode"], "use_kl_loss": False},
+        "method": "process_reward_model" if is_process else "reward_model",
+        **({} if _value(raw, "data", "val_loss_files") else without_validation),
     }
 
 

@@ -21,8 +21,9 @@ from typing import Annotated, Any
 
 from grpo_megatron.cli import failures, ranks
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.methods import methods
 from grpo_megatron.config.options import COMMAND_NAME, HIDDEN, Argument, Option, Options, parse
-from grpo_megatron.config.section import config_keys
+from grpo_megatron.config.section import ConfigKey, config_keys
 from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
 from grpo_megatron.registry import did_you_mean, find_modules, import_function
 from grpo_megatron.storage.files import remove_leftovers
@@ -349,20 +350,27 @@ class KeysOptions(Options):
 
     program, description = (
         "keys",
-        "List the keys of a config: default, type, resume class (docs/training.md), the key it needs, and comment.",
+        "List the keys of a config: default, type, resume class (docs/training.md), the key it needs, and comment; or those"
+        " that a method sets.",
     )
-    section: Annotated[str, Argument("actor, rollout.multi_turn, ... (default: all)", "SECTION")] = ""
+    section: Annotated[str, Argument("actor, rollout.multi_turn, ... or a method (default: all keys)", "SECTION")] = ""
 
 
 def print_keys(options: KeysOptions) -> int:
-    """Print every key of a section with its default, type and comment; returns the exit code. Raises ConfigError: no section."""
+    """Print every key of a section with its default, type and comment, or the keys of a method; returns the exit code.
+
+    Raises ConfigError: no such section or method.
+    """
     section, keys = options.section, list(config_keys(Config))
+    if section in methods():
+        return _print_method(section, {key.name: key for key in keys})
     chosen = [key for key in keys if not section or f"{key.name}.".startswith(f"{section}.")]
     if not chosen:
         sections = sorted({".".join(key.name.split(".")[:depth]) for key in keys for depth in (1, 2, 3)})
         known = ", ".join(dict.fromkeys(key.name.partition(".")[0] for key in keys))
         raise ConfigError(
-            f"no key of a config begins with {section!r}{did_you_mean(section, sections)} (sections: {known})"
+            f"no key of a config begins with {section!r}{did_you_mean(section, [*sections, *methods()])} (sections: {known};"
+            f" methods: {', '.join(methods())})"
         )
     for key in chosen:
         default = "needed" if key.is_required else json.dumps(key.default, default=str)
@@ -370,4 +378,15 @@ def print_keys(options: KeysOptions) -> int:
         print(f"{key.name}: {default}   ({key.kind}{resume}{''.join(f'; needs {one}' for one in key.needs)})")
         for line in textwrap.wrap(key.description, WIDTH, initial_indent="    ", subsequent_indent="    "):
             print(line)
+    return 0
+
+
+def _print_method(name: str, keys: dict[str, ConfigKey]) -> int:
+    method = methods()[name]
+    print(f"# {method.title}{f' (arXiv {method.papers})' if method.papers else ''}: {method.changes}")
+    print(f"method: {name}   sets the keys that a config does not set to")
+    for key, value in method.keys.items():
+        print(
+            f"{key}: {value if isinstance(value, str) else json.dumps(value)}   (default {json.dumps(keys[key].default)})"
+        )
     return 0

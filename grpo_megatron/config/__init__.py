@@ -4,19 +4,24 @@ Names follow verl where the meaning is the same (without its `actor_rollout_ref`
 sizes count prompts, and steps are training steps, unless the key's text says otherwise. `null` is YAML's None. Each
 section checks its own values here; checks that need two sections, the world size or a file are in `checks/`. Sections:
 model.py, actor.py (also ref, critic), data.py (also sft), algorithm.py, reward.py (also the reward models), rollout.py,
-trainer.py (also guards). section.py: their base. options.py: command lines. tables.py: YAML files, also by name.
-passthrough.py: tables for other packages. problems.py: mistakes with their keys.
+trainer.py (also guards). section.py: their base. methods.py: named blocks of defaults. options.py: command lines.
+tables.py: YAML files, also by name. passthrough.py: tables for other packages. problems.py: mistakes with their keys.
 """
 
 # ruff: noqa: F401 - the names of all sections are imported from here
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+
+from pydantic import field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from grpo_megatron.config.actor import HAS_CRITIC, ActorConfig, CriticConfig, RefConfig
 from grpo_megatron.config.algorithm import AlgorithmConfig, FilterGroups, KlCtrl, ReplayConfig, RolloutCorrection
 from grpo_megatron.config.data import DataConfig, DataSource, SamplingConfig, SftConfig
+from grpo_megatron.config.methods import methods, unknown_method, with_method
 from grpo_megatron.config.model import (
     Fp8Config,
     LoraConfig,
@@ -43,6 +48,8 @@ from grpo_megatron.config.trainer import Band, DeviceName, GuardsConfig, Trainer
 class Config(Section):
     """The whole config of a run: one section per topic."""
 
+    method: str | None = None
+    """the defaults of the keys that make a paper's method, a name of algo/methods.yaml; null: those of this program"""
     model: ModelConfig
     data: DataConfig = DataConfig()
     sft: SftConfig = SftConfig()
@@ -57,6 +64,29 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_keys_of_the_method(cls, raw: Any) -> Any:
+        def value_of(key: str) -> Any:
+            name, leaf = key.split(".")
+            default = getattr(cls.model_fields[name].default, leaf)
+            section = raw.get(name, {})
+            return section.get(leaf, default) if isinstance(section, Mapping) else getattr(section, leaf, default)
+
+        return with_method(raw, value_of) if isinstance(raw, Mapping) else raw
+
+    @field_validator("method")
+    @classmethod
+    def _method_exists(cls, name: str | None) -> str | None:
+        if name is not None and name not in methods():
+            raise PydanticCustomError("method", "{problem}", {"problem": unknown_method(name)})
+        return name
+
+    @property
+    def method_keys(self) -> dict[str, Any]:
+        """The keys that `method` sets, with their values there."""
+        return methods()[self.method].values(self.at) if self.method is not None else {}
 
     @property
     def critic_only_steps(self) -> int:

@@ -1,0 +1,98 @@
+"""Methods: a method is data, a named block of defaults over the sections of a config (algo/methods.yaml).
+
+method: dapo                          # at the top of a config: the block of DAPO
+actor: {clip_ratio_high: 0.25}        # a key of the file overrides the block's
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.registry import did_you_mean
+from grpo_megatron.untrusted import parse_yaml
+
+BLOCKS = Path(__file__).parents[1] / "algo" / "methods.yaml"
+PART = re.compile(r"([\w.]+) / (\d+)")  # of another key's value
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method. `keys`: `actor.loss_mode` -> value, with those of its base. The other fields are for the docs."""
+
+    title: str
+    kind: str
+    papers: str
+    changes: str
+    use: str
+    keys: Mapping[str, Any]
+
+    def values(self, value_of: Callable[[str], Any]) -> dict[str, Any]:
+        """Computes the keys with their values, from those of the keys that they depend on."""
+        return {key: _part(value, value_of) for key, value in self.keys.items()}
+
+
+def _part(value: Any, value_of: Callable[[str], Any]) -> Any:
+    match = PART.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    total = value_of(match[1])
+    return max(1, total // int(match[2])) if isinstance(total, int) else None  # None: the key itself is reported
+
+
+@functools.cache
+def methods() -> dict[str, Method]:
+    """Reads all methods, by name, in the order of the docs."""
+    found: dict[str, Method] = {}
+    for name, entry in parse_yaml(BLOCKS.read_text()).items():
+        base = found[entry.pop("base")].keys if "base" in entry else {}
+        found[name] = Method(
+            **{key: value for key, value in entry.items() if key != "config"}, keys={**base, **_flat(entry["config"])}
+        )
+    return found
+
+
+def _flat(block: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in block.items():
+        values |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return values
+
+
+def unknown_method(name: str) -> str:
+    """Says that there is no such method, and which there are."""
+    return f"there is no such method{did_you_mean(name, methods())} (known: {', '.join(methods())})"
+
+
+def with_method(raw: Mapping[str, Any], value_of: Callable[[str], Any]) -> dict[str, Any]:
+    """Fills the keys that a config does not set with those of its method. An unknown method has none.
+
+    `value_of`: the value of a key in the config, or its default.
+    """
+    name = raw.get("method")
+    method = methods().get(name) if isinstance(name, str) else None
+    return with_defaults(raw, method.values(value_of) if method else {})
+
+
+def with_defaults(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies `raw` with the `defaults` (`actor.loss_mode` -> value) of keys that it does not set.
+
+    A section that is no table, which is a mistake of the file, stays as it is.
+    """
+    result: dict[str, Any] = dict(raw)
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in defaults.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            nested.setdefault(name, {})[rest] = value
+        else:
+            result.setdefault(name, value)
+    for name, values in nested.items():
+        section = result.get(name, {})
+        if isinstance(section, Mapping):
+            result[name] = with_defaults(section, values)
+    return result
