@@ -23,6 +23,7 @@ from grpo_megatron.checks.machine import NO_DEVICE
 from grpo_megatron.checks.methods import steps_of_epochs, suspicions
 from grpo_megatron.checks.reward_call import reward_lines, trial_lines
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.problems import written
 from grpo_megatron.data.sampler import Mixture
 from grpo_megatron.device import Device, count_cuda_devices, device_bytes, read_hardware
 from grpo_megatron.models.engine_cache import engine_cache, engine_weights
@@ -149,6 +150,7 @@ def plan_page(
         divided=lambda number, parts: f"{number // parts:,}" if number % parts == 0 else f"{number / parts:,.1f}",
         commas=lambda number, places=None: f"{number:,}" if places is None else f"{number:,.{places}f}",
         repr=repr,
+        written=written,
         GIB=GIB,
         FP8_SPEEDUP=FP8_SPEEDUP,
     )

@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.config.problems import written
+from grpo_megatron.config.tables import read_yaml_table
 from grpo_megatron.registry import did_you_mean
-from grpo_megatron.untrusted import parse_yaml
 
-BLOCKS = Path(__file__).parents[1] / "algo" / "methods.yaml"
+METHODS_FILE = Path(__file__).parents[1] / "algo" / "methods.yaml"
 PART = re.compile(r"([\w.]+) / (\d+)")  # of another key's value
 
 
 @dataclass(frozen=True)
-class Method:
-    """One method. `keys`: `actor.loss_mode` -> value, with those of its base. The other fields are for the docs."""
+class TrainingMethod:
+    """One method. `keys`: `actor.loss_mode` -> value, with those of its base. The texts are for the docs."""
 
     title: str
     kind: str
@@ -30,6 +31,7 @@ class Method:
     changes: str
     use: str
     keys: Mapping[str, Any]
+    example: str  # its file
 
     def values(self, value_of: Callable[[str], Any]) -> dict[str, Any]:
         """Computes the keys with their values, from those of the keys that they depend on."""
@@ -45,14 +47,13 @@ def _part(value: Any, value_of: Callable[[str], Any]) -> Any:
 
 
 @functools.cache
-def methods() -> dict[str, Method]:
+def methods() -> dict[str, TrainingMethod]:
     """Reads all methods, by name, in the order of the docs."""
-    found: dict[str, Method] = {}
-    for name, entry in parse_yaml(BLOCKS.read_text()).items():
+    found: dict[str, TrainingMethod] = {}
+    for name, entry in read_yaml_table(METHODS_FILE, "methods")[1].items():
         base = found[entry.pop("base")].keys if "base" in entry else {}
-        found[name] = Method(
-            **{key: value for key, value in entry.items() if key != "config"}, keys={**base, **_flat(entry["config"])}
-        )
+        keys = {**base, **_flat(entry.pop("config"))}
+        found[name] = TrainingMethod(**{"example": f"methods/{name}.yaml", **entry}, keys=keys)
     return found
 
 
@@ -66,6 +67,20 @@ def _flat(block: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def unknown_method(name: str) -> str:
     """Says that there is no such method, and which there are."""
     return f"there is no such method{did_you_mean(name, methods())} (known: {', '.join(methods())})"
+
+
+def nearest_method(value_of: Callable[[str], Any]) -> tuple[str | None, dict[str, Any]]:
+    """Finds the method of a config's estimator and loss: (its name, the keys that differ with the config's values).
+
+    Among several it is the one with the fewest such keys. (None, {}): there is none.
+    """
+    candidates = []
+    for name, method in methods().items():
+        keys = {"actor.loss_mode": "vanilla", **method.values(value_of)}
+        others = {key: value_of(key) for key, value in keys.items() if value_of(key) != value}
+        if not others.keys() & {"actor.loss_mode", "algorithm.adv_estimator"}:
+            candidates.append((name, others))
+    return min(candidates, key=lambda pair: len(pair[1]), default=(None, {}))
 
 
 def with_method(raw: Mapping[str, Any], value_of: Callable[[str], Any]) -> dict[str, Any]:
@@ -96,3 +111,17 @@ def with_defaults(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
         if isinstance(section, Mapping):
             result[name] = with_defaults(section, values)
     return result
+
+
+def methods_table(default_of: Mapping[str, Any]) -> str:
+    """Writes the Markdown table of docs/algorithms.md. Its last column leaves out keys with the program's default."""
+    lines = ["| `method:` | paper | what it changes | when to use it | keys |", "| --- | --- | --- | --- | --- |"]
+    kind = ""
+    for name, method in methods().items():
+        if method.kind != kind:
+            kind = method.kind
+            lines.append(f"| **{kind}** | | | | |")
+        keys = ", ".join(f"`{key}: {written(v)}`" for key, v in method.keys.items() if v != default_of[key])
+        link = f"[{method.title}](../examples/{method.example}): `{name}`"
+        lines.append(f"| {' | '.join([link, method.papers, method.changes, method.use, keys])} |")
+    return "\n".join(lines)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.methods import nearest_method
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.config.problems import CHANGE_ME, Problem
 from grpo_megatron.config.section import ConfigKey, config_keys
@@ -32,6 +33,7 @@ from grpo_megatron.migration.trainers import (
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.untrusted import TOO_DEEP, ReadError, parse_yaml, read_text, reason_of, shown, visible
 
+MAX_OTHER_KEYS = 3  # of a method that a config is near to
 REQUIRED = {"model.path": "a Hugging Face folder on this machine", "data.train_files": "files of rows"}
 
 
@@ -124,6 +126,10 @@ def as_yaml(result: Translation, source: str) -> str:
     order = list(known)
     names = sorted(result.values, key=lambda name: (order.index(_key_of(name, known) or name), name))
     lines = [f"# From {source}. Run it with --dry-run first: it shows every mistake and the plan."]
+    name, others = nearest_method(lambda key: result.values[key][0] if key in result.values else known[key].default)
+    if name is not None and len(others) <= MAX_OTHER_KEYS:
+        settings = " ".join(f"{key}={_inline(value)}" for key, value in others.items())
+        lines.append(f"# Nearest method: `method: {name}`{f', with {settings}' if settings else ''}")
     path: list[str] = []
     for name in names:
         value, origin = result.values[name]

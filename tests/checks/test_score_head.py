@@ -43,7 +43,7 @@ def test_the_defaults_of_train_reward_are_a_valid_run(run: Path, rows: str, kind
     found = checked(config)
     assert found.scored_folder is not None and found.scored_folder.kind == kind and not found.scored_folder.has_head
     assert len(found.offline_groups) == 9 and found.arch.tied
-    assert reward_defaults({"data": {"val_loss_files": ["x"]}})["trainer"] == {}
+    assert not any(key.startswith("trainer.") for key in reward_defaults({"data": {"val_loss_files": ["x"]}}))
 
 
 @pytest.mark.parametrize(
