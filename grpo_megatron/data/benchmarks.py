@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.data.images import ImageFormat
-from grpo_megatron.data.prompts import RowRenderer, chat_of, image_format, source_of_row
+from grpo_megatron.data.prompts import RowRenderer, image_format
 from grpo_megatron.data.rows import Question, RowSet, question_text, read_rows
 from grpo_megatron.data.task import Example, Fewshot, Task, get_tasks
+from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.processes.process import time_limit
 from grpo_megatron.rewards import check_reward
 from grpo_megatron.storage.files import sha256_of
@@ -149,36 +150,28 @@ def _read_example(task: Task, fewshot: Fewshot, row: dict[str, Any]) -> Example:
     return Example(question, solution)
 
 
-def row_prompt(renderer: RowRenderer, number: int, text: str, ids: Sequence[int], **fields: Any) -> Prompt:
-    """The prompt of a rendered row. One with images places and reads them later."""
-    if number not in renderer.rows.image_sizes:
-        return Prompt(prompt_ids=tuple(ids), text=text, **fields)
-    return renderer.prompt(number, lambda: text, **fields)
-
-
 def problem_prompts(
-    renderer: RowRenderer,
-    task: Task,
-    problems: Sequence[BenchmarkProblem],
-    texts: Sequence[str],
-    fields: Iterable[Mapping[str, Any]],
+    dataset: Dataset,
+    data: DataConfig,
+    tokenizer: Any,
+    turns: TurnRenderer | None = None,
+    examples: Sequence[Sequence[Example]] | None = None,
 ) -> list[Prompt]:
-    """The prompts of rendered problems. `fields`: further ones of each."""
-    named, encoded = {"source": task.name, "reward": task.reward or ""}, renderer.encode(texts)
-    rendered = enumerate(zip(problems, texts, encoded, fields, strict=True))
-    return [
-        row_prompt(renderer, number, text, ids, uid=problem.uid, answer=problem.answer, **named, **more)
-        for number, (problem, text, ids, more) in rendered
-    ]
+    """Make the prompts of all problems. `examples`: the worked ones of each problem.
 
-
-def check_images(renderer: RowRenderer, problems: Sequence[BenchmarkProblem]) -> None:
-    """Raises ConfigError for images that a prompt cannot show."""
-    for problem in problems:
+    Raises ConfigError, also for images that a prompt cannot show.
+    """
+    task, prompts = dataset.task, list[Prompt]()
+    renderer = RowRenderer(data, task, dataset.rows, tokenizer, turns)
+    for number, problem in enumerate(dataset.problems):
         try:
             renderer.check_images(problem.question, problem.row)
         except ValueError as error:
             raise ConfigError(f"{problem.uid}: {error}") from error
+        shots = examples[number] if examples else ()
+        fields = {"uid": problem.uid, "answer": problem.answer, "source": task.name, "reward": task.reward or ""}
+        prompts.append(renderer.prompt(number, problem.question, problem.row, shots, **fields))
+    return prompts
 
 
 # -- validation in training: tasks by name as prompts for the live engine (`data.val_tasks`) ---------------------------
@@ -227,15 +220,7 @@ def _task_problem(task: Task, data: DataConfig, reward_kwargs: Mapping[str, Any]
 
 
 def _load_prompts(dataset: Dataset, data: DataConfig, tokenizer: Any) -> list[Prompt]:
-    task, problems = dataset.task, dataset.problems
-    renderer = RowRenderer(data, task, dataset.rows, tokenizer, None)
-    check_images(renderer, problems)
-    texts = [renderer.text(number, problem.question) for number, problem in enumerate(problems)]
-    fields = (
-        {"columns": p.row, "data_source": source_of_row(p.row), "messages": chat_of(data, task, p.question)}
-        for p in problems
-    )
-    prompts = problem_prompts(renderer, task, problems, texts, fields)
+    prompts = problem_prompts(dataset, data, tokenizer)
     longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids))
     length = len(longest.prompt_ids)
     if length > data.max_prompt_length:

@@ -25,7 +25,7 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.images import IMAGE_MARK, has_images
 from grpo_megatron.data.rows import Messages, Question, RowSet
 from grpo_megatron.data.sampler import LazySequence, keep_fitting
-from grpo_megatron.data.task import Task, get_task
+from grpo_megatron.data.task import Example, Task, get_task
 from grpo_megatron.data.tokenizer import TurnRenderer, render_chat
 from grpo_megatron.rewards.reward import PIXELS, RewardItem, opened_thought
 from grpo_megatron.types import BY_MODEL, Prompt, PromptImage
@@ -111,11 +111,19 @@ class RowRenderer:
     renderer: TurnRenderer | None
     where: ClassVar[str] = ""
 
-    def text(self, number: int, question: Question) -> str:
-        """The rendered prompt of a row. Raises ConfigError."""
-        tools = self.renderer.tools if self.renderer else ()
+    def text(self, number: int, question: Question, examples: Sequence[Example] = ()) -> str:
+        """Render the prompt of a row, after worked examples. Raises ConfigError."""
         where, count = self.where + self.rows.uid(number), len(self.rows.image_sizes.get(number, ()))
-        return render_prompt(self.data, self.task, question, self.tokenizer, where, tools, num_images=count)
+        return render_prompt(
+            self.data,
+            self.task,
+            question,
+            self.tokenizer,
+            where,
+            tools=self.renderer.tools if self.renderer else (),
+            num_images=count,
+            examples=examples,
+        )
 
     def check_images(self, question: Question, row: Mapping[str, Any], responses: Sequence[object] = ()) -> None:
         """Raises ValueError where a row has images that its prompt cannot show."""
@@ -132,10 +140,27 @@ class RowRenderer:
         if self.data.apply_chat_template and self.task.user_prompt is not None:  # else it is refused when rendered
             known.messages(self.task.messages(question, system_prompt=self.data.system_prompt), len(row["images"]))
 
-    def prompt(self, number: int, render: Callable[[], str], **fields: Any) -> RowPrompt:
-        """The prompt of a row, which is rendered when it is read. `fields`: those of Prompt."""
+    def prompt(
+        self,
+        number: int,
+        question: Question,
+        row: Mapping[str, Any] | None = None,
+        examples: Sequence[Example] = (),
+        **fields: Any,
+    ) -> RowPrompt:
+        """Make the prompt of a row, which is rendered when it is read. `fields`: those of Prompt.
+
+        `row`: what rewards and environments read; None: there is neither.
+        """
+        if row is not None:
+            messages = chat_of(self.data, self.task, question, examples)
+            fields |= {"question": question, "columns": row, "data_source": source_of_row(row), "messages": messages}
+            if self.renderer:
+                fields["extra"] = {"row": {**row, "messages": messages}}  # what an environment's reset reads
         known = {} if number in self.rows.image_sizes else {"images": ()}
-        return RowPrompt.of(render, partial(self._placed, number), **fields, **known)
+        return RowPrompt.of(
+            partial(self.text, number, question, examples), partial(self._placed, number), **fields, **known
+        )
 
     def _placed(self, number: int, text: str) -> Placed:
         """Token ids of a rendered prompt, and what reads its images. Raises ConfigError."""
@@ -198,20 +223,9 @@ class PromptReader(RowRenderer):
     def make(self, number: int) -> Prompt:
         """The prompt of a row. Raises ConfigError when the row cannot be read any more."""
         question, answer, reward, row = parsed_row(self.task, self.reward, self.rows.row(number))
-        named = source_of_row(row) if self.task.rewards else ""
-        messages = self.task.messages(question, system_prompt=self.data.system_prompt) if self.renderer else None
+        source = self.source or (source_of_row(row) if self.task.rewards else "") or self.task.name
         return self.prompt(
-            number,
-            partial(self.text, number, question),
-            uid=self.rows.uid(number),
-            answer=answer,
-            source=self.source or named or self.task.name,
-            reward=reward,
-            extra={"row": {**row, "messages": messages}} if self.renderer else {},  # what an environment's reset reads
-            question=question,
-            columns=row,
-            data_source=source_of_row(row),
-            messages=chat_of(self.data, self.task, question),
+            number, question, row, uid=self.rows.uid(number), answer=answer, source=source, reward=reward
         )
 
 
@@ -267,9 +281,9 @@ def parsed_row(task: Task, reward: str | None, row: dict[str, Any]) -> ParsedRow
     return question, answer, task.reward_of(row, answer) if reward is None else reward, row
 
 
-def chat_of(data: DataConfig, task: Task, question: Question) -> Messages | None:
-    """The messages that the chat template renders; None for a plain text prompt."""
-    return task.messages(question, system_prompt=data.system_prompt) if data.apply_chat_template else None
+def chat_of(data: DataConfig, task: Task, question: Question, examples: Sequence[Example] = ()) -> Messages | None:
+    """Make the messages that the chat template renders; None for a plain text prompt."""
+    return task.messages(question, examples, data.system_prompt) if data.apply_chat_template else None
 
 
 def source_of_row(row: Mapping[str, Any]) -> str:
@@ -284,11 +298,12 @@ def render_prompt(
     question: Question,
     tokenizer: Any,
     where: str,
-    tools: Sequence[Mapping[str, Any]] = (),
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     num_images: int = 0,
+    examples: Sequence[Example] = (),
 ) -> str:
-    """The prompt's text, rendered as `data` says. Raises ConfigError when the template is missing or fails.
+    """Render the prompt's text as `data` says. Raises ConfigError when the template is missing or fails.
 
     `tools` are JSON schemas for the chat template. `num_images`: of the row, each with one placeholder in the text.
     """
@@ -301,7 +316,7 @@ def render_prompt(
             )
         if not isinstance(question, str):
             raise ConfigError(f"{where} is a list of chat messages; set data.apply_chat_template=true")
-        return task.plain_text(question)
+        return task.plain_text(question, examples)
     if task.user_prompt is None:
         raise ConfigError(f"task {task.name!r} has plain text prompts only; set data.apply_chat_template=false")
     if tokenizer.chat_template is None:
@@ -309,7 +324,7 @@ def render_prompt(
             "the tokenizer has no chat template; set data.chat_template to a Jinja file (ChatML:"
             " examples/templates/chatml.jinja), or data.apply_chat_template=false for plain text prompts"
         )
-    messages = task.messages(question, system_prompt=data.system_prompt)
+    messages = task.messages(question, examples, data.system_prompt)
     try:
         if num_images:
             messages = image_format(tokenizer).messages(messages, num_images)

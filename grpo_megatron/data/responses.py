@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +269,7 @@ class GroupReader(RowRenderer):
         named: dict[str, Any] = {"uid": self.rows.uid(number), "answer": "", "source": self.task.name, "reward": ""}
         if isinstance(question, Tokens):
             return Prompt(prompt_ids=tuple(question), text="", **named)
-        return self.prompt(number, partial(self.text, number, question), **named)
+        return self.prompt(number, question, **named)
 
     def responses(self, written: list[tuple[int, WrittenGroup]]) -> list[list[WrittenResponse]]:
         """The responses of each (row number, group). Raises ConfigError."""

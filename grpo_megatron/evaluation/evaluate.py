@@ -1,9 +1,7 @@
 """`evaluate` and its actions grade and tasks, and `evaluate()` of Python. Exit codes: 0; 2 for a mistake of the user.
 
 One process checks everything. For more than one rank it then starts the ranks; under torchrun it is one of them. The samples
-are drawn by the generator of training, batch by batch, into the ledger. A batch that is complete there is skipped. Any other
-batch is drawn as a whole, so that it consists of the same requests as before an interruption. If the ledger holds all samples,
-no engine is started.
+go to the ledger batch by batch. If it has all of them, no engine is started.
 """
 
 from __future__ import annotations
@@ -18,22 +16,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config import ConfigError, RolloutConfig
+from grpo_megatron.config import ConfigError
 from grpo_megatron.data.task import get_tasks, task_names
-from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.evaluation import page as report
 from grpo_megatron.evaluation import results
-from grpo_megatron.evaluation.engine import WEIGHTS_VERSION, start_engine
+from grpo_megatron.evaluation.ask import Asker
 from grpo_megatron.evaluation.grading import GRADER_TIMEOUT_S, grade_file
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn, claim_output, write_identity
 from grpo_megatron.evaluation.options import EvaluateOptions, GradeOptions, TasksOptions
-from grpo_megatron.evaluation.settings import EvaluationSettings, Selected, prepare
-from grpo_megatron.parallel.mesh import Mesh, destroy_mesh
-from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.evaluation.settings import EvaluationSettings, TaskRun, prepare
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rollout.engine import RolloutEngine
-from grpo_megatron.sampling.generator import Generator
-from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, TrajectoryGenerator
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.types import BRANCH, Sample
 from grpo_megatron.untrusted import visible, visible_line
@@ -52,14 +44,14 @@ def evaluate(
     limit: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Draw and grade answers in this process; returns the content of `output`/results.json.
+    """Sample and grade answers in this process; returns the content of `output`/results.json.
 
     `model`: a Hugging Face folder, a converted checkpoint, or a training step. `tasks`: names, or paths of task files, as a
     list or as one text with commas; none: the rows of `file`, which `reward` grades. `data`: the folder with the benchmarks'
-    files. `samples`: drawn per problem besides the greedy one; 1: only the greedy one. `limit`: only the first problems.
+    files. `samples`: per problem besides the greedy one; 1: only the greedy one. `limit`: only the first problems.
     `options`: other fields of EvaluateOptions, such as `max_tokens=256`.
 
-    Samples that `output` holds are not drawn again. Raises ConfigError; RankError where memory or weights are missing.
+    Samples that `output` has are not drawn again. Raises ConfigError; RankError where memory or weights are missing.
     """
     given: dict[str, Any] = {"model": model, "output": output, "data": data, "tasks": tasks}
     try:
@@ -78,7 +70,7 @@ def evaluate(
 
 
 def run_evaluation(options: EvaluateOptions, start_ranks: StartRanks | None) -> int:
-    """Draw, grade and report; returns the exit code. One process owns the output folder: the user's, or torchrun's rank 0.
+    """Sample, grade and report; returns the exit code. One process owns the output folder: the user's, or torchrun's rank 0.
 
     `start_ranks` is None in a rank that this program has started: the process that started it owns the folder.
     """
@@ -92,18 +84,17 @@ def run_evaluation(options: EvaluateOptions, start_ranks: StartRanks | None) -> 
                 pool.self_test()  # a broken grader is found before hours of generation
             write_identity(options.folder, settings.identity())
         if not is_rank and all(
-            set(one.keys()) <= Ledger(options.folder, one.name).read().keys() for one in settings.selected
+            set(run.keys()) <= Ledger(options.folder, run.name).read().keys() for run in settings.runs
         ):
             print("every sample was drawn before: no engine is started", flush=True)
         elif start_ranks is not None and not is_rank and num_ranks > 1:
             if code := start_ranks(num_ranks, options.device):
                 return code
         else:
-            engine, mesh, capacity = start_engine(settings)
-            for selected in settings.selected:
-                draw_task(settings, selected, engine, mesh, capacity)
-            engine.shutdown()
-            destroy_mesh()
+            asker = Asker(settings.model, settings.max_model_len)
+            for run in settings.runs:
+                complete_ledger(settings, run, asker)
+            asker.close()
         if is_owner:
             _grade_and_report(settings)
     return 0
@@ -123,78 +114,31 @@ def _num_ranks(options: EvaluateOptions, is_rank: bool) -> int:
     return ranks
 
 
-# -- drawing -----------------------------------------------------------------------------------------------------------
+# -- sampling ----------------------------------------------------------------------------------------------------------
 
 
-def draw_task(
-    settings: EvaluationSettings, selected: Selected, engine: RolloutEngine, mesh: Mesh, capacity: int
-) -> None:
-    """Draw what the ledger does not hold of one task. Collective. Raises RankError when environments are lost.
-
-    `capacity`: sequences that an engine decodes at a time.
-    """
-    ledger, indices, prompts = (
-        Ledger(settings.options.folder, selected.name),
-        selected.indices,
-        selected.prompts.prompts,
-    )
+def complete_ledger(settings: EvaluationSettings, run: TaskRun, asker: Asker) -> None:
+    """Sample what the ledger lacks of one task. Collective. Raises RankError when environments are lost."""
+    ledger, mesh, options = Ledger(settings.options.folder, run.name), asker.mesh, settings.options
     # rank 0 reads for all: a network file system may show other ranks an older ledger
     done = mesh.broadcast(set(ledger.read()) if mesh.rank == 0 else set())
-    total, num_done = len(selected.keys()), len(done & set(selected.keys()))
+    total, num_done = len(run.keys()), len(done & set(run.keys()))
     if num_done and mesh.rank == 0:
-        print(f"{selected.name}: {num_done} of {total} samples were drawn before", flush=True)
+        print(f"{run.name}: {num_done} of {total} samples were drawn before", flush=True)
     start = last = time.monotonic()
-    num_tokens, size = 0, max(1, settings.options.batch_size * mesh.num_rollout_blocks // len(indices))
-    with contextlib.ExitStack() as opened:
-        generator = _generator(settings, selected, engine, mesh, capacity, opened)
-        for batch in (prompts[first : first + size] for first in range(0, len(prompts), size)):
-            missing = sum((prompt.uid, index) not in done for prompt in batch for index in indices)
-            if not missing:
-                continue
-            samples = generator.draw(
-                batch,
-                selected.drawn,
-                draw_id=0,
-                uids=[prompt.uid for prompt in batch],  # they contain the task
-                version=WEIGHTS_VERSION,
-                max_tokens=selected.max_tokens,
-                temperature=selected.temperature,
-                top_p=selected.top_p,
-                greedy=selected.greedy,
-                metrics=Metrics(),
-            )
-            entries = [ledger_entry(s, selected.prompts.stop, settings.tokenizer) for s in samples if s.index < BRANCH]
-            if mesh.is_block_leader:
-                ledger.append(mesh.rollout_block, entries)
-            num_done, num_tokens = num_done + missing, num_tokens + sum(entry.num_tokens for entry in entries)
-            if mesh.rank == 0 and (time.monotonic() - last >= REPORT_EVERY_S or num_done == total):
-                last = time.monotonic()
-                rate = num_tokens / (last - start)
-                print(f"{selected.name}: {num_done} of {total} samples, {rate:,.0f} tokens/s per block", flush=True)
+    num_tokens, size = 0, options.batch_size * mesh.num_rollout_blocks
+    for batch, samples in asker.ask(run.prompts.prompts, run.answers, size, done):
+        stop, tokenizer = run.answers.stop, settings.model.tokenizer
+        entries = [ledger_entry(sample, stop, tokenizer) for sample in samples if sample.index < BRANCH]
+        if mesh.is_block_leader:
+            ledger.append(mesh.rollout_block, entries)
+        num_done += sum((prompt.uid, index) not in done for prompt in batch for index in run.answers.indices)
+        num_tokens += sum(entry.num_tokens for entry in entries)
+        if mesh.rank == 0 and (time.monotonic() - last >= REPORT_EVERY_S or num_done == total):
+            last = time.monotonic()
+            rate = num_tokens / (last - start)
+            print(f"{run.name}: {num_done} of {total} samples, {rate:,.0f} tokens/s per block", flush=True)
     mesh.barrier()
-
-
-def _generator(
-    settings: EvaluationSettings,
-    selected: Selected,
-    engine: RolloutEngine,
-    mesh: Mesh,
-    capacity: int,
-    opened: contextlib.ExitStack,
-) -> Generator:
-    """The generator of training, without graders. `opened` will end the processes of environments."""
-    options, multi_turn = settings.options, selected.dataset.task.multi_turn
-    rollout = RolloutConfig(seed=options.seed, stop=selected.prompts.stop, max_num_seqs=capacity, multi_turn=multi_turn)
-    parts = (engine, None, settings.tokenizer, mesh, rollout, lambda: "")
-    if selected.renderer is None:
-        return Generator(*parts)
-    environments = opened.enter_context(build_pool(multi_turn)) if mesh.is_block_leader else None
-    return TrajectoryGenerator(
-        *parts,
-        answers=EnvironmentAnswers(environments, selected.renderer, multi_turn, mesh),
-        gives_rewards=selected.gives_rewards,
-        max_prompt_length=selected.max_prompt_tokens,
-    )
 
 
 def ledger_entry(sample: Sample, stop: Sequence[str], tokenizer: Any) -> LedgerEntry:
@@ -207,12 +151,12 @@ def ledger_entry(sample: Sample, stop: Sequence[str], tokenizer: Any) -> LedgerE
     if not sample.turns and sample.status == "ok":
         text, num_tokens, was_cut = cut_at_stop(sample.response_ids, stop, tokenizer)
         return LedgerEntry(uid, index, text, num_tokens, "stop" if was_cut else reason)
-    own = [turn for turn in sample.turns if turn.kind == "assistant"]
+    written = [turn for turn in sample.turns if turn.kind == "assistant"]
     return LedgerEntry(
         uid,
         index,
-        decoded(own[-1].start, own[-1].end, plain=True) if own else "",
-        sum(turn.end - turn.start for turn in own),
+        decoded(written[-1].start, written[-1].end, plain=True) if written else "",
+        sum(turn.end - turn.start for turn in written),
         reason,
         turns=[PlayedTurn(turn.kind, decoded(turn.start, turn.end, plain=False)) for turn in sample.turns],
         status=sample.status,
@@ -246,18 +190,17 @@ def _grade_and_report(settings: EvaluationSettings) -> None:
     options, samples = settings.options, settings.options.folder / "samples"
     path = options.folder / "results.json"
     tasks = results.read_result(path)["tasks"] if path.exists() else {}
-    again = {selected.name for selected in settings.selected}
+    again = {run.name for run in settings.runs}
     graded = {name: results.read_samples(samples / f"{name}.jsonl") for name in tasks if name not in again}
     with RewardPool(options.workers, GRADER_TIMEOUT_S) as pool:
-        for selected in settings.selected:
+        for run in settings.runs:
             start = time.monotonic()
-            problems = graded[selected.name] = results.grade_task(settings, selected, pool)
-            num_samples = len(selected.keys())
-            print(f"{selected.name}: {num_samples} samples graded in {time.monotonic() - start:.1f} s", flush=True)
+            problems = graded[run.name] = results.grade_task(settings, run, pool)
+            print(f"{run.name}: {len(run.keys())} samples graded in {time.monotonic() - start:.1f} s", flush=True)
             for text in results.grader_failures(problems):
                 print(text, flush=True)
-            results.write_samples(samples / f"{selected.name}.jsonl", selected, problems)
-            tasks[selected.name] = results.task_result(selected, problems, pool)
+            results.write_samples(samples / f"{run.name}.jsonl", run, problems)
+            tasks[run.name] = results.task_result(run, problems, pool)
     result = results.whole_result(settings, tasks)
     write_file(options.folder / "report.html", report.render_page(result, graded, options.report_samples))
     # last, so that it exists only with all other files

@@ -7,26 +7,17 @@ beside the exported folder (outputs/run/config.yaml for outputs/run/hf). Every p
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.convert.conversion import EXPORT_FOLDER
-from grpo_megatron.data.benchmarks import row_prompt
-from grpo_megatron.data.prompts import RowRenderer, encode_prompts, image_format, render_prompt
+from grpo_megatron.data.prompts import RowRenderer, image_format, render_prompt
 from grpo_megatron.data.rows import Question, RowSet, read_question
 from grpo_megatron.data.task import Task, get_tasks
-from grpo_megatron.data.tokenizer import read_end_tokens
-from grpo_megatron.evaluation.engine import (
-    EngineSettings,
-    engine_dtype,
-    model_tokenizer,
-    open_policy,
-    with_options,
-)
+from grpo_megatron.evaluation.ask import AnswerSettings, AskedModel, placed_prompt, with_options
 from grpo_megatron.evaluation.generate_options import GenerateOptions
 from grpo_megatron.storage.run_files import STEP_FILE
 from grpo_megatron.types import Prompt, PromptImage
@@ -58,40 +49,56 @@ class PromptStyle:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationSettings(EngineSettings):
+class GenerationSettings:
     """Everything that was read. `prompts` is empty for a chat; `images` are those of its first question, without places."""
 
     options: GenerateOptions
+    model: AskedModel
+    max_model_len: int  # tokens of the longest prompt plus answer
     style: PromptStyle
     task: Task
     prompts: list[Prompt]
-    max_tokens: int
-    images: list[PromptImage] = field(default_factory=list)
+    answers: AnswerSettings
+    images: list[PromptImage]
 
 
 def prepare_generation(options: GenerateOptions) -> GenerationSettings:
     """Read and check everything. Raises ConfigError; nothing was started."""
-    source, style = open_policy(options), _read_style(options)
-    tokenizer = model_tokenizer(source, options, style.chat_template, **style.image_limits)
+    style = _read_style(options)
+    model = AskedModel.read(options, style.chat_template, **style.image_limits)
+    if options.chat and model.tokenizer.chat_template is None:
+        raise ConfigError(
+            "--chat needs a chat template, and the tokenizer has none; set --chat-template FILE, or use --prompt"
+        )
     try:
         [task] = get_tasks([style.task])
     except ConfigError as error:
         raise ConfigError(f"{error}; set --task (--task jsonl: prompts as they are)") from error
-    images = _read_images(options, tokenizer)
-    prompts = [] if options.chat else _render(options, style, task, tokenizer, images)
-    max_tokens, max_model_len = _lengths(options, style, prompts, source.arch.max_position_embeddings)
+    images = _read_images(options, model.tokenizer)
+    try:
+        prompts = [] if options.chat else _render(options, style, task, model.tokenizer, images)
+        lengths = [len(prompt.prompt_ids) for prompt in prompts]  # renders all
+    except ValueError as error:
+        raise with_options(error) from error
+    max_tokens, max_model_len = _lengths(options, style, lengths, model.max_positions)
+    answers = AnswerSettings(
+        samples=options.samples,
+        temperature=options.temperature,
+        top_p=options.top_p if options.temperature else 1.0,
+        top_k=(options.top_k or -1) if options.temperature else -1,
+        max_tokens=max_tokens,
+        stop=style.stop,
+        stop_token_ids=style.stop_token_ids,
+    )
     return GenerationSettings(
         options=options,
-        source=source,
-        tokenizer=tokenizer,
-        eos_token_ids=read_end_tokens(tokenizer, source.hf_folder, source.arch.vocab_size).ids,
+        model=model,
         max_model_len=max_model_len,
-        dtype=engine_dtype(source, options.dtype),
         style=style,
         task=task,
         prompts=prompts,
-        max_tokens=max_tokens,
-        images=images if options.chat else [],
+        answers=answers,
+        images=images,
     )
 
 
@@ -156,47 +163,26 @@ def _read_images(options: GenerateOptions, tokenizer: Any) -> list[PromptImage]:
     return images
 
 
-def placed(
-    tokenizer: Any, ids: Sequence[int], images: Sequence[PromptImage]
-) -> tuple[list[int], tuple[PromptImage, ...]]:
-    """Ids with one token per image -> with all, and the images in their places. Raises ValueError."""
-    if not images:
-        return list(ids), ()
-    whole, places = image_format(tokenizer).placed(ids, [image.size for image in images])
-    return whole, tuple(replace(image, first=first) for image, first in zip(images, places, strict=True))
-
-
 def _render(
     options: GenerateOptions, style: PromptStyle, task: Task, tokenizer: Any, images: list[PromptImage]
 ) -> list[Prompt]:
-    """The prompts, rendered by the functions that render those of training. Raises ConfigError."""
+    """Render the prompts by the functions that render those of training. Raises ConfigError."""
     is_chat = tokenizer.chat_template is not None if style.is_chat is None else style.is_chat
     data = DataConfig(task=style.task, apply_chat_template=is_chat, system_prompt=style.system_prompt)
-    fields: dict[str, Any] = {"answer": "", "source": task.name, "reward": ""}
-    try:
-        if options.file is not None and options.file.suffix not in LINE_FILES:
-            rows = RowSet([options.file], "generate", image_format(tokenizer))
-            renderer = RowRenderer(data, task, rows, tokenizer, None)
-            questions = [one for chunk in rows.parsed(partial(_question_of, renderer)) for _, one in chunk]
-            texts = [renderer.text(number, one) for number, one in enumerate(questions)]
-            encoded = renderer.encode(texts)
-            return [
-                row_prompt(renderer, number, text, ids, uid=f"generate/{number}", question=question, **fields)
-                for number, (text, ids, question) in enumerate(zip(texts, encoded, questions, strict=True))
-            ]
-        questions, count = _read_texts(options.prompt, options.file), len(images)
-        texts = [
-            render_prompt(data, task, one, tokenizer, f"prompt {number}", num_images=count)
-            for number, one in enumerate(questions)
+    if options.file is not None and options.file.suffix not in LINE_FILES:
+        rows = RowSet([options.file], "generate", image_format(tokenizer))
+        renderer = RowRenderer(data, task, rows, tokenizer, None)
+        return [
+            renderer.prompt(number, question, {}, uid=f"generate/{number}", answer="", source=task.name, reward="")
+            for chunk in rows.parsed(partial(_question_of, renderer))
+            for number, question in chunk
         ]
-        encoded = encode_prompts(texts, tokenizer, is_chat=is_chat)
-        whole = [placed(tokenizer, ids, images) for ids in encoded]
-    except ValueError as error:
-        raise with_options(error) from error
-    return [
-        Prompt(f"generate/{number}", tuple(ids), text, question=question, images=own, **fields)
-        for number, ((ids, own), text, question) in enumerate(zip(whole, texts, questions, strict=True))
-    ]
+    prompts = []
+    for number, question in enumerate(_read_texts(options.prompt, options.file)):
+        text = render_prompt(data, task, question, tokenizer, f"prompt {number}", num_images=len(images))
+        fields = {"source": task.name, "question": question}
+        prompts.append(placed_prompt(tokenizer, f"generate/{number}", text, images, is_chat=is_chat, **fields))
+    return prompts
 
 
 def _question_of(renderer: RowRenderer, row: dict[str, Any]) -> Question:
@@ -225,12 +211,11 @@ def _read_texts(prompt: str | None, file: Path | None) -> list[Question]:
     return lines
 
 
-def _lengths(options: GenerateOptions, style: PromptStyle, prompts: list[Prompt], limit: int) -> tuple[int, int]:
+def _lengths(options: GenerateOptions, style: PromptStyle, lengths: list[int], limit: int) -> tuple[int, int]:
     """(tokens of an answer, of prompt and answer). Raises ConfigError: the model has no positions for them."""
     if options.chat:
         length = min(options.max_length, limit)
         return min(style.max_tokens, length - 1), length
-    lengths = [len(prompt.prompt_ids) for prompt in prompts]
     length = max(lengths)
     room = limit - length
     if room < 1 or (options.max_tokens or 0) > room:

@@ -29,7 +29,7 @@ from grpo_megatron.evaluation.estimates import (
 )
 from grpo_megatron.evaluation.grading import Grade, grade, same_answers
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn
-from grpo_megatron.evaluation.settings import ENVIRONMENT, REWARD, EvaluationSettings, Selected
+from grpo_megatron.evaluation.settings import ENVIRONMENT, REWARD, EvaluationSettings, TaskRun
 from grpo_megatron.report.console import format_table
 from grpo_megatron.report.kit import thumbnails
 from grpo_megatron.rewards import extractors
@@ -85,17 +85,17 @@ class GradedProblem:
         return sum(sample.correct for sample in self.sampled())
 
 
-def grade_task(settings: EvaluationSettings, selected: Selected, pool: RewardPool) -> list[GradedProblem]:
+def grade_task(settings: EvaluationSettings, run: TaskRun, pool: RewardPool) -> list[GradedProblem]:
     """Grade every sample of the ledger. Raises ConfigError when some are missing."""
-    found, keys = Ledger(settings.options.folder, selected.name).read(), selected.keys()
+    found, keys = Ledger(settings.options.folder, run.name).read(), run.keys()
     if missing := [key for key in keys if key not in found]:
         raise ConfigError(
-            f"{selected.name}: {len(missing)} of {len(keys)} samples are missing; run the same command again to draw them"
+            f"{run.name}: {len(missing)} of {len(keys)} samples are missing; run the same command again to draw them"
         )
-    prompts = dict(zip((problem.uid for problem in selected.dataset.problems), selected.prompts.prompts, strict=True))
-    asked = {problem.uid: (problem, prompts[problem.uid].text) for problem in selected.dataset.problems}
+    prompts = dict(zip((problem.uid for problem in run.dataset.problems), run.prompts.prompts, strict=True))
+    asked = {problem.uid: (problem, prompts[problem.uid].text) for problem in run.dataset.problems}
     drawn = [(*asked[key[0]], found[key]) for key in keys]
-    columns = [grade_samples(grader, drawn, pool) for grader in selected.graders.values()]
+    columns = [grade_samples(grader, drawn, pool) for grader in run.graders.values()]
     samples: dict[str, list[GradedSample]] = {uid: [] for uid in asked}
     for (uid, index), *grades in zip(keys, *columns, strict=True):
         samples[uid].append(GradedSample(found[uid, index], tuple(grades)))
@@ -134,47 +134,45 @@ def grader_failures(graded: Sequence[GradedProblem]) -> Iterator[str]:
         yield f"  WARNING: the grader failed {len(failed)} times, first at {first.entry.uid}: {first.grades[0].message}"
 
 
-def task_result(selected: Selected, graded: list[GradedProblem], pool: RewardPool) -> dict[str, Any]:
+def task_result(run: TaskRun, graded: list[GradedProblem], pool: RewardPool) -> dict[str, Any]:
     """Make the entry of one task in results.json."""
     samples = [sample for problem in graded for sample in problem.samples]
     greedy = [sample for problem in graded if (sample := problem.greedy()) is not None]
     by_label = {
-        "subject": _scores_by(selected, graded, lambda problem: problem.subject),
-        "level": _scores_by(selected, graded, lambda problem: problem.level),
+        "subject": _scores_by(run, graded, lambda problem: problem.subject),
+        "level": _scores_by(run, graded, lambda problem: problem.level),
     }
     is_mean, totals = gives_fractions(graded), [f"{problem.total():.12g}" for problem in graded]
-    own = sorted({name for name in selected.graders.values() if ":" in name})
+    own = sorted({name for name in run.graders.values() if ":" in name})
     return {
-        "title": selected.dataset.task.title,
-        **selected.identity(),
-        "num_in_file": selected.dataset.num_in_file,
-        "graders": selected.graders,
+        "title": run.dataset.task.title,
+        **run.identity(),
+        "num_in_file": run.dataset.num_in_file,
+        "graders": run.graders,
         "reward_sha256": {name: source_sha256(name.partition(":")[0]) for name in own},
         "scores": {
-            name: _grader_scores(selected, graded, column, grader, pool)
-            for column, (name, grader) in enumerate(selected.graders.items())
+            name: _grader_scores(run, graded, column, grader, pool)
+            for column, (name, grader) in enumerate(run.graders.items())
         },
         "rates": _failure_rates(samples),
         "tokens": _token_statistics(samples),
-        **({"trajectories": _trajectory_statistics(samples)} if selected.renderer else {}),
+        **({"trajectories": _trajectory_statistics(samples)} if run.answers.turns else {}),
         "by": {label: scores for label, scores in by_label.items() if scores},
         "problems": {
             # of rewards: themselves, and their sums
             "greedy": [one.grades[0].score for one in greedy]
             if is_mean
             else "".join(str(int(one.correct)) for one in greedy),
-            "samples": selected.drawn,
-            "right": " ".join(totals) if selected.drawn else "",
+            "samples": run.answers.samples,
+            "right": " ".join(totals) if run.answers.samples else "",
             **({"is_reward": True} if is_mean else {}),
         },
     }
 
 
-def _grader_scores(
-    selected: Selected, graded: list[GradedProblem], column: int, grader: str, pool: RewardPool
-) -> Scores:
+def _grader_scores(run: TaskRun, graded: list[GradedProblem], column: int, grader: str, pool: RewardPool) -> Scores:
     is_mean = gives_fractions(graded, column)
-    n, scores = selected.drawn, _plain_scores(graded, column, grader, is_mean)
+    n, scores = run.answers.samples, _plain_scores(graded, column, grader, is_mean)
     if is_mean and grader != ENVIRONMENT:
         return scores
     rows = [[sample.grades[column] for sample in problem.sampled()] for problem in graded]
@@ -207,14 +205,14 @@ def _plain_scores(graded: list[GradedProblem], column: int, grader: str, is_mean
 
 
 def _scores_by(
-    selected: Selected, graded: list[GradedProblem], label: Callable[[BenchmarkProblem], str | None]
+    run: TaskRun, graded: list[GradedProblem], label: Callable[[BenchmarkProblem], str | None]
 ) -> dict[str, Scores]:
     """Scores per group of problems with one label; {} when there are fewer than two groups."""
     groups: dict[str, list[GradedProblem]] = {}
     for item in graded:
         if (name := label(item.problem)) is not None:
             groups.setdefault(name, []).append(item)
-    grader, is_mean = next(iter(selected.graders.values())), gives_fractions(graded)
+    grader, is_mean = next(iter(run.graders.values())), gives_fractions(graded)
     scores = {name: _plain_scores(group, 0, grader, is_mean) for name, group in sorted(groups.items())}
     return scores if len(groups) > 1 else {}
 
@@ -277,7 +275,7 @@ def whole_result(settings: EvaluationSettings, tasks: dict[str, dict[str, Any]])
     }
 
 
-def write_samples(path: Path, selected: Selected, graded: list[GradedProblem]) -> None:
+def write_samples(path: Path, run: TaskRun, graded: list[GradedProblem]) -> None:
     """Write one JSON line per problem: its prompt as the model reads it, the answer, and every sample with its grades."""
     rows = (
         {
@@ -287,7 +285,7 @@ def write_samples(path: Path, selected: Selected, graded: list[GradedProblem]) -
             "question": item.problem.question_text,
             "prompt": item.prompt,
             "answer": item.problem.answer,
-            "samples": [_sample_row(sample, list(selected.graders)) for sample in item.samples],
+            "samples": [_sample_row(sample, list(run.graders)) for sample in item.samples],
             **({"images": item.problem.row["images"], "thumbnails": item.thumbnails} if item.thumbnails else {}),
         }
         for item in graded

@@ -1,22 +1,7 @@
 """What one evaluation is: its tasks, prompts and model, read and checked before anything is started.
 
 `EvaluationSettings.identity` is everything that decides the scores. The number of ranks and the batches do not affect them:
-every sample has a seed made of (seed, task, problem, sample).
-
-A task file may name an environment by the keys of `rollout.multi_turn`. Its trajectories have the environment, limits and
-driver of training:
-
-    name: my_env
-    version: 1
-    title: My environment
-    question: ["{question}"]
-    answer: [{field: answer}]
-    reward: math                     # left out where the environment gives the rewards itself
-    max_tokens: 2048                 # generated and observed tokens of all turns
-    multi_turn: {environment: tools, tools: [calculator], max_assistant_turns: 4}
-
-The reward function grades the last turn of the assistant. Where the environment gives the rewards, a trajectory is right if
-the sum of its rewards is at least 1; where some sums are neither 0 nor 1, their mean is reported too.
+every sample has a seed made of (seed, task, problem, sample). A task file may name an environment (docs/evaluation.md).
 """
 
 from __future__ import annotations
@@ -26,35 +11,22 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.benchmarks import (
-    DataPlaces,
-    Dataset,
-    check_images,
-    problem_prompts,
-    read_datasets,
-)
-from grpo_megatron.data.prompts import RowRenderer, image_format
+from grpo_megatron.config.problems import ProblemList
+from grpo_megatron.data.benchmarks import DataPlaces, Dataset, problem_prompts, read_datasets
+from grpo_megatron.data.prompts import image_format
 from grpo_megatron.data.task import Example, Task, get_tasks, recognised_task
-from grpo_megatron.data.tokenizer import TurnRenderer, read_end_tokens, render_chat
+from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.environments.pool import find_environment, make_environment
-from grpo_megatron.evaluation.engine import (
-    EngineSettings,
-    engine_dtype,
-    model_tokenizer,
-    open_policy,
-    weights_sha256,
-    with_options,
-)
+from grpo_megatron.evaluation.ask import AnswerSettings, AskedModel, weights_sha256, with_options
 from grpo_megatron.evaluation.grading import grader_of
 from grpo_megatron.evaluation.ledger import Key, check_output
 from grpo_megatron.evaluation.options import EvaluateOptions
 from grpo_megatron.rewards import check_reward
-from grpo_megatron.sampling.generator import sample_indices
 from grpo_megatron.types import Prompt
 
 Format = Literal["chat", "text"]
@@ -73,10 +45,10 @@ class PromptSet:
     prompts: list[Prompt]
     format: Format
     num_fewshot: int
-    stop: list[str]
     asked_sha256: str
     prompts_sha256: str
     image_pixels: tuple[int, int] | None  # the fewest and the most of an image; None: no prompt has images
+    longest: int  # tokens of the longest prompt
 
 
 def choose_format(task: Task, wanted: str, num_fewshot: int, tokenizer: Any) -> Format:
@@ -100,56 +72,41 @@ def build_prompts(
     seed: int,
     tokenizer: Any,
     system_prompt: str | None = None,
-    tools: Sequence[Mapping[str, Any]] = (),
+    turns: TurnRenderer | None = None,
 ) -> PromptSet:
-    """Render the prompts; `system_prompt` replaces the task's own. Raises ConfigError: failing template, empty prompt, images
-    that the model or the format cannot have.
+    """Render the prompts; `system_prompt` replaces the task's own. `turns`: renders those of the task's environment.
 
-    `tools` are JSON schemas for the chat template. An environment reads a prompt's `extra["row"]`: the row of the data
-    file, with the chat as "messages".
+    Raises ConfigError: failing template, empty prompt, images that the model or the format cannot have.
     """
-    task, problems = dataset.task, dataset.problems
-    asked = list(zip(problems, _draw_examples(dataset, num_fewshot, seed), strict=True))
-    extras: list[dict[str, Any]] = [{} for _ in problems]
-    sizes, images = dataset.rows.image_sizes, image_format(tokenizer)
     data = DataConfig(apply_chat_template=format == "chat", system_prompt=system_prompt)
-    renderer = RowRenderer(data, task, dataset.rows, tokenizer, None)
     try:
-        check_images(renderer, problems)
+        prompts = problem_prompts(dataset, data, tokenizer, turns, _choose_examples(dataset, num_fewshot, seed))
+        longest = max(len(prompt.prompt_ids) for prompt in prompts)  # renders all
     except ConfigError as error:
         raise with_options(error) from error
-    if sizes and format == "text":
-        raise ConfigError(f"task {task.name!r} has images, which a chat template places; set --format chat")
-    if format == "chat":
-        chats = [task.messages(problem.question, examples, system_prompt) for problem, examples in asked]
-        if task.multi_turn.environment is not None:
-            extras = [{"row": {**p.row, "messages": chat}} for p, chat in zip(problems, chats, strict=True)]
-        try:
-            placed = [
-                images.messages(chat, len(sizes[number])) if number in sizes else chat
-                for number, chat in enumerate(chats)
-            ]
-            texts = [render_chat(chat, tokenizer, p.uid, tools) for chat, p in zip(placed, problems, strict=True)]
-        except ValueError as error:
-            raise ConfigError(f"{error}; set --format text, or --chat-template") from error
-        unrendered = [json.dumps(chat) for chat in chats]
-    else:
-        try:
-            unrendered = texts = [task.plain_text(problem.question, examples) for problem, examples in asked]
-        except ValueError as error:
-            raise ConfigError(f"task {task.name!r}: {error}; set --format chat") from error
-    prompts = problem_prompts(renderer, task, problems, texts, ({"extra": extra} for extra in extras))
-    stop = task.text.stop if format == "text" else []
-    asked_sha256, prompts_sha256 = (hashlib.sha256("\0".join(of).encode()).hexdigest() for of in (unrendered, texts))
-    limits = (images.min_pixels, images.max_pixels) if sizes else None
-    return PromptSet(prompts, format, num_fewshot, stop, asked_sha256, prompts_sha256, limits)
+    texts = [prompt.text for prompt in prompts]
+    unrendered = [json.dumps(prompt.messages) for prompt in prompts] if format == "chat" else texts
+    images = image_format(tokenizer)
+    return PromptSet(
+        prompts,
+        format,
+        num_fewshot,
+        _sha256_of_texts(unrendered),
+        _sha256_of_texts(texts),
+        (images.min_pixels, images.max_pixels) if dataset.rows.image_sizes else None,
+        longest,
+    )
 
 
-def _draw_examples(dataset: Dataset, num_fewshot: int, seed: int) -> list[list[Example]]:
-    """The examples of every problem. `sample` depends only on the generator and the two sizes, not on the rows."""
+def _sha256_of_texts(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def _choose_examples(dataset: Dataset, num_fewshot: int, seed: int) -> list[Sequence[Example]]:
+    """Choose the examples of every problem. The choice depends on the seed and the two sizes, not on the rows."""
     count, fewshot = len(dataset.problems), dataset.task.fewshot
     if not num_fewshot:
-        return [[] for _ in range(count)]
+        return [()] * count
     assert fewshot is not None, "read_datasets refuses this"
     if fewshot.examples:
         return [dataset.pool] * count  # in the task's order
@@ -160,45 +117,28 @@ def _draw_examples(dataset: Dataset, num_fewshot: int, seed: int) -> list[list[E
 
 
 @dataclass(frozen=True)
-class Selected:
-    """A task as it will be run. `drawn`: samples per problem besides the greedy one. `renderer` None: single turns."""
+class TaskRun:
+    """A task as it will be run."""
 
     dataset: Dataset
     prompts: PromptSet
-    drawn: int
-    greedy: bool
-    temperature: float
-    top_p: float
-    max_tokens: int
-    renderer: TurnRenderer | None = None
-    gives_rewards: bool = False  # the environment does
+    answers: AnswerSettings
 
     @property
     def graders(self) -> dict[str, str]:
         """Score -> grader, headline first."""
-        return {"solved": ENVIRONMENT} if self.gives_rewards else self.dataset.task.graders
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Of the longest prompt. An environment may write its own."""
-        longest = max(len(prompt.prompt_ids) for prompt in self.prompts.prompts)
-        return longest if self.renderer is None else self.dataset.task.max_prompt_tokens or longest
+        return {"solved": ENVIRONMENT} if self.answers.gives_rewards else self.dataset.task.graders
 
     @property
     def name(self) -> str:
         return self.dataset.task.name
 
-    @property
-    def indices(self) -> list[int]:
-        """The indices of each problem's samples, in order."""
-        return sample_indices(self.drawn, greedy=self.greedy)
-
     def keys(self) -> list[Key]:
-        """(problem, sample index) of every sample, problem by problem."""
-        return [(prompt.uid, index) for prompt in self.prompts.prompts for index in self.indices]
+        """List (problem, sample index) of every sample, problem by problem."""
+        return [(prompt.uid, index) for prompt in self.prompts.prompts for index in self.answers.indices]
 
     def identity(self) -> dict[str, Any]:
-        task, prompts, dataset = self.dataset.task, self.prompts, self.dataset
+        task, prompts, dataset, answers = self.dataset.task, self.prompts, self.dataset, self.answers
         return {
             "version": task.version,
             "task_sha256": task.sha256,
@@ -209,33 +149,40 @@ class Selected:
             "num_fewshot": prompts.num_fewshot,
             "asked_sha256": prompts.asked_sha256,
             "prompts_sha256": prompts.prompts_sha256,
-            "greedy": self.greedy,
-            "samples": self.drawn,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_tokens": self.max_tokens,
-            "stop": prompts.stop,
+            "greedy": answers.greedy,
+            "samples": answers.samples,
+            "temperature": answers.temperature,
+            "top_p": answers.top_p,
+            "max_tokens": answers.max_tokens,
+            "stop": answers.stop,
             **({"image_pixels": list(prompts.image_pixels)} if prompts.image_pixels else {}),
         }
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSettings(EngineSettings):
-    """Everything that was read for a run. `fingerprint` is of the weights."""
+class EvaluationSettings:
+    """Everything that was read for an evaluation. `fingerprint` is of the weights."""
 
     options: EvaluateOptions
-    selected: list[Selected]
+    model: AskedModel
+    runs: list[TaskRun]
     fingerprint: str
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt plus completion."""
+        return max(run.answers.max_prompt_tokens + run.answers.max_tokens for run in self.runs)
+
     def identity(self) -> dict[str, Any]:
-        """Everything that decides the scores, as JSON."""
+        """Collect everything that decides the scores, as JSON."""
+        model = self.model
         return {
             "run_format": 1,
-            "model": {"sha256": self.fingerprint, "dtype": self.dtype, "eos_token_ids": self.eos_token_ids},
+            "model": {"sha256": self.fingerprint, "dtype": model.dtype, "eos_token_ids": model.eos_token_ids},
             "seed": self.options.seed,
             "engine_kwargs": dict(self.options.engine_kwargs),
             **({"engine": self.options.engine} if self.options.engine != "vllm" else {}),
-            "tasks": {selected.name: selected.identity() for selected in self.selected},
+            "tasks": {run.name: run.identity() for run in self.runs},
         }
 
 
@@ -243,40 +190,23 @@ def prepare(options: EvaluateOptions) -> EvaluationSettings:
     """Read and check everything. Raises ConfigError; nothing was written or started."""
     tasks = _chosen_tasks(options)
     gives_rewards = _check_graders(tasks)
-    files = {name or tasks[0].name: path for name, path in options.files.items()}
-    places = DataPlaces(options.data, files)
-    problems: list[str] = []
-    datasets: list[Dataset] = []
-    source = tokenizer = None
+    places = DataPlaces(options.data, {name or tasks[0].name: path for name, path in options.files.items()})
+    problems, datasets = ProblemList(), list[Dataset]()
+    model = problems.attempt("", AskedModel.read, options, options.chat_template)
     try:
-        source = open_policy(options)
-        tokenizer = model_tokenizer(source, options, options.chat_template)
-    except ConfigError as error:
-        problems.append(str(error))
-    try:
-        images = image_format(tokenizer)
+        images = image_format(model.tokenizer) if model else None
         datasets = read_datasets(tasks, places, lambda task: _num_fewshot(options, task), options.limit, images)
         if options.reward is not None:
             for dataset in datasets:
                 check_reward(options.reward, {}, dataset.problems[0].row)
     except ValueError as error:  # of check_reward too
-        problems.append(str(error))
-    if problems or source is None:
-        raise ConfigError("\n".join(problems))
-    ends = read_end_tokens(tokenizer, source.hf_folder, source.arch.vocab_size).ids
-    selected = [_select(options, dataset, tokenizer, ends, dataset.task.name in gives_rewards) for dataset in datasets]
-    if too_long := [text for one in selected if (text := _length_problem(one, source.arch.max_position_embeddings))]:
+        problems.add([str(error)])
+    problems.raise_if_any()
+    assert model is not None
+    runs = [_task_run(options, dataset, model, dataset.task.name in gives_rewards) for dataset in datasets]
+    if too_long := [text for run in runs if (text := _length_problem(run, model.max_positions))]:
         raise ConfigError("\n".join(too_long))
-    settings = EvaluationSettings(
-        options=options,
-        source=source,
-        tokenizer=tokenizer,
-        eos_token_ids=ends,
-        max_model_len=max(one.max_prompt_tokens + one.max_tokens for one in selected),
-        dtype=engine_dtype(source, options.dtype),
-        selected=selected,
-        fingerprint=weights_sha256(source),
-    )
+    settings = EvaluationSettings(options=options, model=model, runs=runs, fingerprint=weights_sha256(model.source))
     check_output(options.folder, settings.identity())
     return settings
 
@@ -288,38 +218,30 @@ def _chosen_tasks(options: EvaluateOptions) -> list[Task]:
     else:
         file = options.files[""]
         [rows] = get_tasks([recognised_task([file]) or "jsonl"])
-        tasks = [
-            dataclasses.replace(rows, name=re.sub(r"[^A-Za-z0-9_-]+", "_", file.stem), title=f"Rows of {file.name}")
-        ]
+        name = re.sub(r"[^A-Za-z0-9_-]+", "_", file.stem)
+        tasks = [dataclasses.replace(rows, name=name, title=f"Rows of {file.name}")]
     if options.reward is None:
         return tasks
-    return [
-        dataclasses.replace(task, reward=options.reward, rewards={}, graders={REWARD: options.reward}) for task in tasks
-    ]
+    graded: dict[str, Any] = {"reward": options.reward, "rewards": {}, "graders": {REWARD: options.reward}}
+    return [dataclasses.replace(task, **graded) for task in tasks]
 
 
 def _check_graders(tasks: list[Task]) -> set[str]:
-    """The tasks whose environment gives the rewards. Raises ConfigError: a task without a grader, an unknown grader."""
-    problems, gives_rewards = [], set()
+    """Find the tasks whose environment gives the rewards. Raises ConfigError: a task without a grader, an unknown grader."""
+    problems, gives_rewards = ProblemList(), set()
     for task in tasks:
         name = task.multi_turn.environment
         try:
             if name is not None and find_environment(name).gives_rewards:
                 gives_rewards.add(task.name)
             elif not task.graders:
-                problems.append(
-                    f"task {task.name!r} has no grader; set --reward module:function, or add `reward` or `graders` to its"
-                    " definition"
-                )
+                text = f"task {task.name!r} has no grader; set --reward module:function, or add"
+                problems.add([f"{text} `reward` or `graders` to its definition"])
         except ConfigError as error:
-            problems.append(_in_task(task, error))
+            problems.add([_in_task(task, error)])
         for grader in task.graders.values():
-            try:
-                grader_of(grader)
-            except ConfigError as error:
-                problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
+            problems.attempt("", grader_of, grader)
+    problems.raise_if_any()
     return gives_rewards
 
 
@@ -332,53 +254,55 @@ def _num_fewshot(options: EvaluateOptions, task: Task) -> int:
     return default if options.num_fewshot is None else options.num_fewshot
 
 
-def _select(
-    options: EvaluateOptions, dataset: Dataset, tokenizer: Any, eos_token_ids: list[int], gives_rewards: bool
-) -> Selected:
-    task, num_fewshot = dataset.task, _num_fewshot(options, dataset.task)
+def _task_run(options: EvaluateOptions, dataset: Dataset, model: AskedModel, gives_rewards: bool) -> TaskRun:
+    task, num_fewshot, tokenizer = dataset.task, _num_fewshot(options, dataset.task), model.tokenizer
     format = choose_format(task, options.format, num_fewshot, tokenizer)
     if format == "text" and options.system_prompt is not None:
         raise ConfigError(f"--system-prompt needs a chat, and task {task.name!r} is plain text here; unset one of them")
-    renderer = None
-    if task.multi_turn.environment is not None and dataset.rows.image_sizes:
-        raise ConfigError(f"task {task.name!r} has an environment and rows with images; only single turns read images")
+    turns = None
     if task.multi_turn.environment is not None:
+        if dataset.rows.image_sizes:
+            raise ConfigError(
+                f"task {task.name!r} has an environment and rows with images; only single turns read images"
+            )
         if format == "text":
             raise ConfigError(f"task {task.name!r} has an environment, whose turns are a chat; leave out --format text")
         try:
             tools = make_environment(task.multi_turn).tools()
         except ConfigError as error:
             raise ConfigError(_in_task(task, error)) from error
-        renderer = TurnRenderer(tokenizer, tools, f"task {task.name!r}", end_token_ids=eos_token_ids)
-        renderer.check()
-    schemas = renderer.tools if renderer else ()
-    return Selected(
-        dataset,
-        build_prompts(dataset, format, num_fewshot, options.fewshot_seed, tokenizer, options.system_prompt, schemas),
-        drawn=0 if options.samples == 1 and not options.temperature else options.samples,
+        turns = TurnRenderer(tokenizer, tools, f"task {task.name!r}", end_token_ids=model.eos_token_ids)
+        turns.check()
+    prompts = build_prompts(dataset, format, num_fewshot, options.fewshot_seed, tokenizer, options.system_prompt, turns)
+    answers = AnswerSettings(
+        samples=0 if options.samples == 1 and not options.temperature else options.samples,
         greedy=not options.no_greedy,
         temperature=options.temperature or task.sampling.temperature,
         top_p=task.sampling.top_p if options.top_p is None else options.top_p,
         max_tokens=options.max_tokens or task.max_tokens,
-        renderer=renderer,
+        stop=task.text.stop if format == "text" else [],
+        turns=turns,
+        multi_turn=task.multi_turn,
         gives_rewards=gives_rewards,
+        max_prompt_tokens=(turns and task.max_prompt_tokens) or prompts.longest,  # an environment may write its own
     )
+    return TaskRun(dataset, prompts, answers)
 
 
-def _length_problem(selected: Selected, limit: int) -> str | None:
+def _length_problem(run: TaskRun, limit: int) -> str | None:
     """Prompt plus completion must fit the model. No problem is left out: the scores are of the whole benchmark."""
-    length = selected.max_prompt_tokens
-    if length + selected.max_tokens <= limit:
+    length, max_tokens = run.answers.max_prompt_tokens, run.answers.max_tokens
+    if length + max_tokens <= limit:
         return None
-    longest = max(selected.prompts.prompts, key=lambda prompt: len(prompt.prompt_ids))
+    longest = max(run.prompts.prompts, key=lambda prompt: len(prompt.prompt_ids))
     what = f"prompt {longest.uid}" if len(longest.prompt_ids) == length else "max_prompt_tokens"
     if length < limit:
         remedy = f"set --max-tokens {limit - length} or less"
-    elif selected.prompts.num_fewshot:
-        remedy = f"set --num-fewshot {selected.prompts.num_fewshot // 2}"
+    elif run.prompts.num_fewshot:
+        remedy = f"set --num-fewshot {run.prompts.num_fewshot // 2}"
     else:
         remedy = "set another model"
     return (
-        f"task {selected.name!r}: {what} of {length} tokens + max_tokens {selected.max_tokens} ="
-        f" {length + selected.max_tokens} exceed the model's max_position_embeddings {limit}; {remedy}"
+        f"task {run.name!r}: {what} of {length} tokens + max_tokens {max_tokens} = {length + max_tokens} exceed the model's"
+        f" max_position_embeddings {limit}; {remedy}"
     )

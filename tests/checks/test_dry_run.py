@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import MegatronConfig
-from grpo_megatron.evaluation.engine import open_model
+from grpo_megatron.evaluation.ask import open_model
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.planning.parameters import (

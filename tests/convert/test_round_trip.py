@@ -12,7 +12,7 @@ import torch
 
 from grpo_megatron.convert import layout, megatron
 from grpo_megatron.convert import source as source_module
-from grpo_megatron.evaluation.engine import open_model
+from grpo_megatron.evaluation.ask import open_model
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of
 from tests import tiny

@@ -15,7 +15,7 @@ from grpo_megatron.convert import megatron
 from grpo_megatron.convert import source as source_module
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.data.images import ImageFormat, write_processor
-from grpo_megatron.evaluation.engine import model_tokenizer
+from grpo_megatron.evaluation.ask import model_tokenizer
 from grpo_megatron.evaluation.options import EngineOptions
 from grpo_megatron.models.families import read_config
 from grpo_megatron.models.weights.hf_folder import Serving, write_companions

@@ -14,7 +14,7 @@ import torch
 
 from grpo_megatron.cli.config_file import reward_defaults
 from grpo_megatron.config import ConfigError
-from grpo_megatron.evaluation.engine import open_model
+from grpo_megatron.evaluation.ask import open_model
 from grpo_megatron.models.heads.reward_folder import check_reward_weights, read_reward_folder
 from tests import worlds
 from tests.convert.folders import convert, same_bits, tensors_of

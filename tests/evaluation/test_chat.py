@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.evaluation import generate as chat
-from grpo_megatron.evaluation.generate import Answerer, TextStream
+from grpo_megatron.evaluation.chat import HELP, TextStream, hold_chat
 from grpo_megatron.evaluation.generate_options import GenerateOptions
 from grpo_megatron.evaluation.generate_settings import prepare_generation
-from grpo_megatron.rollout.engine import Completion, Request, StopTexts
-from tests.evaluation.models import byte_tokenizer, make_folder
+from grpo_megatron.rollout.engine import Completion, Request
+from tests.evaluation.models import FakeAsker, byte_tokenizer, make_folder
 
 
 def pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
@@ -101,11 +100,9 @@ def hold(
     options = GenerateOptions(
         model=model, chat=True, max_length=120, max_tokens=40, system_prompt="Be brief.", stop=("###",)
     )
-    answerer = Answerer.__new__(Answerer)
-    answerer.settings = prepare_generation(options)
-    answerer._stop = StopTexts(answerer.settings.tokenizer, ["###"])
-    engine = OneByOne(answerer.settings.tokenizer, answers, steps or {})
-    answerer.engine = engine  # type: ignore[assignment]
+    settings = prepare_generation(options)
+    engine = OneByOne(settings.model.tokenizer, answers, steps or {})
+    asker: Any = FakeAsker(settings.model, engine)
 
     def read(prompt: str) -> str:
         line = next(lines)
@@ -113,7 +110,7 @@ def hold(
             raise line
         return str(line)
 
-    chat.hold_chat(answerer, read)
+    hold_chat(settings, asker, read)
     return engine
 
 
@@ -143,7 +140,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(model: Path, capsys: pytest.
     printed = capsys.readouterr()
     assert printed.out == "1 2 \n5\n" and "(ended by Ctrl-C after 4 tokens)" in printed.err
     assert next(lines) == "never" and signal.getsignal(signal.SIGINT) is before
-    assert printed.err.count(chat.HELP) == 2  # at the start, and after Ctrl-C at an empty line
+    assert printed.err.count(HELP) == 2  # at the start, and after Ctrl-C at an empty line
 
 
 def test_a_second_ctrl_c_is_not_held_back(model: Path) -> None:

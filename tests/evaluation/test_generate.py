@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +17,9 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.options import parse
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.evaluation import generate as cli
-from grpo_megatron.evaluation.generate import Answerer, ModelAnswer
 from grpo_megatron.evaluation.generate_options import GenerateOptions
 from grpo_megatron.evaluation.generate_settings import GenerationSettings, prepare_generation
-from tests.evaluation.models import byte_tokenizer, gsm8k_rows, make_folder
+from tests.evaluation.models import FakeAsker, TextEngine, byte_tokenizer, gsm8k_rows, make_folder
 from tests.runs import write_rows
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}[assistant] "
@@ -50,7 +48,7 @@ def test_the_prompts_are_those_of_the_run(run: Path, tmp_path: Path) -> None:
     data = DataConfig(task="gsm8k", system_prompt="Be brief.")
     trained = load_prompts(data, [run / "rows.jsonl"], byte_tokenizer(), "gsm8k")
     assert [prompt.prompt_ids for prompt in settings.prompts] == [prompt.prompt_ids for prompt in trained]
-    assert (settings.max_tokens, settings.style.stop, settings.style.stop_token_ids) == (40, ["###"], [7])
+    assert (settings.answers.max_tokens, settings.answers.stop, settings.answers.stop_token_ids) == (40, ["###"], [7])
     assert settings.max_model_len == max(len(prompt.prompt_ids) for prompt in trained) + 40
     (tmp_path / "copy").symlink_to(tmp_path)  # no hf/ beside a config
     (tmp_path / "model").mkdir()
@@ -61,7 +59,7 @@ def test_the_prompts_are_those_of_the_run(run: Path, tmp_path: Path) -> None:
     assert other.style.run is None and other.prompts == settings.prompts
     plain = prepared("--model", tmp_path / "model", "--prompt", "What is 0 plus 0?")
     assert [prompt.text for prompt in plain.prompts] == ["<user>What is 0 plus 0?\n<assistant>"]
-    assert plain.max_tokens == 512 - len(plain.prompts[0].prompt_ids)  # of the default, what there is room for
+    assert plain.answers.max_tokens == 512 - len(plain.prompts[0].prompt_ids)  # of the default, what there is room for
     text = prepared("--model", tmp_path / "model", "--prompt", "2 +", "--format", "text", "--max-tokens", 3)
     assert text.prompts[0].text == "2 +" and text.max_model_len == 6
 
@@ -118,31 +116,12 @@ def test_a_chat_needs_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--chat needs a chat template" in capsys.readouterr().err
 
 
-class Scripted(Answerer):
-    """Answers without an engine: every answer says what it was asked."""
-
-    def __init__(self, settings: GenerationSettings) -> None:
-        self.settings, self.capacity = settings, settings.options.max_num_seqs or 256
-        self.mesh: Any = SimpleNamespace(rank=0)
-        self.engine: Any = SimpleNamespace(shutdown=lambda: None)
-        self.asked: list[tuple[str, int]] = []
-
-    def answers(self, prompts: Any, max_tokens: int) -> list[ModelAnswer]:
-        texts = [self._decode(prompt.prompt_ids) for prompt in prompts]
-        self.asked += [(text, max_tokens) for text in texts]
-        reason = "length" if max_tokens < 40 else "stop"
-        return [
-            ModelAnswer(n, f"{len(text)} \u00e9", 3, reason)
-            for text in texts
-            for n in range(self.settings.options.samples)
-        ]
-
-
 def test_answers_go_to_standard_output_or_a_file(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "Answerer", Scripted)
-    monkeypatch.setattr(cli, "destroy_mesh", lambda: None)
+    engine = TextEngine(byte_tokenizer(), lambda request: f"{len(request.prompt_ids)} \u00e9", shortest=40)
+    monkeypatch.setattr(cli, "Asker", lambda model, max_model_len: FakeAsker(model, engine))
+    monkeypatch.setattr("grpo_megatron.evaluation.ask.destroy_mesh", lambda: None)
 
     def generate(*options: str) -> tuple[str, str]:
         assert cli.generate(parse(GenerateOptions, ["--model", str(run / "hf"), *options]), lambda *_: 1) == 0
@@ -150,14 +129,14 @@ def test_answers_go_to_standard_output_or_a_file(
         return printed.out, printed.err
 
     out, err = generate("--prompt", "Why?", "--max-tokens", "9")
-    assert out == "40 \u00e9\n" and "(cut after 3 tokens: --max-tokens)" in err
+    assert out == "40 \u00e9\n" and "(cut after 5 tokens: --max-tokens)" in err
     assert f"prompts as in {run / 'config.yaml'}: task gsm8k (--task jsonl: as they are)" in err
     several = ["--file", str(run / "rows.jsonl"), "--samples", "2", "--temperature", "1", "--max-num-seqs", "3"]
     out, err = generate(*several)
     rows = [json.loads(line) for line in out.splitlines()]
     assert [(row["row"], row["sample"]) for row in rows] == [(n, s) for n in range(3) for s in range(2)]
     assert rows[0]["question"] == "What is 0 plus 0?" and rows[0]["prompt"].startswith("<system>Be brief.\n<user>")
-    assert "6 answers, 18 tokens in " in err
+    assert "6 answers, 30 tokens in " in err
     assert generate(*several, "--output", str(tmp_path / "new" / "out.jsonl"))[0] == ""
     assert (tmp_path / "new" / "out.jsonl").read_text() == out
     monkeypatch.setattr("sys.stdin.read", lambda size: "From a pipe\n", raising=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +14,12 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.config import DataConfig
 from grpo_megatron.config.options import parse
 from grpo_megatron.data.prompts import load_prompts
-from grpo_megatron.evaluation.generate import Answerer, ModelAnswer, generate, hold_chat
+from grpo_megatron.evaluation.chat import hold_chat
+from grpo_megatron.evaluation.generate import generate
 from grpo_megatron.evaluation.generate_options import GenerateOptions
 from grpo_megatron.evaluation.generate_settings import GenerationSettings, prepare_generation
-from tests.evaluation.models import make_folder
+from grpo_megatron.rollout.engine import Request
+from tests.evaluation.models import FakeAsker, TextEngine, make_folder
 from tests.evaluation.test_images import greedy_text
 from tests.runs import write_rows
 from tests.vision import CELL, IMAGE_PAD, draw, load, make_model
@@ -66,7 +67,7 @@ def test_images_come_first_or_at_their_marks(run: Path) -> None:
 def test_rows_are_rendered_as_in_training(run: Path) -> None:
     settings = prepared(run, "--file", run / "rows.jsonl")
     data = DataConfig(task="jsonl", image_max_pixels=6 * CELL * CELL)
-    trained = load_prompts(data, [run / "rows.jsonl"], settings.tokenizer, "")
+    trained = load_prompts(data, [run / "rows.jsonl"], settings.model.tokenizer, "")
     asked = [(prompt.prompt_ids, prompt.images) for prompt in settings.prompts]
     assert asked == [(prompt.prompt_ids, prompt.images) for prompt in trained] and len(asked[0][1]) == 1
 
@@ -74,36 +75,31 @@ def test_rows_are_rendered_as_in_training(run: Path) -> None:
 def test_the_command_answers_as_transformers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", run / "hf", *ENGINE, "--json", "--image", run / "1.png", "--prompt", "Which?"]
     assert generate(parse(GenerateOptions, list(map(str, argv))), lambda *_: 1) == 0
-    [prompt], tokenizer = prepared(run, *argv[-4:]).prompts, prepared(run, "--prompt", "?").tokenizer
+    [prompt], tokenizer = prepared(run, *argv[-4:]).prompts, prepared(run, "--prompt", "?").model.tokenizer
     text = greedy_text(load(run / "hf"), prompt, tokenizer)
     assert json.loads(capsys.readouterr().out)["completion"] == text
 
 
-class Repeating(Answerer):
-    """Notes what it is asked, and answers that it has seen an image token."""
-
-    def __init__(self, settings: GenerationSettings) -> None:
-        self.settings = settings
-        self.mesh: Any = SimpleNamespace(rank=0)
-        self.asked: list[tuple[str, list[int]]] = []
-
-    def streamed(self, ids: Any, images: Any, *rest: Any) -> ModelAnswer:
-        assert [i for i, token in enumerate(ids) if token == IMAGE_PAD] == [
-            place for image in images for place in range(image.first, image.first + image.num_tokens)
-        ]
-        text = "".join(self.settings.tokenizer.convert_ids_to_tokens(ids))
-        self.asked.append((text, [image.num_tokens for image in images]))
-        return ModelAnswer(0, "<image>", 1, "stop")
-
-
-def test_a_chat_has_its_images_in_every_turn(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chat_has_its_images_in_every_turn(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`<image>` in an answer, or in a later question, is text. The placeholder itself is refused, and the chat goes on."""
-    answerer = Repeating(prepared(run, "--chat", "--image", run / "0.png"))
+    settings = prepared(run, "--chat", "--image", run / "0.png")
+    tokenizer, asked = settings.model.tokenizer, list[str]()
+
+    def script(request: Request) -> str:
+        places = [i for i, token in enumerate(request.prompt_ids) if token == IMAGE_PAD]
+        assert places == [i for image in request.images for i in range(image.first, image.first + image.num_tokens)]
+        assert [image.num_tokens for image in request.images] == [4]
+        asked.append("".join(tokenizer.convert_ids_to_tokens(request.prompt_ids)))
+        return "x"
+
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **_: "<image>" if ids else "")
+    asker = FakeAsker(settings.model, TextEngine(tokenizer, script))
     lines: Iterator[str] = iter(["a <image> or <image>", "One", "<image>?", "<|image_pad|>", "/new", "Two", "/quit"])
-    hold_chat(answerer, lambda _: next(lines))
+    hold_chat(settings, asker, lambda _: next(lines))
     assert "<image> 2 times, and the row 1 images" in capsys.readouterr().err
-    (first, _), (second, _), (new, _) = answerer.asked
-    assert all(sizes == [4] for _, sizes in answerer.asked)
+    first, second, new = asked
     pads = "<|vision_start|>" + 4 * "<|image_pad|>" + "<|vision_end|>"
     assert f"user\n{pads}One<" in first and f"{pads}One<" in second and "<image><" in second and "<image>?<" in second
     assert f"{pads}Two<" in new and "One" not in new

@@ -17,12 +17,11 @@ import torch
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.benchmarks import read_task_prompts
-from grpo_megatron.evaluation.engine import start_engine
-from grpo_megatron.evaluation.evaluate import draw_task, evaluate
+from grpo_megatron.evaluation.ask import Asker
+from grpo_megatron.evaluation.evaluate import complete_ledger, evaluate
 from grpo_megatron.evaluation.ledger import Ledger
 from grpo_megatron.evaluation.options import EvaluateOptions
 from grpo_megatron.evaluation.settings import prepare
-from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.rollout.transformers_engine import TransformersEngine
 from tests.evaluation.models import make_folder
 from tests.runs import write_rows
@@ -67,16 +66,15 @@ def test_answers_are_those_of_transformers(folder: Path, tmp_path: Path) -> None
         model=folder / "model", file=(str(folder / "rows.jsonl"),), output=tmp_path / "out", **COMMON
     )
     settings = prepare(options)
-    [selected] = settings.selected
-    prompts = selected.prompts.prompts
+    [run] = settings.runs
+    prompts = run.prompts.prompts
     assert [[image.size for image in prompt.images] for prompt in prompts] == [[(2, 2)], [(2, 3)], [(4, 2), (2, 2)], []]
-    engine, mesh, capacity = start_engine(settings)
-    draw_task(settings, selected, engine, mesh, capacity)
-    engine.shutdown()
-    destroy_mesh()
-    drawn = {uid: entry.text for (uid, _), entry in Ledger(options.folder, selected.name).read().items()}
+    asker = Asker(settings.model, settings.max_model_len)
+    complete_ledger(settings, run, asker)
+    asker.close()
+    drawn = {uid: entry.text for (uid, _), entry in Ledger(options.folder, run.name).read().items()}
     model = load(folder / "model")
-    assert drawn == {prompt.uid: greedy_text(model, prompt, settings.tokenizer) for prompt in prompts}
+    assert drawn == {prompt.uid: greedy_text(model, prompt, settings.model.tokenizer) for prompt in prompts}
     assert drawn["rows/0"] != drawn["rows/1"]  # only the images differ
 
 
@@ -117,7 +115,7 @@ def test_what_cannot_read_images_is_refused(
     vision = ("--model", folder / "model", *rows)
     text = refused(capsys, "--model", make_folder(tmp_path / "text"), *rows)
     assert "rows/0: has images, and the model reads none; set --model to one that reads images" in text
-    assert "rows' has images, which a chat template places; set --format chat" in refused(
+    assert "has images, which a chat template places; set --format chat" in refused(
         capsys, *vision, "--engine", "transformers", "--format", "text"
     )
     limits = ("--image-max-pixels", "500")
@@ -145,10 +143,10 @@ def test_a_published_benchmark_has_its_drawings(folder: Path, tmp_path: Path) ->
         model=folder / "model", tasks=("geometry3k",), data=tmp_path, max_tokens=9, engine="transformers"
     )
     settings = prepare(options)
-    prompts = settings.selected[0].prompts.prompts
+    prompts = settings.runs[0].prompts.prompts
     assert [prompt.images[0].size for prompt in prompts] == [(2, 2), (2, 3), (2, 4)]
     data = DataConfig(val_tasks=["geometry3k"], val_data=tmp_path, max_prompt_length=300)
-    validated = read_task_prompts(data, {}, settings.tokenizer)
+    validated = read_task_prompts(data, {}, settings.model.tokenizer)
     assert [(one.prompt_ids, one.images) for one in validated] == [(one.prompt_ids, one.images) for one in prompts]
     with pytest.raises(ConfigError, match="geometry3k/2 has .* tokens, data.max_prompt_length is 20"):
-        read_task_prompts(data.model_copy(update={"max_prompt_length": 20}), {}, settings.tokenizer)
+        read_task_prompts(data.model_copy(update={"max_prompt_length": 20}), {}, settings.model.tokenizer)

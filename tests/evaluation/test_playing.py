@@ -14,17 +14,15 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.evaluation import results
-from grpo_megatron.evaluation.evaluate import draw_task
+from grpo_megatron.evaluation.evaluate import complete_ledger
 from grpo_megatron.evaluation.ledger import Ledger
 from grpo_megatron.evaluation.options import EvaluateOptions
 from grpo_megatron.evaluation.page import render_page
 from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rollout.engine import Completion
 from tests.data.test_conversation import CHATML
-from tests.evaluation.models import make_folder
+from tests.evaluation.models import FakeAsker, TextEngine, make_folder
 from tests.runs import write_rows
-from tests.sampling.fakes import LoneMesh, SeedEngine
 
 ROOT = Path(__file__).parents[2]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
@@ -39,23 +37,6 @@ TASK = {
     "max_tokens": 600,
     "multi_turn": {"environment": "tools", "tools": ["calculator"], "max_assistant_turns": 3},
 }
-
-
-class ScriptedEngine(SeedEngine):
-    """Answers a prompt by `script(the text so far)`, in the poll after the request."""
-
-    def __init__(self, tokenizer: Any, script: Any) -> None:
-        super().__init__()
-        self.tokenizer, self.script = tokenizer, script
-
-    def poll(self) -> list[tuple[str, Completion]]:
-        finished = []
-        for key, request in self._queue.items():
-            text = self.script(self.tokenizer.decode(request.prompt_ids))
-            ids = [*self.tokenizer(text)["input_ids"], self.tokenizer.convert_tokens_to_ids("<|im_end|>")]
-            finished.append((key, Completion(ids, [-0.5] * len(ids), "stop")))
-        self._queue = {}
-        return finished
 
 
 def calculate(text: str) -> str:
@@ -90,13 +71,14 @@ def settings(root: Path, output: Path, **changes: Any) -> EvaluationSettings:
 
 def played(made: EvaluationSettings, script: Any) -> tuple[dict[str, Any], list[Any], str]:
     """The task's result, its graded problems and the page."""
-    [selected] = made.selected
-    engine: Any = ScriptedEngine(made.tokenizer, script)
-    draw_task(made, selected, engine, LoneMesh(), 256)
+    [run] = made.runs
+    tokenizer = made.model.tokenizer
+    engine = TextEngine(tokenizer, lambda request: script(tokenizer.decode(request.prompt_ids)), "<|im_end|>")
+    complete_ledger(made, run, FakeAsker(made.model, engine))
     with RewardPool(1, 10.0) as pool:
-        graded = results.grade_task(made, selected, pool)
-        result = results.task_result(selected, graded, pool)
-    page = render_page(results.whole_result(made, {selected.name: result}), {selected.name: graded}, 10)
+        graded = results.grade_task(made, run, pool)
+        result = results.task_result(run, graded, pool)
+    page = render_page(results.whole_result(made, {run.name: result}), {run.name: graded}, 10)
     return result, graded, page
 
 

@@ -26,20 +26,13 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import parse
 from grpo_megatron.convert import ConvertError, to_megatron
-from grpo_megatron.evaluation.engine import (
-    WEIGHTS_VERSION,
-    engine_dtype,
-    open_model,
-    start_engine,
-    stream_weights,
-)
-from grpo_megatron.evaluation.evaluate import draw_task, evaluate, ledger_entry
+from grpo_megatron.evaluation.ask import WEIGHTS_VERSION, Asker, engine_dtype, open_model, stream_weights
+from grpo_megatron.evaluation.evaluate import complete_ledger, evaluate, ledger_entry
 from grpo_megatron.evaluation.generate import generate
 from grpo_megatron.evaluation.generate_options import GenerateOptions
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, claim_output, write_identity
 from grpo_megatron.evaluation.options import EvaluateOptions
 from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
-from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.rollout.engine import Request, StopTexts
 from grpo_megatron.types import Sample
 from tests.evaluation.models import gsm8k_rows, make_folder
@@ -65,8 +58,9 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
     Returns how often the engine generated in each, and the tokens of a greedy completion.
     """
     settings = prepare(options(model, data, output))
-    engine, mesh, capacity = start_engine(settings)
-    assert capacity == 256  # on the CPU, where the options name none
+    asker = Asker(settings.model, settings.max_model_len)
+    engine, mesh = asker.engine, asker.mesh
+    assert asker.capacity == 256  # on the CPU, where the options name none
     facts: dict[str, Any] = {"calls": []}
 
     def draw(target: Path) -> None:
@@ -77,8 +71,8 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
         mesh.barrier()
         with mock.patch.object(engine, "stream", wraps=engine.stream) as stream:
             try:
-                for selected in again.selected:
-                    draw_task(again, selected, engine, mesh, capacity)
+                for one in again.runs:
+                    complete_ledger(again, one, asker)
             finally:
                 facts["calls"].append(stream.call_count)
 
@@ -100,13 +94,12 @@ def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) ->
                 facts["torn"] = True
         draw(interrupted)
         draw(interrupted)
-    prompt = settings.selected[0].prompts.prompts[0]
+    prompt = settings.runs[0].prompts.prompts[0]
     facts["greedy"] = engine.generate([Request(prompt.prompt_ids, 0, 12, temperature=0.0)], WEIGHTS_VERSION)[
         0
     ].response_ids
     facts["stops"] = stops_draw_less(settings, engine)
-    engine.shutdown()
-    destroy_mesh()
+    asker.close()
     return facts
 
 
@@ -117,7 +110,7 @@ def generate_over_ranks(argv: list[str]) -> None:
 
 def stops_draw_less(settings: EvaluationSettings, engine: Any) -> tuple[list[LedgerEntry], list[LedgerEntry], int, int]:
     """Entries of one task whose engine knows no stop text, the same when it does, and the tokens that each has drawn."""
-    prompts = settings.selected[0].prompts.prompts
+    prompts = settings.runs[0].prompts.prompts
 
     def draw(stop: StopTexts | None) -> list[Sample]:
         requests = [Request(one.prompt_ids, n, 12, temperature=1.0, stop=stop) for n, one in enumerate(prompts)]
@@ -125,10 +118,10 @@ def stops_draw_less(settings: EvaluationSettings, engine: Any) -> tuple[list[Led
         return [Sample(one, 0, 0, c.response_ids, c.logprobs, c.finish_reason, 0) for one, c in drawn]
 
     whole = draw(None)
-    texts = [settings.tokenizer.decode(one.response_ids, skip_special_tokens=True) for one in whole]
+    texts = [settings.model.tokenizer.decode(one.response_ids, skip_special_tokens=True) for one in whole]
     letters = sorted({next((c for c in text if c.isascii() and c.isprintable()), "x") for text in texts[:3]})
-    early = draw(StopTexts(settings.tokenizer, letters))
-    entries = [[ledger_entry(one, letters, settings.tokenizer) for one in drawn] for drawn in (whole, early)]
+    early = draw(StopTexts(settings.model.tokenizer, letters))
+    entries = [[ledger_entry(one, letters, settings.model.tokenizer) for one in drawn] for drawn in (whole, early)]
     return entries[0], entries[1], *(sum(len(one.response_ids) for one in drawn) for drawn in (whole, early))
 
 
@@ -170,7 +163,7 @@ def test_killed_or_not_and_on_one_rank_or_two_the_samples_are_the_same(folder: P
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    prompt = prepare(options(model, data, whole)).selected[0].prompts.prompts[0]
+    prompt = prepare(options(model, data, whole)).runs[0].prompts.prompts[0]
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.tensor([prompt.prompt_ids])
     expected_ids = oracle.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
@@ -242,15 +235,15 @@ def fill_ledger(folder: Path, output: Path, share: float, **changes: Any) -> Non
     run_folder = settings.options.folder
     run_folder.mkdir()
     write_identity(run_folder, settings.identity())
-    for selected in settings.selected:
-        mark = "#### %s" if selected.name == "gsm8k" else "Then $\\boxed{%s}$."
+    for run in settings.runs:
+        mark = "#### %s" if run.name == "gsm8k" else "Then $\\boxed{%s}$."
         rows = []
-        answers = {prompt.uid: prompt.answer for prompt in selected.prompts.prompts}
-        for uid, index in selected.keys():  # noqa: SIM118 - not a mapping
+        answers = {prompt.uid: prompt.answer for prompt in run.prompts.prompts}
+        for uid, index in run.keys():  # noqa: SIM118 - not a mapping
             right = random.Random(f"{uid}/{index}").random() < share
             text = f"So it is </script> {mark % (answers[uid] if right else 'none at all')}"
             rows.append(LedgerEntry(uid, index, text, 9, "stop" if right else "length"))
-        Ledger(run_folder, selected.name).append(0, rows)
+        Ledger(run_folder, run.name).append(0, rows)
 
 
 def test_the_command_grades_and_reports(
@@ -321,7 +314,7 @@ def test_own_rows_have_the_mean_of_their_own_reward(
         made = prepare(parse(EvaluateOptions, given))
         (tmp_path / output).mkdir(exist_ok=True)
         write_identity(tmp_path / output, made.identity())
-        [one] = made.selected
+        [one] = made.runs
         entries = [LedgerEntry(uid, i, text, 3, "stop") for (uid, i), text in zip(one.keys(), texts, strict=True)]
         Ledger(tmp_path / output, one.name).append(0, entries)
         assert main(["evaluate", *given]) == 0
@@ -422,8 +415,8 @@ def test_identity_says_what_decides(folder: Path, tmp_path: Path) -> None:
     settings = prepare(options(folder / "model", folder / "data", tmp_path / "x"))
     other = dataclasses.replace(settings.options, seed=1, output=tmp_path / "y")
     assert prepare(other).identity() == {**settings.identity(), "seed": 1}
-    assert settings.eos_token_ids == [settings.tokenizer.eos_token_id]
+    assert settings.model.eos_token_ids == [settings.model.tokenizer.eos_token_id]
     short = prepare(dataclasses.replace(settings.options, system_prompt="Be brief."))
     first, changed = (s.identity()["tasks"]["gsm8k"] for s in (settings, short))
     assert {key for key in first if first[key] != changed[key]} == {"asked_sha256", "prompts_sha256"}
-    assert short.selected[0].prompts.prompts[0].text.startswith("<system>Be brief.\n<user>What is 0 plus 0?")
+    assert short.runs[0].prompts.prompts[0].text.startswith("<system>Be brief.\n<user>What is 0 plus 0?")
