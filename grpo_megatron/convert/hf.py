@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from grpo_megatron.convert import ConvertError, listing_error
@@ -28,11 +27,9 @@ from grpo_megatron.convert.source import (
 )
 from grpo_megatron.models.families import architecture_of, read_config
 from grpo_megatron.models.heads.reward_folder import HEAD_BIAS
-from grpo_megatron.models.weights.hf_folder import published_name
-from grpo_megatron.untrusted import read_json
+from grpo_megatron.models.weights.hf_folder import INDEX_FILE, SafetensorsFolder, published_name, tensor_problems
+from grpo_megatron.models.weights.stream import WeightsError
 
-INDEX_FILE = "model.safetensors.index.json"
-IGNORED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old exporters wrote
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -43,12 +40,11 @@ Dtypes = dict[str, torch.dtype]
 
 
 class _Stored(NamedTuple):
-    """Where a tensor is: in a safetensors file, or in memory (mapped by torch) after unpickling. `name`: the one there."""
+    """`dtype` is a name where torch does not have it. `data`: after unpickling, the tensor, which torch has mapped."""
 
-    name: str
-    dtype: torch.dtype
+    dtype: torch.dtype | str
     shape: tuple[int, ...]
-    where: Path | Tensor
+    data: Tensor | None = None
 
 
 class HFFolder(Source):
@@ -70,74 +66,33 @@ class HFFolder(Source):
             raise ConvertError(
                 f"{folder}: quantization_config ({method}) is not supported; convert the unquantized model"
             )
-        found = self._pickled(allow_pickle) or self._safetensors()
-        self.tensors = {published_name(name): stored for name, stored in found.items()}
+        self.tensors = self._pickled(allow_pickle) or self._safetensors()
         if start is not None:  # transformers writes token classes without a bias, too
             self.head_rows = head_rows(start.num_labels, has_bias=start.has_bias and HEAD_BIAS in self.tensors)
         self._check()
-        self.dtypes = {name: self.tensors[name].dtype for name in self.shapes()}
+        self.dtypes = {name: self.tensors[name].dtype for name in self.shapes()}  # type: ignore[misc] # `_check` has seen them
         self.layout = f"{self.num_files} file{'s' if self.num_files > 1 else ''}"
 
     def read(self, name: str) -> Tensor:
-        stored = self.tensors[name]
-        where = stored.where
-        if isinstance(where, Tensor):
-            return where
-        try:  # opened for one tensor: pages of a file that stays mapped would count as memory of the process
-            with safe_open(where, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(stored.name)
-                return tensor
-        except (SafetensorError, OSError) as error:
-            raise ConvertError(f"{where}: cannot read {name} ({error})") from error
+        if (data := self.tensors[name].data) is not None:
+            return data
+        try:
+            return self._files.read(name)
+        except WeightsError as error:
+            raise ConvertError(str(error)) from error
 
     def check_content(self) -> bool:
         return False  # safetensors has no checksums
 
-    # -- reading headers -----------------------------------------------------------------------------------------------
-
     def _safetensors(self) -> dict[str, _Stored]:
-        index = self._index()
-        files = (
-            sorted(p.name for p in self.folder.glob("*.safetensors")) if index is None else sorted({*index.values()})
-        )
-        if not files:
-            raise ConvertError(f"{self.folder}: no *.safetensors file")
-        self.num_files = len(files)
-        tensors: dict[str, _Stored] = {}
-        problems: list[str] = []
-        for name in files:
-            try:
-                held = _header(self.folder / name)
-            except ConvertError as error:
-                problems.append(str(error))
-                continue
-            for tensor in held:
-                if tensor in tensors:
-                    problems.append(f"{tensor} is in two files, the second {name}")
-                if index is not None and tensor not in index:
-                    problems.append(f"{tensor} of {name} is not in the index")
-                elif index is not None and index[tensor] != name:
-                    problems.append(f"{tensor}: the index says {index[tensor]}, it is in {name}")
-            tensors.update(held)
-        if index is not None and not problems:
-            problems += [f"{t}: the index says {f}, it is in no file" for t, f in index.items() if t not in tensors]
-        if problems:
-            raise listing_error(
-                f"{self.folder}: its safetensors files are damaged or do not belong together:", problems
-            )
-        return tensors
-
-    def _index(self) -> dict[str, str] | None:
-        path = self.folder / INDEX_FILE
-        if not path.exists():
-            return None
         try:
-            weight_map = dict(read_json(path)["weight_map"])
-            if not all(Path(file).name == file and file.endswith(".safetensors") for file in weight_map.values()):
-                raise ValueError("weight_map names something that is no *.safetensors file of this folder")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConvertError(f"{path}: not a readable index ({type(error).__name__}: {error})") from error
-        return weight_map
+            self._files = files = SafetensorsFolder(self.folder)
+        except WeightsError as error:
+            raise ConvertError(str(error)) from error
+        if problems := files.index_problems():
+            raise listing_error(f"{self.folder}: its safetensors files do not belong together:", problems)
+        self.num_files = len(files.files)
+        return {n: _Stored(TORCH_DTYPES.get(t.dtype, t.dtype), t.shape) for n, t in files.tensors.items()}
 
     def _pickled(self, allowed: bool) -> dict[str, _Stored] | None:
         if (self.folder / INDEX_FILE).exists() or any(self.folder.glob("*.safetensors")):
@@ -154,7 +109,7 @@ class HFFolder(Source):
         for file in files:
             try:  # with torch's restricted unpickler, which accepts tensors and containers only
                 held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-                tensors.update({name: _Stored(name, t.dtype, tuple(t.shape), t) for name, t in held.items()})
+                tensors.update({published_name(n): _Stored(t.dtype, tuple(t.shape), t) for n, t in held.items()})
             except (RuntimeError, pickle.UnpicklingError, AttributeError, OSError, EOFError) as error:
                 raise ConvertError(f"{file}: not a readable table of tensors ({str(error).splitlines()[0]})") from error
         self.num_files = len(files)
@@ -163,17 +118,11 @@ class HFFolder(Source):
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        expected = self.shapes()
-        allowed = {*expected, *(["lm_head.weight"] if self.arch.tied else [])}
-        problems = [f"missing {name}" for name in expected if name not in self.tensors]
-        unexpected = [n for n in self.tensors if n not in allowed and not n.endswith(IGNORED)]
-        problems += [f"unexpected {name}" for name in unexpected if not self.arch.is_extra(name)]
-        for name, shape in expected.items():
-            tensor = self.tensors.get(name)
-            if tensor is not None and tensor.shape != shape:
-                problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
-            if tensor is not None and tensor.dtype not in FLOATS.values():
-                problems.append(f"{name} has dtype {dtype_name(tensor.dtype)}, supported: {', '.join(FLOATS)}")
+        expected, stored = self.shapes(), {name: tensor.shape for name, tensor in self.tensors.items()}
+        problems = tensor_problems(stored, expected, ["lm_head.weight"] if self.arch.tied else [], self.arch.is_extra)
+        for name in expected.keys() & stored.keys():
+            if (dtype := self.tensors[name].dtype) not in FLOATS.values():
+                problems.append(f"{name} has dtype {dtype_name(dtype)}, supported: {', '.join(FLOATS)}")
         if problems:
             raise listing_error(f"{self.folder} does not hold the model of its config.json:", problems)
         has_copy = self.arch.tied and self.head is None and "lm_head.weight" in self.tensors
@@ -182,20 +131,6 @@ class HFFolder(Source):
                 f"{self.folder}: config.json ties the embeddings, but lm_head.weight differs from"
                 " model.embed_tokens.weight; set tie_word_embeddings=false, or remove lm_head.weight"
             )
-
-
-def _header(path: Path) -> dict[str, _Stored]:
-    """Every tensor of a safetensors file. Raises ConvertError."""
-    try:
-        with safe_open(path, framework="pt") as file:  # checks that the header is sound and describes the whole file
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
-            found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise ConvertError(f"{path.name}: not a readable safetensors file ({error})") from error
-    unknown = [f"{name} ({dtype})" for name, (dtype, _) in found.items() if dtype not in TORCH_DTYPES]
-    if unknown:
-        raise ConvertError(f"{path.name}: unsupported dtype of {', '.join(unknown)}")
-    return {name: _Stored(name, TORCH_DTYPES[dtype], shape, path) for name, (dtype, shape) in found.items()}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

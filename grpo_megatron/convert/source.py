@@ -150,7 +150,7 @@ class Source(ABC):
             verification.stop()
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype | str) -> str:
     """The name of a dtype in config.json: bfloat16."""
     return str(dtype).removeprefix("torch.")
 

@@ -105,7 +105,7 @@ def test_missing_extra_and_misshapen_are_all_named(hf: Path, refused: Refused) -
     for layer in range(3):
         assert f"missing model.layers.{layer}.mlp.up_proj.weight" in error
         assert f"unexpected model.layers.{layer}.extra.weight" in error
-    assert f"{K} has shape [63, 128], expected [64, 128]" in error
+    assert f"{K} has shape (63, 128), expected (64, 128)" in error
     assert f"{Q} has dtype int64, supported: float32, bfloat16, float16" in error
 
 

@@ -111,7 +111,7 @@ def read_head(files: SafetensorsFolder, folder: RewardFolder) -> tuple[Tensor, T
     weight, bias = torch.zeros(1, folder.arch.hidden_size), torch.zeros(1)
     if folder.has_head:
         weight = _one_number(files.slice(HEAD)[:].float())
-        if folder.has_bias and files.has(HEAD_BIAS):
+        if folder.has_bias and HEAD_BIAS in files.tensors:
             bias = _one_number(files.slice(HEAD_BIAS)[:].float())
     return weight, bias
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.lora.table import PEFT_PREFIX, adaptable_layers, lora_rows
-from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, Serving, published_name, write_companions
+from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, Serving, write_companions
 from grpo_megatron.models.weights.stream import WeightsError, global_parameters
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage.files import new_folder
@@ -65,20 +65,15 @@ class PeftFolder:
         self.base = str(settings.get("base_model_name_or_path") or "")
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise WeightsError(f"{str(folder)!r} has no {ADAPTER_WEIGHTS}; save the adapter as safetensors")
-        try:
-            with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as header:
-                self._stored = {published_name(name): name for name in header.keys()}  # noqa: SIM118 - no dict
-                metadata = header.metadata() or {}
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{folder / ADAPTER_WEIGHTS}: not a readable safetensors file ({error})") from error
-        if tower := next((name for name in self._stored if ".visual." in name), None):
+        self.files = SafetensorsFolder(folder)
+        if tower := next((name for name in self.files.tensors if ".visual." in name), None):
             layer = tower.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
             raise WeightsError(
                 f"{str(folder)!r} has adapters of the vision tower, such as {layer}; here only the decoder has some: let PEFT"
                 " merge them (merge_and_unload) and set model.path to the whole model"
             )
-        layers = sorted({name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in self._stored})
-        self.model_dtype = metadata.get(MODEL_DTYPE)
+        layers = sorted({name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in self.files.tensors})
+        self.model_dtype = self.files.metadata.get(MODEL_DTYPE)
         rank, alpha, rslora = settings.get("r"), settings.get("lora_alpha"), settings.get("use_rslora") or False
         try:
             values = {"rank": rank, "alpha": alpha, "use_rslora": rslora, "target_modules": layers}
@@ -108,18 +103,15 @@ class PeftFolder:
             wanted = ", ".join(f"{name}={getattr(own, name)}" for name in changes)
             raise WeightsError(f"it has adapters of rank {own.rank} and scale {own.scale:g}; set {wanted}")
         shapes = factor_shapes(arch, lora or own)
-        with SafetensorsFolder(self.folder) as files:
-            files.check(shapes, set())
-            for name in shapes:
-                tensor = files.slice(name)[:]
-                if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-                    raise WeightsError(f"{self.folder / ADAPTER_WEIGHTS}: {name} has values that are no finite numbers")
+        self.files.check(shapes, set())
+        for name in shapes:
+            tensor = self.files.read(name)
+            if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+                raise WeightsError(f"{self.folder / ADAPTER_WEIGHTS}: {name} has values that are no finite numbers")
 
     def read(self, name: str) -> Tensor:
-        """A factor, as it is stored."""
-        with safe_open(self.folder / ADAPTER_WEIGHTS, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(self._stored[name])
-            return tensor
+        """Reads a factor, as it is stored."""
+        return self.files.read(name)
 
 
 def factor_shapes(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[int, ...]]:

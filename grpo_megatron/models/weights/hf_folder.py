@@ -6,11 +6,11 @@ import contextlib
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,92 +33,155 @@ from grpo_megatron.storage.files import new_folder
 from grpo_megatron.types import WeightBucket
 from grpo_megatron.untrusted import read_json
 
+INDEX_FILE = "model.safetensors.index.json"
+OLD_BUFFERS = ("rotary_emb.inv_freq", "masked_bias")  # written by old exporters, and not read
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a safetensors file, by its header. `name` is the name in the file, `dtype` the format's (BF16)."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
 
 class SafetensorsFolder:
-    """The safetensors files of a folder as one mapping from name to slice. Data is read when a slice is indexed."""
+    """The safetensors files of a folder as one mapping from published name to tensor. Opening it reads headers only.
+
+    `index`: name -> file, as the folder's index says; None without an index. Raises WeightsError for files that are
+    missing or damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = Path(folder)
-        self._stack = ExitStack()
-        self._owner: dict[str, tuple[Any, str]] = {}  # published name -> the file, and the name in it
-        files = self._files()
-        for file in files:
-            try:
-                handle = self._stack.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise WeightsError(f"{file}: not a readable safetensors file ({error})") from error
-            self._owner.update({published_name(name): (handle, name) for name in handle.keys()})  # noqa: SIM118 - no dict
-
-    def _files(self) -> list[Path]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            files = [self.folder / name for name in _indexed_files(index)]
+        self.folder, self.index = Path(folder), _read_index(Path(folder) / INDEX_FILE)
+        if self.index is None:
+            self.files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         else:
-            files = sorted(self.folder.glob("*.safetensors"))
-        missing = [str(file) for file in files if not file.exists()]
-        if missing or not files:
-            what = f"missing {', '.join(missing)}" if missing else "no *.safetensors file"
-            raise WeightsError(f"model folder {str(self.folder)!r}: {what}")
-        return files
+            self.files = sorted({*self.index.values()})
+        missing = [str(self.folder / name) for name in self.files if not (self.folder / name).exists()]
+        if missing or not self.files:
+            problem = f"missing {', '.join(missing)}" if missing else "no *.safetensors file"
+            raise WeightsError(f"model folder {str(self.folder)!r}: {problem}")
+        self.metadata: dict[str, str] = {}
+        self.headers = {name: self._header(self.folder / name) for name in self.files}
+        if damaged := [header for header in self.headers.values() if isinstance(header, str)]:
+            raise WeightsError("\n  ".join(damaged))
+        self.tensors = {
+            published_name(name): tensor
+            for header in self.headers.values()
+            if isinstance(header, dict)
+            for name, tensor in header.items()
+        }
+        self._open_files = ExitStack()
+        self._handles: dict[Path, Any] = {}
+
+    def _header(self, file: Path) -> dict[str, StoredTensor] | str:
+        """Every tensor of a file, by its name there; or what is wrong with the file."""
+        try:
+            with safe_open(file, framework="pt") as handle:  # checks that the header describes the whole file
+                self.metadata.update(handle.metadata() or {})
+                slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - no dict
+                return {n: StoredTensor(file, n, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+        except (SafetensorError, OSError) as error:
+            return f"{file}: not a readable safetensors file ({error})"
 
     def __enter__(self) -> SafetensorsFolder:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    def has(self, name: str) -> bool:
-        """Whether the folder has the tensor."""
-        return name in self._owner
+        self._open_files.close()
 
     def slice(self, name: str) -> Any:
-        """The tensor, of which only what is sliced will be read."""
-        handle, name = self._owner[name]
-        return handle.get_slice(name)
+        """Returns an object that reads a part of the tensor when it is indexed. The file stays open until `__exit__`."""
+        stored = self.tensors[name]
+        if stored.file not in self._handles:
+            self._handles[stored.file] = self._open_files.enter_context(safe_open(stored.file, framework="pt"))
+        return self._handles[stored.file].get_slice(stored.name)
+
+    def read(self, name: str) -> Tensor:
+        """Reads a whole tensor. The file is closed again: pages of a mapped file count as memory of the process."""
+        stored = self.tensors[name]
+        try:
+            with safe_open(stored.file, framework="pt") as handle:
+                tensor: Tensor = handle.get_tensor(stored.name)
+                return tensor
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{stored.file}: cannot read {name} ({error})") from error
+
+    def index_problems(self) -> list[str]:
+        """Returns every tensor that is in two files, or in another file than the index says."""
+        problems: list[str] = []
+        file_of: dict[str, str] = {}
+        for file, header in self.headers.items():
+            for name in header:
+                if name in file_of:
+                    problems.append(f"{name} is in two files, the second {file}")
+                if self.index is not None and name not in self.index:
+                    problems.append(f"{name} of {file} is not in the index")
+                elif self.index is not None and self.index[name] != file:
+                    problems.append(f"{name}: the index says {self.index[name]}, it is in {file}")
+                file_of[name] = file
+        if self.index is not None and not problems:
+            lost = [name for name in self.index if name not in file_of]
+            problems += [f"{name}: the index says {self.index[name]}, it is in no file" for name in lost]
+        return problems
 
     def check_model(self, arch: Architecture) -> None:
-        """Raise WeightsError unless the folder holds exactly this architecture's tensors. Reads headers only."""
+        """Raise WeightsError unless the folder has exactly this architecture's tensors."""
         self.check(hf_shapes(arch), {"lm_head.weight"} if arch.tied else set(), arch.is_extra)
 
     def check(
-        self, expected: dict[str, tuple[int, ...]], optional: set[str], is_extra: Callable[[str], bool] | None = None
+        self, expected: Mapping[str, tuple[int, ...]], optional: set[str], is_extra: Callable[[str], bool] | None = None
     ) -> None:
-        """Raise WeightsError that lists missing, unexpected and misshapen tensors, 20 at most. Reads headers only.
-
-        `is_extra`: tensors that may be there and are not read.
-        """
-        problems = [f"missing {name}" for name in expected if name not in self._owner and name not in optional]
-        known = set(expected) | optional
-        ignored = ("rotary_emb.inv_freq", "masked_bias")  # buffers written by old exporters
-        unexpected = [n for n in self._owner if n not in known and not n.endswith(ignored)]
-        problems += [f"unexpected {name}" for name in unexpected if is_extra is None or not is_extra(name)]
-        for name, shape in expected.items():
-            if name in self._owner and tuple(self.slice(name).get_shape()) != shape:
-                problems.append(f"{name} has shape {tuple(self.slice(name).get_shape())}, expected {shape}")
-        if problems:
+        """Raise WeightsError that lists missing, unexpected and misshapen tensors, 20 at most."""
+        shapes = {name: stored.shape for name, stored in self.tensors.items()}
+        if problems := tensor_problems(shapes, expected, optional, is_extra):
             shown = "\n  ".join(problems[:20])
             more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
             raise WeightsError(f"model folder {str(self.folder)!r} does not hold this model:\n  {shown}{more}")
 
 
-def published_name(name: str) -> str:
-    """A tensor's name as the published folders of models that read images have it: `visual.`, `model.layers.`.
+def tensor_problems(
+    shapes: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    optional: Collection[str],
+    is_extra: Callable[[str], bool] | None = None,
+) -> list[str]:
+    """Returns the tensors of a folder that are missing, unexpected or of another shape than the model's.
 
-    transformers 4.52 and later wrote some with the names of its modules, and so PEFT does.
+    `optional`: tensors of the model that may be missing. `is_extra`: other tensors that may be there and are not read.
+    """
+    problems = [f"missing {name}" for name in expected if name not in shapes and name not in optional]
+    unexpected = (n for n in shapes if n not in expected and n not in optional and not n.endswith(OLD_BUFFERS))
+    problems += [f"unexpected {name}" for name in unexpected if is_extra is None or not is_extra(name)]
+    for name, shape in expected.items():
+        if name in shapes and shapes[name] != shape:
+            problems.append(f"{name} has shape {shapes[name]}, expected {shape}")
+    return problems
+
+
+def published_name(name: str) -> str:
+    """Returns a tensor's name as published folders of models that read images have it: `visual.`, `model.layers.`.
+
+    transformers 4.52 and later wrote some with the names of its modules, and so does PEFT.
     """
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
-def _indexed_files(index: Path) -> list[str]:
-    """The names of the files in an index. Raises WeightsError for a name that is no *.safetensors file of its folder."""
+def _read_index(path: Path) -> dict[str, str] | None:
+    """Name -> file of an index; None without one. Raises WeightsError for a name that is no file of its folder."""
+    if not path.exists():
+        return None
     try:
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        index = dict(read_json(path)["weight_map"].items())
+        names = sorted({*index.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index}: not a readable index ({type(error).__name__}: {error})") from error
+        raise WeightsError(f"{path}: not a readable index ({type(error).__name__}: {error})") from error
     outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
     if outside:
-        raise WeightsError(f"{index}: weight_map names {outside[0]!r}, which is no *.safetensors file of this folder")
-    return names
+        raise WeightsError(f"{path}: weight_map names {outside[0]!r}, which is no *.safetensors file of this folder")
+    return index
 
 
 def check_hf(folder: Path, arch: Architecture) -> None:
@@ -262,7 +325,7 @@ class _ShardWriter:
         if count > 1:
             weight_map = {t: name for name, tensors in zip(names, self.shards, strict=True) for t in tensors}
             index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
-            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
         config = json.loads((source / "config.json").read_text())
         config.pop("torch_dtype", None)
         config["dtype"] = self.dtype
