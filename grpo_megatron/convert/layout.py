@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.architecture import Architecture, megatron_fields
 from grpo_megatron.models.weights.stream import TE_NAMES
 from grpo_megatron.models.weights.table import Vocabulary, WeightRow
 
@@ -45,14 +45,8 @@ def common_state(arch: Architecture) -> dict[str, Any]:
 
 def load_args(arch: Architecture) -> dict[str, Any]:
     """The model's arguments under Megatron-LM's names. The tokenizer's are not among them: its path is this machine's."""
-    args: dict[str, Any] = {
-        "num_layers": arch.num_layers,
-        "hidden_size": arch.hidden_size,
-        "ffn_hidden_size": arch.dense_ffn_hidden_size or arch.ffn_hidden_size,
-        "num_attention_heads": arch.num_attention_heads,
+    args = megatron_fields(arch) | {
         "group_query_attention": arch.latent is None and arch.num_query_groups < arch.num_attention_heads,
-        "num_query_groups": arch.num_query_groups,
-        "kv_channels": arch.head_dim,
         "seq_length": arch.max_position_embeddings,
         "max_position_embeddings": arch.max_position_embeddings,
         "position_embedding_type": "yarn" if arch.rope_yarn is not None and arch.latent is None else "rope",
@@ -64,60 +58,21 @@ def load_args(arch: Architecture) -> dict[str, Any]:
         "use_rope_scaling": arch.rope_factor is not None,
         "rope_scaling_factor": arch.rope_factor or 8.0,
         "rotary_seq_len_interpolation_factor": int(arch.rope_linear_factor) if arch.rope_linear_factor else None,
-        "normalization": "RMSNorm",
         "norm_epsilon": arch.norm_eps,
         "apply_layernorm_1p": False,
-        "qk_layernorm": arch.qk_norm or arch.latent is not None,
-        "add_bias_linear": False,
-        "add_qkv_bias": arch.qkv_bias,
         "swiglu": True,
         "squared_relu": False,
         "untie_embeddings_and_output_weights": not arch.tied,
         "padded_vocab_size": -(-arch.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
         "apply_query_key_layer_scaling": False,
         "ckpt_format": "torch_dist",
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "expert_model_parallel_size": 1,
     }
-    return args | (_expert_args(arch) if arch.num_experts else {}) | _latent_args(arch)
-
-
-def _expert_args(arch: Architecture) -> dict[str, Any]:
-    routing, first = arch.routing, arch.num_dense_layers
-    is_sigmoid = routing is not None and routing.is_sigmoid
-    return {
-        "num_experts": arch.num_experts,
-        "moe_ffn_hidden_size": arch.ffn_hidden_size,
-        "moe_layer_freq": [int(layer >= first) for layer in range(arch.num_layers)] if first else 1,
-        "moe_router_topk": arch.experts_per_token,
-        "moe_router_pre_softmax": not arch.renormalise_experts,
-        "moe_grouped_gemm": False,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_shared_expert_intermediate_size": arch.shared_ffn_hidden_size or None,
-        "moe_router_score_function": "sigmoid" if is_sigmoid else "softmax",
-        "moe_router_enable_expert_bias": is_sigmoid,
-        "moe_router_topk_scaling_factor": routing.scale if routing else None,
-        "moe_router_num_groups": routing.groups if routing and routing.groups > 1 else None,
-        "moe_router_group_topk": routing.groups_per_token if routing and routing.groups > 1 else None,
-    }
-
-
-def _latent_args(arch: Architecture) -> dict[str, Any]:
-    latent = arch.latent
-    if latent is None:
-        return {}
-    return {
-        "multi_latent_attention": True,
-        "q_lora_rank": latent.q_rank,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_head_dim": latent.nope_dim,
-        "qk_pos_emb_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
-    }
+    args |= {"num_experts": arch.num_experts, "moe_grouped_gemm": False} if arch.num_experts else {}
+    return args | ({"multi_latent_attention": True} if arch.latent is not None else {})
 
 
 NEVER_RESTORED = (  # arguments that Megatron-LM does not take from a checkpoint

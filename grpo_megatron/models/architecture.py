@@ -257,6 +257,50 @@ class Architecture:
         return self.num_layers * (attention + 2 * h) + mlps + h + self.vocab_size * h * (1 if self.tied else 2) + tower
 
 
+def megatron_fields(arch: Architecture) -> dict[str, Any]:
+    """Returns the fields that Megatron-Core's TransformerConfig and the arguments of Megatron-LM name alike."""
+    routing, latent, first = arch.routing, arch.latent, arch.num_dense_layers
+    fields: dict[str, Any] = {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "ffn_hidden_size": arch.dense_ffn_hidden_size or arch.ffn_hidden_size,
+        "num_attention_heads": arch.num_attention_heads,
+        "num_query_groups": arch.num_query_groups,
+        "kv_channels": arch.head_dim,
+        "normalization": "RMSNorm",
+        "qk_layernorm": arch.qk_norm or latent is not None,
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "attention_dropout": 0.0,  # with dropout a policy would differ from its own rollouts
+        "hidden_dropout": 0.0,
+    }
+    if arch.num_experts:
+        groups = (routing.groups, routing.groups_per_token) if routing and routing.groups > 1 else (None, None)
+        fields |= {
+            "moe_ffn_hidden_size": arch.ffn_hidden_size,
+            "moe_layer_freq": [int(layer >= first) for layer in range(arch.num_layers)] if first else 1,
+            "moe_router_topk": arch.experts_per_token,
+            # A softmax over the selected logits equals the softmax over all, renormalised over the selected.
+            "moe_router_pre_softmax": not arch.renormalise_experts,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_shared_expert_intermediate_size": arch.shared_ffn_hidden_size or None,
+            "moe_router_score_function": "sigmoid" if routing and routing.is_sigmoid else "softmax",
+            "moe_router_enable_expert_bias": routing is not None and routing.is_sigmoid,
+            "moe_router_topk_scaling_factor": routing.scale if routing else None,
+            "moe_router_num_groups": groups[0],
+            "moe_router_group_topk": groups[1],
+        }
+    if latent is not None:
+        fields |= {
+            "q_lora_rank": latent.q_rank,
+            "kv_lora_rank": latent.kv_rank,
+            "qk_head_dim": latent.nope_dim,
+            "qk_pos_emb_head_dim": latent.rope_dim,
+            "v_head_dim": latent.value_dim,
+        }
+    return fields
+
+
 # -- config.json ---------------------------------------------------------------------------------------------------------
 
 MAX_BLOCKS = 1 << 20  # experts of all layers together

@@ -31,7 +31,7 @@ from torch import Tensor
 from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.device import Device, read_hardware
 from grpo_megatron.imports import replaced
-from grpo_megatron.models.architecture import Architecture, Latent, Routing, Yarn
+from grpo_megatron.models.architecture import Architecture, Latent, Yarn, megatron_fields
 from grpo_megatron.models.layers.modules import (
     LATENT_KEYS,
     HeadsRMSNorm,
@@ -264,43 +264,17 @@ def expert_config(arch: Architecture, kernels: Kernels) -> dict[str, Any]:
     """
     return {
         "num_moe_experts": arch.num_experts,
-        "moe_ffn_hidden_size": arch.ffn_hidden_size,
-        "moe_router_topk": arch.experts_per_token,
-        # A softmax over the selected logits equals the softmax over all, renormalised over the selected.
-        "moe_router_pre_softmax": not arch.renormalise_experts,
         "moe_router_dtype": "fp32",
+        "moe_router_bias_update_rate": 0.0,
         "moe_grouped_gemm": kernels.transformer_engine,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        **(routing_config(arch, arch.routing) if arch.routing else {}),
-    }
-
-
-def routing_config(arch: Architecture, routing: Routing) -> dict[str, Any]:
-    """TransformerConfig fields of DeepSeek's routers, shared experts and first layers."""
-    first = arch.num_dense_layers
-    return {
-        "ffn_hidden_size": arch.dense_ffn_hidden_size or arch.ffn_hidden_size,
-        "moe_layer_freq": [int(layer >= first) for layer in range(arch.num_layers)] if first else 1,
-        "moe_shared_expert_intermediate_size": arch.shared_ffn_hidden_size or None,
-        "moe_router_score_function": "sigmoid" if routing.is_sigmoid else "softmax",
-        "moe_router_enable_expert_bias": routing.is_sigmoid,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_topk_scaling_factor": routing.scale,
-        "moe_router_num_groups": routing.groups if routing.groups > 1 else None,
-        "moe_router_group_topk": routing.groups_per_token if routing.groups > 1 else None,
     }
 
 
 def latent_config(arch: Architecture, latent: Latent) -> dict[str, Any]:
     """MLATransformerConfig fields. Its YaRN has fields of its own, and scales the logits too."""
     fields: dict[str, Any] = {
-        "qk_layernorm": True,
-        "q_lora_rank": latent.q_rank,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_head_dim": latent.nope_dim,
-        "qk_pos_emb_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
         "rotary_base": arch.rope_theta,
         "rope_type": "rope",
         "rotary_scaling_factor": 1.0,
@@ -334,21 +308,10 @@ def transformer_config(
     torch_dtype = DTYPES[dtype]
     kernels = kernels or Kernels()
     settings: dict[str, Any] = {
-        "num_layers": arch.num_layers,
-        "hidden_size": arch.hidden_size,
-        "ffn_hidden_size": arch.ffn_hidden_size,
-        "num_attention_heads": arch.num_attention_heads,
-        "num_query_groups": arch.num_query_groups,
-        "kv_channels": arch.head_dim,
-        "normalization": "RMSNorm",
+        **megatron_fields(arch),
         "layernorm_epsilon": arch.norm_eps,
-        "add_bias_linear": False,
-        "add_qkv_bias": arch.qkv_bias,
         "gated_linear_unit": True,
         "activation_func": F.silu,
-        "qk_layernorm": arch.qk_norm,
-        "hidden_dropout": 0.0,  # with dropout a policy would differ from its own rollouts
-        "attention_dropout": 0.0,
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
