@@ -1,4 +1,4 @@
-"""The only file that knows whether it runs on CPU or CUDA: backend, seeds, memory, and Megatron-Core on CPU.
+"""The differences between CPU and CUDA, which are in this file only: backend, seeds, memory, Megatron-Core on CPU.
 
 Megatron-Core calls CUDA functions in about twenty places even when every tensor is on the host. `Device.megatron()`
 replaces those calls with CPU ones inside a `with` block; on CUDA it replaces nothing. Enter it around build, forward,
@@ -52,7 +52,7 @@ class Hardware:
 
 
 def read_hardware(kind: Literal["auto", "cpu", "cuda"]) -> Hardware:
-    """The features of this machine, for a run with `trainer.device` = `kind`. Imports Transformer Engine if it is usable."""
+    """Returns this machine's features for a run with `trainer.device` = `kind`. Imports a usable Transformer Engine."""
     transformer_engine_problem = examine_transformer_engine()[1]
     if kind == "cpu" or not torch.cuda.is_available():
         return Hardware(None, None, transformer_engine_problem)
@@ -63,14 +63,14 @@ def read_hardware(kind: Literal["auto", "cpu", "cuda"]) -> Hardware:
 
 
 def device_bytes(kind: Literal["auto", "cpu", "cuda"]) -> int | None:
-    """The memory of this rank's GPU, for a run with `trainer.device` = `kind`. None: the run is on the CPU."""
+    """Returns the memory of this rank's GPU, for a run with `trainer.device` = `kind`. None: the run is on the CPU."""
     if kind == "cpu" or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory)
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a GPU. `reserved` is what torch holds in this process, free or in use."""
+    """Bytes of a GPU. `reserved`: torch's memory in this process, free or in use."""
 
     free: int
     total: int
@@ -78,7 +78,7 @@ class DeviceMemory(NamedTuple):
 
 
 def count_cuda_devices() -> int:
-    """The CUDA devices that torch sees on this machine."""
+    """Returns the number of CUDA devices that torch sees on this machine."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -119,7 +119,7 @@ class Device:
             torch.cuda.empty_cache()
 
     def memory(self) -> DeviceMemory | None:
-        """None on the CPU, whose memory nothing here divides."""
+        """Returns the memory of the GPU. None: the CPU, whose memory is not divided."""
         if not self.is_cuda:
             return None
         return DeviceMemory(*torch.cuda.mem_get_info(self.torch_device), torch.cuda.memory_reserved(self.torch_device))
@@ -144,7 +144,7 @@ class Device:
     # -- random state: vLLM reseeds every generator of its process, and `generate` advances torch's --------------------
 
     def seed(self, seed: int, rank: int) -> None:
-        """torch's generators are alike on all ranks, as Megatron-Core expects; Python's and numpy's differ per rank."""
+        """Seeds torch's generators alike on all ranks, as Megatron-Core expects, and Python's and numpy's per rank."""
         torch.manual_seed(seed)
         random.seed(f"{seed}/{rank}")
         np.random.seed(np.random.SeedSequence([seed, rank]).generate_state(4))
@@ -168,7 +168,7 @@ class Device:
 
     @contextlib.contextmanager
     def preserve_rng(self) -> Iterator[None]:
-        """Restore every generator at the end: a resumed run must not depend on what the engine has drawn."""
+        """Restore every generator at the end: a resumed run must not depend on what the engine has sampled."""
         state = self.rng_state()
         try:
             yield
@@ -177,7 +177,7 @@ class Device:
 
     @contextlib.contextmanager
     def preserve_torch_rng(self) -> Iterator[None]:
-        """`preserve_rng` without Python's and numpy's generators, whose states take 0.2 ms to copy back and forth."""
+        """Does `preserve_rng` without Python's and numpy's generators, whose states take 0.2 ms to copy."""
         state = torch.get_rng_state()
         on_device = torch.cuda.get_rng_state(self.torch_device) if self.is_cuda else None
         try:
@@ -188,7 +188,7 @@ class Device:
                 torch.cuda.set_rng_state(on_device, self.torch_device)
 
     def megatron(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which Megatron-Core's own code must run. Re-entrant."""
+        """Returns the context in which Megatron-Core's own code must run. Re-entrant."""
         _define_router_product()
         if not self.is_cuda:
             return _megatron_on_cpu()
@@ -197,7 +197,7 @@ class Device:
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """torch's operations are deterministic or raise. With `warn_only`, its memory-efficient attention would not be."""
+    """Makes torch's operations deterministic or raise. With `warn_only`, its memory-efficient attention would not be."""
     was_on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
@@ -331,9 +331,7 @@ def _megatron_on_cpu() -> Iterator[None]:
         _depth -= 1
 
 
-# -- The heap of the C library -----------------------------------------------------------------------------------------
-# glibc's heap on the CPU: memory that a tensor has freed stays in the process for the next one.
-#
+# -- the heap of glibc -------------------------------------------------------------------------------------------------
 # By default glibc gives large blocks back to the kernel, which clears every page again for the next tensor: 4,000 page faults
 # per step of a model of 0.4 M parameters, 150,000 with 26 M (measured). Here tensors of up to LARGEST_KEPT bytes are reused, and
 # the free end of the heap is given back only above MOST_KEPT bytes.
@@ -345,7 +343,7 @@ _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNAB
 
 
 def keep_freed_memory() -> bool:
-    """Keeps the memory that tensors free, from now on. Returns False where the user has set these limits, and without glibc."""
+    """Keeps memory that tensors free in the process. Returns False where the user has set these limits, and without glibc."""
     if sys.platform != "linux" or any(name in os.environ for name in _SET_BY_USER):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none

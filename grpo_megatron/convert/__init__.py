@@ -21,12 +21,12 @@ class ConvertError(ValueError):
 
 
 def listing_error(heading: str, problems: list[str]) -> ConvertError:
-    """One error that names every problem."""
+    """Returns one error that names every problem."""
     return ConvertError(heading + "".join(f"\n  {problem}" for problem in problems))
 
 
 def to_megatron(source: Path | str, target: Path | str, **options: Any) -> None:
-    """`convert to-megatron`, with its options as keywords: tp=2, dtype="bfloat16". Raises ConvertError, StorageError."""
+    """Does `convert to-megatron`, with its options as keywords: tp=2, dtype="bfloat16". Raises ConvertError, StorageError."""
     from grpo_megatron.convert.conversion import hf_to_megatron
     from grpo_megatron.convert.options import ToMegatronOptions
 
@@ -34,7 +34,7 @@ def to_megatron(source: Path | str, target: Path | str, **options: Any) -> None:
 
 
 def to_hf(source: Path | str, target: Path | str, **options: Any) -> None:
-    """`convert to-hf`, with its options as keywords: shard_size=1 << 30. Raises ConvertError, StorageError."""
+    """Does `convert to-hf`, with its options as keywords: shard_size=1 << 30. Raises ConvertError, StorageError."""
     from grpo_megatron.convert.conversion import megatron_to_hf
     from grpo_megatron.convert.options import ToHfOptions
 

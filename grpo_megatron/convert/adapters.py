@@ -1,7 +1,7 @@
 """A model with adapters: a PEFT folder, or a training step of LoRA, on the Hugging Face folder of its base.
 
-It is read as the whole model, each weight merged when it is read: `to-megatron`, `merge`, verify and evaluation get the tensors
-that the run's engine held, bit for bit. `to-hf` of a training step writes the adapters alone, as the end of the run does.
+It is read as the full model. Each weight is merged when it is read: `to-megatron`, `merge`, verify and evaluation get the bits
+of the run's engine. `to-hf` of a training step writes the adapters alone, as the end of the run does.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AdaptedModel(Source):
         self.num_files, self.layout = self.base.num_files, f"adapters of rank {self.lora.rank} on {base}"
 
     def check_base(self) -> None:
-        """A training step records the files of its base, which must have the same bits. Reads them."""
+        """Compares the base's files with the hashes that a training step has recorded. Reads them."""
         recorded = self.adapters.origin.base_files() if isinstance(self.adapters, MegatronFolder) else {}
         changed = [
             f"{path} has another sha256"
@@ -78,7 +78,7 @@ class AdaptedModel(Source):
 
     @property
     def is_step(self) -> bool:
-        """Whether the adapters are in a training step, and not in a PEFT folder."""
+        """True for the adapters of a training step, false for a PEFT folder."""
         return isinstance(self.adapters, MegatronFolder)
 
     @property

@@ -28,7 +28,7 @@ OVERHEAD_BYTES = 64 << 20  # estimated: tokenizer and tables of contents
 
 
 def hf_to_megatron(options: ToMegatronOptions) -> None:
-    """Hugging Face folder -> a folder that Megatron-LM loads (`load_args`), with config.json and tokenizer in hf/.
+    """Converts a Hugging Face folder to one that Megatron-LM loads, with config.json and tokenizer in hf/.
 
     Raises ConvertError, StorageError, UnsupportedModel.
     """
@@ -52,9 +52,9 @@ def hf_to_megatron(options: ToMegatronOptions) -> None:
 
 
 def megatron_to_hf(options: ToHfOptions) -> None:
-    """Distributed checkpoint (converted, a training step, or its critic/ or reward_model/) -> Hugging Face folder.
+    """Converts a distributed checkpoint (converted, a training step, its critic/ or reward_model/) to a Hugging Face folder.
 
-    Of a policy with LoRA a PEFT folder. `merge` makes a whole model of such a step, or of a PEFT folder.
+    A policy with LoRA becomes a PEFT folder. `merge` makes a full model of such a step, or of a PEFT folder.
     Raises ConvertError, StorageError.
     """
     source = options.source
@@ -93,7 +93,7 @@ def _copy_companions(source: Path, target: Path) -> None:
 def _conversion(
     model: Source, options: ToMegatronOptions | ToHfOptions, kind: str
 ) -> Iterator[tuple[Path, dict[str, str], Progress]]:
-    """What both directions share: tokenizer and space are checked, then comes the block, config and manifest are the last.
+    """Checks tokenizer and space before the block, and writes config and manifest after it. Both directions share it.
 
     The block gets the folder to write into, a table to fill with file -> sha256, and the progress.
     """
@@ -113,7 +113,7 @@ def _conversion(
         write_manifest(folder, kind, hashes)
 
 
-# -- The model in a folder ---------------------------------------------------------------------------------------------
+# -- finding the model in a folder -------------------------------------------------------------------------------------
 
 PART_FOLDERS = (CRITIC_FOLDER, REWARD_MODEL_FOLDER)  # of a training step, besides the policy
 EXPORT_FOLDER = "hf"  # of a run's output folder
@@ -122,7 +122,7 @@ EXPORT_FOLDER = "hf"  # of a run's output folder
 def open_source(
     folder: Path, *, hf: Path | None = None, allow_pickle: bool = False, family: str | None = None
 ) -> Source:
-    """The model in `folder`, in either format, or of the Hub, by its id. Raises ConvertError, UnsupportedModel.
+    """Returns the model in `folder`, in either format, or of the Hub, by its id. Raises ConvertError, UnsupportedModel.
 
     `family`: `package.module:FAMILY` of the user's own; None: the one that config.json names.
     """
@@ -159,7 +159,7 @@ def open_source(
 
 
 def _model_in(folder: Path) -> Path | None:
-    """The exported model of a run's output folder, or its newest step; its supervised stages have steps too."""
+    """Returns the exported model of a run's output folder, or its newest step; its supervised stages have steps too."""
     if (folder / EXPORT_FOLDER / "config.json").exists():
         return folder / EXPORT_FOLDER
     for pattern in ("checkpoints/step_*", "**/step_*"):
@@ -170,7 +170,7 @@ def _model_in(folder: Path) -> Path | None:
 
 
 def _part_hint(path: Path) -> str:
-    """A hint for the folder of a critic or a reward model that a checkpoint does not have."""
+    """Returns a hint for the folder of a critic or a reward model that a checkpoint does not have."""
     step = path.parent
     if path.name not in PART_FOLDERS or not (step / STEP_FILE).exists():
         return ""
@@ -204,7 +204,7 @@ WRITTEN_ANEW = {"config.json", ADAPTER_CONFIG, MANIFEST_FILE, STEP_FILE, FORMAT_
 
 
 def companions(folder: Path) -> list[Path]:
-    """Files that are neither weights nor code. config.json is not among them: its dtype may change."""
+    """Returns the files that are neither weights nor code. config.json is not among them: its dtype may change."""
     files = [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.startswith(".")]
     files += sorted((folder / "chat_templates").glob("*.jinja"))  # where transformers puts named templates
     kept = (p for p in files if p.suffix not in WEIGHTS | CODE and p.name not in WRITTEN_ANEW)
@@ -227,7 +227,7 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _largest_id(path: Path) -> object:
-    """The largest id in a file of a tokenizer; -1 if there is none. Raises ConvertError."""
+    """Returns the largest id in a file of a tokenizer; -1 if there is none. Raises ConvertError."""
     try:
         if path.name == "tokenizer.model":
             from sentencepiece import SentencePieceProcessor

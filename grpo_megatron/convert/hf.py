@@ -152,7 +152,7 @@ def plan_shards(shapes: Shapes, dtypes: Dtypes, shard_bytes: int) -> dict[str, S
 
 
 def safetensors_header(shapes: Shapes, dtypes: Dtypes) -> bytes:
-    """The length of the JSON, then the JSON, padded so that the data begins at a multiple of 8 bytes."""
+    """Returns the start of a safetensors file: the length of the JSON, then the JSON, padded to a multiple of 8 bytes."""
     names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -81,9 +81,10 @@ def _hashes(source: Source, check: bool) -> str:
     return f"sha256 of {len(files)} files in {MANIFEST_FILE} (compare them with --hashes)"
 
 
-# -- verify: compares two models, each in any format and layout, tensor by tensor under their Hugging Face names -------
-# By default tensors of one dtype are compared bit by bit. With `dtype`, both are rounded to it first: a bfloat16 export equals
-# the float32 model that it was made of. With `tolerance`, elements may differ by so much.
+# -- verify ------------------------------------------------------------------------------------------------------------
+# Two models in any format and layout are compared under Hugging Face names. By default tensors of one dtype are compared bit by
+# bit. With `dtype`, both are rounded to it first: a bfloat16 export equals its float32 model. With `tolerance`, elements may
+# differ by so much.
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -150,7 +151,7 @@ def verify(options: VerifyOptions) -> int:
 
 
 def _compared(a: Source, b: Source, names: list[str], options: VerifyOptions) -> list[TensorComparison]:
-    """The comparison of each tensor, which both models have with the same shape. `dtype` does not round constants."""
+    """Compares the tensors `names`, which have the same shape in both models. `dtype` does not round constants."""
     rounded = [source.result_dtypes(FLOATS[options.dtype]) if options.dtype else source.dtypes for source in (a, b)]
     out: list[TensorComparison] = []
     total = sum(source.num_bytes(next(iter(source.dtypes.values()))) for source in (a, b))
@@ -165,7 +166,7 @@ def _compared(a: Source, b: Source, names: list[str], options: VerifyOptions) ->
 
 
 def _table(tensors: list[TensorComparison]) -> str:
-    """One line per kind of tensor (all layers and experts together), and one per tensor that differs."""
+    """Returns one line per kind of tensor (all layers and experts together), and one per tensor that differs."""
     groups: dict[str, list[TensorComparison]] = {}
     for tensor in tensors:
         groups.setdefault(re.sub(r"\.\d+\.", ".*.", tensor.name), []).append(tensor)

@@ -1,13 +1,9 @@
-"""The layout of a folder that Megatron-LM loads with `--load`, and the arguments that it restores from there.
+"""The layout of a folder that Megatron-LM loads with `--load`, its arguments there, and the places of tensors.
 
 OUT/latest_checkpointed_iteration.txt    "release", or the number of an iteration
 OUT/release/                             the distributed checkpoint; iter_0000100/ for an iteration
 OUT/release/common.pt                    {"args", "checkpoint_version", "iteration"}
 OUT/hf/                                  config.json and tokenizer, for our own readers
-
-With `--use-checkpoint-args` Megatron-LM takes the model's arguments from `args`, an argparse.Namespace under its own names.
-Some it never takes from a checkpoint: `further_options` are those that a model needs besides. Source: load_checkpoint and
-load_args_from_checkpoint in megatron/training/checkpointing.py of Megatron-LM, as of August 2026.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ VOCAB_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
 
 
 def tracked_folder(folder: Path) -> Path | None:
-    """The checkpoint that the tracker of `folder` names. None: there is no tracker, or it names none."""
+    """Returns the checkpoint that the tracker of `folder` names. None: there is no tracker, or it names none."""
     try:
         name = (folder / TRACKER_FILE).read_text()[:40].strip()
     except (OSError, UnicodeDecodeError):
@@ -39,12 +35,16 @@ def tracked_folder(folder: Path) -> Path | None:
 
 
 def common_state(arch: Architecture) -> dict[str, Any]:
-    """The content of common.pt."""
+    """Returns the content of common.pt."""
     return {"args": Namespace(**load_args(arch)), "checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}
 
 
 def load_args(arch: Architecture) -> dict[str, Any]:
-    """The model's arguments under Megatron-LM's names. The tokenizer's are not among them: its path is this machine's."""
+    """Returns the arguments that Megatron-LM takes from a checkpoint with `--use-checkpoint-args`.
+
+    The tokenizer's are not among them: its path is this machine's. Source: load_args_from_checkpoint in
+    megatron/training/checkpointing.py of Megatron-LM, as of August 2026.
+    """
     args = megatron_fields(arch) | {
         "group_query_attention": arch.latent is None and arch.num_query_groups < arch.num_attention_heads,
         "seq_length": arch.max_position_embeddings,
@@ -83,7 +83,7 @@ NEVER_RESTORED = (  # arguments that Megatron-LM does not take from a checkpoint
 
 
 def further_options(arch: Architecture) -> str:
-    """The options that this model needs in Megatron-LM besides `--load OUT --use-checkpoint-args`."""
+    """Returns the options that this model needs in Megatron-LM besides `--load OUT --use-checkpoint-args`."""
     args = load_args(arch)
     if not args["use_rope_scaling"]:
         del args["rope_scaling_factor"]
@@ -119,7 +119,7 @@ def unsupported_there(arch: Architecture) -> str | None:
     return None
 
 
-# -- The key, and the index in its tensor, of a row of the weight table in a Megatron-Core distributed checkpoint ------
+# -- the place of a row of the weight table in a distributed checkpoint ------------------------------------------------
 # Megatron stacks layers (and experts): decoder.layers.7.mlp.linear_fc2.weight [h, f] is index 7 of the tensor
 # decoder.layers.mlp.linear_fc2.weight [layers, h, f]. A norm has the name that Transformer Engine gives it, even when other
 # modules have written it. Models whose layers differ (dense ones, then experts) have one tensor per layer instead. Both forms
@@ -139,12 +139,12 @@ class Place:
 
 
 def whole_shape(row: WeightRow, arch: Architecture) -> tuple[int, ...]:
-    """The shape of a row's Megatron tensor over all ranks, without the padding of a vocabulary."""
+    """Returns the shape of a row's Megatron tensor over all ranks, without the padding of a vocabulary."""
     return row.hf_shapes(arch)[0] if isinstance(row, Vocabulary) else row.local_shape(arch, 1)
 
 
 def places(row: WeightRow, arch: Architecture) -> list[Place]:
-    """Every place where the row may be. The first is the one that the current Megatron-Core writes."""
+    """Returns every place where the row may be. The first is the one that the current Megatron-Core writes."""
     layered = _LAYER.match(row.megatron)
     if layered is None:
         return [Place(row.megatron)]
@@ -165,7 +165,7 @@ def places(row: WeightRow, arch: Architecture) -> list[Place]:
 
 
 def _names(rest: str, arch: Architecture) -> list[str]:
-    """The names of a layer's parameter, that of Transformer Engine's fused modules first.
+    """Returns the names of a layer's parameter, that of Transformer Engine's fused modules first.
 
     Latent attention begins with several linear layers, so the norm before it is not fused. Norms of query heads are not.
     """
@@ -174,7 +174,7 @@ def _names(rest: str, arch: Architecture) -> list[str]:
 
 
 def written_places(row: WeightRow, arch: Architecture) -> list[Place]:
-    """The places where a converted checkpoint stores the row.
+    """Returns the places where a converted checkpoint stores the row.
 
     The second norm of an MoE layer is stored under two names: local specs read one of them, Transformer Engine's specs
     the other.

@@ -75,7 +75,7 @@ TORCH_DIST = {
 FILE_BYTES = 4 << 30
 OF_THE_MODEL = ("decoder.", "embedding.", "output_layer.", "score.", "visual.", PEFT_PREFIX)  # beginnings of its keys
 
-# -- Origin: the training step that a checkpoint belongs to, and which of its models the checkpoint holds --------------
+# -- the training step that a checkpoint belongs to --------------------------------------------------------------------
 # step_000020/state                 policy          beside trainer.json
 # step_000020/critic/state          critic          beside critic.json
 # step_000020/reward_model/state    reward_model    beside pairs.json
@@ -94,25 +94,25 @@ class Origin:
     inputs: dict[str, Any]  # key of the config -> file -> size and sha256 (checks/digests.py)
 
     def start(self) -> Path | None:
-        """The Hugging Face folder that the model started from. None: the config does not say."""
+        """Returns the Hugging Face folder that the model started from. None: the config does not say."""
         if self.part == "reward_model":
             return self._path("reward_model", "path")
         return (self._path("critic", "path") if self.part == "critic" else None) or self._path("model", "path")
 
     def tokenizer(self) -> Path | None:
-        """The folder whose tokenizer the run exports. None: the config does not say."""
+        """Returns the folder whose tokenizer the run exports. None: the config does not say."""
         return self._path("model", "tokenizer_path") or self._path("model", "path")
 
     def family(self) -> str | None:
-        """`model.family`. None: the key is not set."""
+        """Returns `model.family`. None: the key is not set."""
         return self._text("model", "family")
 
     def dtype(self) -> str | None:
-        """`model.dtype`. None: the config does not say."""
+        """Returns `model.dtype`. None: the config does not say."""
         return self._text("model", "dtype")
 
     def lora(self) -> LoraConfig | None:
-        """The adapters that the model was trained with. None: all of its weights were trained."""
+        """Returns the adapters that the model was trained with. None: all of its weights were trained."""
         section = self.config.get("critic" if self.part == "critic" else "actor")
         values = section.get("lora") if isinstance(section, dict) and self.part in ("policy", "critic") else None
         if not isinstance(values, dict) or values.get("rank") is None:
@@ -120,12 +120,12 @@ class Origin:
         return LoraConfig.model_validate({name: value for name, value in values.items() if name != "path"})
 
     def base_files(self) -> dict[str, dict[str, Any]]:
-        """Name, size and sha256 of the files that the model started from, as the step records them; empty if it does not."""
+        """Returns name, size and sha256 of the files that the model started from, as the step records them, if it does."""
         key = "critic.path" if self.part == "critic" and self._text("critic", "path") else "model.path"
         return dict(self.inputs.get(key, {}))
 
     def head(self, keys: set[str]) -> HeadKind | None:
-        """The kind of scalar head of a checkpoint with these tensors. None: a language model. Raises ConvertError."""
+        """Returns the kind of scalar head of a checkpoint with these tensors. None: a language model. Raises ConvertError."""
         if self.part == "critic":
             return "value"
         if self.part == "reward_model":
@@ -147,9 +147,9 @@ class Origin:
         return value if isinstance(value, str) else None
 
     def _path(self, section: str, key: str) -> Path | None:
-        """A relative path belongs to the folder that the run was started in, which may not be the current one.
+        """Returns a path of the config, relative to the folder in which the run was started.
 
-        That folder is found where `trainer.output_dir` is relative too: it is above the checkpoint.
+        That folder may not be the current one. It is found above the checkpoint where `trainer.output_dir` is relative too.
         """
         value, output_dir = self._text(section, key), self._text("trainer", "output_dir")
         if value is None or output_dir is None or Path(value).is_absolute():
@@ -177,7 +177,7 @@ def read_origin(data_folder: Path) -> Origin:
 
 @dataclass(frozen=True)
 class StoredFactor(WeightRow):
-    """A factor of LoRA, which is stored whole under PEFT's name."""
+    """A factor of LoRA. It is stored whole, under PEFT's name."""
 
     shape: tuple[int, ...] = ()
     split_dim: ClassVar[int | None] = None
@@ -332,7 +332,7 @@ class MegatronFolder(Source):
         return {place: found.get((place.key, place.index), []) for place in self._where.values()}
 
     def _used(self) -> dict[MetadataIndex, _StorageInfo]:
-        """The stored chunks of the model; a training step has those of its optimizer besides."""
+        """Returns the stored chunks of the model; a training step has those of its optimizer besides."""
         used = {place.key for place in self._where.values()}
         return {where: info for where, info in self._stored.items() if where.fqn in used}
 
@@ -354,7 +354,7 @@ class MegatronFolder(Source):
         return self._last[name]
 
     def _whole(self, row: WeightRow) -> Tensor:
-        """A row's Megatron tensor of all ranks, without the padding of a vocabulary."""
+        """Returns a row's Megatron tensor of all ranks, without the padding of a vocabulary."""
         place, shape = self._where[row.megatron], whole_shape(row, self.arch)
         stored = self._sizes[place.key]
         out = torch.empty((*(1 for _ in place.index), *shape), dtype=stored.properties.dtype)
@@ -402,7 +402,7 @@ class _Into(DefaultLoadPlanner):
 
 
 def _hf_tensors(row: WeightRow, whole: Tensor, arch: Architecture) -> list[Tensor]:
-    """`row.merge` of one rank's tensor, without a copy where a Hugging Face tensor is a run of its rows."""
+    """Does `row.merge` of one rank's tensor, without a copy where a Hugging Face tensor is a run of its rows."""
     if isinstance(row, HeadRow):
         return row.merge([whole], arch)
     owners, counts = zip(*row.segments(arch), strict=True)
@@ -412,7 +412,7 @@ def _hf_tensors(row: WeightRow, whole: Tensor, arch: Architecture) -> list[Tenso
 
 
 def _has_valid_checksums(folder: Path, info: _StorageInfo) -> bool:
-    """Whether the checksums in a torch archive agree with its data. A writer may leave them out: they are 0 then."""
+    """Returns whether the checksums in a torch archive agree with its data. Those that a writer has left out are 0."""
     with (folder / info.relative_path).open("rb") as file:
         file.seek(info.offset)
         archive = io.BytesIO(file.read(info.length))
@@ -465,10 +465,9 @@ def write_checkpoint(source: Source, folder: Path, dtype: torch.dtype, progress:
 
 
 def _chunks(source: Source, dtype: torch.dtype) -> Iterator[tuple[WriteItem, Any]]:
-    """All that is stored, as items of torch's plan, and the value of each.
+    """Yields every stored object and chunk as an item of torch's plan, and its value.
 
-    A tensor is stored as chunks of rows, of which a rank of any tensor-, pipeline- and expert-parallel layout reads those
-    that overlap its part.
+    A tensor is stored as chunks of rows. A rank of any layout reads the chunks that overlap its part.
     """
     for key in extra_state_keys(source.rows, source.arch):
         yield WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), [None]

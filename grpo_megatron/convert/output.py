@@ -24,7 +24,7 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 def check_target(target: Path, source: Path, force: bool) -> None:
-    """Refuse, before any work, a target that must not be written. Raises ConvertError."""
+    """Refuses, before any work, a target that must not be written. Raises ConvertError."""
     output, source_path = target.resolve(), source.resolve()
     if output == source_path or output in source_path.parents or source_path in output.parents:
         raise ConvertError(f"output {str(target)!r} and input {str(source)!r} overlap; choose another output folder")
@@ -44,7 +44,7 @@ def check_target(target: Path, source: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def output_folder(target: Path, needed_bytes: int) -> Iterator[Path]:
-    """A new folder that becomes `target` when the block ends, and is removed after an error. Missing parents are made.
+    """Gives the block a new folder, which becomes `target` at the end and is removed after an error. Makes missing parents.
 
     Raises ConvertError instead of an operating system error; after a full disk it says how much was free and needed.
     """
@@ -73,14 +73,14 @@ def output_folder(target: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def _existing_parent(target: Path) -> Path:
-    """The nearest folder above `target` that exists; or a file that stands in the place of a folder."""
+    """Returns the nearest folder above `target` that exists; or a file that stands in the place of a folder."""
     return next(path for path in target.absolute().parents if os.path.lexists(path))
 
 
 class HashedFiles:
     """Writes the files of a folder one after the other. `hashes` (name -> sha256) is complete when the `with` ends.
 
-    A thread hashes what was written last while the next data is read: hashing, reading and writing release Python's lock.
+    A thread hashes the last write while the next data is read: hashing, reading and writing release Python's lock.
     Data must not change after it has been written.
     """
 
@@ -105,7 +105,7 @@ class HashedFiles:
                 self._file.close()
 
     def begin(self, name: str) -> None:
-        """End the current file. What is written from now on goes to a new file `name`."""
+        """End the current file. Later writes go to a new file `name`."""
         self._end()
         self._name, self.size, self._sha = name, 0, hashlib.sha256()
         self._file = (self._folder / name).open("xb", buffering=0)
@@ -172,7 +172,7 @@ class Progress:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes in the largest unit that leaves at least 1: 2.5 GiB."""
+    """Writes a number of bytes in the largest unit that leaves at least 1: 2.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -40,7 +40,7 @@ BLOCK_ELEMENTS = 1 << 22  # what is cast, compared or written at a time
 
 
 def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(first row, last row + 1) of each block of a tensor of this shape. A block has at least one row."""
+    """Yields (first row, last row + 1) of each block of a tensor of this shape. A block has at least one row."""
     step = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
     for first in range(0, shape[0], step):
         yield first, min(first + step, shape[0])
@@ -80,17 +80,17 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """A Hugging Face tensor in its stored dtype, on the CPU. Its memory is not written to; it may be a file's.
+        """Reads a Hugging Face tensor in its stored dtype, on the CPU. Its memory is not written to; it may be a file's.
 
         Cheap only in the order of `shapes`. Raises ConvertError for a damaged file.
         """
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every Hugging Face tensor, in stream order."""
+        """Returns the shape of every Hugging Face tensor, in stream order."""
         return {name: shape for row in self.rows for name, shape in zip(row.hf, row.hf_shapes(self.arch), strict=True)}
 
     def config_text(self, dtype: torch.dtype) -> bytes:
-        """The config.json of a result in `dtype`: byte by byte as it is, unless its dtype has changed."""
+        """Returns the config.json of a result in `dtype`: byte by byte as it is, unless its dtype has changed."""
         key = "dtype" if "dtype" in self.config else "torch_dtype"
         if self.config.get(key) in (None, dtype_name(dtype)):
             return (self.hf_folder / "config.json").read_bytes()
@@ -101,10 +101,10 @@ class Source(ABC):
         """Look for damage without a manifest; False where the format has no checksums. Raises ConvertError."""
 
     def complete(self, folder: Path) -> None:  # noqa: B027 - of a training step
-        """Write what the run has decided into the exported folder, which has the companions. Raises ConfigError."""
+        """Write the run's own settings into the exported folder, which has the companions. Raises ConfigError."""
 
     def dtype(self, wanted: str | None = None) -> torch.dtype:
-        """The dtype of the result: `wanted`, or that of the tensors. Raises ConvertError when these have several.
+        """Returns the dtype of the result: `wanted`, or that of the tensors. Raises ConvertError when these have several.
 
         Constants do not count: they are float32 in every result.
         """
@@ -123,11 +123,11 @@ class Source(ABC):
         return counts[0][0]
 
     def result_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """The dtype of every Hugging Face tensor of a result in `dtype`."""
+        """Returns the dtype of every Hugging Face tensor of a result in `dtype`."""
         return {name: row.dtype(dtype) for row in self.rows for name in row.hf}
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Size of all Hugging Face tensors in `dtype`."""
+        """Returns the size of all Hugging Face tensors in `dtype`."""
         dtypes = self.result_dtypes(dtype)
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes().items())
 
@@ -151,11 +151,11 @@ class Source(ABC):
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """The name of a dtype in config.json: bfloat16."""
+    """Returns the name of a dtype in config.json: bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
-# -- The scalar head of a critic or a reward model: its weight rows, and the config.json with which it is exported -----
+# -- the scalar head of a critic or a reward model ---------------------------------------------------------------------
 # A checkpoint has one row, score.weight [1, h], and for token classes score.bias [1], in float32. The Hugging Face folder of a
 # process reward model has two labels, wrong and right: zeros, then this row (models/heads/reward_folder.py).
 
@@ -179,13 +179,13 @@ class HeadRow(Replicated):
 
 
 def head_rows(num_labels: int, *, has_bias: bool) -> list[WeightRow]:
-    """The rows of the head, which is float32 in a model of any dtype."""
+    """Returns the rows of the head, which is float32 in a model of any dtype."""
     names = [HEAD, HEAD_BIAS] if has_bias else [HEAD]
     return [HeadRow(name, (name,), is_constant=True, num_labels=num_labels) for name in names]
 
 
 def head_of_folder(config: dict[str, Any]) -> HeadKind | None:
-    """The kind of head of a Hugging Face folder, from the class that its config.json names."""
+    """Returns the kind of head of a Hugging Face folder, from the class that its config.json names."""
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     if name.endswith(CLASSIFIER):
@@ -197,7 +197,7 @@ def head_of_folder(config: dict[str, Any]) -> HeadKind | None:
 
 
 def read_start(folder: Path, kind: HeadKind, family: str | None) -> RewardFolder:
-    """The folder that a model with a head of this kind started from, or was exported to. Raises ConvertError."""
+    """Reads the folder that a model with a head of this kind started from, or was exported to. Raises ConvertError."""
     if family is not None:
         raise ConvertError(f"--family {family}: {WHAT[kind]} has a family of this package; leave --family out")
     try:
@@ -207,7 +207,7 @@ def read_start(folder: Path, kind: HeadKind, family: str | None) -> RewardFolder
 
 
 def exported_text(start: RewardFolder) -> bytes:
-    """The config.json that the end of the run writes. Its dtype is that of the head, which a loader must not round."""
+    """Returns the config.json that the end of the run writes. Its dtype is that of the head, which a loader must not round."""
     config = exported_config(start)
     config.pop("torch_dtype", None)
     return (json.dumps({**config, "dtype": "float32"}, indent=2) + "\n").encode()

@@ -18,15 +18,15 @@ class UnsupportedModel(ValueError):
 
 
 def _size(largest: int, **default: Any) -> Any:
-    """A positive integer of at most `largest`, or its default: some hundred times what the largest model has.
+    """Declares a positive integer of at most `largest`: some hundred times that of the largest model.
 
-    A number beyond would fill the memory.
+    A larger one would fill the memory.
     """
     return field(metadata={"largest": largest}, **default)
 
 
 def _number(low: float, high: float, **default: Any) -> Any:
-    """A number from `low` to `high`, or its default. One beyond would fill the weights with NaN."""
+    """Declares a number from `low` to `high`. One beyond would fill the weights with NaN."""
     return field(metadata={"range": (low, high)}, **default)
 
 
@@ -50,7 +50,7 @@ class Yarn:
     truncate: bool = True
 
     def log_scale(self) -> float:
-        """The m with attention_factor = 0.1 m ln(factor) + 1. In the paper, m = 1."""
+        """Returns the m of attention_factor = 0.1 m ln(factor) + 1. In the paper, m = 1."""
         return (self.attention_factor - 1.0) / (0.1 * math.log(self.factor))
 
 
@@ -90,7 +90,7 @@ class Latent:
         return self.nope_dim + self.value_dim
 
     def num_parameters(self, hidden_size: int, heads: int) -> int:
-        """The parameters of one layer's attention, norms of the latents included."""
+        """Counts the parameters of one layer's attention, norms of the latents included."""
         queries = heads * self.key_dim
         query = queries * hidden_size
         if self.q_rank is not None:
@@ -145,7 +145,7 @@ class Vision:
         return out | linear(f"{MERGER}mlp.2", hidden_size, m)
 
     def num_parameters(self, hidden_size: int, merger: bool | None = None) -> int:
-        """Of the merger alone, of all but the merger, or of both (None)."""
+        """Counts the parameters of the merger (True), of all but the merger (False), or of both (None)."""
         shapes = self.shapes(hidden_size).items()
         return sum(math.prod(shape) for name, shape in shapes if merger in (None, name.startswith(MERGER)))
 
@@ -195,9 +195,7 @@ class Architecture:
     rope_factor: float | None = _number(1.0, 1e6, default=None)
     rope_linear_factor: float | None = _number(1.0, 1e6, default=None)
     rope_yarn: Yarn | None = None
-    sliding_window: int | None = _size(
-        1 << 40, default=None
-    )  # longer sequences are refused: windows are not implemented
+    sliding_window: int | None = _size(1 << 40, default=None)  # longer sequences are refused: there are no windows
     num_experts: int = _size(_HEADS, default=0)  # 0: dense
     experts_per_token: int = _size(_HEADS, default=0)
     renormalise_experts: bool = True  # the selected experts' probabilities are scaled to sum to 1
@@ -226,7 +224,7 @@ class Architecture:
         return tensor_name.startswith(tuple(names))
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Rows of the embedding for `tp` ranks: a multiple of 8 tp (8 for tensor cores)."""
+        """Returns the rows of the embedding for `tp` ranks: a multiple of 8 tp (8 for tensor cores)."""
         multiple = 8 * tp
         return -(-self.vocab_size // multiple) * multiple
 
@@ -241,7 +239,7 @@ class Architecture:
         return self.num_routes * route_itemsize(self.num_experts)
 
     def num_parameters(self) -> int:
-        """Exact count. Tied embeddings are counted once."""
+        """Counts the parameters, tied embeddings once."""
         d, h = self.head_dim, self.hidden_size
         qkv = (self.num_attention_heads + 2 * self.num_query_groups) * d
         attention = qkv * h + h * self.attention_size
@@ -337,7 +335,7 @@ def check_bounds(arch: Architecture) -> None:
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Architecture keywords of RoPE: theta and scaling. Raises UnsupportedModel for a scaling that cannot be expressed.
+    """Returns the Architecture keywords of RoPE: theta and scaling. Raises UnsupportedModel.
 
     config.json has either `rope_parameters` (transformers 5) or the older keys.
     """
@@ -367,7 +365,7 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _yarn(scaling: dict[str, Any]) -> Yarn:
-    """The defaults are those of transformers and vLLM. Raises UnsupportedModel."""
+    """Reads YaRN's settings, with the defaults of transformers and vLLM. Raises UnsupportedModel."""
     factor = float(scaling["factor"] or math.nan)
     if not 1.0 < factor <= 1e6 or not scaling.get("original_max_position_embeddings"):
         raise UnsupportedModel(
@@ -391,7 +389,7 @@ def _yarn(scaling: dict[str, Any]) -> Yarn:
 
 
 def common_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Architecture keywords that all families read in the same way. Raises UnsupportedModel; KeyError for a missing key."""
+    """Returns the Architecture keywords that all families read alike. Raises UnsupportedModel; KeyError for a missing key."""
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"hidden_act={activation!r} is not supported (supported: silu)")
@@ -411,7 +409,7 @@ def common_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def expert_settings(config: dict[str, Any], *, width: str, renormalise: bool) -> dict[str, Any]:
-    """Architecture keywords of a mixture of experts in every layer. Raises UnsupportedModel; KeyError.
+    """Returns the Architecture keywords of a mixture of experts in every layer. Raises UnsupportedModel; KeyError.
 
     They replace the MLP size of `common_settings`. `width` is the family's key for the size of an expert.
     """
@@ -468,7 +466,7 @@ def split_problems(arch: Architecture, tp: int, *, has_whole_experts: bool = Fal
 
 
 def engine_split_problems(arch: Architecture, tp: int, *, has_whole_experts: bool = False) -> list[str]:
-    """`split_problems`, and why vLLM cannot cut the vocabulary over `tp` ranks."""
+    """Returns `split_problems`, and why vLLM cannot cut the vocabulary over `tp` ranks."""
     problems = split_problems(arch, tp, has_whole_experts=has_whole_experts)
     multiple = ENGINE_VOCABULARY_MULTIPLE
     padded = -(-arch.vocab_size // multiple) * multiple
@@ -481,5 +479,5 @@ def engine_split_problems(arch: Architecture, tp: int, *, has_whole_experts: boo
 
 
 def fitting_sizes(arch: Architecture, problems: Callable[[Architecture, int], list[str]]) -> str:
-    """The sizes up to 64 without problems, for an error message."""
+    """Returns the sizes up to 64 without problems, for an error message."""
     return ", ".join(str(tp) for tp in range(1, 65) if not problems(arch, tp))

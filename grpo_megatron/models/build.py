@@ -43,8 +43,8 @@ from grpo_megatron.models.weights.stream import global_parameters, model_rows
 # Gradients: d logprob / d logits_v = [v = y] - p_v,   d entropy / d logits_v = -p_v (log p_v + entropy).
 
 
-class _OfTokens(NamedTuple):
-    """What the gradient of a chunk's logits is made of, each [n]: targets' columns, results, gradients of the results."""
+class _ChunkResults(NamedTuple):
+    """The inputs of the gradient of a chunk's logits, each [n]: targets' columns, results, gradients of the results."""
 
     columns: Tensor
     entropy: Tensor
@@ -93,7 +93,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             given: list[Any] = [None if tensor is None else tensor[part] for tensor in (*saved, *grads)]
-            grad = gradient(hidden[part], weight, ctx.temperature, _OfTokens(*given))  # [n, v]
+            grad = gradient(hidden[part], weight, ctx.temperature, _ChunkResults(*given))  # [n, v]
             grad_hidden[part] = grad @ weight
             if not is_frozen:
                 grad_weight += grad.T @ hidden[part]
@@ -112,14 +112,16 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 def _local_targets(logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows whose target is in this rank's part of the vocabulary, and the target's column there."""
+    """Returns the rows whose target is in this rank's part of the vocabulary, and the target's column there."""
     rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().squeeze(1)
     return rows, columns[rows]
 
 
 def _sums(hidden: Tensor, weight: Tensor, columns: Tensor, temperature: float, group: Any) -> tuple[Tensor, Tensor]:
-    """The rows' largest logits of all ranks [n]. And of this rank's logits, after this is subtracted: the sums of exp and
-    of exp * logit, and the target's logit, or 0 [3, n]."""
+    """Returns the rows' largest logits of all ranks [n], and three numbers of this rank's logits less these [3, n].
+
+    The numbers are the sum of exp, the sum of exp * logit, and the target's logit, or 0.
+    """
     logits = _logits(hidden, weight, temperature)  # [n, v]
     top = logits.amax(dim=1) if weight.shape[0] else logits.new_full((len(logits),), -torch.inf)
     _all_reduce(top, dist.ReduceOp.MAX, group)
@@ -134,7 +136,7 @@ def _sums(hidden: Tensor, weight: Tensor, columns: Tensor, temperature: float, g
 def _fused_sums(
     hidden: Tensor, weight: Tensor, columns: Tensor, temperature: float, group: Any
 ) -> tuple[Tensor, Tensor]:
-    """`_sums` by a kernel that reads the logits once. exp(z - top) = exp(z - local top) exp(shift)."""
+    """Computes `_sums` by a kernel that reads the logits once. exp(z - top) = exp(z - local top) exp(shift)."""
     from grpo_megatron.models.layers.head_kernel import row_statistics
 
     local_top, total, weighted, at_target = row_statistics(hidden @ weight.T, columns, temperature)
@@ -145,8 +147,8 @@ def _fused_sums(
     return top, torch.stack([shift.exp() * total, shift.exp() * (weighted + shift * total), at_target])
 
 
-def _gradient(hidden: Tensor, weight: Tensor, temperature: float, of_tokens: _OfTokens) -> Tensor:
-    """The gradient of this rank's logits before the temperature [n, v], in the weight's type."""
+def _gradient(hidden: Tensor, weight: Tensor, temperature: float, of_tokens: _ChunkResults) -> Tensor:
+    """Returns the gradient of this rank's logits before the temperature [n, v], in the weight's type."""
     columns, entropy, lse, grad_logprobs, grad_entropy = of_tokens
     logp = _logits(hidden, weight, temperature) - lse[:, None]
     p = logp.exp()
@@ -160,8 +162,8 @@ def _gradient(hidden: Tensor, weight: Tensor, temperature: float, of_tokens: _Of
     return (grad / temperature).to(weight.dtype)
 
 
-def _fused_gradient(hidden: Tensor, weight: Tensor, temperature: float, of_tokens: _OfTokens) -> Tensor:
-    """`_gradient` by a kernel that writes it over the logits."""
+def _fused_gradient(hidden: Tensor, weight: Tensor, temperature: float, of_tokens: _ChunkResults) -> Tensor:
+    """Computes `_gradient` by a kernel that writes it over the logits."""
     from grpo_megatron.models.layers.head_kernel import write_gradient
 
     logits, (columns, entropy, lse, *grads) = hidden @ weight.T, of_tokens
@@ -182,7 +184,7 @@ def vocab_parallel_logprobs(
     chunk: int = 1024,
     is_fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [N] of `targets` and entropies [N], float32, identical on every rank of `group`.
+    """Returns log-probabilities [N] of `targets` and entropies [N], float32, identical on every rank of `group`.
 
     hidden [N, h] is whole on every rank. weight [padded vocabulary / tp, h] is this rank's part, rows in vocabulary order.
     targets [N] are in [0, vocab_size). The gradient of `hidden` is this rank's part of a sum over `group`: the caller
@@ -249,7 +251,7 @@ class LogprobModel(GPTModel):
         return (hidden, angles[position_ids[0]], *rest)
 
     def _postprocess(self, hidden_states: Tensor, labels: Targets, **unused: Any) -> Any:
-        """hidden_states [t (/tp under sequence parallelism), 1, h]."""
+        """Computes the output from hidden_states [t (/tp under sequence parallelism), 1, h]."""
         if not self.post_process:
             return hidden_states
         # With `overlap_param_gather`, hooks before a module's forward wait for its weights. The output layer is not called.
@@ -296,7 +298,7 @@ def _mark_parameters(model: torch.nn.Module, arch: Architecture) -> None:
 
 
 def _set_routers(model: torch.nn.Module, routing: Routing) -> None:
-    """Megatron-Core's routers select experts as `routing` says, with biases in float32 in a bfloat16 model too."""
+    """Makes Megatron-Core's routers select experts as `routing` says, with float32 biases in a bfloat16 model too."""
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module._maintain_float32_expert_bias()
@@ -320,7 +322,7 @@ def build_model(
     has_gradients: bool = True,
     is_exact: bool = False,
 ) -> torch.nn.Module:
-    """This rank's shard of its stage, without weights. Collective over the model-parallel ranks.
+    """Builds this rank's shard of its stage, without weights. Collective over the model-parallel ranks.
 
     `has_gradients` False: the model is frozen, and is never wrapped in DDP. `is_exact`: see layers/exact.py.
     """

@@ -1,21 +1,6 @@
-"""What an engine's share of a GPU leaves for its KV cache, and how many sequences the engine decodes at a time.
+"""The KV cache that fits an engine's share of a GPU, and the number of sequences that the engine decodes at a time.
 
-    share      rollout.gpu_memory_utilization x device
-    weights    parameters x bytes / tp; with `rollout.quantization` one byte for each weight but those of embedding and head.
-               A vision tower is counted whole on each rank
-    workspace  estimated: vLLM runs max_num_batched_tokens tokens once and keeps what they needed free. Per token four
-               hidden states and the MLP's projection and product; per sequence 12 bytes for each word of the vocabulary.
-               A vision tower computes as many tokens of images at a time, whose features are kept
-    cache      share - weights - workspace; exactly `engine_kwargs.kv_cache_memory_bytes`, if set
-
-    per token  layers x 2 x ceil(key-value heads / tp) x head size x bytes. Latent attention: layers x (latent + rotated
-               part) x bytes, on every rank of the engine
-
-A cache has whole blocks. vLLM refuses to start if it does not hold one sequence of the largest length.
-
-Where `rollout.max_num_seqs` is null, it is the number of sequences of half the largest length, the expected mean, that fit at
-once with their part of the workspace: a multiple of 8, from 16 to 1,024 (vLLM's own number on GPUs of 70 GiB and more). On the
-CPU it is CPU_SEQUENCES. Not run on a GPU yet.
+A cache has whole blocks. vLLM refuses to start if it is too small for one sequence of the largest length. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -61,16 +46,20 @@ class EngineCache:
 
 
 def kv_token_bytes(arch: Architecture, rollout_tp: int, itemsize: int) -> int:
-    """Bytes of one token in the cache of one rank of an engine."""
+    """Returns the bytes of one token in the cache of one rank of an engine.
+
+    layers x 2 x ceil(key-value heads / tp) x head size x bytes
+    layers x (latent + rotated part) x bytes                       latent attention, on every rank of the engine
+    """
     if arch.latent is not None:
         return arch.num_layers * arch.latent.down_rows * itemsize
     return arch.num_layers * 2 * math.ceil(arch.num_query_groups / rollout_tp) * arch.head_dim * itemsize
 
 
 def tower_layer_bytes(vision: Vision, itemsize: int) -> int:
-    """What one layer of transformers' tower keeps of a token for a backward pass. A forward pass needs at most that.
+    """Returns the bytes that a layer of transformers' tower keeps of a token for a backward pass. A forward pass needs less.
 
-    Of each patch: inputs, results and norms of both halves (norms in float32, where the MLP is gated), queries, keys, values,
+    For each patch: inputs, results and norms of both halves (norms in float32, where the MLP is gated), queries, keys, values,
     three copies of the attention's results, and the MLP's. tests/planning/test_activations.py compares it with measured peaks.
     """
     per_patch = itemsize * (11 * vision.width + (4 if vision.gated else 3) * vision.ffn_width)
@@ -78,7 +67,10 @@ def tower_layer_bytes(vision: Vision, itemsize: int) -> int:
 
 
 def engine_weights(rollout: RolloutConfig, arch: Architecture, itemsize: int) -> float:
-    """Bytes of the engine's weights on one of its ranks."""
+    """Returns the bytes of the engine's weights on one rank: parameters x bytes / tp.
+
+    With `rollout.quantization`, one byte for each weight but those of embedding and head. Each rank has the full tower.
+    """
     tp = rollout.tensor_model_parallel_size
     if rollout.quantization is None:
         tower = arch.vision.num_parameters(arch.hidden_size) if arch.vision else 0
@@ -88,7 +80,18 @@ def engine_weights(rollout: RolloutConfig, arch: Architecture, itemsize: int) ->
 
 
 def engine_cache(rollout: RolloutConfig, arch: Architecture, itemsize: int, device: float, length: int) -> EngineCache:
-    """The cache of an engine on a GPU of `device` bytes. `length`: tokens of the longest sequence."""
+    """Returns the cache of an engine on a GPU of `device` bytes. `length`: tokens of the longest sequence.
+
+        share      rollout.gpu_memory_utilization x device
+        workspace  estimated: vLLM runs max_num_batched_tokens tokens once and keeps their memory free. Per token four hidden
+                   states and the MLP's projection and product; per sequence 12 bytes for each word of the vocabulary.
+                   A vision tower computes as many tokens of images at a time, and keeps their features
+        cache      share - weights - workspace; exactly `engine_kwargs.kv_cache_memory_bytes`, if set
+
+    Where `rollout.max_num_seqs` is null, it is the number of sequences of half the largest length, the expected mean, that
+    fit at once with their part of the workspace: a multiple of 8, from 16 to 1,024 (vLLM's own number on GPUs of 70 GiB and
+    more). On the CPU it is CPU_SEQUENCES.
+    """
     tp, kwargs = rollout.tensor_model_parallel_size, rollout.engine_kwargs
     active = max(arch.experts_per_token, 1) * arch.ffn_hidden_size + arch.shared_ffn_hidden_size
     per_token = itemsize * (4 * arch.hidden_size + 3 * active / tp)
@@ -125,9 +128,9 @@ def engine_cache(rollout: RolloutConfig, arch: Architecture, itemsize: int, devi
 def with_sequences(
     rollout: RolloutConfig, arch: Architecture, dtype: str, length: int, mesh: Mesh, device: float | None
 ) -> RolloutConfig:
-    """`rollout` with a number as `max_num_seqs`, the same on every rank. Collective. `device`: bytes; None: the CPU."""
+    """Returns `rollout` with a number as `max_num_seqs`, the same on every rank. Collective. `device`: bytes; None: the CPU."""
     sequences = rollout.sequences
     if rollout.max_num_seqs is None and device is not None:
-        own = engine_cache(rollout, arch, getattr(torch, dtype).itemsize, device, length).max_num_seqs
-        sequences = min(mesh.all_gather(own))
+        local = engine_cache(rollout, arch, getattr(torch, dtype).itemsize, device, length).max_num_seqs
+        sequences = min(mesh.all_gather(local))
     return rollout.with_values({"max_num_seqs": sequences})

@@ -1,29 +1,9 @@
-"""FLOP of a pass and model FLOP utilisation (MFU), for decoders with grouped-query attention and gated MLPs or experts.
+"""FLOP of a pass and model FLOP utilisation (MFU), for decoders with gated MLPs or experts.
 
-    training pass = 6 N T + 6 d H L sum(s^2),  T = sum(s) over sequences of s tokens
-    N = L (3 h f k + h E + A) + 2 V h,  A = h (2 H d + 2 K d)
-
-N counts the parameters that one token passes through ("active"). h hidden size, L layers, H query heads, K key/value
-heads, d head size, V vocabulary, f width of the MLP or of one expert. A dense model has k = 1 and E = 0. A mixture of
-experts sends each token through k of E experts, through the router, h E, and through an MLP that all tokens share. In
-DeepSeek's models the first layers have an MLP instead, A is the number of weights of latent attention, and d the mean of a
-key's and a value's size.
-
-A vision tower adds 2 M per image token to a forward pass, and 4 M more to a backward pass that trains any of it:
-
-    M = p (D (4 w^2 + 3 w f) + 6 c^2 w) + (p w)^2 + p w h,  f the MLP's width (2 w f if it is not gated)
-
-p patches of c x c pixels per token, D layers of width w. The tower's own attention core, whose windows are short, does not
-count. Each sample counts its images, although a frozen tower computes an image once in a run.
-
-A multiply-add counts 2 and the backward pass twice the forward pass, so the forward pass alone is one third. Causal
-attention counts half the square. Recomputation never counts. Embedding and head both count, tied or not (as in verl).
-Lengths are without padding, so that padding lowers MFU. Sliding-window attention counts as full causal attention.
-
-    MFU = FLOP / (seconds x devices x peak)
-
-FP8: other frameworks divide by the bf16 peak. Here the ideal time is the sum of FLOP_p / peak_p over precisions.
-The linear products of attention, MLP and experts are in FP8; attention core, router, embedding and head are not.
+A multiply-add counts 2 and the backward pass twice the forward pass. Causal attention counts half the square. Recomputation
+never counts. Embedding and head both count, tied or not (as in verl). Lengths are without padding, so that padding lowers MFU.
+Sliding-window attention counts as full causal attention. Each sample counts its images, although a frozen tower computes an
+image once in a run.
 """
 
 from __future__ import annotations
@@ -38,7 +18,7 @@ from grpo_megatron.models.architecture import Architecture
 
 
 def linear_parameters(arch: Architecture) -> int:
-    """Active weights of attention, MLPs and experts in all layers, which an FP8 recipe computes in FP8. No norms, no biases."""
+    """Returns the active weights of attention, MLPs and experts: those in FP8 under a recipe. No norms, no biases."""
     heads, groups, latent = arch.num_attention_heads, arch.num_query_groups, arch.latent
     attention = int(arch.hidden_size * (2 * heads + 2 * groups) * arch.head_dim)
     if latent is not None:
@@ -50,13 +30,27 @@ def linear_parameters(arch: Architecture) -> int:
 
 
 def active_parameters(arch: Architecture) -> int:
-    """N of the header: without biases and norms, with embedding and head both."""
+    """Returns N, the parameters that one token passes through, without biases and norms, with embedding and head both.
+
+        N = L (3 h f k + h E + A) + 2 V h,  A = h (2 H d + 2 K d)
+
+    h hidden size, L layers, H query heads, K key/value heads, d head size, V vocabulary, f width of the MLP or of one expert.
+    A dense model has k = 1 and E = 0. A mixture of experts sends each token through k of E experts, through the router, h E,
+    and through an MLP that all tokens share. In DeepSeek's models the first layers have an MLP instead, and A is the number
+    of weights of latent attention.
+    """
     routers = (arch.num_layers - arch.num_dense_layers) * arch.hidden_size * arch.num_experts
     return linear_parameters(arch) + routers + 2 * arch.vocab_size * arch.hidden_size
 
 
 def tower_parameters(arch: Architecture) -> int:
-    """M of the header; 0 for a model that reads no images."""
+    """Returns the tower's multiply-adds M per image token; 0 for a model that reads no images.
+
+        M = p (D (4 w^2 + 3 w f) + 6 c^2 w) + (p w)^2 + p w h,  f the MLP's width (2 w f if it is not gated)
+
+    p patches of c x c pixels per token, D layers of width w. The tower's attention core has short windows and does not count.
+    A forward pass costs 2 M per image token, and a backward pass that trains any of the tower 4 M more.
+    """
     if (vision := arch.vision) is None:
         return 0
     patches, width = vision.merge**2, vision.width
@@ -66,13 +60,13 @@ def tower_parameters(arch: Architecture) -> int:
 
 
 def _per_square(arch: Architecture) -> float:
-    """Multiply-adds of all layers' attention for a sequence, divided by the square of its length: d H L."""
+    """Returns d H L: a sequence's multiply-adds in attention, over its length squared. d: mean of key's and value's size."""
     head_dim = arch.head_dim if arch.latent is None else (arch.latent.key_dim + arch.latent.value_dim) / 2
     return head_dim * arch.num_attention_heads * arch.num_layers
 
 
 def sequence_cost(arch: Architecture) -> SequenceCost:
-    """The multiply-adds by which rows are balanced over data-parallel ranks."""
+    """Returns the multiply-adds by which rows are balanced over data-parallel ranks."""
     head = arch.vocab_size * arch.hidden_size
     return SequenceCost(
         per_token=active_parameters(arch) - 2 * head,  # without embedding and head
@@ -82,13 +76,16 @@ def sequence_cost(arch: Architecture) -> SequenceCost:
 
 
 def flops_per_pass(arch: Architecture, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
-    """FLOP of one pass over all sequences of a batch: forward and backward, or forward alone."""
+    """Returns the FLOP of one pass over all sequences of a batch: forward and backward, or forward alone (a third).
+
+    6 N T + 6 d H L sum(s^2),  T = sum(s) over sequences of s tokens
+    """
     tokens, squares = sum(sequence_lengths), sum(s * s for s in sequence_lengths)
     return (2.0 if forward_only else 6.0) * (active_parameters(arch) * tokens + _per_square(arch) * squares)
 
 
 def linear_flops_per_pass(arch: Architecture, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
-    """The part of `flops_per_pass` that an FP8 recipe computes in FP8."""
+    """Returns the part of `flops_per_pass` that an FP8 recipe computes in FP8."""
     return (2.0 if forward_only else 6.0) * linear_parameters(arch) * sum(sequence_lengths)
 
 
@@ -108,7 +105,7 @@ _WITHOUT_FP8 = ("A100", "A800")
 
 
 def peak_tflops(device_name: str, precision: Literal["bf16", "fp8"] = "bf16") -> float | None:
-    """Peak of one device in TFLOP/s, without sparsity, by marketing name ("NVIDIA H100 80GB HBM3").
+    """Returns the peak of one device in TFLOP/s, without sparsity, by marketing name ("NVIDIA H100 80GB HBM3").
 
     None: the device is unknown, or has no FP8.
     """
@@ -130,7 +127,12 @@ def mfu(
     fp8_flops: float = 0.0,
     fp8_peak: float | None = None,
 ) -> float:
-    """Ideal time / measured time, in [0, 1]. Peaks are in TFLOP/s of one device.
+    """Returns the ideal time / the measured time, in [0, 1]. Peaks are in TFLOP/s of one device.
+
+        MFU = FLOP / (seconds x devices x peak)
+
+    FP8: other frameworks divide by the bf16 peak. Here the ideal time is the sum of FLOP_p / peak_p over precisions. The
+    linear products of attention, MLP and experts are in FP8; attention core, router, embedding and head are not.
 
     `flops` is the FLOP of all devices; `fp8_flops` is the part of it that ran in FP8, and needs `fp8_peak`.
     """
@@ -141,7 +143,7 @@ def mfu(
 
 
 def peaks(config: Config, device_name: str, num_layers: int) -> dict[str, Any]:
-    """The arguments of `mfu_metrics` about peaks. `trainer.peak_tflops`, if set, is the peak of every precision."""
+    """Returns the arguments of `mfu_metrics` about peaks. `trainer.peak_tflops`, if set, is the peak of every precision."""
     given, fp8 = config.trainer.peak_tflops, config.actor.megatron.fp8
     uses_fp8_peak = fp8.recipe is not None and given is None
     bf16_layers = 0
@@ -168,7 +170,7 @@ def mfu_metrics(
     image_tokens: float = 0.0,
     trains_tower: bool = False,
 ) -> dict[str, float]:
-    """`perf/tflops/*` (TFLOP/s per device) and, if `peak` is known, `perf/mfu/*` with `perf/peak_tflops`.
+    """Returns `perf/tflops/*` (TFLOP/s per device) and, if `peak` is known, `perf/mfu/*` with `perf/peak_tflops`.
 
     `actor` is the update: `num_epochs` passes in `timing_s/update_actor` seconds. `actor_infer` is the forward pass for
     the old log-probabilities: one pass in `timing_s/old_log_prob` seconds. A phase that took no time is left out.
@@ -199,7 +201,7 @@ def mfu_metrics(
 
 
 def throughput(reduced: Mapping[str, float], total_num_tokens: int, num_devices: int) -> dict[str, float]:
-    """Tokens per second and device, from a step's reduced `timing_s/*`.
+    """Returns the tokens per second and device, from a step's reduced `timing_s/*`.
 
     `total_num_tokens`: unpadded prompt + response tokens of all samples. `perf/throughput` divides by the whole step;
     `perf/throughput_train` leaves out `testing` (the slowest rank's seconds). Neither has `save_checkpoint`, which comes

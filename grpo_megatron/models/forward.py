@@ -96,7 +96,7 @@ def _has_prompt_of(batch: Batch, row: int, other: int) -> bool:
 
 
 def packed_lengths(batch: Batch, rows: list[int]) -> list[int]:
-    """The tokens that each of `rows` has in their pack."""
+    """Returns the tokens that each of `rows` has in their pack."""
     starts = {tree[0] for tree in trees_of(batch, rows)}
     return [len(batch.tokens[row]) - (0 if row in starts else batch.prompt_lengths[row]) for row in rows]
 
@@ -201,7 +201,7 @@ def unpack(flat: Tensor, lengths: list[int], width: int) -> Tensor:
 
 
 def num_padding_tokens(lengths: list[int], multiple: int, cp: int = 1) -> int:
-    """The number of tokens that `pack` adds to sequences of these lengths. Without sequences it is a whole pack."""
+    """Returns the number of tokens that `pack` adds to sequences of these lengths. Without sequences it is a whole pack."""
     aligned = sum(n + (-n % (2 * cp) if cp > 1 else 0) for n in lengths)
     return max(aligned + (-aligned % multiple), multiple) - sum(lengths)
 
@@ -234,7 +234,7 @@ def local_tokens(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
 
 
 def target_share(state_indices: Tensor, tokens: Tensor) -> TargetShare:
-    """The targets whose hidden states, `state_indices` [N] in the whole pack, are among a rank's `tokens` [T / cp]."""
+    """Returns the targets whose hidden states, `state_indices` [N] in the whole pack, are among a rank's `tokens` [T / cp]."""
     sizes = [int(indices.max()) + 1 for indices in (state_indices, tokens) if len(indices)]
     local_index = torch.full((max(sizes, default=0),), -1, dtype=torch.int64)  # index in the pack -> among `tokens`
     local_index[tokens] = torch.arange(len(tokens))
@@ -264,7 +264,7 @@ class _GatherTargets(torch.autograd.Function):
 
 
 def gather_targets(values: Tensor, share: TargetShare, group: Any) -> Tensor:
-    """This rank's values [n] -> all ranks' [N], the same on each. Collective over the context-parallel `group`."""
+    """Returns this rank's values [n] -> all ranks' [N], the same on each. Collective over the context-parallel `group`."""
     return _GatherTargets.apply(values, share.target_indices, share.num_targets, group)  # type: ignore[no-any-return]
 
 
@@ -361,7 +361,7 @@ class LossPass:
         forward_backward(model, packs[:cut], self._consume, device=device, forward_only=False)
 
     def host_logprobs(self) -> Tensor:
-        """Log-probability of every response token [B, R], float32 on the host; 0 in rows that were not in a pack."""
+        """Returns log-probability of every response token [B, R], float32 on the host; 0 in rows that were not in a pack."""
         out = torch.zeros(self.batch.response_mask.shape)
         for rows, part in self.logprobs:
             out[rows, : part.shape[1]] = part.float().cpu()
@@ -424,7 +424,7 @@ class ShardedModel:
         self.stage_of = stage_owners(model, arch, mesh)
 
     def packs(self, batch: Batch, micro_batches: list[list[int]], temperature: float | None = None) -> list[Pack]:
-        """The micro-batches on the device, at `temperature` (None: the model's own)."""
+        """Returns the micro-batches on the device, at `temperature` (None: the model's own)."""
         temperature = self.temperature if temperature is None else temperature
         options: dict[str, Any] = {"multiple": self.multiple, "chunk": self.chunk, "device": self.device}
         options |= {"temperature": temperature, "cp": self.mesh.cp, "cp_rank": self.mesh.cp_rank}
@@ -466,7 +466,7 @@ class ShardedModel:
         return batch, micro_batches
 
     def from_last_stage(self, out: Tensor) -> Tensor:
-        """The host tensor `out` of the last pipeline stage, on the ranks of all stages. Collective over the replica."""
+        """Returns the host tensor `out` of the last pipeline stage, on the ranks of all stages. Collective over the replica."""
         if self.mesh.pp == 1:
             return out
         shared = out.to(self.device.torch_device)
@@ -488,7 +488,7 @@ class ShardedModel:
             yield from resharding.stream(self.model, version)
 
     def expected_digests(self, resharding: Resharding) -> Expected:
-        """The digests of the current weights, for each rank of the engine. Collective (see `Resharding`)."""
+        """Returns the digests of the current weights, for each rank of the engine. Collective (see `Resharding`)."""
         with self.readable_weights():
             return resharding.expected_digests(self.model)
 
@@ -525,14 +525,14 @@ class LanguageModel(ShardedModel):
         temperature: float = 1.0,
         exact: bool = False,
     ) -> Self:
-        """The model with the weights of a Hugging Face folder. Collective. Raises WeightsError."""
+        """Returns the model with the weights of a Hugging Face folder. Collective. Raises WeightsError."""
         megatron = actor.megatron if cls.is_frozen else actor.layers
         model = build_model(arch, megatron, dtype, device, has_gradients=not cls.is_frozen, is_exact=exact)
         load_hf(model, folder, arch, mesh)
         return cls(model, arch, actor, mesh, device, temperature)
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """Log-probability of every response token [B, R], float32 on the host, 0 after the end. Collective."""
+        """Returns log-probability of every response token [B, R], float32 on the host, 0 after the end. Collective."""
         width = batch.response_mask.shape[1]
 
         def read(current: Pack, values: Tensor) -> Tensor:

@@ -140,17 +140,17 @@ def build_lr_scheduler(optimizer: MegatronOptimizer, optim: OptimConfig, total_s
 
 
 def each_optimizer(optimizer: MegatronOptimizer) -> list[Any]:
-    """The parts of a chained optimizer (dense parameters, experts), or the one optimizer."""
+    """Returns the parts of a chained optimizer (dense parameters, experts), or the one optimizer."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _parts_with_state(optimizer: MegatronOptimizer) -> list[Any]:
-    """The parts that have parameters on this rank, or could have them: Megatron marks the others as stubs."""
+    """Returns the parts that have parameters on this rank, or could have them: Megatron marks the others as stubs."""
     return [part for part in each_optimizer(optimizer) if not getattr(part, "is_stub_optimizer", False)]
 
 
 def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """The tensors that only the optimizer's step reads: moments, and float32 copies of lower-precision weights."""
+    """Yields the tensors that only the optimizer's step reads: moments, and float32 copies of lower-precision weights."""
     for part in _parts_with_state(optimizer):
         for state in part.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))

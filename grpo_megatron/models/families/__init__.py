@@ -1,4 +1,4 @@
-"""Model families: what a config.json says (`architecture_from`), and the table of weights (`weight_table`).
+"""Model families: from config.json to an Architecture (`architecture_from`) and its weights (`weight_table`).
 
 `decoders.py` has the decoders that differ in a few fields, `deepseek.py` latent attention, `qwen_vl.py` images. To add a
 family, write a `ModelFamily` and list it in `FAMILIES`: loader, converter, export, sync and tests use that table. A family of
@@ -29,7 +29,7 @@ FAMILIES: dict[str, ModelFamily] = {  # model_type of config.json -> family
 
 
 def find_family(name: str) -> ModelFamily:
-    """A family of this package by its model_type, or `package.module:FAMILY`. Raises UnsupportedModel."""
+    """Returns a family of this package by its model_type, or `package.module:FAMILY`. Raises UnsupportedModel."""
     if name in FAMILIES or ":" not in name:
         return _family_of(name)
     try:
@@ -50,7 +50,7 @@ def find_family(name: str) -> ModelFamily:
 
 
 def _family_of(model_type: object) -> ModelFamily:
-    """What a config.json names: a family of this package. A file that came with weights must not import a module."""
+    """Returns the family that a config.json names. A file that came with weights must not import a module."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     raise UnsupportedModel(
@@ -60,7 +60,7 @@ def _family_of(model_type: object) -> ModelFamily:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder. Raises ValueError that names what is wrong with it."""
+    """Reads the config.json of a Hugging Face folder. Raises ValueError that names what is wrong with it."""
     path = Path(folder) / "config.json"
     try:
         config = read_json(path, MAX_CONFIG)
@@ -74,12 +74,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_architecture(folder: Path, family: str | None = None) -> Architecture:
-    """The architecture of a Hugging Face folder. Raises ValueError; UnsupportedModel for a family or feature."""
+    """Reads the architecture of a Hugging Face folder. Raises ValueError; UnsupportedModel for a family or feature."""
     return architecture_of(read_config(folder), family)
 
 
 def architecture_of(config: dict[str, Any], family: str | None = None) -> Architecture:
-    """The architecture that a config.json describes, with sizes and numbers in their bounds. Raises UnsupportedModel.
+    """Returns the architecture that a config.json describes, with sizes and numbers in their bounds. Raises UnsupportedModel.
 
     `family`: `package.module:FAMILY`, or None for the one that model_type names.
     """
@@ -107,12 +107,12 @@ def architecture_of(config: dict[str, Any], family: str | None = None) -> Archit
 
 
 def table_of(arch: Architecture) -> list[WeightRow]:
-    """The weight table, in Megatron's names of the local layer spec, with {layer} and {expert} placeholders."""
+    """Returns the weight table, in Megatron's names of the local layer spec, with {layer} and {expert} placeholders."""
     return find_family(arch.family).weight_table(arch)  # type: ignore[no-any-return]
 
 
 def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor of the model with its shape: what a folder or a weight stream must contain."""
+    """Returns every Hugging Face tensor of the model with its shape. A folder and a weight stream have exactly these."""
     shapes: dict[str, tuple[int, ...]] = {}
     for row in expand_table(table_of(arch), arch):
         shapes.update(zip(row.hf, row.hf_shapes(arch), strict=True))

@@ -1,16 +1,4 @@
-"""Decoders with grouped-query attention, which differ in a few fields of config.json.
-
-family      model_type   beside common_settings
-Llama       llama        2, 3, 3.1, 3.2, 3.3; from 3.1 on with llama3 RoPE scaling
-Mistral     mistral      Llama's shapes; v0.1 has a sliding window: sequences longer than it are refused
-Mixtral     mixtral      Mistral's attention, and few large experts in place of every MLP; a softmax over the logits of the
-                         selected experts gives their weights
-OLMo-2      olmo2        arXiv 2501.00656: norms after attention and MLP, inside the residual, and none before them; queries
-                         and keys have a norm over all heads together
-Qwen2, 2.5  qwen2        biases on query, key and value; the small sizes have tied embeddings
-Qwen3       qwen3        no biases, RMSNorm on every query and key head, a head size given in config.json
-Qwen3-MoE   qwen3_moe    Qwen3's attention, and routed experts in place of every MLP; no shared expert
-"""
+"""Decoders with grouped-query attention, which differ in a few fields of config.json: Llama, Mistral, OLMo, Qwen."""
 
 from __future__ import annotations
 
@@ -43,7 +31,7 @@ def _family(
     table: Callable[[Architecture], list[WeightRow]] = decoder_table,
     **fields: Any,
 ) -> ModelFamily:
-    """A family whose Architecture is `common_settings` and `fields`. Keys in `refused` must not be set.
+    """Returns a family whose Architecture is `common_settings` and `fields`. Keys in `refused` must not be set.
 
     `window`: the key that switches `sliding_window` on; "": it is always on. `experts`: config.json -> the fields of experts.
     """
@@ -76,11 +64,17 @@ def _qwen_experts(config: dict[str, Any]) -> dict[str, Any]:
 # Qwen's config.json gives a window that is in use only with `use_sliding_window`.
 _QWEN3: dict[str, Any] = {"refused": ["attention_bias"], "window": "use_sliding_window", "qk_norm": True}
 DECODERS = {
+    # Llama 2, 3, 3.1, 3.2, 3.3; from 3.1 on with llama3 RoPE scaling.
     "llama": _family("Llama", ["attention_bias", "mlp_bias"]),
+    # Llama's shapes. v0.1 has a sliding window: sequences longer than it are refused.
     "mistral": _family(window=""),
+    # Few large experts in place of every MLP; a softmax over the logits of the selected experts gives their weights.
     "mixtral": _family(window="", experts=_mixtral_experts, table=_mixtral_table),
+    # arXiv 2501.00656: norms after attention and MLP, none before; a norm of queries and of keys over all heads together.
     "olmo2": _family("OLMo-2", ["attention_bias"], post_norms=True),
+    # Qwen2 and 2.5: biases on query, key and value. The small sizes have tied embeddings.
     "qwen2": _family(window="use_sliding_window", qkv_bias=True),
+    # RMSNorm on every query and key head, and a head size given in config.json.
     "qwen3": _family("Qwen3", **_QWEN3),
     "qwen3_moe": _family("Qwen3-MoE", **_QWEN3, experts=_qwen_experts),
 }

@@ -28,7 +28,7 @@ ROUTERS = {  # model_type -> (scoring_func, topk_method): values that vLLM reads
 
 
 def architecture_from(config: dict[str, Any]) -> Architecture:
-    """The architecture of a config.json. Raises UnsupportedModel."""
+    """Returns the architecture of a config.json. Raises UnsupportedModel."""
     family = config["model_type"]
     for key, values in SUPPORTED_VALUES.items():
         if config.get(key) not in values:

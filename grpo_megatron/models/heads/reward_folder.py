@@ -1,15 +1,9 @@
-"""RewardFolder: the Hugging Face folder of a model with a scalar head, for reading and export. Of weights only headers are read.
+"""RewardFolder: the Hugging Face folder of a model with a scalar head, for reading and export.
 
-    kind      what it computes                      the class of transformers        score.weight, score.bias
-    outcome   one score per sequence                *ForSequenceClassification       [1, h], none
-    process   the log-odds that a step is right     *ForTokenClassification          [2, h], [2]: wrong, right
-    value     one value per token                   *ForTokenClassification          [1, h], [1]
-              (reads *ForSequenceClassification, too: a critic may start as a reward model)
-
-A `*ForCausalLM` is accepted for every kind. It loses its output head and gets a new head of zeros: every number is 0 until the
-model is trained. Two labels are one number, their difference: softmax(l_0, l_1) = sigmoid(l_1 - l_0) for the second. TRL's
-PRMTrainer writes two labels. A process model with one label, whose number is the log-odds itself, is read as well; export always
-writes two, (0, number). Any other head has another meaning and is refused.
+kind      output                                class of transformers            score.weight, score.bias
+outcome   one score per sequence                *ForSequenceClassification       [1, h], none
+process   the log-odds that a step is right     *ForTokenClassification          [2, h], [2]: wrong, right
+value     one value per token                   *ForTokenClassification          [1, h], [1]
 """
 
 from __future__ import annotations
@@ -62,7 +56,13 @@ class RewardFolder:
 
 
 def read_reward_folder(path: Path, kind: HeadKind = "outcome") -> RewardFolder:
-    """Reads config.json alone. Raises ValueError (or UnsupportedModel) with the reason if it has no such head."""
+    """Reads config.json alone. Raises ValueError (or UnsupportedModel) with the reason if it has no such head.
+
+    A `*ForCausalLM` is accepted for every kind. It gets a new head of zeros: every number is 0 until the model is trained.
+    A critic may also start as a reward model. Two labels are one number, their difference: softmax(l_0, l_1) =
+    sigmoid(l_1 - l_0) for the second. TRL's PRMTrainer writes two labels. A process model with one label, the log-odds itself,
+    is read as well; export always writes two, (0, number). Any other head has another meaning and is refused.
+    """
     config = read_config(path)
     names = config.get("architectures") or [LANGUAGE_MODEL]
     name = names[0] if isinstance(names, list) and len(names) == 1 else str(names)
@@ -86,7 +86,7 @@ def read_reward_folder(path: Path, kind: HeadKind = "outcome") -> RewardFolder:
 
 
 def _num_labels(config: dict[str, Any]) -> int:
-    """The number of labels as transformers reads it: two by default."""
+    """Returns the number of labels as transformers reads it: two by default."""
     return len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels") or 2)
 
 
@@ -107,7 +107,7 @@ def check_files(files: SafetensorsFolder, folder: RewardFolder) -> None:
 
 
 def read_head(files: SafetensorsFolder, folder: RewardFolder) -> tuple[Tensor, Tensor]:
-    """(weight [1, h], bias [1]) in float32: zeros for a new head, a difference for two labels."""
+    """Reads (weight [1, h], bias [1]) in float32: zeros for a new head, a difference for two labels."""
     weight, bias = torch.zeros(1, folder.arch.hidden_size), torch.zeros(1)
     if folder.has_head:
         weight = _one_number(files.slice(HEAD)[:].float())
@@ -117,12 +117,12 @@ def read_head(files: SafetensorsFolder, folder: RewardFolder) -> tuple[Tensor, T
 
 
 def _one_number(labels: Tensor) -> Tensor:
-    """The head of one label as it is; of two labels, the second minus the first."""
+    """Returns the head of one label as it is; of two labels, the second minus the first."""
     return labels if len(labels) == 1 else labels[1:] - labels[:1]
 
 
 def exported_head(folder: RewardFolder, weight: Tensor, bias: Tensor) -> WeightBucket:
-    """The head's tensors of the exported folder, of `weight` [h] and `bias` [1] (outcome: [0])."""
+    """Returns the head's tensors of the exported folder, of `weight` [h] and `bias` [1] (outcome: [0])."""
     rows, biases = weight.unsqueeze(0), bias
     if folder.kind == "process":
         rows, biases = torch.cat([torch.zeros_like(rows), rows]), torch.cat([torch.zeros_like(bias), bias])
@@ -130,7 +130,7 @@ def exported_head(folder: RewardFolder, weight: Tensor, bias: Tensor) -> WeightB
 
 
 def exported_config(folder: RewardFolder) -> dict[str, Any]:
-    """The config.json of the trained model: that of the source, as a classifier of the folder's kind."""
+    """Returns the config.json of the trained model: the source's, as a classifier of the folder's kind."""
     config = read_config(folder.path)
     families = config.get("architectures") or [_class_name(config["model_type"]) + LANGUAGE_MODEL]
     stem = families[0]
@@ -147,5 +147,5 @@ def exported_config(folder: RewardFolder) -> dict[str, Any]:
 
 
 def _class_name(model_type: str) -> str:
-    """qwen3_moe -> Qwen3Moe, the form of transformers' class names."""
+    """Returns the form of transformers' class names: qwen3_moe -> Qwen3Moe."""
     return "".join(part.capitalize() for part in model_type.split("_"))

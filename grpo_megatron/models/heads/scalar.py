@@ -1,21 +1,10 @@
-"""Models that score: a decoder with a scalar head, one linear layer [1, h] in place of the vocabulary's.
+"""Models that score: a decoder with a scalar head. At token t it computes w . h_t (+ b) in float32, h_t the final hidden state.
 
-The number at a token is w . h_t (+ b) in float32, where h_t is the final hidden state of the decoder at token t. Attention is
-causal, so h_t depends on all tokens up to t. The models differ in the tokens at which the head is read (`Places`):
-
-    model                       its head is read at                        class
-    critic (value)              the state before each response token       ScalarPolicy, places=None
-    reward model (outcome)      the last token that is not padding         FrozenScalar, or ScalarPolicy if it learns
-    process reward model        the last token of each step                FrozenScalar, with places in each call
-    trained from labelled rows  every response token, at that token        ScalarPolicy, places=response_tokens
-
-A value is what transformers' `*ForTokenClassification` with one label computes at the token before. A response's score is what
-`*ForSequenceClassification` computes, pad_token_id included: if a response ends in that id, it is read at the token before it.
-A step's score is the log-odds that the step is right (arXiv:2312.08935), as `*ForTokenClassification` has them at its last token.
-
-Everything else, from the layout to the optimizer, is as for the policy. Under tensor parallelism the head is replicated:
-every rank computes the same numbers from the same whole hidden states. The head's gradient is therefore complete on each
-rank. It must not be summed over these ranks, and the head must not be marked as a shard.
+model                       its head is read at                        class
+critic (value)              the state before each response token       ScalarPolicy, places=None
+reward model (outcome)      the last token that is not padding         FrozenScalar, or ScalarPolicy if it learns
+process reward model        the last token of each step                FrozenScalar, with places in each call
+trained from labelled rows  every response token, at that token        ScalarPolicy, places=response_tokens
 """
 
 from __future__ import annotations
@@ -62,7 +51,11 @@ Places = Callable[[Batch, int], Sequence[int]]
 
 
 class ScalarModel(LogprobModel):
-    """GPTModel whose last stage returns one number per target, at `Targets.state_indices`. Target tokens are not used."""
+    """GPTModel whose last stage returns one number per target, at `Targets.state_indices`. Target tokens are not used.
+
+    Under tensor parallelism the head is replicated: every rank computes the same numbers from the same full hidden states. The
+    head's gradient is complete on each rank. It must not be summed over these ranks, nor the head be marked as a shard.
+    """
 
     score: torch.nn.Linear
 
@@ -72,7 +65,7 @@ class ScalarModel(LogprobModel):
             del self.output_layer
 
     def _postprocess(self, hidden_states: Tensor, labels: Targets, **unused: Any) -> Any:
-        """hidden_states [t (/tp under sequence parallelism), 1, h]."""
+        """Computes the numbers from hidden_states [t (/tp under sequence parallelism), 1, h]."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
@@ -100,7 +93,7 @@ def load_scalar_model(
     *,
     has_gradients: bool = True,
 ) -> torch.nn.Module:
-    """This rank's part of the model, with its weights. The head is float32 at any `dtype`. Raises WeightsError."""
+    """Returns this rank's part of the model, with its weights. The head is float32 at any `dtype`. Raises WeightsError."""
     arch = folder.arch
     model = build_model(arch, megatron, dtype, device, ScalarModel, has_gradients=has_gradients)
     rows = model_rows(arch)
@@ -121,11 +114,14 @@ def load_scalar_model(
     return model
 
 
-# -- where the head is read --------------------------------------------------------------------------------------------
+# -- the places at which the head is read ------------------------------------------------------------------------------
 
 
 def last_token(folder: RewardFolder) -> Places:
-    """The last token that is not the folder's padding; the first one if there is none."""
+    """Reads the head at the last token that is not the folder's padding; at the first one if there is none.
+
+    `*ForSequenceClassification` reads a score there: if a response ends in pad_token_id, at the token before it.
+    """
 
     def places(batch: Batch, row: int) -> Sequence[int]:
         tokens = batch.tokens[row]
@@ -138,7 +134,7 @@ def last_token(folder: RewardFolder) -> Places:
 
 
 def response_tokens(batch: Batch, row: int) -> Sequence[int]:
-    """Every response token. The loss mask says which of these numbers are in the loss (data/responses.py)."""
+    """Reads the head at every response token. The loss mask says which numbers are in the loss (data/responses.py)."""
     return range(batch.prompt_lengths[row], len(batch.tokens[row]))
 
 
@@ -149,12 +145,12 @@ class ScalarReader(ShardedModel):
     places: Places | None = None
 
     def packs(self, batch: Batch, micro_batches: list[list[int]], temperature: float | None = None) -> list[Pack]:
-        """The micro-batches on the device, with the places of this model as targets."""
+        """Returns the micro-batches on the device, with the places of this model as targets."""
         packs = super().packs(batch, micro_batches, temperature)
         return packs if self.places is None else [self._read_at_places(batch, pack) for pack in packs]
 
     def numbers(self, batch: Batch, places: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """The number at each place: [B, places of a row], float32 on the host, 0 behind a row's last. Collective.
+        """Returns the number at each place: [B, places of a row], float32 on the host, 0 behind a row's last. Collective.
 
         `places[row]` replaces the model's own. Numbers of response tokens are as wide as the response mask.
         """
@@ -167,11 +163,11 @@ class ScalarReader(ShardedModel):
         return self.forward_batch(batch, out, lambda pack, numbers: unpack(numbers, pack.lengths, width))
 
     def _read_at_places(self, batch: Batch, pack: Pack) -> Pack:
-        """The pack with other targets. The numbers come back in the order of the places, row by row."""
+        """Returns the pack with other targets. The numbers come back in the order of the places, row by row."""
         assert self.places is not None
         places = [self.places(batch, row) for row in pack.rows]
         cuts, mesh, to = pack.packed.cu_seqlens_q.tolist(), self.mesh, self.device.torch_device
-        indices = [start + place for of_row, start in zip(places, cuts, strict=False) for place in of_row]
+        indices = [start + place for row_places, start in zip(places, cuts, strict=False) for place in row_places]
         state_indices, share = torch.tensor(indices, dtype=torch.int64), None
         if mesh.cp > 1:
             lengths = [end - start for start, end in itertools.pairwise(cuts)]
@@ -180,7 +176,7 @@ class ScalarReader(ShardedModel):
             share = replace(share, target_indices=share.target_indices.to(to))
         state_indices = state_indices.to(to)
         targets = Targets(state_indices, tokens=state_indices, temperature=1.0, chunk=self.chunk)
-        return replace(pack, lengths=[len(of_row) for of_row in places], targets=targets, share=share)
+        return replace(pack, lengths=[len(row_places) for row_places in places], targets=targets, share=share)
 
 
 # -- frozen and trained ------------------------------------------------------------------------------------------------
@@ -222,14 +218,14 @@ class ScalarPolicy(ScalarReader, Policy):
         self._weights = OffloadedTensors(device)
         megatron = actor.megatron
         megatron = megatron.model_copy(update={"offload_optimizer": offload or megatron.offload_optimizer})
-        own = {"optim": optim or actor.optim, "lora": lora or LoraConfig(), "megatron": megatron}
-        actor = actor.model_copy(update={**own, "moe": MoeConfig()})  # routes are those of the policy
+        changes = {"optim": optim or actor.optim, "lora": lora or LoraConfig(), "megatron": megatron}
+        actor = actor.model_copy(update={**changes, "moe": MoeConfig()})  # only the policy replays routes
         inner = load_scalar_model(folder, actor.layers, dtype, mesh, device)
         super().__init__(inner, folder.arch, actor, mesh, device)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keeps everything on the device inside the block. Afterwards, what `offload` or `offload_optimizer` names leaves it."""
+        """Keeps everything on the device inside the block. Then offloads what `offload` or `offload_optimizer` names."""
         self._weights.onload()
         self.onload()
         yield
@@ -242,7 +238,7 @@ class ScalarPolicy(ScalarReader, Policy):
                 self._weights.offload(self._weight_tensors(), unchanged=unchanged)
 
     def _weight_tensors(self) -> Iterator[Tensor]:
-        """The distributed optimizer's buffers, of which the parameters are views, or else the parameters."""
+        """Yields the distributed optimizer's buffers, of which the parameters are views, or else the parameters."""
         for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers):
             if buffer.param_data is not None:
                 yield buffer.param_data
@@ -256,7 +252,7 @@ class ScalarPolicy(ScalarReader, Policy):
         return numbers
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """The numbers, where a loss reads log-probabilities (algo/scores.py)."""
+        """Returns the numbers, where a loss reads log-probabilities (algo/scores.py)."""
         return self.numbers(batch)
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
@@ -273,7 +269,7 @@ class ScalarPolicy(ScalarReader, Policy):
         yield exported_head(self.folder, flat[:h].clone(), flat[h:].clone())
 
     def save_hf(self, target: Path, tokenizer_path: Path) -> None:
-        """Collective: write a `*ForSequenceClassification` or `*ForTokenClassification` folder, as the kind asks.
+        """Write a `*ForSequenceClassification` or `*ForTokenClassification` folder, by the kind. Collective.
 
         transformers, `reward_model.path` and `critic.path` can read it.
         """
@@ -291,17 +287,17 @@ class ValueModel(ScalarPolicy):
     def update_values(
         self, batch: Batch, cliprange: float | None, *, epochs: int
     ) -> tuple[list[MetricSums], dict[str, float]]:
-        """`Policy.update` on a batch with `values` and `returns`. `cliprange`: see `value_loss` in algo/losses.py."""
+        """Does `Policy.update` on a batch with `values` and `returns`. `cliprange`: see `value_loss` in algo/losses.py."""
         return self.update(batch, functools.partial(value_loss, cliprange=cliprange), epochs=epochs)
 
     def loss_inputs(self, batch: Batch, rows: list[int], values: Tensor, entropy: Tensor) -> ValueInputs:
-        """Returns what the value loss reads of `rows`. `values` [len(rows), R] are the model's."""
+        """Returns the inputs of the value loss on `rows`. `values` [len(rows), R] are the model's."""
         assert batch.values is not None and batch.returns is not None
-        of_rows = functools.partial(like_rows, rows, values)
+        select = functools.partial(like_rows, rows, values)
         return ValueInputs(
             values=values,
-            old_values=of_rows(batch.values),
-            returns=of_rows(batch.returns),
-            mask=of_rows(batch.loss_mask),
-            token_weights=of_rows(batch.token_weights),
+            old_values=select(batch.values),
+            returns=select(batch.returns),
+            mask=select(batch.loss_mask),
+            token_weights=select(batch.token_weights),
         )

@@ -1,15 +1,8 @@
-"""Triton's kernels of the output head on CUDA: what models/build.py needs of a shard's logits, in one pass each way.
+"""Triton's kernels of the output head on CUDA: one pass over a shard's logits forward, one backward (models/build.py).
 
-    forward     per row the maximum m, sum_v exp(z_v - m), sum_v exp(z_v - m) (z_v - m) and the target's z, z = logits / T
-    backward    the gradient of the logits, written over them (the equations are in models/build.py)
-
-The logits stay in the type of the matrix product; the arithmetic is float32. The sums are an online softmax (Milakov and
-Gimelshein, arXiv 1805.02867): where a block of columns raises the maximum, the sums so far are scaled down. With
-shift = m_old - m_new, the second sum becomes exp(shift) (its old value + shift times the first sum).
-
-Columns are in the shard's own numbering. A target outside [0, v) belongs to another rank. Imported on CUDA only, since
-Triton is no requirement on the CPU. The tests run the kernels by Triton's interpreter (TRITON_INTERPRET=1), and compile
-them for GPUs. Not run on a GPU yet.
+The logits stay in the type of the matrix product; the arithmetic is float32. Columns are in the shard's own numbering: a target
+outside [0, v) belongs to another rank. Imported on CUDA only, since Triton is no requirement on the CPU. The tests run the
+kernels by Triton's interpreter (TRITON_INTERPRET=1), and compile them for GPUs. Not run on a GPU yet.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # columns that one program holds at a time: 16 floats of each of 256 threads
+BLOCK = 4096  # columns of one program at a time: 16 floats of each of 256 threads
 NUM_WARPS = 8
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; finite, so that neither 0 times it nor its exp is NaN
 
@@ -80,16 +73,21 @@ def _gradient_kernel(
         z = tl.div_rn(z, temperature)
     logp = z - tl.load(lse + row)
     p = tl.exp(logp)
-    of_entropy = -p * (tl.maximum(logp, LOWEST) + tl.load(entropy + row))
-    of_logprob = tl.where(offsets == tl.load(columns + row), 1.0, 0.0) - p
-    grad = tl.load(grad_logprobs + row) * of_logprob + tl.load(grad_entropy + row) * of_entropy
+    d_entropy = -p * (tl.maximum(logp, LOWEST) + tl.load(entropy + row))
+    d_logprob = tl.where(offsets == tl.load(columns + row), 1.0, 0.0) - p
+    grad = tl.load(grad_logprobs + row) * d_logprob + tl.load(grad_entropy + row) * d_entropy
     if is_tempered:
         grad = tl.div_rn(grad, temperature)
     tl.store(places, grad, mask=is_real)
 
 
 def row_statistics(logits: Tensor, columns: Tensor, temperature: float) -> Tensor:
-    """Per row of logits [n, v]: the maximum m, the sums of exp(z - m) and exp(z - m) (z - m), the target's z or 0. [4, n]"""
+    """Returns for each row of logits [n, v]: the maximum m, sum_v exp(z_v - m), sum_v exp(z_v - m) (z_v - m), the target's z.
+
+    z = logits / T; result [4, n]; without a target on this shard its z is 0. The sums are an online softmax (Milakov and
+    Gimelshein, arXiv 1805.02867): where a block of columns raises the maximum, the sums so far are scaled down. With
+    shift = m_old - m_new, the second sum becomes exp(shift) (its old value + shift times the first sum).
+    """
     num_rows, num_columns = logits.shape
     assert logits.is_contiguous() and columns.is_contiguous()
     statistics = torch.empty(num_rows, 4, dtype=torch.float32, device=logits.device)

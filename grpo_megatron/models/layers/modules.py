@@ -35,25 +35,25 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., h], normalised over h."""
+        """Normalises x [..., h] over h."""
         return rowwise.rms_norm(x, self.weight, self.eps)
 
 
 class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
-    """A linear layer that is cut along its input, and a norm of its whole output (OLMo-2, arXiv 2501.00656)."""
+    """A row-parallel linear layer, and a norm of its full output (OLMo-2, arXiv 2501.00656)."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[s, b, inputs / tp] -> [s (/ tp under sequence parallelism), b, outputs]."""
+        """Maps [s, b, inputs / tp] to [s (/ tp under sequence parallelism), b, outputs]."""
         output, bias = super().forward(x)
         return self.post_norm(output), bias
 
 
 class HeadsRMSNorm(torch.nn.Module):
-    """An RMSNorm over all heads of a token, of which each tensor-parallel rank has its part, in float32.
+    """An RMSNorm over all heads of a token, in float32. Each tensor-parallel rank has a part of the heads.
 
     The sum of squares is added up over the ranks. Every rank's result depends on it, so its gradient is too.
     """
@@ -61,14 +61,14 @@ class HeadsRMSNorm(torch.nn.Module):
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, num_heads: int, **unused: Any
     ) -> None:
-        """`hidden_size` is that of one head; `num_heads` counts those of all ranks."""
+        """Takes the `hidden_size` of one head, and `num_heads` of all ranks."""
         super().__init__()
         self.eps, self.width = eps, num_heads * hidden_size
         local = self.width // parallel_state.get_tensor_model_parallel_world_size()
         self.weight = torch.nn.Parameter(torch.ones(local, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, heads / tp, d], normalised over heads and d of all ranks."""
+        """Normalises x [s, b, heads / tp, d] over heads and d of all ranks."""
         values = x.float()
         squares = reduce_from_tensor_model_parallel_region(values.square().sum((-2, -1), keepdim=True))
         mean = copy_to_tensor_model_parallel_region(squares) / self.width
@@ -77,7 +77,7 @@ class HeadsRMSNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Megatron's description of a checkpoint's tensors: the weight is cut along dimension 0."""
+        """Describes the checkpoint's tensors to Megatron: the weight is cut along dimension 0."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)  # type: ignore[no-any-return]
 
@@ -113,9 +113,9 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, branches: list[Bra
     for (size, prefix_start, prefix_end), neighbours in itertools.groupby(branches, _shape):
         run = list(neighbours)
         start, count = run[0].start, len(run)
-        own, prefix = slice(start, start + count * size), slice(prefix_start, prefix_end)
+        branch_tokens, prefix = slice(start, start + count * size), slice(prefix_start, prefix_end)
         length = prefix_end - prefix_start
-        q, k, v = (_heads_first(x[own], count) for x in (query, key, value))
+        q, k, v = (_heads_first(x[branch_tokens], count) for x in (query, key, value))
         if not length:
             out.append(_flat(_kernel(q, k, v, is_causal=True)))
             continue
@@ -178,7 +178,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams,
         **kwargs: Any,
     ) -> Tensor:
-        """query [t, H, d], key [t, G, d] and value [t, G, v], all sequences end to end -> [t, H, v]."""
+        """Attends: query [t, H, d], key [t, G, d] and value [t, G, v], all sequences end to end -> [t, H, v]."""
         if isinstance(tree := packed_seq_params, TreeParams):
             return tree_attention(query, key, value, tree.branches)
         cuts = packed_seq_params.cu_seqlens_q
@@ -202,8 +202,8 @@ LATENT_KEYS = {
 }
 
 
-class WholeLinear(torch.nn.Module):
-    """A linear layer without a bias that every tensor-parallel rank has whole.
+class ReplicatedLinear(torch.nn.Module):
+    """A linear layer without a bias that every tensor-parallel rank has in full.
 
     The weight's attribute `sequence_parallel` makes Megatron sum its gradient over tensor-parallel ranks.
     """
@@ -214,18 +214,17 @@ class WholeLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """[s, b, inputs] -> ([s, b, outputs], no bias), as Megatron's linear layers return it."""
+        """Maps [s, b, inputs] to ([s, b, outputs], no bias), as Megatron's linear layers do."""
         return F.linear(x, self.weight), None
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """Megatron-Core's multi-head latent attention, with projections to the latents that are whole on every rank.
+    """Megatron-Core's multi-head latent attention, with projections to the latents replicated on every rank.
 
     Megatron-Core's local modules cut these projections over tensor-parallel ranks and gather the result. Each rank's heads
-    use the rotated key, and the backward pass of that gather does not sum its gradients over the ranks: with tensor
-    parallelism, they would be those of one rank's heads. Transformer Engine's modules have whole projections, each rank on
-    its part of the sequence, and there the gradients are summed. This class has the same for the local modules. It needs
-    sequence parallelism.
+    use the rotated key. The backward pass of that gather does not sum its gradients over the ranks: each would have those of
+    one rank's heads. Transformer Engine's modules have replicated projections, each rank on its part of the sequence, and
+    their gradients are summed. This class does the same with the local modules. It needs sequence parallelism.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -233,6 +232,6 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         with replaced(multi_latent_attention, HAVE_TE=isinstance(multi_latent_attention.TELinear, type)):
             super().__init__(config, *args, **kwargs)
         rows = config.kv_lora_rank + config.qk_pos_emb_head_dim
-        self.linear_kv_down_proj = WholeLinear(config.hidden_size, rows, config)
+        self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, rows, config)
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
+            self.linear_q_down_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)

@@ -1,16 +1,8 @@
 """FP8: the hardware that a recipe needs, the TransformerConfig fields that it sets, and the padding of tokens.
 
 Only the decoder's linear layers compute in FP8, through Transformer Engine. Embedding, attention core, router, output head and
-log-probabilities stay in bfloat16 or float32, so the vocabulary has no FP8 requirement. With `first_last_layers_bf16` the
-first and last layers stay in bfloat16 too. Recipes:
-
-    delayed     one scale per tensor, from the largest values of the last steps (arXiv:2209.05433)
-    tensorwise  one scale per tensor, from its current largest value
-    blockwise   one scale per 1 x 128 activations and per 128 x 128 weights, all e4m3 (DeepSeek-V3, arXiv:2412.19437)
-    mxfp8       one power-of-two scale per 32 values, in hardware (OCP microscaling, arXiv:2310.10537)
-
-The rules are data (`RECIPES`, `QUANTIZATIONS`), and the hardware is an argument, so that a machine without a GPU can check
-a config for a machine with one. The sizes are those that Transformer Engine 2.11 asserts. Nothing here was run on a GPU yet.
+log-probabilities stay in bfloat16 or float32, so the vocabulary has no FP8 requirement. The hardware is an argument, so that a
+machine without a GPU can check a config for a machine with one. Nothing here was run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -53,9 +45,12 @@ class Recipe:
     remedy: str = ""
 
 
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, Recipe] = {  # the sizes are those that Transformer Engine 2.11 asserts
+    # One scale per tensor: from the largest values of the last steps (arXiv:2209.05433), or from its current largest value.
     **dict.fromkeys(("delayed", "tensorwise"), Recipe((8, 9), (12, 1))),
+    # One scale per 1 x 128 activations and per 128 x 128 weights, all e4m3 (DeepSeek-V3, arXiv:2412.19437).
     "blockwise": Recipe((9, 0), (12, 9), (10, 0), gathered_alignment=128, format="e4m3", remedy="mxfp8"),
+    # One power-of-two scale per 32 values, in hardware (OCP microscaling, arXiv:2310.10537).
     "mxfp8": Recipe((10, 0), (12, 8), (12, 0), 32, 32, format="e4m3", remedy="tensorwise"),
 }
 # Requirements of vLLM to compute in FP8, per rollout.quantization. On older hardware it would only store weights in FP8.
@@ -77,7 +72,7 @@ _SAME_NAMES = (  # fields of TransformerConfig that are named fp8_<key>, and tho
 
 
 def fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
-    """The TransformerConfig fields of a recipe. Empty without a recipe."""
+    """Returns the TransformerConfig fields of a recipe. Empty without a recipe."""
     if fp8.recipe is None:
         return {}
     return {
@@ -90,7 +85,7 @@ def fp8_settings(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def batch_invariance() -> dict[str, Any]:
-    """The TransformerConfig fields of `actor.megatron.batch_invariant`; replaces the kernels of this process."""
+    """Returns the TransformerConfig fields of `actor.megatron.batch_invariant`; replaces the kernels of this process."""
     from megatron.core.transformer.custom_layers.batch_invariant_kernels import enable_batch_invariant_mode
     from megatron.core.transformer.enums import AttnBackend
 
@@ -99,7 +94,7 @@ def batch_invariance() -> dict[str, Any]:
 
 
 def row_alignment(megatron: MegatronConfig) -> int:
-    """The number of rows of a rank's activations must be a multiple of this. 1 without FP8."""
+    """Returns the number that must divide the rows of a rank's activations. 1 without FP8."""
     if megatron.fp8.recipe is None:
         return 1
     recipe = RECIPES[megatron.fp8.recipe]
@@ -111,7 +106,7 @@ def _gathers_activations(megatron: MegatronConfig) -> bool:
 
 
 def token_multiple(megatron: MegatronConfig) -> int:
-    """Packs are padded to a multiple of this many tokens. There is no other padding rule.
+    """Returns the multiple to which packs of tokens are padded. There is no other padding rule.
 
     Context parallelism cuts a pack into 2 cp chunks. Sequence parallelism cuts each rank's two chunks over tp ranks. FP8
     needs whole blocks of the remaining rows. The result is cp * lcm(2 if cp > 1, tp * row_alignment), where tp is 1 without
@@ -128,7 +123,7 @@ def token_multiple(megatron: MegatronConfig) -> int:
 
 
 def precision_problems(config: Config, arch: Architecture | None) -> Iterator[str]:
-    """Contradictions of FP8 in training or rollouts with other keys or the model, one line each, whatever the hardware."""
+    """Yields contradictions of FP8 in training or rollouts with other keys or the model, one line each, whatever the hardware."""
     megatron, fp8 = config.actor.megatron, config.actor.megatron.fp8
     if arch is not None and config.draws:
         yield from _engine_problems(config, arch)
@@ -161,7 +156,7 @@ def precision_problems(config: Config, arch: Architecture | None) -> Iterator[st
 
 
 def _engine_problems(config: Config, arch: Architecture) -> Iterator[str]:
-    """vLLM would fail at the first request. Experts are padded."""
+    """Yields widths that vLLM's kernels refuse. It would fail at the first request. Experts are padded."""
     quantization, tp = config.rollout.quantization, config.rollout.tensor_model_parallel_size
     unit = ENGINE_GROUPS.get(quantization or "", 1)
     mlp = 0 if arch.num_experts else arch.ffn_hidden_size
@@ -180,7 +175,7 @@ def _engine_problems(config: Config, arch: Architecture) -> Iterator[str]:
 
 
 def _size_problems(megatron: MegatronConfig, arch: Architecture) -> Iterator[str]:
-    """Every width on one rank must be a multiple of the alignment, and some layers must remain for FP8."""
+    """Yields each width on one rank that is no multiple of the alignment; and recipes that leave no layer for FP8."""
     fp8, tp = megatron.fp8, megatron.tensor_model_parallel_size
     assert fp8.recipe is not None
     recipe = RECIPES[fp8.recipe]
@@ -219,7 +214,7 @@ def _size_problems(megatron: MegatronConfig, arch: Architecture) -> Iterator[str
 
 
 def hardware_problems(config: Config, hardware: Hardware | None = None) -> Iterator[str]:
-    """Yields what the config needs and the hardware lacks, one line each. `hardware` None: this machine, read if needed."""
+    """Yields each feature that the config needs and the hardware lacks. `hardware` None: this machine, read if needed."""
     megatron, quantization = config.actor.megatron, config.rollout.quantization
     recipe, cp, impl = megatron.fp8.recipe, megatron.context_parallel_size, megatron.transformer_impl
     batch_invariant = config.draws and config.rollout.batch_invariant
@@ -258,7 +253,7 @@ def hardware_problems(config: Config, hardware: Hardware | None = None) -> Itera
 
 
 def _invariance_problems(config: Config, hardware: Hardware) -> Iterator[str]:
-    """`actor.megatron.batch_invariant` (Megatron-Core: transformer/custom_layers/batch_invariant_kernels.py)."""
+    """Yields problems of `actor.megatron.batch_invariant` (Megatron-Core: custom_layers/batch_invariant_kernels.py)."""
     key = "actor.megatron.batch_invariant=true"
     if hardware.is_cuda and importlib.util.find_spec("flash_attn") is None:
         yield f"{key} needs flash-attn, Megatron-Core's only attention of this kind; pip install '{FLASH_ATTENTION}'"
@@ -283,7 +278,7 @@ def _fp8_needs(config: Config) -> Iterator[tuple[str, Recipe]]:
 
 
 def capability_problems(config: Config, capability: Version) -> Iterator[str]:
-    """What of FP8 a device of this compute capability cannot do, one line each."""
+    """Yields the FP8 settings that a device of this compute capability lacks, one line each."""
     for key, needed in _fp8_needs(config):
         yield from _lacks_capability(key, needed, capability)
 

@@ -100,12 +100,12 @@ def replay_routes(model: torch.nn.Module, num_dense_layers: int) -> list[RouteCh
 
 
 def routes_of(packed: PackedSeqParams) -> Tensor | RecordedRoutes | None:
-    """The routes of a micro-batch; None: every router decides."""
+    """Returns the routes of a micro-batch; None: every router decides."""
     return getattr(packed, "routes", None)
 
 
 def take_counts(choices: list[RouteChoice]) -> tuple[int, int]:
-    """The sums of `RouteChoice.counts` since the last call."""
+    """Returns the sums of `RouteChoice.counts` since the last call."""
     counts = [choice.counts for choice in choices if choice.counts is not None]
     for choice in choices:
         choice.counts = None

@@ -76,7 +76,7 @@ class Kernels:
         }
 
     def describe(self) -> str:
-        """One line for the plan and the start of a run."""
+        """Returns one line for the plan and the start of a run."""
         head = "fused output head (Triton)" if self.fused_head else f"no fused output head: {self.head_reason}"
         if self.transformer_engine:
             return f"Transformer Engine's layers, with fused weight gradients; {head}"
@@ -141,7 +141,7 @@ def fused_without_apex(kernels: Kernels) -> contextlib.AbstractContextManager[No
 
 
 def block_spec(config: TransformerConfig, kernels: Kernels, arch: Architecture) -> TransformerBlockSubmodules:
-    """The spec of every layer of this stage and of the final norm."""
+    """Returns the spec of every layer of this stage and of the final norm."""
     if kernels.transformer_engine:
         assert not arch.post_norms, "checks refuse it"
         from megatron.core.extensions.transformer_engine import TENorm
@@ -151,7 +151,7 @@ def block_spec(config: TransformerConfig, kernels: Kernels, arch: Architecture) 
 
 
 def _post_norm_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """The spec of a layer whose norms follow attention and MLP."""
+    """Returns the spec of a layer whose norms follow attention and MLP."""
     layer = _local_layer(config, num_experts)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
@@ -164,7 +164,7 @@ def _post_norm_layer(config: TransformerConfig, num_experts: int | None) -> Modu
 
 
 def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """The spec of one layer, with `num_experts` experts, or None for an MLP."""
+    """Returns the spec of one layer, with `num_experts` experts, or None for an MLP."""
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,  # off: one MLP per expert
@@ -205,7 +205,7 @@ def _te_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
 def _block(
     config: TransformerConfig, make_layer: Callable[[TransformerConfig, int | None], ModuleSpec], norm: type
 ) -> TransformerBlockSubmodules:
-    """The layers of this stage. `config.moe_layer_freq` is 1, or has 0 for each layer with an MLP instead of experts."""
+    """Returns the layers of this stage. `config.moe_layer_freq` is 1, or has 0 for each layer with an MLP instead of experts."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -244,7 +244,7 @@ class GroupLimitedChoice:
 
 
 def yarn_config(yarn: Yarn) -> dict[str, Any]:
-    """The attributes that Megatron-Core's YaRN reads from a TransformerConfig. The class has no fields for them."""
+    """Returns the attributes that Megatron-Core's YaRN reads from a TransformerConfig. The class has no fields for them."""
     return {
         "yarn_rotary_scaling_factor": yarn.factor,
         "yarn_original_max_position_embeddings": yarn.original_length,
@@ -257,7 +257,7 @@ def yarn_config(yarn: Yarn) -> dict[str, Any]:
 
 
 def expert_config(arch: Architecture, kernels: Kernels) -> dict[str, Any]:
-    """TransformerConfig fields of the router and its experts. No token is dropped. Nothing is added to the loss.
+    """Returns TransformerConfig fields of the router and its experts. No token is dropped. Nothing is added to the loss.
 
     Transformer Engine multiplies all experts of a rank in one call. Without it, Megatron-Core has one MLP per expert. The
     parameters are one per expert in either form, and either form reads the other's checkpoints.
@@ -273,7 +273,7 @@ def expert_config(arch: Architecture, kernels: Kernels) -> dict[str, Any]:
 
 
 def latent_config(arch: Architecture, latent: Latent) -> dict[str, Any]:
-    """MLATransformerConfig fields. Its YaRN has fields of its own, and scales the logits too."""
+    """Returns MLATransformerConfig fields. Its YaRN has fields of its own, and scales the logits too."""
     fields: dict[str, Any] = {
         "rotary_base": arch.rope_theta,
         "rope_type": "rope",
@@ -301,7 +301,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def transformer_config(
     arch: Architecture, megatron: MegatronConfig, dtype: str, on_cuda: bool, kernels: Kernels | None = None
 ) -> TransformerConfig:
-    """Every TransformerConfig field that this project decides. `override_transformer_config` is applied last.
+    """Returns every TransformerConfig field that this project decides. `override_transformer_config` is applied last.
 
     `kernels` None: no fused kernels. Raises ConfigError for a value that Megatron-Core refuses.
     """

@@ -59,11 +59,11 @@ class Lora:
         self.read: Factors | None = None  # in `reading`
 
     def copies(self) -> Factors:
-        """The factors of now, for a later `reading`."""
+        """Returns the factors of now, for a later `reading`."""
         return {name: (m.lora_a.detach().clone(), m.lora_b.detach().clone()) for name, m in self.modules.items()}
 
     def stored(self, folder: Path, arch: Architecture, mesh: Mesh) -> Factors:
-        """The factors of a PEFT folder, for a later `reading`. No communication. Raises WeightsError."""
+        """Returns the factors of a PEFT folder, for a later `reading`. No communication. Raises WeightsError."""
         with SafetensorsFolder(folder) as files:
             rows = {name: row.shard(files.slice, arch, mesh.tp_rank, mesh.tp) for name, row in self.rows.items()}
         found: Factors = {}
@@ -116,7 +116,7 @@ class _Adapter:
 
     @torch.no_grad()
     def merged(self, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """The rank's part of round(W0 + s B A). Rows without an adapter are W0's."""
+        """Returns the rank's part of round(W0 + s B A). Rows without an adapter are W0's."""
         out = base.detach().clone()
         for rows, own in self.parts():
             out[rows] = merge(base[rows], a[own], b[rows], self.scale)
@@ -158,7 +158,7 @@ class _Adapted(torch.nn.Module):
         return (self.lora_a, self.lora_b) if read is None else read.get(self.adapter.name)
 
     def served(self) -> Tensor:
-        """The merged weight: what an engine and a Hugging Face folder get."""
+        """Returns the merged weight: what an engine and a Hugging Face folder get."""
         factors = self.factors()
         return self.weight.detach() if factors is None else self.adapter.merged(self.weight, *factors)
 
@@ -285,7 +285,7 @@ def _adapt(
 
 
 def _initial(row: Factor, config: LoraConfig, arch: Architecture, mesh: Mesh) -> Tensor:
-    """This rank's part of a factor at the start. Each is drawn whole, from its name: the same in every layout."""
+    """Returns this rank's part of a factor at the start. Each is drawn whole, from its name: the same in every layout."""
     drawn: dict[str, Tensor] = {}
     for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True):
         drawn[name], bound = torch.zeros(shape), shape[1] ** -0.5

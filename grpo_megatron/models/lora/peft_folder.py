@@ -151,7 +151,7 @@ def write_peft(
 
 
 def _targets(arch: Architecture, lora: LoraConfig) -> list[str]:
-    """The last parts of the adapted layers' names, or whole names where these would match others, too."""
+    """Returns the last parts of the adapted layers' names, or whole names where these would match others, too."""
     adapted = {name for row in lora_rows(arch, lora).values() for name in row.layer_names}
     if arch.vision is not None:  # a tower has layers with the same last parts
         return sorted(_module_name(name, arch) for name in adapted)
@@ -161,7 +161,7 @@ def _targets(arch: Architecture, lora: LoraConfig) -> list[str]:
 
 
 def _module_name(name: str, arch: Architecture) -> str:
-    """The name that transformers' module has, and so PEFT's file."""
+    """Returns the name that transformers' module has, and so PEFT's file."""
     return name if arch.vision is None else name.replace("model.layers.", "model.language_model.layers.")
 
 

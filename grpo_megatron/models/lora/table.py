@@ -127,7 +127,7 @@ def matches(name: str, wanted: str | Sequence[str]) -> bool:
 
 
 def adaptable_layers(arch: Architecture) -> list[str]:
-    """Hugging Face names of the linear layers that may have adapters."""
+    """Returns Hugging Face names of the linear layers that may have adapters."""
     return [name.removesuffix(".weight") for row in model_rows(arch).values() if _can_adapt(row) for name in row.hf]
 
 

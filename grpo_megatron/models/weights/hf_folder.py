@@ -77,7 +77,7 @@ class SafetensorsFolder:
         self._handles: dict[Path, Any] = {}
 
     def _header(self, file: Path) -> dict[str, StoredTensor] | str:
-        """Every tensor of a file, by its name there; or what is wrong with the file."""
+        """Returns every tensor of a file, by its name there; or what is wrong with the file."""
         try:
             with safe_open(file, framework="pt") as handle:  # checks that the header describes the whole file
                 self.metadata.update(handle.metadata() or {})

@@ -95,7 +95,7 @@ def pieces(entry: Any, values: Tensor, start: int, prefix: str = "") -> list[Sha
 
 
 def _blocks(entry: Any) -> list[ShardedTensor]:
-    """The global tensors that a parameter has parts of. Their data has no storage, only a place in the parameter's."""
+    """Returns the global tensors that a parameter has parts of. Their data has no storage, only a place in the parameter's."""
     data = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
     entry = replace(entry, data=data)
     return list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]

@@ -147,7 +147,7 @@ def _load_contents(file: Any) -> Any:
 
 
 def _load_archive(content: bytes) -> Any:
-    """A torch archive, by torch's own unpickler for plain data and the classes that Megatron-Core has declared safe."""
+    """Returns a torch archive, by torch's own unpickler for plain data and the classes that Megatron-Core has declared safe."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 

@@ -75,7 +75,7 @@ class ShardedWrite:
         self._buckets = self._on_host(keeps_copy) if self._request is not None else []
 
     def problem(self) -> str | None:
-        """This rank's errors so far, as one message for `Mesh.agree`."""
+        """Returns this rank's errors so far, as one message for `Mesh.agree`."""
         problems = self._strategy.problems
         return f"{self.task}: {'; '.join(dict.fromkeys(problems))}" if problems else None
 
@@ -160,11 +160,11 @@ class Writes:
             state.finish()
 
     def problem(self) -> str | None:
-        """This rank's errors so far."""
+        """Returns this rank's errors so far."""
         return "; ".join(text for state in self.states if (text := state.problem()) is not None) or None
 
     def hashes(self, folder: Path) -> dict[str, str]:
-        """sha256 of this rank's files, by their paths in `folder`."""
+        """Returns sha256 of this rank's files, by their paths in `folder`."""
         return {path.relative_to(folder).as_posix(): sha for state in self.states for path, sha in state.hashes.items()}
 
 

@@ -55,25 +55,25 @@ class WeightRow(ABC):
         return self.layers == "all" or (self.layers == "dense") == (layer < arch.num_dense_layers)
 
     def dtype(self, of_model: torch.dtype) -> torch.dtype:
-        """The dtype of this parameter in a model whose weights are `of_model`."""
+        """Returns the dtype of this parameter in a model whose weights are `of_model`."""
         return torch.float32 if self.is_constant else of_model
 
     def expand(self, layer: int, expert: int | None = None) -> Self:
-        """The row of one layer (and expert). Both numbers count from 0 over the whole model."""
+        """Returns the row of one layer (and expert). Both numbers count from 0 over the whole model."""
         assert (expert is not None) == is_expert(self), self.megatron
         names = [name.format(layer=layer, expert=expert) for name in (self.megatron, *self.hf)]
         return replace(self, megatron=names[0], hf=tuple(names[1:]), expert=expert)
 
     def ep_rank(self, arch: Architecture, ep: int) -> int | None:
-        """The expert-parallel rank that has an expanded row. None: all of them."""
+        """Returns the expert-parallel rank that has an expanded row. None: all of them."""
         return None if self.expert is None else self.expert // (arch.num_experts // ep)
 
     @abstractmethod
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the Hugging Face tensors, in the order of `hf`."""
+        """Returns shapes of the Hugging Face tensors, in the order of `hf`."""
 
     def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
-        """Shape of one tensor-parallel rank's parameter: the Hugging Face tensors on top of each other, cut evenly."""
+        """Returns shape of one tensor-parallel rank's parameter: the Hugging Face tensors on top of each other, cut evenly."""
         shapes = self.hf_shapes(arch)
         whole = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
         if self.split_dim is not None:
@@ -81,11 +81,11 @@ class WeightRow(ABC):
         return tuple(whole)
 
     def segments(self, arch: Architecture) -> Iterator[tuple[int, int]]:
-        """The whole Megatron tensor (tp 1, no padding rows) from top to bottom: (index in `hf`, number of rows)."""
+        """Returns the whole Megatron tensor (tp 1, no padding rows) from top to bottom: (index in `hf`, number of rows)."""
         return ((i, shape[0]) for i, shape in enumerate(self.hf_shapes(arch)))
 
     def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
-        """The parts of the Hugging Face tensors in this rank's parameter, along the dimension that is cut.
+        """Returns the parts of the Hugging Face tensors in this rank's parameter, along the dimension that is cut.
 
         Padding rows are in none.
         """
@@ -97,7 +97,7 @@ class WeightRow(ABC):
         return tuple(self.pieces_within(arch, tp_rank * size, (tp_rank + 1) * size))
 
     def pieces_within(self, arch: Architecture, first: int, last: int) -> Iterator[Piece]:
-        """The pieces in rows [first, last) of the whole Megatron tensor, which `segments` describes."""
+        """Yields the pieces in rows [first, last) of the whole Megatron tensor, which `segments` describes."""
         row, done = 0, [0] * len(self.hf)  # rows passed: of the Megatron tensor, of each Hugging Face tensor
         for tensor, length in self.segments(arch):
             low, high = max(first, row), min(last, row + length)
@@ -107,7 +107,7 @@ class WeightRow(ABC):
             row, done[tensor] = row + length, done[tensor] + length
 
     def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        """This rank's parameter from Hugging Face tensors, of which only its part is read. Padding rows are zeros."""
+        """Returns this rank's parameter from Hugging Face tensors, of which only its part is read. Padding rows are zeros."""
         shape, axis = self.local_shape(arch, tp), self.split_dim or 0
         out = None
         for piece in self.pieces(arch, tp_rank, tp):
@@ -242,7 +242,7 @@ def is_expert(row: WeightRow) -> bool:
 
 
 def expand_table(table: Sequence[WeightRow], arch: Architecture) -> Iterator[WeightRow]:
-    """Every parameter of the model, in stream order: embedding, layers (experts last, one by one), final norm, head."""
+    """Yields every parameter of the model, in stream order: embedding, layers (experts last, one by one), final norm, head."""
     yield from (row for row in table if not is_layered(row) and "embedding" in row.megatron)
     shared = [row for row in table if is_layered(row) and not is_expert(row)]
     experts = [row for row in table if is_expert(row)]
@@ -260,7 +260,7 @@ EXPERT_NAMES = ("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 def decoder_table(arch: Architecture, expert_names: tuple[str, str, str, str] = EXPERT_NAMES) -> list[WeightRow]:
-    """The table of a decoder, from its Architecture. Megatron names are those of the local layer spec.
+    """Returns the table of a decoder, from its Architecture. Megatron names are those of the local layer spec.
 
     `expert_names`: in Hugging Face's model, the module with router and experts, and the linear layers of an expert.
     """
@@ -297,7 +297,7 @@ def _grouped_query(arch: Architecture) -> list[WeightRow]:
 
 
 def _latent_attention(has_query_latent: bool) -> list[WeightRow]:
-    """The projections to the latents are whole on every rank; those from them are cut by heads."""
+    """Returns the projections to the latents are whole on every rank; those from them are cut by heads."""
     hf, mcore = _HF + "self_attn.", _MCORE + "self_attention."
     query: list[WeightRow] = [OutputSplit(mcore + "linear_q_proj.weight", (hf + "q_proj.weight",), "latent.key_dim")]
     if has_query_latent:
@@ -317,7 +317,7 @@ def _latent_attention(has_query_latent: bool) -> list[WeightRow]:
 
 
 def _mlp(arch: Architecture, block: str, gate: str, up: str, down: str) -> list[WeightRow]:
-    """One SwiGLU MLP, or a router and experts: routed ones, and one MLP that every token passes through."""
+    """Returns one SwiGLU MLP, or a router and experts: routed ones, and one MLP that every token passes through."""
     if not arch.num_experts:
         return _swiglu("ffn_hidden_size", "mlp.")
     hf, mcore = _HF + block + ".", _MCORE + "mlp."
