@@ -24,7 +24,7 @@ from grpo_megatron.device import Device
 
 
 def wrap_ddp(model: torch.nn.Module, megatron: MegatronConfig, device: Device) -> DistributedDataParallel:
-    """Gradients are summed in float32, never averaged: the token weights contain every denominator."""
+    """Wraps a model in DDP that sums gradients in float32 and never averages: token weights contain every denominator."""
     config = model.config
     with device.megatron():
         ddp = DistributedDataParallel(
@@ -165,14 +165,14 @@ def _main_parameters(part: Any) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def copy_main_parameters(old: MegatronOptimizer, new: MegatronOptimizer) -> None:
-    """Copy the float32 main parameters. If weights are stored in FP8, a new optimizer would start from rounded values."""
+    """Copy the float32 main parameters: with weights in FP8, a new optimizer would start from rounded values."""
     for old_part, new_part in zip(each_optimizer(old), each_optimizer(new), strict=True):
         for source, target in zip(_main_parameters(old_part), _main_parameters(new_part), strict=True):
             target.copy_(source)
 
 
 def prepare_for_load(optimizer: MegatronOptimizer) -> None:
-    """Give a new torch Adam a state to load into. The load overwrites all of it."""
+    """Give a new torch Adam a state. The load overwrites all of it."""
     for part in _parts_with_state(optimizer):
         if isinstance(part, DistributedOptimizer):
             part._init_optimizer_states_with_dummy_values()
@@ -199,7 +199,7 @@ def steps_of_empty_parts(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def group_settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """The settings of every parameter group (learning rates, weight decay, betas, eps), without parameters and step counts."""
+    """Returns every parameter group's settings (learning rates, weight decay, betas, eps)."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in optimizer.param_groups
@@ -222,7 +222,7 @@ def load_optimizer(optimizer: MegatronOptimizer, state: Any) -> None:
 
 
 def _install_step_correction() -> None:
-    """Megatron's load passes no `step` to torch's Adam and then raises KeyError. Pass the existing one."""
+    """Pass the existing `step` to torch's Adam in Megatron's load, which passes none and then raises KeyError."""
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
     @torch.no_grad()
@@ -253,7 +253,7 @@ class OffloadedTensors:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.is_offloaded = False
-        self._tensors: list[Tensor] = []  # those of the last offload, in their order in the buffer
+        self._tensors: list[Tensor] = []  # of the last offload, in their order in the buffer
         self._buffer = HostBuffer(0, pinned=False)
 
     @property
@@ -287,12 +287,12 @@ class OffloadedTensors:
 
     @torch.no_grad()
     def onload(self) -> None:
-        """The inverse of `offload`."""
+        """Undo `offload`."""
         if not self.is_offloaded:
             return
         for tensor, parts in self._places():
             tensor.untyped_storage().resize_(tensor.nbytes)
-            # The same bits are no change: a frozen tower's features stay known (vision.py).
+            # The same bits are no change: a frozen tower's features stay valid (vision.py).
             with torch.autograd._unsafe_preserve_version_counter(tensor):  # type: ignore[attr-defined]
                 for begin, part in parts:
                     _bytes_of(tensor)[begin : begin + len(part)].copy_(part, non_blocking=True)
@@ -327,7 +327,7 @@ class HostBuffer:
             rest -= size
 
     def parts(self, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """(offset from `start`, bytes) of every block that bytes `start` to `end` meet."""
+        """Yields (offset from `start`, bytes) of every block that overlaps bytes `start` to `end`."""
         first = 0
         for block in self.blocks:
             low, high = max(start, first), min(end, first + len(block))
@@ -341,6 +341,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _can_offload(tensor: Tensor) -> bool:
-    """Whether it is a plain, contiguous tensor of more than one number, alone in its storage."""
+    """Returns whether it is a plain, contiguous tensor of more than one number, alone in its storage."""
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_contiguous()
     return is_plain and tensor.numel() > 1 and tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -1,11 +1,9 @@
-"""The vision tower of a model that reads images: transformers' own module, whole on every rank of the first stage.
+"""The vision tower of a model that reads images: transformers' own module, replicated on every rank of the first stage.
 
 It is part of the Megatron-Core model: loader, converter, export, sync, optimizer and checkpoints have its tensors by the weight
-table. Features go to the places of the images' tokens, which the prompt knows, never to where a token has some id.
-
-Each image is computed alone, so its features do not depend on what else is in the micro-batch, the rank or the step. A frozen
-tower computes an image once in a run: the features stay on the host, by digest. The places that every layout gives to a token
-have the same gradient on all tensor-parallel ranks (Megatron-Core's regions sum it), so the tower's needs no further sum.
+table. Features go to the places of the images' tokens in the prompt, never to where a token has some id. Each image is computed
+alone, so its features do not depend on the rest of the micro-batch. The embeddings have the same gradient on all
+tensor-parallel ranks (Megatron-Core's regions sum it), so the tower's needs no further sum.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ PLACED = list[tuple[int, PromptImage]]  # the first token in a pack, and the ima
 def build_tower(
     vision: Vision, hidden_size: int, dtype: torch.dtype, device: torch.device, *, recomputes: bool = False
 ) -> nn.Module:
-    """transformers' tower with undefined weights of `dtype`. It computes with torch's own attention.
+    """Builds transformers' tower with undefined weights of `dtype`. It computes with torch's own attention.
 
-    `recomputes`: it keeps the inputs of its layers only, which the backward pass computes again one by one.
+    `recomputes`: it keeps only the inputs of its layers. The backward pass computes the layers again, one by one.
     """
     if vision.gated:
         from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as module
@@ -69,40 +67,40 @@ def set_trainable(tower: nn.Module, config: VisionConfig) -> None:
 
 
 class Features:
-    """The features of images by a tower, [tokens, hidden] each. Those of a frozen tower are kept."""
+    """The features of images by a tower, [tokens, hidden] each. A frozen tower computes an image once in a run."""
 
     def __init__(self, vision: Vision, dtype: torch.dtype) -> None:
         self._vision, self._dtype = vision, dtype
-        self._kept: dict[str, Tensor] = {}  # digest -> features, on the host
-        self._stamp, self._bytes = -1, 0
+        self._cache: dict[str, Tensor] = {}  # digest -> features, on the host
+        self._version, self._bytes = -1, 0  # version: of the weights that computed them
         self.num_computed = 0  # images, so far
 
     def of(self, tower: nn.Module, images: Sequence[PromptImage]) -> dict[str, Tensor]:
-        """Digest -> features of the images, each computed once."""
+        """Returns digest -> features of the images, each computed once."""
         device = next(tower.parameters()).device
         different = {image.digest: image for image in images}
         if any(parameter.requires_grad for parameter in tower.parameters()):
             return {digest: self._computed(tower, image) for digest, image in different.items()}
         # A load, and a copy of another model's weights, count up the version of what they write to.
-        stamp = sum(parameter._version for parameter in tower.parameters())
-        if stamp != self._stamp:
-            self._kept.clear()
-            self._stamp, self._bytes = stamp, 0
-        found = {}
+        version = sum(parameter._version for parameter in tower.parameters())
+        if version != self._version:
+            self._cache.clear()
+            self._version, self._bytes = version, 0
+        features = {}
         for digest, image in different.items():
-            if digest in self._kept:
-                found[digest] = self._kept[digest].to(device)
+            if digest in self._cache:
+                features[digest] = self._cache[digest].to(device)
                 continue
             with torch.no_grad():
-                found[digest] = self._computed(tower, image)
-            self._keep(digest, found[digest].cpu())
-        return found
+                features[digest] = self._computed(tower, image)
+            self._add(digest, features[digest].cpu())
+        return features
 
-    def _keep(self, digest: str, features: Tensor) -> None:
-        self._kept[digest] = features
+    def _add(self, digest: str, features: Tensor) -> None:
+        self._cache[digest] = features
         self._bytes += features.nbytes
-        while self._bytes > MAX_KEPT and len(self._kept) > 1:
-            self._bytes -= self._kept.pop(next(iter(self._kept))).nbytes
+        while self._bytes > MAX_KEPT and len(self._cache) > 1:
+            self._bytes -= self._cache.pop(next(iter(self._cache))).nbytes
 
     def _computed(self, tower: nn.Module, image: PromptImage) -> Tensor:
         vision, device = self._vision, next(tower.parameters()).device
@@ -114,14 +112,14 @@ class Features:
 
 
 def with_images(embeddings: Tensor, placed: PLACED, tower: nn.Module, features: Features, *, is_cut: bool) -> Tensor:
-    """Embeddings [T, 1, h] of a pack with the images' features in their places.
+    """Puts the images' features in their places among the embeddings [T, 1, h] of a pack.
 
     `is_cut`: this rank's part of the tokens, for sequence parallelism.
     """
     if placed:
-        of = features.of(tower, [image for _, image in placed])
+        by_digest = features.of(tower, [image for _, image in placed])
         places = torch.cat([first + torch.arange(image.num_tokens) for first, image in placed]).to(embeddings.device)
-        values = torch.cat([of[image.digest] for _, image in placed]).to(embeddings.dtype)
+        values = torch.cat([by_digest[image.digest] for _, image in placed]).to(embeddings.dtype)
         embeddings = embeddings.index_copy(0, places, values.unsqueeze(1))
     elif torch.is_grad_enabled():
         # Every parameter is in every pass: data-parallel ranks wait for each other's gradients.

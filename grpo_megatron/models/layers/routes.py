@@ -1,17 +1,10 @@
-"""Route replay: the experts of a token are those that were chosen when it was drawn (`actor.moe.route_replay`).
+"""Route replay: a token's experts are those of an earlier pass (`actor.moe.route_replay`).
 
-The router of a mixture of experts decides by differences that rounding can turn. Engine and trainer then compute a token with
-other experts, and the ratio of its probabilities is far from 1. With a replay every pass of the trainer takes earlier routes:
+A router decides by differences that rounding can turn. Engine and trainer then compute a token with other experts, and the
+ratio of its probabilities is far from 1. With a replay every pass of the trainer takes earlier routes:
 
-    engine   those that the engine has recorded while it drew (R3, arXiv:2510.11370). They travel with the sample
-    old      those of the pass that computed the old log-probabilities (R2, arXiv:2507.18071). They stay on their rank
-
-The scores of the experts are the trainer's own, gathered from all of the router's scores, so the router has gradients. A route
-of -1 is unknown: there the router decides.
-
-The routes of a micro-batch are an attribute of its `PackedSeqParams`, which Megatron-Core passes to every layer, also when it
-computes the layer again in the backward pass. Each router reads its own columns at its own tokens. Nothing is popped from a
-list in the order of the calls, which pipelines and recomputation change.
+    engine   recorded by the engine during generation (R3, arXiv:2510.11370). They travel with the sample
+    old      of the pass that computed the old log-probabilities (R2, arXiv:2507.18071). They stay on their rank
 """
 
 from __future__ import annotations
@@ -25,31 +18,30 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-# What was recorded of a micro-batch: the layer's number among those with experts -> int16 [tokens of this rank, k]
+# The recorded routes of a micro-batch: the layer's number among those with experts -> int16 [tokens of this rank, k]
 RecordedRoutes = dict[int, Tensor]
 
 
 class RouteChoice:
     """The choice of one layer's router. It has the interface of Megatron-Core's `RouterReplay`.
 
-    `routes`, of the micro-batch that the layer computes: int [t, k] of this rank's tokens, or what is, or will be, recorded, or
-    None. `counts`: (experts of known routes that the router itself would have chosen, all experts of known routes).
+    `routes`, of the current micro-batch: int [t, k] of this rank's tokens, -1 where the router decides; or the table in which
+    they are recorded; or None. The scores are the trainer's own, gathered from all of the router's scores, so the router has
+    gradients. `counts`: (experts of known routes that the router itself would have chosen, all experts of known routes).
     """
 
     routes: Tensor | RecordedRoutes | None = None
 
-    def __init__(self, number: int, own: Any) -> None:
-        self._number, self._own = number, own  # own: another choice than Megatron-Core's, or None
+    def __init__(self, number: int, selection: Any) -> None:
+        self._number, self._selection = number, selection  # selection: another one than Megatron-Core's, or None
         self.counts: Tensor | None = None
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default: Any
     ) -> tuple[Tensor, Tensor]:
-        """scores [t, E] -> (scores [t, topk], experts [t, topk]), in decreasing order of the scores."""
-        if self._own is None:
-            values, experts = default(scores, topk, num_groups, group_topk)
-        else:
-            values, experts = self._own.get_replay_topk(scores, topk, num_groups, group_topk)
+        """Selects from scores [t, E]: (scores [t, topk], experts [t, topk]), in decreasing order of the scores."""
+        select = default if self._selection is None else self._selection.get_replay_topk
+        values, experts = select(scores, topk, num_groups, group_topk)
         if self.routes is None:
             return values, experts
         if isinstance(self.routes, dict):
@@ -62,9 +54,11 @@ class RouteChoice:
         return values, replayed.gather(1, order)
 
     def feed(self, layer: TransformerLayer, args: Any, kwargs: dict[str, Any]) -> None:
-        """A hook before the layer's forward pass: take the routes of its micro-batch, of this layer and this rank's tokens.
+        """Takes the micro-batch's routes of this layer and this rank's tokens: a hook before the layer's forward pass.
 
-        The engine's routes of a micro-batch are on the host, [t, layers x k]; only those of one layer are on the device.
+        They are an attribute of `PackedSeqParams`, which Megatron-Core passes to every layer, also when it computes the layer
+        again in the backward pass. Nothing depends on the order of the calls, which pipelines and recomputation change.
+        The engine's routes are on the host, [t, layers x k]; only those of one layer are on the device.
         """
         routes = routes_of(kwargs["packed_seq_params"])
         if isinstance(routes, Tensor):
@@ -84,10 +78,7 @@ class RouteChoice:
 
 
 def replay_routes(model: torch.nn.Module, num_dense_layers: int) -> list[RouteChoice]:
-    """Make every router of this stage take the routes of its micro-batch. Returns their choices.
-
-    `num_dense_layers`: the first layers, which have no experts.
-    """
+    """Make every router of this stage take the routes of its micro-batch. `num_dense_layers`: first layers without experts."""
     choices = []
     for layer in model.modules():
         if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoELayer):

@@ -64,7 +64,7 @@ class Kernels:
     head_reason: str | None = field(default=None, compare=False)
 
     def settings(self) -> dict[str, bool]:
-        """TransformerConfig fields. Neither spec's attention has a separate softmax to fuse; Megatron's loss is not used."""
+        """Returns the TransformerConfig fields. Neither spec has a separate softmax to fuse; Megatron's loss is not used."""
         return {
             "gradient_accumulation_fusion": self.fused_gradients,
             "apply_rope_fusion": self.transformer_engine,
@@ -92,8 +92,11 @@ class Kernels:
 def choose_kernels(
     megatron: MegatronConfig, device: Device, dtype: str = "bfloat16", *, has_gradients: bool = True
 ) -> Kernels:
-    """The installed kernels, within `actor.megatron.transformer_impl`. Raises ConfigError if Transformer Engine is needed
-    and cannot be used. `has_gradients`: the model will have float32 gradient buffers; a frozen one has none."""
+    """Chooses the installed kernels, within `actor.megatron.transformer_impl`.
+
+    `has_gradients`: the model will have float32 gradient buffers; a frozen one has none. Raises ConfigError if Transformer
+    Engine is needed and cannot be used.
+    """
     reason = None
     if not device.is_cuda:
         reason = "this run is on the CPU"
@@ -130,7 +133,7 @@ def choose_kernels(
 
 
 def fused_without_apex(kernels: Kernels) -> contextlib.AbstractContextManager[None]:
-    """Build a model with Transformer Engine's fused weight gradients where Apex is missing.
+    """Lets Megatron-Core build a model with Transformer Engine's fused weight gradients where Apex is missing.
 
     Megatron-Core refuses `gradient_accumulation_fusion` without Apex when it builds a linear layer of its own. Beside the
     layers of Transformer Engine there is one, the output head. Its fused product is never called: `LogprobModel` computes
@@ -193,7 +196,7 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSp
 
 
 def _te_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """Transformer Engine's: fused norms, attention over packed sequences, FP8 linear layers. Not run on a GPU yet."""
+    """Returns Transformer Engine's: fused norms, attention over packed sequences, FP8 layers. Not run on a GPU yet."""
     return get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -231,16 +234,16 @@ class GroupLimitedChoice:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """scores [t, E] -> (scores [t, topk], experts [t, topk])."""
+        """Selects from scores [t, E]: (scores [t, topk], experts [t, topk])."""
         grouped = scores.view(len(scores), num_groups, -1)  # [t, groups, E / groups]
-        of_group = grouped.topk(self._best_of_group, dim=-1).values.sum(dim=-1)  # [t, groups]
-        best = of_group.topk(group_topk, dim=-1, sorted=False).indices  # [t, groups_per_token]
-        is_out = of_group.new_ones(of_group.shape).scatter(1, best, 0).bool().unsqueeze(-1)  # [t, groups, 1]
+        group_scores = grouped.topk(self._best_of_group, dim=-1).values.sum(dim=-1)  # [t, groups]
+        best = group_scores.topk(group_topk, dim=-1, sorted=False).indices  # [t, groups_per_token]
+        is_out = group_scores.new_ones(group_scores.shape).scatter(1, best, 0).bool().unsqueeze(-1)  # [t, groups, 1]
         values, experts = grouped.masked_fill(is_out, float("-inf")).flatten(1).topk(topk, dim=-1)
         return values, experts
 
 
-# -- Fields of Megatron-Core's TransformerConfig that describe RoPE scaling, experts, routing and latent attention -----
+# -- TransformerConfig -------------------------------------------------------------------------------------------------
 
 
 def yarn_config(yarn: Yarn) -> dict[str, Any]:
@@ -257,7 +260,7 @@ def yarn_config(yarn: Yarn) -> dict[str, Any]:
 
 
 def expert_config(arch: Architecture, kernels: Kernels) -> dict[str, Any]:
-    """Returns TransformerConfig fields of the router and its experts. No token is dropped. Nothing is added to the loss.
+    """Returns the fields of the router and its experts. No token is dropped. Nothing is added to the loss.
 
     Transformer Engine multiplies all experts of a rank in one call. Without it, Megatron-Core has one MLP per expert. The
     parameters are one per expert in either form, and either form reads the other's checkpoints.
@@ -273,7 +276,7 @@ def expert_config(arch: Architecture, kernels: Kernels) -> dict[str, Any]:
 
 
 def latent_config(arch: Architecture, latent: Latent) -> dict[str, Any]:
-    """Returns MLATransformerConfig fields. Its YaRN has fields of its own, and scales the logits too."""
+    """Returns the fields of MLATransformerConfig alone. Its YaRN has fields of its own, and scales the logits too."""
     fields: dict[str, Any] = {
         "rotary_base": arch.rope_theta,
         "rope_type": "rope",

@@ -1,21 +1,8 @@
 """Linear modules with factors: `attach` gives a loaded model its adapters and freezes everything else.
 
 The module of a weight W0 becomes one of a class below its own, with the parameters `lora_a` and `lora_b` beside `weight`, so
-that names, loading and the base's own code stay. In a merged forward pass, the module finds W = round(W0 + s B A) as its
-weight, and Megatron's code multiplies by it as by any weight that is trained. From its gradient dW follow
-
-    dA = s B^T dW,    dB = s dW A^T    (the rounding counts as the identity)
-
-layer by layer, so that no more than one dW exists. A rank has dW of its part of W0. A factor that is cut as W0 is gets its
-whole gradient from this part. A whole factor gets a part of the sum: A of a weight that is cut along its output, B of one
-that is cut along its input, and under sequence parallelism both of a replicated weight, whose dW is of the rank's tokens.
-These are summed over the tensor-parallel ranks in the backward pass itself, in float32.
-
-W is not kept from the forward to the backward pass, which merges again: it would be a second copy of the model for every
-micro-batch under way. Where all layers are recomputed as a whole, it lives for one layer anyway.
-
-A split forward pass adds s B (A x) to W0 x, with Megatron's own communication, r wide. There a whole factor has its whole
-gradient, or, under sequence parallelism, that of the rank's tokens, which Megatron sums as for norms.
+that names, loading and the base's own code stay. A merged forward pass multiplies by round(W0 + s B A), a split one adds
+s B (A x) to W0 x.
 """
 
 from __future__ import annotations
@@ -59,7 +46,7 @@ class Lora:
         self.read: Factors | None = None  # in `reading`
 
     def copies(self) -> Factors:
-        """Returns the factors of now, for a later `reading`."""
+        """Returns copies of the current factors, for a later `reading`."""
         return {name: (m.lora_a.detach().clone(), m.lora_b.detach().clone()) for name, m in self.modules.items()}
 
     def stored(self, folder: Path, arch: Architecture, mesh: Mesh) -> Factors:
@@ -69,13 +56,13 @@ class Lora:
         found: Factors = {}
         for name, module in self.modules.items():
             pair = (rows[f"{name.removesuffix('weight')}{factor}"] for factor in (LORA_A, LORA_B))
-            a, b = (own.to(module.lora_a) for own in pair)
+            a, b = (factor.to(module.lora_a) for factor in pair)
             found[name] = a, b
         return found
 
     @contextlib.contextmanager
     def reading(self, factors: Factors) -> Iterator[None]:
-        """Inside the block the model has these factors; with none it is the base, bit for bit. Not for an update."""
+        """Gives the model these factors inside the block; with none it is the base, bit for bit. Not for an update."""
         before, self.read = self.read, factors
         try:
             yield
@@ -84,7 +71,7 @@ class Lora:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Inside the block, passes have `dropout`."""
+        """Makes passes have `dropout` inside the block."""
         self.drops = True
         try:
             yield
@@ -94,7 +81,12 @@ class Lora:
 
 @dataclass(frozen=True)
 class _Adapter:
-    """Of one weight. `rows`: for each adapted part, its rows of the weight; `sums`: whether gradients of A, B are summed."""
+    """The adapter of one weight. `rows`: for each adapted part, its rows of the weight.
+
+    `sums`: whether the gradients of A and of B are summed over tensor-parallel ranks. A rank has dW of its part of W0. A factor
+    that is cut as W0 gets its full gradient from this part. A replicated factor gets a term of the sum: A of a column-parallel
+    weight, B of a row-parallel one, and under sequence parallelism both of a replicated weight, whose dW is of local tokens.
+    """
 
     lora: Lora
     name: str
@@ -118,12 +110,14 @@ class _Adapter:
     def merged(self, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Returns the rank's part of round(W0 + s B A). Rows without an adapter are W0's."""
         out = base.detach().clone()
-        for rows, own in self.parts():
-            out[rows] = merge(base[rows], a[own], b[rows], self.scale)
+        for rows, a_rows in self.parts():
+            out[rows] = merge(base[rows], a[a_rows], b[rows], self.scale)
         return out
 
 
 class _Merge(torch.autograd.Function):
+    """W = round(W0 + s B A), with dA = s B^T dW and dB = s dW A^T. The rounding counts as the identity. Sums in float32."""
+
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, base: Tensor, adapter: _Adapter) -> Tensor:
         ctx.save_for_backward(a, b)
@@ -134,10 +128,10 @@ class _Merge(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         adapter, (a, b), scale = ctx.adapter, ctx.saved_tensors, ctx.adapter.scale
         grad_a, grad_b = (torch.zeros_like(factor, dtype=torch.float32) for factor in (a, b))
-        for rows, own in adapter.parts():
+        for rows, a_rows in adapter.parts():
             grad = grads[0][rows].float()
-            grad_a[own] = scale * (b[rows].float().T @ grad)
-            grad_b[rows] = scale * (grad @ a[own].float().T)
+            grad_a[a_rows] = scale * (b[rows].float().T @ grad)
+            grad_b[rows] = scale * (grad @ a[a_rows].float().T)
         for factor, is_summed in zip((grad_a, grad_b), adapter.sums, strict=True):
             if is_summed:
                 dist.all_reduce(factor, group=adapter.group)
@@ -153,17 +147,21 @@ class _Adapted(torch.nn.Module):
     lora_b: torch.nn.Parameter
 
     def factors(self) -> tuple[Tensor, Tensor] | None:
-        """What a pass multiplies by. None: the base alone."""
+        """Returns the factors of a pass. None: the base alone."""
         read = self.adapter.lora.read
         return (self.lora_a, self.lora_b) if read is None else read.get(self.adapter.name)
 
     def served(self) -> Tensor:
-        """Returns the merged weight: what an engine and a Hugging Face folder get."""
+        """Returns the merged weight, for an engine or a Hugging Face folder."""
         factors = self.factors()
         return self.weight.detach() if factors is None else self.adapter.merged(self.weight, *factors)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the base's."""
+        """Computes the base's forward pass with the adapter.
+
+        A merged weight is not kept for the backward pass, which merges again: it would be a second copy of the model for every
+        micro-batch under way. Where all layers are recomputed in full, it lives for one layer anyway.
+        """
         adapter, run, factors = self.adapter, super().forward, self.factors()
         if factors is None:
             return run(x, *args, **kwargs)
@@ -189,7 +187,10 @@ class _Adapted(torch.nn.Module):
             del self.__dict__["weight"]
 
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """B (A x), as the base's output is: x [s, b, inputs of this rank] -> [s, b, outputs of this rank]."""
+        """Computes B (A x): x [s, b, inputs of this rank] -> [s, b, outputs of this rank], with Megatron's communication.
+
+        A replicated factor has its full gradient, or, under sequence parallelism, that of local tokens: Megatron sums these.
+        """
         adapter = self.adapter
         config, is_parallel = adapter.lora.config, adapter.is_parallel
         if adapter.lora.drops and config.dropout:
@@ -204,8 +205,8 @@ class _Adapted(torch.nn.Module):
         elif adapter.split_dim == 1:
             low = tensor_parallel.reduce_from_tensor_model_parallel_region(low)
         out = low.new_zeros(*low.shape[:-1], len(b))
-        for rows, own in adapter.parts():
-            out[..., rows] = low[..., own] @ b[rows].T
+        for rows, a_rows in adapter.parts():
+            out[..., rows] = low[..., a_rows] @ b[rows].T
         return out
 
 
@@ -264,14 +265,14 @@ def _adapt(
     module: Any, lora: Lora, row_a: Factor, row_b: Factor, arch: Architecture, mesh: Mesh, transformer: Any
 ) -> None:
     base = row_a.base
-    is_whole = base.split_dim is None and transformer.sequence_parallel
-    sums = (base.split_dim == 0 or is_whole, base.split_dim == 1 or is_whole) if mesh.tp > 1 else (False, False)
+    is_local = base.split_dim is None and transformer.sequence_parallel  # the gradient is of local tokens
+    sums = (base.split_dim == 0 or is_local, base.split_dim == 1 or is_local) if mesh.tp > 1 else (False, False)
     pieces = row_b.pieces(arch, mesh.tp_rank, mesh.tp)
     rows: list[Any] = []
     for number in range(len(row_b.targets)):
-        own = [torch.arange(p.stop - p.start) + p.local_start for p in pieces if p.tensor == number]
-        places = torch.cat(own) if own else torch.empty(0, dtype=torch.int64)
-        rows.append(slice(int(places[0]), int(places[-1]) + 1) if len(own) == 1 else places.to(module.weight.device))
+        runs = [torch.arange(p.stop - p.start) + p.local_start for p in pieces if p.tensor == number]
+        places = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+        rows.append(slice(int(places[0]), int(places[-1]) + 1) if len(runs) == 1 else places.to(module.weight.device))
     keeps_merged = (transformer.recompute_granularity, transformer.recompute_method) == ("full", "uniform")
     flags = keeps_merged, bool(transformer.sequence_parallel)
     module.adapter = _Adapter(lora, base.megatron, base.split_dim, rows, sums, *flags, mesh.tp_group)
@@ -285,14 +286,14 @@ def _adapt(
 
 
 def _initial(row: Factor, config: LoraConfig, arch: Architecture, mesh: Mesh) -> Tensor:
-    """Returns this rank's part of a factor at the start. Each is drawn whole, from its name: the same in every layout."""
-    drawn: dict[str, Tensor] = {}
+    """Returns this rank's part of a new factor. Each factor is sampled in full, from its name: the same in every layout."""
+    full: dict[str, Tensor] = {}
     for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True):
-        drawn[name], bound = torch.zeros(shape), shape[1] ** -0.5
+        full[name], bound = torch.zeros(shape), shape[1] ** -0.5
         seed = int.from_bytes(hashlib.sha256(f"{mesh.seed} {name}".encode()).digest()[:7])
         generator = torch.Generator().manual_seed(seed)
         if name.endswith("lora_A.weight") and config.init == "gaussian":
-            drawn[name].normal_(0, 1 / shape[0], generator=generator)
+            full[name].normal_(0, 1 / shape[0], generator=generator)
         elif name.endswith("lora_A.weight"):
-            drawn[name].uniform_(-bound, bound, generator=generator)
-    return row.shard(drawn.__getitem__, arch, mesh.tp_rank, mesh.tp)
+            full[name].uniform_(-bound, bound, generator=generator)
+    return row.shard(full.__getitem__, arch, mesh.tp_rank, mesh.tp)

@@ -40,7 +40,7 @@ CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of i
 
 
 def is_peft_folder(folder: Path) -> bool:
-    """Whether a folder has adapters, and not the whole model."""
+    """Returns whether a folder has adapters, and not the full model."""
     return (folder / ADAPTER_CONFIG).exists() and (
         (folder / ADAPTER_WEIGHTS).exists() or not (folder / "config.json").exists()
     )
@@ -97,12 +97,12 @@ class PeftFolder:
 
         `lora` None: any. Reads the whole file.
         """
-        own = self.lora
-        if lora is not None and (lora.rank, lora.scale) != (own.rank, own.scale):
-            changes = [n for n in ("rank", "alpha", "use_rslora") if getattr(lora, n) != getattr(own, n)]
-            wanted = ", ".join(f"{name}={getattr(own, name)}" for name in changes)
-            raise WeightsError(f"it has adapters of rank {own.rank} and scale {own.scale:g}; set {wanted}")
-        shapes = factor_shapes(arch, lora or own)
+        stored = self.lora
+        if lora is not None and (lora.rank, lora.scale) != (stored.rank, stored.scale):
+            changes = [n for n in ("rank", "alpha", "use_rslora") if getattr(lora, n) != getattr(stored, n)]
+            wanted = ", ".join(f"{name}={getattr(stored, name)}" for name in changes)
+            raise WeightsError(f"it has adapters of rank {stored.rank} and scale {stored.scale:g}; set {wanted}")
+        shapes = factor_shapes(arch, lora or stored)
         self.files.check(shapes, set())
         for name in shapes:
             tensor = self.files.read(name)
@@ -115,7 +115,7 @@ class PeftFolder:
 
 
 def factor_shapes(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """PEFT's name of every factor -> its shape."""
+    """Returns PEFT's name of every factor -> its shape."""
     rows = lora_rows(arch, lora).values()
     return {name: shape for row in rows for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True)}
 
@@ -166,7 +166,7 @@ def _module_name(name: str, arch: Architecture) -> str:
 
 
 def save_peft(policy: Policy, base: Path, tokenizer_source: Path, target: Path, serving: Serving) -> None:
-    """Collective: rank 0 writes the policy's adapters as a PEFT folder, with the tokenizer. Raises RankError."""
+    """Writes the policy's adapters as a PEFT folder, with the tokenizer, on rank 0. Collective. Raises RankError."""
     assert policy.lora is not None
     with policy.readable_weights():
         tensors = _gathered(policy.ddp, policy.lora, policy.arch, policy.mesh)
@@ -181,14 +181,16 @@ def save_peft(policy: Policy, base: Path, tokenizer_source: Path, target: Path, 
 
 
 def _gathered(model: torch.nn.Module, lora: Lora, arch: Architecture, mesh: Mesh) -> dict[str, Tensor]:
-    """Collective: every factor, whole and by PEFT's name, in the memory of rank 0; empty on the others."""
-    own: dict[str, Tensor] = {}
+    """Gathers every full factor by PEFT's name on rank 0; empty on the others. Collective."""
+    local: dict[str, Tensor] = {}
     if (mesh.dp_rank, mesh.cp_rank) == (0, 0):  # the first of the ranks with the same parameters
         parameters = global_parameters(model)
-        held = (name for name, row in lora.rows.items() if row.split_dim is not None or mesh.tp_rank == 0)
-        own = {name: parameters[name].detach().cpu() for name in held}
-    parts, out = mesh.gather(own), dict[str, Tensor]()
-    for name, row in lora_rows(arch, lora.config).items() if parts else ():
-        shards = [of_rank[name] for of_rank in parts if name in of_rank]  # in the order of their tensor-parallel ranks
+        names = (name for name, row in lora.rows.items() if row.split_dim is not None or mesh.tp_rank == 0)
+        local = {name: parameters[name].detach().cpu() for name in names}
+    gathered, out = mesh.gather(local), dict[str, Tensor]()
+    for name, row in lora_rows(arch, lora.config).items() if gathered else ():
+        shards = [
+            factors[name] for factors in gathered if name in factors
+        ]  # in the order of their tensor-parallel ranks
         out.update(zip(row.hf, row.merge(shards, arch), strict=True))
     return out

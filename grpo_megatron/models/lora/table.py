@@ -1,17 +1,9 @@
-"""Which weights have adapters, and the two factors of each as rows of a weight table.
+"""The adapted weights, and the two factors of each as rows of a weight table. The factors are canonical, as PEFT has them.
 
-The factors are canonical, as PEFT has them: q, k, v, gate and up have an A and a B of their own, although Megatron has them
-in two weights. A weight W0 [m, n] that tensor parallelism cuts along m has A [r, n] whole on every rank and B [m, r] cut as
-W0 is; one that is cut along n has A cut and B whole.
-
-    weight of this rank    lora_a of this rank                      lora_b of this rank
-    linear_qkv             [A of q; A of k; A of v]  [3 r, n]       row i belongs to row i of the weight  [m / tp, r]
-    linear_fc1             [A of gate; A of up]      [2 r, n]       the same
-    linear_proj, fc2       A's columns               [r, n / tp]    B  [m, r]
-
-A fused weight may have adapters for some of its parts only. `lora_a` then has no rows for the others, and the others' rows
-of `lora_b` are never read. Experts have no adapters: transformers 5 has the experts of a layer in two tensors, which PEFT
-adapts in a form of its own (one A of rank 2 r for gate and up together) that has no canonical factors.
+weight of this rank    lora_a of this rank                      lora_b of this rank
+linear_qkv             [A of q; A of k; A of v]  [3 r, n]       row i belongs to row i of the weight  [m / tp, r]
+linear_fc1             [A of gate; A of up]      [2 r, n]       the same
+linear_proj, fc2       A's columns               [r, n / tp]    B  [m, r]
 """
 
 from __future__ import annotations
@@ -34,7 +26,11 @@ ROUTER = "gate"
 
 @dataclass(frozen=True)
 class Factor(WeightRow):
-    """A row of factors. `base`: the row of the weight; `targets`: the parts of it that have adapters, as indices in its `hf`."""
+    """A row of factors. `base`: the row of the weight; `targets`: its adapted parts, as indices in its `hf`.
+
+    A fused weight may have adapters for some of its parts only. `lora_a` then has no rows for the others, and the others' rows
+    of `lora_b` are never read.
+    """
 
     base: WeightRow
     targets: tuple[int, ...]
@@ -107,6 +103,7 @@ def lora_rows(arch: Architecture, lora: LoraConfig) -> dict[str, Factor]:
 
 
 def _can_adapt(row: WeightRow) -> bool:
+    """Experts have no adapters: PEFT adapts transformers' fused experts in a form without canonical factors."""
     is_linear = isinstance(row, (QKV, GateUp, InputSplit, OutputSplit, ReplicatedMatrix))
     return is_linear and row.expert is None and row.megatron.endswith(".weight")
 
@@ -120,19 +117,19 @@ def _is_target(name: str, lora: LoraConfig) -> bool:
 
 
 def matches(name: str, wanted: str | Sequence[str]) -> bool:
-    """PEFT's rule: a text is a regular expression for the whole name; a list has names, or the ends of names."""
+    """Applies PEFT's rule: a text is a regular expression for the whole name; a list has names, or the ends of names."""
     if isinstance(wanted, str):
         return re.fullmatch(wanted, name) is not None
     return any(name == one or name.endswith(f".{one}") for one in wanted)
 
 
 def adaptable_layers(arch: Architecture) -> list[str]:
-    """Returns Hugging Face names of the linear layers that may have adapters."""
+    """Returns the Hugging Face names of the linear layers that may have adapters."""
     return [name.removesuffix(".weight") for row in model_rows(arch).values() if _can_adapt(row) for name in row.hf]
 
 
 def target_problem(key: str, arch: Architecture, lora: LoraConfig) -> str | None:
-    """What is wrong with the names in `target_modules` and `exclude_modules`: one that no layer has. `key`: of the section."""
+    """Returns a name in `target_modules` or `exclude_modules` that no layer has, or None. `key`: of the section."""
     linear = adaptable_layers(arch)
     last = sorted({name.rpartition(".")[2] for name in linear})
     for field in ("target_modules", "exclude_modules"):
