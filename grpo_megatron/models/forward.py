@@ -1,7 +1,7 @@
 """Forward and backward passes of one rank's shard of a model: Megatron's pipeline schedule over packs.
 
 `forward_backward` runs the schedule. `LossPass` makes gradients and metric sums of a mini-batch, from the model's numbers.
-`ShardedModel` is what every model has: passes over a batch, and the stream of its weights. `LanguageModel` reads
+`ShardedModel` is the base of every model: passes over a batch, and the stream of its weights. `LanguageModel` reads
 log-probabilities.
 """
 
@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sync.digest import Expected
 from grpo_megatron.types import Batch, WeightBucket
 
-# -- Packs: micro-batches of whole sequences as Megatron-Core computes them, with the targets to read ------------------
+# -- packs: micro-batches as Megatron-Core computes them ---------------------------------------------------------------
 #
 #     plain   p p p a a | p p p b b b | p p p c          tree   p p p a a | b b b | c
 #
@@ -48,20 +48,17 @@ from grpo_megatron.types import Batch, WeightBucket
 #
 # Tree (`Batch.shares_prompts`): consecutive rows with equal prompts share one copy of it. The first response continues the
 # prompt. Every other one is a branch: its positions start after the prompt, and its tokens attend to the prompt's keys and to
-# their own. A hidden state depends on the tokens before it alone, so log-probabilities and gradients are those of the plain
+# their own. A hidden state depends only on the tokens before it, so log-probabilities and gradients are those of the plain
 # pack, up to the order of sums. The prompt's last hidden state predicts the first token of every response, so its gradient is a
 # sum over them. Tokens: P + sum(R) instead of sum(P + R).
 
 
 @dataclass(frozen=True)
 class TargetShare:
-    """The n of a pack's N targets that one rank computes.
+    """The n of a pack's N targets that one rank computes."""
 
-    `target_indices` [n]: which of the N. `state_indices` [n]: which of the rank's own T / cp hidden states predict them.
-    """
-
-    target_indices: Tensor
-    state_indices: Tensor
+    target_indices: Tensor  # [n], among the N
+    state_indices: Tensor  # [n], among the rank's T / cp hidden states: those that predict the targets
     num_targets: int  # N
 
 
@@ -78,25 +75,38 @@ class Pack:
     share: TargetShare | None = None  # context parallelism: the part of the targets that this rank computes
 
 
+class _Sequence(NamedTuple):
+    """The tokens that one row adds to a pack: a full sequence, or a response that follows a shared prompt."""
+
+    branch: Branch
+    tokens: Tensor  # [t]
+    position_ids: Tensor  # [t]
+    angles: Tensor  # [3, t]: the positions of a model that reads images
+    states: Tensor  # [R]: the tokens of the pack whose hidden states predict the targets
+    targets: Tensor  # [R]
+    routes: Tensor | None
+    images: PLACED
+
+
 def trees_of(batch: Batch, rows: list[int]) -> list[list[int]]:
-    """`rows` cut into runs of rows that share their prompt; without `shares_prompts` each row is one."""
+    """Cuts `rows` into runs of rows that share their prompt; without `shares_prompts` each row is one."""
     trees: list[list[int]] = []
     for row in rows:
-        if batch.shares_prompts and trees and _has_prompt_of(batch, trees[-1][0], row):
+        if batch.shares_prompts and trees and _have_same_prompt(batch, trees[-1][0], row):
             trees[-1].append(row)
         else:
             trees.append([row])
     return trees
 
 
-def _has_prompt_of(batch: Batch, row: int, other: int) -> bool:
-    """Whether two rows have one prompt: the same tokens, and the same images in the same places."""
+def _have_same_prompt(batch: Batch, row: int, other: int) -> bool:
+    """Compares the prompts of two rows: their tokens, and the images in their places."""
     first, second = (batch.tokens[r][: batch.prompt_lengths[r]] for r in (row, other))
     return torch.equal(first, second) and (not batch.images or batch.images[row] == batch.images[other])
 
 
 def packed_lengths(batch: Batch, rows: list[int]) -> list[int]:
-    """Returns the tokens that each of `rows` has in their pack."""
+    """Returns the number of tokens that each of `rows` has in their pack."""
     starts = {tree[0] for tree in trees_of(batch, rows)}
     return [len(batch.tokens[row]) - (0 if row in starts else batch.prompt_lengths[row]) for row in rows]
 
@@ -115,59 +125,37 @@ def pack(
 ) -> Pack:
     """Put sequences `rows` of `batch` end to end and take rank `cp_rank`'s part. No rows: padding without targets.
 
-    `has_images`: of a model that reads images. Every token then has three positions, in rows without images equal ones.
-
     `multiple` is `precision.token_multiple`, a multiple of 2 cp if cp > 1. A pack of trees is not cut: cp is 1.
+    `has_images`: the model reads images. Every token then has three positions, equal ones in rows without images.
     """
-    is_tree, size, to = batch.shares_prompts and bool(rows), 0, device.torch_device
-    tokens, positions, states, targets = [], [], [torch.empty(0, dtype=torch.int64)], []
-    branches: list[Branch] = []
-    routes: list[Tensor] = []
-    angles: list[Tensor] = []  # three rows of positions
-    placed: PLACED = []
-    for tree in trees_of(batch, rows):
-        prompt, prefix = batch.prompt_lengths[tree[0]], size
-        for i, row in enumerate(tree):
-            shared = prompt if i else 0  # tokens of the prompt that the tree has already
-            part, end = batch.tokens[row][shared:], size + len(batch.tokens[row]) - shared
-            # The prompt's last token predicts the first token of the response, and each token the next one.
-            if shared:
-                states.append(torch.tensor([prefix + prompt - 1]))
-            states.append(torch.arange(size + prompt - shared - (not shared), end - 1))
-            targets.append(batch.tokens[row][prompt:])
-            if cp > 1:
-                part = torch.nn.functional.pad(part, (0, -len(part) % (2 * cp)))
-            if batch.routes:
-                routes.append(_with_unknown(batch.routes[row][shared:], len(part)))
-            tokens.append(part)
-            positions.append(torch.arange(len(part)) + shared)
-            if has_images:
-                images = batch.images[row] if batch.images else ()
-                angles.append(torch.from_numpy(rope_positions(len(batch.tokens[row]), images))[:, shared:])
-                placed += [(size + image.first, image) for image in images if not shared]
-            branches.append(Branch(size, size + len(part), prefix, prefix + shared))
-            size += len(part)
+    is_tree, to = batch.shares_prompts and bool(rows), device.torch_device
+    sequences = list(_sequences(batch, rows, cp, has_images))
+    size = sum(len(sequence.tokens) for sequence in sequences)
     padding = -size % multiple if rows else multiple
+    none = torch.empty(0, dtype=torch.int64)
     if padding:
-        tokens.append(torch.zeros(padding, dtype=torch.int64))
         # The padding is a branch of its own, or the end of the last sequence: kernels are fastest without gaps; some allow none.
-        first = len(positions[-1]) if positions and not is_tree else 0
-        positions.append(torch.arange(first, first + padding))
-        angles.append(positions[-1].expand(3, -1))
-        branches.append(Branch(size, size + padding, size, size))
+        first = len(sequences[-1].tokens) if sequences and not is_tree else 0
+        branch, positions = Branch(size, size + padding, size, size), torch.arange(first, first + padding)
+        zeros, angles = torch.zeros(padding, dtype=torch.int64), positions.expand(3, -1)
+        sequences.append(_Sequence(branch, zeros, positions, angles, none, none, None, []))
+    branches = [sequence.branch for sequence in sequences]
     starts = [0] if is_tree else [branch.start for branch in branches[: len(rows) or 1]]
     cuts = torch.tensor([*starts, size + padding], dtype=torch.int32)
-    whole, position_ids, state_indices = torch.cat(tokens), torch.cat(positions), torch.cat(states)
-    whole_routes = _with_unknown(torch.cat(routes), len(whole)) if routes else None
-    target_tokens = torch.cat([torch.empty(0, dtype=torch.int64), *targets])
+    tokens, position_ids, state_indices, targets = (
+        torch.cat([none, *(getattr(sequence, name) for sequence in sequences)])
+        for name in ("tokens", "position_ids", "states", "targets")
+    )
+    routes = [sequence.routes for sequence in sequences if sequence.routes is not None]
+    all_routes = _with_unknown(torch.cat(routes), len(tokens)) if routes else None
     longest, share = int(position_ids.max()) + 1, None
     if cp > 1:
         assert not is_tree, "checks refuse it"
         local = local_tokens(cuts.diff().tolist(), cp, cp_rank)
         share = target_share(state_indices, local)
-        whole, position_ids = whole[local], position_ids[local]
-        whole_routes = None if whole_routes is None else whole_routes[local]
-        target_tokens, state_indices = target_tokens[share.target_indices], share.state_indices
+        tokens, position_ids = tokens[local], position_ids[local]
+        all_routes = None if all_routes is None else all_routes[local]
+        targets, state_indices = targets[share.target_indices], share.state_indices
         share = replace(share, target_indices=share.target_indices.to(to))
     cuts = cuts.to(to)
     fields: dict[str, Any] = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
@@ -175,38 +163,73 @@ def pack(
     if cp > 1:  # the padding of a sequence counts as part of it
         fields |= {"cu_seqlens_q_padded": cuts, "cu_seqlens_kv_padded": cuts}
     packed = TreeParams(**fields, branches=branches) if is_tree else PackedSeqParams(**fields)
-    packed.routes, packed.images = whole_routes, placed  # type: ignore[union-attr]
-    position_ids = torch.cat(angles, dim=1) if has_images else position_ids
+    packed.routes = all_routes  # type: ignore[union-attr]
+    packed.images = [placed for sequence in sequences for placed in sequence.images]  # type: ignore[union-attr]
+    if has_images:
+        position_ids = torch.cat([sequence.angles for sequence in sequences], dim=1)
     return Pack(
         rows=rows,
         lengths=[len(batch.tokens[row]) - batch.prompt_lengths[row] for row in rows],
-        tokens=whole.unsqueeze(0).to(to),
+        tokens=tokens.unsqueeze(0).to(to),
         position_ids=position_ids.unsqueeze(-2).to(to),
         packed=packed,
-        targets=Targets(state_indices.to(to), target_tokens.to(to), temperature, chunk),
+        targets=Targets(state_indices.to(to), targets.to(to), temperature, chunk),
         share=share,
     )
 
 
+def _sequences(batch: Batch, rows: list[int], cp: int, has_images: bool) -> Iterator[_Sequence]:
+    """Yields the sequences of a pack in their order. Under context parallelism each is rounded up to 2 cp tokens."""
+    size = 0
+    for tree in trees_of(batch, rows):
+        prompt, prefix = batch.prompt_lengths[tree[0]], size
+        for i, row in enumerate(tree):
+            shared = prompt if i else 0  # tokens of the prompt that are in the pack already
+            tokens = batch.tokens[row][shared:]
+            # The prompt's last token predicts the first token of the response, and each token the next one.
+            states = torch.arange(size + prompt - shared - 1, size + len(tokens) - 1)
+            states[0] = prefix + prompt - 1
+            if cp > 1:
+                tokens = torch.nn.functional.pad(tokens, (0, -len(tokens) % (2 * cp)))
+            images, positions = (
+                batch.images[row] if has_images and batch.images else (),
+                torch.arange(len(tokens)) + shared,
+            )
+            angles = positions.expand(3, -1)
+            if has_images:
+                angles = torch.from_numpy(rope_positions(len(batch.tokens[row]), images))[:, shared:]
+            yield _Sequence(
+                branch=Branch(size, size + len(tokens), prefix, prefix + shared),
+                tokens=tokens,
+                position_ids=positions,
+                angles=angles,
+                states=states,
+                targets=batch.tokens[row][prompt:],
+                routes=_with_unknown(batch.routes[row][shared:], len(tokens)) if batch.routes else None,
+                images=[(size + image.first, image) for image in images if not shared],
+            )
+            size += len(tokens)
+
+
 def _with_unknown(routes: Tensor, size: int) -> Tensor:
-    """[T, layers x k] -> [size, layers x k]: the routes of padding are unknown."""
+    """Pads routes [T, layers x k] to [size, layers x k]. Those of padding are unknown."""
     return torch.nn.functional.pad(routes, (0, 0, 0, size - len(routes)), value=-1)
 
 
 def unpack(flat: Tensor, lengths: list[int], width: int) -> Tensor:
-    """[N] in pack order -> [len(lengths), width], zeros after each row's end. Differentiable."""
+    """Maps [N] in pack order to [len(lengths), width], zeros after each row's end. Differentiable."""
     columns = torch.arange(width, device=flat.device)
     mask = columns < torch.tensor(lengths, device=flat.device).unsqueeze(1)
     return flat.new_zeros(len(lengths), width).masked_scatter(mask, flat)
 
 
 def num_padding_tokens(lengths: list[int], multiple: int, cp: int = 1) -> int:
-    """Returns the number of tokens that `pack` adds to sequences of these lengths. Without sequences it is a whole pack."""
+    """Returns the number of tokens that `pack` adds to sequences of these lengths. Without sequences it is a full pack."""
     aligned = sum(n + (-n % (2 * cp) if cp > 1 else 0) for n in lengths)
     return max(aligned + (-aligned % multiple), multiple) - sum(lengths)
 
 
-# -- context parallelism: which tokens of a pack each of the cp ranks computes -------------------------------------------
+# -- context parallelism -----------------------------------------------------------------------------------------------
 #
 # A causal token attends to all tokens before it, so the end of a sequence costs more than its beginning. Each sequence is
 # therefore rounded up to a multiple of 2 cp and cut into 2 cp chunks, and rank r takes chunk r from the front and chunk r
@@ -219,7 +242,7 @@ def num_padding_tokens(lengths: list[int], multiple: int, cp: int = 1) -> int:
 
 
 def local_tokens(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
-    """Indices into the whole pack, int64 [T / cp]: the tokens of rank `cp_rank`, in the order in which it computes them.
+    """Returns the indices of rank `cp_rank`'s tokens in the pack, int64 [T / cp], in the order in which it computes them.
 
     The pack is sequences of `lengths`, end to end. Each length is a multiple of 2 cp.
     """
@@ -234,7 +257,7 @@ def local_tokens(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
 
 
 def target_share(state_indices: Tensor, tokens: Tensor) -> TargetShare:
-    """Returns the targets whose hidden states, `state_indices` [N] in the whole pack, are among a rank's `tokens` [T / cp]."""
+    """Returns the targets whose hidden states, `state_indices` [N] in the pack, are among a rank's `tokens` [T / cp]."""
     sizes = [int(indices.max()) + 1 for indices in (state_indices, tokens) if len(indices)]
     local_index = torch.full((max(sizes, default=0),), -1, dtype=torch.int64)  # index in the pack -> among `tokens`
     local_index[tokens] = torch.arange(len(tokens))
@@ -252,10 +275,10 @@ class _GatherTargets(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, target_indices: Tensor, num_targets: int, group: Any) -> Tensor:
         ctx.save_for_backward(target_indices)
-        whole = values.new_zeros(num_targets)
-        whole[target_indices] = values
-        dist.all_reduce(whole, group=group)  # one rank's value plus zeros: the same bits on every rank
-        return whole
+        gathered = values.new_zeros(num_targets)
+        gathered[target_indices] = values
+        dist.all_reduce(gathered, group=group)  # one rank's value plus zeros: the same bits on every rank
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -264,7 +287,7 @@ class _GatherTargets(torch.autograd.Function):
 
 
 def gather_targets(values: Tensor, share: TargetShare, group: Any) -> Tensor:
-    """Returns this rank's values [n] -> all ranks' [N], the same on each. Collective over the context-parallel `group`."""
+    """Gathers all ranks' values [N] from each rank's [n]. Collective over the context-parallel `group`."""
     return _GatherTargets.apply(values, share.target_indices, share.num_targets, group)  # type: ignore[no-any-return]
 
 
@@ -276,11 +299,11 @@ def forward_backward(
     device: Device,
     forward_only: bool,
 ) -> list[Any]:
-    """Megatron's pipeline schedule over `packs`. The last stage calls `consume(pack, values [N], entropy [N])` for each.
+    """Run Megatron's pipeline schedule over `packs`. The last stage calls `consume(pack, values [N], entropy [N])` for each.
 
     `values` are log-probabilities, or the scores of a reward model (see `build.HeadOutput`).
     forward_only: `consume` returns anything. The results are returned in order; other stages return an empty list.
-    Training: `consume` returns (loss to be summed, result). Gradients are left in the model's buffers. They are summed over
+    Training: `consume` returns (loss to be summed, result). Gradients go to the model's buffers. They are summed over
     micro-batches, data-parallel and context-parallel ranks, and divided by nothing.
     """
 
@@ -323,8 +346,10 @@ def forward_backward(
 
 
 def _free_fp8_copies(model: torch.nn.Module) -> None:
-    """Transformer Engine keeps the FP8 copies of its weights until the next pass, which makes them anew. The engine, and the
-    other models, need their memory: a byte for each weight of a linear layer, or two after a backward pass."""
+    """Free the FP8 copies of Transformer Engine's weights, which the next pass makes anew. The engine needs their memory.
+
+    They are a byte for each weight of a linear layer, or two after a backward pass.
+    """
     for module in model.modules():
         copies = getattr(module, "_fp8_workspaces", None)
         if copies:
@@ -332,13 +357,13 @@ def _free_fp8_copies(model: torch.nn.Module) -> None:
 
 
 MetricSums = dict[str, MetricSum]
-LossFunction = Callable[[Any], tuple[Tensor, MetricSums]]  # of what `Policy.loss_inputs` returns
+LossFunction = Callable[[Any], tuple[Tensor, MetricSums]]  # its argument: the result of `Policy.loss_inputs`
 
 
 class LossPass:
-    """Forward and backward of one mini-batch. Gradients go to the model's buffers, the rest is here.
+    """Forward and backward of one mini-batch. Gradients go to the model's buffers.
 
-    `inputs` makes of a pack's rows, log-probabilities and entropies what `loss` reads.
+    `inputs` makes the argument of `loss` from a pack's rows, log-probabilities and entropies.
     `sums`: the metric sums of this rank. `logprobs`: for each pack, its rows and their log-probabilities [rows, R of the
     pack], on the device. Both are empty on other pipeline stages than the last.
     """
@@ -361,7 +386,7 @@ class LossPass:
         forward_backward(model, packs[:cut], self._consume, device=device, forward_only=False)
 
     def host_logprobs(self) -> Tensor:
-        """Returns log-probability of every response token [B, R], float32 on the host; 0 in rows that were not in a pack."""
+        """Returns the log-probability of every response token [B, R], float32 on the host; 0 in rows without a pack."""
         out = torch.zeros(self.batch.response_mask.shape)
         for rows, part in self.logprobs:
             out[rows, : part.shape[1]] = part.float().cpu()
@@ -380,26 +405,26 @@ class LossPass:
 
 
 def loss_inputs(batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor) -> LossInputs:
-    """Returns what a loss reads of `rows`. `logprobs` and `entropy` [len(rows), R] are the model's.
+    """Returns the inputs of a loss on `rows`. `logprobs` and `entropy` [len(rows), R] are the model's.
 
     Where the batch has no old log-probabilities, they are the model's own.
     """
-    of_rows = functools.partial(like_rows, rows, logprobs)
+    select = functools.partial(like_rows, rows, logprobs)
     return LossInputs(
         logprobs=logprobs,
         entropy=entropy,
-        old_logprobs=logprobs.detach() if batch.old_logprobs is None else of_rows(batch.old_logprobs),
-        rollout_logprobs=of_rows(batch.rollout_logprobs),
-        ref_logprobs=None if batch.ref_logprobs is None else of_rows(batch.ref_logprobs),
-        advantages=of_rows(batch.advantages),
-        mask=of_rows(batch.loss_mask),
-        token_weights=of_rows(batch.token_weights),
-        correction=None if batch.correction is None else of_rows(batch.correction),
+        old_logprobs=logprobs.detach() if batch.old_logprobs is None else select(batch.old_logprobs),
+        rollout_logprobs=select(batch.rollout_logprobs),
+        ref_logprobs=None if batch.ref_logprobs is None else select(batch.ref_logprobs),
+        advantages=select(batch.advantages),
+        mask=select(batch.loss_mask),
+        token_weights=select(batch.token_weights),
+        correction=None if batch.correction is None else select(batch.correction),
     )
 
 
 def like_rows(rows: list[int], like: Tensor, tensor: Tensor) -> Tensor:
-    """`rows` of a batch's `tensor` [B, R], as wide as `like` [len(rows), ...] and on its device."""
+    """Selects `rows` of a batch's `tensor` [B, R], as wide as `like` [len(rows), ...] and on its device."""
     return tensor[rows, : like.shape[1]].to(like.device)
 
 
@@ -418,7 +443,7 @@ class ShardedModel:
         self.model, self.arch, self.actor, self.mesh, self.device = model, arch, actor, mesh, device
         self.temperature, self.chunk = temperature, actor.logprob_chunk_size
         self.is_exact = bool(getattr(unwrapped(model), "is_exact", False))
-        self.routers: list[RouteChoice] = []  # those that replay
+        self.routers: list[RouteChoice] = []  # the routers that replay
         # Packs are padded to a multiple of this many tokens, in all layouts to the same where sums over tokens must be equal.
         self.multiple = rowwise.NUM_BLOCKS if self.is_exact else token_multiple(actor.megatron)
         self.stage_of = stage_owners(model, arch, mesh)
@@ -455,7 +480,7 @@ class ShardedModel:
         return self.from_last_stage(out)
 
     def _packed(self, batch: Batch, rows: list[int]) -> tuple[Batch, list[list[int]]]:
-        """`rows` in full micro-batches, in which they share prompts if the config allows it."""
+        """Puts `rows` in full micro-batches, in which they share prompts if the config allows it."""
         batch = replace(batch, shares_prompts=self.actor.share_prompts)
         lengths, units = [len(tokens) for tokens in batch.tokens], []
         for tree in trees_of(batch, rows):
@@ -466,7 +491,7 @@ class ShardedModel:
         return batch, micro_batches
 
     def from_last_stage(self, out: Tensor) -> Tensor:
-        """Returns the host tensor `out` of the last pipeline stage, on the ranks of all stages. Collective over the replica."""
+        """Returns the last pipeline stage's host tensor `out` on the ranks of all stages. Collective over the replica."""
         if self.mesh.pp == 1:
             return out
         shared = out.to(self.device.torch_device)
@@ -474,16 +499,16 @@ class ShardedModel:
         return shared.cpu()
 
     def readable_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the block the model's weights are current and on the device. Collective."""
+        """Makes the model's weights current and puts them on the device, for the block. Collective."""
         return contextlib.nullcontext()
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
-        """Collective stream of every Hugging Face tensor, whole, on every rank (see `weights.hf_weights`)."""
+        """Streams every full Hugging Face tensor to every rank. Collective (see `weights.hf_weights`)."""
         with self.readable_weights():
             yield from hf_weights(self.model, self.arch, self.mesh, bucket_megabytes, self.stage_of)
 
     def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
-        """Collective stream of the weights for an engine: only the parts that it reads (see `Resharding.stream`)."""
+        """Streams an engine's shards of the weights. Collective (see `Resharding.stream`)."""
         with self.readable_weights():
             yield from resharding.stream(self.model, version)
 
@@ -504,7 +529,7 @@ class LanguageModel(ShardedModel):
             self.routers = replay_routes(model, arch.num_dense_layers)
 
     def packs(self, batch: Batch, micro_batches: list[list[int]], temperature: float | None = None) -> list[Pack]:
-        """See ShardedModel. With the routes that the first pass over them has recorded, where that pass decides."""
+        """See ShardedModel. Under `route_replay: old` the packs have the routes that the first pass over them has recorded."""
         packs = super().packs(batch, micro_batches, temperature)
         recorded = batch.recorded_routes
         if self.actor.moe.route_replay == "old" and not self.is_frozen and recorded is not None:
@@ -525,14 +550,14 @@ class LanguageModel(ShardedModel):
         temperature: float = 1.0,
         exact: bool = False,
     ) -> Self:
-        """Returns the model with the weights of a Hugging Face folder. Collective. Raises WeightsError."""
+        """Builds the model with the weights of a Hugging Face folder. Collective. Raises WeightsError."""
         megatron = actor.megatron if cls.is_frozen else actor.layers
         model = build_model(arch, megatron, dtype, device, has_gradients=not cls.is_frozen, is_exact=exact)
         load_hf(model, folder, arch, mesh)
         return cls(model, arch, actor, mesh, device, temperature)
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """Returns log-probability of every response token [B, R], float32 on the host, 0 after the end. Collective."""
+        """Returns the log-probability of every response token [B, R], float32 on the host, 0 after the end. Collective."""
         width = batch.response_mask.shape[1]
 
         def read(current: Pack, values: Tensor) -> Tensor:
