@@ -1,6 +1,6 @@
-"""Policy: the model that is trained. Log-probabilities, updates, and its stream of weights.
+"""Policy: the trained model, with its updates. The references and other frozen models of its layout.
 
-It knows layouts and optimizers, not algorithms: the loss is a function that the caller passes to `update`.
+Algorithms are elsewhere: the loss is a function that the caller passes to `update` or `forward_backward`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Guard(Protocol):
 
 
 class Policy(LanguageModel):
-    """Built on every rank at the same point, with its weights (`load`). Call `set_optimizer` before `update`."""
+    """The trained model. `load` builds it on every rank at the same point. Call `set_optimizer` before `update`."""
 
     section = "actor"  # of the metrics' names
 
@@ -93,7 +93,7 @@ class Policy(LanguageModel):
     # -- optimizer -----------------------------------------------------------------------------------------------------
 
     def set_optimizer(self, optim: OptimConfig, total_steps: int, *, period: int = 1) -> None:
-        """A new optimizer and learning-rate schedule over the current weights. Replaces any earlier one. Collective.
+        """Build a new optimizer and learning-rate schedule over the current weights. Replaces any earlier one. Collective.
 
         `period`: updates per training step, or per outer iteration. `load_state` needs it if the config has changed.
         """
@@ -125,20 +125,20 @@ class Policy(LanguageModel):
         """Move the optimizer states to the host and free the gradient buffers: only an update needs them."""
         if not self.actor.megatron.offload_optimizer or self._offloaded.is_offloaded:
             return
-        with self._buffers():
+        with self._moving_gradients():
             self.ddp.offload_grad_buffers(empty_cache=False)
         self._offloaded.offload([] if self._optimizer is None else state_tensors(self._optimizer))
 
     def onload(self) -> None:
-        """The inverse of `offload`. Does nothing if nothing is offloaded."""
+        """Undo `offload`. Does nothing if nothing is offloaded."""
         if self._offloaded.is_offloaded:
             self._offloaded.onload()
-            with self._buffers():
+            with self._moving_gradients():
                 self.ddp.restore_grad_buffers()
 
     @contextlib.contextmanager
-    def _buffers(self) -> Iterator[None]:
-        """Around Megatron's own offloading of gradient buffers, which uses a deprecated class of torch."""
+    def _moving_gradients(self) -> Iterator[None]:
+        """Allows Megatron's own offloading of gradient buffers, which uses a deprecated class of torch."""
         with self.device.megatron(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
             yield
@@ -147,7 +147,7 @@ class Policy(LanguageModel):
 
     @contextlib.contextmanager
     def readable_weights(self) -> Iterator[None]:
-        """With `overlap_param_gather`, the next forward pass would gather what the last update has changed."""
+        """Gathers updated weights, which `overlap_param_gather` would do in the next forward pass."""
         if self.actor.megatron.overlap_param_gather:
             with self.device.megatron():
                 self.ddp.start_param_sync(force_sync=True)
@@ -208,7 +208,7 @@ class Policy(LanguageModel):
         return loss_pass
 
     def loss_inputs(self, batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor) -> Any:
-        """Returns what the loss reads of `rows`, from the model's `logprobs` and `entropy` [len(rows), R]."""
+        """Returns the inputs of the loss on `rows`, from the model's `logprobs` and `entropy` [len(rows), R]."""
         return loss_inputs(batch, rows, logprobs, entropy)
 
     @torch.no_grad()
@@ -240,15 +240,15 @@ class Policy(LanguageModel):
         return bool(torch.stack([torch.isfinite(parameter).all() for parameter in self.ddp.parameters()]).all())
 
     def state(self) -> dict[str, Any]:
-        """The plain values that a checkpoint needs besides the sharded tensors."""
+        """Returns the plain values of a checkpoint, besides the sharded tensors."""
         schedule = {"num_steps": self.lr_scheduler.num_steps, "period": self._period}
         return {"schedule": schedule, "num_skipped_in_a_row": self.num_skipped_in_a_row}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue in the schedule of the current config. With another `period`, at the same number of training steps."""
         schedule = state["schedule"]
-        done = schedule["num_steps"] * self._period / schedule.get("period", self._period)
-        self.lr_scheduler.num_steps = round(done)
+        steps = schedule["num_steps"] * self._period / schedule.get("period", self._period)
+        self.lr_scheduler.num_steps = round(steps)
         self.lr_scheduler.step(0)  # sets the learning rates
         self.num_skipped_in_a_row = state["num_skipped_in_a_row"]
 
@@ -258,7 +258,7 @@ class Policy(LanguageModel):
         return int(self.lr_scheduler.num_steps)
 
 
-# -- Frozen models in the policy's layout: the reference of the KL term, and the base of frozen reward models ----------
+# -- frozen models in the policy's layout ------------------------------------------------------------------------------
 
 
 class FrozenModel(ShardedModel):
@@ -307,7 +307,7 @@ class Reference(FrozenModel, LanguageModel):
 
     @torch.no_grad()
     def copy_from(self, policy: Policy) -> None:
-        """The layouts are the same, so every rank copies its own shard. No communication."""
+        """Copy the policy's weights, shard by shard. No communication: the layouts are the same."""
         source = dict(unwrapped(policy.ddp).named_parameters())
         with self.readable_weights(unchanged=False):
             for name, parameter in unwrapped(self.model).named_parameters():
@@ -315,9 +315,9 @@ class Reference(FrozenModel, LanguageModel):
 
 
 class AdapterReference:
-    """The reference of a policy with LoRA: the policy's own model with the adapters of an earlier time.
+    """The reference of a policy with LoRA: the policy's own model with earlier adapters. It costs a copy of the factors.
 
-    Those of the `start` may be none: the base. It costs a copy of the factors, and has a Reference's methods.
+    `start`: its first adapters; empty: the base. It has a Reference's methods.
     """
 
     def __init__(self, policy: Policy, start: Factors) -> None:
@@ -325,7 +325,7 @@ class AdapterReference:
         self.policy, self._factors = policy, start
 
     def copy_from(self, policy: Policy) -> None:
-        """Take the adapters of now. `policy` is the policy of which this is the reference."""
+        """Take the current adapters of `policy`, whose reference this is."""
         assert policy is self.policy and policy.lora is not None
         self._factors = policy.lora.copies()
 
@@ -336,7 +336,7 @@ class AdapterReference:
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
         """See LanguageModel."""
         with self._reading():
-            return self.policy.logprobs(replace(batch, recorded_routes=None), temperature)  # it decides itself
+            return self.policy.logprobs(replace(batch, recorded_routes=None), temperature)  # its routers decide
 
     def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
         """See ShardedModel."""

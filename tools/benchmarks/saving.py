@@ -5,7 +5,7 @@ updates. The ways take turns: no save, a save that is awaited, and one that a th
 update is done and the checkpoint is complete.
 
 With `--ranks 1,2,4`: what each of so many data-parallel ranks needs on its host besides the model and its optimizer, in a save
-and in a load, and what it writes. Beside our pieces (models/weights/pieces.py) stands the same checkpoint as Megatron gathers it.
+and in a load, and what it writes. Beside our shards (models/weights/local_shards.py) stands the same checkpoint as Megatron gathers it.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def one_rank(rank: int, count: int, port: int, folder: str, repeats: int) -> dic
     policy = Policy.load(root, "float32", read_architecture(root), actor, mesh, Device("cpu"))
     policy.set_optimizer(actor.optim, 1)
     config = Config.model_validate({"model": {"path": root}, "data": {"train_files": ["train.jsonl"]}})
-    whole = {"optimizer_in_pieces": contextlib.nullcontext, "divide_writing": lambda model, mesh: model}
+    whole = {"optimizer_as_local_shards": contextlib.nullcontext, "divide_among_replicas": lambda model, mesh: model}
     found = {}
     for way in (PIECES, GATHERED):
         with mock.patch.multiple(sharded_state, **whole) if way == GATHERED else contextlib.nullcontext():

@@ -77,7 +77,7 @@ class SafetensorsFolder:
         self._handles: dict[Path, Any] = {}
 
     def _header(self, file: Path) -> dict[str, StoredTensor] | str:
-        """Returns every tensor of a file, by its name there; or what is wrong with the file."""
+        """Returns every tensor of a file, by its name there; or an error message."""
         try:
             with safe_open(file, framework="pt") as handle:  # checks that the header describes the whole file
                 self.metadata.update(handle.metadata() or {})
@@ -205,9 +205,7 @@ def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh
             set_parameter(parameter, rows[name].shard(files.slice, arch, mesh.tp_rank, mesh.tp))
 
 
-# -- The policy as a Hugging Face folder that transformers and vLLM load: shards, config.json, tokenizer ---------------
-# A server of the folder ends answers as training did, and renders the same chats: generation_config.json has every end token,
-# and chat_template.jinja the template of the run.
+# -- writing a folder that transformers and vLLM load ------------------------------------------------------------------
 
 GENERATION_CONFIG, END_KEY = "generation_config.json", "eos_token_id"
 MODEL_COMPANIONS = (GENERATION_CONFIG, *PROCESSOR_FILES, "video_preprocessor_config.json")
@@ -227,7 +225,7 @@ COMPANIONS = (  # files that are copied with the weights, where the source folde
 
 @dataclass(frozen=True)
 class Serving:
-    """The settings that a server needs besides weights. Empty: the files of the source folders are copied as they are.
+    """The settings with which a server ends answers and renders chats as training did. Empty: the source's files are copied.
 
     `chat_template`: `data.chat_template`, instead of the tokenizer's own. `end_token_ids`: every token that ends an answer.
     `image_pixels`: the fewest and the most of an image, of a model that reads images.
@@ -264,7 +262,7 @@ def save_hf(
     shard_bytes: int = 4 << 30,
     serving: Serving = Serving(),
 ) -> None:
-    """Collective: every rank reads `stream` to its end, rank 0 writes `target`. The folder is complete or absent.
+    """Read `stream` to its end on every rank, and write `target` on rank 0. Collective. The folder is complete or absent.
 
     config.json is that of `source`, with the dtype of the tensors. `serving` completes the other files. An existing `target`
     is replaced. Raises RankError on every rank when rank 0 cannot write.
@@ -302,7 +300,7 @@ class _ShardWriter:
             self._write_shard()
 
     def _write_shard(self) -> None:
-        """Under a numbered name: the final name contains the number of shards, which is not known yet."""
+        """Write a shard under a numbered name. The final name contains the number of shards, which is still unknown."""
         path = self.folder / f"{len(self.shards)}.safetensors"
         try:
             save_file(self.waiting, path, metadata={"format": "pt"})
@@ -313,7 +311,7 @@ class _ShardWriter:
         self.waiting = {}
 
     def finish(self, source: Path, tokenizer_source: Path, serving: Serving) -> None:
-        """The last shard, then the final names, the index, config.json and the companions."""
+        """Write the last shard, then the final names, the index, config.json and the companions."""
         if self.waiting:
             self._write_shard()
         count = len(self.shards)

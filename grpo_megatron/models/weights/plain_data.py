@@ -1,12 +1,9 @@
-"""Reads the pickles of a distributed checkpoint without running code from them.
+"""Reads the pickles of a distributed checkpoint without running code from them: each must be plain data.
 
-A pickle can call any function. A checkpoint has four kinds of them, and each may hold plain data only:
-
-    .metadata           the table of contents: records of torch.distributed.checkpoint
-    common.pt           what all ranks share, a torch archive
-    objects in *.distcp random states and the like, torch archives (tensors are read with weights_only=True by torch)
-    _extra_state        Transformer Engine's FP8 state inside such an object, a pickle that Transformer Engine reads itself
-                        (not run on a GPU yet)
+.metadata             the table of contents: records of torch.distributed.checkpoint
+common.pt             the common state of all ranks, a torch archive
+objects in *.distcp   random states and the like, torch archives (torch reads tensors with weights_only=True)
+_extra_state          Transformer Engine's FP8 state inside such an object, which it reads itself (not run on a GPU yet)
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ _BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
 
 
 class _Placeholder:
-    """Replaces Megatron-Core's own classes, which older files contain and nobody needs."""
+    """Replaces Megatron-Core's own classes in older files. Nothing reads them."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -76,7 +73,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_table(path: Path) -> Any:
-    """torch's Metadata: sizes and dtypes of the tensors, and the file and offset of every chunk. Raises StorageError."""
+    """Reads torch's Metadata: sizes and dtypes of tensors, file and offset of every chunk. Raises StorageError."""
     with _refusing(f"{path}: not a readable table of contents"), path.open("rb") as file:
         return _load_contents(file)
 
@@ -111,7 +108,7 @@ def check_plain(folder: Path, part: int = 0, parts: int = 1) -> None:
 
 @contextlib.contextmanager
 def plain_data_only() -> Iterator[None]:
-    """Makes torch's readers of distributed checkpoints refuse what `check_plain` refuses, inside the block.
+    """Makes torch's readers of distributed checkpoints refuse code inside the block, as `check_plain` does.
 
     So a file that is replaced after the check runs no code either.
     """
@@ -147,7 +144,7 @@ def _load_contents(file: Any) -> Any:
 
 
 def _load_archive(content: bytes) -> Any:
-    """Returns a torch archive, by torch's own unpickler for plain data and the classes that Megatron-Core has declared safe."""
+    """Reads a torch archive by torch's unpickler for plain data and the classes that Megatron-Core has declared safe."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
@@ -167,7 +164,7 @@ def check_object(name: str, archive: bytes) -> None:
 
 
 def _check_state(raw: bytes) -> None:
-    """Transformer Engine pickles its state, or saves it as a torch archive."""
+    """Reads a state of Transformer Engine: a pickle, or a torch archive."""
     if raw[:4] == b"PK\x03\x04":
         _load_archive(raw)
     else:

@@ -2,15 +2,9 @@
 
 A save is three parts (`ShardedWrite`). `Writes` does them at once, or lets them wait:
 
-    construction   collective: Megatron plans who writes what, and the tensors come to the host
+    construction   collective: Megatron plans the files of every rank, and the tensors come to the host
     write          this rank's files, in any thread, without communication
-    finish         collective: rank 0 writes what is in which file
-
-The steps are those of `dist_checkpointing.save`, with two differences. Megatron forks a process per file, which must not be
-done in a process with threads, and which waits for ever when its parent is killed; here it is a thread per file. And
-Megatron's rank 0 writes common.pt, .metadata and metadata.json between collectives: an error there (a full disk) would stop
-rank 0 only, and the other ranks would wait in the next collective until the timeout. Here such an error is kept until the last
-collective is over, then raised on every rank.
+    finish         collective: rank 0 writes the table of contents
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ from grpo_megatron.models.optimizer import (
     steps_of_empty_parts,
 )
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.weights.pieces import divide_writing, optimizer_in_pieces
+from grpo_megatron.models.weights.local_shards import divide_among_replicas, optimizer_as_local_shards
 from grpo_megatron.models.weights.plain_data import check_plain, plain_data_only
 from grpo_megatron.models.weights.stream import unwrapped
 from grpo_megatron.parallel.mesh import Mesh, on_every_rank
@@ -49,10 +43,14 @@ from grpo_megatron.storage.files import describe_space, sha256_of
 
 
 class ShardedWrite:
-    """One sharded state on its way to the disk.
+    """One sharded state on its way to the disk. All ranks must call `write`, then `finish`.
 
-    `keeps_copy`: the files get the state of now, even if the model has changed when they are written.
-    All ranks must call `write`, then `finish`. `finish` raises RankError on every rank when any rank could not write.
+    The steps are those of `dist_checkpointing.save`, with two differences. Megatron forks a process per file, which must not
+    be done in a process with threads, and which waits for ever when its parent is killed; here it is a thread per file. And
+    Megatron's rank 0 writes common.pt, .metadata and metadata.json between collectives. An error there (a full disk) would
+    stop rank 0 only, and the other ranks would wait until the timeout. Here `finish` raises it as RankError on every rank.
+
+    `keeps_copy`: the files get the current state, even if the model changes before they are written.
     """
 
     def __init__(self, state: dict[str, Any], folder: Path, device: Device, mesh: Mesh, *, keeps_copy: bool) -> None:
@@ -90,7 +88,7 @@ class ShardedWrite:
         self._results.put(failed[0] if failed else dict(enumerate(outcomes)))
 
     def finish(self) -> None:
-        """Collective: see the module's header. Raises RankError."""
+        """Write the table of contents. Collective. Raises RankError."""
         with self.device.megatron():
             torch.distributed.barrier()
             for finalize in self._request.finalize_fns if self._request is not None else []:
@@ -106,22 +104,22 @@ class ShardedWrite:
             raise self._strategy.failure
 
     def _on_host(self, keeps_copy: bool) -> list[Any]:
-        """(path, name, (bytes, tensors)) of each file. Megatron copies what is on a device; host tensors are the model's own."""
+        """Returns (path, name, (bytes, tensors)) of each file. Megatron copies only tensors that are on a device."""
         assert self._request is not None
         if self._request.preload_fn is None:  # nothing to write on this rank
             return []
-        own, staged = self._request.async_fn_args[1], self._request.preload_fn()
+        files, staged = self._request.async_fn_args[1], self._request.preload_fn()
         if keeps_copy:
-            for (_, _, (_, before)), (_, _, (_, tensors)) in zip(own, staged, strict=True):
+            for (_, _, (_, before)), (_, _, (_, tensors)) in zip(files, staged, strict=True):
                 for place, ((_, original), (item, tensor)) in enumerate(zip(before, tensors, strict=True)):
                     if original.device.type == "cpu":  # from a device it is a copy already
                         tensors[place] = item, tensor.clone()
         # Megatron's request lives until `finish`: it must not keep this rank's state on the device.
-        own[:] = [(path, name, ([], [])) for path, name, _ in own]
+        files[:] = [(path, name, ([], [])) for path, name, _ in files]
         return list(staged)
 
     def _write_file(self, number: int, bucket: Any) -> Any:
-        """Returns what Megatron's own function for one file puts into a queue: its results, or the exception that ended it."""
+        """Writes one file by Megatron's own function. Returns the results of that, or the exception that ended it."""
         outcomes: queue.Queue[Any] = queue.Queue()
         counts: queue.Queue[int] = queue.Queue()
         counts.put(number)
@@ -143,7 +141,7 @@ class Writes:
         self.states: list[ShardedWrite] = []
 
     def add(self, state: ShardedWrite) -> None:
-        """Collective, unless `in_background`. Raises RankError as `ShardedWrite.finish` does."""
+        """Write the state now, or in the background. Collective. Raises RankError as `ShardedWrite.finish` does."""
         self.states.append(state)
         if not self.in_background:
             state.write()
@@ -155,7 +153,7 @@ class Writes:
             state.write()
 
     def finish(self) -> None:
-        """Collective, after `write`. Raises RankError."""
+        """Finish all states after `write`. Collective. Raises RankError."""
         for state in self.states if self.in_background else []:
             state.finish()
 
@@ -164,7 +162,7 @@ class Writes:
         return "; ".join(text for state in self.states if (text := state.problem()) is not None) or None
 
     def hashes(self, folder: Path) -> dict[str, str]:
-        """Returns sha256 of this rank's files, by their paths in `folder`."""
+        """Returns the sha256 of this rank's files, by their paths in `folder`."""
         return {path.relative_to(folder).as_posix(): sha for state in self.states for path, sha in state.hashes.items()}
 
 
@@ -185,7 +183,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
             self.note(error)
 
     def note(self, error: Exception) -> None:
-        """torch reports a full disk as a RuntimeError with two numbers ("unexpected pos 704 vs 598")."""
+        """Add an error. torch reports a full disk as a RuntimeError with two numbers ("unexpected pos 704 vs 598")."""
         text = str(error)
         if isinstance(error, RuntimeError):
             text = f"{describe_space(self.folder)}; if that is too little, no space was left. torch says: {error}"
@@ -196,7 +194,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
         write(self.transforms, number, bucket, outcomes, counts, use_fsync=True)
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
-        """Megatron's request, in which .metadata (`writer.finish`) cannot raise."""
+        """Returns Megatron's request, in which .metadata (`writer.finish`) cannot raise."""
         self.transforms = [writer.transforms] if hasattr(writer, "transforms") else []
         writer.finish = functools.partial(self.attempt, writer.finish)
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
@@ -211,9 +209,9 @@ def _sharded(policy: Policy, is_loading: bool) -> dict[str, Any]:
     if policy.lora is not None:  # what is trained: the factors, and a scalar head
         model = {name: entry for name, entry in model.items() if name.startswith("score.")}
         model |= sharded_factors(policy.ddp, policy.lora, policy.arch, policy.mesh)
-    with steps_of_empty_parts(policy.optimizer), optimizer_in_pieces():
+    with steps_of_empty_parts(policy.optimizer), optimizer_as_local_shards():
         optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
-    return {"model": model if is_loading else divide_writing(model, policy.mesh), "optimizer": optimizer}
+    return {"model": model if is_loading else divide_among_replicas(model, policy.mesh), "optimizer": optimizer}
 
 
 def _rng(policy: Policy, state: Any) -> ShardedObject:
@@ -222,10 +220,10 @@ def _rng(policy: Policy, state: Any) -> ShardedObject:
 
 
 def save_sharded(policy: Policy, folder: Path, writes: Writes | None = None) -> None:
-    """Collective: write weights, optimizer and every rank's random state into the empty `folder`.
+    """Write weights, optimizer and every rank's random state into the empty `folder`. Collective.
 
-    `writes` None: at once; otherwise when and as it says. Every rank writes its own part of the optimizer's state, and of the
-    weights an equal part of what its data-parallel group has. From a GPU that part is copied to the host.
+    `writes` None: at once; otherwise when and as it says. Every rank writes its own shard of the optimizer's state, and an equal
+    part of its data-parallel group's weights. From a GPU that part is copied to the host.
     Raises RankError on every rank when any rank cannot write.
     """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -242,7 +240,7 @@ def save_sharded(policy: Policy, folder: Path, writes: Writes | None = None) -> 
 
 
 def _without_unknown_extra_state(model: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`model` without the FP8 state that the checkpoint lacks.
+    """Drops the FP8 state that the checkpoint lacks from `model`.
 
     Transformer Engine's norms ask for such a state, which is always empty; a checkpoint of local layers has none of them.
     """
@@ -251,7 +249,7 @@ def _without_unknown_extra_state(model: dict[str, Any], folder: Path) -> dict[st
 
 
 def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
-    """Collective: the inverse of `save_sharded`. With `same_world` (the world size is unchanged) random states are restored.
+    """Read back the state of `save_sharded`. Collective. `same_world`: the world size is unchanged; restore random states.
 
     Raises RankError on every rank when the checkpoint holds anything but plain data.
     """
@@ -272,7 +270,7 @@ def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
         missing = [name for name in missing if policy.lora is None or name in state["model"]]  # else it is the base's
         lost = [name for name in [*missing, *unexpected] if "_extra_state" not in name]
         assert not lost, f"checkpoint and model differ in {lost}"  # dist_checkpointing has compared the tensors already
-        with optimizer_in_pieces():
+        with optimizer_as_local_shards():
             load_optimizer(policy.optimizer, state["optimizer"])
         if same_world:
             policy.device.set_rng_state(state["rng"]["host"])

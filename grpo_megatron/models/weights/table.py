@@ -1,14 +1,9 @@
-"""WeightRow: how one Megatron parameter relates to Hugging Face tensors, whole or cut for tensor parallelism.
+"""WeightRow: how one Megatron parameter, full or cut for tensor parallelism, relates to Hugging Face tensors.
 
-A weight table is a list of rows. A kind of row says two things: the shapes of its Hugging Face tensors, and in which order
-their parts are in Megatron's tensor (`segments`, `pieces`). All else follows from these: `shard` (one rank's part from
-Hugging Face tensors, reading no more than it needs), `merge` (all ranks' parts -> whole Hugging Face tensors), the
-converter, and the plan of the engine sync. So they cannot disagree.
-
-A table has one row per kind of parameter, with the placeholders {layer} and {expert} in its names. In an expanded row the
-placeholders are filled in: it is one parameter of the model.
-
-Megatron stores [gate; up] per tensor-parallel rank (GateUp), and fuses queries, keys and values group by group (QKV).
+A weight table has one row per kind of parameter, with the placeholders {layer} and {expert} in its names. An expanded row is one
+parameter of the model. A kind of row defines the shapes of its Hugging Face tensors, and the order of their parts in Megatron's
+tensor (`segments`, `pieces`). Loading (`shard`), export (`merge`), the converter and the plan of the engine sync follow from
+these, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from torch import Tensor
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.sync.plan import Piece
 
-# Name -> an object that can be sliced like a tensor and knows its shape: a safetensors slice, or a tensor.
+# Name -> an object that can be sliced like a tensor: a safetensors slice, or a tensor.
 Read = Callable[[str], Any]
 
 
@@ -51,7 +46,7 @@ class WeightRow(ABC):
         return self.split_dim or 0
 
     def is_in(self, layer: int, arch: Architecture) -> bool:
-        """Whether a layer has the parameter of this row of a table."""
+        """Returns whether a layer has the parameter of this row of a table."""
         return self.layers == "all" or (self.layers == "dense") == (layer < arch.num_dense_layers)
 
     def dtype(self, of_model: torch.dtype) -> torch.dtype:
@@ -70,18 +65,18 @@ class WeightRow(ABC):
 
     @abstractmethod
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        """Returns shapes of the Hugging Face tensors, in the order of `hf`."""
+        """Returns the shapes of the Hugging Face tensors, in the order of `hf`."""
 
     def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
-        """Returns shape of one tensor-parallel rank's parameter: the Hugging Face tensors on top of each other, cut evenly."""
+        """Returns the shape of one tensor-parallel rank's parameter: the Hugging Face tensors stacked, cut evenly."""
         shapes = self.hf_shapes(arch)
-        whole = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+        sizes = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
         if self.split_dim is not None:
-            whole[self.split_dim] //= tp
-        return tuple(whole)
+            sizes[self.split_dim] //= tp
+        return tuple(sizes)
 
     def segments(self, arch: Architecture) -> Iterator[tuple[int, int]]:
-        """Returns the whole Megatron tensor (tp 1, no padding rows) from top to bottom: (index in `hf`, number of rows)."""
+        """Returns (index in `hf`, number of rows) from top to bottom of the full Megatron tensor (tp 1, no padding rows)."""
         return ((i, shape[0]) for i, shape in enumerate(self.hf_shapes(arch)))
 
     def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
@@ -97,7 +92,7 @@ class WeightRow(ABC):
         return tuple(self.pieces_within(arch, tp_rank * size, (tp_rank + 1) * size))
 
     def pieces_within(self, arch: Architecture, first: int, last: int) -> Iterator[Piece]:
-        """Yields the pieces in rows [first, last) of the whole Megatron tensor, which `segments` describes."""
+        """Yields the pieces in rows [first, last) of the full Megatron tensor, which `segments` describes."""
         row, done = 0, [0] * len(self.hf)  # rows passed: of the Megatron tensor, of each Hugging Face tensor
         for tensor, length in self.segments(arch):
             low, high = max(first, row), min(last, row + length)
@@ -107,7 +102,7 @@ class WeightRow(ABC):
             row, done[tensor] = row + length, done[tensor] + length
 
     def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
-        """Returns this rank's parameter from Hugging Face tensors, of which only its part is read. Padding rows are zeros."""
+        """Builds this rank's parameter from Hugging Face tensors. Reads only its part of them. Padding rows are zeros."""
         shape, axis = self.local_shape(arch, tp), self.split_dim or 0
         out = None
         for piece in self.pieces(arch, tp_rank, tp):
@@ -120,7 +115,7 @@ class WeightRow(ABC):
         return read(self.hf[0])[0:0].new_zeros(shape) if out is None else out  # None: nothing but padding
 
     def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
-        """Whole Hugging Face tensors, in the order of `hf`, from all ranks' parameters. They own their memory."""
+        """Merges all ranks' parameters to full Hugging Face tensors, in the order of `hf`. They own their memory."""
         out, axis, tp = [shards[0].new_empty(shape) for shape in self.hf_shapes(arch)], self.split_dim or 0, len(shards)
         for tp_rank in range(tp) if self.split_dim is not None else (0,):
             for piece in self.pieces(arch, tp_rank, tp):
@@ -232,12 +227,12 @@ class QKV(WeightRow):
 
 
 def is_layered(row: WeightRow) -> bool:
-    """Whether a row of a table is one parameter per layer."""
+    """Returns whether a row of a table is one parameter per layer."""
     return "{layer}" in row.megatron
 
 
 def is_expert(row: WeightRow) -> bool:
-    """Whether a row of a table is one parameter per expert."""
+    """Returns whether a row of a table is one parameter per expert."""
     return "{expert}" in row.megatron
 
 
@@ -248,8 +243,8 @@ def expand_table(table: Sequence[WeightRow], arch: Architecture) -> Iterator[Wei
     experts = [row for row in table if is_expert(row)]
     for layer in range(arch.num_layers):
         yield from (row.expand(layer) for row in shared if row.is_in(layer, arch))
-        own = [row for row in experts if row.is_in(layer, arch)]
-        yield from (row.expand(layer, expert) for expert in range(arch.num_experts) for row in own)
+        expert_rows = [row for row in experts if row.is_in(layer, arch)]
+        yield from (row.expand(layer, expert) for expert in range(arch.num_experts) for row in expert_rows)
     yield from (row for row in table if not is_layered(row) and "embedding" not in row.megatron)
 
 
@@ -282,7 +277,7 @@ def decoder_table(arch: Architecture, expert_names: tuple[str, str, str, str] = 
 
 
 def _grouped_query(arch: Architecture) -> list[WeightRow]:
-    """Grouped-query attention: queries, keys and values with biases, or with norms per head or over all heads together."""
+    """Returns grouped-query attention: with biases, or with norms of queries and keys per head or over all heads."""
     hf, mcore = _HF + "self_attn.", _MCORE + "self_attention."
     rows: list[WeightRow] = [QKV(mcore + "linear_qkv.weight", tuple(f"{hf}{p}_proj.weight" for p in "qkv"))]
     if arch.qkv_bias:
@@ -297,7 +292,7 @@ def _grouped_query(arch: Architecture) -> list[WeightRow]:
 
 
 def _latent_attention(has_query_latent: bool) -> list[WeightRow]:
-    """Returns the projections to the latents are whole on every rank; those from them are cut by heads."""
+    """Returns latent attention. Projections to the latents are replicated; those from them are cut by heads."""
     hf, mcore = _HF + "self_attn.", _MCORE + "self_attention."
     query: list[WeightRow] = [OutputSplit(mcore + "linear_q_proj.weight", (hf + "q_proj.weight",), "latent.key_dim")]
     if has_query_latent:
@@ -317,7 +312,7 @@ def _latent_attention(has_query_latent: bool) -> list[WeightRow]:
 
 
 def _mlp(arch: Architecture, block: str, gate: str, up: str, down: str) -> list[WeightRow]:
-    """Returns one SwiGLU MLP, or a router and experts: routed ones, and one MLP that every token passes through."""
+    """Returns one SwiGLU MLP, or a router with routed experts and one MLP that every token passes through."""
     if not arch.num_experts:
         return _swiglu("ffn_hidden_size", "mlp.")
     hf, mcore = _HF + block + ".", _MCORE + "mlp."
@@ -339,7 +334,7 @@ def _mlp(arch: Architecture, block: str, gate: str, up: str, down: str) -> list[
 
 
 def _swiglu(size: str, module: str) -> list[WeightRow]:
-    """`size` names the Architecture field with the width, `module` the MLP in either model."""
+    """Returns a SwiGLU MLP. `size` names the Architecture field with its width, `module` the MLP in either model."""
     hf, mcore = _HF + module, _MCORE + module
     return [
         GateUp(mcore + "linear_fc1.weight", (hf + "gate_proj.weight", hf + "up_proj.weight"), size),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from grpo_megatron.models.weights.pieces import pieces, rectangles
+from grpo_megatron.models.weights.local_shards import local_shards, rectangles
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
@@ -50,14 +50,14 @@ def gate_and_up(key: str, data: Any, replica_id: Any, flattened_range: Any) -> l
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 24), (5, 17), (13, 14), (12, 12)])
-def test_the_pieces_of_two_ranks_fill_the_parameter(start: int, end: int) -> None:
+def test_the_shards_of_two_ranks_fill_the_parameter(start: int, end: int) -> None:
     parameter = torch.nn.Parameter(torch.arange(24.0).view(6, 4))
     factory = ShardedTensorFactory("fc1", parameter, gate_and_up, lambda parts: torch.cat(parts), (0, 0, 3))
     for whole, of_layers in ((factory, False), (entry("norm", parameter, (6, 0), (1, 5)), True)):
         found: dict[str, torch.Tensor] = {}
         values = parameter.detach().flatten()
         for low, high in ((0, start), (start, end), (end, 24)):
-            for part in pieces(whole, values[low:high], low, "exp_avg."):
+            for part in local_shards(whole, values[low:high], low, "exp_avg."):
                 assert part.replica_id[-1] == 0 and part.data is not None
                 assert part.data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()  # no copy
                 tensor = found.setdefault(part.key, torch.full(part.global_shape, -1.0))

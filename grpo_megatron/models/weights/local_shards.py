@@ -1,16 +1,9 @@
-"""Each data-parallel rank's own part of policy and optimizer, as rectangles of whole tensors.
+"""Each data-parallel rank's shard of policy and optimizer, as rectangles of global tensors in a checkpoint.
 
 Megatron's distributed optimizer gives every data-parallel rank an interval of each parameter's elements. For a checkpoint that
-any layout can read, Megatron gathers the whole parameter on every rank of the group, and lets the first one write it: 12 host
-bytes per parameter of the group on each rank. Here an interval stays with its rank. It is a few rectangles of the global tensor:
-the end of a row, whole rows, the beginning of a row. torch.distributed.checkpoint stores rectangles of any size, and reads a
-rectangle from those that it meets. The keys and shapes in the checkpoint are Megatron's: either reader reads both.
-
-    parameter [4, 6], interval 8 ... 21 of its elements
-    . . . . . .
-    . . a a a a    rectangle [1, 4] at (1, 2)
-    b b b b b b    rectangle [1, 6] at (2, 0)
-    c c c . . .    rectangle [1, 3] at (3, 0)
+any layout can read, Megatron gathers the full parameter on every rank of the group, and lets the first one write it: 12 host
+bytes per parameter of the group on each rank. Here an interval stays with its rank, as a few rectangles of the global tensor.
+torch.distributed.checkpoint stores and reads rectangles of any size. Keys and shapes are Megatron's: either reader reads both.
 """
 
 from __future__ import annotations
@@ -34,9 +27,15 @@ Sizes = tuple[int, ...]
 
 
 def rectangles(shape: Sizes, start: int, end: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """(offset, sizes) of the rectangles that elements `start` to `end` of a row-major tensor fill, in the order of the elements.
+    """Yields (offset, sizes) of the rectangles that elements `start` to `end` of a row-major tensor fill, in their order.
 
-    At most 2 n - 1 of them for n axes.
+    They are at most 2 n - 1 for n axes: the end of a row, full rows, the beginning of a row.
+
+        parameter [4, 6], interval 8 ... 21 of its elements
+        . . . . . .
+        . . a a a a    rectangle [1, 4] at (1, 2)
+        b b b b b b    rectangle [1, 6] at (2, 0)
+        c c c . . .    rectangle [1, 3] at (3, 0)
     """
     if start >= end:
         return
@@ -44,7 +43,7 @@ def rectangles(shape: Sizes, start: int, end: int) -> Iterator[tuple[Sizes, Size
         yield ((start,), (end - start,)) if shape else ((), ())
         return
     inner, row = shape[1:], math.prod(shape[1:])
-    first, last = -(-start // row), end // row  # the whole rows, if there are any
+    first, last = -(-start // row), end // row  # the full rows, if there are any
     if first > last:
         yield from _in_row(inner, last, start - last * row, end - last * row)
         return
@@ -59,14 +58,14 @@ def _in_row(inner: Sizes, number: int, start: int, end: int) -> Iterator[tuple[S
         yield (number, *offset), (1, *sizes)
 
 
-def pieces(entry: Any, values: Tensor, start: int, prefix: str = "") -> list[ShardedTensor]:
-    """`values` [n], which belong to the elements `start` ... of a parameter, as parts of the tensors in the checkpoint.
+def local_shards(entry: Any, values: Tensor, start: int, prefix: str = "") -> list[ShardedTensor]:
+    """Describes `values` [n], those of elements `start` ... of a parameter, as shards of the tensors in the checkpoint.
 
-    `entry`: Megatron's ShardedTensor of the parameter, or its factory (a gate and an up projection in one parameter). The parts
-    are views of `values`, and of this rank alone: none is a replica of another data-parallel rank's.
+    `entry`: Megatron's ShardedTensor of the parameter, or its factory (a gate and an up projection in one parameter). The shards
+    are views of `values`. None is a replica of another data-parallel rank's.
     """
-    found = []
-    for block in _blocks(entry):
+    shards = []
+    for block in _global_tensors(entry):
         assert block.data is not None and block.data.is_contiguous(), block.key
         first = block.data.storage_offset()
         low, high = max(start, first), min(start + values.numel(), first + block.data.numel())
@@ -74,13 +73,13 @@ def pieces(entry: Any, values: Tensor, start: int, prefix: str = "") -> list[Sha
         taken = low
         for offset, sizes in rectangles(block.local_shape, low - first, high - first):
             count = math.prod(sizes)
-            whole = (1,) * block.prepend_axis_num + sizes
-            found.append(
+            shape = (1,) * block.prepend_axis_num + sizes
+            shards.append(
                 ShardedTensor(
                     key=prefix + block.key,
-                    data=values[taken - start : taken - start + count].view(whole),
+                    data=values[taken - start : taken - start + count].view(shape),
                     dtype=values.dtype,
-                    local_shape=whole,
+                    local_shape=shape,
                     global_shape=block.global_shape,
                     global_offset=tuple(map(sum, zip(block.global_offset, lead + offset, strict=True))),
                     axis_fragmentations=None,
@@ -89,66 +88,66 @@ def pieces(entry: Any, values: Tensor, start: int, prefix: str = "") -> list[Sha
                 )
             )
             taken += count
-    has_all = sum(part.data.numel() for part in found) == values.numel()  # type: ignore[union-attr]
+    has_all = sum(shard.data.numel() for shard in shards) == values.numel()  # type: ignore[union-attr]
     assert has_all or getattr(entry.data, "has_unused_rows", False), entry  # rows without an adapter are in no tensor
-    return found
+    return shards
 
 
-def _blocks(entry: Any) -> list[ShardedTensor]:
-    """Returns the global tensors that a parameter has parts of. Their data has no storage, only a place in the parameter's."""
+def _global_tensors(entry: Any) -> list[ShardedTensor]:
+    """Returns the global tensors of a parameter. Their data has no storage, only a place in the parameter's."""
     data = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
     entry = replace(entry, data=data)
     return list(nested_values(entry.build())) if isinstance(entry, ShardedTensorFactory) else [entry]
 
 
 @contextlib.contextmanager
-def optimizer_in_pieces() -> Iterator[None]:
-    """Inside, a distributed optimizer's sharded state is this rank's own, without communication or copies.
+def optimizer_as_local_shards() -> Iterator[None]:
+    """Makes a distributed optimizer's sharded state this rank's own inside the block, without communication or copies.
 
-    A load writes into the optimizer's own tensors, so that nothing is left to do when they have been read.
+    A load writes into the optimizer's own tensors, so that nothing is left to do after reading.
     """
     with replaced(
         DistributedOptimizer,
-        sharded_param_state_fully_reshardable=_own_state,
+        sharded_param_state_fully_reshardable=_local_state,
         load_parameter_state_from_fully_reshardable=lambda optimizer, state: None,
     ):
         yield
 
 
-def _own_state(optimizer: Any, model: dict[str, Any], is_loading: bool = False, metadata: Any = None) -> dict[int, Any]:
-    """Replaces Megatron's function of the state that any layout reads. Per parameter and kind of state: its pieces."""
+def _local_state(
+    optimizer: Any, model: dict[str, Any], is_loading: bool = False, metadata: Any = None
+) -> dict[int, Any]:
+    """Replaces Megatron's function of the state that any layout reads. Per parameter and kind of state: its shards."""
     entries = {entry.data: entry for entry in nested_values(model) if isinstance(entry.data, torch.nn.Parameter)}
-    found: dict[int, Any] = {}  # layers and experts share keys
+    shards: dict[int, Any] = {}  # by a number: layers and experts share keys
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for ranges in (bucket["param_map"] for bucket in buckets):
                 for parameter, places in ranges.items():
                     entry, state = entries[parameter], optimizer._get_main_param_and_optimizer_states(parameter)
-                    found[len(found)] = {
-                        name: pieces(entry, values.detach(), places["param"].start, f"optimizer.state.{name}.")
+                    shards[len(shards)] = {
+                        name: local_shards(entry, values.detach(), places["param"].start, f"optimizer.state.{name}.")
                         for name, values in state.items()
                         if name != "step"  # in the parameter groups
                     }
-    return found
+    return shards
 
 
-def divide_writing(model: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """Megatron's state of a model, in which each data-parallel rank writes an equal part of every parameter.
+def divide_among_replicas(model: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """Changes Megatron's state of a model so that each data-parallel rank writes an equal part of every parameter.
 
-    Not for a load: a rank reads whole parameters.
+    Not for a load: a rank reads full parameters.
     """
     shares = {
-        name: _own_share(entry, mesh) if isinstance(entry.data, torch.nn.Parameter) else [entry]
+        name: _equal_part(entry, mesh) if isinstance(entry.data, torch.nn.Parameter) else [entry]
         for name, entry in model.items()
     }
-    return {
-        name: share for name, share in shares.items() if share
-    }  # what has no part here is not Megatron's common state
+    return {name: share for name, share in shares.items() if share}  # Megatron would take an empty one for common state
 
 
-def _own_share(entry: Any, mesh: Mesh) -> list[ShardedTensor]:
+def _equal_part(entry: Any, mesh: Mesh) -> list[ShardedTensor]:
     is_expert = not getattr(entry.data, "allreduce", True)  # Megatron's mark: not reduced over all data-parallel ranks
-    holders = mesh.grid().ranks(mesh.tp_rank, mesh.pp_rank, mesh.ep_rank if is_expert else None)
-    values, number = entry.data.detach().reshape(-1), holders.index(mesh.rank)
-    start, end = (values.numel() * part // len(holders) for part in (number, number + 1))
-    return pieces(entry, values[start:end], start)
+    replicas = mesh.grid().ranks(mesh.tp_rank, mesh.pp_rank, mesh.ep_rank if is_expert else None)
+    values, number = entry.data.detach().reshape(-1), replicas.index(mesh.rank)
+    start, end = (values.numel() * part // len(replicas) for part in (number, number + 1))
+    return local_shards(entry, values[start:end], start)
