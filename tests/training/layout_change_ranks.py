@@ -138,7 +138,10 @@ def in_both_ways(model: Path, pairs: Any, out: Path, layout: moe_ranks.Layout) -
 
     @contextlib.contextmanager
     def gathered() -> Any:
-        whole = {"optimizer_as_local_shards": contextlib.nullcontext, "divide_among_replicas": lambda model, mesh: model}
+        whole = {
+            "optimizer_as_local_shards": contextlib.nullcontext,
+            "divide_among_replicas": lambda model, mesh: model,
+        }
         with mock.patch.multiple(sharded_state, **whole):
             yield
 

@@ -5,7 +5,7 @@ updates. The ways take turns: no save, a save that is awaited, and one that a th
 update is done and the checkpoint is complete.
 
 With `--ranks 1,2,4`: what each of so many data-parallel ranks needs on its host besides the model and its optimizer, in a save
-and in a load, and what it writes. Beside our shards (models/weights/local_shards.py) stands the same checkpoint as Megatron gathers it.
+and in a load, and what it writes. Beside our shards (models/weights/local_shards.py): the same checkpoint as Megatron gathers it.
 """
 
 from __future__ import annotations
