@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from grpo_megatron.environments.environment import Asked, Step
+from grpo_megatron.environments.environment import Step, TurnRequest
 from grpo_megatron.environments.tool import Tool, ToolError
 from grpo_megatron.environments.tool_environment import ToolEnvironment, call_formats
 
@@ -85,7 +85,7 @@ class McpTools(ToolEnvironment):
         if unknown := sorted(set(self._only) - set(offered)):
             raise ValueError(f"{WHERE}.only={unknown}: the server has {sorted(offered)}")
         self._tools = {name: self._tool(offered[name]) for name in self._only or offered}
-        return Step(list(row["messages"]), asked=Asked([tool.schema for tool in self._tools.values()]))
+        return Step(list(row["messages"]), request=TurnRequest([tool.schema for tool in self._tools.values()]))
 
     async def step(self, completion: str) -> Step:
         """Answers all calls of a turn. Raises ConnectionError if the server is gone."""

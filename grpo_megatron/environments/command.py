@@ -1,15 +1,11 @@
-"""CommandEnvironment, `rollout.multi_turn.environment: command`: any program that speaks OpenAI's API is the environment.
+"""CommandEnvironment, `rollout.multi_turn.environment: command`: any program that speaks OpenAI's API is the
+environment.
 
-The program is started once per trajectory. It finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, and on
-stdin one line of JSON: {"row": the data file's, "seed": 7}. It asks the model as it would ask any service (endpoint.py), and
-prints its reward: the last line of stdout is a number, or {"reward": 0.5, "metrics": {"tests_passed": 3}}. What it prints to
-stderr is shown. Its exit code must be 0. It is trusted code, with the limits of every environment (docs/agents.md).
-
-Starting Python and importing a large package takes a second of every trajectory. With `imports`, a command ["python", "agent.py",
-...] is forked from a process that has imported these packages.
-
-A trajectory that goes on elsewhere starts the program again and gives it the same answers, so it should be deterministic. One
-that is not is recorded exactly all the same.
+The program is started once per trajectory, with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment,
+and on stdin one line of JSON: {"row": the data file's, "seed": 7}. It asks the model as any service (openai_api.py),
+and prints its reward: the last line of stdout is a number, or {"reward": 0.5, "metrics": {"tests_passed": 3}}. Its
+stderr is shown. Its exit code must be 0. It is trusted code, with the limits of every environment (docs/agents.md). A
+trajectory that goes on elsewhere starts it again and gives it the same answers, so it should be deterministic.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
 
 
 def _fork(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
-    """["python", FILE, ...] in a copy of this process."""
+    """Runs ["python", FILE, ...] in a copy of this process."""
     (read_row, write_row), (read_printed, write_printed) = os.pipe(), os.pipe()
     if pid := os.fork():
         os.close(read_row)
@@ -81,11 +77,12 @@ def _fork(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
 
 @environments.register("command")
 class CommandEnvironment(Environment):
-    """`command`: program and arguments. `model`: the name that requests must use. `format`: how the model writes tool calls.
+    """A program as the environment. `command`: program and arguments. `model`: the name that requests must use.
 
-    `temperature`: the only one that a request may name, `rollout.temperature`. `imports`: modules that a Python program finds
-    imported. `branches`: a request that does not continue the one before gets a 400 (refuse), or begins another sequence, which
-    is a sample of its own (samples).
+    `format`: how the model writes tool calls. `temperature`: the only one that a request may name,
+    `rollout.temperature`. `imports`: modules that a command ["python", "agent.py", ...] has imported when it is forked,
+    which saves a second of every trajectory. `branches`: a request that does not continue the one before gets a 400
+    (refuse), or begins another sequence, which is a sample of its own (samples).
     """
 
     gives_rewards = True
@@ -115,23 +112,27 @@ class CommandEnvironment(Environment):
 
     @classmethod
     def preload(cls, **kwargs: Any) -> None:
-        """Import the server, and what a forked program finds."""
+        """Imports the server, and what a forked program has imported."""
         import uvicorn  # noqa: F401
 
-        import grpo_megatron.environments.endpoint  # noqa: F401
+        import grpo_megatron.environments.openai_api  # noqa: F401
 
         for name in kwargs.get("imports", ()):
             importlib.import_module(name)
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Step:
-        """Start the program, and wait for its first request."""
-        from grpo_megatron.environments.endpoint import Endpoint
+        """Starts the program, and waits for its first request."""
+        from grpo_megatron.environments.openai_api import Endpoint
 
         self._endpoint = Endpoint(*self._settings)
-        own = {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": self._endpoint.key, "OPENAI_MODEL": self._model}
+        client = {
+            "OPENAI_BASE_URL": self._endpoint.url,
+            "OPENAI_API_KEY": self._endpoint.key,
+            "OPENAI_MODEL": self._model,
+        }
         quiet = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
         start = _fork if self._is_forked else _run
-        self._process = start(self._command, {**os.environ, **quiet, **own})
+        self._process = start(self._command, {**os.environ, **quiet, **client})
         self._endpoint.serve()  # a thread, and a process is forked from one thread only
         self._printed = b""
         line = json.dumps({"row": dict(row), "seed": seed}).encode() + b"\n"
@@ -142,7 +143,7 @@ class CommandEnvironment(Environment):
         return step
 
     def step(self, completion: str) -> Step:
-        """Answer the request that waits, and wait for the next one or for the end of the program."""
+        """Answers the waiting request, and waits for the next one or for the end of the program."""
         self._endpoint.answer(json.loads(completion))
         return self._next()
 
@@ -158,17 +159,17 @@ class CommandEnvironment(Environment):
         self._endpoint.questions.put("")
 
     def _next(self) -> Step:
-        found = self._endpoint.questions.get()
-        if isinstance(found, tuple):
-            return Step(found[0], asked=found[1])
-        if found:
-            raise FloodedError(found)
+        question = self._endpoint.questions.get()
+        if isinstance(question, tuple):
+            return Step(question[0], request=question[1])
+        if question:
+            raise FloodedError(question)
         if self._exit_code:
             raise RuntimeError(f"the program has failed: {describe_exit(self._exit_code)}")
         return self._last()
 
     def _last(self) -> Step:
-        """The end, with the printed reward. Raises ValueError for what is none."""
+        """Reads the printed reward at the end. Raises ValueError for what is none."""
         last = self._printed.decode(errors="replace").strip().rpartition("\n")[2]
         try:
             value = json.loads(last)

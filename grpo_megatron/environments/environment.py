@@ -1,7 +1,8 @@
-"""Environment: what answers the model's turns. The model writes, `step` answers, until a step is `done`.
+"""Environment: the protocol of what answers the model's turns. The model writes, `step` answers, until a step is
+`done`.
 
-To add one, write a subclass and name it in the config: `rollout.multi_turn.environment: my.module:MyEnvironment`. It runs
-in a process of its own, so it may block, and one that fails ends its own trajectory only. State is never saved: a
+To add one, write a subclass and name it in the config: `rollout.multi_turn.environment: my.module:MyEnvironment`. It
+runs in a process of its own, so it may block, and one that fails ends its own trajectory only. State is never saved: a
 trajectory is continued elsewhere by its seed and the completions so far, which must lead to the same state.
 """
 
@@ -26,11 +27,11 @@ ChatMessage = dict[str, Any]  # {"role": ..., "content": ...} as chat templates 
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What an environment wants of the model's next turn. `tools`: shown to the model, by the first messages only.
+class TurnRequest:
+    """The request of an environment for the model's next turn. `tools`: shown to the model, by the first messages only.
 
-    `max_tokens` ends the turn, not the trajectory. `stop` are texts of this turn. `prompt`: text or ids instead of messages.
-    `branch`: what is given is a whole conversation, which does not continue the one so far.
+    `max_tokens` ends the turn, not the trajectory. `stop` are texts of this turn. `prompt`: text or ids instead of
+    messages. `branch`: the messages are a full conversation, which does not continue the one so far.
     """
 
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -48,14 +49,14 @@ class Step:
     reward: float | None = None
     done: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
-    asked: Asked = field(default_factory=Asked)
+    request: TurnRequest = field(default_factory=TurnRequest)
 
 
 class Environment(ABC):
     """One trajectory's environment. `reset` and `step` may be coroutines.
 
-    Every trajectory has a process of its own, so module-level state, the working directory and the generators of `random`
-    and numpy (seeded with `seed`) belong to it alone.
+    Every trajectory has a process of its own, so module-level state, the working directory and the generators of
+    `random` and numpy (seeded with `seed`) belong to it alone.
     """
 
     # True: `Step.reward` is all the reward there is; no reward function is called
@@ -65,24 +66,26 @@ class Environment(ABC):
 
     @classmethod  # noqa: B027 - optional
     def preload(cls, **kwargs: Any) -> None:
-        """Load what all trajectories read, such as an index: called once per worker, before it forks their processes.
+        """Loads what all trajectories read, such as an index: called once per worker, before it forks their processes.
 
         It must start no thread and open no connection: neither survives a fork.
         """
 
     def tools(self) -> list[dict[str, Any]]:
-        """JSON schemas of the tools that the chat template shows to the model."""
+        """Returns JSON schemas of the tools that the chat template shows to the model."""
         return []
 
     @abstractmethod
     def reset(
         self, row: Mapping[str, Any], seed: int
     ) -> list[ChatMessage] | Step | Awaitable[list[ChatMessage] | Step]:
-        """The first messages, or a Step with them. `row` is the data file's. Equal `row` and `seed` must give an equal start."""
+        """Returns the first messages, or a Step with them. `row` is the data file's. Equal `row` and `seed` give an
+        equal start.
+        """
 
     @abstractmethod
     def step(self, completion: str) -> Step | Awaitable[Step]:
-        """The answer to what the model wrote in its turn, special tokens included, as text."""
+        """Answers what the model wrote in its turn, special tokens included, as text."""
 
 
 environments: Registry[type[Environment]] = Registry(
@@ -91,14 +94,14 @@ environments: Registry[type[Environment]] = Registry(
 
 
 def environment_class(name: str) -> type[Environment]:
-    """The class called `name`: a registered one, or `module:Class` of the user's own.
+    """Finds the class called `name`: a registered one, or `module:Class` of the user's own.
 
     Raises ValueError for a name that is no Environment, and whatever the user's module raises.
     """
-    found = environments.get(name)
-    if not (isinstance(found, type) and issubclass(found, Environment)):
+    entry = environments.get(name)
+    if not (isinstance(entry, type) and issubclass(entry, Environment)):
         raise ValueError(f"{name!r} is no subclass of grpo_megatron.environments.environment.Environment; name one")
-    return found
+    return entry
 
 
 # -- what an environment returned -> plain JSON, after checks: it crosses a pipe, and then a chat template reads it ----
@@ -120,7 +123,7 @@ class Outcome:
 
 
 def plain_messages(messages: object, max_characters: int) -> list[ChatMessage]:
-    """A copy of `messages`. Raises TypeError or ValueError for what is no message, FloodedError for too much of it."""
+    """Copies `messages`. Raises TypeError or ValueError for what is no message, FloodedError for too much of it."""
     if not isinstance(messages, list | tuple):
         raise TypeError(f"messages are {type(messages).__name__}, not a list of dicts")
     for message in messages:
@@ -138,12 +141,12 @@ def plain_messages(messages: object, max_characters: int) -> list[ChatMessage]:
 
 
 def plain_step(step: object, max_characters: int) -> dict[str, Any]:
-    """The fields of a Step, checked. Raises TypeError, ValueError or FloodedError."""
+    """Returns the fields of a Step, checked. Raises TypeError, ValueError or FloodedError."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned {type(step).__name__}, not a Step")
     if not isinstance(step.done, bool) or not isinstance(step.metrics, Mapping):
-        found = f"Step.done is {type(step.done).__name__} and Step.metrics {type(step.metrics).__name__}"
-        raise TypeError(f"{found}; they must be bool and dict")
+        types = f"Step.done is {type(step.done).__name__} and Step.metrics {type(step.metrics).__name__}"
+        raise TypeError(f"{types}; they must be bool and dict")
     if len(step.metrics) > MAX_STEP_METRICS:
         raise ValueError(f"Step.metrics has {len(step.metrics)} entries; at most {MAX_STEP_METRICS}")
     return {
@@ -151,24 +154,24 @@ def plain_step(step: object, max_characters: int) -> dict[str, Any]:
         "reward": None if step.reward is None else _number("Step.reward", step.reward),
         "done": step.done,
         "metrics": {str(key): _number(f"Step.metrics[{key!r}]", value) for key, value in step.metrics.items()},
-        "asked": _plain_asked(step.asked, max_characters),
+        "request": _plain_request(step.request, max_characters),
     }
 
 
-def _plain_asked(asked: Asked, max_characters: int) -> dict[str, Any]:
-    """Only what differs from its default. Raises TypeError or FloodedError."""
-    wanted = {name: value for name, value in vars(asked).items() if value != getattr(Asked(), name)}
+def _plain_request(request: TurnRequest, max_characters: int) -> dict[str, Any]:
+    """Returns only what differs from its default. Raises TypeError or FloodedError."""
+    wanted = {name: value for name, value in vars(request).items() if value != getattr(TurnRequest(), name)}
     types = {"tools": list, "max_tokens": int, "stop": list, "prompt": str | list, "branch": bool}
     for name, value in wanted.items():
         if not isinstance(value, types[name]):
-            raise TypeError(f"Asked.{name} is {type(value).__name__}")
+            raise TypeError(f"TurnRequest.{name} is {type(value).__name__}")
     if len(json.dumps(wanted)) > 2 * max_characters:
         raise FloodedError(f"the prompt and the tools have more than {2 * max_characters} characters")
     return wanted
 
 
 def read_outcome(answer: Mapping[str, Any], max_characters: int) -> Outcome:
-    """The Outcome in an answer of a process. Checked again: the user's code runs there and may change anything."""
+    """Reads the Outcome in an answer of a process. Checked again: the user's code runs there and may change anything."""
     status, seconds = answer["status"], answer["seconds"]
     if status != "ok":
         prefix = "its process " if status == "died" else ""
@@ -176,15 +179,15 @@ def read_outcome(answer: Mapping[str, Any], max_characters: int) -> Outcome:
         return Outcome(None, status, f"{prefix}{answer['message']}{limit}{answer['output']}", seconds)
     try:
         value = answer["value"]
-        step = Step(**{**value, "asked": Asked(**value.get("asked", {}))})
+        step = Step(**{**value, "request": TurnRequest(**value.get("request", {}))})
         plain = plain_step(step, max_characters)
-        return Outcome(Step(**{**plain, "asked": Asked(**plain["asked"])}), seconds=seconds)
+        return Outcome(Step(**{**plain, "request": TurnRequest(**plain["request"])}), seconds=seconds)
     except (KeyError, TypeError, ValueError, RecursionError, FloodedError) as error:
         return Outcome(None, "died", f"its process has sent a wrong answer: {error}", seconds)
 
 
 def _number(name: str, value: object) -> float:
-    """Finite. Numbers of numpy and booleans are numbers; a text is not."""
+    """Checks a finite number. Numbers of numpy and booleans are numbers; a text is not."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} is {type(value).__name__}, not a number")
     number = float(value)  # type: ignore[arg-type]
@@ -201,7 +204,9 @@ def written_turn(
     finish_reason: str = "stop",
     prompt_tokens: int = 0,
 ) -> str:
-    """A turn of the model for an environment with `reads_turns`. `prompt_tokens`: how many tokens stood before it."""
+    """Writes a turn of the model for an environment with `reads_turns`. `prompt_tokens`: how many tokens stood before
+    it.
+    """
     turn = {"text": text, "token_ids": [*token_ids], "tokens": [*tokens], "logprobs": [*logprobs]}
     return json.dumps({**turn, "finish_reason": finish_reason, "prompt_tokens": prompt_tokens})
 
@@ -210,17 +215,17 @@ def written_turn(
 
 
 def open_environments(settings: dict[str, Any]) -> Callable[[], Callable[[dict[str, Any]], Any]]:
-    """The program of the hosts (processes/host.py): one process per trajectory. Imports and preloads the class.
+    """Opens the program of the hosts (processes/host.py): one process per trajectory. Imports and preloads the class.
 
     request {"start": ROW, "seed": 7, "completions": [...]} or {"step": COMPLETION}; value: the fields of a Step. Raises
     ValueError for a name that is no Environment, and whatever the user's module or its `preload` raises.
     """
-    found = environment_class(settings["name"])
-    found.preload(**settings["kwargs"])
+    environment = environment_class(settings["name"])
+    environment.preload(**settings["kwargs"])
 
     def open_session() -> Callable[[dict[str, Any]], Any]:
         limit_memory(settings["memory_bytes"])
-        return _Session(found, settings).serve
+        return _Session(environment, settings).serve
 
     return open_session
 
@@ -228,19 +233,19 @@ def open_environments(settings: dict[str, Any]) -> Callable[[], Callable[[dict[s
 class _Session:
     """One trajectory's environment and its answers."""
 
-    def __init__(self, found: type[Environment], settings: dict[str, Any]) -> None:
-        self._found, self._kwargs, self._max_characters = found, settings["kwargs"], settings["max_characters"]
+    def __init__(self, environment: type[Environment], settings: dict[str, Any]) -> None:
+        self._class, self._kwargs, self._max_characters = environment, settings["kwargs"], settings["max_characters"]
         self._environment: Environment | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def serve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one step; or to the last call of a start, which resets and repeats the steps so far."""
+        """Answers one step; or the last call of a start, which resets and repeats the steps so far."""
         if "step" in request:
             return self._step(request["step"])
-        random.seed(request["seed"])  # two runs of one trajectory draw the same numbers
+        random.seed(request["seed"])  # two runs of one trajectory get the same numbers
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(request["seed"] % (1 << 32))
-        self._environment = self._found(**self._kwargs)
+        self._environment = self._class(**self._kwargs)
         begun = self._call(self._environment.reset(request["start"], request["seed"]))
         step = plain_step(begun if isinstance(begun, Step) else Step(begun), self._max_characters)
         for completion in request["completions"]:
@@ -252,7 +257,7 @@ class _Session:
         return plain_step(self._call(self._environment.step(completion)), self._max_characters)
 
     def _call(self, returned: Any) -> Any:
-        """What a method returned, after it has run if it is a coroutine. All run in one event loop."""
+        """Returns what a method returned, after it has run if it is a coroutine. All run in one event loop."""
         if not inspect.isawaitable(returned):
             return returned
         self._loop = self._loop or asyncio.new_event_loop()

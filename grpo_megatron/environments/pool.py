@@ -1,7 +1,7 @@
 """EnvironmentPool: hundreds of environments, each in a process of its own; and environments from `rollout.multi_turn`.
 
-One that fails ends its own trajectory only. Outcomes are kept by key: the order in which processes answer changes nothing.
-A trajectory whose host is lost is replayed from its row, seed and completions (processes/pool.py).
+One that fails ends its own trajectory only. Outcomes are kept by key: the order in which processes answer changes
+nothing. A trajectory whose host is lost is replayed from its row, seed and completions (processes/pool.py).
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class EnvironmentPool:
         self.close()
 
     def close(self) -> None:
-        """Kill the processes. Idempotent."""
+        """Kills the processes. Idempotent."""
         self._processes.close()
 
     def start(self, key: str, row: Mapping[str, Any], seed: int, completions: Sequence[str] = ()) -> None:
-        """Reset a new environment called `key`, and repeat `completions`. Returns at once.
+        """Resets a new environment called `key`, and repeats `completions`. Returns at once.
 
         The outcome is that of the last call: the reset, or the step of the last completion.
         """
@@ -78,23 +78,23 @@ class EnvironmentPool:
         self._submit(key, self._starts[key])
 
     def step(self, key: str, completion: str) -> None:
-        """Give `completion` to an environment whose last outcome has been read. Returns at once."""
+        """Gives `completion` to an environment whose last outcome has been read. Returns at once."""
         assert key not in self._outcomes, f"trajectory {key!r} has not answered yet, or its answer was not read"
         self._starts[key]["completions"].append(completion)
         self._submit(key, {"step": completion})
 
     def wait(self, keys: Iterable[str]) -> dict[str, Outcome]:
-        """The outcomes of these keys, in their order. Blocks until all have answered."""
-        found: dict[str, Outcome] = {}
+        """Returns the outcomes of these keys, in their order. Blocks until all have answered."""
+        outcomes: dict[str, Outcome] = {}
         for key in keys:
             while (outcome := self._outcomes[key]) is None:
                 self._processes.serve(block=True)
-            found[key] = outcome
+            outcomes[key] = outcome
             del self._outcomes[key]
-        return found
+        return outcomes
 
     def end(self, keys: Iterable[str]) -> None:
-        """Forget these trajectories, whatever their state, and kill their processes. Unknown keys are ignored."""
+        """Forgets these trajectories, whatever their state, and kills their processes. Unknown keys are ignored."""
         for key in keys:
             self._processes.end(key)
             self._starts.pop(key, None)
@@ -102,7 +102,9 @@ class EnvironmentPool:
         self._processes.serve(block=False)
 
     def _submit(self, key: str, request: dict[str, Any]) -> None:
-        """`start` leads a new process to the state after `request`, by repeating all steps; it has the time of all."""
+        """Sends `request`. `start` leads a new process to the state after it, by repeating all steps, in the time of
+        all.
+        """
         start = self._starts[key]
         num_calls = 1 + len(start["completions"])
         self._outcomes[key] = None
@@ -120,7 +122,7 @@ _KEY = "rollout.multi_turn.environment"
 
 
 def find_environment(name: str) -> type[Environment]:
-    """The class that `rollout.multi_turn.environment` names. Raises ConfigError."""
+    """Finds the class that `rollout.multi_turn.environment` names. Raises ConfigError."""
     try:
         return environment_class(name)
     except ValueError as error:
@@ -130,19 +132,19 @@ def find_environment(name: str) -> type[Environment]:
 
 
 def environment_kwargs(multi_turn: MultiTurnConfig) -> dict[str, Any]:
-    """The keyword arguments of the class: `kwargs`, and for the built-in `tools` the keys about tools."""
+    """Returns the keyword arguments of the class: `kwargs`, and for the built-in `tools` the keys about tools."""
     if multi_turn.environment != "tools":
         return dict(multi_turn.kwargs)
-    own = {name: getattr(multi_turn, name) for name in ("tools", "format", "max_parallel_calls")}
-    return {**own, **multi_turn.kwargs}
+    keys = ("tools", "format", "max_parallel_calls")
+    return {**{name: getattr(multi_turn, name) for name in keys}, **multi_turn.kwargs}
 
 
 def make_environment(multi_turn: MultiTurnConfig) -> Environment:
-    """One instance in this process, neither preloaded nor reset. Raises ConfigError."""
+    """Makes one instance in this process, neither preloaded nor reset. Raises ConfigError."""
     assert multi_turn.environment is not None
-    found, kwargs = find_environment(multi_turn.environment), environment_kwargs(multi_turn)
+    environment, kwargs = find_environment(multi_turn.environment), environment_kwargs(multi_turn)
     try:
-        return found(**kwargs)
+        return environment(**kwargs)
     except Exception as error:  # whatever the user's class raises
         raise ConfigError(
             f"{_KEY}={multi_turn.environment!r} cannot be made with {kwargs}: {describe(error)}; correct"
@@ -154,9 +156,10 @@ TRIED_TURNS = 3  # of the episode before a run
 
 
 def try_episode(multi_turn: MultiTurnConfig, row: Mapping[str, Any], written: str) -> Iterator[tuple[str, str]]:
-    """(who, text) of an episode on a row, in a worker as during the run, in which the model writes the same in each turn.
+    """Yields (speaker, text) of an episode on a row, in a worker as in the run; the model writes the same in each turn.
 
-    Raises ConfigError if the environment cannot be loaded or started. That a step fails is said: it may be the text's fault.
+    Raises ConfigError if the environment cannot be loaded or started. A step that fails is a warning: the text may be
+    at fault.
     """
     key = f"{_KEY}={multi_turn.environment!r}"
     assert multi_turn.environment is not None
@@ -182,7 +185,7 @@ def try_episode(multi_turn: MultiTurnConfig, row: Mapping[str, Any], written: st
                 f"{key}: its reset fails on the first row of the data ({outcome.status}: {outcome.message}); the row's fields"
                 f" are {', '.join(row)}"
             )
-        if not number and not outcome.step.messages and outcome.step.asked.prompt is None:
+        if not number and not outcome.step.messages and outcome.step.request.prompt is None:
             raise ConfigError(
                 f"{key}: its reset gives no message for the first row of the data; the prompt would be empty"
             )
@@ -194,7 +197,7 @@ def try_episode(multi_turn: MultiTurnConfig, row: Mapping[str, Any], written: st
 
 
 def build_pool(multi_turn: MultiTurnConfig) -> EnvironmentPool:
-    """The workers of one engine. Raises ConfigError for kwargs that are no JSON."""
+    """Builds the workers of one engine. Raises ConfigError for kwargs that are no JSON."""
     assert multi_turn.environment is not None
     try:
         return EnvironmentPool(

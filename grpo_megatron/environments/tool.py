@@ -1,11 +1,10 @@
 """Tool: a plain Python function that the model may call.
 
 Its positional parameters are the model's arguments: type hints and the docstring become the schema. Its keyword-only
-parameters are options, which `rollout.multi_turn.kwargs` gives per tool: `kwargs: {search: {corpus: docs.jsonl}}`. It may be a
-coroutine function. What it returns is shown to the model: a text as it is, anything else as JSON. An exception is
-shown as "Error: ...", so that the model can learn from it.
-
-    @tools.register("search", preload=load_index)   # in this package; `my.module:function` names a user's own
+parameters are options, which `rollout.multi_turn.kwargs` gives per tool: `kwargs: {search: {corpus: docs.jsonl}}`. It
+may be a coroutine function. A returned text is shown to the model as it is, anything else as JSON, an exception as
+"Error: ...". `@tools.register("search", preload=load_index)` names one of this package; `my.module:function` a user's
+own.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ import jsonschema
 
 from grpo_megatron.registry import FactRegistry
 
-# -- a function with type hints and a Google-style docstring -> the JSON schema that chat templates show ---------------
-# The same as `transformers.utils.get_json_schema`, without the import of transformers and torch into every worker, and with
-# one difference: keyword-only parameters are options of the config, which the model does not see. What a function returns is
-# not described.
+# -- the schema of a function ------------------------------------------------------------------------------------------
 
 BASIC = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
 SECTION = re.compile(r"\n\s*(?:Args|Returns|Raises):\s*(?:\n|$)")
@@ -34,7 +30,12 @@ ARGUMENT = re.compile(r"^\s*(\w+):\s*(.*?)\s*(?=^\s*\w+:|\Z)", re.DOTALL | re.MU
 
 
 def function_schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    """Schema of a tool called `name`. Raises ValueError for a missing hint or description, or a hint JSON cannot express."""
+    """Makes the JSON schema of a tool called `name` from its type hints and its Google-style docstring.
+
+    As `transformers.utils.get_json_schema`, without the import of transformers and torch into every worker, and without
+    keyword-only parameters and what the function returns. Raises ValueError for a missing hint or description, or a
+    hint JSON cannot express.
+    """
     document = inspect.getdoc(function) or ""
     description = SECTION.split(document, maxsplit=1)[0].strip()
     if not description:
@@ -61,13 +62,15 @@ def function_schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 def parameters(function: Callable[..., Any], *, options: bool = False) -> list[inspect.Parameter]:
-    """The parameters that the model gives, or with `options` those that the config gives. Raises ValueError: *args."""
-    found = list(inspect.signature(function).parameters.values())
-    if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY) for one in found):
+    """Returns the parameters that the model gives, or with `options` those that the config gives. Raises ValueError:
+    *args.
+    """
+    every = list(inspect.signature(function).parameters.values())
+    if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY) for one in every):
         raise ValueError(
             f"{inspect.signature(function)}: *args, **kwargs and positional-only parameters have no schema"
         )
-    return [one for one in found if (one.kind is one.KEYWORD_ONLY) is options]
+    return [one for one in every if (one.kind is one.KEYWORD_ONLY) is options]
 
 
 def _type_schema(hint: Any) -> dict[str, Any]:
@@ -103,12 +106,12 @@ ToolFunction = Callable[..., Any]
 
 
 class ToolError(Exception):
-    """Its text is for the model, which sees it without the name of a type."""
+    """An error that the model sees without the name of a type."""
 
 
 @dataclass(frozen=True)
 class ToolFacts:
-    """What a worker must know about a tool."""
+    """Facts of a tool that a worker reads."""
 
     preload: Callable[..., None] | None = None  # called with the options once per worker, to load what calls share
 
@@ -128,17 +131,17 @@ class Tool:
     schema: dict[str, Any]
 
     def preload(self) -> None:
-        """Load what calls share."""
+        """Loads what calls share."""
         if load := tools.facts_of(self.function).preload:
             load(**self.options)
 
     async def call(self, arguments: dict[str, Any]) -> Any:
-        """What the function returns. Raises whatever it raises."""
+        """Calls the function. Raises whatever it raises."""
         returned = self.function(**arguments, **self.options)
         return await returned if inspect.isawaitable(returned) else returned
 
     def problem(self, arguments: Mapping[str, Any]) -> str:
-        """Why the function cannot be called with `arguments`; "" if it can."""
+        """Says why the function cannot be called with `arguments`; "" if it can."""
         schema = self.schema["function"]["parameters"]
         given = {key: value for key, value in arguments.items() if not _is_absent(value, schema["properties"].get(key))}
         unknown = sorted(set(given) - set(schema["properties"]))
@@ -153,7 +156,7 @@ def _is_absent(value: Any, schema: Mapping[str, Any] | None) -> bool:
 
 
 def get_tool(path: str, options: Mapping[str, Any]) -> Tool:
-    """The tool called `path`: a registered name or `module:function`. Raises ValueError: what is wrong with it."""
+    """Returns the tool called `path`: a registered name or `module:function`. Raises ValueError: what is wrong with it."""
     function = tools.get(path)
     if not isinstance(options, Mapping):
         raise ValueError(f"the options of tool {path!r} are {type(options).__name__}, not a mapping of names to values")

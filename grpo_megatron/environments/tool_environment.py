@@ -1,9 +1,9 @@
 """ToolEnvironment, `rollout.multi_turn.environment: tools`: the task's own messages, and answers to the model's calls.
 
-A turn's calls run in parallel, at most `max_parallel_calls` of them; the results come in the order of the calls, each as a
-message of the role "tool". What is wrong with a call is answered as such a result. A turn without a call is the last. The
-reward is the task's. Metrics per turn: tool_calls, tool_errors (calls that were answered by an error), tool_seconds (the
-sum over calls of wall-clock time).
+A turn's calls run in parallel; the results come in the order of the calls, each as a message of the role "tool". What
+is wrong with a call is answered as such a result. A turn without a call is the last. The reward is the task's. Metrics
+per turn: tool_calls, tool_errors (calls that were answered by an error), tool_seconds (the sum over calls of wall-clock
+time).
 """
 
 from __future__ import annotations
@@ -22,13 +22,7 @@ from grpo_megatron.environments.tool import Tool, ToolError, get_tool
 from grpo_megatron.processes.process import describe
 from grpo_megatron.registry import Registry
 
-# -- tool calls in what the model wrote --------------------------------------------------------------------------------
-# Each format is a function from a text to its calls, in their order, well formed or not:
-# hermes        <tool_call>{"name": "f", "arguments": {...}}</tool_call>, any number of them, anywhere (Qwen, Hermes)
-# llama3_json   the text is {"name": "f", "parameters": {...}}, or several with ";" between; <|python_tag|> may precede
-# python_tag    <|python_tag|>f.call(x=1) or f(x=1), else the text is the `code` of the tool "python" (Llama 3.1)
-#
-# What precedes the last `</think>` is not read. For a call that cannot be read there is a text, which is shown to the model.
+# -- tool calls in what the model wrote: each format is a function from a text to its calls, in their order ------------
 
 END_OF_TURN = re.compile(r"(?:<\|[\w ]*\|>|</s>|\s)+\Z")  # at the end of a turn
 PYTHON_TAG = "<|python_tag|>"
@@ -36,7 +30,7 @@ PYTHON_TAG = "<|python_tag|>"
 
 @dataclass(frozen=True)
 class Call:
-    """One call that can be read; whether there is such a tool is not known here."""
+    """One call that can be read, of a tool that may not exist."""
 
     name: str
     arguments: dict[str, Any]
@@ -48,13 +42,17 @@ call_formats: Registry[Parser] = Registry("format of tool calls")
 
 
 def parse_calls(call_format: str, completion: str) -> Calls:
-    """The calls of one turn. Raises ValueError for an unknown format only."""
+    """Parses the calls of one turn, without what precedes the last `</think>`. Raises ValueError for an unknown format
+    only.
+    """
     return call_formats.get(call_format)(END_OF_TURN.sub("", completion.rpartition("</think>")[2]))
 
 
 @call_formats.register("hermes")
 def hermes(text: str) -> Calls:
-    """Calls as Qwen and Hermes write them."""
+    """Parses any number of <tool_call>{"name": "f", "arguments": {...}}</tool_call>, anywhere, as Qwen and Hermes write
+    them.
+    """
     calls: Calls = []
     for part in text.split("<tool_call>")[1:]:
         body, closing, _ = part.partition("</tool_call>")
@@ -70,7 +68,9 @@ def hermes(text: str) -> Calls:
 
 @call_formats.register("llama3_json")
 def llama3_json(text: str) -> Calls:
-    """Calls as Llama 3 writes them in JSON."""
+    """Parses {"name": "f", "parameters": {...}}, or several with ";" between; <|python_tag|> may precede them (Llama
+    3).
+    """
     tagged = text.lstrip().startswith(PYTHON_TAG)
     text = text.lstrip().removeprefix(PYTHON_TAG).lstrip()
     if not tagged and not (text.startswith("{") and '"name"' in text):
@@ -88,7 +88,7 @@ def llama3_json(text: str) -> Calls:
 
 @call_formats.register("python_tag")
 def python_tag(text: str) -> Calls:
-    """A call or a program behind Llama 3.1's tag."""
+    """Parses <|python_tag|>f.call(x=1) or f(x=1); any other text is the `code` of the tool "python" (Llama 3.1)."""
     _, tag, code = text.partition(PYTHON_TAG)
     if not tag:
         return []
@@ -133,7 +133,7 @@ MAX_ERROR = 500  # characters of what is wrong with a call
 
 @environments.register("tools")
 class ToolEnvironment(Environment):
-    """`tools`: names, or module:function. `format`: a name in `call_formats`. `options`: those of each tool, by its name."""
+    """Tools for the model. `tools`: names, or module:function. `format`: a name in `call_formats`. `options`: by tool."""
 
     def __init__(
         self,
@@ -148,16 +148,16 @@ class ToolEnvironment(Environment):
 
     @classmethod
     def preload(cls, **kwargs: Any) -> None:
-        """Load what each tool shares. Raises ValueError where the constructor does."""
+        """Loads what each tool shares. Raises ValueError where the constructor does."""
         for tool in cls(**kwargs)._tools.values():
             tool.preload()
 
     def tools(self) -> list[dict[str, Any]]:
-        """In the order of the config."""
+        """Returns the schemas in the order of the config."""
         return [tool.schema for tool in self._tools.values()]
 
     def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
-        """The task's messages, which the caller has put into the row as "messages"."""
+        """Returns the task's messages, which the caller has put into the row as "messages"."""
         return list(row["messages"])
 
     async def step(self, completion: str) -> Step:
@@ -178,7 +178,7 @@ class ToolEnvironment(Environment):
         return Step(messages, done=not calls, metrics=metrics)
 
     async def _answer(self, call: Call | str) -> tuple[str, str, bool, float]:
-        """(name of the tool, text for the model, whether it is an error, seconds)."""
+        """Returns (name of the tool, text for the model, is it an error, seconds)."""
         if isinstance(call, str):
             return "error", f"Error: {call}", True, 0.0
         tool = self._tools.get(call.name)
@@ -192,13 +192,13 @@ class ToolEnvironment(Environment):
 
 
 def _cut(text: str, length: int) -> str:
-    """Without its middle, if it is longer."""
+    """Cuts the middle out of a longer text."""
     half = length // 2
     return text if len(text) <= length else f"{text[:half]}\n[{len(text) - 2 * half} characters cut]\n{text[-half:]}"
 
 
 def _run(tool: Tool, arguments: dict[str, Any]) -> tuple[str, bool]:
-    """In a thread with an event loop of its own: a tool that blocks does not delay the others."""
+    """Calls a tool in a thread with an event loop of its own: a tool that blocks does not delay the others."""
     try:
         returned = asyncio.run(tool.call(arguments))
         return returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False), False
@@ -211,10 +211,10 @@ def _run(tool: Tool, arguments: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _find(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> list[Tool]:
-    """Raises ValueError: no tool, an unknown one, one name twice, options of no tool."""
-    found = {name.rpartition(":")[2]: get_tool(name, options.get(name.rpartition(":")[2], {})) for name in names}
-    if len(found) < max(len(names), 1):
+    """Finds the tools. Raises ValueError: no tool, an unknown one, one name twice, options of no tool."""
+    named = {name.rpartition(":")[2]: get_tool(name, options.get(name.rpartition(":")[2], {})) for name in names}
+    if len(named) < max(len(names), 1):
         raise ValueError(f"rollout.multi_turn.tools={list(names)} must name at least one tool, and each name once")
-    if unknown := sorted(set(options) - set(found)):
-        raise ValueError(f"rollout.multi_turn.kwargs has options of {', '.join(unknown)}, not in tools {sorted(found)}")
-    return list(found.values())
+    if unknown := sorted(set(options) - set(named)):
+        raise ValueError(f"rollout.multi_turn.kwargs has options of {', '.join(unknown)}, not in tools {sorted(named)}")
+    return list(named.values())

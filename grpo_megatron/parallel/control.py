@@ -1,21 +1,9 @@
 """The control plane on the host: how ranks find each other, and collectives that scale to thousands of ranks.
 
-In these collectives a rank talks only to the ranks at distances 1, 2, 4, 8, ...
-
-A full mesh of n ranks has n (n - 1) / 2 connections: at 4,096 ranks 4,095 for each rank, and as many messages per all-to-all.
-Here a rank has at most 2 ceil(log2 n) connections (23 at 4,096 ranks) and sends ceil(log2 n) messages per operation. The
-algorithms are those of Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
-systems" (IEEE TPDS 8(11), 1997), for any n.
-
-    gather_all     each round doubles what a rank knows. Every rank sends and receives the whole once.
-    gather_first   a binomial tree that ends at rank 0
-    share_first    the same tree, from rank 0 to all
-    relay          the bytes of one rank to rank 0, which never holds the parts of two ranks at once
-    route          a parcel at distance d makes one hop for each bit of d: at most log2 n hops, half of that on average.
-                   Departure from Bruck: a parcel may have several destinations, and one copy serves all that lie ahead.
-
-Each algorithm is a generator: it yields the message of a round, and is sent what this rank receives in it. `over` runs one on
-a process group; a test or a benchmark can run those of thousands of ranks in one process.
+A rank talks only to the ranks at distances 1, 2, 4, ...: it has at most 2 ceil(log2 n) connections (23 at 4,096 ranks,
+instead of 4,095) and sends ceil(log2 n) messages per operation. The algorithms are those of Bruck et al., "Efficient
+algorithms for all-to-all communications in multiport message-passing systems" (IEEE TPDS 8(11), 1997), for any n. Each
+is a generator of messages: `over` runs one on a process group, a test runs those of thousands of ranks in one process.
 """
 
 from __future__ import annotations
@@ -34,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo, rendezvous_handler_registry
 from torch.distributed.rendezvous import rendezvous
 
@@ -46,13 +34,13 @@ INLINE_BYTES = HEAD_BYTES - SIZE.size
 
 
 class RankError(RuntimeError):
-    """Something failed on at least one rank. Raised on every rank with the messages of all ranks."""
+    """A failure on at least one rank. Raised on every rank with the messages of all ranks."""
 
     tells_what_to_do = True  # the command line prints it without a traceback
 
 
 class LostRank(RankError):
-    """A rank has died, or its connection is lost. No collective can succeed any more."""
+    """A rank that has died, or its lost connection. No collective can succeed any more."""
 
 
 class Hop(NamedTuple):
@@ -64,7 +52,7 @@ class Hop(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """What rank `source` sends to the ranks `destinations`."""
+    """A message of rank `source` to the ranks `destinations`."""
 
     destinations: tuple[int, ...]
     source: int
@@ -74,51 +62,55 @@ class Parcel(NamedTuple):
 Hops = Generator[Hop, Any, T]
 
 
-def gather_all(rank: int, size: int, own: T) -> Hops[list[T]]:
-    """The values of all ranks, in rank order, on every rank."""
-    known = [own]  # of the ranks from this one on, in order
+def gather_all(rank: int, size: int, value: T) -> Hops[list[T]]:
+    """Returns the values of all ranks, in rank order, on every rank. Each round doubles the values that a rank has."""
+    values = [value]  # of the ranks from this one on, in order
     distance = 1
     while distance < size:
-        known += yield Hop((rank - distance) % size, (rank + distance) % size, known[: size - distance])
+        values += yield Hop((rank - distance) % size, (rank + distance) % size, values[: size - distance])
         distance *= 2
-    return known[size - rank :] + known[: size - rank]
+    return values[size - rank :] + values[: size - rank]
 
 
-def gather_first(rank: int, size: int, own: T) -> Hops[list[T]]:
-    """The values of all ranks, in rank order, on rank 0; an empty list on the others."""
-    known = [own]
+def gather_first(rank: int, size: int, value: T) -> Hops[list[T]]:
+    """Returns the values of all ranks, in rank order, on rank 0, by a binomial tree; an empty list on the others."""
+    values = [value]
     distance = 1
     while distance < size:
         if rank & distance:
-            yield Hop(rank - distance, None, known)
+            yield Hop(rank - distance, None, values)
             return []
         if rank + distance < size:
-            known += yield Hop(None, rank + distance)
+            values += yield Hop(None, rank + distance)
         distance *= 2
-    return known
+    return values
 
 
-def share_first(rank: int, size: int, own: T) -> Hops[T]:
-    """The value of rank 0, on every rank."""
+def share_first(rank: int, size: int, value: T) -> Hops[T]:
+    """Returns the value of rank 0 on every rank, by the same tree."""
     distance = rank & -rank
     if rank:
-        own = yield Hop(None, rank - distance)
+        value = yield Hop(None, rank - distance)
     else:
         distance = 1 << (size - 1).bit_length()
     while distance > 1:
         distance //= 2
         if rank + distance < size:
-            yield Hop(rank + distance, None, own)
-    return own
+            yield Hop(rank + distance, None, value)
+    return value
 
 
 def route(rank: int, size: int, parcels: Sequence[Parcel]) -> Hops[list[Parcel]]:
-    """The parcels of all ranks for this one, by source, and those of one source in the order in which it gave them."""
-    held = list(parcels)
+    """Returns the parcels for this rank, by source, and those of one source in their order.
+
+    A parcel at distance d makes one hop for each bit of d: at most log2 n hops, half of that on average. Departure from
+    Bruck: a parcel may have several destinations, and one copy serves all that lie ahead.
+    """
+    waiting = list(parcels)
     distance = 1
     while distance < size:
         ahead, staying = [], []
-        for parcel in held:
+        for parcel in waiting:
             far = tuple([d for d in parcel.destinations if (d - rank) % size & distance])
             if not far:
                 staying.append(parcel)
@@ -128,14 +120,16 @@ def route(rank: int, size: int, parcels: Sequence[Parcel]) -> Hops[list[Parcel]]
                 near = tuple([d for d in parcel.destinations if d not in far])
                 ahead.append(parcel._replace(destinations=far))
                 staying.append(parcel._replace(destinations=near))
-        held = staying + (yield Hop((rank + distance) % size, (rank - distance) % size, ahead))
+        waiting = staying + (yield Hop((rank + distance) % size, (rank - distance) % size, ahead))
         distance *= 2
-    assert all(parcel.destinations == (rank,) for parcel in held), "a parcel is on a rank that it is not for"
-    return sorted(held, key=lambda parcel: parcel.source)
+    assert all(parcel.destinations == (rank,) for parcel in waiting), "a parcel is on a rank that it is not for"
+    return sorted(waiting, key=lambda parcel: parcel.source)
 
 
 def relay_path(holder: int) -> list[int]:
-    """The ranks from `holder` to rank 0: each hop clears the lowest bit that is set, so there are at most log2 n hops."""
+    """Lists the ranks from `holder` to rank 0: each hop clears the lowest bit that is set, so there are at most log2 n
+    hops.
+    """
     ranks = [holder]
     while ranks[-1]:
         ranks.append(ranks[-1] & (ranks[-1] - 1))
@@ -143,7 +137,10 @@ def relay_path(holder: int) -> list[int]:
 
 
 def relay(rank: int, holder: int, make: Callable[[], bytes]) -> Hops[bytes | None]:
-    """`make()` of rank `holder`, on rank 0; None on all others. Ranks that are not on the path return at once."""
+    """Returns `make()` of rank `holder` on rank 0, which never has the parts of two ranks at once; None on all others.
+
+    Ranks that are not on the path return at once.
+    """
     ranks = relay_path(holder)
     if rank not in ranks:
         return None
@@ -156,7 +153,9 @@ def relay(rank: int, holder: int, make: Callable[[], bytes]) -> Hops[bytes | Non
 
 
 def over(rounds: Hops[T], group: Any, first: int = 0) -> T:
-    """Collective: run the rounds of this rank. `group` has the ranks of the world; rank 0 of the rounds is its rank `first`."""
+    """Collective: runs the rounds of this rank. `group` has the ranks of the world; rank 0 of the rounds is its rank
+    `first`.
+    """
     received: Any = None
     while True:
         try:
@@ -182,14 +181,14 @@ def _swap(message: Hop, group: Any, first: int) -> Any:
 
 
 def parts_of_message(content: bytes) -> list[Tensor]:
-    """What is sent: HEAD_BYTES with the size and the beginning of the content, then the rest, if there is one."""
+    """Splits a message into HEAD_BYTES with the size and the beginning of the content, then the rest, if there is one."""
     begin, rest = content[:INLINE_BYTES], content[INLINE_BYTES:]
     head = (SIZE.pack(len(content)) + begin).ljust(HEAD_BYTES, b"\0")
     return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (head, rest) if part]
 
 
 def received_message(receive: Callable[[Tensor], object]) -> Tensor:
-    """The content that another rank has sent, uint8 [bytes]. `receive` fills a tensor with one part."""
+    """Receives content, uint8 [bytes]. `receive` fills a tensor with one part."""
     head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
     receive(head)
     size, inline = SIZE.unpack_from(head.numpy().data)[0], head[SIZE.size :]
@@ -201,32 +200,26 @@ def received_message(receive: Callable[[Tensor], object]) -> Tensor:
     return content
 
 
-# -- How the ranks of a run find each other: the store through which torch.distributed exchanges addresses -------------
+# -- the store through which torch.distributed exchanges addresses -----------------------------------------------------
 # A TCPStore has no authentication, and torchrun's agent unpickles what it finds in one: whoever reaches its port can run
 # code as the user. Therefore:
-#
-# one machine    a file in a private folder, or the memory of a world of one; nothing listens. The sockets of gloo, NCCL
-# and vLLM, which carry the tensors, listen on the loopback interface only.
-# srun           rank 0's TCPStore listens on the address of MASTER_ADDR only. Its keys begin with GRPO_MEGATRON_RUN_ID,
-# a random number of the attempt (slurm/ranks.sh).
-# torchrun       the agent's own TCPStore, on all interfaces; it is torchrun's, and this program cannot change it
-#
-# `LocalRendezvous` takes the place of the c10d rendezvous in our launcher (cli/ranks.py).
+# one machine    a file in a private folder, or the memory of a world of one; the sockets of gloo, NCCL and vLLM listen on
+#                the loopback interface only
+# srun           rank 0's TCPStore listens on the address of MASTER_ADDR only, with keys that begin with GRPO_MEGATRON_RUN_ID
+# torchrun       the agent's own TCPStore, on all interfaces, which this program cannot change
 
 STORE_FILE = "GRPO_MEGATRON_STORE_FILE"  # set by our launcher for its ranks
 RUN_ID = "GRPO_MEGATRON_RUN_ID"  # set by slurm/ranks.sh
 LOOPBACK = "127.0.0.1"
 LISTEN_QUEUE = 2048  # connections that wait to be accepted: all ranks connect at the same time
-LAZY_CONNECTIONS = (
-    "TORCH_GLOO_LAZY_INIT"  # gloo then connects two ranks at their first message, not all ranks at the start
-)
+LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"  # gloo connects two ranks at their first message, not all ranks at the start
 BACKEND = "grpo_megatron"  # the name of LocalRendezvous in torchrun's registry
 
 _reserved: list[socket.socket] = []  # kept open as long as this process lives
 
 
 def reserved_port() -> int:
-    """A loopback port that no other process can take. Nothing listens on it.
+    """Reserves a loopback port that no other process can take. Nothing listens on it.
 
     vLLM names its shared memory after MASTER_PORT, so it must differ between the runs of a machine.
     """
@@ -237,7 +230,7 @@ def reserved_port() -> int:
 
 
 class LocalRendezvous(RendezvousHandler):
-    """The rendezvous of one torchrun agent with itself: a store in its own memory."""
+    """The rendezvous of one torchrun agent with itself: a store in its memory, instead of the c10d rendezvous."""
 
     def __init__(self, run_id: str) -> None:
         self.run_id, self.port, self.store = run_id, reserved_port(), HashStore()
@@ -263,20 +256,17 @@ class LocalRendezvous(RendezvousHandler):
         return True
 
 
-def _make_local_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LocalRendezvous(parameters.run_id)
-
-
 def register_local_rendezvous() -> None:
-    """Let torchrun's agent find `LocalRendezvous` under the name BACKEND."""
-    rendezvous_handler_registry.register(BACKEND, _make_local_rendezvous)
+    """Lets torchrun's agent find `LocalRendezvous` under the name BACKEND."""
+    rendezvous_handler_registry.register(BACKEND, lambda parameters: LocalRendezvous(parameters.run_id))
 
 
 def join_default_group(backend: str, timeout: datetime.timedelta, num_rollout_ranks: int = 0) -> Any:
     """Collective: `torch.distributed.init_process_group` over the store of this world. Without RANK, a world of one.
 
-    With `num_rollout_ranks` the last so many ranks have a default group of their own, and so have the others: Megatron-Core
-    and vLLM take it for the world. Returns then a gloo group of all ranks (bridge.py), which torch.distributed does not know.
+    With `num_rollout_ranks` the last so many ranks have a default group of their own, and so have the others: Megatron-
+    Core and vLLM take it for the world. Returns then a gloo group of all ranks (bridge.py), which torch.distributed
+    does not list.
     """
     env = os.environ
     if "RANK" not in env:
@@ -306,16 +296,17 @@ def join_default_group(backend: str, timeout: datetime.timedelta, num_rollout_ra
 
 
 def _stay_on_loopback() -> None:
-    """Have gloo, NCCL and vLLM listen on the loopback interface. All ranks must be on this machine."""
+    """Has gloo, NCCL and vLLM listen on the loopback interface. All ranks must be on this machine."""
     if sys.platform == "linux":
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo", VLLM_HOST_IP=LOOPBACK)
 
 
 def tcp_store(rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
-    """The TCPStore at MASTER_ADDR:MASTER_PORT. Rank 0 serves it, on that address only; by default torch takes all.
+    """Opens the TCPStore at MASTER_ADDR:MASTER_PORT. Rank 0 serves it, on that address only; by default torch takes
+    all.
 
-    Where the first machine knows its own name as a loopback address (Debian's /etc/hosts), the others could not connect
-    to that address: the store then listens on all interfaces.
+    Where the first machine's own name is a loopback address (Debian's /etc/hosts), the others could not connect to it:
+    the store then listens on all interfaces.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank != 0:

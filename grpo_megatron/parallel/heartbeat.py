@@ -1,18 +1,10 @@
-"""Heartbeat: every rank notes what it is doing, some ranks watch all, and a stall ends the run with the stacks of all ranks.
+"""Heartbeat: every rank notes its phase, some ranks watch all, and a stall ends the run with the stacks of all ranks.
 
-A thread of every rank writes its beat every few seconds, one small file per rank. The folder is in the output folder, which
-all nodes share. A few ranks, spread over the nodes, read all files: MAX_WATCHERS, or at more than 512 ranks
-fewer, so that they read at most MAX_READS files per look (but two of them watch in any case).
-
-    output_dir/heartbeats/rank_00003.json     the last beat of rank 3
-    output_dir/heartbeats/rank_00003.stacks   where SIGNAL makes rank 3 write its stacks, also while it runs C code
-    output_dir/heartbeats/stalled.json        written by the first rank that sees a stall; the threads of all ranks look for it
-    output_dir/stalls/001/report.txt          who has stalled, and what every rank was doing
-    output_dir/stalls/001/rank_00003.txt      the stacks of rank 3's threads, or why there are none
-
-Then every rank ends. The rank that has seen the stall ends first, so that its message is the reason (`when_stalled`).
-The beats are files, and nothing is sent through torch.distributed: it works in the same way with gloo and NCCL.
-Not run on a GPU yet.
+output_dir/heartbeats/rank_00003.json, .stacks   rank 3's last beat; the stacks that SIGNAL makes it write, also in C code
+output_dir/heartbeats/stalled.json               written by the first rank that sees a stall
+output_dir/stalls/001/report.txt                 who has stalled, and what every rank was doing
+output_dir/stalls/001/rank_00003.txt             the stacks of rank 3's threads, or why there are none
+The beats are files, which works alike with gloo and NCCL. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -36,33 +28,7 @@ from typing import Any
 from grpo_megatron.parallel.mesh import Mesh, RankError, on_first_rank
 from grpo_megatron.storage.run_files import add_event
 
-# -- Which rank has stalled, judged from the heartbeats of all ranks. Pure functions of what was read, and of the time -
-# A rank has stalled when all of this has lasted for `trainer.stall_timeout_s` (35 s by default):
-#
-#     no rank has begun or ended a phase      the run as a whole makes no progress
-#     the rank is silent or idle
-#         silent   its thread has written no heartbeat: it was stopped (SIGSTOP), its machine is lost, or code in C keeps
-#                  Python's lock. This counts in every phase.
-#         idle     its main thread sleeps and waits for no other rank or process (`MainThread`). This counts inside a training
-#                  step only: outside it a rank may wait for a file system, which looks the same.
-#
-# Waiting alone is no stall, for any time. So none of these is one: a long generation, on one rank or all (the engine uses a
-# core); a long save (the thread still beats); ranks that wait for a slow one (they wait in a collective); a slow reward or tool
-# (its caller waits for a process or a connection); a breakpoint. A machine that is too busy, or that was suspended, delays the
-# ranks that watch as well: no single pause of a watcher counts for more than two of its periods, and each rank's silence is
-# measured on the watcher's own clock, so clocks need not agree.
-#
-# What this misses, trainer.timeout_s ends: a rank that computes for ever, a deadlock in which all ranks wait in collectives, and
-# a rank that is idle outside a step. The error then names the ranks that are behind the others (`behind`).
-#
-# The beats share the file system with checkpoints. So while one is saved, a rank may be silent for SAVE_FACTOR times as long.
-# And a look says nothing about ranks, but about the file system, when
-#
-#     the watcher cannot write its own beat and read it again, or needs more than two periods for all beats
-#     all ranks of all other nodes, of at least two, are silent at once
-#
-# When this has lasted for `stall_timeout_s` the watcher prints it, and the run goes on. A false alarm is still
-# possible where one machine alone loses the file system. Set a longer time where that happens; null turns the watch off.
+# -- which rank has stalled: pure functions of what was read, and of the time -----------------------------------------
 
 STEP = "step"  # the phase that contains a training step
 SLOW_DISK_PHASES = ("renew_reference", "dump")  # inside a step
@@ -71,7 +37,7 @@ SAVE_FACTOR = 10
 
 
 class StalledRank(RankError):
-    """At least one rank does not go on, and the run cannot. The message names rank, node, phase and step."""
+    """At least one rank that does not go on, so that the run cannot. Names rank, node, phase and step."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +71,23 @@ class Beat:
 
 
 class Watch:
-    """What one rank has seen of all ranks. Call `update` about every `period_s` seconds."""
+    """One rank's view of all ranks. Call `update` about every `period_s` seconds.
+
+    A rank has stalled when no rank has begun or ended a phase for `timeout_s` (trainer.stall_timeout_s), and it is
+    silent or idle for as long. Silent: it has written no beat (SIGSTOP, a lost machine, C code that keeps Python's
+    lock). Idle, inside a step only: its main thread sleeps and waits for no other rank or process; outside a step it
+    may wait for a file system, which looks the same.
+
+    Waiting alone is no stall: a long generation uses a core, a long save beats, a slow reward is waited for by a
+    process. A busy or suspended machine delays the watcher as well, so a pause of it counts for two periods at most,
+    and silence is measured on its own clock. A rank that computes for ever, and a deadlock in collectives, are left to
+    trainer.timeout_s, whose error names the ranks that are `behind`.
+
+    Beats share the file system with checkpoints: while one is saved, a rank may be silent SAVE_FACTOR times as long. It
+    is the file system that has stalled when the watcher's own beat does not come back, or reading takes more than two
+    periods, or all ranks of at least two other nodes are silent at once: this is printed, and the run goes on. Where
+    one machine alone loses the file system a false alarm is possible; a longer time avoids it.
+    """
 
     def __init__(self, timeout_s: float, period_s: float, now: float) -> None:
         self.timeout_s, self.period_s, self._last = timeout_s, period_s, now
@@ -117,7 +99,8 @@ class Watch:
     def update(
         self, beats: Mapping[int, Beat], now: float, own: Beat | None = None, files_s: float = 0.0
     ) -> list[Beat]:
-        """The last beats of the ranks that have stalled. `beats`: what could be read; `now`: seconds of this rank's clock.
+        """Returns the last beats of the stalled ranks. `beats`: what could be read; `now`: seconds of this rank's
+        clock.
 
         `own`: the beat that this rank has written; `files_s`: the seconds of writing it and of reading all beats.
         `files_stall_s` then says for how long the file system has stalled.
@@ -155,7 +138,7 @@ class Watch:
 
 
 def reason(beat: Beat, silent_s: float | None) -> str:
-    """One line: who, where, and what makes it a stall. `silent_s` None: the rank is idle."""
+    """Writes one line: who, where, and why it is a stall. `silent_s` None: the rank is idle."""
     if silent_s is not None:
         return f"{beat.name} has stalled in {beat.place}: no sign of life for {silent_s:.0f} s"
     return (
@@ -165,7 +148,7 @@ def reason(beat: Beat, silent_s: float | None) -> str:
 
 
 def behind(beats: Sequence[Beat]) -> list[Beat]:
-    """The ranks that have come less far than others of their role; none where all are at the same place."""
+    """Returns the ranks that have come less far than others of their role; none where all are at the same place."""
     late = []
     for role in sorted({beat.role for beat in beats}):
         running = [beat for beat in beats if not beat.ended and beat.role == role]
@@ -176,7 +159,7 @@ def behind(beats: Sequence[Beat]) -> list[Beat]:
 
 
 def table(beats: Sequence[Beat]) -> str:
-    """A line per rank, for report.txt."""
+    """Writes a line per rank, for report.txt."""
     rows = [("rank", "node", "process", "step", "phase", "for", "main thread")]
     for beat in sorted(beats, key=lambda beat: beat.rank):
         step = "-" if beat.step is None else str(beat.step)
@@ -188,25 +171,20 @@ def table(beats: Sequence[Beat]) -> str:
     )
 
 
-# -- What a process is doing: the main thread of this one, and the state of another process of this machine. Linux only
-# A main thread is *idle* when it works on nothing that could end its wait. All of this must hold:
-#
-# the whole process used less than 2 % of a core since the last look (the time of the thread that looks is left out)
-# the kernel says that the main thread sleeps (S); a thread that waits for a disk (D) or for a core (R) is not idle
-# it waits for no other rank, no other process, no connection and no prompt of a debugger: none of its innermost
-# Python frames is in one of the modules of WAITS
-#
-# A thread that waits for a GPU is not idle either: CUDA waits by spinning, unless it was told otherwise.
+# -- the main thread of this process, and the state of another process of this machine (Linux) ------------------------
 
-WAITS = (
+WAITS = (  # modules that wait for another rank, a process, a connection or a debugger's prompt
     *("torch.distributed", "megatron.core.distributed", "megatron.core.pipeline_parallel.p2p_communication"),
+    *("grpo_megatron.parallel.control", "grpo_megatron.parallel.bridge", "vllm.distributed"),
     *(
-        "grpo_megatron.parallel.control",
-        "grpo_megatron.parallel.bridge",
-        "vllm.distributed",
         "transformer_engine.pytorch.distributed",
+        "multiprocessing",
+        "subprocess",
+        "concurrent",
+        "queue",
+        "asyncio",
+        "zmq",
     ),
-    *("multiprocessing", "subprocess", "concurrent", "queue", "asyncio", "zmq"),
     *("selectors", "socket", "ssl", "http", "urllib", "urllib3", "pdb", "bdb", "cmd"),
 )
 INNERMOST = 4  # frames; a deeper one has called the code that does not return
@@ -214,7 +192,12 @@ BUSY = 0.02  # share of a core
 
 
 class MainThread:
-    """Looks at the main thread of this process, from another thread."""
+    """The main thread of this process, seen from another thread.
+
+    It is idle when the process used less than BUSY of a core since the last look (without the looking thread), the
+    kernel says that the main thread sleeps (S, not D or R), and none of its innermost frames is in a module of WAITS.
+    CUDA waits by spinning, unless it was told otherwise, so a thread that waits for a GPU is not idle.
+    """
 
     def __init__(self) -> None:
         thread = threading.main_thread()
@@ -222,7 +205,9 @@ class MainThread:
         self._last, self._cpu = time.monotonic(), self._cpu_seconds()
 
     def look(self) -> tuple[str, bool]:
-        """Where the main thread is, "function (file.py:12)", and whether it was idle at this look and since the last one."""
+        """Returns the place of the main thread, "function (file.py:12)", and whether it was idle at this look and since
+        the last.
+        """
         now, cpu = time.monotonic(), self._cpu_seconds()
         is_busy = cpu - self._cpu > BUSY * (now - self._last)
         self._last, self._cpu = now, cpu
@@ -249,7 +234,7 @@ def _waits(frame: FrameType | None) -> bool:
 
 
 def _state(stat: Path) -> str:
-    """The state in a stat file of /proc, as one letter; "" if there is none."""
+    """Returns the state in a stat file of /proc, as one letter; "" if there is none."""
     try:
         return stat.read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -257,7 +242,7 @@ def _state(stat: Path) -> str:
 
 
 def start_ticks(pid: int | str = "self") -> int:
-    """When a process was started, in clock ticks since the machine was; 0 without such a process.
+    """Returns when a process was started, in clock ticks since the machine was; 0 without such a process.
 
     A process id can be given to another process later. Together with this number it belongs to one process.
     """
@@ -268,7 +253,7 @@ def start_ticks(pid: int | str = "self") -> int:
 
 
 def describe_process(pid: int) -> str:
-    """What the kernel says about a process of this machine, for a report."""
+    """Describes a process of this machine by its state in the kernel, for a report."""
     state = _state(Path(f"/proc/{pid}/stat"))
     if state in ("T", "t"):
         return f"the process is stopped, by SIGSTOP or a debugger, and cannot write its stack (`kill -CONT {pid}` continues it)"
@@ -280,9 +265,11 @@ def describe_process(pid: int) -> str:
 
 
 def same_process(pid: int, ticks: int) -> bool:
-    """Whether process `pid` of this machine is the one that was started at `ticks`."""
+    """Tells whether process `pid` of this machine is the one that was started at `ticks`."""
     return ticks != 0 and start_ticks(pid) == ticks and pid != os.getpid()
 
+
+# -- the heartbeat of a rank -------------------------------------------------------------------------------------------
 
 FOLDER, REPORTS = "heartbeats", "stalls"
 MAX_WATCHERS, MAX_READS = 8, 4096
@@ -300,12 +287,19 @@ _report: list[Callable[[StalledRank], int]] = [_print]
 
 
 def when_stalled(report: Callable[[StalledRank], int]) -> None:
-    """Call `report(error)` in the heartbeat's thread when the run has stalled; it returns the exit code of this rank."""
+    """Sets `report(error)`, which the heartbeat's thread calls when the run has stalled; it returns this rank's exit
+    code.
+    """
     _report.append(report)
 
 
 class Heartbeat:
-    """The heartbeat of one rank. A context manager; entering it is collective. `timeout_s` None: nothing is watched."""
+    """The heartbeat of one rank. A context manager; entering it is collective. `timeout_s` None: nothing is watched.
+
+    A few ranks read all files: MAX_WATCHERS, or fewer above 512 ranks, so that they read at most MAX_READS files per
+    look (but two watch in any case). After a stall every rank ends; the rank that has seen it ends first, so that its
+    message is the reason.
+    """
 
     def __init__(self, output_dir: Path, mesh: Mesh, timeout_s: float | None) -> None:
         self.output_dir, self.mesh, self.timeout_s = output_dir, mesh, timeout_s
@@ -324,11 +318,10 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._stacks: Any = None
 
-    # -- what the main thread tells ------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The main thread is in this phase until the block ends. All ranks enter the same phases in the same order.
+        """Marks the main thread as being in this phase until the block ends. All ranks enter the same phases in the
+        same order.
 
         A block that raises leaves the phase as it is: the error may be reported with it.
         """
@@ -346,7 +339,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def naming_timeouts(self) -> Iterator[None]:
-        """A collective that times out inside raises StalledRank, which names the ranks that are behind the others."""
+        """Turns a collective that times out inside into StalledRank, which names the ranks that are behind the others."""
         try:
             yield
         except RuntimeError as error:
@@ -385,8 +378,6 @@ class Heartbeat:
         faulthandler.unregister(SIGNAL)
         if self._stacks is not None:
             self._stacks.close()
-
-    # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         main, watch, last_look, is_named = MainThread(), None, time.monotonic(), False
@@ -454,7 +445,7 @@ class Heartbeat:
         return beats
 
     def _name_stalled_files(self, watch: Watch, is_named: bool) -> bool:
-        """Print once that the file system has stalled; returns whether this has been printed of the present stall."""
+        """Prints once that the file system has stalled; returns whether this has been printed of the present stall."""
         is_stalled = watch.files_stall_s >= watch.timeout_s
         if is_stalled and not is_named:
             print(f"warning: {self._stalled_files(watch.files_stall_s)}; the run goes on", file=sys.stderr, flush=True)
@@ -466,10 +457,8 @@ class Heartbeat:
             f" {seconds:.0f} s it has not taken and returned their heartbeats"
         )
 
-    # -- the end of a stalled run --------------------------------------------------------------------------------------
-
     def _announce(self, stalled: list[Beat], watch: Watch) -> None:
-        """Tell all ranks, unless another rank has. This rank is then the one that reports."""
+        """Tells all ranks, unless another rank has. This rank is then the one that reports."""
         path = self.folder / "stalled.json"
         try:
             file = path.open("x")
@@ -499,7 +488,7 @@ class Heartbeat:
         return content
 
     def _end_stalled(self, announced: dict[str, Any]) -> None:
-        """Write this rank's stacks, and those of silent ranks of this machine; then end this rank."""
+        """Writes this rank's stacks, and those of silent ranks of this machine; then ends this rank."""
         beats, folder = self._read(), self.output_dir / REPORTS / announced["folder"]
         silent = [beats[rank] for rank in announced["silent"] if rank in beats]
         with contextlib.suppress(OSError), (folder / self._file(self.mesh.run_rank, "txt").name).open("w") as file:
@@ -522,7 +511,7 @@ class Heartbeat:
         os._exit(code)
 
     def _write_stacks(self, silent: list[Beat], folder: Path) -> None:
-        """Have the processes of silent ranks write their stacks; where one cannot, write why."""
+        """Has the processes of silent ranks write their stacks; where one cannot, writes why."""
         for beat in silent:
             if same_process(beat.pid, beat.started):
                 with contextlib.suppress(OSError):

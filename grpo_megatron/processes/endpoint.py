@@ -1,22 +1,20 @@
-"""POST to an HTTP endpoint, with retries and a deadline: for tools and rewards that ask a service. Standard library only.
+"""POST to an HTTP endpoint, with retries and one deadline: for tools and rewards that ask a service. Standard library only.
 
-It tries again after a lost connection and after the statuses 408, 429 and 5xx, and waits 0.1 s, 0.2 s, 0.4 s, ... between,
-or longer where the service says so (Retry-After). The deadline is for all attempts together, and for headers as for the body;
-no attempt begins after it. Redirects and proxies are not used, so headers reach no other host. A key that the service repeats
-is masked wherever it appears.
+A request is sent again after a lost connection and after the statuses AGAIN, with pauses of 0.1 s, 0.2 s, 0.4 s, ..., or longer
+where the service asks for it (Retry-After). Neither redirects nor proxies are used, so headers reach no other host.
 """
 
 from __future__ import annotations
 
-import functools
-import io
+import contextlib
 import os
+import socket
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.message import Message
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from urllib.parse import urlsplit
 
 FIRST_PAUSE_S = 0.1
@@ -26,7 +24,7 @@ AGAIN = {408, 429, 500, 502, 503, 504}
 
 
 class EndpointError(Exception):
-    """There is no response. `reason`: the beginning of the text that came with an error status."""
+    """A request without a reply. `reason`: the beginning of the text that came with an error status."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -39,7 +37,7 @@ class EndpointTimeout(EndpointError):
 
 @dataclass(frozen=True)
 class ServiceReply:
-    """A response of status 200, after so many attempts."""
+    """A response of status 200, and the number of attempts."""
 
     data: bytes
     headers: Message
@@ -56,7 +54,7 @@ def check_url(url: str, name: str) -> None:
 
 
 def key_of(variable: str | None, name: str) -> str | None:
-    """The key in an environment variable; None without one. Raises ValueError: it is not set, or no header can hold it."""
+    """Reads the key in an environment variable. Raises ValueError: it is not set, or no header can hold it."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
@@ -70,7 +68,7 @@ def key_of(variable: str | None, name: str) -> str | None:
 def post_json(
     url: str, body: bytes, headers: Mapping[str, str], retries: int, deadline_s: float, key: str | None = None
 ) -> ServiceReply:
-    """The reply to `body`, which is JSON, within `deadline_s` seconds and `retries` + 1 attempts. Raises EndpointError.
+    """Sends `body`, which is JSON, and returns the reply. Raises EndpointError after `retries` + 1 attempts or `deadline_s`.
 
     `key` is sent as a bearer token. It is *** in the reply and in messages, which are stored with samples.
     """
@@ -85,7 +83,7 @@ def post_json(
             raise EndpointTimeout(f"no answer within {deadline_s:g} s ({problem})", reason)
         time.sleep(pause)
         try:
-            status, received, data = _attempt(url, body, headers, end)
+            status, received, data = _attempt(url, body, headers, max(end - time.monotonic(), 1e-3))
         except (OSError, HTTPException) as error:
             problem, reason, least_pause = f"{type(error).__name__}: {error}".replace(key or "\0", "***"), "", 0.0
             continue
@@ -93,63 +91,44 @@ def post_json(
         if status == 200:
             return ServiceReply(data, received, attempt + 1)
         problem, reason = f"HTTP status {status}", data.decode("utf-8", "replace")[:MAX_REASON]
-        least_pause = _seconds(received.get("Retry-After"))
+        pause_s = received.get("Retry-After", "")  # may also hold a date, which is not read
+        least_pause = float(pause_s) if pause_s.isascii() and pause_s.isdigit() else 0.0
         if status not in AGAIN:
             break
     raise EndpointError(f"the service does not answer after {attempt + 1} attempts: {problem}", reason)
 
 
-def _attempt(url: str, body: bytes, headers: Mapping[str, str], end: float) -> tuple[int, Message, bytes]:
-    """Status, headers and data."""
+def _attempt(url: str, body: bytes, headers: Mapping[str, str], seconds: float) -> tuple[int, Message, bytes]:
+    """Returns status, headers and data. A socket's time limit is for each read; the timer ends headers and bodies that drip."""
     parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=_left(end))
-    connection.response_class = functools.partial(_TimedResponse, end)  # type: ignore[assignment]
+    connection, is_late = kind(parts.hostname or "", parts.port, timeout=seconds), threading.Event()
+    sockets: list[socket.socket] = []
+
+    def stop() -> None:
+        is_late.set()
+        for opened in sockets:
+            with contextlib.suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, stop)
+    timer.start()
     try:
         connection.connect()
-        connection.sock.settimeout(_left(end))
-        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("POST", target, body, dict(headers))
+        sockets.append(connection.sock)
+        connection.request(
+            "POST", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), body, dict(headers)
+        )
         response = connection.getresponse()
         data = response.read(MAX_RESPONSE + 1)
-        if len(data) > MAX_RESPONSE:
-            raise EndpointError(f"the response has more than {MAX_RESPONSE} bytes")
-        return response.status, response.headers, data
+    except (OSError, HTTPException):
+        if not is_late.is_set():
+            raise
     finally:
+        timer.cancel()
         connection.close()
-
-
-class _TimedResponse(HTTPResponse):
-    """A response that is read until `end` at the latest. A time limit of a socket is for each read alone."""
-
-    def __init__(self, end: float, sock: Any, *arguments: Any, **options: Any) -> None:
-        super().__init__(sock, *arguments, **options)
-        self.fp = io.BufferedReader(_TimedReader(end, sock, self.fp))
-
-
-class _TimedReader(io.RawIOBase):
-    def __init__(self, end: float, sock: Any, file: Any) -> None:
-        self._end, self._socket, self._file = end, sock, file
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._socket.settimeout(_left(self._end))
-        return int(self._socket.recv_into(buffer))
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def _left(end: float) -> float:
-    """Seconds until `end`. Raises TimeoutError after it."""
-    if (left := end - time.monotonic()) <= 0:
+    if is_late.is_set():
         raise TimeoutError("the response took too long")
-    return left
-
-
-def _seconds(retry_after: str | None) -> float:
-    """The header may also hold a date, which is not read."""
-    return float(retry_after) if retry_after and retry_after.isascii() and retry_after.isdigit() else 0.0
+    if len(data) > MAX_RESPONSE:
+        raise EndpointError(f"the response has more than {MAX_RESPONSE} bytes")
+    return response.status, response.headers, data

@@ -1,20 +1,9 @@
 """The program of a host: forks one process per key, passes messages on, and ends the processes that break a limit.
 
-`ProcessPool` starts it as `python -m grpo_megatron.processes.host PARENT_PID`; it is not meant to be run by hand. It calls
-`program(settings)` once, for what all processes share (imports, an index), and runs nothing else of the user's, so that it
-can neither hang nor die with the user's code. `program` returns a function that each new process calls to get its own
-function from request to value. A process per key keeps keys apart: a hang in C, an exit, a changed working directory, a
-patched module or a seeded generator concerns its own. Memory is shared, and copied by the kernel where it is written to.
-
-    <- {"kind": "reward", "sys_path": [...], "program": "module:function", "settings": {...}, "limits": {...}}
-                                                     -> {"ready": true} or {"error": "ValueError: ..."}
-    <- {"key": KEY, "request": {...}, "timeout_s": 9.5}
-                                                     -> {"key": KEY, "answer": {"status": "ok", "value": ..., "seconds": 0.1}}
-                                       or {..., "answer": {"status": "died", "message": "...", "output": "", "seconds": 0.1}}
-    <- {"end": KEY}
-
-Status: ok, raised, memory, flooded (reported by the process), timeout, died, flooded (seen from here). Requests of a key are
-answered in order. A key whose process has failed answers the same failure until its end.
+`ProcessPool` starts it as `python -m grpo_megatron.processes.host PARENT_PID`. It calls `program(settings)` once, for
+what all processes share (imports, an index), and runs nothing else of the user's, so that it can neither hang nor die
+with the user's code. A process per key keeps keys apart: a hang in C, an exit, a patched module or a seeded generator
+concerns its own.
 """
 
 from __future__ import annotations
@@ -56,7 +45,18 @@ OpenSession = Callable[[], Serve]  # called in each new process
 
 
 class Host:
-    """The loop of the program. `requests` and `replies` are the descriptors of the pool's pipes."""
+    """The loop of the program. `requests` and `replies` are the descriptors of the pool's pipes.
+
+    <- {"kind": "reward", "sys_path": [...], "program": "module:function", "settings": {...}, "limits": {...}}
+        -> {"ready": true} or {"error": "ValueError: ..."}
+    <- {"key": KEY, "request": {...}, "timeout_s": 9.5}, answered in order per key
+        -> {"key": KEY, "answer": {"status": "ok", "value": ..., "seconds": 0.1}}
+        or {"key": KEY, "answer": {"status": "died", "message": "...", "output": "", "seconds": 0.1}}
+    <- {"end": KEY}
+
+    Status: ok, raised, memory, flooded (reported by the process), timeout, died, flooded (seen from here). A key whose
+    process has failed answers the same failure until its end.
+    """
 
     def __init__(self, kind: str, open_session: OpenSession, limits: Limits, requests: int, replies: int) -> None:
         self.open_session, self.limits = open_session, limits
@@ -68,7 +68,7 @@ class Host:
         self._end = asyncio.Event()
 
     async def serve(self) -> None:
-        """Serve until the pool closes its pipe; then kill all."""
+        """Serves until the pool closes its pipe, then kills all processes."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(_crash)
         loop.add_reader(self._requests, self._receive)
@@ -79,12 +79,12 @@ class Host:
         end_adopted(set())
 
     def send(self, message: dict[str, Any]) -> None:
-        """To the pool."""
+        """Sends a message to the pool."""
         self._lines.send(message)
         write_rest(self._lines, self._replies)
 
     def show(self, printed: bytes) -> None:
-        """Print what a process has printed, as far as stderr takes it at once: a host must not wait."""
+        """Prints what a process has printed, as far as stderr takes it at once: a host must not wait."""
         if time.monotonic() > self._minute + 60:
             self._shown, self._minute = 0, time.monotonic()
         text = printable(printed.decode(errors="replace"))[: MAX_CONSOLE - self._shown]
@@ -98,7 +98,9 @@ class Host:
             data = data[os.write(2, data[: select.PIPE_BUF]) :]
 
     def end_lost(self) -> bool:
-        """End what processes that have ended have left: it is a child of this process now. Returns whether there was any."""
+        """Ends the orphans of ended processes, which are children of this process now. Returns True where there were
+        any.
+        """
         return end_adopted({guest.process.pid for guest in self._guests.values() if guest.process})
 
     def _receive(self) -> None:
@@ -177,7 +179,7 @@ class Process:
         self._loop.add_reader(self._handle, self._reap)
 
     async def ask(self, request: dict[str, Any], seconds: float) -> ProcessAnswer:
-        """The answer to a request, within so many seconds. Every failure is one, too."""
+        """Returns the answer to a request, within so many seconds. Every failure is an answer, too."""
         if self.failure:
             return self.failure
         self._answer = self._loop.create_future()
@@ -191,7 +193,7 @@ class Process:
             timer.cancel()
 
     def fail(self, status: str, message: str) -> None:
-        """Kill it, and answer the request in execution and all later ones with this status."""
+        """Kills it, and answers the request in execution and all later ones with this status."""
         if self.pid:
             self.close()
             is_asked = self._answer is not None and not self._answer.done()
@@ -204,7 +206,7 @@ class Process:
                 self._answer.set_result(self.failure)
 
     def close(self) -> None:
-        """Kill it, with everything below it. Idempotent."""
+        """Kills it, with everything below it. Idempotent."""
         if not self.pid:
             return
         end_tree(self.pid)
@@ -258,7 +260,7 @@ class Process:
             self.fail("flooded", f"it has printed more than {limit} bytes in one call")
 
     def _reap(self) -> None:
-        """It has ended. Something that it has started may still hold its connection open."""
+        """Handles its end. Something that it has started may still have its connection open."""
         self._read()  # an answer may have arrived before
         if self.pid:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
@@ -272,20 +274,20 @@ class Process:
 
 
 def start_task(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task whose exception ends the host; the pool then starts another one."""
+    """Starts a task whose exception ends the host; the pool then starts another one."""
     task = asyncio.create_task(coroutine)
     task.add_done_callback(lambda done: None if done.cancelled() else done.result())
     return task
 
 
 def _crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """For example, there is no memory or no descriptor for another process."""
+    """Ends the host, for example when there is no memory or no descriptor for another process."""
     loop.default_exception_handler(context)
     os._exit(1)
 
 
 def write_rest(lines: JsonLines, descriptor: int) -> None:
-    """Write what `lines` has queued for `descriptor` as soon as the other side reads."""
+    """Writes what `lines` has queued for `descriptor` as soon as the other side reads."""
     loop = asyncio.get_running_loop()
     lines.write()
     if lines.wants_to_write:
@@ -300,14 +302,14 @@ _inherited: set[str] = set()  # descriptors that were open before the host serve
 
 
 def close_all_but(*kept: int) -> None:
-    """In a new process: close what belongs to the host and to other processes."""
+    """Closes in a new process what belongs to the host and to other processes."""
     for descriptor in set(os.listdir("/proc/self/fd")) - _inherited - set(map(str, kept)):
         with contextlib.suppress(OSError):
             os.close(int(descriptor))
 
 
 def run_guest(open_session: OpenSession, connection: socket.socket, output: int, parent: int) -> None:
-    """Serve requests from `connection` until it closes, then exit. What is printed goes to the descriptor `output`."""
+    """Serves requests from `connection` until it closes, then exits. What is printed goes to the descriptor `output`."""
     code = 0
     try:
         os.setsid()
@@ -333,7 +335,7 @@ def run_guest(open_session: OpenSession, connection: socket.socket, output: int,
 
 
 def _answer(serve: Serve, request: dict[str, Any]) -> ProcessAnswer:
-    """The answer to one request. Every exception of the user's code becomes a status."""
+    """Answers one request. Every exception of the user's code becomes a status."""
     began = time.monotonic()
     try:
         answer = {"status": "ok", "value": serve(request)}
@@ -350,7 +352,7 @@ def _answer(serve: Serve, request: dict[str, Any]) -> ProcessAnswer:
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Serves until stdin ends."""
     die_with_parent(int(sys.argv[1]))
     adopt_orphans()
     requests, replies = os.dup(0), os.dup(1)  # the user's code gets an empty stdin, and prints to stderr

@@ -1,13 +1,8 @@
 """ProcessPool: the user's code in processes that can be killed, named by keys. One that fails costs its own key only.
 
-The pool starts hosts (host.py) with `subprocess`: they are never forked from a process with threads or CUDA, and they do not
-import `__main__`. A host forks one process per key, counts its time and ends it where it breaks a limit. The caller may
-come back late: hosts read, write and count time on their own. Hosts die with this process, and with the *thread* that made
-the pool (PR_SET_PDEATHSIG). What a process has started ends with it (process.py), or, after a run that was killed as a whole,
-when the next pool is made.
-
-User code could still kill its host. Then a new host gets its keys. Those with a request in work are suspects: they go to it
-one after the other, and the one in work when that host dies, too, has killed both and gets the status "died".
+Hosts (host.py) are started with `subprocess`, never forked from a process with threads or CUDA. They read, write and
+count time on their own, so the caller may come back late. They die with this process, and with the *thread* that made
+the pool (PR_SET_PDEATHSIG); what a run that was killed as a whole has left ends when the next pool is made.
 """
 
 from __future__ import annotations
@@ -63,7 +58,7 @@ class FloodedError(Exception):
 
 
 class JsonLines:
-    """Messages over two file descriptors that never block. A message is one line of JSON, an object.
+    """Messages over two file descriptors that never block, each one line of JSON, an object.
 
     `max_line`: bytes of one incoming line; None: the other side is trusted.
     """
@@ -76,20 +71,20 @@ class JsonLines:
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether a part of the queue waits for the other side to read."""
+        """Returns True while a part of the queue waits for the other side to read."""
         return bool(self._queued)
 
     def close(self) -> None:
-        """Forget the descriptors: their numbers may soon name other files."""
+        """Forgets the descriptors: their numbers may soon name other files."""
         self._in = self._out = -1
 
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a message, and write as much of the queue as the other side takes."""
+        """Queues a message, and writes as much of the queue as the other side takes."""
         self._queued += json.dumps(message).encode() + b"\n"
         self.write()
 
     def write(self) -> None:
-        """Write as much as the other side takes. If it is gone, `receive` notices it."""
+        """Writes as much as the other side takes. If it is gone, `receive` notices it."""
         try:
             while self._queued:
                 del self._queued[: os.write(self._out, self._queued[:PIPE_CHUNK])]
@@ -99,7 +94,7 @@ class JsonLines:
             self._queued.clear()
 
     def receive(self, accept: Callable[[dict[str, Any]], None]) -> str | None:
-        """Give each message that has arrived to `accept`. Returns None, or why no more can come; "" for a normal end.
+        """Gives each message that has arrived to `accept`. Returns None, or why no more can come; "" for a normal end.
 
         A line that is no object is the last one that is read.
         """
@@ -131,7 +126,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal would obey: escape sequences, control characters other than tab and newline."""
+    """Removes what a terminal would obey: escape sequences, control characters other than tab and newline."""
     return _CONTROL.sub("", _ESCAPE.sub("", text).replace("\r", "\n"))
 
 
@@ -153,17 +148,21 @@ class _Record:
 
 
 class _HostLink:
-    """The pool's side of one host; the constructor starts it. `suspects` are tried one by one, the first is in work."""
+    """The pool's side of one host; the constructor starts it.
+
+    User code could kill its host. The keys with a request in work are `suspects` then: the new host gets them one after
+    the other, and the one in work when that host dies, too, has killed both and gets the status "died".
+    """
 
     def __init__(self, setup: dict[str, Any], variables: dict[str, str]) -> None:
         paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._mark = new_mark()
-        own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", MARK: self._mark}
+        local = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", MARK: self._mark}
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "grpo_megatron.processes.host", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | variables | own,
+            env=os.environ | variables | local,
             start_new_session=True,  # a process group, so that `kill` reaches what the host has started
             bufsize=0,
         )
@@ -181,14 +180,14 @@ class _HostLink:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has been silent for too long."""
+        """Returns True after too long a silence."""
         is_busy = any(record.num_sent for record in self.records.values())
         if self.is_ready and not is_busy:
             self.silence = self._patience = 0.0
         return self.silence > (self._patience + GRACE_S if self.is_ready else STARTUP_TIMEOUT_S)
 
     def send(self, record: _Record) -> None:
-        """Send the requests of a record that are not sent; while suspects are tried, when its turn comes."""
+        """Sends the requests of a record that are not sent; while suspects are tried, only those of the first suspect."""
         if self.suspects and record is not self.suspects[0]:
             if record not in self.suspects:
                 self.suspects.append(record)
@@ -202,14 +201,14 @@ class _HostLink:
         record.num_sent = len(record.pending)
 
     def try_next(self) -> None:
-        """If the suspect in work has been answered, or has ended, go on with the next one."""
+        """Goes on with the next suspect once the one in work has been answered or has ended."""
         while self.suspects and not (self.suspects[0].number in self.records and self.suspects[0].pending):
             self.suspects.popleft()
             if self.suspects:
                 self.send(self.suspects[0])
 
     def kill(self) -> str:
-        """Send SIGKILL to it and to all that it has started, and close the pipes; returns how it ended."""
+        """Sends SIGKILL to it and to all that it has started, and closes the pipes; returns how it ended."""
         if self._process.returncode is None:
             end_family(self._process.pid, self._mark)
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -222,12 +221,12 @@ class _HostLink:
 
 
 class ProcessPool:
-    """Processes that serve `program(settings)`; see host.py. Use it from one thread, and `close` it.
+    """Processes that serve `program(settings)`; see host.py. Use it from one thread, and close it.
 
-    `kind` and `key` name the code and the settings' config key in messages. `answer(key, answer)` is called, within `serve`,
-    with each answer: status, "value" or "message" and "output" (the last line printed, in brackets), seconds. `num_hosts`
-    share the keys. Raises ValueError for settings that are no JSON. Any method raises RuntimeError when hosts cannot start or
-    load the program.
+    `kind` and `key` name the code and the settings' config key in messages. `answer(key, answer)` is called, within
+    `serve`, with each answer: status, "value" or "message" and "output" (the last line printed, in brackets), seconds.
+    `num_hosts` share the keys. Raises ValueError for settings that are no JSON. Any method raises RuntimeError when
+    hosts cannot start or load the program.
     """
 
     def __init__(
@@ -256,13 +255,13 @@ class ProcessPool:
         self._hosts = [_HostLink(setup, self._variables) for _ in range(num_hosts)]
 
     def close(self) -> None:
-        """Kill all processes. Idempotent."""
+        """Kills all processes. Idempotent."""
         for host in self._hosts:
             host.kill()
         self._hosts, self._records = [], {}
 
     def submit(self, key: str, body: dict[str, Any], timeout_s: float, replay: TimedRequest | None = None) -> None:
-        """Queue a request to the process called `key`, which is started if there is none. Returns at once.
+        """Queues a request to the process called `key`, which is started if there is none. Returns at once.
 
         `replay`: what leads a new process to the state after this request, for processes that keep a state.
         """
@@ -280,14 +279,14 @@ class ProcessPool:
             record.host.send(record)
 
     def end(self, key: str) -> None:
-        """Forget a key, whatever its state, and kill its process. An unknown key is ignored."""
+        """Forgets a key, whatever its state, and kills its process. An unknown key is ignored."""
         if record := self._records.pop(key, None):
             del record.host.records[record.number]
             record.host.lines.send({"end": record.number})
             record.host.try_next()
 
     def serve(self, *, block: bool) -> None:
-        """Pass messages on. `block`: wait until something has arrived, but not for long."""
+        """Passes messages on. `block`: waits until something has arrived, but not for long."""
         if not self._hosts:
             raise RuntimeError(f"the pool of {self._kind} workers is closed")
         with selectors.DefaultSelector() as selector:
@@ -311,8 +310,6 @@ class ProcessPool:
             if host.is_lost:
                 self._replace(host, "it does not answer")
 
-    # -- hosts ---------------------------------------------------------------------------------------------------------
-
     def _accept(self, host: _HostLink, message: dict[str, Any]) -> None:
         host.silence = 0.0
         if "error" in message:
@@ -328,7 +325,7 @@ class ProcessPool:
             self._answer(record.key, message["answer"])
 
     def _replace(self, host: _HostLink, problem: str) -> None:
-        """Give the keys of a host that is lost to a new one."""
+        """Gives the keys of a lost host to a new one."""
         ending = host.kill()
         ending = problem or ending
         if not host.is_ready:
@@ -364,11 +361,11 @@ T = TypeVar("T")
 
 
 class KeptProblem(Generic[PoolType]):
-    """Calls of a pool whose first failure is kept for a later, collective moment.
+    """Calls of a pool; the first failure is kept for a later, collective moment.
 
-    Only the leader of a rollout block has the pool. If it raised in the middle of a draw, the other ranks of its block
-    would wait for it in the engine. So a problem is kept until all ranks can hear of it, and nothing is asked of the pool
-    any more. `pool` None: this rank has none, and every call does nothing.
+    Only the leader of an engine replica has the pool. If it raised in the middle of a generation, the other ranks of
+    its replica would wait for it in the engine. After a failure nothing is asked of the pool any more. `pool` None:
+    this rank has none, and every call does nothing.
     """
 
     def __init__(self, pool: PoolType | None) -> None:
@@ -376,7 +373,7 @@ class KeptProblem(Generic[PoolType]):
         self.text: str | None = None  # of the first failure
 
     def attempt(self, call: Callable[[PoolType], T]) -> T | None:
-        """`call(pool)`, or None without a pool and after the first RuntimeError."""
+        """Returns `call(pool)`, or None without a pool and after the first RuntimeError."""
         if self.pool is None or self.text is not None:
             return None
         try:

@@ -1,4 +1,6 @@
-"""A process as the operating system sees it: it limits itself, ends with its parent, and all that it has started ends with it."""
+"""A process as the operating system sees it: it limits itself, ends with its parent, and all that it has started ends
+with it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
 def describe(error: BaseException) -> str:
-    """Type and text of an exception, at most MAX_TEXT_OF_ERROR characters."""
+    """Returns type and text of an exception, at most MAX_TEXT_OF_ERROR characters."""
     try:
         return f"{type(error).__name__}: {error}"[:MAX_TEXT_OF_ERROR]
     except Exception:  # noqa: BLE001 - an exception whose __str__ raises
@@ -24,7 +26,7 @@ def describe(error: BaseException) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended. `code` is negative for a signal, as in `subprocess`."""
+    """Says how a process ended. `code` is negative for a signal, as in `subprocess`."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -37,7 +39,7 @@ def describe_exit(code: int) -> str:
 
 
 def limit_memory(size: int | None) -> None:
-    """Limit the address space to `size` bytes above what is mapped now; None: no limit. Where the system has such limits."""
+    """Limits the address space to `size` bytes above what is mapped now, where the system can. None: no limit."""
     with contextlib.suppress(OSError, ValueError):
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = hard
@@ -48,7 +50,7 @@ def limit_memory(size: int | None) -> None:
 
 
 class _OutOfTime(BaseException):
-    """Not an Exception: libraries such as sympy catch those in many places."""
+    """No Exception: libraries such as sympy catch those in many places."""
 
 
 @contextlib.contextmanager
@@ -78,26 +80,26 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
 
 # -- all processes that a worker has started, also those that have left its process group, session and parent -----------
 # A worker is marked by a variable of its environment, which its descendants inherit. A descendant that replaces its
-# environment is still found by its chain of parents, as long as the worker runs: the worker adopts the orphans below it.
-# A process that hides in both ways and outlives its worker is not found. Linux only (CONFIG_PROC_CHILDREN); on other
-# systems only the worker's process group is ended.
+# environment is still found by its chain of parents while the worker runs, because the worker adopts the orphans below it.
+# One that hides in both ways and outlives its worker is not found. Linux only (CONFIG_PROC_CHILDREN); elsewhere only the
+# worker's process group is ended.
 
 MARK = "GRPO_MEGATRON_WORKER"  # PID.START TIME of the worker's parent, then a random number
 MAX_ROUNDS = 100  # of looking for new processes, which a fork bomb would start for ever
 
 
 def new_mark() -> str:
-    """The value of MARK for a worker that this process starts."""
+    """Returns the value of MARK for a worker that this process starts."""
     return f"{os.getpid()}.{_start_time(os.getpid())}.{uuid.uuid4().hex}"
 
 
 def adopt_orphans() -> None:
-    """Called by a worker."""
+    """Makes a worker the parent of the orphans below it."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Called by the child. On Linux the kernel sends it SIGKILL when its parent ends, however that happens.
+    """Has the kernel send SIGKILL to this process when its parent ends, however that happens (Linux).
 
     Ends this process at once if the parent has ended already. On other systems there is only this check.
     """
@@ -114,19 +116,19 @@ def _prctl(option: int, value: int) -> None:
 
 
 def end_family(worker_pid: int, mark: str) -> None:
-    """SIGKILL to a worker that has not been waited for yet, and to all that it has started."""
+    """Sends SIGKILL to a worker that has not been waited for yet, and to all that it has started."""
     _end(lambda: tree(worker_pid) | _marked(lambda value: value == mark))
 
 
 def end_tree(root: int) -> None:
-    """SIGKILL to a child of this process that has not been waited for, and to everything below it."""
+    """Sends SIGKILL to a child of this process that has not been waited for, and to everything below it."""
     _end(lambda: tree(root))
 
 
 def end_adopted(known: Set[int]) -> bool:
-    """SIGKILL to the children of this process that are not `known`, and below them: orphans that it has adopted.
+    """Sends SIGKILL to the children of this process that are not `known`, and below them: orphans that it has adopted.
 
-    Also waits for those that have ended. Returns whether there are any; they end a moment later.
+    Also waits for those that have ended. Returns True while there are any; they end a moment later.
     """
     _end(lambda: {pid for child in _children(os.getpid()) - known for pid in tree(child)})
     left = _children(os.getpid()) - known
@@ -137,30 +139,30 @@ def end_adopted(known: Set[int]) -> bool:
 
 
 def end_orphans() -> None:
-    """SIGKILL to the processes of this user that workers of a killed run have left behind."""
+    """Sends SIGKILL to the processes of this user that workers of a killed run have left behind."""
     _end(lambda: _marked(_is_orphaned))
 
 
 def tree(root: int) -> set[int]:
-    """`root` and everything below it."""
-    found, pending = {root}, [root]
+    """Returns `root` and everything below it."""
+    pids, pending = {root}, [root]
     while pending:
-        below = _children(pending.pop()) - found
-        found |= below
+        below = _children(pending.pop()) - pids
+        pids |= below
         pending += below
-    return found
+    return pids
 
 
 def _end(find: Callable[[], set[int]]) -> None:
-    """Stop all before killing the first: a stopped process starts no other, and hands no child to another parent."""
-    found: set[int] = set()
+    """Stops all before it kills the first: a stopped process starts no other, and hands no child to another parent."""
+    stopped: set[int] = set()
     for _ in range(MAX_ROUNDS):
-        new = find() - found - {os.getpid()}
+        new = find() - stopped - {os.getpid()}
         if not new:
             break
         _send(new, signal.SIGSTOP)
-        found |= new
-    _send(found, signal.SIGKILL)
+        stopped |= new
+    _send(stopped, signal.SIGKILL)
 
 
 def _send(pids: set[int], number: signal.Signals) -> None:
@@ -170,24 +172,24 @@ def _send(pids: set[int], number: signal.Signals) -> None:
 
 
 def _children(pid: int) -> set[int]:
-    found: set[int] = set()
+    pids: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
-                found.update(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
-    return found
+                pids.update(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
+    return pids
 
 
 def _marked(is_wanted: Callable[[str], bool]) -> set[int]:
-    """The processes whose MARK fulfils the condition. Only those of this user can be read."""
-    found = set()
+    """Returns the processes of this user whose MARK fulfils the condition."""
+    pids = set()
     start = f"{MARK}=".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             for entry in path.read_bytes().split(b"\0"):
                 if entry.startswith(start) and is_wanted(entry[len(start) :].decode(errors="replace")):
-                    found.add(int(path.parent.name))
-    return found
+                    pids.add(int(path.parent.name))
+    return pids
 
 
 def _is_orphaned(mark: str) -> bool:
@@ -196,7 +198,7 @@ def _is_orphaned(mark: str) -> bool:
 
 
 def _start_time(pid: int) -> str:
-    """In clock ticks since boot; with the number of the process it names a process for ever. "" if there is none."""
+    """Returns clock ticks since boot, which name a process for ever together with its number. "" if there is none."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

@@ -1,7 +1,7 @@
 """Environment variables of a rank with a GPU: one table, with the reason of each.
 
-They are set in every process that may become a rank, before it imports torch: CUDA and NCCL read them once. What the user
-has set stays, but for what keys of the config ask for. On the CPU nothing is set. Not run on a GPU yet.
+They are set in every process that may become a rank, before it imports torch: CUDA and NCCL read them once. What the
+user has set stays, but for what keys of the config ask for. On the CPU nothing is set. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GPU_VARIABLES = (
 )
 # Compiled kernels. All ranks of all nodes would write them into one shared home. The value is a folder below `cache_folder`.
 CACHES = (
-    Variable("VLLM_CACHE_ROOT", "vllm", "graphs that vLLM has compiled, and what it knows of model classes"),
+    Variable("VLLM_CACHE_ROOT", "vllm", "graphs that vLLM has compiled, and its inspection of model classes"),
     Variable("TRITON_CACHE_DIR", "triton", "Triton's kernels"),
     Variable("TORCHINDUCTOR_CACHE_DIR", "inductor", "kernels of torch.compile"),
     Variable("FLASHINFER_WORKSPACE_BASE", "flashinfer", "FlashInfer's kernels, in .cache/flashinfer below it"),
@@ -41,7 +41,7 @@ CACHES = (
 
 
 def set_gpu_variables() -> Iterator[str]:
-    """Set what the user has not set. Yields a line for each value of the user's that is not the table's."""
+    """Sets what the user has not set. Yields a line for each value of the user's that is not the table's."""
     folder: Path | None = None
     for variable in (*GPU_VARIABLES, *CACHES):
         name, value, reason = variable
@@ -58,9 +58,9 @@ TE_NONDETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # "0": Transformer Engin
 
 
 def set_determinism_variables(config: Config) -> None:
-    """Set the variables of `actor.megatron.deterministic` and `rollout.batch_invariant`, over the user's own.
+    """Sets the variables of `actor.megatron.deterministic` and `rollout.batch_invariant`, over the user's.
 
-    cuBLAS reads its own when it makes its first handle, vLLM when it is imported, TE when it builds an attention.
+    cuBLAS reads its variable with the first handle, vLLM when it is imported, TE when it builds an attention.
     """
     if config.actor.megatron.deterministic:
         os.environ |= {TE_NONDETERMINISM: "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -69,15 +69,16 @@ def set_determinism_variables(config: Config) -> None:
 
 
 def cache_folder() -> Path:
-    """A folder on this machine, of this user alone, that stays for the next run. Its name does not begin like a leftover's.
+    """Makes a folder on this machine, of this user alone, that stays for the next run.
 
-    Where another user has taken the name, or a link, a new folder that lasts until this process ends.
+    Its name does not begin like a leftover's. Where another user has taken it, or a link, a new folder lasts until this
+    process ends.
     """
     folder = Path(tempfile.gettempdir(), f"grpo-megatron-cache-{os.getuid()}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+        entry = folder.lstat()
+        if stat.S_ISDIR(entry.st_mode) and entry.st_uid == os.getuid():
             folder.chmod(0o700)
             return folder
     except OSError:

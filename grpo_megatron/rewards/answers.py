@@ -1,14 +1,4 @@
-r"""How a response writes its answer: the last box, marked numbers, the layout; the rewards gsm8k, format and tag_count.
-
-A box, `\boxed{...}`, holds the final answer by the convention of MATH (arXiv 2103.03874).
-
-The last box decides. When its brace is not closed (a truncated response), there is no prediction, even if the text has
-an earlier box. In `\boxed{7\}` the backslash is a slip: such a brace closes a box that no other one does, if no `\{` is
-open. `\boxed 7$` ends at the dollar sign or at the end of the line. `\fbox` counts. `\{` and `\}` are characters
-of the answer. Of nested boxes the innermost is read. An empty box is the prediction "". Boxes with only `,`, `and` or
-`or` between them are one prediction, a list. Time is linear in the text: at most MAX_BOX characters are read after a
-box, and at most MAX_BOXES boxes.
-"""
+"""Answers as responses write them: the last box, marked numbers, layouts; the rewards gsm8k, format and tag_count."""
 
 from __future__ import annotations
 
@@ -27,7 +17,16 @@ _LINK = re.compile(r"[\s$.]*(?:,|;|\\text\{\s*(?:,?\s*(?:and|or))\s*\}|,?\s*(?:a
 
 
 def last_boxed(text: str, joined: bool = True) -> str | None:
-    """The content of the last box, or (`joined`) of the last few boxes; None without one, or if it is not closed."""
+    r"""Returns the content of the last box, or (`joined`) of the last few boxes; None without one, or if it is not
+    closed.
+
+    A box, `\boxed{...}` or `\fbox{...}`, has the final answer by the convention of MATH (arXiv 2103.03874). An unclosed
+    last box (a truncated response) is no prediction, even if there is an earlier box. In `\boxed{7\}` the backslash is
+    a slip: such a brace closes a box that no other one does, if no `\{` is open. `\boxed 7$` ends at the dollar sign or
+    the line's end. Of nested boxes the innermost is read; an empty box is "". Boxes with only `,`, `and` or `or`
+    between them are one list. Linear time: at most MAX_BOX characters are read after a box, and at most MAX_BOXES
+    boxes.
+    """
     start = box_start(text)
     content, _ = _read_box(text, start) if start >= 0 else (None, 0)
     if content is None:
@@ -44,13 +43,13 @@ def last_boxed(text: str, joined: bool = True) -> str | None:
 
 
 def box_start(text: str, low: int = 0, high: int | None = None) -> int:
-    """Where the last box of text[low:high] begins; -1 when there is none."""
+    """Finds where the last box of text[low:high] begins; -1 when there is none."""
     high = len(text) if high is None else high
     return max(text.rfind("\\boxed", low, high), text.rfind("\\fbox", low, high))
 
 
 def _read_box(text: str, start: int) -> tuple[str | None, int]:
-    """(content of the box that begins at `start`, or None if it is not closed; where the box ends)."""
+    """Returns (content of the box that begins at `start`, or None if it is not closed; the end of the box)."""
     start += len("\\boxed") if text.startswith("\\boxed", start) else len("\\fbox")
     window = text[start : start + MAX_BOX]
     content = window.lstrip()
@@ -72,14 +71,6 @@ def _read_box(text: str, start: int) -> tuple[str | None, int]:
 
 
 # -- numbers: the reward gsm8k -----------------------------------------------------------------------------------------
-# The one extractor of GSM8K training and evaluation. The last mark decides: `#### 18`, `<answer>18</answer>` or
-# `\boxed{18}`, whichever comes last in the text. The number must follow the mark at once. Currency signs, markdown,
-# LaTeX commands, thousands commas and a percent sign are dropped; units may follow. Values are compared as exact
-# fractions, so 12.50 = 25/2. What is not one plain number (`9 * 2`, `10-20`, `5e3`, `1,23`, a digit outside ASCII) is
-# no prediction. GSM8K: arXiv 2110.14168.
-#
-# Departures from verl's `gsm8k` reward: verl reads only the last 300 characters, needs one space after `####`, accepts no
-# `$`, compares strings, and knows only `####`. Its "flexible" mode takes the last number of the text, marked or not.
 
 WINDOW = 256  # characters read after a mark; bounds every regular expression below, so time is linear in the text
 
@@ -103,14 +94,16 @@ _CONTINUATION = re.compile(
 
 
 def tagged_answer(text: str) -> str | None:
-    """What the last `<answer>...</answer>` holds; None when the last tag is not closed, or when there is none."""
+    """Returns the content of the last `<answer>...</answer>`; None when the last tag is not closed, or there is none."""
     _, opened, content = text.rpartition("<answer>")
     content, closed, _ = content.partition("</answer>")
     return content.strip() if opened and closed else None
 
 
 def marked_text(text: str) -> str | None:
-    """What stands behind the text's last mark: the line, the content of the tags or of the box. None: nothing is marked."""
+    """Returns what stands behind the text's last mark: the line, the content of the tags or of the box. None without
+    one.
+    """
     hashes, tag, box = text.rfind("####"), text.rfind("<answer>"), box_start(text)
     last = max(hashes, tag, box)
     if last < 0:
@@ -121,13 +114,20 @@ def marked_text(text: str) -> str | None:
 
 
 def marked_number(text: str) -> Fraction | None:
-    """The number behind the text's last mark; None when there is no mark, or no plain number behind it."""
+    r"""Returns the number behind the text's last mark; None when there is no mark, or no plain number behind it.
+
+    The one extractor of GSM8K (arXiv 2110.14168). The last of `#### 18`, `<answer>18</answer>` and `\boxed{18}`
+    decides. Currency signs, markdown, LaTeX commands, thousands commas and a percent sign are dropped; units may
+    follow. What is not one plain number (`9 * 2`, `10-20`, `5e3`, `1,23`, a digit outside ASCII) is no prediction.
+    Departures from verl's `gsm8k`: verl reads only the last 300 characters, needs one space after `####`, accepts no
+    `$`, compares strings, and reads only `####`; its "flexible" mode takes the last number of the text, marked or not.
+    """
     marked = marked_text(text)
     return None if marked is None else parse_number(marked)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The exact number that `text` begins with; None when it begins with anything else, or with an expression."""
+    """Returns the exact number that `text` begins with; None when it begins with anything else, or with an expression."""
     window = _LATEX_THOUSANDS.sub(",", text[:WINDOW].translate(_SIGNS_AND_SPACES))
     match = _LEADING_NUMBER.match(window)
     assert match is not None, "every part of the pattern is optional"
@@ -154,7 +154,7 @@ def _ratio(top: str, bottom: str) -> Fraction | None:
 
 
 def numeric_answer(answer: str) -> Fraction:
-    """The reference answer as a number, marked or bare. Raises ValueError: without one no sample can be graded."""
+    """Reads the reference answer as a number, marked or bare. Raises ValueError: without one no sample can be graded."""
     if len(answer) <= WINDOW and answer.isascii() and answer.isdigit():  # most answers, in a tenth of the time
         return Fraction(int(answer))
     value = marked_number(answer)
@@ -165,7 +165,7 @@ def numeric_answer(answer: str) -> Fraction:
 
 
 def contains_number(text: str, value: Fraction) -> bool:
-    """Whether `value` stands anywhere in `text` as a number of its own, as a decimal or as a fraction. Linear time."""
+    """Tells whether `value` stands in `text` as a number of its own, as a decimal or as a fraction. Linear time."""
     numerator, denominator = abs(value.numerator), value.denominator
     spellings = []
     if denominator != 1:
@@ -182,12 +182,12 @@ def contains_number(text: str, value: Fraction) -> bool:
 
 
 def _decimal_places(value: Fraction, limit: int) -> int | None:
-    """The number of decimals, below `limit`, that write the value exactly; None when no number does."""
+    """Returns the number of decimals, below `limit`, that write the value exactly; None when no number does."""
     return next((places for places in range(limit) if 10**places % value.denominator == 0), None)
 
 
 def numeric_prediction(text: str) -> str | None:
-    """The marked number as text: `1234`, `-12.5`, or `1/3` when no decimal is exact."""
+    """Writes the marked number: `1234`, `-12.5`, or `1/3` when no decimal is exact."""
     value = marked_number(text)
     if value is None:
         return None
@@ -204,22 +204,23 @@ for _name in ("gsm8k", "arithmetic_steps"):
 
 @rewards.register("gsm8k")
 def gsm8k_reward(completion: str, answer: str) -> dict[str, float]:
-    """1 when the prediction equals the answer, else 0. "extracted": 1 when there is a prediction to compare."""
+    """Returns 1 when the prediction equals the answer, else 0. "extracted": 1 when there is a prediction to compare."""
     expected, prediction = numeric_answer(answer), marked_number(completion)
     correct = float(prediction == expected)
     return {"score": correct, "acc": correct, "extracted": float(prediction is not None)}
 
 
 # -- layout: the rewards `format` (all or nothing) and `tag_count` (a quarter per tag) ---------------------------------
-# The layout is that of DeepSeek-R1 (arXiv 2501.12948, table 1): `<think> ... </think><answer> ... </answer>`. Some chat
-# templates write the first `<think>` themselves, at the end of the prompt. `opened_thought` (reward.py) finds it; the caller
-# puts it before the response, so that both rewards see the whole turn.
+# Some chat templates write the first `<think>` themselves, at the end of the prompt. The caller puts it before the response
+# (`opened_thought`), so that both rewards see the whole turn.
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def is_tagged(text: str) -> bool:
-    """`<think>...</think><answer>...</answer>`: each tag once, in this order, and only white space around the parts."""
+    """Tells whether a text is `<think>...</think><answer>...</answer>`, each tag once, with only white space around
+    (arXiv 2501.12948, table 1).
+    """
     text = text.strip()
     if any(text.count(tag) != 1 for tag in TAGS):
         return False
@@ -231,14 +232,14 @@ def is_tagged(text: str) -> bool:
 
 
 def is_hash_marked(text: str) -> bool:
-    """The last line is `#### N`, where N is one plain number, and no other line has a `####`."""
+    """Tells whether the last line is `#### N`, where N is one plain number, and no other line has a `####`."""
     head, mark, tail = text.strip().partition("####")
     starts_line = not head or head.rstrip(" ").endswith("\n")
     return bool(mark) and starts_line and "####" not in tail and "\n" not in tail and parse_number(tail) is not None
 
 
 def is_boxed(text: str) -> bool:
-    """A thought at the start, and a box somewhere behind it, as EasyR1's `math.py` wants it."""
+    """Tells whether a thought begins the text and a box follows it, as EasyR1's `math.py` wants it."""
     thought, _, rest = text.partition("</think>")
     return thought.startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
 
@@ -251,10 +252,10 @@ LAYOUTS["boxed"] = is_boxed  # not one of "any": a box is no layout of GSM8K
 def format_reward(
     completion: str, answer: str, *, layout: Literal["tagged", "hashes", "any", "boxed"] = "any"
 ) -> float:
-    """1 when the response has the layout, else 0; `answer` is not used.
+    """Returns 1 when the response has the layout, else 0; `answer` is not used.
 
-    "tagged": think and answer tags. "hashes": `#### N` at the end. "boxed": a thought, then a box.
-    Raises ValueError for another layout.
+    "tagged": think and answer tags. "hashes": `#### N` at the end. "boxed": a thought, then a box. Raises ValueError
+    for another layout.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
@@ -263,7 +264,7 @@ def format_reward(
 
 @rewards.register("tag_count")
 def tag_count_reward(completion: str, answer: str) -> float:
-    """A quarter for each of the four think and answer tags that is there exactly once: 0 to 1. `answer` is not used."""
+    """Returns a quarter for each of the four think and answer tags that is there exactly once. `answer` is not used."""
     return sum(completion.count(tag) == 1 for tag in TAGS) / len(TAGS)
 
 
@@ -281,13 +282,13 @@ OF_REWARDS = {  # what the graders of this package read
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """`name` is one of HASHES, BOXED, TAGGED, SENTENCE, or "": the answer alone."""
+    """The form of an answer. `name` is one of HASHES, BOXED, TAGGED, SENTENCE, or "": the answer alone."""
 
     name: str
 
     @property
     def description(self) -> str:
-        """For messages."""
+        """Describes the form for messages."""
         shown = {
             HASHES: "#### ANSWER",
             BOXED: "\\boxed{ANSWER}",
@@ -297,7 +298,7 @@ class AnswerForm:
         return shown.get(self.name, "the answer alone, because neither the prompt nor the task's reward shows a form")
 
     def response(self, answer: str, prompt: str) -> str:
-        """A response to `prompt` with this answer. A thought that the prompt has opened is closed."""
+        """Writes a response to `prompt` with this answer. A thought that the prompt has opened is closed."""
         opened = opened_thought(prompt)
         if not self.name and not opened:
             return answer
@@ -317,7 +318,7 @@ class AnswerForm:
 
 
 def answer_form(prompt: str, rewards: list[str]) -> AnswerForm:
-    """The form that the prompt's instruction shows, else that of the first reward of `rewards` which has one."""
+    """Returns the form that the prompt's instruction shows, else that of the first reward of `rewards` which has one."""
     for mark, name in IN_PROMPT:
         if mark in prompt:
             return AnswerForm(name)

@@ -1,12 +1,12 @@
-"""What a reward worker does: it calls reward functions and answers with one result per sample (processes/host.py runs it).
+"""The program of a reward worker: it calls reward functions and answers one result per sample (processes/host.py runs
+it).
 
-    {"name": "gsm8k", "is_test": false, "samples": [{"completion": "...", "answer": "72"}], "timeout_s": 10.0}
-        -> for each sample the fields of a RewardResult. A call without samples imports the reward.
+{"name": "gsm8k", "is_test": false, "samples": [{"completion": "...", "answer": "72"}], "timeout_s": 10.0} -> for each
+sample the fields of a RewardResult. A call without samples imports the reward. The self-test has no `reward.kwargs`.
 
-Several samples are one call of a batched reward, or an async reward's samples that wait at the same time, or several calls
-of a quick one. A batched reward that raises is called again for one sample at a time, so that only the samples fail that it
-cannot grade. The self-test has no `reward.kwargs`. A user's reward may print, read stdin, raise, exit or crash. A reward of
-this package may map MEMORY_LIMIT bytes more than were mapped before it; a user's own has no such limit.
+Several samples are one call of a batched reward, async calls that wait at the same time, or several calls of a quick
+one. A reward of this package may map MEMORY_LIMIT bytes more than were mapped before it; a user's own has no such
+limit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NamedValues = dict[str, Any]
 
 
 def open_graders(settings: dict[str, Any]) -> Callable[[], Callable[[dict[str, Any]], list[dict[str, Any]]]]:
-    """The program of the hosts: one process per worker of a RewardPool."""
+    """Opens the program of the hosts: one process per worker of a RewardPool."""
     return lambda: _Grader(settings).serve
 
 
@@ -51,7 +51,7 @@ class _Grader:
         self._is_limited = False
 
     def serve(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """The results of the samples of one call."""
+        """Grades the samples of one call."""
         name, samples = request["name"], request["samples"]
         kwargs = {"components": self._components} if name == COMPOSITE else {} if request["is_test"] else self._kwargs
         if name not in self._problems:
@@ -86,7 +86,7 @@ def _load(name: str, kwargs: Kwargs) -> str:
 
 
 def _graded(call: BoundReward, samples: Sequence[ItemFields], timeout_s: float) -> Iterator[RewardResult]:
-    """One result per sample."""
+    """Yields one result per sample. A batch that raises is called again for one sample at a time."""
     if len(samples) > 1 and not call.signature.takes_lists:
         if inspect.iscoroutinefunction(call.function):
             yield from _event_loop().run_until_complete(_graded_together(call, samples, timeout_s))
@@ -114,7 +114,7 @@ def _graded(call: BoundReward, samples: Sequence[ItemFields], timeout_s: float) 
 
 
 async def _graded_together(call: BoundReward, samples: Sequence[ItemFields], timeout_s: float) -> list[RewardResult]:
-    """The results of samples whose async calls wait at the same time."""
+    """Grades samples whose async calls wait at the same time."""
 
     async def grade(sample: ItemFields) -> RewardResult:
         try:
@@ -129,7 +129,7 @@ async def _graded_together(call: BoundReward, samples: Sequence[ItemFields], tim
 
 
 def _failure(error: BaseException) -> RewardResult:
-    """TimeoutError: the reward limits its own time."""
+    """Describes an exception. TimeoutError: the reward limits its own time."""
     return _failed(describe(error), is_timeout=isinstance(error, TimeoutError))
 
 
@@ -139,21 +139,20 @@ def _failed(message: str, *, is_timeout: bool = False) -> RewardResult:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for all items: a client that an async reward has opened belongs to the loop that it was opened in."""
+    """Returns one loop for all items: a client that an async reward has opened belongs to the loop that it was opened
+    in.
+    """
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     return loop
 
 
-# -- one reward function with its arguments ----------------------------------------------------------------------------
-
-
 class WrongNumber(ValueError):
-    """A batched reward has not returned one reward per completion. Its samples are not tried one by one."""
+    """A batch with another number of rewards than completions. Its samples are not tried one by one."""
 
 
 class BoundReward:
-    """`reward.py` says what the function gets. A sample is a dict with some of the fields of a RewardItem."""
+    """One reward function with its arguments. A sample is a dict with some of the fields of a RewardItem."""
 
     def __init__(self, name: str, kwargs: Kwargs) -> None:
         """Raises what the import of the function raises, and ValueError: it reads no completion."""
@@ -164,7 +163,7 @@ class BoundReward:
         self._logged: list[tuple[str, Sequence[Any]]] = []  # by TRL's log_extra and log_metric: name, value per sample
 
     def start(self, samples: Sequence[ItemFields]) -> Any:
-        """Call the function: for one sample, or for any number if it `takes_lists`. Returns what it returns."""
+        """Calls the function: for one sample, or for any number if it `takes_lists`. Returns what it returns."""
         signature = self.signature
         if signature.form == "TRL":
             known, others = self._trl_values(samples)
@@ -185,27 +184,27 @@ class BoundReward:
         return self.function(arguments.pop("completion"), arguments.pop("answer"), **arguments)
 
     def entries(self, returned: Any, samples: Sequence[ItemFields]) -> list[Any]:
-        """What the function returned for each sample. Raises WrongNumber."""
+        """Splits what the function returned into one entry per sample. Raises WrongNumber."""
         if not self.signature.takes_lists:
             return [returned]
-        found = f"{type(returned).__name__}, not a list"
+        problem = f"{type(returned).__name__}, not a list"
         if hasattr(returned, "__len__") and not isinstance(returned, str | bytes | Mapping):
             if len(returned) == len(samples):
                 return self._with_logged(list(returned))
-            found = f"{len(returned)} rewards"
+            problem = f"{len(returned)} rewards"
         raise WrongNumber(
-            f"the reward was called with a batch of {len(samples)} completions and returned {found}; it must return a list"
+            f"the reward was called with a batch of {len(samples)} completions and returned {problem}; it must return a list"
             " with one reward per completion, in their order"
         )
 
     def parse(self, entry: object, sample: ItemFields) -> RewardResult:
-        """The result of an entry. None, of TRL's or of a sum: the reward does not apply to the sample. Raises ValueError."""
+        """Checks an entry. None, of TRL's or of a sum: the reward does not apply to the sample. Raises ValueError."""
         if entry is None and (self.signature.form == "TRL" or self.facts.reads_item):
             return RewardResult(float("nan"), status="none")
         return parse_reward(entry, len(sample["completion"]))
 
     async def grade(self, sample: ItemFields) -> RewardResult:
-        """The result of one sample, of any kind of function. Raises what the function raises."""
+        """Grades one sample with any kind of function. Raises what the function raises."""
         returned = self.start([sample])
         if inspect.isawaitable(returned):
             returned = await returned
@@ -213,7 +212,7 @@ class BoundReward:
         return self.parse(entry, sample)
 
     def _values(self, sample: ItemFields) -> tuple[NamedValues, NamedValues]:
-        """(what can be named, what **kwargs gets beside `reward.kwargs`)."""
+        """Returns (values that can be named, values that **kwargs gets beside `reward.kwargs`)."""
         columns, answer = sample.get("columns", {}), sample["answer"]
         extra = {} if columns.get("extra_info") is None else columns["extra_info"]
         values = {name: sample[name] for name in OURS if name in sample}
@@ -229,7 +228,7 @@ class BoundReward:
         return {**columns, **values}, others
 
     def _trl_values(self, samples: Sequence[ItemFields]) -> tuple[NamedValues, NamedValues]:
-        """As `_values`, for a call as TRL's trainer makes it."""
+        """Returns the same as `_values`, for a call as TRL's trainer makes it."""
         self._logged = []
         ids = [sample.get("completion_ids", []) for sample in samples]
         passed = {
@@ -248,15 +247,15 @@ class BoundReward:
         return {**ours, **columns, **passed}, {**columns, **{name: passed[name] for name in TRL_PASSES}}
 
     def _with_logged(self, entries: list[Any]) -> list[Any]:
-        """With what a function of TRL has logged, as further entries of a dict. None stays None."""
+        """Adds what a function of TRL has logged, as further entries of a dict. None stays None."""
         if not (logged := [(name, values) for name, values in self._logged if len(values) == len(entries)]):
             return entries
         more = [{name: values[place] for name, values in logged} for place in range(len(entries))]
-        return [None if entry is None else {**own, "score": entry} for entry, own in zip(entries, more, strict=True)]
+        return [None if entry is None else {**new, "score": entry} for entry, new in zip(entries, more, strict=True)]
 
 
 def _lists(rows: Sequence[NamedValues]) -> NamedValues:
-    """One list per name that all rows have."""
+    """Makes one list per name that all rows have."""
     return {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
 
 
@@ -272,16 +271,7 @@ def _trl_completion(sample: ItemFields) -> Any:
     return [{"role": "assistant", "content": text}] if sample.get("is_chat", False) else text
 
 
-# -- the reward `composite`: a sum of several components (`reward.components`) ----------------------------------------
-# The sum of weight x value over the components whose gate is open.
-# A component is a dict {"name", "function", "weight", "kwargs", "gate"}. A gate {"component", "min", "max"} is open where the
-# value of the named component is within the bounds. A component behind a closed gate is not called and adds 0. It closes
-# the gates that depend on it. So does a component that does not apply to a sample (TRL's None), and it adds 0. Where none
-# applies, the sum does not either.
-#
-# The result has one metric per component, under its name. What the function itself reports is under "name/key". The first
-# "acc" is also the "acc" of the sum: validation then shows accuracy. "name/open": 1 where the gate of `name` was open.
-# A component that fails, or whose value is not finite, fails the sample. Components that wait, such as judges, wait together.
+# -- the reward `composite`: a sum of several components (`reward.components`) -----------------------------------------
 
 COMPOSITE = "composite"
 
@@ -291,7 +281,7 @@ Values = dict[str, float | None]  # name of a component -> its value; None: its 
 
 
 def functions_of(name: str, kwargs: Kwargs) -> list[str]:
-    """The names of the functions that a reward calls: those of its components, or its own."""
+    """Names the functions that a reward calls: those of its components, or itself."""
     return [component["function"] for component in kwargs["components"]] if name == COMPOSITE else [name]
 
 
@@ -299,9 +289,16 @@ def functions_of(name: str, kwargs: Kwargs) -> list[str]:
 async def composite_reward(
     completion: str, answer: str, *, components: Components, item: ItemFields
 ) -> dict[str, Any] | None:
-    """The weighted sum and the values of all components. `components` has no circle of gates. Raises what a component raises.
+    """Sums weight x value over the components with an open gate. Raises what a component raises.
 
-    None: no component applies to the sample. A batched component gets lists of one.
+    A component is {"name", "function", "weight", "kwargs", "gate"}; a gate {"component", "min", "max"} is open where
+    the value of the named component is within the bounds. Gates form no circle. A component behind a closed gate is not
+    called, adds 0 and closes the gates that depend on it; so does one that does not apply (TRL's None). Where none
+    applies, the sum does not either.
+
+    Metrics: each component's value under its name, what it reports under "name/key", and "name/open" for its gate. The
+    first "acc" is also the sum's, so that validation shows accuracy. Components that wait, such as judges, wait
+    together.
     """
     values: Values = {}
     results: dict[str, RewardResult] = {}
@@ -346,7 +343,7 @@ async def _value(component: Component, item: ItemFields) -> RewardResult:
 
 
 def _entries(components: Components, results: Mapping[str, RewardResult]) -> dict[str, Any]:
-    """The metrics and texts of all components, in their order."""
+    """Collects the metrics and texts of all components, in their order."""
     entries: dict[str, Any] = {}
     for part in components:
         name, result = part["name"], results.get(part["name"])

@@ -1,9 +1,5 @@
-"""The reward `judge`: the verdict of another model, asked by an OpenAI-compatible endpoint (POST base_url/chat/completions).
-
-`prompt` names a text file with the fields {response} and, if needed, {question} and {answer}. {question} is the rendered
-prompt of the sample. The last match of `pattern` in the reply is the verdict, its first group a number from `low` to
-`high`. The reward is (verdict - low) / (high - low), from 0 to 1. A judge that does not answer in time, answers
-something else, or gives a number out of range fails the sample, as any failing reward (reward.max_failed_ratio).
+"""The reward `judge`: the verdict of another model, asked by an OpenAI-compatible endpoint (POST
+base_url/chat/completions).
 
 A worker has one request per judge at a time, so an engine has at most reward.num_workers of them. Each worker keeps its
 latest `cache_size` verdicts. The key comes from the environment variable that `api_key_env` names; no message shows it.
@@ -50,11 +46,15 @@ async def judge_reward(
     options: Mapping[str, Any] | None = None,
     prompt_text: str = "",
 ) -> dict[str, float]:
-    """(verdict - low) / (high - low). `options` are further keys of the request (OPTIONS are its defaults).
+    """Returns (verdict - low) / (high - low), from 0 to 1.
 
-    `timeout_s`: seconds for all attempts; below reward.timeout_s. `max_characters`: of question and response, each; the
-    middle of longer ones is left out. "verdict": the judge's number. "attempts": requests, 0 where "cached" is 1. Raises
-    ValueError (options, reply), TimeoutError, ConnectionError.
+    `prompt` names a text file with the fields {response} and, if needed, {question} (the rendered prompt) and {answer}.
+    The last match of `pattern` in the reply is the verdict, its first group a number from `low` to `high`. `options`
+    are further keys of the request (OPTIONS are its defaults). `timeout_s`: seconds for all attempts; below
+    reward.timeout_s. `max_characters`: of question and response, each; the middle of longer ones is left out.
+
+    "verdict": the judge's number. "attempts": requests, 0 where "cached" is 1. Raises ValueError (options, reply),
+    TimeoutError, ConnectionError: they fail the sample, as any failing reward (reward.max_failed_ratio).
     """
     if not low < high:
         raise ValueError(f"judge: low={low:g} must be below high={high:g}")
@@ -77,7 +77,7 @@ async def judge_reward(
 
 
 async def _ask(url: str, body: bytes, key: str | None, retries: int, timeout_s: float) -> tuple[bytes, int]:
-    """(reply, number of attempts)."""
+    """Returns (reply, number of attempts)."""
     try:
         reply = await asyncio.to_thread(post_json, url, body, {}, retries, timeout_s, key)
     except EndpointError as error:
@@ -102,7 +102,7 @@ def _template(path: str) -> str:
 
 
 def _cut(text: str, length: int) -> str:
-    """A long text without its middle: the answer stands at the end."""
+    """Cuts the middle out of a long text: the answer stands at the end."""
     if len(text) <= length:
         return text
     half = max(1, length // 2)

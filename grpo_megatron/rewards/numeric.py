@@ -1,17 +1,4 @@
-"""More rewards that compare answers: lm-evaluation-harness' graders, graded rewards, the reward of the quickstart.
-
-GSM8K as lm-evaluation-harness grades it (tasks `gsm8k` and `gsm8k_cot`, version 3.0), for numbers that match its tables.
-
-    score of the harness              here                what is read
-    exact_match, strict-match         gsm8k_strict        the FIRST `#### N`, one space, N of [-0-9.,]
-    the same of task gsm8k_cot        gsm8k_cot_strict    the FIRST `The answer is N` and one more character
-    exact_match, flexible-extract     gsm8k_flexible      the LAST run of two or more of [$0-9.,], or of digits
-
-Both sides then lose `,`, `$`, everything up to the last `#### ` and a final `.`, and are compared as lower-case strings.
-When nothing is found, "[invalid]" is compared. The harness first cuts a completion at its stop strings ("Question:",
-"</s>", "<|im_end|>"); here the generator does that. Our own `gsm8k` differs: it reads the last mark of any kind,
-compares values instead of strings (18.00 is 18), and reads nothing without a mark.
-"""
+"""More rewards that compare answers: lm-evaluation-harness' graders, graded rewards, the reward of the quickstart."""
 
 from __future__ import annotations
 
@@ -38,14 +25,23 @@ _FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 
 
 def normalized(text: str) -> str:
-    """What the harness compares. A reference may be the bare answer or the whole solution."""
+    """Normalizes as the harness before it compares. A reference may be the bare answer or the whole solution."""
     text = text.replace(",", "").replace("$", "")
     text = text[text.rfind("#### ") + 5 :] if "#### " in text else text  # (?s).*####, in linear time
     return re.sub(r"\.$", "", text).lower()
 
 
 def _register(name: str, find: Callable[[str], str | None]) -> None:
-    """The reward `name`, 1 where `find` gives the answer, else 0. None, where the harness has "[invalid]", is its text."""
+    """Registers the reward `name`, 1 where `find` gives the answer, else 0: GSM8K as lm-evaluation-harness 3.0 grades
+    it.
+
+    exact_match, strict-match -> gsm8k_strict: the FIRST `#### N`, one space, N of [-0-9.,]. The same of the task
+    gsm8k_cot -> gsm8k_cot_strict: the FIRST `The answer is N` and one more character. flexible-extract ->
+    gsm8k_flexible: the LAST run of two or more of [$0-9.,], or of digits. Both sides then lose `,`, `$`, everything up
+    to the last `#### ` and a final `.`, and are compared as lower-case strings; when nothing matches, "[invalid]" is
+    compared. The harness first cuts a completion at its stop strings; here the generator does that. Our own `gsm8k`
+    reads the last mark of any kind, and compares values.
+    """
 
     def reward(completion: str, answer: str) -> dict[str, float]:
         prediction = find(completion)
@@ -74,13 +70,6 @@ _register("gsm8k_flexible", _flexible)
 
 
 # -- graded rewards: 1 for the right answer, less for one that is nearly there -----------------------------------------
-# graded          1: what the last mark (####, answer tags, box) holds is right   0.5: the answer stands somewhere   0.01: else
-# graded_answer   1: what the answer tags hold is right   0.5: they hold the answer and more   0.01: another answer
-# 0: no answer tags
-#
-# `graded_answer` has the values of open-thought's tiny-grpo (train.py). That program compares strings and reads the first
-# pair of tags. Here the last pair counts, numbers are compared by value (18.00 is 18), and other texts without regard to
-# case, white space and outer punctuation.
 
 RIGHT, INSIDE, WRONG, NONE = 1.0, 0.5, 0.01, 0.0
 # Characters that do not count at the ends of a text: ASCII, then the Chinese and Japanese full stop, commas, marks and quotes.
@@ -91,7 +80,7 @@ _SPACED = r"[^\W\u0e00-\u109f\u1780-\u17ff\u3005\u3040-\u30ff\u3400-\u9fff\uf900
 
 
 def reference(answer: str) -> Fraction | str:
-    """The reference answer, marked or bare: a number, or else plain text. Raises ValueError when it is blank."""
+    """Reads the reference answer, marked or bare: a number, or else plain text. Raises ValueError when it is blank."""
     marked = marked_text(answer)
     text = answer.strip() if marked is None else marked
     number = parse_number(text)
@@ -101,18 +90,20 @@ def reference(answer: str) -> Fraction | str:
 
 
 def plain(text: str) -> str:
-    """For comparison: lower case, single spaces, no punctuation at the ends (unless there is nothing else)."""
+    """Normalizes a text for comparison: lower case, single spaces, no punctuation at the ends (unless there is nothing
+    else).
+    """
     joined = " ".join(text.split()).casefold()
     return joined.strip(OUTER) or joined
 
 
 def is_answer(text: str, expected: Fraction | str) -> bool:
-    """Whether the text is the expected answer."""
+    """Tells whether the text is the expected answer."""
     return parse_number(text) == expected if isinstance(expected, Fraction) else plain(text[:MAX_COMPARED]) == expected
 
 
 def holds_answer(text: str, expected: Fraction | str) -> bool:
-    """Whether the expected answer stands anywhere in the text, as a number or as words of its own. Linear time.
+    """Tells whether the expected answer stands in the text, as a number or as words of its own. Linear time.
 
     In a script without spaces between words, any place counts.
     """
@@ -126,7 +117,9 @@ def holds_answer(text: str, expected: Fraction | str) -> bool:
 
 @rewards.register("graded")
 def graded_reward(completion: str, answer: str) -> dict[str, float]:
-    """1 for the marked answer, 0.5 when it stands somewhere in the text, else 0.01. "extracted": something is marked."""
+    """Returns 1 for the marked answer, 0.5 when it stands somewhere in the text, else 0.01. "extracted": something is
+    marked.
+    """
     expected = reference(answer)
     if isinstance(expected, Fraction):
         extracted = float(marked_number(completion) is not None)
@@ -140,7 +133,12 @@ def graded_reward(completion: str, answer: str) -> dict[str, float]:
 
 @rewards.register("graded_answer")
 def graded_answer_reward(completion: str, answer: str) -> dict[str, float]:
-    """1, 0.5, 0.01 or 0, as the header says. "extracted": 1 when there is a pair of answer tags."""
+    """Returns 1 when the answer tags have the answer, 0.5 the answer and more, 0.01 another one, 0 without tags.
+
+    The values are those of open-thought's tiny-grpo (train.py), which compares strings and reads the first pair of
+    tags. Here the last pair counts, numbers are compared by value (18.00 is 18), and other texts without regard to
+    case, white space and outer punctuation. "extracted": 1 when there is a pair of answer tags.
+    """
     expected, given = reference(answer), _tagged(completion)
     if given is None:
         return {"score": NONE, "acc": 0.0, "extracted": 0.0}
@@ -176,7 +174,7 @@ _TAGGED_INTEGER = re.compile(r"<answer>\s*(-?[0-9]+)\s*</answer>\s*")
 
 
 def final_integer(text: str) -> str | None:
-    """The integer in the answer tags that end the text, without leading zeros; None when there is none."""
+    """Returns the integer in the answer tags that end the text, without leading zeros; None when there is none."""
     start = text.rfind("<answer>")
     if start < max(0, len(text) - MAX_TAIL):
         return None
@@ -189,7 +187,7 @@ extractors.register("arithmetic")(Extractor(final_integer, int))
 
 @rewards.register("arithmetic")
 def arithmetic_reward(completion: str, answer: str) -> dict[str, float]:
-    """1 when the final integer equals `answer`, else 0.
+    """Returns 1 when the final integer equals `answer`, else 0.
 
     "format": 1 when the response ends with an integer in answer tags. "worked": 1 when its <think> part is not empty.
     Raises ValueError when `answer` is not an integer.

@@ -1,11 +1,10 @@
-"""RewardPool: rewards run in processes that can be killed. One that raises, hangs, prints or dies costs only its own sample.
+"""RewardPool: rewards in processes that can be killed. One that raises, hangs, prints or dies costs only its own
+sample.
 
-Every call has a wall-clock time limit; a process that misses it is killed and replaced (processes/pool.py).
-
-A batched or async reward gets several items in one call: those that are ready when a worker is free, spread over the free
-workers. Which items share a call depends on time, so their rewards must not depend on each other. A reward that `compares`
-gets all items at once. Items whose common call took too long, or ended its worker, are graded one by one. A reward of this
-package that takes less than QUICK_S per sample gets several in one message, because the message would take longer.
+Every call has a wall-clock time limit; a process that misses it is killed and replaced (processes/pool.py). A batched
+or async reward gets several items in one call: those that are ready when a worker is free, spread over the free
+workers. One that `compares` gets all at once. Items of a common call that took too long, or ended its worker, are
+graded one by one.
 """
 
 from __future__ import annotations
@@ -47,7 +46,9 @@ Item = RewardItem | tuple[str, str, str] | tuple[str, str, str, str]  # (reward 
 
 @dataclass
 class Worker:
-    """One process: `key` names it. `calls` are not answered yet, oldest first: (reward, items); without items: its import."""
+    """One process: `key` names it. `calls` are not answered yet, oldest first: (reward, items); without items: its
+    import.
+    """
 
     key: str
     calls: deque[tuple[str, list[int]]] = field(default_factory=deque)
@@ -55,7 +56,7 @@ class Worker:
 
     @property
     def num_calls(self) -> int:
-        """Calls with items."""
+        """Counts calls with items."""
         return sum(1 for _, numbers in self.calls if numbers)
 
 
@@ -64,9 +65,8 @@ class RewardPool:
     `components` to the reward COMPOSITE.
 
     `grade` waits for the results of a batch. `begin`, `submit`, `serve` and `collect` are its parts, for a busy caller.
-    Use the pool in a `with` block, or call `close`, and from one thread. `counts` sums the statuses of
-    all items that were graded. Raises ValueError when `kwargs` cannot be written as JSON; `check_reward` checks the names
-    of rewards.
+    Use the pool in a `with` block, or call `close`, and from one thread. `counts` sums the statuses of all graded
+    items. Raises ValueError when `kwargs` are no JSON; `check_reward` checks the names of rewards.
     """
 
     def __init__(
@@ -101,14 +101,15 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        """Kill the processes. Idempotent."""
+        """Kills the processes. Idempotent."""
         self._processes.close()
 
     def grade(self, items: Sequence[Item], *, quiet: bool = False) -> list[RewardResult]:
-        """One result per (reward name, completion, answer), in order. The reward is NaN where the function failed.
+        """Returns one result per (reward name, completion, answer), in order. The reward is NaN where the function
+        failed.
 
-        `quiet`: the caller reports failures. Raises RuntimeError when worker processes cannot start, when a reward of this
-        package fails its self-test, or when the pool is closed.
+        `quiet`: the caller reports failures. Raises RuntimeError when worker processes cannot start, when a reward of
+        this package fails its self-test, or when the pool is closed.
         """
         self.begin(sorted({item[0] for item in items}))
         for item in items:
@@ -116,15 +117,16 @@ class RewardPool:
         return self.collect(quiet=quiet)
 
     def begin(self, names: Sequence[str]) -> None:
-        """Start a batch of items with these rewards: `submit` each item, `collect` the results. Raises as `grade` does.
+        """Starts a batch of items with these rewards: `submit` each item, `collect` the results. Raises as `grade`
+        does.
 
-        What an earlier batch has left, because it was interrupted, is dropped.
+        What an interrupted batch has left is dropped.
         """
         self.self_test([name for name in names if name not in self._tested])
         self._begin()
 
     def submit(self, item: Item) -> None:
-        """Add an item to the batch. Returns at once: the workers grade while the caller does other work."""
+        """Adds an item to the batch. Returns at once: the workers grade while the caller does other work."""
         item = item if isinstance(item, RewardItem) else RewardItem(*item)
         self._queue.add(len(self._items), item.name)
         self._items.append(item)
@@ -133,7 +135,7 @@ class RewardPool:
             self._hand_out()
 
     def serve(self) -> None:
-        """Take the results that are there and hand out further items, without waiting. Raises as `grade` does.
+        """Takes the results that are there and hands out further items, without waiting. Raises as `grade` does.
 
         To be called often between `begin` and `collect`, because workers run out of items.
         """
@@ -142,7 +144,7 @@ class RewardPool:
             self._hand_out()
 
     def collect(self, *, quiet: bool = False) -> list[RewardResult]:
-        """Wait for the results of the batch, in the order of `submit`. Raises as `grade` does."""
+        """Waits for the results of the batch, in the order of `submit`. Raises as `grade` does."""
         results = self._wait()
         self.counts.update(result.status for result in results)
         failed = [result for result in results if result.status in ("error", "timeout")]
@@ -153,9 +155,10 @@ class RewardPool:
         return results
 
     def self_test(self, names: Sequence[str] = ("gsm8k",)) -> None:
-        """Grade completions whose reward is known (KNOWN_REWARDS). Raises RuntimeError for a wrong reward.
+        """Grades completions with a known reward (KNOWN_REWARDS). Raises RuntimeError for a wrong one.
 
-        `begin` calls this for each name that is new to the pool.
+        A grader that calls everything right, or everything wrong, stops the run here. `begin` calls this for each new
+        name.
         """
         for name in [part for reward in names for part in functions_of(reward, self._composite)]:
             known = KNOWN_REWARDS.get(name, [])
@@ -198,7 +201,7 @@ class RewardPool:
             self._drop_batch()
 
     def _hand_out(self, *, all_are_there: bool = False) -> None:
-        """Give items to idle workers, oldest first, evenly. `all_are_there`: the batch will not grow any more."""
+        """Gives items to idle workers, oldest first, evenly. `all_are_there`: the batch will not grow any more."""
         for queued in range(QUEUED):
             for position, worker in enumerate(self._workers):
                 while worker.num_calls <= queued:
@@ -225,11 +228,11 @@ class RewardPool:
         self._processes.submit(worker.key, {**request, "samples": samples}, seconds)
 
     def _limit_s(self) -> float:
-        """Per sample. The self-test's first samples import and warm up, beside ranks that start."""
+        """Returns the limit per sample. The self-test's first samples import and warm up, beside ranks that start."""
         return max(self.timeout_s, STARTUP_TIMEOUT_S) if self._is_test else self.timeout_s
 
     def _accept(self, key: str, answer: ProcessAnswer) -> None:
-        """An answer of a process has arrived: that of the oldest call of the worker `key`."""
+        """Takes an answer of a process: that to the oldest call of the worker `key`."""
         worker = next((worker for worker in self._workers if worker.key == key), None)
         if worker is None:
             return  # it has been replaced, and answers its later calls
@@ -248,7 +251,9 @@ class RewardPool:
         self._lose(worker, name, numbers, answer)
 
     def _lose(self, worker: Worker, name: str, numbers: list[int], answer: ProcessAnswer) -> None:
-        """A process has failed in a call: fail its items, or grade them one by one, and return the others to the queue."""
+        """Handles a process that failed in a call: fails its items, or grades them one by one, and puts the others
+        back.
+        """
         status: Literal["error", "timeout"] = "timeout" if answer["status"] == "timeout" else "error"
         message = f"the reward's process {answer['message']}"
         if status == "timeout":
@@ -266,7 +271,7 @@ class RewardPool:
             self._fail(numbers, status, message)
 
     def _replace(self, worker: Worker) -> None:
-        """Kill the process of a worker. The worker's next call starts another one."""
+        """Kills the process of a worker. The worker's next call starts another one."""
         self._processes.end(worker.key)
         worker.key = next(self._keys)
         worker.calls.clear()
@@ -278,7 +283,7 @@ class RewardPool:
             self._results[number] = self._presented(self._items[number].name, result)
 
     def _presented(self, name: str, result: RewardResult) -> RewardResult:
-        """A result whose texts can be shown. Warns of the entries that are no metrics, once for each."""
+        """Makes a result's texts printable. Warns of the entries that are no metrics, once for each."""
         for key in [key for key in result.texts if (name, key) not in self._named]:
             self._named.add((name, key))
             message = "reward %r: its entry %r is no finite number, so it is no metric; it is written beside the logged samples"
@@ -289,14 +294,12 @@ class RewardPool:
         return replace(result, message=message, texts={key: printable(text) for key, text in result.texts.items()})
 
 
-# -- which items share a call, and what of them a worker gets ----------------------------------------------------------
-
-
 class PlannedReward:
-    """One reward, as its signature tells. This process imports no module for it, since an import may do anything.
+    """One reward as its signature describes it, planned once per batch; the module of a user's reward is not imported
+    here.
 
-    `check_reward` has imported it where a run was validated. Otherwise the function is called for one item at a time, with
-    all that is known of it. `seconds`: per sample, as far as known.
+    `check_reward` has imported it where a run was validated. Otherwise the function is called for one item at a time,
+    with all that is known of it. `seconds`: per sample, as far as known.
     """
 
     def __init__(self, name: str, kwargs: Kwargs, seconds: float = math.inf) -> None:
@@ -313,7 +316,7 @@ class PlannedReward:
         self._reads_pixels = any(PIXELS in one.names for part in parts if (one := _signature(part["function"])))
 
     def sample(self, item: RewardItem) -> ItemFields:
-        """What the worker gets of an item: all but the columns that nothing reads."""
+        """Returns what the worker gets of an item: all but the columns that nothing reads."""
         columns = item.columns
         if None not in self._columns:
             read = set().union(*filter(None, self._columns))
@@ -332,7 +335,7 @@ def _signature(name: str) -> RewardSignature | None:
 
 
 def _columns(name: str, kwargs: Kwargs) -> set[str] | None:
-    """The columns that a function reads; None: all."""
+    """Returns the columns that a function reads; None: all."""
     signature = _signature(name)
     columns = signature.columns(kwargs) if signature else None
     return columns if signature is None or rewards.facts(name).takes_columns else columns or set()
@@ -354,31 +357,31 @@ class CallQueue:
         return bool(self._alone) or any(self._waiting.values())
 
     def clear(self) -> None:
-        """Drop all items."""
+        """Drops all items."""
         self._waiting.clear()
         self._alone.clear()
 
     def reward(self, name: str) -> PlannedReward:
-        """The reward called `name`, planned once per batch."""
+        """Plans the reward called `name`, once per batch."""
         if name not in self._rewards:
             kwargs = self._composite if name == COMPOSITE else self._kwargs
             self._rewards[name] = PlannedReward(name, kwargs, self._seconds.get(name, math.inf))
         return self._rewards[name]
 
     def add(self, number: int, name: str) -> None:
-        """Behind all others of its reward."""
+        """Puts an item behind all others of its reward."""
         self._waiting.setdefault(name, deque()).append(number)
 
     def put_back(self, name: str, numbers: Sequence[int], *, one_by_one: bool = False) -> None:
-        """In front of all others, in this order. `one_by_one`: each in a call of its own."""
+        """Puts items in front of all others, in this order. `one_by_one`: each in a call of its own."""
         queue = self._alone if one_by_one else self._waiting.setdefault(name, deque())
         queue.extendleft(reversed(numbers))
 
     def take(self, num_free: int, *, all_are_there: bool) -> list[int]:
-        """The items of the next call, oldest first; none where nothing is to be called now.
+        """Takes the items of the next call, oldest first; none where nothing is to be called now.
 
-        `num_free`: workers without a call, of which the next one gets this. With none of them, the call is to wait in a
-        worker's pipe: only one of a single item, or of a quick reward, does. `all_are_there`: no more items will be added.
+        `num_free`: workers without a call, of which the next one gets this. With none of them, the call waits in a
+        worker's pipe: only a single item, or a quick reward, does. `all_are_there`: no more items will be added.
         """
         if self._alone:
             return [self._alone.popleft()]
@@ -394,9 +397,7 @@ class CallQueue:
         return []
 
 
-# -- completions whose reward is known ---------------------------------------------------------------------------------
-# A grader that calls everything right, or everything wrong, then stops the run. `RewardPool` grades these completions
-# before the first sample of each reward, in the same worker processes.
+# -- completions with a known reward, for the self-test ----------------------------------------------------------------
 
 KnownReward = tuple[str, str, float]  # completion, answer, reward
 

@@ -1,32 +1,25 @@
 """A step reward that needs no model: is the arithmetic of each line right? (process supervision, arXiv 2402.03300, 4.1.3)
 
 A step is a line of the response. `</think>` also ends a step, and so does the comma between two equations of the
-quickstart's `8+3=11,1+7+1=9`. A step earns 1 when every equation in it holds and 0 when one does not
-(`equations`). A step without an equation carries no reward. The last step earns the outcome reward.
+quickstart's `8+3=11,1+7+1=9`. A step earns 1 when every equation in it holds, else 0. A step without an equation carries
+no reward. The last step earns the outcome reward.
 """
 
 from __future__ import annotations
 
 import ast
-import operator
 import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
+from grpo_megatron.rewards.arithmetic import ArithmeticRules, compute_exactly
 from grpo_megatron.rewards.reward import MAX_STEPS, parse_reward, rewards
-
-# -- equations, checked exactly ----------------------------------------------------------------------
-# An equation is a chain `48/2=24` or `2*3 = 6 = 12/2` of sides without variables; at least one side has an operator.
-# GSM8K's calculator annotations `<<48/2=24>>` are equations, and so is the text around them. Numbers may have `$`, `%` (a
-# hundredth) and thousands commas. Operators are + - * / x ^ and LaTeX's \times \cdot \div \frac. Values are exact
-# fractions. A side may be a rounding of its neighbour when it has two decimals or more, or when the exact value is no
-# finite decimal: `10/3=3.3` and `200/3=66` hold, `7/2=3` and `1/3=0.34` do not. Work is bounded: MAX_LINE characters,
-# small powers only.
 
 MAX_LINE = 4000  # characters read of one line
 MAX_DIGITS = 40
 MAX_POWER = 64
+MAX_VALUE = 1 << 2000
 
 _ANNOTATION = re.compile(r"<<([^<>]{1,300})>>")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([0-9.,]{1,40})\}\s*\{([0-9.,]{1,40})\}")
@@ -44,7 +37,13 @@ _ARITHMETIC_RUN = re.compile(rf"(?:{_DECIMAL}|\*\*|[-+*/^()=%]|\s)+")
 
 
 def equations(text: str) -> list[bool]:
-    """Whether each equation of a line holds, in order; [] for a line without equations."""
+    """Checks each equation of a line exactly, in order; [] for a line without equations.
+
+    An equation is a chain `48/2=24` or `2*3 = 6 = 12/2` of sides without variables, of which one has an operator. GSM8K's
+    annotations `<<48/2=24>>` are equations, too. Numbers may have `$`, `%` (a hundredth) and thousands commas; operators
+    are + - * / x ^ and LaTeX's \\times \\cdot \\div \\frac. A side may round its neighbour when it has two decimals or more,
+    or when the exact value is no finite decimal: `10/3=3.3` and `200/3=66` hold, `7/2=3` and `1/3=0.34` do not.
+    """
     text = text[:MAX_LINE]
     verdicts = []
     for annotation in _ANNOTATION.findall(text):
@@ -65,7 +64,7 @@ def _without_latex(text: str) -> str:
 
 
 def _chain(run: str, before: str, after: str) -> list[bool]:
-    """Whether one run of numbers and operators holds, in a list; [] when it is no equation."""
+    """Checks one run of numbers and operators; returns [] when it is no equation."""
     sides = [side.strip() for side in run.split("=")]
     if _continues_left(sides[0], before):
         sides = sides[1:]
@@ -89,7 +88,7 @@ def _equal(left: str, right: str, first: Fraction, second: Fraction) -> bool:
 
 
 def _continues_left(side: str, before: str) -> bool:
-    """Whether the left side begins before the run: `x + 5`, `apples * 2`, `of 20 + 1`, `-` behind a word."""
+    """Tells whether the left side begins before the run: `x + 5`, `apples * 2`, `of 20 + 1`, `-` behind a word."""
     word = before.rstrip()
     behind_letter = bool(before) and before == word and word[-1:].isalpha()
     if word[-1:].isalnum() and not _is_compound(side):
@@ -101,7 +100,7 @@ def _continues_left(side: str, before: str) -> bool:
 
 
 def _continues_right(run: str, after: str) -> bool:
-    """Whether the last side ends after the run: `6 + x`, `5x`, `3(a`."""
+    """Tells whether the last side ends after the run: `6 + x`, `5x`, `3(a`."""
     return run[-1:] in "+-*/^(" or (bool(re.match(r"[A-Za-z](?![A-Za-z])|\\[a-z]", after)) and not run.endswith(" "))
 
 
@@ -110,7 +109,7 @@ def _is_compound(side: str) -> bool:
 
 
 def _is_rounded(text: str, value: Fraction, exact: Fraction) -> bool:
-    """Whether the side `text`, of this value, may stand for `exact`: rounded to nearest, or cut."""
+    """Tells whether the side `text`, of this value, may stand for `exact`: rounded to nearest, or cut."""
     number = text.strip("() ")
     if not re.fullmatch(rf"-?{_DECIMAL}", number):
         return False
@@ -120,16 +119,14 @@ def _is_rounded(text: str, value: Fraction, exact: Fraction) -> bool:
     return (places >= 2 or is_endless) and value * exact >= 0 and (abs(error) * 2 <= unit or -unit < error < 0)
 
 
-_BINARY: dict[Any, Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+def _small_power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1 or abs(exponent) > MAX_POWER:
+        raise ValueError("the exponent is not a small integer")
+    return Fraction(base ** int(exponent))
 
 
 def value_of(text: str) -> Fraction | None:
-    """The exact value of an arithmetic expression; None when it is malformed, divides by zero, or is too large."""
+    """Computes an arithmetic expression; None when it is malformed, divides by zero, or is too large."""
     numbers = [Fraction(1, 100)]  # the expression for Python's parser holds their places
     expression: list[str] = []
     position = 0
@@ -152,29 +149,10 @@ def value_of(text: str) -> Fraction | None:
         else:
             expression.append("**" if token == "^" else token)
     try:
-        return _evaluated(ast.parse(" ".join(expression), mode="eval").body, numbers)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        rules = ArithmeticRules(lambda place: numbers[int(place)], _small_power, MAX_VALUE)
+        return compute_exactly(ast.parse(" ".join(expression), mode="eval").body, rules)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return None
-
-
-def _evaluated(node: ast.expr, numbers: list[Fraction]) -> Fraction:
-    match node:
-        case ast.Constant(value=int(place)):
-            return numbers[place]
-        case ast.UnaryOp(op=sign, operand=operand):
-            value = _evaluated(operand, numbers)
-            return -value if isinstance(sign, ast.USub) else value
-        case ast.BinOp(left=left, op=operation, right=right):
-            value, other = _evaluated(left, numbers), _evaluated(right, numbers)
-            if isinstance(operation, ast.Pow):
-                if other.denominator != 1 or abs(other) > MAX_POWER:
-                    raise ValueError("the exponent is not a small integer")
-                value = value ** int(other)
-            else:
-                value = _BINARY[type(operation)](value, other)
-            if max(value.numerator.bit_length(), value.denominator.bit_length()) <= 2000:
-                return value
-    raise ValueError("the value is too large, or this is no arithmetic")
 
 
 MAX_TEXT = 200_000  # characters that are cut into steps
@@ -183,7 +161,7 @@ _STEP_END = re.compile(r"\n|</think>|(?<=[0-9]),(?![0-9]{3}(?![0-9]))(?=[0-9]+[-
 
 
 def split_steps(text: str) -> Iterator[tuple[int, str]]:
-    """(end, text) of every step that is not blank. White space at the end of a step does not belong to it."""
+    """Yields (end, text) of every step that is not blank. White space at the end of a step does not belong to it."""
     start = 0
     borders = [match.span() for match in _STEP_END.finditer(text, 0, MAX_TEXT)]
     for end, after in [*borders, (len(text), len(text))]:
@@ -195,7 +173,7 @@ def split_steps(text: str) -> Iterator[tuple[int, str]]:
 
 @rewards.register("arithmetic_steps", gives_steps=True, takes_columns=False)
 def arithmetic_steps_reward(completion: str, answer: str, outcome: str = "gsm8k", **kwargs: Any) -> dict[str, Any]:
-    """The reward of the function `outcome` (called with the other kwargs), and "steps": 1 or 0 per line with equations.
+    """Returns the reward of the function `outcome`, called with the other kwargs, and "steps": 1 or 0 per line with equations.
 
     "step_acc": the share of right steps. "checked_steps": their number. Raises ValueError for an unknown `outcome`.
     """

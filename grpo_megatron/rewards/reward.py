@@ -1,19 +1,10 @@
-"""What a reward function is: the registry, the check that a name can be used, and the check of what it returned.
+"""A reward function: the registry, the check that a name can be used, and the check of what it returned.
 
-A reward function gets what it names (see below): `f(completion: str, answer: str, difficulty: int) -> float | dict`, and
-the keys of `reward.kwargs`. It may be `async`. A dict holds "score", which is the reward, and further numbers that become
-metrics ({"score": 1.0, "acc": 1.0, "format": 0.0}). Entries that are not numbers are kept as text, beside the logged samples.
-A reward has no unit; larger is better. Its absolute value is at most MAX_REWARD: sums of squares stay far from overflow, in
-float32 too.
-
-Where the prompt's template has opened the thought, `completion` begins with that `<think>` (`opened_thought`), so that a
-reward reads the whole turn.
-
-A batched reward, declared with `batch=True`, gets lists and returns a list. Its batches are made of the samples that are
-ready, so a sample's reward must not depend on the others of its batch; `compares=True` is for one whose rewards do.
-
-A step reward (a process reward model, or process_rewards.py) also returns "steps": [(end, value), ...]. `end` is the
-number of characters of the completion up to the end of the step. Ends increase; they are between 1 and its length.
+A reward function gets what it names, `f(completion: str, answer: str, difficulty: int) -> float | dict`, and the keys
+of `reward.kwargs`. It may be `async`. A dict has "score", the reward, and further numbers that become metrics; other
+entries are kept as text. Larger is better; the absolute value is at most MAX_REWARD, so that sums of squares stay far
+from overflow. A batched reward (`batch=True`) gets and returns lists: the samples that are ready, so a sample's reward
+must not depend on the others unless it is declared with `compares=True`. docs/rewards.md has examples.
 """
 
 from __future__ import annotations
@@ -27,11 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 from grpo_megatron.registry import FactRegistry, Registry, did_you_mean
 
-# -- what is known of a completion -------------------------------------------------------------------------------------
-
 
 class RewardItem(NamedTuple):
-    """`name` is the reward function's. Of the columns, only those that the function reads travel to its worker."""
+    """One sample to grade. `name` is the reward function's. Only the columns that the function reads travel to its
+    worker.
+    """
 
     name: str
     completion: str  # with the `<think>` that the prompt has opened, if it has
@@ -53,7 +44,10 @@ _OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 
 
 def opened_thought(prompt: str) -> str:
-    """The end of the prompt, from the `<think>` on with which it opens the response; "" where it opens none."""
+    """Returns the end of the prompt from the `<think>` on that opens the response; "" where it opens none.
+
+    `completion` begins with it, so that a reward reads the whole turn.
+    """
     match = _OPENED.search(prompt, max(0, len(prompt) - PROMPT_END))
     return match[0] if match else ""
 
@@ -66,11 +60,9 @@ def opened_thought(prompt: str) -> str:
 # verl list  solution_strs            f(data_sources=, solution_strs=, ground_truths=, extra_infos=), lists
 # TRL        completions              f(prompts=, completions=, completion_ids=, COLUMN=, trainer_state=), lists
 #
-# `reward.kwargs` come before everything else. Then come the names of the form; of a name that both have, the form's wins
-# over a column's, except in TRL's form, where columns win over our own names. A name that nothing gives keeps its default.
-# `**kwargs` gets all other columns; with verl's form nothing, and with TRL's all that TRL's trainer passes.
-#
-# verl: verl/workers/reward_manager/naive.py, batch.py. TRL: GRPOTrainer._calculate_rewards.
+# `reward.kwargs` come first, then the names of the form; a form's name wins over a column's, except in TRL's form. A name
+# that nothing gives keeps its default. `**kwargs` gets all other columns; with verl's form nothing, and with TRL's all that
+# TRL's trainer passes. verl: verl/workers/reward_manager/naive.py, batch.py. TRL: GRPOTrainer._calculate_rewards.
 
 Form = Literal["ours", "position", "verl", "verl list", "TRL"]
 
@@ -104,7 +96,7 @@ ADAPTED = {
 
 @dataclass(frozen=True)
 class RewardSignature:
-    """The parameters of a reward function. `names`: those that can be given by name, or by position in form `position`."""
+    """The parameters of a reward function. `names`: given by name, or by position in form `position`."""
 
     form: Form
     names: tuple[str, ...]
@@ -114,25 +106,25 @@ class RewardSignature:
 
     @property
     def adaptation(self) -> str:
-        """How another trainer's function is called; "" for one of ours."""
+        """Says how another trainer's function is called; "" for one of ours."""
         return ADAPTED.get(self.form, "")
 
     def columns(self, kwargs: Iterable[str]) -> set[str] | None:
-        """The columns that must be sent to the function's worker; None: all."""
+        """Returns the columns that must be sent to the function's worker; None: all."""
         if self.takes_others and not self.form.startswith("verl"):
             return None
-        own = FORM_NAMES[self.form]
-        return {COLUMNS_OF.get(n, n) for n in self.names if n not in kwargs and (n in COLUMNS_OF or n not in own)}
+        given = FORM_NAMES[self.form]
+        return {COLUMNS_OF.get(n, n) for n in self.names if n not in kwargs and (n in COLUMNS_OF or n not in given)}
 
     def problem(self, kwargs: Iterable[str], columns: Iterable[str] | None = None) -> str | None:
-        """Why it cannot be called with `reward.kwargs` and rows of these `columns`. `columns` None: not known yet."""
+        """Says why `reward.kwargs` and rows of these `columns` do not suffice. `columns` None: not known yet."""
         given = [*FORM_NAMES[self.form], *(OURS if self.form in ("TRL", "verl", "verl list") else ())]
         kwargs = list(kwargs)
-        own = self.names[2:] if self.form == "position" else self.names
+        named = self.names[2:] if self.form == "position" else self.names
         if taken := [name for name in kwargs if name in ("completion", "completions", "solution_str", "solution_strs")]:
             return f"the kwargs hold {taken[0]!r}, which is the response; take it out"
-        if not self.takes_others and (unknown := [name for name in kwargs if name not in own]):
-            return f"it has no parameter {unknown[0]!r}, which the kwargs hold{did_you_mean(unknown[0], own)}"
+        if not self.takes_others and (unknown := [name for name in kwargs if name not in named]):
+            return f"it has no parameter {unknown[0]!r}, which the kwargs hold{did_you_mean(unknown[0], named)}"
         if columns is None:
             return None
         columns = sorted(set(columns) - set(given))
@@ -147,7 +139,9 @@ class RewardSignature:
 
 
 def read_signature(function: Callable[..., Any], *, batch: bool = False) -> RewardSignature:
-    """The signature of a reward function; `batch`: one that was declared so. Raises ValueError: it reads no completion."""
+    """Reads the signature of a reward function; `batch`: one that was declared so. Raises ValueError: it reads no
+    completion.
+    """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature: only the first call can tell
@@ -171,7 +165,7 @@ def _names(parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
 
 
 def _after_two(parameters: Sequence[inspect.Parameter]) -> Sequence[inspect.Parameter]:
-    """The parameters after the two that get completion and answer by position. Raises ValueError."""
+    """Returns the parameters after the two that get completion and answer by position. Raises ValueError."""
     for number, p in enumerate(parameters[:2]):
         if p.kind == p.VAR_POSITIONAL:
             return parameters[number:]
@@ -191,13 +185,13 @@ RewardFunction = Callable[..., Any]  # returns float or dict, or an awaitable of
 
 @dataclass(frozen=True)
 class RewardFacts:
-    """What validation must know about a registered reward."""
+    """Facts of a registered reward that validation reads."""
 
     gives_steps: bool = False  # returns "steps": the rewards of single steps
     takes_columns: bool = True  # its **kwargs get the row's columns
     batch: bool = False  # takes lists, and returns a list
     batch_size: int = 16  # the most samples of a batch; and of an async function, those in work at a time
-    compares: bool = False  # of a batched one: its one batch is all that an engine has drawn, by prompt and sample
+    compares: bool = False  # of a batched one: its one batch is all that an engine has generated, by prompt and sample
     reads_item: bool = False  # has a keyword argument `item`: all that is known of the sample
     preload: Callable[[], None] | None = None  # slow imports, run before the first sample is timed
 
@@ -237,7 +231,7 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class Extractor:
-    """How a reward reads texts. Training, evaluation and `evaluate grade` share it."""
+    """The readers of a reward. Training, evaluation and `evaluate grade` share them."""
 
     extract: Callable[[str], str | None]  # completion -> prediction; linear time in any text
     read_answer: Callable[[str], object]  # raises ValueError for a reference answer that nothing can be compared with
@@ -248,11 +242,10 @@ extractors: Registry[Extractor] = Registry("extractor")  # by the name of the re
 
 
 def check_reward(name: str, kwargs: Kwargs | None = None, columns: Iterable[str] | None = None) -> RewardFunction:
-    """The function called `name`, after checks that a worker can import it and call it with `kwargs`.
+    """Returns the function called `name`, after checks that a worker can import it and call it with `kwargs`.
 
-    `columns`: those of the rows; None: not known yet. A reward of this package must have its arguments from `kwargs`. Starts no
-    process. Raises ValueError: unknown name, module that does not import, not callable, unsuitable kwargs, a parameter that
-    nothing gives.
+    `columns`: those of the rows; None: not known yet. A reward of this package must have its arguments from `kwargs`.
+    Starts no process. Raises ValueError: unknown name, module that does not import, not callable, unsuitable kwargs.
     """
     columns = () if columns is None and ":" not in name else columns
     if name.startswith("__main__:"):
@@ -275,9 +268,10 @@ def check_reward(name: str, kwargs: Kwargs | None = None, columns: Iterable[str]
 
 
 def parse_reward(returned: object, length: int | None = None) -> RewardResult:
-    """What a function returned for a completion of `length` characters.
+    """Checks what a function returned for a completion of `length` characters.
 
-    Raises ValueError unless the score is a number up to MAX_REWARD, and "steps" are (end, value) pairs with increasing ends.
+    Raises ValueError unless the score is a number up to MAX_REWARD, and "steps" are (end, value) pairs with increasing
+    ends between 1 and `length`: `end` counts the characters of the completion up to the end of the step.
     """
     if not isinstance(returned, Mapping):
         return RewardResult(_bounded_number("the reward", returned))

@@ -1,13 +1,6 @@
 """Rewards for the style of a response, for components of a sum: `length`, `language`, `repetition`. No answer is read.
 
 A reward function sees text, not tokens: lengths are in characters. (`reward.overlong_buffer` counts tokens.)
-
-    length      linear, or half a cosine: end + (start - end) (1 + cos(pi x)) / 2 (arXiv 2502.03373, section 4.2)
-    language    the share of words in the wanted script (arXiv 2501.12948, 2.3.2: the share of target-language words)
-    repetition  -(1 - distinct n-grams / n-grams) (after arXiv 2502.03373, which marks the repeated tokens)
-
-Departures: the cosine reward of the paper has other ends for right and for wrong answers. Here two components have a gate
-each. A script is not a language: English and French are both Latin.
 """
 
 from __future__ import annotations
@@ -50,9 +43,12 @@ def length_reward(
     beyond: float | None = None,
     shape: Literal["linear", "cosine"] = "linear",
 ) -> float:
-    """`start` up to `free_length` characters, from there to `end` at `max_length`, and `beyond` above (null: `end`).
+    """Returns `start` up to `free_length` characters, from there to `end` at `max_length`, and `beyond` above (null:
+    `end`).
 
-    Raises ValueError unless 0 <= free_length < max_length.
+    Linear, or half a cosine: end + (start - end) (1 + cos(pi x)) / 2 (arXiv 2502.03373, section 4.2, which has other
+    ends for right and for wrong answers; here two components have a gate each). Raises ValueError unless 0 <=
+    free_length < max_length.
     """
     if not 0 <= free_length < max_length:
         raise ValueError(f"free_length={free_length} must be at least 0 and below max_length={max_length}")
@@ -67,10 +63,11 @@ def length_reward(
 
 @rewards.register("language")
 def language_reward(completion: str, answer: str, *, script: str | Sequence[str] = "latin") -> float:
-    """The share of words in `script`, or in one of several: 0 to 1. A text without words has 1.
+    """Returns the share of words in `script`, or in one of several: 0 to 1. A text without words has 1.
 
-    A run of letters of one script is a word; of scripts without spaces, each letter is one. Single Latin and Greek letters
-    are variables: neither they nor LaTeX commands nor think and answer tags count. Raises ValueError for an unknown script.
+    After arXiv 2501.12948, 2.3.2. A script is not a language: English and French are both Latin. A run of letters of
+    one script is a word; of scripts without spaces, each letter is one. Single Latin and Greek letters are variables:
+    neither they nor LaTeX commands nor think and answer tags count. Raises ValueError for an unknown script.
     """
     wanted = {script} if isinstance(script, str) else set(script)
     if not wanted or not wanted <= set(SCRIPTS):
@@ -83,7 +80,9 @@ def language_reward(completion: str, answer: str, *, script: str | Sequence[str]
 
 
 def _words(text: str) -> Iterator[tuple[str, int]]:
-    """(script, words) of each run of letters of one script. Accents and vowel signs belong to the letter before them."""
+    """Yields (script, words) of each run of letters of one script. Accents and vowel signs belong to the letter before
+    them.
+    """
     letters = (character for character in text if unicodedata.category(character)[0] != "M")
     for script, run in itertools.groupby(letters, _script):
         length = sum(1 for _ in run)
@@ -95,7 +94,7 @@ def _words(text: str) -> Iterator[tuple[str, int]]:
 
 @functools.lru_cache(maxsize=4096)
 def _script(character: str) -> str:
-    """The first word of a letter's Unicode name, such as "latin"; "" for what is no letter."""
+    """Returns the first word of a letter's Unicode name, such as "latin"; "" for what is no letter."""
     if not character.isalpha():
         return ""
     words = unicodedata.name(character, "unnamed").removeprefix("FULLWIDTH ").removeprefix("HALFWIDTH ").split()
@@ -108,9 +107,10 @@ def _script(character: str) -> str:
 def repetition_reward(
     completion: str, answer: str, *, ngram: int = 4, unit: Literal["word", "character"] = "word"
 ) -> float:
-    """-1 times the share of n-grams that have occurred before: 0 where all differ, towards -1 for one phrase again and again.
+    """Returns -(1 - distinct n-grams / n-grams): 0 where all differ, towards -1 for one phrase again and again.
 
-    "character": for texts without spaces. Shorter texts have 0. Raises ValueError unless 1 <= ngram <= MAX_NGRAM.
+    After arXiv 2502.03373, which marks the repeated tokens. "character": for texts without spaces. Shorter texts have
+    0. Raises ValueError unless 1 <= ngram <= MAX_NGRAM.
     """
     if not 1 <= ngram <= MAX_NGRAM:
         raise ValueError(f"ngram={ngram} must be between 1 and {MAX_NGRAM}")

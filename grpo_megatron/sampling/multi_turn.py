@@ -288,18 +288,18 @@ class EnvironmentAnswers:
                 self.times.seconds[name] += value
             else:
                 metrics[name] = value
-        limits: dict[str, Any] = {"max_tokens": step.asked.max_tokens, "stop": tuple(step.asked.stop)}
-        return Answer(token_ids, step.reward, step.done, metrics=metrics, branch=step.asked.branch, **limits)
+        limits: dict[str, Any] = {"max_tokens": step.request.max_tokens, "stop": tuple(step.request.stop)}
+        return Answer(token_ids, step.reward, step.done, metrics=metrics, branch=step.request.branch, **limits)
 
     def _render(self, trajectory: Trajectory, step: Step) -> list[int]:
         if step.done:
             return []  # nothing reads it
-        if step.asked.branch and (trajectory.turn_rewards or step.reward is not None):
+        if step.request.branch and (trajectory.turn_rewards or step.reward is not None):
             raise ConfigError("a branch begins after a turn with a reward; only the last turn may have one")
-        if step.asked.prompt is not None:
-            return self._raw(step.asked.prompt, is_first=not trajectory.turns or step.asked.branch)
-        if not trajectory.turns or step.asked.branch:
-            return self.renderer.prompt(step.messages, step.asked.tools)
+        if step.request.prompt is not None:
+            return self._raw(step.request.prompt, is_first=not trajectory.turns or step.request.branch)
+        if not trajectory.turns or step.request.branch:
+            return self.renderer.prompt(step.messages, step.request.tools)
         limit, side = self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side
         messages: list[ChatMessage] = []
         for message in map(self.renderer.answered, step.messages):  # before the cut: broken tokens are more tokens

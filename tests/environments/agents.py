@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # option -> a part of the me
     "top_p": ({"top_p": 0.9}, "leave it out, or set 1"),
     "temperature": ({"temperature": 0.2}, "leave it out, or set 1.0"),
     "n": ({"n": 2}, "n=2: a trajectory is one sequence, with one answer to each request"),
-    "top_logprobs": ({"logprobs": True, "top_logprobs": 3}, "of the drawn tokens only"),
+    "top_logprobs": ({"logprobs": True, "top_logprobs": 3}, "of the generated tokens only"),
     "chat_template_kwargs": ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "rendered"),
     "structured_outputs": ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "set none"),
     "seed": ({"seed": 2}, "leave it out, or set none"),

@@ -95,7 +95,7 @@ def test_tools_of_an_mcp_server(play: Callable[..., list[Outcome]], serve: Calla
     kwargs = by_url or {"command": [sys.executable, str(server)]}
     turns = [call(a=6, b=7) + call(a=10**9, b=2), call(a="x", b=1), call(c=1), "42"]
     start, *answers = steps(play("mcp_tools:McpTools", kwargs, ROW, *turns))
-    [tool] = start.asked.tools
+    [tool] = start.request.tools
     assert (tool["function"]["name"], tool["function"]["description"]) == ("multiply", "Multiply two whole numbers.")
     assert start.messages == ROW["messages"] and tool["function"]["parameters"]["required"] == ["a", "b"]
     assert texts(answers[0]) == ["42", "2000000000"]
@@ -177,7 +177,7 @@ def test_a_taskset_of_verifiers(play: Callable[..., list[Outcome]], monkeypatch:
     assert rows[1] == {"prompt": "4 * 5 = ?", "answer": "", "idx": 1} and len(rows) == 2
     turns = [written_turn(text, [4], [text], [-0.5]) for text in ("twenty", "20")]
     start, more, end = steps(play("command", {"command": [*program, block]}, rows[1], *turns))
-    assert start.messages == [{"role": "user", "content": "4 * 5 = ?"}] and start.asked.max_tokens == 9
+    assert start.messages == [{"role": "user", "content": "4 * 5 = ?"}] and start.request.max_tokens == 9
     assert texts(more) == ["sure?"]
     assert (end.reward, end.metrics) == (1.0, {"turns": 2.0, "is_right": 1.0})
     [gone] = play("command", {"command": [*program, block]}, {"idx": 9})

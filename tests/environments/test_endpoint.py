@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.environments.command import CommandEnvironment
-from grpo_megatron.environments.environment import Asked, Outcome, written_turn
+from grpo_megatron.environments.environment import Outcome, TurnRequest, written_turn
 from grpo_megatron.environments.pool import EnvironmentPool
 
 pytestmark = pytest.mark.slow
@@ -43,9 +43,11 @@ def test_two_turns_with_a_tool(imports: list[str]) -> None:
     """Only what is new is an observation. Tools, limits and stop texts reach the request to the engine."""
     start, answer, end = play("two_turns", f"I look. {CALL}", "so 1 END", imports=imports)
     assert start.step and answer.step and end.step, (start, answer, end)
-    assert (start.step.messages, start.step.asked) == ([USER], Asked([TOOL], 7))
+    assert (start.step.messages, start.step.request) == ([USER], TurnRequest([TOOL], 7))
     [result] = answer.step.messages
-    assert (result["role"], result["content"]) == ("tool", '{"y": 1}') and answer.step.asked == Asked(stop=["END"])
+    assert (result["role"], result["content"]) == ("tool", '{"y": 1}') and answer.step.request == TurnRequest(
+        stop=["END"]
+    )
     seen = ["tool_calls", "I look.", "so 1 ", [["a", -0.5], ["b", -0.25]]]
     assert (end.step.reward, end.step.done) == (0.5, True)
     assert end.step.metrics == {"turns": 2.0, "row": 3.0, "seen": len(str([*seen[:3], [("a", -0.5), ("b", -0.25)]]))}
@@ -68,9 +70,9 @@ def test_what_a_client_may_ask(name: str, turns: list[str]) -> None:
     end = outcomes[-1].step
     assert end and (end.done, end.reward) == (True, 1.0)
     if name == "completions":
-        assert outcomes[1].step and outcomes[1].step.asked == Asked(prompt="cd")
+        assert outcomes[1].step and outcomes[1].step.request == TurnRequest(prompt="cd")
     if name == "token_ids":
-        assert outcomes[1].step and outcomes[1].step.asked == Asked(prompt=[3])
+        assert outcomes[1].step and outcomes[1].step.request == TurnRequest(prompt=[3])
 
 
 @pytest.mark.parametrize(
@@ -99,8 +101,11 @@ def test_a_program_that_fails_ends_its_own_trajectory(name: str, turns: int, sta
 def test_a_history_that_is_rewritten_begins_a_branch_where_the_config_says_so() -> None:
     begun, branch, more, end = (outcome.step for outcome in play("rewrites", "one", "two", "three", branches="samples"))
     assert begun and branch and more and end and end.reward == 1.0
-    assert (branch.messages, branch.asked) == ([{"role": "user", "content": "shorter"}], Asked([TOOL], branch=True))
-    assert (more.messages, more.asked) == ([USER], Asked())
+    assert (branch.messages, branch.request) == (
+        [{"role": "user", "content": "shorter"}],
+        TurnRequest([TOOL], branch=True),
+    )
+    assert (more.messages, more.request) == ([USER], TurnRequest())
     with pytest.raises(ValueError, match="write refuse or samples"):
         CommandEnvironment([sys.executable], branches="all")
 

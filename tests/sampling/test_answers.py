@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
-from grpo_megatron.environments.environment import Asked, Outcome, Step
+from grpo_megatron.environments.environment import Outcome, Step, TurnRequest
 from grpo_megatron.rollout.engine import Completion
 from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, EnvironmentsLost, shorten
 from tests.sampling.fakes import LoneMesh
@@ -116,7 +116,7 @@ def test_a_turn_that_did_not_end_itself_is_ended_by_the_observation() -> None:
         (Outcome(None, "timeout", "why"), "timeout", "why"),
         (said("hello", role="stranger"), "raised", "its messages cannot be rendered: unknown role 'stranger'"),
         (
-            said("hello", reward=1.0, asked=Asked(branch=True)),
+            said("hello", reward=1.0, request=TurnRequest(branch=True)),
             "raised",
             "its messages cannot be rendered: a branch begins after a turn with a reward; only the last turn may have one",
         ),

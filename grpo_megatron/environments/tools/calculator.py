@@ -1,23 +1,23 @@
-"""The tool `calculator`: exact arithmetic on integers and decimals, of bounded size.
+"""The tool `calculator`: exact arithmetic on integers and decimals (rewards/arithmetic.py), so that 0.1 + 0.2 is 0.3.
 
-An expression is parsed by `ast` and evaluated by this file: there are no names, attributes, or calls but those of FUNCTIONS.
-Integers and decimals are exact fractions until they are printed, so 0.1 + 0.2 is 0.3. Results and intermediate results
-have at most MOST_DIGITS digits. A power's size is known before it is computed, so 9**9**9 is refused at once.
+An expression has no names, attributes, or calls but those of FUNCTIONS. Results and intermediate results have at most
+MOST_DIGITS digits. A power's size is known before it is computed, so 9**9**9 is refused at once.
 """
 
 from __future__ import annotations
 
 import ast
 import math
-import operator
 from collections.abc import Callable
 from fractions import Fraction
 
 from grpo_megatron.environments.tool import ToolError, tools
+from grpo_megatron.rewards.arithmetic import ArithmeticRules, compute_exactly
 
 MAX_LENGTH = 1000  # characters of an expression
 MOST_DIGITS = 100  # of a numerator or denominator
 PRECISION = 12  # significant digits of a result that is no integer and no short decimal
+TOO_LARGE = f"the result has more than {MOST_DIGITS} digits"
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -27,7 +27,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         return Fraction(float(base) ** float(exponent))
     size = max(len(str(abs(base.numerator))), len(str(base.denominator)))
     if base not in (0, 1, -1) and abs(exponent) * size > 4 * MOST_DIGITS:
-        raise ToolError(f"the result has more than {MOST_DIGITS} digits")
+        raise ToolError(TOO_LARGE)
     return Fraction(base ** int(exponent))
 
 
@@ -37,23 +37,13 @@ def _sqrt(value: Fraction) -> Fraction:
     return exact if exact * exact == value else _power(value, Fraction(1, 2))
 
 
-BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: lambda a, b: Fraction(a // b),
-    ast.Mod: operator.mod,
-    ast.Pow: _power,
-}
-UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-FUNCTIONS: dict[str, Callable[..., Fraction]] = {
-    "abs": abs,
-    "min": min,
-    "max": max,
-    "round": lambda value, digits=Fraction(0): Fraction(round(value, max(min(int(digits), MOST_DIGITS), -MOST_DIGITS))),
-    "sqrt": _sqrt,
-}
+def _round(value: Fraction, digits: Fraction = Fraction(0)) -> Fraction:
+    return Fraction(round(value, max(min(int(digits), MOST_DIGITS), -MOST_DIGITS)))
+
+
+FUNCTIONS: dict[str, Callable[..., Fraction]] = {"abs": abs, "min": min, "max": max, "round": _round, "sqrt": _sqrt}
+# repr: the shortest decimal that is this float, so that 0.1 is one tenth
+RULES = ArithmeticRules(lambda literal: Fraction(repr(literal)), _power, 10**MOST_DIGITS, FUNCTIONS)
 
 
 @tools.register("calculator")
@@ -66,45 +56,19 @@ def calculator(expression: str) -> str:
     if len(expression) > MAX_LENGTH:
         raise ToolError(f"the expression has {len(expression)} characters; at most {MAX_LENGTH}")
     try:
-        return _text(_value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body))
+        return _text(compute_exactly(ast.parse(expression.strip().replace("^", "**"), mode="eval").body, RULES))
     except ZeroDivisionError:
         raise ToolError("division by zero") from None
     except (OverflowError, RecursionError, MemoryError):  # MemoryError: too many parentheses
-        raise ToolError("the expression or a number in it is too large") from None
+        raise ToolError(f"the expression or a number in it is too large, or {TOO_LARGE}") from None
     except SyntaxError as error:
         raise ToolError(f"not an arithmetic expression ({error.msg})") from None
-
-
-def _value(node: ast.expr) -> Fraction:
-    value = _compute(node)
-    if max(abs(value.numerator), value.denominator) >= 10**MOST_DIGITS:
-        raise ToolError(f"the result has more than {MOST_DIGITS} digits")
-    return value
-
-
-def _compute(node: ast.expr) -> Fraction:
-    match node:
-        case ast.Constant(value=bool() | str() | bytes() | complex() | None):
-            pass
-        case ast.Constant(value=int(number)):
-            return Fraction(number)
-        case ast.Constant(value=float(number)) if math.isfinite(number):
-            return Fraction(repr(number))  # the shortest decimal that is this float: 0.1 is one tenth
-        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in BINARY:
-            return BINARY[type(operation)](_value(left), _value(right))
-        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in UNARY:
-            return UNARY[type(sign)](_value(operand))
-        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
-            try:
-                return FUNCTIONS[name](*map(_value, arguments))
-            except TypeError:
-                raise ToolError(f"{name} cannot take {len(arguments)} numbers") from None
-    known = ", ".join(FUNCTIONS)
-    raise ToolError(f"{ast.unparse(node)[:40]!r} is not allowed; use numbers, + - * / // % ** ( ), and {known}")
+    except ValueError as error:
+        raise ToolError(f"{error}; use numbers, + - * / // % ** ( ), and {', '.join(FUNCTIONS)}") from None
 
 
 def _text(value: Fraction) -> str:
-    """An integer, an exact decimal of at most PRECISION places, or PRECISION significant digits."""
+    """Writes an integer, an exact decimal of at most PRECISION places, or PRECISION significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
     if 10**PRECISION % value.denominator == 0:

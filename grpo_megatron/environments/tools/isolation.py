@@ -1,13 +1,10 @@
-"""How programs of the tool `python` are kept from the machine: by what this machine has, tried out before it is used.
+"""Isolation of programs of the tool `python` from the machine: by what this machine has, tried out before it is used.
 
-bwrap       bubblewrap (0.7 or newer): mount, pid, network, ipc and uts namespaces, a user namespace unless it is started as
-            root, and no capabilities. The program sees READABLE_PATHS read-only, three devices, and an empty /tmp in
-            memory, which goes with it. There is no /proc.
-landlock    Linux 5.13 or newer, without bubblewrap or namespaces: Landlock opens the same files, and a temporary folder.
-none        only with `unsafe`, where the others are impossible: every file of its user.
-
-In all of them sandbox.py adds limits, a filter of system calls and, started as root, another user for each program. That
-user is in no group and owns nothing. Without bwrap it must be able to read this Python.
+bwrap      bubblewrap 0.7 or newer: namespaces, no capabilities, READABLE_PATHS, three devices, /tmp in memory, no /proc
+landlock   Linux 5.13 or newer: Landlock opens the same files, and a temporary folder
+none       only with `unsafe`, where the others are impossible: every file of its user
+In all of them sandbox.py adds limits, a filter of system calls and, started as root, another user for each program, in no
+group and with no files. Without bwrap that user must be able to read this Python.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ PROBE_S = 60.0
 
 
 class ProgramLimits(NamedTuple):
-    """Of one program."""
+    """Bounds of one program."""
 
     timeout_s: float = 10.0
     memory_mib: int = 1024
@@ -48,7 +45,7 @@ class ProgramLimits(NamedTuple):
 
 @functools.cache
 def find_isolation(unsafe: bool = False) -> str:
-    """The first kind that works on this machine. Raises ValueError: none does."""
+    """Returns the first kind that works on this machine. Raises ValueError: none does."""
     problems = []
     for kind in ("bwrap", "landlock", "none") if unsafe else ("bwrap", "landlock"):
         text, problem = run_program(PROBE, ProgramLimits(PROBE_S), kind)
@@ -63,7 +60,7 @@ def find_isolation(unsafe: bool = False) -> str:
 
 
 def run_program(code: str, limits: ProgramLimits, kind: str) -> tuple[str, str]:
-    """(what a program printed, how it failed or "")."""
+    """Runs a program. Returns (its output, how it failed or "")."""
     uid = _other_user() if os.geteuid() == 0 else None
     settings = {
         "cpu_s": int(limits.timeout_s) + 1,
@@ -76,8 +73,8 @@ def run_program(code: str, limits: ProgramLimits, kind: str) -> tuple[str, str]:
     if kind == "bwrap" and bwrap is None:
         return "", "bwrap is not installed"
     with contextlib.ExitStack() as opened:
-        alive, held = os.pipe()  # `held` is closed when this process ends, however that happens
-        opened.callback(os.close, held)
+        alive, writing = os.pipe()  # `writing` is closed when this process ends, however that happens
+        opened.callback(os.close, writing)
         opened.callback(os.close, alive)
         command = [sys.executable, "-I", "-u", sandbox.__file__, json.dumps({**settings, "alive": alive})]
         folder = "/tmp"
@@ -113,7 +110,7 @@ def run_program(code: str, limits: ProgramLimits, kind: str) -> tuple[str, str]:
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Whether it ends in time; if not, it is ended. `Popen.wait` would sleep 32 ms where a program takes 40 ms."""
+    """Waits for the end and returns True, or ends it late. `Popen.wait` would sleep 32 ms where a program takes 40 ms."""
     handle, poll = os.pidfd_open(process.pid), select.poll()
     poll.register(handle, select.POLLIN)
     try:
@@ -125,7 +122,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def _other_user() -> int:
-    """A user id at the end of those that this process may take, which no running program of another thread has."""
+    """Returns a user id at the end of those that this process may take, which no running program of another thread has."""
     maps = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first, _, count = max(maps, key=lambda one: one[2])
     return first + count - 3 - threading.get_native_id() % max(count // 16, 1)
@@ -158,7 +155,7 @@ def _bwrap_options(folder_bytes: int) -> list[str]:
 
 
 def _working_folder(private: Path, uid: int | None) -> str:
-    """Within a folder that stays this user's, so that the next start can remove it."""
+    """Makes a folder within one that stays this user's, so that the next start can remove it."""
     folder = private / "work"
     folder.mkdir(0o700)
     if uid is not None:

@@ -1,13 +1,11 @@
 """The program that runs code of the tool `python`: gives up what it can, then executes the code. Standard library only.
 
-    python -I sandbox.py SETTINGS < code
-    SETTINGS: {"cpu_s": 10, "memory": bytes, "file": bytes, "uid": 4294900000 or null, "readable": ["/usr", ...] or null}
-
-In this order, each for good: limits (setrlimit(2)); another user, if it was started as root; with `readable`, no files but
-these and the working folder (Landlock, landlock(7)); a seccomp filter (seccomp(2)), which allows the calls of MACHINES. There is
-no call for a socket, a process, another program, a signal, a mount, or another process's memory, limits or priority; and
-none that changes owner, mode, times or attributes of a file, because Landlock does not cover those. Threads are allowed.
-None of it needs a privilege, and code that calls C cannot evade it. x86-64, and AArch64, where it has not been run.
+`python -I sandbox.py SETTINGS < code`. In this order, each for good: limits (setrlimit(2)); another user, if it was
+started as root; with `readable`, no files but these and the working folder (Landlock, landlock(7)); a seccomp filter
+(seccomp(2)), which allows the calls of MACHINES: none for a socket, a process, a program, a signal, a mount, or another
+process, and none that changes owner, mode, times or attributes of a file, which Landlock does not cover. Threads are
+allowed. None of it needs a privilege, and code that calls C cannot evade it. x86-64, and AArch64, where it has not been
+run.
 """
 
 from __future__ import annotations
@@ -62,7 +60,11 @@ IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FI
 
 
 def main() -> None:
-    """Run the code on stdin; the exit code is that of the code, or 1 with a text if it cannot be run."""
+    """Runs the code on stdin; the exit code is that of the code, or 1 with a text if it cannot be run.
+
+    SETTINGS: {"cpu_s": 10, "memory": bytes, "file": bytes, "uid": 4294900000 or null, "readable": ["/usr", ...] or
+    null}.
+    """
     settings = json.loads(sys.argv[1])
     code = sys.stdin.buffer.read()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -81,9 +83,9 @@ def main() -> None:
 
 
 def give_up(cpu_s: int, memory: int, file: int, uid: int | None, readable: list[str] | None, alive: int) -> None:
-    """All that the header says. Raises OSError where the system lacks a part of it.
+    """Gives up all that the header says. Raises OSError where the system lacks a part of it.
 
-    `alive`: end of a pipe, whose other end the caller holds.
+    `alive`: one end of a pipe; the caller has the other end.
     """
     filter_program = build_filter()
     _limit(cpu_s, memory, file)
@@ -158,7 +160,7 @@ def _restrict_files(libc: ctypes.CDLL, readable: list[str]) -> None:
 
 
 def build_filter() -> Program:
-    """The filter's instructions. Raises OSError on another machine."""
+    """Builds the filter's instructions. Raises OSError on another machine."""
     if os.uname().machine not in MACHINES:
         raise OSError(f"code cannot be isolated on {os.uname().machine}; only on {', '.join(MACHINES)}")
     architecture, clone, prctl, prlimit, fcntl, ioctl, allowed = MACHINES[os.uname().machine]

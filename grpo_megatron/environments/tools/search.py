@@ -1,10 +1,4 @@
-"""Tools that look something up: `search` in a local corpus, `remote` at an HTTP endpoint.
-
-`search`: passages of a local corpus, ranked by BM25 (Robertson and Zaragoza 2009, k1 = 1.5, b = 0.75).
-
-A corpus is a JSONL file of {"title": ..., "text": ...} (the title may be left out). The ranking is by the library bm25s. Equal
-scores keep the order of the file. The index is built once per worker and is shared by all trajectories.
-"""
+"""Tools that look something up: `search` in a local corpus, `remote` at an HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +16,11 @@ TOKEN = re.compile(r"\w+")
 
 
 class Corpus:
-    """The passages of a JSONL file, and their index. Raises ValueError for a file that is none."""
+    """The passages of a JSONL file, and their index. Raises ValueError for a file that is none.
+
+    A line is {"title": ..., "text": ...}; the title may be left out. Ranked by BM25 (Robertson and Zaragoza 2009, k1 =
+    1.5, b = 0.75; the library bm25s). Equal scores keep the order of the file.
+    """
 
     def __init__(self, path: str) -> None:
         import bm25s
@@ -34,7 +32,7 @@ class Corpus:
         self._index.index([_tokens(passage) for passage in self.passages], show_progress=False)
 
     def best(self, query: str, count: int) -> list[str]:
-        """At most `count` passages that share a word with the query, best first."""
+        """Returns at most `count` passages that share a word with the query, best first."""
         words = [word for word in _tokens(query) if word in self._index.vocab_dict]
         if not words:
             return []
@@ -45,12 +43,12 @@ class Corpus:
 
 @functools.cache
 def load_corpus(path: str) -> Corpus:
-    """Once per worker."""
+    """Loads a corpus once per worker."""
     return Corpus(path)
 
 
 def build_index(*, corpus: str, top_k: int = 3, max_characters: int = 600) -> None:
-    """Build the index before the processes of trajectories are forked, which then share it."""
+    """Builds the index before the processes of trajectories are forked, which then share it."""
     load_corpus(corpus)
 
 
@@ -87,11 +85,6 @@ def _tokens(text: str) -> list[str]:
     return [str(word) for word in TOKEN.findall(text.lower())]
 
 
-# -- the tool `remote`: one HTTP endpoint, with retries and a deadline (processes/endpoint.py) -------------------------
-# request    POST url, application/json: {"query": "..."}
-# response   200, text that is shown to the model; of application/json with a text "result", that text
-
-
 @tools.register("remote")
 def remote(
     query: str,
@@ -117,6 +110,7 @@ def remote(
 
 
 def _text(response: ServiceReply) -> str:
+    """Returns the text for the model: of application/json with a text "result", that text."""
     text = response.data.decode("utf-8", "replace")
     if response.headers.get_content_type() == "application/json":
         value = json.loads(text)

@@ -1,13 +1,9 @@
-r"""Answers to competition mathematics: the one extractor and verifier of MATH, MATH-500, OlympiadBench, AIME, AMC, Minerva.
+r"""Answers to competition mathematics: the one extractor and verifier of MATH (arXiv 2103.03874), OlympiadBench, AIME,
+AMC.
 
-The prediction is the content of the last `\boxed{...}` (answers.py), or of a later `<answer>...</answer>`. It is right
-when its value is the answer's: both are one spelling, or one tree (`structure.py`) with equal values (`value.py`),
-where math-verify compares formulas; or one equation or inequality. A sentence in the box is read for the value that it
-states. Plain numbers, words and identical strings never reach sympy. MATH: arXiv 2103.03874.
-
-Departures from math-verify 0.9: a list `3, 5` is neither `3, 5, 5` nor the pair `(3,5)`; `(-\infty,3)` = `x < 3` in both
-directions; `11_2` is not `11_3`, 5 cm is not 5 m, A is not a; anagrams are not equal; of several boxes in a text the last
-one counts, not the one that happens to parse.
+Departures from math-verify 0.9: a list `3, 5` is neither `3, 5, 5` nor the pair `(3,5)`; `(-\infty,3)` = `x < 3` in
+both directions; `11_2` is not `11_3`, 5 cm is not 5 m, A is not a; anagrams are not equal; of several boxes in a text
+the last one counts, not the one that happens to parse. Plain numbers, words and identical strings never reach sympy.
 """
 
 from __future__ import annotations
@@ -31,12 +27,7 @@ from grpo_megatron.rewards.math.structure import (
 from grpo_megatron.rewards.math.value import TIME_LIMIT_S, import_math_verify, parsed, rational, refuses, split_unit
 from grpo_megatron.rewards.reward import Extractor, extractors, rewards
 
-# -- whether two relations are one -------------------------------------------------------------------------------------
-# `y = 2x + 1` is `x = \frac{y-1}{2}`; `x < 3` is `-x > -3` and `(-\infty, 3)`.
-# An equation is the numerator of (left - right): two equations are equal when their numerators differ by a factor that
-# is a number other than zero. An inequality is `expression > 0` or `>= 0`: the factor must be positive. In one variable,
-# an inequality also equals an interval or a union when its solution set does. Only texts with a relation sign reach this
-# file, and only after a comparison as trees has failed, so plain answers never need sympy.
+# -- equations and inequalities ----------------------------------------------------------------------------------------
 
 _INEQUALITIES = ("<", ">", "\\le", "\\ge")
 _SIGNS = ("=", *_INEQUALITIES)
@@ -45,7 +36,14 @@ MAX_SIGNS = 2  # -1 < x < 5
 
 @functools.lru_cache(maxsize=4096)
 def same_relation(answer: str, prediction: str) -> bool:
-    """Whether two texts, LaTeX or plain, are one equation or one inequality. Raises TimeoutError as `same_formula`."""
+    r"""Tells whether two texts, LaTeX or plain, are one equation or one inequality. Raises TimeoutError as
+    `same_formula`.
+
+    An equation is the numerator of (left - right): two are equal when their numerators differ by a number other than
+    zero as a factor. An inequality is `expression > 0` or `>= 0`: the factor must be positive. In one variable, an
+    inequality also equals an interval or a union when its solution set does. `y = 2x + 1` is `x = \frac{y-1}{2}`; `x <
+    3` is `-x > -3`. Called only after a comparison as trees has failed, so plain answers never need sympy.
+    """
     answer, prediction = tidy(answer), tidy(prediction)
     first, second = _signs(answer), _signs(prediction)
     if not (first or second) or max(len(first), len(second)) > MAX_SIGNS or refuses(answer) or refuses(prediction):
@@ -68,7 +66,7 @@ def _signs(text: str) -> list[str]:
 
 
 def _difference(text: str) -> Any:
-    """left - right of a text with one sign. Raises ValueError for a side outside the grammar."""
+    """Returns left - right of a text with one sign. Raises ValueError for a side outside the grammar."""
     left, right = (_expression(side) for side in split_outside_brackets(text, set(_SIGNS)))
     return left - right
 
@@ -91,7 +89,7 @@ def _same_equation(first: Any, second: Any) -> bool:
 
 
 def _factor(one: Any, other: Any) -> Any:
-    """The number c with one = c * other; None when there is none, or an expression without a variable."""
+    """Returns the number c with one = c * other; None when there is none, or for an expression without a variable."""
     from sympy import simplify
 
     if one.free_symbols != other.free_symbols or not one.free_symbols or one == 0 or other == 0:
@@ -115,7 +113,7 @@ def _same_inequality(answer: str, prediction: str) -> bool:
 
 
 def _bounds(text: str) -> list[tuple[Any, bool]]:
-    """Each `expression > 0` of an inequality, with whether it is strict; [] for other texts."""
+    """Returns each `expression > 0` of an inequality, and whether it is strict; [] for other texts."""
     signs, bounds = _signs(text), []
     sides = [_expression(side) for side in split_outside_brackets(text, set(_SIGNS))] if signs else []
     for sign, left, right in zip(signs, sides, sides[1:], strict=False):
@@ -124,7 +122,9 @@ def _bounds(text: str) -> list[tuple[Any, bool]]:
 
 
 def _solutions(text: str, bounds: list[tuple[Any, bool]]) -> Any:
-    """The set of numbers that a text describes by inequalities in one variable, or as intervals; None for other texts."""
+    """Returns the set of numbers that a text describes by inequalities in one variable, or as intervals; None for
+    others.
+    """
     from sympy import FiniteSet, Intersection, S, Symbol, solve_univariate_inequality
 
     if not bounds:
@@ -144,9 +144,6 @@ def _solutions(text: str, bounds: list[tuple[Any, bool]]) -> Any:
 
 
 # -- the value that an equation without variables states ---------------------------------------------------------------
-# `e^{i\pi} = -1` is -1, because that is true; `\lim_{x\to0} ... = 1` is 1, as it stands. An equation with a free variable has
-# no value (`x + y = 1` is not 1); `x = 1`, and numbers as `2 + 3 = 5`, are read in structure.py. What can be seen to be
-# false has no value either: `2 + 2 = 5` is not 5.
 
 _BOUND = re.compile(
     r"[-0-9]*\\(?:lim_\{?\s?(?P<lim>[a-zA-Z])\\to|(?:sum|prod)_\{?(?P<sum>[a-zA-Z])=|int.*d\s?(?P<int>[a-zA-Z])$)",
@@ -158,7 +155,12 @@ _UNCLEAR = re.compile(r"\\circ|degree|mod|\\log(?!_)|%|:|(?<!log)_|\\approx")  #
 
 
 def _stated(text: str) -> str:
-    """The right side of an equation without a free variable; other texts as they are. Raises TimeoutError."""
+    r"""Returns the right side of an equation without a free variable; other texts as they are. Raises TimeoutError.
+
+    `e^{i\pi} = -1` is -1, because that is true; `\lim_{x\to0} ... = 1` is 1, as it stands; `x + y = 1` is not 1. `x =
+    1`, and numbers as `2 + 3 = 5`, are read in structure.py. What can be seen to be false has no value: `2 + 2 = 5` is
+    not 5.
+    """
     sides = split_outside_brackets(tidy(text), {"="}) if "=" in text else []
     if len(sides) != 2 or not all(sides) or refuses(sides[0]) or refuses(sides[1]):
         return text
@@ -172,7 +174,7 @@ def _stated(text: str) -> str:
 
 
 def _is_false(text: str) -> bool:
-    """Whether a side of an equation is a number that the last side is not, not even as a decimal that rounds it."""
+    """Tells whether a side of an equation is a number that the last side is not, not even as a decimal that rounds it."""
     if "=" not in text or _UNCLEAR.search(text):
         return False
     *sides, last = (split_unit(side.strip()) for side in split_outside_brackets(tidy(text), {"="}))
@@ -189,7 +191,7 @@ def _is_false(text: str) -> bool:
 
 
 def _number(text: str) -> complex | None:
-    """The value of a formula in which no letter but e and i occurs; None for other texts. Raises TimeoutError."""
+    """Computes a formula in which no letter but e and i occurs; None for other texts. Raises TimeoutError."""
     value = rational(text)
     if value is not None:
         return complex(value)
@@ -222,11 +224,6 @@ def _set(node: Node) -> Any:
 
 
 # -- the answer in a sentence that stands in the box -------------------------------------------------------------------
-# `\text{There are } 12 \text{ ways}`, `The maximum is $\frac34$`. Three forms are read. After a verb at the end: `...
-# is VALUE`, `... x = VALUE`. Two words or more with one number and no other mathematics. And, after any text, one
-# `Final answer: VALUE`. A sentence that denies,
-# compares, doubts or offers a choice has no value here: `not 5`, `at least 5`, `5 or 6`. A policy that lists its
-# guesses must not be paid for one of them.
 
 MAX_SENTENCE = 200  # characters
 
@@ -246,7 +243,13 @@ _MATHEMATICS = re.compile(r"[-+*/^_=<>\\()\[\]{}|]")
 
 
 def sentence_value(text: str) -> str | None:
-    """The value that a sentence states; None for a text that is no sentence, or states none or several."""
+    """Returns the value that a sentence states; None for a text that is no sentence, or states none or several.
+
+    Three forms are read. After a verb at the end: `... is VALUE`, `... x = VALUE`. Two words or more with one number
+    and no other mathematics. After any text, one `Final answer: VALUE`. A sentence that denies, compares, doubts or
+    offers a choice has no value (`not 5`, `at least 5`, `5 or 6`): a policy that lists its guesses must not be paid for
+    one of them.
+    """
     plain = " ".join(re.sub(r"\\?\$", " ", _TEXT.sub(r" \1 ", text)).split()).rstrip(" .!")
     final = _FINAL.fullmatch(plain)
     if final and len(plain.lower().split("final answer")) == 2:
@@ -278,7 +281,10 @@ def _only_number(plain: str) -> str | None:
 
 
 def boxed_prediction(text: str) -> str | None:
-    """The prediction of a text, as it is written there. Several boxes in a row are a list. None without a prediction."""
+    r"""Returns the prediction of a text, as it is written there. Several boxes in a row are a list. None without one.
+
+    The last `\boxed{...}` (answers.py) counts, or a later `<answer>...</answer>`.
+    """
     tag = text.rfind("<answer>")
     if tag < 0 or box_start(text) > tag:
         return last_boxed(text)
@@ -286,7 +292,7 @@ def boxed_prediction(text: str) -> str | None:
 
 
 def equivalent(answer: str, prediction: str) -> bool:
-    """Whether two texts, LaTeX or plain, are the same answer. Raises TimeoutError when sympy takes too long."""
+    """Tells whether two texts, LaTeX or plain, are the same answer. Raises TimeoutError when sympy takes too long."""
     if answer.strip() == prediction.strip():
         return True
     if len(answer) > MAX_ANSWER or len(prediction) > MAX_ANSWER:
@@ -301,9 +307,9 @@ def equivalent(answer: str, prediction: str) -> bool:
 
 
 def is_right(answer: str, completion: str) -> bool:
-    """Whether the prediction of `completion` is `answer`. Raises TimeoutError.
+    """Tells whether the prediction of `completion` is `answer`. Raises TimeoutError.
 
-    Where several boxes make a list, the last one alone may also be right: some references of MATH hold only that one.
+    Where several boxes make a list, the last one alone may also be right: some references of MATH have only that one.
     """
     prediction = boxed_prediction(completion)
     if prediction is None:
@@ -317,7 +323,7 @@ def is_right(answer: str, completion: str) -> bool:
 
 
 def latex_answer(answer: str) -> str:
-    """The reference answer, boxed or bare. Raises ValueError when it is empty."""
+    """Reads the reference answer, boxed or bare. Raises ValueError when it is empty."""
     if content := _without_box(answer):
         return content
     raise ValueError("the reference answer is empty")
@@ -328,7 +334,7 @@ def _without_box(answer: str) -> str:
 
 
 def vote_key(prediction: str) -> str:
-    """Predictions with one key are one vote in maj@k: the exact number, else the tidy string."""
+    """Returns the exact number, else the tidy string: predictions with one key are one vote in maj@k."""
     text = tidy(prediction[:MAX_ANSWER])
     node = parse_tree(text)
     value = rational(node.text) if node.kind == "value" else None
@@ -340,7 +346,7 @@ extractors.register("math")(Extractor(boxed_prediction, latex_answer, vote_key))
 
 @rewards.register("math", preload=import_math_verify)
 def math_reward(completion: str, answer: str) -> dict[str, float]:
-    """1 when the prediction is the answer, else 0. "extracted": 1 when there is a prediction to compare.
+    """Returns 1 when the prediction is the answer, else 0. "extracted": 1 when there is a prediction to compare.
 
     0 also where they take too long to compare: a sample that fails would be left out of its group's mean.
     """

@@ -1,13 +1,10 @@
-r"""Whether two single values are equal. Fractions, units, percent, ratios, bases and words here; formulas by math-verify.
+"""Single values: fractions, units, percent, ratios, bases and words here; formulas by math-verify (sympy), behind
+guards.
 
-The first test that can tell decides, in this order:
-1. one string;
-2. two plain numbers (exact; a decimal of six places or more may stand for a fraction that it rounds, as in math-verify);
-3. numerals with a base (`1101_2`: digits are compared, the base may be left out);
-4. words (letters only, any case: `\text{Evelyn}` = Evelyn, while algebra would call anagrams equal);
-5. ratios `1:2`;
-6. math-verify, for formulas.
-Units are dropped (`5\text{ cm}` = 5), but 5 cm is not 5 m. `10\%` is both 10 and 0.1.
+A policy may write any text. `refuses` keeps from math-verify what is long, nested or huge. What may still run for ever
+ends by TIME_LIMIT_S; a call that hangs in C is ended from outside: the pool kills its worker, whose memory is bounded.
+Nothing here evaluates Python: latex2sympy2 is a grammar (ANTLR), and math-verify's search for expressions, which calls
+sympy's `parse_expr`, is not used.
 """
 
 from __future__ import annotations
@@ -20,14 +17,6 @@ from fractions import Fraction
 from typing import Any
 
 from grpo_megatron.processes.process import time_limit
-
-# -- formulas, by math-verify (sympy), behind guards: it is slow, and a policy may write any text ----------------------
-# Refused before math-verify sees it: characters other than printable ASCII, more than MAX_FORMULA of them, deep nesting,
-# towers of powers of numbers such as `9^{9^{9^9}}`, huge factorials and literals. A refused formula equals only the same
-# string. The rest may still run for ever. TIME_LIMIT_S raises TimeoutError from inside. A call that hangs in C is ended
-# from outside: the pool kills its worker (`rewards/pool.py`), whose memory is bounded. Nothing here evaluates Python:
-# latex2sympy2 is a grammar (ANTLR), and math-verify's own search for expressions, which calls sympy's `parse_expr`, is
-# not used.
 
 MAX_FORMULA = 300  # characters
 MAX_NESTING = 12
@@ -42,7 +31,9 @@ _HUGE = re.compile(r"[0-9]{60,}|[0-9]{4,}\s?!|[)}!]\s?!\s?!?|(?:binom|choose)[^A
 
 
 def refuses(text: str) -> bool:
-    """Whether a formula is not passed to sympy at all."""
+    """Tells whether a formula is kept from sympy: other characters than printable ASCII, too long or nested, towers of
+    powers, huge factorials and literals. A refused formula equals only the same string.
+    """
     if len(text) > MAX_FORMULA or not (text.isascii() and text.isprintable()):
         return True
     depths = itertools.accumulate((character in "({[") - (character in ")}]") for character in text)
@@ -52,7 +43,7 @@ def refuses(text: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)  # a prompt's samples share a few answers
 def same_formula(answer: str, prediction: str) -> bool:
-    """Whether math-verify finds two LaTeX formulas equivalent. Raises TimeoutError after TIME_LIMIT_S."""
+    """Tells whether math-verify calls two LaTeX formulas equivalent. Raises TimeoutError after TIME_LIMIT_S."""
     if refuses(answer) or refuses(prediction):
         return False
     import_math_verify()
@@ -63,7 +54,7 @@ def same_formula(answer: str, prediction: str) -> bool:
 
 @functools.cache
 def import_math_verify() -> Any:
-    """The library. Takes a second or two, once per process."""
+    """Imports the library, once per process; this takes a second or two."""
     import math_verify.grader
     import math_verify.parser
 
@@ -73,7 +64,7 @@ def import_math_verify() -> Any:
 
 
 def is_near(exact: str, decimal: str) -> bool:
-    """Whether `decimal` is `exact`, rounded: they differ by one unit in its last place at most. Raises TimeoutError."""
+    """Tells whether `decimal` rounds `exact`: they differ by one unit in its last place at most. Raises TimeoutError."""
     places = len(decimal.partition(".")[2])
     if refuses(exact) or not places:
         return False
@@ -86,7 +77,7 @@ def is_near(exact: str, decimal: str) -> bool:
 
 
 def parsed(text: str) -> Any:
-    """The sympy object of a LaTeX formula; None for one outside the grammar."""
+    """Parses a LaTeX formula for sympy; None for one outside the grammar."""
     library = import_math_verify()
     text = _FACTORIAL_POWER.sub(r"(\1)^", text)
     if "!" in text:
@@ -103,7 +94,9 @@ def parsed(text: str) -> Any:
 
 
 def _differ(answer: Any, prediction: Any) -> bool:
-    """Whether two expressions clearly differ at one point: this settles most wrong predictions without `simplify`."""
+    """Tells whether two expressions clearly differ at one point: this settles most wrong predictions without
+    `simplify`.
+    """
     from sympy import Expr
 
     if not (isinstance(answer, Expr) and isinstance(prediction, Expr)):
@@ -168,7 +161,9 @@ _CLOCK = re.compile(r"([0-9]{1,2}:[0-9]{2})\s?([aApP])\.?\s?[mM]\.?")
 
 
 def rational(text: str) -> Fraction | None:
-    """The exact number when `text` is a plain one: an integer, a decimal, a fraction, a mixed number; else None."""
+    """Returns the exact number when `text` is a plain one: an integer, a decimal, a fraction, a mixed number; else
+    None.
+    """
     if len(text) > 130:
         return None
     if _SPACED.fullmatch(text) or _GROUPED.fullmatch(text):
@@ -191,7 +186,7 @@ def rational(text: str) -> Fraction | None:
 
 
 def _repeating(text: str) -> Fraction | None:
-    r"""`0.1\overline{6}` = 1/6."""
+    r"""Reads a repeating decimal: `0.1\overline{6}` = 1/6."""
     match = _REPEATING.fullmatch(text)
     if match is None:
         return None
@@ -201,11 +196,13 @@ def _repeating(text: str) -> Fraction | None:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    r"""(`text` without its unit, the unit in small letters or ""). `-\$5` -> ("-5", "$"), `5\text{ cm}^2` -> ("5", "cm")."""
+    r"""Splits (`text` without its unit, the unit in small letters or ""). `-\$5` -> ("-5", "$"), `5\text{ cm}^2` ->
+    ("5", "cm").
+    """
     plain = text.replace("\\$", "").replace("$", "")
     unit = "$" if plain != text else ""
-    whole = _TEXT_GROUP.fullmatch(plain)
-    plain = whole[1] if whole and whole[1][:1].isdigit() else plain
+    group = _TEXT_GROUP.fullmatch(plain)
+    plain = group[1] if group and group[1][:1].isdigit() else plain
     match = _CLOCK.fullmatch(_TEXT_GROUP.sub(r"\1", plain))
     if match:
         return match[1], match[2].lower() + "m"
@@ -216,14 +213,20 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 def units_clash(one: str, other: str) -> bool:
-    """Whether both are known units of one dimension, and differ."""
+    """Tells whether both are different units of one dimension."""
     unknown = "", ""
     first, second = (next((_UNITS[word] for word in text.split() if word in _UNITS), unknown) for text in (one, other))
     return first[0] == second[0] and first[1] != second[1]
 
 
 def same_value(answer: str, prediction: str) -> bool:
-    """Whether two values (tidy LaTeX) are equal. Plain numbers and words never reach math-verify."""
+    r"""Tells whether two values (tidy LaTeX) are equal. The first test that can tell decides, in this order.
+
+    1. one string; 2. two plain numbers (exact; a decimal of PLACES or more may stand for a fraction that it rounds, as
+    in math-verify); 3. numerals with a base (`1101_2`: digits are compared, the base may be left out); 4. words
+    (letters only, any case, while algebra would call anagrams equal); 5. ratios `1:2`; 6. math-verify. Units are
+    dropped (`5\text{ cm}` = 5), but 5 cm is not 5 m. `10\%` is both 10 and 0.1.
+    """
     if answer == prediction:
         return bool(answer)
     if "\\approx" in answer + prediction:
@@ -240,7 +243,7 @@ def same_value(answer: str, prediction: str) -> bool:
 
 
 def _same_rounded(answer: str, prediction: str) -> bool:
-    """One or both are `exact \\approx decimal`. The exact values count; or the decimal, where the other answer is one."""
+    r"""Compares where one or both are `exact \approx decimal`: the exact values, or the decimal with a decimal answer."""
     exact, decimal = _split_rounded(answer)
     other, other_decimal = _split_rounded(prediction)
     if same_value(exact, other):
@@ -256,7 +259,7 @@ def _split_rounded(text: str) -> tuple[str, str]:
 
 
 def _same_percent(answer: str, prediction: str) -> bool:
-    """One of the two has a percent sign: it means its number, or a hundredth of it."""
+    """Compares where one of the two has a percent sign: it means its number, or a hundredth of it."""
     percent, plain = (answer, prediction) if answer.endswith("%") else (prediction, answer)
     percent = percent[:-1].strip()
     value, other = rational(percent), rational(plain)
@@ -295,14 +298,14 @@ def _same(answer: str, prediction: str) -> bool:
 
 
 def _is_equation(text: str) -> bool:
-    """Whether a text is an equation with an operation on its left side, and no definition such as `P(A) = 0.5`."""
+    """Tells whether a text is an equation with an operation on its left side, and no definition such as `P(A) = 0.5`."""
     left, sign, _ = re.sub(r"\([^()]*\)", "", text).partition("=")
     has_factor = re.match(r"-?[0-9.]+\s?\\?[A-Za-z]", left.strip())  # 2x = 1
     return bool(sign) and bool(has_factor or re.search(r"[-+*^0-9]", left.strip()[1:]))
 
 
 def _rounds(text: str, value: Fraction, exact: Fraction) -> bool:
-    """Whether `text` is a decimal of PLACES or more that rounds `exact`, which is no finite decimal."""
+    """Tells whether `text` is a decimal of PLACES or more that rounds `exact`, which is no finite decimal."""
     places = len(text.partition(".")[2]) if "/" not in text and "frac" not in text else 0
     is_endless = 10**60 % exact.denominator != 0
     return places >= PLACES and is_endless and abs(value - exact) * 2 * 10**places <= 1
@@ -323,7 +326,7 @@ def _same_ratio(answer: list[str], prediction: list[str]) -> bool:
 
 
 def _is_words(text: str) -> bool:
-    r"""Whether a text has two letters or more in \text, or a bare word of four or more."""
+    r"""Tells whether a text has two letters or more in \text, or a bare word of four or more."""
     inner = "".join(_TEXT_GROUP.findall(text))
     bare = _TEXT_GROUP.sub("", text)
     return len(re.findall("[A-Za-z]", inner)) > 1 or bool(re.search(r"(?<![\\A-Za-z])[A-Za-z]{4,}", bare))

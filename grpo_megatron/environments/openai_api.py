@@ -1,14 +1,10 @@
-"""A recording endpoint: OpenAI's API on a loopback address, behind which the run's own policy answers, for one trajectory.
+"""OpenAI's API on a loopback address, behind which the run's policy answers one trajectory: it records what is
+generated.
 
-    POST /t/TRAJECTORY/v1/chat/completions, /v1/responses, /v1/completions;  GET /v1/models
-
-It runs in the trajectory's process, and is gone with it. The client gets text; the run keeps the tokens (sampling/multi_turn.py).
-A request must continue what was said: its messages begin with those of the request before and the answer to it, compared as
-messages, and only what follows is rendered and becomes an observation. So nothing is tokenized twice. One that does not gets a
-400, or begins a branch: another sequence of the trajectory. What would make the
-tokens other than the run's own draws (another model, a temperature of its own, `n`) gets a 400 that says why.
-
-An answer is drawn at the run's logical clock, with all others. A client that repeats its request meanwhile, as OpenAI's does
+POST /t/TRAJECTORY/v1/chat/completions, /v1/responses, /v1/completions; GET /v1/models. The server runs in the
+trajectory's process, and is gone with it. The client gets text; the run keeps the tokens (sampling/multi_turn.py). What
+would make the tokens other than the run's own (another model, a temperature, `n`) gets a 400 that says why. An answer
+is generated at the run's logical clock, with all others. A client that repeats its request meanwhile, as OpenAI's does
 after a time-out, waits for the same answer.
 """
 
@@ -24,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from grpo_megatron.environments.environment import Asked, ChatMessage
+from grpo_megatron.environments.environment import ChatMessage, TurnRequest
 from grpo_megatron.environments.tool_environment import Call, parse_calls
 
 MAX_BODY = 8 << 20  # bytes of a request
@@ -33,15 +29,15 @@ Json = dict[str, Any]
 
 
 class RefusedError(ValueError):
-    """What is wrong with a request, for its sender."""
+    """An error of a request, for its sender."""
 
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """What a request wants of the model. `messages` is the whole conversation; empty where `asked.prompt` is set."""
+    """One request to the model. `messages` is the full conversation; empty where `request.prompt` is set."""
 
     messages: list[ChatMessage]
-    asked: Asked
+    request: TurnRequest
     wants_logprobs: bool
     streams: bool
 
@@ -60,20 +56,20 @@ class Reply:
 
     @property
     def message(self) -> ChatMessage:
-        """As OpenAI's API writes it."""
+        """Returns the turn as OpenAI's API writes it."""
         calls = [{"id": key, "type": "function", "function": {"name": n, "arguments": a}} for key, n, a in self.calls]
         message: ChatMessage = {"role": "assistant", "content": self.content or (None if calls else "")}
         return message | ({"tool_calls": calls} if calls else {})
 
     @property
     def usage(self) -> Json:
-        """Numbers of tokens."""
+        """Returns numbers of tokens."""
         written = len(self.tokens)
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": written}
         return counts | {"total_tokens": self.prompt_tokens + written}
 
 
-# -- What is fixed by the run ------------------------------------------------------------------------------------------
+# -- what the run decides ----------------------------------------------------------------------------------------------
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # field -> the values that change nothing
     "top_p": (1,),
@@ -103,7 +99,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # field -> the values that change nothi
 }
 WHY = {
     "n": "a trajectory is one sequence, with one answer to each request; the other samples of its group have agents of their own",
-    "top_logprobs": "the run records the log-probabilities of the drawn tokens only",
+    "top_logprobs": "the run records the log-probabilities of the generated tokens only",
     **dict.fromkeys(("chat_template", "chat_template_kwargs"), "the run decides how messages are rendered"),
 }
 
@@ -116,13 +112,13 @@ def _check_neutral(body: Json, model: str, temperature: float) -> None:
     for name, values in allowed.items():
         value = body.get(name)
         if value is not None and value not in values:
-            known = " or ".join(map(json.dumps, values)) or "none"
-            why = WHY.get(name, "the run decides how tokens are drawn")
-            raise RefusedError(f"{name}={json.dumps(value)[:200]}: {why}; leave it out, or set {known}")
+            values_text = " or ".join(map(json.dumps, values)) or "none"
+            why = WHY.get(name, "the run decides how tokens are sampled")
+            raise RefusedError(f"{name}={json.dumps(value)[:200]}: {why}; leave it out, or set {values_text}")
 
 
 def _content(value: Any) -> str:
-    """The text of a content: itself, or its parts."""
+    """Returns the text of a content: itself, or its parts."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
@@ -137,7 +133,7 @@ def _listed(body: Json, name: str) -> list[Any]:
     return value
 
 
-def _asked(body: Json, *limits: str, tools: list[Any], prompt: str | list[int] | None = None) -> Asked:
+def _turn_request(body: Json, *limits: str, tools: list[Any], prompt: str | list[int] | None = None) -> TurnRequest:
     limit = next((body[name] for name in limits if body.get(name) is not None), None)
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise RefusedError(f"{limits[0]}={limit!r}: at least 1")
@@ -145,35 +141,35 @@ def _asked(body: Json, *limits: str, tools: list[Any], prompt: str | list[int] |
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop) or len(stop) > 16:
         raise RefusedError(f"stop={json.dumps(stop)[:200]}: a text, or up to 16 of them")
-    return Asked(tools, limit, stop, prompt)
+    return TurnRequest(tools, limit, stop, prompt)
 
 
-# -- The three forms: request -> ClientRequest, Reply -> response -----------------------------------------------------------
+# -- the three forms: request -> ClientRequest, Reply -> response ------------------------------------------------------
 
 
 def read_chat(body: Json, history: Sequence[ChatMessage]) -> ClientRequest:
-    """Chat completions."""
+    """Reads a request of chat completions."""
     messages = []
     for message in _listed(body, "messages"):
         if not isinstance(message.get("role"), str):
             raise RefusedError("a message has no role")
         messages.append({**message, "content": _content(message.get("content"))})
-    asked = _asked(body, "max_completion_tokens", "max_tokens", tools=_listed(body, "tools"))
-    return ClientRequest(messages, asked, bool(body.get("logprobs")), bool(body.get("stream")))
+    request = _turn_request(body, "max_completion_tokens", "max_tokens", tools=_listed(body, "tools"))
+    return ClientRequest(messages, request, bool(body.get("logprobs")), bool(body.get("stream")))
 
 
 def read_completions(body: Json, history: Sequence[ChatMessage]) -> ClientRequest:
-    """Completions of raw text, or of token ids."""
+    """Reads a request of completions, with raw text or token ids."""
     prompt = body.get("prompt")
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
     if not is_ids and not (isinstance(prompt, str) and prompt):
         raise RefusedError("prompt: one text, or one list of token ids")
-    asked = _asked(body, "max_tokens", tools=[], prompt=prompt)
-    return ClientRequest([], asked, body.get("logprobs") is not None, bool(body.get("stream")))
+    request = _turn_request(body, "max_tokens", tools=[], prompt=prompt)
+    return ClientRequest([], request, body.get("logprobs") is not None, bool(body.get("stream")))
 
 
 def read_responses(body: Json, history: Sequence[ChatMessage]) -> ClientRequest:
-    """Responses. An answer's message and its calls are several items there, and one message here."""
+    """Reads a request of responses. An answer's message and its calls are several items there, and one message here."""
     messages: list[ChatMessage] = list(history) if body.get("previous_response_id") else []
     if not messages and body.get("instructions"):
         messages.append({"role": "system", "content": _content(body["instructions"])})
@@ -204,18 +200,20 @@ def read_responses(body: Json, history: Sequence[ChatMessage]) -> ClientRequest:
         }
         for tool in _listed(body, "tools")
     ]
-    return ClientRequest(messages, _asked(body, "max_output_tokens", tools=tools), False, bool(body.get("stream")))
+    return ClientRequest(
+        messages, _turn_request(body, "max_output_tokens", tools=tools), False, bool(body.get("stream"))
+    )
 
 
 def write_chat(reply: Reply, model: str, question: ClientRequest) -> tuple[Json, list[Json]]:
-    """The response, and the same as the chunks of a stream."""
+    """Returns the response, and the same as the chunks of a stream."""
     head = {"id": f"chatcmpl-{reply.number}", "created": 0, "model": model}
     choice: Json = {"index": 0, "finish_reason": reply.finish_reason, "logprobs": None}
     if question.wants_logprobs:
         nothing: Json = {"bytes": None, "top_logprobs": []}
         content = [{"token": text, "logprob": value, **nothing} for text, value in reply.tokens]
         choice["logprobs"] = {"content": content, "refusal": None}
-    whole = {
+    response = {
         **head,
         "object": "chat.completion",
         "choices": [{**choice, "message": reply.message}],
@@ -227,22 +225,22 @@ def write_chat(reply: Reply, model: str, question: ClientRequest) -> tuple[Json,
     head["object"] = "chat.completion.chunk"
     first = {**head, "choices": [{**choice, "finish_reason": None, "delta": delta}]}
     last = {**head, "choices": [{**choice, "logprobs": None, "delta": {}}], "usage": reply.usage}
-    return whole, [first, last]
+    return response, [first, last]
 
 
 def write_completions(reply: Reply, model: str, question: ClientRequest) -> tuple[Json, list[Json]]:
-    """See `write_chat`."""
+    """Returns the same as `write_chat`."""
     choice: Json = {"index": 0, "text": reply.text, "finish_reason": reply.finish_reason, "logprobs": None}
     if question.wants_logprobs:
         texts, values = [text for text, _ in reply.tokens], [value for _, value in reply.tokens]
         choice["logprobs"] = {"tokens": texts, "token_logprobs": values, "text_offset": [], "top_logprobs": None}
-    whole = {"id": f"cmpl-{reply.number}", "object": "text_completion", "created": 0, "model": model}
-    whole |= {"choices": [choice], "usage": reply.usage}
-    return whole, [whole]
+    response = {"id": f"cmpl-{reply.number}", "object": "text_completion", "created": 0, "model": model}
+    response |= {"choices": [choice], "usage": reply.usage}
+    return response, [response]
 
 
 def write_responses(reply: Reply, model: str, question: ClientRequest) -> tuple[Json, list[Json]]:
-    """See `write_chat`. The stream has the events that carry something."""
+    """Returns the same as `write_chat`. The stream has the events that carry something."""
     key = f"resp_{reply.number}"
     output: list[Json] = []
     if reply.content or not reply.calls:
@@ -255,10 +253,17 @@ def write_responses(reply: Reply, model: str, question: ClientRequest) -> tuple[
     usage = {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.tokens)}
     usage["total_tokens"] = sum(usage.values())
     is_cut = reply.finish_reason == "length"
-    whole: Json = {"id": key, "object": "response", "created_at": 0, "model": model, "output": output, "usage": usage}
-    whole |= {"status": "incomplete" if is_cut else "completed", "parallel_tool_calls": True, "tool_choice": "auto"}
-    whole |= {"tools": [], "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None}
-    events: list[Json] = [{"type": "response.created", "response": {**whole, "status": "in_progress", "output": []}}]
+    response: Json = {
+        "id": key,
+        "object": "response",
+        "created_at": 0,
+        "model": model,
+        "output": output,
+        "usage": usage,
+    }
+    response |= {"status": "incomplete" if is_cut else "completed", "parallel_tool_calls": True, "tool_choice": "auto"}
+    response |= {"tools": [], "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None}
+    events: list[Json] = [{"type": "response.created", "response": {**response, "status": "in_progress", "output": []}}]
     for place, item in enumerate(output):
         place_of = {"output_index": place, "item_id": item["id"]}
         events.append({"type": "response.output_item.added", "output_index": place, "item": item})
@@ -266,8 +271,8 @@ def write_responses(reply: Reply, model: str, question: ClientRequest) -> tuple[
             text = {"content_index": 0, "logprobs": [], "delta": reply.content}
             events.append({"type": "response.output_text.delta", **place_of, **text})
         events.append({"type": "response.output_item.done", "output_index": place, "item": item})
-    events.append({"type": "response.incomplete" if is_cut else "response.completed", "response": whole})
-    return whole, [{**event, "sequence_number": number} for number, event in enumerate(events)]
+    events.append({"type": "response.incomplete" if is_cut else "response.completed", "response": response})
+    return response, [{**event, "sequence_number": number} for number, event in enumerate(events)]
 
 
 PROTOCOLS: dict[str, tuple[Callable[..., ClientRequest], Callable[..., tuple[Json, list[Json]]]]] = {
@@ -277,11 +282,13 @@ PROTOCOLS: dict[str, tuple[Callable[..., ClientRequest], Callable[..., tuple[Jso
 }
 
 
-# -- The conversation --------------------------------------------------------------------------------------------------
+# -- the conversation --------------------------------------------------------------------------------------------------
 
 
 def _same(message: Mapping[str, Any]) -> Json:
-    """What two forms of one message share. Ids of calls, names and fields that a client adds say nothing to the model."""
+    """Returns what two forms of one message share. Ids of calls, names and fields that a client adds mean nothing to
+    the model.
+    """
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     return {
         "role": message["role"],
@@ -299,7 +306,11 @@ def _arguments(value: Any) -> Any:
 
 @dataclass
 class Conversation:
-    """What was said so far. `prompt`: as text or ids, where the client speaks in those."""
+    """The conversation so far. `prompt`: as text or ids, where the client speaks in those.
+
+    A request must continue it: its messages begin with those of the request before and the answer to it, compared as
+    messages, and only what follows is rendered and becomes an observation, so that nothing is tokenized twice.
+    """
 
     call_format: str
     messages: list[ChatMessage] = field(default_factory=list)
@@ -307,47 +318,49 @@ class Conversation:
     tools: list[Any] = field(default_factory=list)
     num_turns: int = 0
 
-    def new_part(self, question: ClientRequest) -> tuple[list[ChatMessage], Asked]:
-        """What of the question the model has not seen. Raises RefusedError for one that does not continue the conversation."""
-        asked, prompt = question.asked, question.asked.prompt
+    def new_part(self, question: ClientRequest) -> tuple[list[ChatMessage], TurnRequest]:
+        """Returns what the model has not seen of the question. Raises RefusedError where it does not continue the
+        conversation.
+        """
+        request, prompt = question.request, question.request.prompt
         if not self.num_turns:
             if not question.messages and prompt is None:
                 raise RefusedError("there is no message")
-            return question.messages, asked
+            return question.messages, request
         if type(prompt) is not type(self.prompt):
             raise RefusedError("a trajectory speaks in messages, in text or in token ids, and stays with it")
-        if asked.tools != self.tools:
+        if request.tools != self.tools:
             raise RefusedError("the tools differ from those of the first request, which the model has read")
         if prompt is not None:
             assert self.prompt is not None
             if prompt[: len(self.prompt)] != self.prompt or len(prompt) == len(self.prompt):
                 raise RefusedError(f"the prompt does not go on where the last one and its completion end{NO_BRANCH}")
-            return [], Asked([], asked.max_tokens, asked.stop, prompt[len(self.prompt) :])
-        for number, (said, now) in enumerate(zip(self.messages, question.messages, strict=False)):
-            if _same(said) != _same(now):
+            return [], TurnRequest([], request.max_tokens, request.stop, prompt[len(self.prompt) :])
+        for number, (before, now) in enumerate(zip(self.messages, question.messages, strict=False)):
+            if _same(before) != _same(now):
                 raise RefusedError(f"message {number} is another one than before{NO_BRANCH}")
         new = question.messages[len(self.messages) :]
         if not new:
-            raise RefusedError(f"nothing follows what was said and answered before{NO_BRANCH}")
-        return new, Asked([], asked.max_tokens, asked.stop, None)
+            raise RefusedError(f"nothing follows the messages and the answer before{NO_BRANCH}")
+        return new, TurnRequest([], request.max_tokens, request.stop, None)
 
     def add(self, question: ClientRequest, turn: Json) -> Reply:
-        """Note the question and the model's turn, a JSON object of `sampling/multi_turn.py`."""
+        """Adds the question and the model's turn, a JSON object of `sampling/multi_turn.py`."""
         text, finish = turn["text"], turn["finish_reason"]
-        for stop in question.asked.stop:
+        for stop in question.request.stop:
             text = text.partition(stop)[0]
-        calls = parse_calls(self.call_format, text) if question.asked.tools else []
-        found: list[tuple[str, str, str]] = [
+        calls = parse_calls(self.call_format, text) if question.request.tools else []
+        named: list[tuple[str, str, str]] = [
             (f"call_{self.num_turns}_{i}", c.name, json.dumps(c.arguments)) for i, c in _readable(calls)
         ]
-        content = text.partition("<tool_call>")[0].strip() if found and self.call_format == "hermes" else text
-        content = "" if found and self.call_format != "hermes" else content
+        content = text.partition("<tool_call>")[0].strip() if named and self.call_format == "hermes" else text
+        content = "" if named and self.call_format != "hermes" else content
         tokens = list(zip(turn["tokens"], turn["logprobs"], strict=True))
-        finish = "tool_calls" if found else finish
-        reply = Reply(text, content, found, finish, tokens, turn["prompt_tokens"], self.num_turns)
-        self.num_turns, self.tools = self.num_turns + 1, question.asked.tools
+        finish = "tool_calls" if named else finish
+        reply = Reply(text, content, named, finish, tokens, turn["prompt_tokens"], self.num_turns)
+        self.num_turns, self.tools = self.num_turns + 1, question.request.tools
         self.messages = [*question.messages, reply.message]
-        self.prompt = question.asked.prompt
+        self.prompt = question.request.prompt
         if self.prompt is not None:
             self.prompt = self.prompt + text if isinstance(self.prompt, str) else [*self.prompt, *turn["token_ids"]]
         return reply
@@ -363,19 +376,19 @@ def _readable(calls: Sequence[Call | str]) -> Iterator[tuple[int, Call]]:
     return ((i, call) for i, call in enumerate(calls) if isinstance(call, Call))
 
 
-# -- The server --------------------------------------------------------------------------------------------------------
+# -- the server --------------------------------------------------------------------------------------------------------
 
 
 class Endpoint:
-    """The server, in a thread. `questions` holds what the client asks; `answer` is to be called once for each.
+    """The server, in a thread. `questions` has what the client asks; `answer` is to be called once for each.
 
-    An item of `questions` is (messages, Asked), or a text: the client has sent too much.
+    An item of `questions` is (messages, TurnRequest), or a text: the client has sent too much.
     """
 
     def __init__(self, model: str, temperature: float, call_format: str, branches: bool = False) -> None:
         self._model, self._temperature = model, temperature
         self.key = secrets.token_urlsafe(24)
-        self.questions: queue.Queue[tuple[list[ChatMessage], Asked] | str] = queue.Queue()
+        self.questions: queue.Queue[tuple[list[ChatMessage], TurnRequest] | str] = queue.Queue()
         self._conversation, self._branches = Conversation(call_format), branches
         self._pending: tuple[bytes, ClientRequest, asyncio.Future[Reply]] | None = (
             None  # touched in the loop's thread only
@@ -385,7 +398,7 @@ class Endpoint:
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/t/{self.key}/v1"
 
     def serve(self) -> None:
-        """Begin to answer. Who has connected before has waited."""
+        """Begins to answer. Clients that have connected before are answered, too."""
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -403,7 +416,7 @@ class Endpoint:
         self._loop.run_until_complete(server.serve(sockets=[self._socket]))
 
     def answer(self, turn: Json) -> None:
-        """The model's turn, for the client that waits."""
+        """Gives the model's turn to the client that waits."""
 
         def give() -> None:
             assert self._pending is not None
@@ -430,9 +443,9 @@ class Endpoint:
             question, reply = await self._reply(form, await _body(request))
         except RefusedError as error:
             return self._refused(str(error), 400)
-        whole, chunks = PROTOCOLS[form][1](reply, self._model, question)
+        response, chunks = PROTOCOLS[form][1](reply, self._model, question)
         if not question.streams:
-            return JSONResponse(whole)
+            return JSONResponse(response)
         return StreamingResponse(_events(chunks, named=form == "responses"), media_type="text/event-stream")
 
     async def _reply(self, form: str, body: bytes) -> tuple[ClientRequest, Reply]:
@@ -451,9 +464,9 @@ class Endpoint:
         try:
             new = self._conversation.new_part(question)
         except RefusedError:
-            if not (self._branches and self._conversation.num_turns and (question.messages or question.asked.prompt)):
+            if not (self._branches and self._conversation.num_turns and (question.messages or question.request.prompt)):
                 raise
-            new = question.messages, replace(question.asked, branch=True)
+            new = question.messages, replace(question.request, branch=True)
         waiting: asyncio.Future[Reply] = self._loop.create_future()
         self._pending = body, question, waiting
         self.questions.put(new)
