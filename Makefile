@@ -9,7 +9,7 @@
 # make docs         the documentation as a site, in outputs/site
 # make soak         STEPS=200 training steps on two ranks under some thirty faults, in an order drawn from SEED; at the end
 #                   everything must be as in an undisturbed run. Prints the faults as a table; takes about six minutes.
-#                   Before it, the tests that are too long for make test.
+#                   Before it, the tests that are too long for make test, and the GPU tests rehearsed with tiny models.
 #                   FAULTS=7: with seven of them
 # All but test-gpu set up their environment first, once.
 
@@ -84,10 +84,11 @@ test-vllm026: $(VENV026)/.installed
 
 # Not in .venv, whose vLLM is for the CPU: in an environment of a GPU lock (requirements/install.sh), or one like it.
 test-gpu:
-	$(GPU_PYTHON) -m pytest $(if $(GROUP),tests/gpu/test_$(GROUP)_*.py,tests/gpu)
+	@failed=0; for file in tests/gpu/test_$(GROUP)*.py; do $(GPU_PYTHON) -m pytest $$file || failed=1; done; exit $$failed
 
 soak: $(INSTALLED)
 	@$(BIN)/python $(PYTEST) -q -m soak
+	@GRPO_GPU_TESTS_ON=cpu $(MAKE) test-gpu GPU_PYTHON=$(BIN)/python
 	@$(BIN)/python -m tests.soak --steps $(STEPS) --seed $(SEED) $(if $(FAULTS),--faults $(FAULTS))
 
 clean:

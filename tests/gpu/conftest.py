@@ -27,10 +27,11 @@ graphs 60 s (25 s once its kernels are in the cache), and the work. Groups 1 to 
 No more engines can be shared: the others differ in what an engine is built with (graphs, sleep level, quantization, dtype,
 model, ranks), and a process can build one.
 
-They need pytest and the packages under test, nothing else. Each test starts its own processes. They are spawned, because a
-forked process cannot use CUDA. The models are random and made by the tests. A test whose requirements are missing is
-skipped with the reason; without a GPU all are skipped. Every test's figures are printed at the end, and written as JSON to
---figures PATH, or to $OUT/gpu_figures.json if OUT is set.
+They need pytest and the packages under test, nothing else. `make test-gpu` gives each file a process: a file with the fixture
+`lone_rank` tests in it, the others start processes of their own. They are spawned, because a forked process cannot use CUDA.
+The models are random and made by the tests. A test whose requirements are missing is skipped with the reason; without a GPU
+all are skipped. Every test's figures are printed at the end, and written as JSON to --figures PATH, or to
+$OUT/gpu_figures.json if OUT is set.
 
 GRPO_GPU_TESTS_ON=cpu runs on the CPU what can run there, with tiny models, to find mistakes in the tests themselves.
 Bounds on device memory and on speed are not checked there.
@@ -43,7 +44,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,7 +54,6 @@ import torch
 
 from grpo_megatron.processes.variables import set_gpu_variables
 from tests import tiny, vision, worlds
-from tests.gpu import reports
 from tests.gpu.building import ON_CPU, QWEN_HALF_B, VOCABULARY, write_random_model
 
 HERE = Path(__file__).parent
@@ -102,6 +102,8 @@ def pytest_configure(config: pytest.Config) -> None:
     default = Path(os.environ["OUT"]) / "gpu_figures.json" if "OUT" in os.environ else None
     # When the whole suite is collected, this file is read too late to add an option.
     _path = config.getoption("--figures", default=None) or default
+    if _path is not None and _path.exists():  # of the files before this one
+        _figures["tests"] = json.loads(_path.read_text())["tests"]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -149,6 +151,18 @@ def record_figure(record_property: Callable[[str, object], None]) -> Callable[..
     return lambda name, value, unit="": record_property(name, (value, unit))
 
 
+@pytest.fixture
+def record_figures(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """`record_figures({name: value, other: (value, unit)})`."""
+
+    def record(figures: Mapping[str, Any]) -> None:
+        for name, value in figures.items():
+            has_unit = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str)
+            record_property(name, value if has_unit else (value, ""))
+
+    return record
+
+
 @pytest.fixture(scope="session", autouse=True)
 def device_and_versions() -> None:
     """The first line of the figures: device and versions."""
@@ -172,10 +186,14 @@ def needs_gpu(why: str) -> None:
         pytest.skip(f"{why} needs a CUDA device")
 
 
+def needs_package(package: str, name: str) -> None:
+    needs_gpu(name)
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{name} is not installed")
+
+
 def needs_transformer_engine() -> None:
-    needs_gpu("Transformer Engine")
-    if importlib.util.find_spec("transformer_engine") is None:
-        pytest.skip("Transformer Engine is not installed")
+    needs_package("transformer_engine", "Transformer Engine")
 
 
 def needs_vllm() -> None:
@@ -203,41 +221,15 @@ def run(function: Callable[..., Any], world_size: int = 1, *, limit_s: float = L
         return worlds.run(function, world_size, timeout_s=limit_s, **kwargs)
 
 
-def run_checks(
-    function: Callable[..., None], names: list[str], path: Path, attempts: int = 3, **kwargs: Any
-) -> dict[str, dict[str, Any]]:
-    """Run `function(names, path, **kwargs)`, which `reports.perform`s its checks, in one process. Check -> record.
-
-    After a crash the remaining checks run in another process.
-    """
-    for _ in range(attempts):
-        if not (left := [name for name in names if name not in reports.read(path)]):
-            break
-        try:
-            run(function, names=left, path=path, **kwargs)
-        except AssertionError as error:
-            records = reports.read(path)
-            crashed = [name for name in left if name in records and records[name]["outcome"] == "crashed"]
-            if not records.keys() & set(left):  # it did not get to the first check
-                crashed = left
-            for name in crashed:
-                reports.fail(path, name, str(error))
-    for name in names:
-        if name not in reports.read(path):
-            reports.fail(path, name, f"not run: earlier checks ended {attempts} processes")
-    return reports.read(path)
-
-
-def report_check(record: dict[str, Any], record_figure: Callable[..., None]) -> None:
-    """A record of `run_checks` as the outcome of a test."""
-    for name, value in record["figures"].items():
-        has_unit = isinstance(value, list) and len(value) == 2 and isinstance(value[1], str)
-        record_figure(name, *(value if has_unit else [value]))
-    record_figure("took", record["seconds"], "s")
-    if record["outcome"] == "skipped":
-        pytest.skip(record["text"])
-    if record["outcome"] != "passed":
-        pytest.fail(record["text"], pytrace=False)
+@pytest.fixture(scope="module")
+def lone_rank() -> Iterator[None]:
+    """This process is the only rank of a world: for tests that share what they build. One test file has one process."""
+    port = str(worlds.free_port())
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with mock.patch.dict(os.environ, {**LOOPBACK, **os.environ, **rank}):
+        if not ON_CPU:
+            list(set_gpu_variables())
+        yield
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

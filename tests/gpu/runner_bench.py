@@ -86,11 +86,16 @@ class Bench:
     def draw(self, requests: list[Any]) -> list[Any]:
         return self.engine.generate(requests, self.engine.version)
 
-    def raw(self, requests: list[Any]) -> list[Any]:
-        """vLLM's own outputs, which say how much of a prompt was in the cache."""
-        return self.engine._run(
-            [list(r.prompt_ids) for r in requests], [self.engine._queue.params(r) for r in requests]
-        )
+    def raw(self, requests: list[Any], params: list[Any] | None = None) -> list[Any]:
+        """vLLM's own outputs of the requests that finish, which say how much of a prompt was in the cache."""
+        engine, queue = self.engine._llm.llm_engine, self.engine._queue
+        params = params or [queue.params(request) for request in requests]
+        for number, (request, one) in enumerate(zip(requests, params, strict=True)):
+            engine.add_request(str(number), queue.inputs.of(list(request.prompt_ids), ()), one)
+        outputs: dict[int, Any] = {}
+        while engine.has_unfinished_requests():
+            outputs |= {int(output.request_id): output for output in engine.step() if output.finished}
+        return [outputs[number] for number in sorted(outputs)]
 
     # -- the reference -------------------------------------------------------------------------------------------------
 

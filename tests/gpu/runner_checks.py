@@ -1,4 +1,7 @@
-"""What the project relies on in vLLM's model runner, one check each. They hold for whichever runner vLLM has chosen.
+"""What the project relies on in vLLM's model runner, one test each. They hold for whichever runner vLLM has chosen.
+
+Group 5 is this file, in bfloat16 with CUDA graphs, as in a run, and in float32, where rounding hides nothing. Not run on a GPU
+yet. The figures name the runner. `VLLM_USE_V2_MODEL_RUNNER=0 make test-gpu GROUP=5` tests the first runner, `=1` the second.
 
 The tests on CPU only ever see the first runner (`v1/worker/gpu_model_runner.py`). On CUDA vLLM 0.26 takes the second
 (`v1/worker/gpu/`) for dense models, vLLM 0.32 for all. VLLM_USE_V2_MODEL_RUNNER=0 or 1 in the environment decides.
@@ -6,31 +9,42 @@ The tests on CPU only ever see the first runner (`v1/worker/gpu_model_runner.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
+from tests import tiny
 from tests.gpu.building import ON_CPU
-from tests.gpu.reports import Skipped, perform
-from tests.gpu.runner_bench import EOS, MAX_MODEL_LEN, VOCAB, Bench, long_prompt, requests, share_of_same
+from tests.gpu.conftest import needs_vllm
+from tests.gpu.runner_bench import EOS, MAX_MODEL_LEN, MODEL, VOCAB, Bench, long_prompt, requests, share_of_same
 
-CHECKS: dict[str, Callable[[Bench], Mapping[str, Any]]] = {}
+Record = Callable[..., None]
 
 
-def check(function: Callable[[Bench], Mapping[str, Any]]) -> Callable[[Bench], Mapping[str, Any]]:
-    CHECKS[function.__name__] = function
-    return function
+@pytest.fixture(scope="module")
+def engine_bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, lone_rank: None) -> Bench:
+    """One engine for the tests of a file, in the dtype that the file names."""
+    needs_vllm()
+    folder = tiny.make_model(tmp_path_factory.mktemp("runner") / "model", "qwen2", std=0.06, **MODEL)
+    return Bench(folder, request.module.DTYPE, enforce_eager=request.module.DTYPE == "float32")
+
+
+@pytest.fixture
+def bench(engine_bench: Bench, record_figures: Record) -> Bench:
+    """The engine with the first model's weights."""
+    engine_bench.push(0)
+    record_figures({"runner": engine_bench.runner})
+    return engine_bench
 
 
 # -- draws -------------------------------------------------------------------------------------------------------------
 
 
-@check
-def seeds_alone_decide_the_draws(bench: Bench) -> Mapping[str, Any]:
+def test_seeds_alone_decide_the_draws(bench: Bench, record_figures: Record) -> None:
     """The same tokens again, alone, in another order and among other requests; other seeds draw other tokens."""
     some = requests(16)
     together = bench.draw(some)
@@ -46,11 +60,10 @@ def seeds_alone_decide_the_draws(bench: Bench) -> Mapping[str, Any]:
     others = bench.draw([replace(some[11], seed=sample_seed(0, 0, "prompt 11", index)) for index in range(1, 8)])
     assert len({tuple(c.response_ids) for c in [together[11], *others]}) == 8, "the same prompt with other seeds"
     assert min(shares.values()) >= bench.bounds.same, shares
-    return shares
+    record_figures(shares)
 
 
-@check
-def logprobs_are_of_the_distribution_drawn_from(bench: Bench) -> Mapping[str, Any]:
+def test_logprobs_are_of_the_distribution_drawn_from(bench: Bench, record_figures: Record) -> None:
     """`processed_logprobs`: after temperature, top_k and top_p, alone and mixed in one batch."""
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -68,11 +81,10 @@ def logprobs_are_of_the_distribution_drawn_from(bench: Bench) -> Mapping[str, An
     mixed = [replace(r, **list(kinds.values())[i % len(kinds)]) for i, r in enumerate(requests(24))]
     mixed = [replace(r, temperature=0.0) if i % 8 == 7 else r for i, r in enumerate(mixed)]
     found["mixed"] = list(bench.agree(0, mixed, factor=3).values())
-    return found
+    record_figures(found)
 
 
-@check
-def greedy_draws_are_the_most_probable(bench: Bench) -> Mapping[str, Any]:
+def test_greedy_draws_are_the_most_probable(bench: Bench, record_figures: Record) -> None:
     some = requests(8, temperature=0.0, max_tokens=8)
     completions = bench.draw(some)
     gaps = []
@@ -85,11 +97,10 @@ def greedy_draws_are_the_most_probable(bench: Bench) -> Mapping[str, Any]:
     found = bench.compare(0, some, completions)
     bench.require(found)
     assert max(gaps) <= bench.bounds.worst, gaps
-    return {**found, "largest gap to the most probable token": max(gaps)}
+    record_figures({**found, "largest gap to the most probable token": max(gaps)})
 
 
-@check
-def responses_end_with_their_stop_token(bench: Bench) -> Mapping[str, Any]:
+def test_responses_end_with_their_stop_token(bench: Bench, record_figures: Record) -> None:
     some = requests(32, max_tokens=60)
     completions = bench.draw(some)
     for completion in completions:
@@ -110,11 +121,12 @@ def responses_end_with_their_stop_token(bench: Bench) -> Mapping[str, Any]:
         same += cut.response_ids == whole.response_ids[: whole.response_ids.index(stop) + 1]
     assert same / len(some) >= bench.bounds.same
     bench.push(0)  # directly after requests that ended at different times: nothing may still hold the cache
-    return {"stopped": sum(c.finish_reason == "stop" for c in completions), "same up to the stop": same / len(some)}
+    record_figures(
+        {"stopped": sum(c.finish_reason == "stop" for c in completions), "same up to the stop": same / len(some)}
+    )
 
 
-@check
-def generators_of_the_host_are_untouched(bench: Bench) -> Mapping[str, Any]:
+def test_generators_of_the_host_are_untouched(bench: Bench, record_figures: Record) -> None:
     def states() -> list[bytes]:
         state = bench.device.rng_state()
         tensors = [state[name].numpy().tobytes() for name in ("torch", "cuda") if name in state]
@@ -124,14 +136,12 @@ def generators_of_the_host_are_untouched(bench: Bench) -> Mapping[str, Any]:
     bench.draw(requests(4))
     bench.engine.logprobs([[1, 2, 3]])
     assert states() == before
-    return {}
 
 
 # -- given text --------------------------------------------------------------------------------------------------------
 
 
-@check
-def logprobs_of_given_text(bench: Bench) -> Mapping[str, Any]:
+def test_logprobs_of_given_text(bench: Bench, record_figures: Record) -> None:
     """`prompt_logprobs=0`: texts of one token, and of more than a step computes (256); also when the cache knows them."""
     from grpo_megatron.rollout.engine import Request
 
@@ -148,23 +158,23 @@ def logprobs_of_given_text(bench: Bench) -> Mapping[str, Any]:
     second = difference()
     for found in (first, second):
         bench.require({"mean": found.mean().item(), "max": found.max().item(), "outside": 0.0})
-    return {"first": [first.mean().item(), first.max().item()], "cached": [second.mean().item(), second.max().item()]}
+    record_figures(
+        {"first": [first.mean().item(), first.max().item()], "cached": [second.mean().item(), second.max().item()]}
+    )
 
 
-@check
-def long_prompts_are_computed_in_chunks(bench: Bench) -> Mapping[str, Any]:
+def test_long_prompts_are_computed_in_chunks(bench: Bench, record_figures: Record) -> None:
     """Prompts of up to 700 tokens, 256 tokens per step, among short ones that already draw."""
     some = requests(8)
     lengths = (700, 257, 256, 255)
     some = [*some[:4], *(replace(r, prompt_ids=long_prompt(n, n)) for r, n in zip(some[4:], lengths, strict=True))]
-    return bench.agree(0, some)
+    record_figures(bench.agree(0, some))
 
 
 # -- weights and cache -------------------------------------------------------------------------------------------------
 
 
-@check
-def an_update_forgets_cached_prefixes(bench: Bench) -> Mapping[str, Any]:
+def test_an_update_forgets_cached_prefixes(bench: Bench, record_figures: Record) -> None:
     (request,) = [replace(r, prompt_ids=long_prompt(600)) for r in requests(1)]
     first, second = (bench.raw([request])[0].num_cached_tokens for _ in range(2))
     assert first == 0 and second >= 384, f"{first}, then {second} of 600 tokens were in the cache"
@@ -187,11 +197,10 @@ def an_update_forgets_cached_prefixes(bench: Bench) -> Mapping[str, Any]:
     assert cached == 0, f"{cached} tokens of the old weights were used"
     assert left <= bench.bounds.mean
     assert without >= 5 * left, "without the reset the old weights' keys would not show: this check proves nothing"
-    return {"tokens from the cache": second, "error": left, "error without the reset": without}
+    record_figures({"tokens from the cache": second, "error": left, "error without the reset": without})
 
 
-@check
-def updates_replace_all_weights_in_place(bench: Bench) -> Mapping[str, Any]:
+def test_updates_replace_all_weights_in_place(bench: Bench, record_figures: Record) -> None:
     """Layer-wise reload: other weights, in any order, in large or small buckets; CUDA graphs keep the addresses."""
     some = requests(16)
     before = bench.draw(some)
@@ -207,7 +216,7 @@ def updates_replace_all_weights_in_place(bench: Bench) -> Mapping[str, Any]:
         bench.push(0)
     found["back"] = [share_of_same(bench.draw(some), before)]
     assert found["back"][0] >= bench.bounds.same
-    return found
+    record_figures(found)
 
 
 def _addresses(bench: Bench) -> dict[str, int]:
@@ -218,8 +227,7 @@ def _addresses(bench: Bench) -> dict[str, int]:
 # -- requests that do not end by themselves -----------------------------------------------------------------------------
 
 
-@check
-def aborted_requests_leave_nothing_behind(bench: Bench) -> Mapping[str, Any]:
+def test_aborted_requests_leave_nothing_behind(bench: Bench, record_figures: Record) -> None:
     """Sleeping aborts what still runs. Half of a batch is aborted after four steps: the others are as always."""
     some = requests(16)
     before = bench.draw(some)
@@ -241,11 +249,10 @@ def aborted_requests_leave_nothing_behind(bench: Bench) -> Mapping[str, Any]:
     assert bench.engine._llm.reset_prefix_cache(), "aborted requests still hold blocks of the cache"
     same = share_of_same(bench.draw(some), before)
     assert min(sum(kept) / len(kept), same) >= bench.bounds.same
-    return {"came back": len(outputs), "of them the same": sum(kept) / len(kept), "afterwards the same": same}
+    record_figures({"came back": len(outputs), "of them the same": sum(kept) / len(kept), "afterwards the same": same})
 
 
-@check
-def preempted_requests_go_on_as_they_were(bench: Bench) -> Mapping[str, Any]:
+def test_preempted_requests_go_on_as_they_were(bench: Bench, record_figures: Record) -> None:
     """More tokens than the cache has room for: vLLM drops requests, computes them anew, and draws on."""
     engine = bench.engine._llm.llm_engine
     cache, scheduler = engine.vllm_config.cache_config, engine.engine_core.engine_core.scheduler
@@ -265,9 +272,9 @@ def preempted_requests_go_on_as_they_were(bench: Bench) -> Mapping[str, Any]:
         return real(request, *arguments, **options)
 
     with mock.patch.object(scheduler, "_preempt_request", counting):
-        outputs = bench.engine._run([list(r.prompt_ids) for r in some], params)
+        outputs = bench.raw(some, params)
     if not dropped:
-        raise Skipped(f"24 requests of {length} tokens fit into the cache of {room}")
+        pytest.skip(f"24 requests of {length} tokens fit into the cache of {room}")
     from grpo_megatron.rollout.vllm.engine import _completion, _Entry
 
     found_all = [_completion(_Entry(0, None, 0, []), output) for output in outputs]
@@ -276,22 +283,6 @@ def preempted_requests_go_on_as_they_were(bench: Bench) -> Mapping[str, Any]:
     assert all(len(c.response_ids) == length and max(c.response_ids) < VOCAB for c in completions)
     found = bench.compare(0, some, completions)
     bench.require(found, factor=2)
-    few = bench.engine._run([list(r.prompt_ids) for r in some[:4]], params[:4])
+    few = bench.raw(some[:4], params[:4])
     same = share_of_same([_completion(_Entry(0, None, 0, []), output) for output in few], completions[:4])
-    return {**found, "preempted": len(dropped), "tokens each": length, "as without preemption": same}
-
-
-# -- the rank ----------------------------------------------------------------------------------------------------------
-
-
-def run_runner_checks(names: list[str], path: Path, folder: Path, dtype: str, enforce_eager: bool) -> None:
-    bench = Bench(folder, dtype, enforce_eager)
-    perform({name: _on(bench, CHECKS[name]) for name in names}, path)
-
-
-def _on(bench: Bench, check: Callable[[Bench], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
-    def begin() -> Mapping[str, Any]:
-        bench.push(0)
-        return {"runner": bench.runner, **check(bench)}
-
-    return begin
+    record_figures({**found, "preempted": len(dropped), "tokens each": length, "as without preemption": same})
