@@ -307,16 +307,16 @@ class PlanOptions(RunOptions):
     dry_run: Annotated[bool, Option(HIDDEN)] = True
     search: Annotated[bool, Option("list the layouts that fit, the fastest first (estimated)")] = False
     nodes_of: Annotated[
-        int | None, Option("GPUs per node (default: trainer.n_gpus_per_node)", "N", low=1, high=MAX_COUNT)
+        int | None, Option("GPUs per node (default: trainer.n_gpus_per_node)", "N", ge=1, le=MAX_COUNT)
     ] = None
-    top: Annotated[int | None, Option("layouts that --search lists (default 10)", "N", low=1, high=MAX_COUNT)] = None
+    top: Annotated[int | None, Option("layouts that --search lists (default 10)", "N", ge=1, le=MAX_COUNT)] = None
     mean_response: Annotated[
         int | None,
         Option(
             "mean length of a response, for --search (default: half of data.max_response_length)",
             "TOKENS",
-            low=1,
-            high=MAX_COUNT,
+            ge=1,
+            le=MAX_COUNT,
         ),
     ] = None
 

@@ -27,7 +27,7 @@ _HfFolder = Annotated[
 _AllowPickle = Annotated[bool, Option(PICKLE_HELP)]
 _Force = Annotated[bool, Option("replace an output that this tool has written")]
 _NoHashes = Annotated[bool, Option("do not compare the input with its sha256")]
-_Parallel = Annotated[int, Option("refuse if %(dest)s N cannot load it", "N", low=1)]
+_Parallel = Annotated[int, Option("refuse if %(dest)s N cannot load it", "N", ge=1)]
 _Quiet = Annotated[bool, Option("no progress")]
 
 
@@ -92,7 +92,7 @@ class VerifyOptions(ConvertOptions):
     no_hashes: Annotated[bool, Option("compare tensors only")] = False
     dtype: Annotated[_Dtype | None, Option("round both to this dtype first (default: compare bits)")] = None
     tolerance: Annotated[
-        float | None, Option("the largest difference of two elements that counts as none", "X", low=0)
+        float | None, Option("the largest difference of two elements that counts as none", "X", ge=0)
     ] = None
     hf: _HfFolder = None
     quiet: _Quiet = False

@@ -45,22 +45,22 @@ and for data.train_files with algorithm.source=file.
     right: Annotated[float, counting("lowest score of a right response (default 1)", "SCORE")] = 1.0
     drop_truncated: Annotated[bool, counting("do not count responses that the length limit has cut off")] = False
     first_step: Annotated[
-        int | None, counting("of a training run: only its samples from step N on", "N", low=0, high=MAX_STEP)
+        int | None, counting("of a training run: only its samples from step N on", "N", ge=0, le=MAX_STEP)
     ] = None
     last_step: Annotated[
-        int | None, counting("of a training run: only its samples up to step N", "N", low=0, high=MAX_STEP)
+        int | None, counting("of a training run: only its samples up to step N", "N", ge=0, le=MAX_STEP)
     ] = None
-    min_rate: Annotated[float, keeping("lowest pass rate", "P", low=0, high=1)] = 0.0
-    max_rate: Annotated[float, keeping("highest pass rate", "P", low=0, high=1)] = 1.0
+    min_rate: Annotated[float, keeping("lowest pass rate", "P", ge=0, le=1)] = 0.0
+    max_rate: Annotated[float, keeping("highest pass rate", "P", ge=0, le=1)] = 1.0
     drop_all_right: Annotated[bool, keeping("leave out what every response solves (DUPO)")] = False
     drop_all_wrong: Annotated[bool, keeping("leave out what no response solves")] = False
-    min_samples: Annotated[int, keeping("leave out what has fewer responses", "N", low=1)] = 1
+    min_samples: Annotated[int, keeping("leave out what has fewer responses", "N", ge=1)] = 1
     data: Annotated[tuple[Path, ...], writing("data files: write their kept rows", "FILE")] = ()
     task: Annotated[str | None, writing("as data.task: how the rows of --data are read", "NAME")] = None
     keep_unmeasured: Annotated[bool, writing("also keep the rows of --data without a response")] = False
-    sft: Annotated[int | None, writing("write up to K different right responses per problem", "K", low=1)] = None
+    sft: Annotated[int | None, writing("write up to K different right responses per problem", "K", ge=1)] = None
     pairs: Annotated[Literal["right-wrong", "best-worst"] | None, writing("write preference pairs")] = None
-    pairs_per_prompt: Annotated[int, writing("of right-wrong (default 1)", "K", low=1)] = 1
+    pairs_per_prompt: Annotated[int, writing("of right-wrong (default 1)", "K", ge=1)] = 1
 
     @property
     def texts(self) -> int:

@@ -35,14 +35,14 @@ class CompareOptions(Options):
     any_template: Annotated[bool, Option("compare although chat templates rendered the same questions differently")] = (
         False
     )
-    json: Annotated[bool, Option("print JSON")] = False
+    as_json: Annotated[bool, Option("print JSON", flags=("--json",))] = False
 
 
 def print_comparison(options: CompareOptions) -> int:
     """Print the paired comparison of two results; returns the exit code."""
     a, b = read_result(options.a), read_result(options.b)
     rows = compare_results(a, b, any_template=options.any_template)
-    print(json.dumps(rows, indent=1) if options.json else visible(paired_table(rows)))
+    print(json.dumps(rows, indent=1) if options.as_json else visible(paired_table(rows)))
     return 0
 
 

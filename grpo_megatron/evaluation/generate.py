@@ -31,7 +31,7 @@ def generate(options: GenerateOptions, start_ranks: StartRanks | None) -> int:
     if options.tp > 1 and start_ranks is not None and "RANK" not in os.environ:
         return start_ranks(options.tp, options.device)
     asker = Asker(settings.model, settings.max_model_len)
-    style, is_shown = settings.style, options.output is None and not options.json
+    style, is_shown = settings.style, options.output is None and not options.as_json
     if asker.mesh.rank == 0 and style.run is not None:  # it would surprise a user who does not expect it
         tell(f"prompts as in {style.run}: task {style.task} (--task jsonl: as they are)")
     if options.chat:

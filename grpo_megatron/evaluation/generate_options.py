@@ -51,21 +51,21 @@ prompt and stop texts of its config.
     system_prompt: Annotated[str | None, prompting("default: the run's, or the task's; \"\": none", "TEXT")] = None
     chat_template: Annotated[Path | None, prompting("default: the run's, or the tokenizer's", "FILE")] = None
     format: Annotated[Literal["auto", "chat", "text"], prompting("auto: as the run, else a chat if it can be")] = "auto"
-    samples: Annotated[int, sampling("answers per prompt", "N", low=1)] = 1
+    samples: Annotated[int, sampling("answers per prompt", "N", ge=1)] = 1
     temperature: Annotated[float, sampling("default 0: greedy", "T")] = 0.0
     top_p: Annotated[float, TopP("default 1: all tokens")] = 1.0
-    top_k: Annotated[int | None, sampling("default: all tokens", "K", low=1)] = None
+    top_k: Annotated[int | None, sampling("default: all tokens", "K", ge=1)] = None
     max_tokens: Annotated[int | None, MaxTokens("of an answer; default: the run's, else 512")] = None
     stop: Annotated[
         tuple[str, ...], sampling("a text that ends an answer; may be repeated", "TEXT", repeated=True)
     ] = ()
     output: Annotated[Path | None, execution("default: standard output", "OUT.jsonl", place=-1)] = None
-    json: Annotated[bool, execution("JSON lines, for one answer too")] = False
-    tp: Annotated[int, execution("ranks (tensor parallel)", "N", low=1, high=1024)] = 1
+    as_json: Annotated[bool, execution("JSON lines, for one answer too", flags=("--json",))] = False
+    tp: Annotated[int, execution("ranks (tensor parallel)", "N", ge=1, le=1024)] = 1
     max_num_seqs: Annotated[
-        int | None, execution("answers at a time (default: what a GPU holds; CPU: 256)", "N", low=1, high=1_000_000)
+        int | None, execution("answers at a time (default: what a GPU holds; CPU: 256)", "N", ge=1, le=1_000_000)
     ] = None
-    max_length: Annotated[int, execution("tokens of a conversation (--chat)", "N", low=1)] = 4096
+    max_length: Annotated[int, execution("tokens of a conversation (--chat)", "N", ge=1)] = 4096
 
     def problems(self) -> Iterator[str]:
         """Also options that do not go together."""
@@ -77,8 +77,8 @@ prompt and stop texts of its config.
         if not all(self.stop):
             yield '--stop "": an empty text is found everywhere; leave it out'
         if self.chat:
-            for name in ("output", "json"):
-                if getattr(self, name):
+            for name, value in (("output", self.output), ("json", self.as_json)):
+                if value:
                     yield f"--{name} with --chat: a conversation is not written; leave one of them out"
             if self.samples > 1:
                 yield f"--samples {self.samples} with --chat: each turn has one answer; leave --samples out"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from grpo_megatron.config import ENGINE_TEMPERATURES, DeviceName
 from grpo_megatron.config.options import Argument, Option, Options
@@ -20,9 +21,9 @@ def _tasks(text: str) -> tuple[str, ...]:
 PROMPTS, SAMPLING, EXECUTION = "model and prompts", "sampling", "execution"
 prompting, sampling, execution = (partial(Option, group=group) for group in (PROMPTS, SAMPLING, EXECUTION))
 
-TopP = partial(sampling, metavar="P", above=0, high=1)
-MaxTokens = partial(sampling, metavar="N", low=1, high=100_000_000)
-Workers = partial(Option, "processes that grade (default: one per core)", "N", low=1, high=1024)
+TopP = partial(sampling, metavar="P", gt=0, le=1)
+MaxTokens = partial(sampling, metavar="N", ge=1, le=100_000_000)
+Workers = partial(Option, "processes that grade (default: one per core)", "N", ge=1, le=1024)
 CORES = os.cpu_count() or 1
 
 
@@ -36,41 +37,39 @@ class EngineOptions(Options):
         Path | None, prompting("config.json and tokenizer, for a checkpoint without them", "DIR", place=1)
     ] = None
     family: Annotated[str | None, prompting("your own model family (as model.family)", "MODULE:FAMILY", place=1)] = None
-    seed: Annotated[int, sampling("of the samples (default 0)", "N", low=0, place=1)] = 0
+    seed: Annotated[int, sampling("of the samples (default 0)", "N", ge=0, place=1)] = 0
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None, sampling("default: float32 for a float32 model, else bfloat16", place=1)
     ] = None
-    engine_kwargs: Annotated[Mapping[str, Any], sampling("passed to vllm.LLM", "JSON", place=1)] = field(
+    engine_kwargs: Annotated[Mapping[str, Any], sampling("passed to vllm.LLM", "JSON", place=1)] = Field(
         default_factory=dict
     )
     image_max_pixels: Annotated[
-        int | None, prompting("larger images are scaled down (default: the model's limit)", "N", low=1, place=1)
+        int | None, prompting("larger images are scaled down (default: the model's limit)", "N", ge=1, place=1)
     ] = None
     image_min_pixels: Annotated[
-        int | None, prompting("smaller images are scaled up (default: the model's limit)", "N", low=1, place=1)
+        int | None, prompting("smaller images are scaled up (default: the model's limit)", "N", ge=1, place=1)
     ] = None
     engine: Annotated[str, execution("vllm, transformers, or module:Class (default: vllm)", "NAME")] = "vllm"
-    tp: Annotated[int, execution("ranks per copy of the model (tensor parallel)", "N", low=1, high=1024)] = 1
+    tp: Annotated[int, execution("ranks per copy of the model (tensor parallel)", "N", ge=1, le=1024)] = 1
     device: Annotated[DeviceName, execution("auto: GPUs if there are any")] = "auto"
     max_num_seqs: Annotated[
         int | None,
         execution(
-            "samples at a time, per copy of the model (default: what a GPU holds; CPU: 256)", "N", low=1, high=1_000_000
+            "samples at a time, per copy of the model (default: what a GPU holds; CPU: 256)", "N", ge=1, le=1_000_000
         ),
     ] = None
-    kv_cache_gib: Annotated[int, execution("cache of the engine on a CPU (default 1)", "N", low=1, high=4096)] = 1
+    kv_cache_gib: Annotated[int, execution("cache of the engine on a CPU (default 1)", "N", ge=1, le=4096)] = 1
     gpu_memory_utilization: Annotated[
-        float, execution("the engine's share of a GPU (default 0.9)", "X", above=0, high=1)
+        float, execution("the engine's share of a GPU (default 0.9)", "X", gt=0, le=1)
     ] = 0.9
 
     def problems(self) -> Iterator[str]:
-        """A temperature that the engine would refuse, and arguments that are no table."""
+        """A temperature that the engine would refuse."""
         low, high = ENGINE_TEMPERATURES
         temperature = getattr(self, "temperature", None)
         if temperature and not low <= temperature <= high:
             yield f"--temperature {temperature:g} is outside {low:g} to {high:g}; set one inside, or 0 (greedy)"
-        if not isinstance(self.engine_kwargs, Mapping):
-            yield "--engine-kwargs must be a JSON object"
 
 
 class EvaluateOptions(EngineOptions):
@@ -107,13 +106,13 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
     ] = ()
     reward: Annotated[str | None, prompting("grades instead of the task's own reward", "MODULE:FUNCTION")] = None
     limit: Annotated[
-        int | None, prompting("only the first N problems; scores are then not those of the benchmark", "N", low=1)
+        int | None, prompting("only the first N problems; scores are then not those of the benchmark", "N", ge=1)
     ] = None
     num_fewshot: Annotated[
         int | None,
-        prompting("worked examples from the training file (default: the task's, mostly 0)", "K", low=0, high=10_000),
+        prompting("worked examples from the training file (default: the task's, mostly 0)", "K", ge=0, le=10_000),
     ] = None
-    fewshot_seed: Annotated[int, prompting("of the choice of examples", "N", low=0)] = 1234
+    fewshot_seed: Annotated[int, prompting("of the choice of examples", "N", ge=0)] = 1234
     format: Annotated[Literal["auto", "chat", "text"], prompting("auto: chat, or text with worked examples")] = "auto"
     chat_template: Annotated[Path | None, prompting("a Jinja file instead of the tokenizer's own", "FILE")] = None
     system_prompt: Annotated[
@@ -121,7 +120,7 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
     ] = None
     samples: Annotated[
         int,
-        sampling("drawn samples per problem besides the greedy one; 1: only the greedy one", "N", low=1, high=65_536),
+        sampling("drawn samples per problem besides the greedy one; 1: only the greedy one", "N", ge=1, le=65_536),
     ] = 1
     no_greedy: Annotated[bool, sampling("without the greedy sample")] = False
     temperature: Annotated[float | None, sampling("default: the task's", "T")] = None
@@ -131,13 +130,13 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
         Path | None, execution("default: outputs/evaluation/NAME OF THE MODEL FOLDER", "OUT", place=-1)
     ] = None
     dp: Annotated[
-        int | None, execution("copies of the model (default 1; under torchrun: ranks / tp)", "N", low=1, high=65_536)
+        int | None, execution("copies of the model (default 1; under torchrun: ranks / tp)", "N", ge=1, le=65_536)
     ] = None
-    batch_size: Annotated[int, execution("samples between two writes to the disk", "N", low=1, high=1_000_000)] = 2048
+    batch_size: Annotated[int, execution("samples between two writes to the disk", "N", ge=1, le=1_000_000)] = 2048
     workers: Annotated[int, Workers(group=EXECUTION)] = CORES
     report_samples: Annotated[
         int,
-        execution("problems per task whose texts are in the report (default 400)", "N", low=0, high=1_000_000),
+        execution("problems per task whose texts are in the report (default 400)", "N", ge=0, le=1_000_000),
     ] = 400
 
     @property

@@ -45,8 +45,8 @@ class InitOptions(Options):
     val: Annotated[tuple[str, ...], Option("held-out rows", "FILE")] = ()
     reward: Annotated[str | None, Option("your own reward, instead of the task's", "MODULE:FUNCTION")] = None
     cpu: Annotated[bool, Option(f"train on this machine's CPU, on {CPU_RANKS} ranks")] = False
-    gpus: Annotated[int, Option(f"GPUs of all nodes (default {PER_NODE})", "N", low=1, high=999_999)] = PER_NODE
-    gpus_per_node: Annotated[int, Option(f"GPUs per node (default {PER_NODE})", "N", low=1, high=999_999)] = PER_NODE
+    gpus: Annotated[int, Option(f"GPUs of all nodes (default {PER_NODE})", "N", ge=1, le=999_999)] = PER_NODE
+    gpus_per_node: Annotated[int, Option(f"GPUs per node (default {PER_NODE})", "N", ge=1, le=999_999)] = PER_NODE
     gpu: Annotated[
         str,
         Option(
@@ -58,7 +58,7 @@ class InitOptions(Options):
     lora: Annotated[
         int | None,
         Option(
-            f"train adapters of this rank instead of all weights (alone: {LORA_RANK})", "RANK", low=1, bare=LORA_RANK
+            f"train adapters of this rank instead of all weights (alone: {LORA_RANK})", "RANK", ge=1, bare=LORA_RANK
         ),
     ] = None
     chat_template: Annotated[Path | None, Option("a Jinja file, instead of the tokenizer's template", "FILE")] = None

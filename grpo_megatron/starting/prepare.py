@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.options import Argument, Option, Options
@@ -91,7 +91,7 @@ class ModelOptions(PrepareOptions):
     summary = "a Hugging Face folder with random weights"
     marker = "config.json"
     config: Annotated[Path | None, Argument("a config.json; or use --preset", "CONFIG_JSON", place=-1)] = None
-    preset: Annotated[str, Option("a built-in config instead of a file", choices=("quickstart",))] = ""
+    preset: Annotated[Literal["quickstart"] | None, Option("a built-in config instead of a file")] = None
     tokenizer: Annotated[Path, Option("folder whose tokenizer files are copied", "DIR")]
     eos_token: Annotated[str | None, Option("for a tokenizer folder that names none, e.g. '<|im_end|>'", "TOKEN")] = (
         None
@@ -102,7 +102,7 @@ class ModelOptions(PrepareOptions):
 
     def problems(self) -> Iterator[str]:
         """Two models, or none."""
-        if (self.config is None) == (not self.preset):
+        if (self.config is None) == (self.preset is None):
             yield "give either CONFIG_JSON or --preset (model [CONFIG_JSON] OUT [--preset NAME] --tokenizer DIR)"
 
     def write(self, folder: Path) -> None:

@@ -17,9 +17,9 @@ class ReplayOptions(Options):
     description = "Compute the loss of a dumped mini-batch again, on one CPU process."
     epilog = "Exit codes: 0 if the loss is that of the run, 1 if it is not, 2 if DUMP cannot be read."
     dump: Annotated[Path, Argument("OUTPUT_DIR/dumps/step_000012_NAME", "DUMP")]
-    tolerance: Annotated[
-        float | None, Option("of the loss; default: 1e-6 in float32, 1e-2 in bfloat16", "X", low=0)
-    ] = None
+    tolerance: Annotated[float | None, Option("of the loss; default: 1e-6 in float32, 1e-2 in bfloat16", "X", ge=0)] = (
+        None
+    )
 
 
 def replay_dump(options: ReplayOptions) -> int:

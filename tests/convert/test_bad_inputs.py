@@ -307,7 +307,7 @@ def test_an_output_that_exists(hf: Path, tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "file").touch()
     for target, words in (
         (tmp_path / "file" / "out", "file' is no folder"),
-        (tmp_path / "a" / ("c" * 300), "cannot write"),
+        (tmp_path / "a" / ("c" * 300), "a name in it has 300 bytes"),
     ):
         assert convert("to-megatron", hf, target, "--quiet") == 2
         assert words in capsys.readouterr().err

@@ -104,7 +104,7 @@ def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
     for more, message in (
         (["--train", "missing.jsonl"], "missing.jsonl"),
         (["--task", "jsonl"], "does not grade answers; name your function with --reward"),
-        (["--lora", "0"], "--lora 0 is too small"),
+        (["--lora", "0"], "--lora '0': Input should be greater than or equal to 1"),
         (["--gpus", "12"], "no multiple of --gpus-per-node 8"),
         (["--gpus", "2", "--gpu", "1"], "no layout fits"),
         (["--gpu", "h101"], "'h101' is neither one of h100-80"),
