@@ -4,8 +4,9 @@ rows.py                    the rows of files in any format, by number, and their
 task.py tasks/             what a benchmark is: rows, prompt, reward, label, version; one YAML file each
 tokenizer.py               a tokenizer, its end tokens and chat template; the tokens between the model's turns
 prompts.py                 files of a task -> prompts, made when they are read
-written.py                 the same for rows with responses
+responses.py               the same for rows with responses
 sampler.py pass_rates.py   which items a step sees; of several sources, or by their pass rates
 benchmarks.py              the problems of tasks, for validation and evaluation
-generated.py               generated data and tokenizers: of the quickstart, reward models and agents
+images.py                  images of rows: files or bytes -> pixels and places
+curate.py curate_options.py   the command `curate`: responses -> pass rates, filtered rows, supervised rows, preferences
 """

@@ -27,7 +27,7 @@ REMOVE_S = 2.0  # processor seconds for a task's regular expression on one row
 
 @dataclass(frozen=True)
 class BenchmarkProblem:
-    """`uid` is "task/row number". It seeds the samples, and pairs the problems of two results."""
+    """A problem. `uid` is "task/row number": it seeds the samples, and pairs the problems of two results."""
 
     uid: str
     question: Question
@@ -38,17 +38,15 @@ class BenchmarkProblem:
 
     @property
     def question_text(self) -> str:
-        """The question as text for display; of a chat, the contents of its messages."""
+        """The question as text for display."""
         return question_text(self.question)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A task with its problems, and the files that they were read from. Few-shot examples are drawn from `pool`.
+    """A task with its problems, and the files that they were read from. Few-shot examples are chosen from `pool`.
 
-    Problem n is row n of `rows`.
-
-    `num_in_file`: problems of the file. With --limit there are fewer in `problems`.
+    Problem n is row n of `rows`. `num_in_file`: problems of the file; with --limit there are fewer in `problems`.
     """
 
     task: Task
@@ -63,7 +61,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class DataPlaces:
-    """Where the tasks' files are, and the options that set this, for error messages."""
+    """The places of the tasks' files, and the options that set them, for error messages."""
 
     folder: Path | None
     files: Mapping[str, Path] = field(default_factory=dict)  # task -> its file, instead of one in the folder
@@ -78,7 +76,7 @@ def read_datasets(
     limit: int | None,
     images: ImageFormat | None = None,
 ) -> list[Dataset]:
-    """The data of every task. `limit`: only the first so many problems of each. `images`: how the model reads them.
+    """Read the data of every task. `limit`: only the first so many problems of each. `images`: how the model reads them.
 
     Raises one ConfigError that names every file that is missing or wrong.
     """
@@ -175,13 +173,12 @@ def problem_prompts(
 
 
 # -- validation in training: tasks by name as prompts for the live engine (`data.val_tasks`) ---------------------------
-# The prompts are rendered as those of training: chat or plain text, with `data.system_prompt` if it is set. The samples
-# are drawn as `rollout.val_kwargs` says, within `data.max_response_length`, and reported as
-# `val-core/<task>/acc/mean@n`. Few-shot examples and stop texts belong to the scripted evaluation.
+# Rendered as those of training, sampled by `rollout.val_kwargs`, and reported as `val-core/<task>/acc/mean@n`. Few-shot
+# examples and stop texts belong to the scripted evaluation.
 
 
 def read_task_prompts(data: DataConfig, reward_kwargs: Mapping[str, Any], tokenizer: Any | None) -> list[Prompt]:
-    """The prompts of `data.val_tasks`, in order. Without a tokenizer (reported elsewhere) only the files are checked.
+    """Read the prompts of `data.val_tasks`, in order. Without a tokenizer (reported elsewhere) only the files are checked.
 
     Only the first `data.val_max_samples` rows of each task are used. Raises ConfigError.
     """
@@ -205,7 +202,7 @@ def read_task_prompts(data: DataConfig, reward_kwargs: Mapping[str, Any], tokeni
 
 
 def _task_problem(task: Task, data: DataConfig, reward_kwargs: Mapping[str, Any]) -> str | None:
-    """Why the task cannot be used in training, to be put behind its name."""
+    """Say why the task cannot be used in training, to be put behind its name."""
     if task.multi_turn.environment is not None:
         return " plays an environment: it is for the scripted evaluation; validate with data.val_files and rollout.multi_turn"
     if task.reward is None:

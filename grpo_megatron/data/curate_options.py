@@ -64,11 +64,11 @@ and for data.train_files with algorithm.source=file.
 
     @property
     def texts(self) -> int:
-        """How many responses of each verdict the rows of a problem can need."""
+        """The most responses of each verdict that the rows of a problem can need."""
         return max(self.sft or 0, self.pairs_per_prompt)
 
     def problems(self) -> Iterator[str]:
-        """Options that do not go together, and data files whose rows would be one file."""
+        """Yield options that do not go together, and data files that would be one file."""
         if self.min_rate > self.max_rate:
             yield f"--min-rate {self.min_rate:g} is above --max-rate {self.max_rate:g}; swap them"
         if bool(self.data) != (self.task is not None):

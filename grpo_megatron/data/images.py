@@ -1,16 +1,8 @@
 """Images of rows: from a file or bytes to the pixels that the model reads, and to the places of their tokens.
 
-A row has images in one of these forms, with any number of images:
-
-    {"images": [IMAGE, ...], ...}, {"image": IMAGE, ...}             verl's and TRL's columns
-    {"prompt": [{"role": "user", "content": [{"type": "image", "image": IMAGE}, {"type": "text", "text": "..."}]}]}
-
-IMAGE is a path (relative to the data file's folder), a data: URI, {"bytes": BASE64} as bytes in Parquet and Arrow columns are
-read, {"path": PATH}, or the base64 text alone. `<image>` in the prompt's texts of such a row marks a place. Without any, the
-images come first in the first user turn, as in TRL. In a row without images `<image>` is text.
-
-Everything after that counts places, never token ids: a prompt stores each image with its first token. So a placeholder that
-the policy draws is an ordinary token.
+`<image>` in the prompt's texts of a row with images marks a place. Without any, the images come first in the first user
+turn, as in TRL. In a row without images `<image>` is text. Everything after that counts places, never token ids: a prompt
+stores each image with its first token. So a placeholder that the policy samples is an ordinary token.
 """
 
 from __future__ import annotations
@@ -49,7 +41,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """How a model reads images: cells of `cell` x `cell` pixels become one token each.
+    """The reading of images by a model: cells of `cell` x `cell` pixels become one token each.
 
     `token` is the placeholder that the chat template writes. An image has `min_pixels` to `max_pixels` after resizing.
     """
@@ -63,9 +55,9 @@ class ImageFormat:
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any], tokenizer: Any, data: DataConfig) -> ImageFormat:
-        """Of a model folder with its config.json, as `data` limits it. Raises ConfigError.
+        """Read the format of a model folder with its config.json, as `data` limits it. Raises ConfigError.
 
-        The limits of preprocessor_config.json hold where `data` has none, otherwise those of the published models.
+        The limits of preprocessor_config.json apply where `data` has none, otherwise those of the published models.
         """
         supported, token_id = _processor(config), config["image_token_id"]
         path, given = _read_processor(folder)
@@ -86,7 +78,7 @@ class ImageFormat:
         return cls(token, token_id, cell, low, high, data.max_images)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """(rows, columns) of tokens for an image of this size. Raises ValueError for one that is too long.
+        """Compute (rows, columns) of tokens for an image of this size. Raises ValueError for one that is too long.
 
         The rule of the published processor: both edges to whole cells, then both scaled into the limits.
         """
@@ -102,11 +94,11 @@ class ImageFormat:
         return edges[0] // self.cell, edges[1] // self.cell
 
     def check(self, row: Mapping[str, Any], folder: Path) -> list[tuple[int, int]]:
-        """Decodes every image of a row; their sizes in tokens. Raises ValueError that says which one is wrong."""
+        """Decode every image of a row; returns their sizes in tokens. Raises ValueError that says which one is wrong."""
         return [size for _, size in self._decoded(row, folder)]
 
     def read(self, row: Mapping[str, Any], folder: Path, places: Sequence[int]) -> tuple[PromptImage, ...]:
-        """The images of a row as the model reads them. `places`: their first tokens. Raises ValueError."""
+        """Read the images of a row for the model. `places`: their first tokens. Raises ValueError."""
         from PIL import Image
 
         found = []
@@ -118,7 +110,7 @@ class ImageFormat:
         return tuple(found)
 
     def _decoded(self, row: Mapping[str, Any], folder: Path) -> Iterator[tuple[Any, tuple[int, int]]]:
-        """One decoded image after the other, with its size in tokens."""
+        """Yield one decoded image after the other, with its size in tokens."""
         sources = image_sources(row)
         if len(sources) > self.max_count:
             raise ValueError(f"has {len(sources)} images; data.max_images={self.max_count} is the most per prompt")
@@ -131,19 +123,19 @@ class ImageFormat:
             yield found
 
     def plain(self, row: Mapping[str, Any], folder: Path, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """The row with texts in place of content parts, and facts in place of pixels: what tasks and rewards read."""
+        """Make the row for tasks and rewards: texts in place of content parts, and facts in place of pixels."""
         images = []
         for source, (rows, columns) in zip(image_sources(row), sizes, strict=True):
             place = located(source, folder)
             size = {"width": columns * self.cell, "height": rows * self.cell, "rows": rows, "columns": columns}
             name = image_name(place)
             images.append({**size, "path": name if isinstance(place, Path) else None, "name": name})
-        kept = {name: value for name, value in row.items() if name not in ("image", "images")}
-        lists = {name: [*map(flat_message, value)] for name, value in kept.items() if isinstance(value, list)}
-        return {**kept, **lists, "images": images}
+        others = {name: value for name, value in row.items() if name not in ("image", "images")}
+        lists = {name: [*map(flat_message, value)] for name, value in others.items() if isinstance(value, list)}
+        return {**others, **lists, "images": images}
 
     def messages(self, messages: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-        """The messages with their `count` images as content parts, for the chat template. Raises ValueError."""
+        """Put `count` images into the messages as content parts, for the chat template. Raises ValueError."""
         texts = [message["content"] for message in messages]
         if any(self.token in text for text in texts):
             raise ValueError(f"the prompt has {self.token!r}, which the chat template writes for an image; remove it")
@@ -162,27 +154,33 @@ class ImageFormat:
         return parted
 
     def placed(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-        """Tokens with one placeholder per image -> with one per cell, and the images' places. Raises ValueError."""
+        """Replace each image's placeholder by one per cell; returns the tokens and the images' places. Raises ValueError."""
         if (count := ids.count(self.token_id)) != len(sizes):
             raise ValueError(
                 f"the chat template writes {self.token!r} {count} times for {len(sizes)} images; set data.chat_template to"
                 " one for images"
             )
-        whole: list[int] = []
+        expanded: list[int] = []
         places: list[int] = []
         for token in ids:
             rows, columns = sizes[len(places)] if token == self.token_id else (1, 1)
-            places += [len(whole)] if token == self.token_id else []
-            whole += [token] * (rows * columns)
-        return whole, places
+            places += [len(expanded)] if token == self.token_id else []
+            expanded += [token] * (rows * columns)
+        return expanded, places
 
 
 def _processor(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the image processor that all models of the families have, without limits of sizes."""
+    """Make the settings of the image processor that all models of the families have, without limits of sizes."""
     vision = config["vision_config"]
-    found = {"image_mean": MEAN, "image_std": STD, "resample": 3, "rescale_factor": 1 / 255, "temporal_patch_size": 2}
-    found |= {"patch_size": vision.get("patch_size", 14), "merge_size": vision.get("spatial_merge_size", 2)}
-    return found | dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
+    settings = {
+        "image_mean": MEAN,
+        "image_std": STD,
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+        "temporal_patch_size": 2,
+    }
+    settings |= {"patch_size": vision.get("patch_size", 14), "merge_size": vision.get("spatial_merge_size", 2)}
+    return settings | dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
 
 
 def _limits(given: Mapping[str, Any], low: int | None, high: int | None) -> tuple[Any, Any]:
@@ -195,7 +193,7 @@ def _limits(given: Mapping[str, Any], low: int | None, high: int | None) -> tupl
 
 
 def _read_processor(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The settings of the model's processor, and the file's path for messages."""
+    """Read the settings of the model's processor, and the file's path for messages."""
     path, given = folder, dict[str, Any]()
     for path in (folder / name for name in reversed(PROCESSOR_FILES)):
         try:
@@ -222,8 +220,8 @@ def write_processor(folder: Path, config: Mapping[str, Any], low: int | None, hi
     settings = {**given, "min_pixels": low, "max_pixels": high, "size": size}
     flat, nesting = (folder / name for name in PROCESSOR_FILES)
     flat.write_text(json.dumps(settings, indent=2) + "\n")
-    if nesting.exists() and "image_processor" in (whole := read_json(nesting)):
-        nesting.write_text(json.dumps({**whole, "image_processor": settings}, indent=2) + "\n")
+    if nesting.exists() and "image_processor" in (content := read_json(nesting)):
+        nesting.write_text(json.dumps({**content, "image_processor": settings}, indent=2) + "\n")
 
 
 def _equal(found: Any, value: Any) -> bool:
@@ -241,16 +239,23 @@ def _parts(text: str) -> list[dict[str, str]]:
     return parts
 
 
-# -- rows --------------------------------------------------------------------------------------------------------------
+# -- Rows --------------------------------------------------------------------------------------------------------------
+# A row has images in one of these forms, with any number of images:
+#
+#     {"images": [IMAGE, ...], ...}, {"image": IMAGE, ...}             verl's and TRL's columns
+#     {"prompt": [{"role": "user", "content": [{"type": "image", "image": IMAGE}, {"type": "text", "text": "..."}]}]}
+#
+# IMAGE is a path (relative to the data file's folder), a data: URI, {"bytes": BASE64} as bytes in Parquet and Arrow columns
+# are read, {"path": PATH}, or the base64 text alone.
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
-    """Whether a row has images, right or wrong."""
+    """Tell whether a row has images, right or wrong."""
     return bool(row.get("images") or row.get("image")) or any(True for _ in _content_images(row))
 
 
 def image_sources(row: Mapping[str, Any]) -> list[Any]:
-    """The images of a row as it names them. Raises ValueError when it names them in two ways, or none of its parts."""
+    """List the images as a row names them. Raises ValueError when it names them in two ways, or none of its parts."""
     columns = [row[name] for name in ("images", "image") if row.get(name)]
     parts = list(_content_images(row))
     inside = [source for source in parts if source is not None]
@@ -263,7 +268,7 @@ def image_sources(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _content_images(row: Mapping[str, Any]) -> Iterator[Any]:
-    """The image parts of all messages: their images, or None where a column has them."""
+    """Yield the image of each image part of all messages, or None where a column has it."""
     for name in ("prompt", "messages"):
         for message in row[name] if isinstance(row.get(name), list) else ():
             content = message.get("content") if isinstance(message, dict) else None
@@ -273,7 +278,7 @@ def _content_images(row: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def flat_message(message: Any) -> Any:
-    """A chat message with a text in place of content parts. Raises ValueError."""
+    """Make a chat message with a text in place of content parts. Raises ValueError."""
     content = message.get("content") if isinstance(message, dict) and "role" in message else None
     if not isinstance(content, list):
         return message
@@ -286,11 +291,8 @@ def flat_message(message: Any) -> Any:
     return {**message, "content": "".join(texts)}
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
 def located(source: Any, folder: Path) -> Path | bytes:
-    """The file that an entry of a row names, or the bytes that it holds. Raises ValueError."""
+    """Find the file that an entry of a row names, or the bytes in it. Raises ValueError."""
     if isinstance(source, dict):
         encoded = source.get("bytes")
         source = next((value for name in ("path", "image", "url") if (value := source.get(name))), None)
@@ -316,12 +318,12 @@ def located(source: Any, folder: Path) -> Path | bytes:
 
 
 def image_files(row: Mapping[str, Any], folder: Path) -> list[Path]:
-    """The files of a row's images, without those that the row holds. Raises ValueError."""
+    """List the files of a row's images. Raises ValueError."""
     return [place for source in image_sources(row) if isinstance(place := located(source, folder), Path)]
 
 
 def image_name(place: Path | bytes) -> str:
-    """What tells an image from others: its whole path, or the digest of its bytes."""
+    """Name an image uniquely: by its full path, or the digest of its bytes."""
     return str(place.absolute()) if isinstance(place, Path) else f"sha256:{hashlib.sha256(place).hexdigest()}"
 
 
@@ -343,7 +345,7 @@ def _content(place: Path | bytes) -> bytes:
 
 
 def _decode(data: bytes) -> Any:
-    """The image as 8-bit RGB, upright; transparent parts are white. Raises ValueError."""
+    """Decode an image as 8-bit RGB, upright; transparent parts are white. Raises ValueError."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -375,7 +377,7 @@ def _decode(data: bytes) -> Any:
 
 
 def _turn(image: Any) -> Any:
-    """How a photograph is turned to stand upright. None: it stands so, or its metadata are damaged."""
+    """Find the rotation that makes a photograph upright. None: none, or its metadata are damaged."""
     from PIL import Image
 
     try:
@@ -385,11 +387,11 @@ def _turn(image: Any) -> Any:
     return None if turn is None else Image.Transpose(turn)
 
 
-# -- what a model reads ------------------------------------------------------------------------------------------------
+# -- Inputs of a model -------------------------------------------------------------------------------------------------
 
 
 def image_patches(image: PromptImage, patch: int, merge: int) -> np.ndarray[Any, Any]:
-    """float32 [patches, 3 * 2 * patch * patch], normalised, as Qwen2VLImageProcessor lays them out: cell by cell."""
+    """Normalise and cut an image as Qwen2VLImageProcessor: float32 [patches, 3 * 2 * patch * patch], cell by cell."""
     rows, columns = image.size
     pixels = np.frombuffer(image.pixels, np.uint8).reshape(rows * merge * patch, columns * merge * patch, 3)
     values = (pixels.astype(np.float32) / np.float32(255) - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
@@ -399,7 +401,7 @@ def image_patches(image: PromptImage, patch: int, merge: int) -> np.ndarray[Any,
 
 
 def rope_positions(length: int, images: Sequence[PromptImage]) -> np.ndarray[Any, Any]:
-    """int64 [3, length]: the time, row and column at which M-RoPE (arXiv 2409.12191) turns each token of a sequence.
+    """Compute M-RoPE's time, row and column (arXiv 2409.12191) of each token of a sequence: int64 [3, length].
 
     They follow from the images' places alone, so a response that goes on later has the same. A text token has three equal
     numbers, one more than the largest before it.

@@ -37,7 +37,7 @@ class Measured:
 
 
 def read_pass_rates(path: Path) -> dict[str, Measured]:
-    """The rows of the file by `problem_digest`. Raises ConfigError."""
+    """Read the rows of the file by `problem_digest`. Raises ConfigError."""
     found: dict[str, Measured] = {}
 
     def parse(row: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ def _number(row: dict[str, Any], field: str) -> float:
 
 
 def select_prompts(prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Prompt]:
-    """The prompts whose pass rate is in the configured range, in order, with `pass_rate` and `weight` set.
+    """Select the prompts with a pass rate in the configured range, in order, and set `pass_rate` and `weight`.
 
     Raises ConfigError: an unreadable file, prompts that it lacks, no prompt in the range, or no weight above 0.
     """
@@ -103,8 +103,8 @@ def _measured(prompts: Sequence[Prompt], sampling: SamplingConfig, key: str) -> 
     rates, default = read_pass_rates(sampling.pass_rates), sampling.default_pass_rate
     facts: list[Any] = [prompt.columns.get("images") or () for prompt in prompts]
     digests = [problem_digest(one.question, one.answer, images) for one, images in zip(prompts, facts, strict=True)]
-    found = [rates.get(digest) for digest in digests]
-    if missing := [prompt.uid for prompt, one in zip(prompts, found, strict=True) if one is None]:
+    measured = [rates.get(digest) for digest in digests]
+    if missing := [prompt.uid for prompt, one in zip(prompts, measured, strict=True) if one is None]:
         count = f"{key} lacks {len(missing)} of the {len(prompts)} prompts (the first: {missing[0]})"
         if sampling.weight == "file":
             raise ConfigError(f"{count}, and data.sampling.weight=file needs a weight for each; add them")
@@ -112,9 +112,9 @@ def _measured(prompts: Sequence[Prompt], sampling: SamplingConfig, key: str) -> 
             raise ConfigError(
                 f"{count}; measure them, leave them out of data.train_files, or set data.sampling.default_pass_rate=0.5"
             )
-    if sampling.weight == "file" and any(one is not None and one.weight is None for one in found):
+    if sampling.weight == "file" and any(one is not None and one.weight is None for one in measured):
         raise ConfigError(f'{key}: data.sampling.weight=file needs a number "weight" in every row, and some have none')
-    return [Measured(default or 0.0) if one is None else one for one in found]
+    return [Measured(default or 0.0) if one is None else one for one in measured]
 
 
 def _weight(measured: Measured, name: str) -> float:
@@ -123,15 +123,15 @@ def _weight(measured: Measured, name: str) -> float:
     return PROMPT_WEIGHTS[name](measured.rate)
 
 
-# -- Wilson's interval of a share (1927, JASA 22:209), at 95 % ---------------------------------------------------------
-# The shares p from which the observed one is z of their own standard errors sqrt(p (1 - p) / n) away. It has a width at 0 and
-# at 100 %, too.
-
 Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:
-    """(low, high) of a share of n > 0 trials."""
+    """Compute Wilson's 95 % interval (1927, JASA 22:209) of a share of n > 0 trials: (low, high).
+
+    Its ends are the shares p from which the observed one is z standard errors sqrt(p (1 - p) / n) away. It has a width at 0
+    and at 100 %, too.
+    """
     center, root = share + Z * Z / (2 * n), Z * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
     scale = 1 + Z * Z / n
     return max(0.0, (center - root) / scale), min(1.0, (center + root) / scale)

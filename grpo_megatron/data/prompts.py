@@ -1,14 +1,14 @@
 """Prompts: rows of a task's files -> prompts, through the tokenizer's chat template or as plain text.
 
-All rows are checked before the run, and the numbers of those whose prompts fit are held. A prompt is made when it is read.
-Every rank knows all prompts of a step by uid, reward and answer. Only the ranks that draw the responses render and tokenise
-them (150 us, measured with GSM8K). Rows with responses are rendered in the same way (written.py), so the supervised warmup sees
-the same prompts.
+All rows are checked before the run; only the numbers of rows with fitting prompts stay in memory. A prompt is made when it
+is read. Every rank has all prompts of a step by uid, reward and answer. Only the ranks that sample the responses render and
+tokenise them (150 us, measured with GSM8K). responses.py renders rows with responses in the same way.
 """
 
 from __future__ import annotations
 
 import base64
+import bisect
 import logging
 import math
 import unicodedata
@@ -51,7 +51,7 @@ def load_prompts(
     source: str | None = None,
     is_plan: bool = False,
 ) -> LazySequence[Prompt]:
-    """The prompts of `files` (data.train_files, or data.val_files with `max_samples` = data.val_max_samples), in order.
+    """Load the prompts of `files` (data.train_files, or data.val_files with `max_samples` = data.val_max_samples), in order.
 
     A prompt longer than data.max_prompt_length tokens is dropped and counted. With data.filter_overlong_prompts=false it
     is an error. `uid` is "source/file/row number"; row numbers start at 0 and count dropped rows. Only the first
@@ -59,7 +59,7 @@ def load_prompts(
 
     `renderer`: the prompts are for an environment. Their template shows its tools, and `extra["row"]` has the data row, with
     the task's chat as "messages". `reward_override=""`: no reward function scores them. BY_MODEL: nor have they an answer.
-    `source`: the name in data.sources, instead of the task's. `is_plan`: this process draws nothing, so of SAMPLED_FROM rows
+    `source`: the name in data.sources, instead of the task's. `is_plan`: this process samples nothing, so of SAMPLED_FROM rows
     and more only a sample of the lengths is measured, and no prompt is dropped.
     """
     task = get_task(data.task)
@@ -80,20 +80,14 @@ def load_prompts(
         return parsed
 
     for chunk in rows.parsed(parse):
-        own = [(number, parsed) for number, parsed in chunk if number < used]
-        kinds[[number for number, _ in own]] = [numbers.get(reward, 0) for _, (_, _, reward, _) in own]
-        own = own[:SAMPLED_PER_CHUNK] if is_sampled else own
-        fits[[number for number, _ in own]] = reader.fit([(number, parsed[0]) for number, parsed in own])
-        measured += len(own)
-    table = partial(
-        keep_fitting,
-        data,
-        fits,
-        kinds,
-        reader.make,
-        f"prompts are longer than {data.max_prompt_length} tokens",
-        rows.uid,
-    )
+        parsed_rows = [(number, parsed) for number, parsed in chunk if number < used]
+        kinds[[number for number, _ in parsed_rows]] = [numbers.get(reward, 0) for _, (_, _, reward, _) in parsed_rows]
+        parsed_rows = parsed_rows[:SAMPLED_PER_CHUNK] if is_sampled else parsed_rows
+        questions = [(number, parsed[0]) for number, parsed in parsed_rows]
+        fits[[number for number, _ in questions]] = reader.fit(questions)
+        measured += len(questions)
+    what = f"prompts are longer than {data.max_prompt_length} tokens"
+    table = partial(keep_fitting, data, fits, kinds, reader.make, what, rows.uid)
     if is_sampled:
         table(measured)  # warns
         fits[:] = True
@@ -102,7 +96,7 @@ def load_prompts(
 
 @dataclass(frozen=True)
 class RowRenderer:
-    """Renders and tokenises the questions of a RowSet. `where` is put before a row's uid in messages."""
+    """A renderer and tokeniser of the questions of a RowSet. `where` is put before a row's uid in messages."""
 
     data: DataConfig
     task: Task
@@ -126,11 +120,11 @@ class RowRenderer:
         )
 
     def check_images(self, question: Question, row: Mapping[str, Any], responses: Sequence[object] = ()) -> None:
-        """Raises ValueError where a row has images that its prompt cannot show."""
+        """Check that the prompt of a row can show its images. Raises ValueError."""
         if not has_images(row):
             return
-        known = image_format(self.tokenizer)
-        if known is None:
+        images = image_format(self.tokenizer)
+        if images is None:
             raise ValueError(
                 "has images, and the model reads none; set model.path to one that reads images (Qwen2.5-VL), or take the"
                 " columns image and images, and the image parts of messages, out"
@@ -138,7 +132,7 @@ class RowRenderer:
         if IMAGE_MARK in str(responses):
             raise ValueError(f"has images, and {IMAGE_MARK} after the prompt; only the prompt can show images")
         if self.data.apply_chat_template and self.task.user_prompt is not None:  # else it is refused when rendered
-            known.messages(self.task.messages(question, system_prompt=self.data.system_prompt), len(row["images"]))
+            images.messages(self.task.messages(question, system_prompt=self.data.system_prompt), len(row["images"]))
 
     def prompt(
         self,
@@ -157,19 +151,19 @@ class RowRenderer:
             fields |= {"question": question, "columns": row, "data_source": source_of_row(row), "messages": messages}
             if self.renderer:
                 fields["extra"] = {"row": {**row, "messages": messages}}  # what an environment's reset reads
-        known = {} if number in self.rows.image_sizes else {"images": ()}
+        images = {} if number in self.rows.image_sizes else {"images": ()}
         return RowPrompt.of(
-            partial(self.text, number, question, examples), partial(self._placed, number), **fields, **known
+            partial(self.text, number, question, examples), partial(self._placed, number), **fields, **images
         )
 
     def _placed(self, number: int, text: str) -> Placed:
-        """Token ids of a rendered prompt, and what reads its images. Raises ConfigError."""
+        """Tokenise a rendered prompt; returns its ids and a reader of its images. Raises ConfigError."""
         [ids] = self.encode([text])
-        whole, places = self._expanded(number, ids)
-        return tuple(whole), partial(self.rows.images, number, places)
+        ids, places = self._expanded(number, ids)
+        return tuple(ids), partial(self.rows.images, number, places)
 
     def _expanded(self, number: int, ids: list[int]) -> tuple[list[int], list[int]]:
-        """The ids with one placeholder per token of an image, and the images' places."""
+        """Replace each image's placeholder by one per token; returns the ids and the images' places."""
         if number not in self.rows.image_sizes:
             return ids, []
         try:
@@ -181,16 +175,16 @@ class RowRenderer:
         return expanded
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of rendered prompts."""
+        """Tokenise rendered prompts."""
         return encode_prompts(texts, self.tokenizer, is_chat=self.data.apply_chat_template)
 
     @cached_property
     def bound(self) -> LengthBound:
-        """Tells prompts that certainly have at most data.max_prompt_length tokens."""
+        """The test for prompts that certainly have at most data.max_prompt_length tokens."""
         return LengthBound(self.data.max_prompt_length, partial(self.text, 0), self.encode)
 
     def fit(self, questions: list[tuple[int, Question]]) -> list[bool]:
-        """Whether the prompt of each (row number, question) has at most data.max_prompt_length tokens."""
+        """Tell for each (row number, question) whether its prompt has at most data.max_prompt_length tokens."""
         if questions and questions[0][0] == 0:
             self._check_tokenizer(self.text(*questions[0]))
         sizes = self.rows.image_sizes
@@ -215,13 +209,13 @@ def _letters(text: str) -> str:
 
 @dataclass(frozen=True)
 class PromptReader(RowRenderer):
-    """Makes the prompts of a RowSet: the arguments of `load_prompts`, with what was read for them."""
+    """A maker of the prompts of a RowSet, with the arguments of `load_prompts`."""
 
     reward: str | None
     source: str | None
 
     def make(self, number: int) -> Prompt:
-        """The prompt of a row. Raises ConfigError when the row cannot be read any more."""
+        """Make the prompt of a row. Raises ConfigError when the row cannot be read any more."""
         question, answer, reward, row = parsed_row(self.task, self.reward, self.rows.row(number))
         source = self.source or (source_of_row(row) if self.task.rewards else "") or self.task.name
         return self.prompt(
@@ -230,14 +224,14 @@ class PromptReader(RowRenderer):
 
 
 class _ReadImages:
-    """The images of a RowPrompt, as long as someone holds them. No data descriptor, so that `replace` can set the field."""
+    """The images of a RowPrompt, decoded again when nothing refers to them. `replace` sets it: no data descriptor."""
 
     def __get__(self, prompt: RowPrompt | None, owner: type) -> tuple[PromptImage, ...]:
         if prompt is None:
             return ()
-        held = [image() for image in prompt.__dict__.get("_images", ())]
-        images = tuple(image for image in held if image is not None)
-        if not held or len(images) < len(held):
+        references = prompt.__dict__.get("_images", ())
+        images = tuple(image for reference in references if (image := reference()) is not None)
+        if not references or len(images) < len(references):
             images = prompt._placed[1]()
             prompt.__dict__["_images"] = [*map(weakref.ref, images)]
         return images
@@ -246,14 +240,14 @@ class _ReadImages:
 class RowPrompt(Prompt):
     """A Prompt whose text and tokens are made when they are first read. Made by `of`; `replace` sees the fields of Prompt.
 
-    Images are decoded when they are read, and are gone when nothing refers to them: the prompts of many rows are held.
+    Images are decoded when they are read, and freed when nothing refers to them: many prompts stay in memory.
     """
 
     images = _ReadImages()  # type: ignore[assignment]
 
     @classmethod
     def of(cls, render: Callable[[], str], place: Callable[[str], Placed], **fields: Any) -> RowPrompt:
-        """`fields` are those of Prompt, but `text`, `prompt_ids` and `images`."""
+        """Make a prompt. `fields`: those of Prompt but `text`, `prompt_ids` and `images`."""
         prompt = cls.__new__(cls)
         prompt.__dict__.update({"extra": {}, "columns": {}, **fields}, _render=render, _place=place)
         return prompt
@@ -273,7 +267,7 @@ class RowPrompt(Prompt):
 
 
 def parsed_row(task: Task, reward: str | None, row: dict[str, Any]) -> ParsedRow:
-    """What a row says, by its task. `reward` replaces that of the task.
+    """Read a row by its task. `reward` replaces that of the task.
 
     Raises ValueError for a row that the task cannot read, or that no reward can grade.
     """
@@ -287,7 +281,7 @@ def chat_of(data: DataConfig, task: Task, question: Question, examples: Sequence
 
 
 def source_of_row(row: Mapping[str, Any]) -> str:
-    """The row's "data_source", verl's name of the data set; "" where it has none."""
+    """Read the row's "data_source", verl's name of the data set; "" where it has none."""
     source = row.get("data_source")
     return source if isinstance(source, str) else ""
 
@@ -336,12 +330,12 @@ def render_prompt(
 
 
 def image_format(tokenizer: Any) -> Any:
-    """How the model of a tokenizer reads images (checks/inputs.py sets it). None: it reads none."""
+    """Get the ImageFormat of a tokenizer's model (checks/inputs.py sets it). None: it reads no images."""
     return getattr(tokenizer, "image_format", None)
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Any, *, is_chat: bool) -> list[list[int]]:
-    """Token ids of rendered prompts. Raises ConfigError when a text has no token.
+    """Tokenise rendered prompts. Raises ConfigError when a text has no token.
 
     A chat template writes its special tokens itself. Plain text gets the tokenizer's own (BOS in the Llama family), but
     no end-of-sequence token: it would end the response before it begins.
@@ -361,7 +355,7 @@ NORMAL_FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD",
 
 
 class LengthBound:
-    """Whether a prompt certainly has at most `limit` tokens, known without rendering or tokenising it.
+    """A test that a prompt certainly has at most `limit` tokens, without rendering or tokenising it.
 
     A token stands for one byte of the normalised text at least. So a prompt has at most as many tokens as its contents have
     bytes, plus those that the template adds. These are counted once for each sequence of roles, with a stand-in for the
@@ -376,7 +370,7 @@ class LengthBound:
         self._added: dict[tuple[str, ...], float] = {}  # roles -> tokens; () is a question that is a text
 
     def fits(self, question: Question) -> bool:
-        """False where it is not certain."""
+        """Tell whether the prompt certainly fits."""
         if isinstance(question, str):
             roles, size = (), most_tokens(question)
         elif all(message.keys() == {"role", "content"} for message in question):
@@ -403,7 +397,7 @@ class LengthBound:
 
 
 def most_tokens(text: str) -> int:
-    """The most tokens that a text can have: its bytes, also after a tokenizer's normalisation."""
+    """Bound the tokens of a text: by its bytes, also after a tokenizer's normalisation."""
     if text.isascii():
         return len(text)
     forms = [text, *(unicodedata.normalize(form, text) for form in NORMAL_FORMS)]
@@ -424,7 +418,7 @@ class _WithPixels(dict[str, Any]):
 
 
 def reward_item(prompt: Prompt, response: str, response_ids: Sequence[int] = (), step: int = 0) -> RewardItem:
-    """What a reward function may read of a prompt and one response.
+    """Make the item that a reward function reads of a prompt and one response.
 
     The function reads the whole turn: a `<think>` with which the prompt opens it comes first. TRL calls a row conversational
     whose prompt is a list of messages. A row without a text "prompt" is one here too, if the chat template is applied: with
@@ -444,27 +438,27 @@ def reward_item(prompt: Prompt, response: str, response_ids: Sequence[int] = (),
     )
 
 
-# -- Steps of a response: where they end, as response tokens -----------------------------------------------------------
+# -- Steps of a response -----------------------------------------------------------------------------------------------
 # A step ends where the separator is complete in the decoded text, and at the end of the response. Its last token is the
 # one that completes the separator: the last token of the shortest prefix of tokens whose text reaches that place. So a step
 # ends on a token boundary, also where one token holds the end of a step, the separator and the beginning of the next step.
 # Steps that end within one token are one step. Blank steps are none: of "a\n\nb\n" with the separator "\n" the steps are
 # "a" and "b".
 #
-# The response is tokenized as a whole, as the policy draws it. TRL's PRMTrainer tokenizes every step by itself and puts a
-# separator behind the last one, too. Here the last step ends with the end-of-sequence token, or where the response was cut off.
+# The response is tokenized in one piece, as the policy samples it. TRL's PRMTrainer tokenizes every step by itself and puts a
+# separator behind the last one, too. Here the last step ends with the end-of-sequence token, or where the response was cut.
 
 Decode = Callable[[Sequence[int]], str]
 
 
 def step_ends(ids: Sequence[int], decode: Decode, separator: str) -> list[int]:
-    """The last token of every step, increasing; at least one if there is a token. `decode` leaves special tokens out."""
+    """Find the last token of every step; at least one if there is a token. `decode` leaves special tokens out."""
     if not ids:
         return []
     text, ends, start = decode(ids), [], 0
-    while (found := text.find(separator, start)) != -1:
-        end = found + len(separator)
-        if text[start:found].strip():
+    while (place := text.find(separator, start)) != -1:
+        end = place + len(separator)
+        if text[start:place].strip():
             ends.append(end)
         start = end
     tokens = tokens_at(ends, ids, decode)
@@ -474,15 +468,10 @@ def step_ends(ids: Sequence[int], decode: Decode, separator: str) -> list[int]:
 
 
 def tokens_at(ends: Sequence[int], ids: Sequence[int], decode: Decode) -> list[int]:
-    """For each place in the text, in increasing order: the last token of the shortest prefix whose text reaches it."""
+    """Find for each increasing place in the text the last token of the shortest prefix with a text that reaches it."""
     low, tokens = 0, []
     for end in ends:
-        high = len(ids) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if len(decode(ids[: middle + 1])) >= end:
-                high = middle
-            else:
-                low = middle + 1
+        last = range(len(ids) - 1)
+        low = bisect.bisect_left(last, end, lo=low, key=lambda token: len(decode(ids[: token + 1])))
         tokens.append(low)
     return tokens
