@@ -139,7 +139,7 @@ def _training(folder: Path, workload: Workload, mesh: Any) -> tuple[Any, Any, An
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
     from grpo_megatron.training.correction_step import build_loss
-    from tools.benchmarks import passes
+    from tools.benchmarks.training import draw, make_batch
 
     actor = ActorConfig.model_validate({"use_kl_loss": False, "optim": {"lr": 1e-6}})
     policy = Policy.load(folder, "float32", read_architecture(folder), actor, mesh, Device("cpu"))
@@ -150,8 +150,8 @@ def _training(folder: Path, workload: Workload, mesh: Any) -> tuple[Any, Any, An
         "prompt_length": workload.prompt_length,
         "response_length": workload.response_length,
     }
-    table, sequences = passes.draw(shape)
-    batch = passes.make_batch(table, sequences, actor)
+    table, sequences = draw(shape)
+    batch = make_batch(table, sequences, actor)
     batch.old_logprobs = None
     return policy, build_loss(actor), batch, sequences
 
@@ -192,12 +192,12 @@ def exact(folder: Path, workload: Workload, mesh: Any) -> list[Ways]:
     from grpo_megatron.rollout.engine import Request
     from grpo_megatron.rollout.transformers_engine import RowModel, RunningBatch
     from grpo_megatron.training.correction_step import build_loss
-    from tools.benchmarks import passes
+    from tools.benchmarks.training import draw, make_batch
 
     actor = ActorConfig.model_validate({"use_kl_loss": False, "optim": {"lr": 1e-6}})
     shape = {"prompts": workload.prompts // 2, "vocab_size": workload.vocabulary}
     shape |= {"prompt_length": workload.prompt_length, "response_length": workload.response_length}
-    table, sequences = passes.draw(shape)
+    table, sequences = draw(shape)
     loss, prompts = build_loss(actor), [ids[: workload.prompt_length] for ids in sequences]
     logprobs: Ways = {}
     updates: Ways = {}
@@ -206,7 +206,7 @@ def exact(folder: Path, workload: Workload, mesh: Any) -> list[Ways]:
         parts = (folder, "float32", read_architecture(folder), actor, mesh, Device("cpu"))
         policy = Policy.load(*parts, exact=is_exact)
         policy.set_optimizer(actor.optim, 1)
-        batch = passes.make_batch(table, sequences, actor, exact=is_exact)
+        batch = make_batch(table, sequences, actor, exact=is_exact)
         engine = RowModel(folder, "float32", exact=is_exact)
         weights = {name: tensor for bucket in policy.hf_weights() for name, tensor in bucket}
         engine.module.load_state_dict(weights, strict=False)
@@ -287,9 +287,5 @@ def transformers(folder: Path, workload: Workload, mesh: Any) -> Ways:
     return {"transformers: forward, backward, AdamW": plain, "the policy's update": whole}
 
 
-BENCHMARKS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
-    "rollout": (benchmark(rollout), "engines beside bare vllm.LLM.generate"),
-    "exact": (benchmark(exact), "log-probabilities, update and rollout with model.exact beside without"),
-    "update": (benchmark(update), "the policy's update beside plain Megatron-Core"),
-    "transformers": (benchmark(transformers), "the policy's update beside a training step of transformers"),
-}
+measure_rollout, measure_exact = benchmark(rollout), benchmark(exact)
+measure_update, measure_transformers = benchmark(update), benchmark(transformers)
