@@ -21,7 +21,6 @@ from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.digest import Expected, compare, expected_digests, part_digest
 from grpo_megatron.sync.exchange import Envelope, Exchange, Pool, RankPlan, snapshot
 from grpo_megatron.sync.plan import EngineTensors, Rounds, SyncPlan, Traffic, plan_rounds
-from tools.benchmarks.sync import floor_of
 
 HANG_S = 120.0
 
