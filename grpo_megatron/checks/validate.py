@@ -1,6 +1,6 @@
-"""Validation: everything that can be known to be wrong before a process group, a model or an engine exists.
+"""Validation: finds what is wrong before a process group, a model or an engine exists. Every rank runs it.
 
-Every rank runs it. Each check is a small generator of problems, in the file of its topic; all of them run, so that one
+Each check is a small generator of problems, in the file of its topic. CHECKS lists them; all of them run, so that one
 start shows every mistake. A section's own values are checked in `config/`. What is read from disk (`inputs.py`) goes
 to the trainer in `Checked`, so that no file is read twice.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_megatron.checks.components import (
     CheckedEnvironment,
@@ -68,13 +68,13 @@ from grpo_megatron.checks.resume import resume_problems
 from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, column_problems, play_episode, report_trials
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.passthrough import transformer_problems
-from grpo_megatron.config.problems import Problem, ProblemList
+from grpo_megatron.config.problems import Problem, ProblemList, Problems
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
 from grpo_megatron.exact.limits import exact_problems
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.reward_folder import RewardFolder
 from grpo_megatron.models.layers.precision import hardware_problems, precision_problems
-from grpo_megatron.planning.layout import world_problems
+from grpo_megatron.planning.layout import OVERRIDES, world_problems
 from grpo_megatron.planning.parameters import RunModels
 from grpo_megatron.planning.phases import phase_shortages
 from grpo_megatron.rollout.build import engine_problems, exact_engine_problem
@@ -132,6 +132,219 @@ class Checked(RunRows):
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
+class Validation:
+    """What is read and found while a config is checked for a world of `world_size` ranks.
+
+    `dry_run`: the model folder may lack weights, and the machine Megatron-Core and vLLM. `elsewhere`: the plan is for
+    another machine, so the tokenizer and data files may be missing on this one. `rehearsed`: look whether another run uses
+    the output folder, and run the user's code, the reward functions and the environment's reset, on a row of the data, in a
+    worker process; one process of a run is enough.
+    """
+
+    def __init__(
+        self, config: Config, world_size: int, start: RunStart, *, dry_run: bool, elsewhere: bool, rehearsed: bool
+    ) -> None:
+        self.world_size, self.start = world_size, start
+        self.dry_run, self.elsewhere, self.rehearsed = dry_run, elsewhere, rehearsed
+        self.problems = ProblemList()
+        self.problems.add(start.problems)
+        self.failed: set[str] = set()  # names of checks with a problem, or left out
+        self.config = config = with_hub_models(with_recognised_tasks(config), weights=not dry_run)
+        self.folders = ModelFolders.read(config, self.problems)
+        self.arch = self.folders.arch
+        self.has_task = task_problem(config) is None
+        self.has_weights = has_weights(config.model.path)
+        self.tokenizer: Any = None
+        self.end_tokens: EndTokens | None = None
+        self.environment: CheckedEnvironment | None = None
+        self.rows = RunRows()
+        self.calls: list[RewardTrial] | None = None
+        self.episode: list[tuple[str, str]] | None = None
+
+    @property
+    def training(self) -> int:
+        """Counts the ranks that train."""
+        return self.world_size - (0 if "placement" in self.failed else self.config.num_rollout_ranks)
+
+    @property
+    def num_steps_is_known(self) -> bool:
+        """Says if the rows that total_epochs counts could be read, where it is set."""
+        return bool(self.rows.num_trained) or self.config.trainer.total_epochs is None
+
+    @property
+    def memory_is_known(self) -> bool:
+        """Says if all that the arithmetic of memory reads is right, and its verdict is not that of the plan."""
+        others = (second_layout_problems(self.config, self.training, one.arch) for one in self.folders.beside.values())
+        is_wanted = self.folders.are_complete and self.start.knows(*SHORTAGE_KEYS)
+        return is_wanted and bool(self.problems.problems or not self.dry_run) and not any(map(any, others))
+
+    def run(self, check: Check) -> None:
+        """Gathers the problems of a check. It is left out where its inputs are wrong themselves."""
+        count, is_right = len(self.problems.problems), False
+        if self.failed.isdisjoint(check.needs) and check.when(self):
+            self.problems.add(check.find(self) or (), *([check.key] if check.key else []))
+            is_right = len(self.problems.problems) == count
+        if not is_right:
+            self.failed.add(check.name)
+
+    def exact_engine_problems(self) -> Problems:
+        """Checks `model.exact` against the engine and the rest of the config."""
+        engine = exact_engine_problem(self.config.rollout.engine) if self.config.model.exact else None
+        return exact_problems(self.config, self.training, self.arch, engine, elsewhere=self.dry_run)
+
+    def engine_problems(self) -> Problems:
+        """Checks the engine's options, for a run that samples."""
+        replays, has_images = self.config.actor.moe.route_replay == "engine", bool(self.arch and self.arch.vision)
+        return engine_problems(self.config.rollout, replays=replays, has_images=has_images)
+
+    def read_tokenizer(self) -> None:
+        """Reads the tokenizer, its end tokens, and the environment that renders with it."""
+        config, attempt = self.config, self.problems.attempt
+        is_reported = self.arch is None and config.model.tokenizer_path is None  # the folder is missing
+        if is_reported or (self.elsewhere and not has_tokenizer(config)):
+            return
+        self.tokenizer = attempt("model.tokenizer_path", read_tokenizer, config, self.arch)
+        if self.tokenizer is None:
+            return
+        size = self.arch.vocab_size if self.arch else None
+        self.end_tokens = attempt("model.path", read_end_tokens, self.tokenizer, config.model.path, size)
+        if config.rollout.multi_turn.environment is not None:
+            self.environment = attempt("rollout.multi_turn", check_environment, config, self.tokenizer, self.end_ids)
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The ids that end a response; none where they could not be read."""
+        return self.end_tokens.ids if self.end_tokens else []
+
+    def read_rows(self) -> None:
+        """Reads the data files; without those that are missing on this machine, where the plan is for another one."""
+        self.config = only_present(self.config) if self.elsewhere else self.config
+        is_launcher = self.world_size > 1 and "RANK" not in os.environ  # its ranks measure all prompts
+        inputs = self.config, self.problems, self.tokenizer, self.environment, self.end_ids
+        self.rows = RunRows.read(*inputs, is_plan=self.dry_run or is_launcher)
+
+    def count_steps(self) -> Problems:
+        """Checks total_epochs and sets the number of steps."""
+        yield from epoch_problems(self.config, self.rows.num_trained)
+        self.config = with_total_steps(self.config, self.rows.num_trained)
+
+    def call_rewards(self) -> None:
+        """Calls the reward functions on rows of the data."""
+        self.calls = self.problems.attempt("reward.function", call_rewards, self.config, self.rows.examples)
+
+    def play_episode(self) -> None:
+        """Plays the environment on a row of the data."""
+        self.episode = self.problems.attempt("rollout.multi_turn", play_episode, self.config, self.rows.first_of_each)
+
+    def checked(self) -> Checked:
+        """Returns what was read. Raises ConfigError with every problem, one per line."""
+        self.problems.raise_if_any()
+        folders = self.folders
+        assert self.arch is not None
+        return Checked(
+            **vars(self.rows),
+            arch=self.arch,
+            has_weights=self.has_weights,
+            models=folders.models(self.config),
+            reward_folder=folders.beside.get(MAIN),
+            reward_folders={key.removeprefix(OTHERS): one for key, one in folders.rewards.items() if key != MAIN},
+            critic_folder=folders.beside.get(CRITIC),
+            scored_folder=folders.scored,
+            tokenizer=self.tokenizer,
+            end_tokens=self.end_tokens,
+            environment=self.environment,
+            episode=self.episode or [],
+            reward_calls=self.calls or [],
+            config=self.config,
+        )
+
+
+class Check(NamedTuple):
+    """One check: what it yields is wrong. It runs where no check that it `needs` has failed, and `when` is true.
+
+    `key`: what a problem is about that names no key itself.
+    """
+
+    name: str
+    find: Callable[[Validation], Iterable[Problem | str] | None]
+    key: str = ""
+    needs: tuple[str, ...] = ()
+    when: Callable[[Validation], object] = lambda v: True
+
+
+def _is_run(v: Validation) -> bool:
+    return not v.dry_run
+
+
+def _is_rehearsed_run(v: Validation) -> bool:
+    return v.rehearsed and not v.dry_run
+
+
+CHECKS = (  # in the order in which problems are found
+    Check("placement", lambda v: placement_problems(v.config, v.world_size)),
+    Check("world", lambda v: world_problems(v.config, v.training, v.arch), needs=("placement",)),
+    Check("experts", lambda v: engine_expert_problems(v.config, v.arch)),
+    Check("routes", lambda v: route_problems(v.config, v.arch), "actor.moe.route_replay"),
+    Check("override", lambda v: transformer_problems(v.config.at(OVERRIDES)), OVERRIDES),
+    Check("family", lambda v: family_problems(v.config, v.arch)),
+    Check("vision", lambda v: vision_problems(v.config, v.arch)),
+    Check("lora", lambda v: lora_problems(v.config, v.folders.lora_archs)),
+    Check("batches", lambda v: batch_problems(v.config)),
+    Check("lengths", lambda v: length_problems(v.config, v.arch)),
+    Check("names", lambda v: name_problems(v.config)),
+    Check("sources", lambda v: source_problems(v.config), when=lambda v: v.has_task),
+    Check("score head", lambda v: score_head_problems(v.config)),
+    Check("rollout files", lambda v: rollout_file_problems(v.config)),
+    Check("shared prompts", lambda v: sharing_problems(v.config, v.arch)),
+    Check("environment", lambda v: environment_problems(v.config)),
+    Check("output", lambda v: output_problems(v.config, is_plan=v.dry_run)),
+    Check("precision", lambda v: precision_problems(v.config, v.arch), "actor.megatron.fp8"),
+    Check("exact", Validation.exact_engine_problems, "model.exact"),
+    Check("engine", Validation.engine_problems, "rollout.engine", when=lambda v: v.config.draws),
+    Check("needed keys", lambda v: missing_keys(v.config)),
+    Check("models beside", lambda v: beside_problems(v.config, v.training, v.folders)),
+    Check("rewards", lambda v: reward_name_problems(v.config)),
+    Check("packages", lambda v: package_problems(v.config), when=_is_run),
+    Check("devices", lambda v: device_problems(v.config, v.world_size), when=_is_run),
+    Check("hardware", lambda v: hardware_problems(v.config), "actor.megatron", when=_is_run),
+    Check("weights", lambda v: v.folders.check_weights(v.config, v.problems, policy=v.has_weights or not v.dry_run)),
+    Check("tokenizer", Validation.read_tokenizer),
+    Check("rows", Validation.read_rows, when=lambda v: v.has_task and v.start.knows("data.task", "data.sources")),
+    Check("columns", lambda v: column_problems(v.config, v.rows.examples)),
+    Check("epochs", Validation.count_steps),
+    Check("method", lambda v: method_problems(v.config)),
+    Check("schedule", lambda v: schedule_problems(v.config), when=lambda v: v.num_steps_is_known),
+    Check("resume", lambda v: resume_problems(v.config), when=lambda v: v.num_steps_is_known and not v.elsewhere),
+    Check("profile", lambda v: profile_problems(v.config, v.start.profiled), when=lambda v: v.num_steps_is_known),
+    Check("in use", lambda v: in_use_problems(v.config), when=_is_rehearsed_run),
+    Check(
+        "changed inputs",
+        lambda v: input_problems(v.config, prints=not v.dry_run),
+        when=lambda v: v.rehearsed and not (v.elsewhere or v.start.wrong_keys),
+    ),
+    Check(
+        "reward calls",
+        Validation.call_rewards,
+        needs=("rewards", "columns"),
+        when=lambda v: v.rehearsed and v.start.knows("data.task", "data.sources", "reward"),
+    ),
+    Check(
+        "episode",
+        Validation.play_episode,
+        when=lambda v: v.rehearsed and v.environment is not None and v.start.knows("rollout.multi_turn"),
+    ),
+    Check(
+        "memory",
+        lambda v: phase_shortages(
+            v.config, v.training, v.folders.models(v.config), v.start.device, elsewhere=v.elsewhere
+        ),
+        "actor.megatron",
+        needs=("placement", "world", "experts", "override"),
+        when=lambda v: v.memory_is_known,
+    ),
+)
+
+
 def validate(
     config: Config,
     world_size: int,
@@ -141,116 +354,19 @@ def validate(
     rehearsed: bool = False,
     start: RunStart | None = None,
 ) -> Checked:
-    """Check the whole config for a world of `world_size` ranks. Raises ConfigError with every problem, one per line.
-
-    `dry_run`: the model folder may lack weights, and the machine Megatron-Core and vLLM. `elsewhere`: the plan is for
-    another machine, so the tokenizer and data files may be missing on this one. `rehearsed`: look whether another run uses
-    the output folder, and run the user's code, the reward functions and the environment's reset, on a row of the data, in a
-    worker process; one process of a run is enough. A check whose inputs are wrong themselves is left out.
-    """
-    start, problems = start or RunStart(), ProblemList()
-    problems.add(start.problems)
-    config = with_hub_models(with_recognised_tasks(config), weights=not dry_run)
-    megatron = config.actor.megatron
-    folders = ModelFolders.read(config, problems)
-    arch = folders.arch
-
-    has_layout = problems.add(placement_problems(config, world_size))
-    training = world_size - (config.num_rollout_ranks if has_layout else 0)  # ranks
-    has_layout = has_layout and problems.add(world_problems(config, training, arch)) and folders.are_complete
-    has_layout &= problems.add(engine_expert_problems(config, arch))
-    problems.add(route_problems(config, arch), "actor.moe.route_replay")
-    override = transformer_problems(megatron.override_transformer_config)
-    has_layout &= problems.add(override, "actor.megatron.override_transformer_config")
-    for folder in folders.beside.values():
-        has_layout &= not any(second_layout_problems(config, training, folder.arch))
-    problems.add(family_problems(config, arch))
-    problems.add(vision_problems(config, arch))
-    problems.add(lora_problems(config, folders.lora_archs))
-    problems.add(batch_problems(config))
-    problems.add(length_problems(config, arch))
-    problems.add(name_problems(config))
-    has_task = task_problem(config) is None
-    problems.add(source_problems(config) if has_task else ())
-    problems.add(score_head_problems(config))
-    problems.add(rollout_file_problems(config))
-    problems.add(sharing_problems(config, arch))
-    problems.add(environment_problems(config))
-    problems.add(output_problems(config, is_plan=dry_run))
-    problems.add(precision_problems(config, arch), "actor.megatron.fp8")
-    exact_engine = exact_engine_problem(config.rollout.engine) if config.model.exact else None
-    problems.add(exact_problems(config, training, arch, exact_engine, elsewhere=dry_run), "model.exact")
-    replays = config.actor.moe.route_replay == "engine"
-    engine = {"replays": replays, "has_images": arch is not None and arch.vision is not None}
-    problems.add(engine_problems(config.rollout, **engine) if config.draws else (), "rollout.engine")
-    problems.add(missing_keys(config))
-    problems.add(beside_problems(config, training, folders))
-    has_rewards = problems.add(reward_name_problems(config))
-    if not dry_run:
-        problems.add(package_problems(config))
-        problems.add(device_problems(config, world_size))
-        problems.add(hardware_problems(config), "actor.megatron")
-    is_complete = has_weights(config.model.path)
-    folders.check_weights(config, problems, policy=is_complete or not dry_run)
-
-    tokenizer = end_tokens = environment = None
-    is_reported = arch is None and config.model.tokenizer_path is None  # the folder is missing
-    if not is_reported and (has_tokenizer(config) or not elsewhere):
-        tokenizer = problems.attempt("model.tokenizer_path", read_tokenizer, config, arch)
-    if tokenizer is not None:
-        vocab_size = arch.vocab_size if arch else None
-        end_tokens = problems.attempt("model.path", read_end_tokens, tokenizer, config.model.path, vocab_size)
-    ends = end_tokens.ids if end_tokens else []
-    if tokenizer is not None and config.rollout.multi_turn.environment is not None:
-        environment = problems.attempt("rollout.multi_turn", check_environment, config, tokenizer, ends)
-    rows = RunRows()
-    if has_task and start.knows("data.task", "data.sources"):  # the task reads the rows
-        config = only_present(config) if elsewhere else config
-        is_launcher = world_size > 1 and "RANK" not in os.environ  # its ranks measure all prompts
-        rows = RunRows.read(config, problems, tokenizer, environment, ends, is_plan=dry_run or is_launcher)
-
-    has_rewards &= problems.add(column_problems(config, rows.examples))
-    problems.add(epoch_problems(config, rows.num_trained))
-    config = with_total_steps(config, rows.num_trained)
-    problems.add(method_problems(config))
-    if rows.num_trained or config.trainer.total_epochs is None:  # else nobody knows the number of steps
-        problems.add(schedule_problems(config))
-        problems.add(resume_problems(config) if not elsewhere else [])
-        problems.add(profile_problems(config, start.profiled))
-    calls = episode = None
-    if rehearsed:
-        problems.add(in_use_problems(config) if not dry_run else [])
-        problems.add(input_problems(config, prints=not dry_run) if not (elsewhere or start.wrong_keys) else [])
-        if has_rewards and start.knows("data.task", "data.sources", "reward"):
-            calls = problems.attempt("reward.function", call_rewards, config, rows.examples)
-        if environment is not None and start.knows("rollout.multi_turn"):
-            episode = problems.attempt("rollout.multi_turn", play_episode, config, rows.first_of_each)
-    if has_layout and start.knows(*SHORTAGE_KEYS) and (problems.problems or not dry_run):  # else the plan's verdict
-        known = folders.models(config)
-        problems.add(phase_shortages(config, training, known, start.device, elsewhere=elsewhere), "actor.megatron")
-    problems.raise_if_any()
-    assert arch is not None
-    if not dry_run:
-        report_trials(config, calls or [])
-    if rehearsed and not dry_run:
-        failing = [f"rollout.multi_turn: {text}" for who, text in episode or () if who == "WARNING"]
-        print("".join(f"WARNING: {text}\n" for text in (*suspicions(config), *failing)), end="", flush=True)
-    return Checked(
-        **vars(rows),
-        arch=arch,
-        has_weights=is_complete,
-        models=folders.models(config),
-        reward_folder=folders.beside.get(MAIN),
-        reward_folders={key.removeprefix(OTHERS): one for key, one in folders.rewards.items() if key != MAIN},
-        critic_folder=folders.beside.get(CRITIC),
-        scored_folder=folders.scored,
-        tokenizer=tokenizer,
-        end_tokens=end_tokens,
-        environment=environment,
-        episode=episode or [],
-        reward_calls=calls or [],
-        config=config,
+    """Runs all checks of CHECKS. The arguments are those of `Validation`. Raises ConfigError with every problem."""
+    validation = Validation(
+        config, world_size, start or RunStart(), dry_run=dry_run, elsewhere=elsewhere, rehearsed=rehearsed
     )
+    for check in CHECKS:
+        validation.run(check)
+    checked = validation.checked()
+    if not dry_run:
+        report_trials(checked.config, checked.reward_calls)
+    if rehearsed and not dry_run:
+        failing = [f"rollout.multi_turn: {text}" for who, text in checked.episode if who == "WARNING"]
+        print("".join(f"WARNING: {text}\n" for text in (*suspicions(checked.config), *failing)), end="", flush=True)
+    return checked
 
 
 def check_alone(config: Config) -> Checked:
