@@ -24,7 +24,7 @@ CALCULATOR = {
 
 
 def compute(arguments: str) -> str:
-    """What the tool answers to {"expression": "45*97"}."""
+    """Returns the tool's answer to {"expression": "45*97"}."""
     try:
         a, b = json.loads(arguments)["expression"].split("*")
         return str(int(a) * int(b))

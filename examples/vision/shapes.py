@@ -47,7 +47,7 @@ def exact(completion: str, answer: str) -> float:
 
 
 class Picture(NamedTuple):
-    """What is in the cells, row by row: "square", "circle" or ""; and a colour for each."""
+    """The shape in each cell, row by row: "square", "circle" or ""; and a colour for each."""
 
     rows: int
     columns: int
@@ -56,7 +56,7 @@ class Picture(NamedTuple):
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it is kept for validation: the colours do not count."""
+        """True for a picture of the validation rows: the colours do not count."""
         name = f"{self.rows} {self.columns} {self.cells}"
         return hashlib.sha256(name.encode()).digest()[0] % 10 == 0
 

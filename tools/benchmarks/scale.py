@@ -44,7 +44,7 @@ def scale(args: argparse.Namespace) -> int:
 
 
 class SimulatedStep:
-    """What rank 0 of a world receives and computes."""
+    """The work of rank 0 of a world: what it receives and computes."""
 
     def __init__(self, ranks: int, num_samples: int) -> None:
         from grpo_megatron.config import ActorConfig, AlgorithmConfig
@@ -70,7 +70,7 @@ class SimulatedStep:
         return seconds, peak / 2**20
 
     def _parts(self) -> list[bytes]:
-        """What every rank sends: a block's leader its samples, the other ranks none."""
+        """Returns every rank's message: samples from the first rank of an engine replica, nothing from the others."""
         from grpo_megatron.parallel.exchange import table_part
         from grpo_megatron.types import Prompt, Sample
 
@@ -139,7 +139,7 @@ class SimulatedStep:
             return collector.groups(0, len(drawn) // 2, Metrics())
 
     def cross(self) -> Any:
-        """Where half of the ranks only draw: a block's samples, as its first rank sends them, and as a training rank has them."""
+        """Simulates two roles: a replica's samples, as its first rank sends them, and as a training rank has them."""
         from grpo_megatron.sampling.collector import Group, groups_by_prompt
 
         groups = groups_by_prompt(self.crossing, self.num_samples // GROUP, 0)

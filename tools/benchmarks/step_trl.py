@@ -18,7 +18,7 @@ from tools.benchmarks.workload import SAMPLES, WORKLOADS, Workload, family_proce
 
 
 def settings(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
-    """Of GRPOConfig. What is not named here has TRL's default, among others: no old log-probabilities without vLLM."""
+    """Settings of GRPOConfig. What is not named here has TRL's default, among others: no old log-probabilities without vLLM."""
     processes = int(os.environ["WORLD_SIZE"])
     per_device = workload.num_samples // processes
     return {

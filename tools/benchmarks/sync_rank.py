@@ -168,7 +168,7 @@ def copies(model: torch.nn.Module) -> Callable[[], None]:
 
 
 def bare_exchange(resharding: Resharding) -> Callable[[], None]:
-    """What must cross the border of the nodes, in one message from each rank: the best that the connection does now."""
+    """Sends the bytes that must cross nodes, in one message from each rank: the best that the connection does now."""
     grid, rank = resharding.plan.plan.grid, resharding.mesh.rank
     size = resharding.traffic.received[NETWORK].sum() / grid.world_size
     out, into = (torch.zeros(int(size), dtype=torch.bfloat16) for _ in range(2))
@@ -276,7 +276,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def counted(resharding: Resharding) -> dict[str, Any]:
-    """What the plan says about this rank's node and about the rank itself, in bytes of bfloat16."""
+    """Returns the planned bytes of this rank and of its node, in bfloat16."""
     plan, rank, grid = resharding.plan, resharding.mesh.rank, resharding.plan.plan.grid
     network, node = (resharding.traffic.received[phase].sum(axis=1) * 2 for phase in (NETWORK, NODE))
     return {

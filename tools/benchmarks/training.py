@@ -163,7 +163,7 @@ def pairs(folder: Path, workload: dict[str, Any], mesh: Any) -> dict[str, Ways]:
 
 
 def long_tail(workload: dict[str, Any], actor: Any, arch: Any) -> dict[str, list[Any]]:
-    """What ranks are balanced by -> the batches of two ranks, from short responses and a few very long ones."""
+    """Maps what ranks are balanced by to the batches of two ranks, from short responses and a few very long ones."""
     from grpo_megatron.models.flops import sequence_cost
 
     shape = {**workload, "prompts": 3, "response_length": 300}

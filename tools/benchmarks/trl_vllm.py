@@ -38,7 +38,7 @@ def trl_vllm_python(folder: Path) -> Path:
 
 
 def settings(max_model_len: int) -> dict[str, Any]:
-    """Of GRPOConfig, besides those of `step_trl.py`."""
+    """Settings of GRPOConfig, besides those of `step_trl.py`."""
     return {
         "use_vllm": True,
         "vllm_mode": "colocate",
