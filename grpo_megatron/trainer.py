@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from grpo_megatron.algo.dapo import with_overlong_penalty
 from grpo_megatron.algo.losses import needs_reference, reasons_for_old_pass
-from grpo_megatron.algo.plan import make_plan, with_overlong_penalty
+from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.checks.digests import InputDigests, recorded_inputs
 from grpo_megatron.checks.resume import announcement, check_resume

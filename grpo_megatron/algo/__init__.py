@@ -1,3 +1,6 @@
-"""The algorithms. Importing any module of this package registers every estimator that a config may name."""
+"""The mathematics on plain tables and `[B, R]` tensors; no process group.
 
-from grpo_megatron.algo import returns as returns
+Frames: advantages.py, losses.py. Families: grpo.py, reinforce.py (RLOO, OPO, GPG, ReMax, REINFORCE++), ppo.py, dapo.py,
+gspo.py (also GMPO), cispo.py (also SAPO), preference.py (SFT, RFT, DPO), reward_models.py. For all: kl.py, corrections.py,
+aggregation.py, plan.py. methods.yaml: the named blocks of config/methods.py.
+"""

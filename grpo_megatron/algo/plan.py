@@ -15,8 +15,8 @@ Every rank computes the same plan from the same table: integers, float64, no com
 6. Token weights per mini-batch, from that mini-batch's global counts of rows and loss tokens. Because of them, 4 and 5
    cannot change the gradient.
 
-The chapter has these parts from the last to the first: token weights; changes of the table before the advantages; ranks and
-micro-batches; the plan. The critic's plan has mini-batches of its own on the same rows.
+Token weights are in aggregation.py, copies of rows (DUPO) in dapo.py. Here: ranks and micro-batches; then the plan. The
+critic's plan has mini-batches of its own on the same rows.
 """
 
 from __future__ import annotations
@@ -24,100 +24,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, informative_groups
-from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig, OverlongBuffer
-from grpo_megatron.registry import Registry
+from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards
+from grpo_megatron.algo.aggregation import token_weights
+from grpo_megatron.algo.dapo import copies_of
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, rows_of_mini_batch
-
-# -- Token weights -----------------------------------------------------------------------------------------------------
-# Aggregation as one weight per token, fixed before batching: loss = sum over tokens of weight * token loss.
-#
-#     mode                      weight of each token of response i
-#     token-mean                1 / N_tok                DAPO, arXiv 2503.14476
-#     seq-mean-token-mean       1 / (N_seq * n_i)        DeepSeekMath, arXiv 2402.03300: 1/G sum 1/|o_i|
-#     seq-mean-token-sum        1 / N_seq
-#     seq-mean-token-sum-norm   1 / (N_seq * L)          Dr.GRPO, arXiv 2503.20783; L is constant through the run
-#     token-sum                 1
-#
-# n_i is the number of loss tokens of response i, N_tok = sum n_i and N_seq = #{n_i > 0}. Both are over **one optimizer
-# step**: every micro-batch, every data-parallel rank. A response that is left out, or has no loss token, counts in
-# neither. The weights are known before anything is packed, so micro-batches, padding and parallel layouts cannot change
-# the gradient. Averaging the means of micro-batches, as several codebases do, makes the gradient depend on all three.
-
-# (n_i of the responses that count: all > 0, at least one; L) -> one weight per response
-TokenWeighting = Callable[[list[int], float], list[float]]
-
-token_weightings: Registry[TokenWeighting] = Registry("loss aggregation mode")
-
-_WEIGHTINGS: dict[str, TokenWeighting] = {
-    "token-mean": lambda lengths, norm_length: [1.0 / sum(lengths)] * len(lengths),
-    "seq-mean-token-mean": lambda lengths, norm_length: [1.0 / (len(lengths) * length) for length in lengths],
-    "seq-mean-token-sum": lambda lengths, norm_length: [1.0 / len(lengths)] * len(lengths),
-    "seq-mean-token-sum-norm": lambda lengths, norm_length: [1.0 / (len(lengths) * norm_length)] * len(lengths),
-    "token-sum": lambda lengths, norm_length: [1.0] * len(lengths),
-}
-for _mode, _weighting in _WEIGHTINGS.items():
-    token_weightings.register(_mode)(_weighting)
-
-
-def token_weights(mode: str, num_loss_tokens: list[int], norm_length: float) -> list[float]:
-    """The weight of each response's loss tokens in the loss of ONE optimizer step.
-
-    `num_loss_tokens[i]` is n_i of every response of the whole optimizer step, not of one rank's share; 0 leaves a response
-    out. `norm_length` is L in tokens. Raises ValueError on an unknown mode.
-    """
-    weighting = token_weightings.get(mode)
-    counts = [count for count in num_loss_tokens if count]
-    weights = iter(weighting(counts, norm_length) if counts else [])
-    return [next(weights) if count else 0.0 for count in num_loss_tokens]
-
-
-# -- Changes of the table, after the reward function and before the advantages -----------------------------------------
-#
-#     soft overlong penalty   0 below L - c, -(n - (L - c)) / c up to L, -1 beyond       DAPO, arXiv 2503.14476
-#     copies                  groups with different rewards take the places of the rest   DUPO, arXiv 2507.02592
-#
-# n response tokens (in the loss or not), L the longest response allowed, c the buffer. A copy is an integer weight, which
-# counts in the denominators as well.
-
-
-def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
-    """The (negative) reward of a response of `length` tokens: 0 to -1."""
-    return max(-1.0, min(0.0, (max_length - buffer - length) / buffer))
-
-
-def with_overlong_penalty(table: GroupTable, config: OverlongBuffer, max_length: int) -> GroupTable:
-    """The table with the penalty in `reward`; `raw_reward` keeps the rewards before it. Unchanged if there is no buffer."""
-    if config.len is None:
-        return table
-    penalties = [config.penalty_factor * overlong_penalty(n, max_length, config.len) for n in table.response_length]
-    rewards = [reward + penalty for reward, penalty in zip(table.reward, penalties, strict=True)]
-    return replace(table, reward=rewards, raw_reward=table.raw_reward or table.reward)
-
-
-def dupo_copies(table: GroupTable) -> list[int]:
-    """Counts how often each row is trained on: 0 in groups whose raw rewards are equal, 1 or more in the others.
-
-    The places are given to the other groups in turn, in prompt order: the copies of two groups differ by at most one. All
-    counts are 0 when every group's rewards are equal. The advantages stay those of the original group: copies are not
-    part of its statistics.
-    """
-    copies = [0] * len(table)
-    informative = {table.prompt_index[rows[0]] for rows in informative_groups(table, table.raw_reward or None)}
-    groups = table.groups()
-    kept = [rows for rows in groups if table.prompt_index[rows[0]] in informative]
-    for place in range(len(groups) if kept else 0):
-        for row in kept[place % len(kept)]:
-            copies[row] += 1
-    return copies
-
-
-def _copies(table: GroupTable, algorithm: AlgorithmConfig) -> list[int]:
-    return dupo_copies(table) if algorithm.dupo else [1] * len(table)
-
 
 # -- Ranks and micro-batches -------------------------------------------------------------------------------------------
 # The cost of a sequence of s tokens, r of them in the response, is its multiply-adds in a forward pass (models/flops.py
@@ -354,7 +268,7 @@ def make_plan(
 
     trainable = _trainable(table, algorithm)
     advantages = _advantages(table, algorithm, trainable)
-    copies = _copies(table, algorithm)
+    copies = copies_of(table, algorithm)
     in_loss = [
         can_train and advantage is not None and count > 0
         for can_train, advantage, count in zip(trainable, advantages, copies, strict=True)
@@ -393,7 +307,7 @@ def revise_plan(
     has rejected). Advantages and weights are computed anew. A mini-batch without a kept token is dropped.
     """
     advantages = _advantages(table, algorithm, _trainable(table, algorithm))
-    weights = row_weights(plan.mini_batches, table, _copies(table, algorithm), actor, max_response_length)
+    weights = row_weights(plan.mini_batches, table, copies_of(table, algorithm), actor, max_response_length)
     num_mini_batches = len(plan.mini_batches[0])
     kept = [i for i in range(num_mini_batches) if any(weights[row] for row in _rows_on_all_ranks(plan.mini_batches, i))]
     revised = replace(
@@ -419,7 +333,7 @@ def critic_plan(
     max_response_length: int,
 ) -> Plan:
     """`plan` with the critic's own mini-batches and token weights. Every row stays on its rank."""
-    copies, mini_batches = _copies(table, algorithm), plan.mini_batches
+    copies, mini_batches = copies_of(table, algorithm), plan.mini_batches
     if critic.ppo_mini_batch_size is not None:
         owner, lengths = plan.owner(), table.sequence_lengths()
         counts = table.num_kept_tokens or table.num_loss_tokens()

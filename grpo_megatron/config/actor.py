@@ -51,7 +51,7 @@ class ActorConfig(Section):
     kl_loss_coef: Annotated[Coefficient, Needs(".use_kl_loss=true or .kl_loss_coef=0")] = 0.001
     """0: the KL is not computed, and needs no reference"""
     kl_loss_type: Annotated[str, Needs(".use_kl_loss=true")] = "low_var_kl"
-    """the estimator of that KL (algo/divergence.py)"""
+    """the estimator of that KL (algo/kl.py)"""
     entropy_coeff: float = Field(0.0, ge=-1e4, le=1e4)
     """times the entropy (nats), which is subtracted from the loss"""
     logprob_chunk_size: int = Field(1024, ge=1)

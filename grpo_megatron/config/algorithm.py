@@ -32,7 +32,7 @@ class ReplayConfig(Section):
 
 
 class KlCtrl(Section):
-    """The coefficient of the KL penalty in the reward. adaptive: it follows target_kl (algo/divergence.py)."""
+    """The coefficient of the KL penalty in the reward. adaptive: it follows target_kl (algo/kl.py)."""
 
     type: Annotated[Literal["fixed", "adaptive"], Needs("algorithm.use_kl_in_reward=true")] = "fixed"
     kl_coef: Annotated[Coefficient, Needs("algorithm.use_kl_in_reward=true or .kl_coef=0")] = 0.001
@@ -44,7 +44,7 @@ class KlCtrl(Section):
 
 
 class RolloutCorrection(Section):
-    """Corrects for log-probabilities that differ between engine and policy (algo/divergence.py).
+    """Corrects for log-probabilities that differ between engine and policy (algo/corrections.py).
 
     `rollout_is` multiplies the loss by importance weights; `rollout_rs` takes tokens or whole responses out of the loss.
     """

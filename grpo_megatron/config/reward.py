@@ -12,7 +12,7 @@ from grpo_megatron.config.section import Count, Fixed, Needs, Processes, Schedul
 
 
 class OverlongBuffer(Section):
-    """DAPO's soft penalty for responses that come close to data.max_response_length (algo/plan.py)."""
+    """DAPO's soft penalty for responses that come close to data.max_response_length (algo/dapo.py)."""
 
     len: int | None = Field(None, ge=1)
     """the penalty grows from 0 to 1 over the last so many tokens; null: off"""
@@ -74,7 +74,7 @@ class ScoringModel(Section):
     kind: Annotated[Fixed[Literal["outcome", "process"]], HAS_STEPS] = "outcome"
     """one score per response, or per step"""
     coefficient: float = Field(1.0, gt=0, le=1e4)
-    """multiplies its score in the sum (algo/scores.py)"""
+    """multiplies its score in the sum (algo/reward_models.py)"""
     step_separator: Annotated[str, HAS_STEPS] = Field("\n", min_length=1)
     """process: the text that ends a step (data/prompts.py)"""
 

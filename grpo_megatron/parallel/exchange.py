@@ -9,7 +9,7 @@ Both run on the host over the gloo control group, between neighbours only (contr
 rank, its activations gigabytes. The work of a rank grows with the samples of the step, plus the number of ranks.
 
 The numbers of phase 1 travel as arrays. The loss mask is sent as spans of tokens, of the rows that have a 0 in it. An
-environment writes whole stretches of a response, so a row has few spans. Estimators that work on tokens (`algo/returns.py`)
+environment writes whole stretches of a response, so a row has few spans. Estimators that work on tokens (`algo/reinforce.py`)
 need the spans of every row.
 """
 

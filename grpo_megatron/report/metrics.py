@@ -174,7 +174,7 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
     """
     import torch
 
-    from grpo_megatron.algo.divergence import clamp_log_ratio
+    from grpo_megatron.algo.losses import clamp_log_ratio
 
     mask = mask.detach().cpu().bool()
     old, rollout = (torch.where(mask, _float64(x).cpu(), 0.0) for x in (old_logprobs, rollout_logprobs))

@@ -1,6 +1,6 @@
 """The correction step: changes to the batch that need the policy's own log-probabilities.
 
-- The rollout correction (algo/divergence.py): weights on the policy loss, or rejected tokens. Weights change no token
+- The rollout correction (algo/corrections.py): weights on the policy loss, or rejected tokens. Weights change no token
   count. A rejected token is in no count, so the token weights are computed again over all ranks.
 - A KL penalty in the reward. It changes the advantages of the whole group, on all ranks that have its samples.
 
@@ -20,15 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_megatron.algo.divergence import (
-    KlController,
-    correction_weights,
-    importance_weights,
-    kl_penalties,
-    rejection_mask,
-    reward_penalty,
-    sequence_kl,
-)
+from grpo_megatron.algo.corrections import correction_weights, importance_weights, rejection_mask
+from grpo_megatron.algo.kl import KlController, kl_penalties, reward_penalty, sequence_kl
 from grpo_megatron.algo.losses import (
     LossInputs,
     folds_old_logprobs,

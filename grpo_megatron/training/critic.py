@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from grpo_megatron.algo.plan import critic_plan, revise_plan
-from grpo_megatron.algo.returns import explained_variance, length_adaptive_lams, value_targets
+from grpo_megatron.algo.ppo import explained_variance, length_adaptive_lams, value_targets
 from grpo_megatron.checks.models import has_critic
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from grpo_megatron.algo.losses import LossInputs, MetricSum
 from grpo_megatron.algo.plan import scoring_plan
-from grpo_megatron.algo.scores import (
+from grpo_megatron.algo.reward_models import (
     ModelScores,
     combined,
     pairwise_loss,

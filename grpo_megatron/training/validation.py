@@ -6,7 +6,7 @@ ValidationLoss: the loss of held-out supervised rows, or of held-out pairs, unde
 
     val/loss/FILE           responses: mean over the loss tokens of all rows; pairs: mean over the pairs
     val/dpo_accuracy/FILE   and whatever else the loss reports, under its own name, with the same mean
-    val/ece/FILE, val/brier/FILE    of a scalar head: calibration over held-out pairs, or over held-out steps (algo/scores.py)
+    val/ece/FILE, val/brier/FILE    of a scalar head: calibration over held-out pairs or steps (algo/reward_models.py)
     val/step_accuracy/FILE          of a scalar head's steps; that of pairs, val/pair_accuracy/FILE, is reported by the loss
 
 FILE is the name in `data.val_loss_files` without its extension. The numbers do not depend on the layout. Every rank adds up
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.algo.plan import make_plan
-from grpo_megatron.algo.scores import calibration, calibration_table
+from grpo_megatron.algo.reward_models import calibration, calibration_table
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainerConfig
 from grpo_megatron.data.responses import OfflineGroup

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_megatron.algo.divergence import kl_penalties
+from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import LossInputs, MetricSum, policy_losses, total_loss
 from grpo_megatron.algo.plan import token_weights
 from grpo_megatron.config import ActorConfig

@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.algo.test_divergence import numbers
 from torch import Tensor
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.divergence import correction_weights, rejection_mask
+from grpo_megatron.algo.corrections import correction_weights, rejection_mask
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.plan import make_plan, revise_plan, token_weightings, with_overlong_penalty
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer, RolloutCorrection
@@ -24,7 +25,6 @@ from grpo_megatron.types import GroupTable
 from tests.algo.inputs import actor, make_inputs, run, value
 from tests.algo.tables import make_table
 from tests.algo.tables import run as run_estimator
-from tests.algo.test_divergence import numbers
 
 Mask = list[int]
 NAN = math.nan

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_megatron.algo.divergence import KlController
+from grpo_megatron.algo.kl import KlController
 from grpo_megatron.checks.resume import differences, refusals, resume_problems
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config

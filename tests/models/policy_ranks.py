@@ -101,7 +101,7 @@ def hand_built_loss(
 
 def loss(inputs: Any) -> Any:
     """Clipped surrogate + KL + entropy, composed by the real code. `hand_built_loss` computes the same by hand."""
-    from grpo_megatron.algo.divergence import kl_penalties
+    from grpo_megatron.algo.kl import kl_penalties
     from grpo_megatron.algo.losses import policy_losses, total_loss
     from grpo_megatron.config import ActorConfig
 

@@ -49,7 +49,7 @@ def updated(folder: Path, pairs: Any, layout: Layout) -> dict[str, Any]:
     """Gradients of one backward pass; then values, metrics and weights of two updates, with and without offloading."""
     model = build(folder, layout, use_distributed_optimizer=False)  # leaves whole gradients on every rank
     batch = make_batch(pairs, policy_ranks.share(len(pairs), model.mesh.dp_rank, model.mesh.dp))
-    from grpo_megatron.algo.losses import value_loss
+    from grpo_megatron.algo.ppo import value_loss
 
     loss = functools.partial(value_loss, cliprange=CLIPRANGE)
     model.forward_backward(batch, batch.mini_batches[0], loss)

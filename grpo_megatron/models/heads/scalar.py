@@ -24,7 +24,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from grpo_megatron.algo.losses import ValueInputs, value_loss
+from grpo_megatron.algo.ppo import ValueInputs, value_loss
 from grpo_megatron.config import ActorConfig, LoraConfig, MegatronConfig, MoeConfig, OptimConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.build import HeadOutput, LogprobModel, Targets, build_model
@@ -252,7 +252,7 @@ class ScalarPolicy(ScalarReader, Policy):
         return numbers
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
-        """Returns the numbers, where a loss reads log-probabilities (algo/scores.py)."""
+        """Returns the numbers, where a loss reads log-probabilities (algo/reward_models.py)."""
         return self.numbers(batch)
 
     def hf_weights(self, bucket_megabytes: int = 512) -> Iterator[WeightBucket]:
@@ -287,7 +287,7 @@ class ValueModel(ScalarPolicy):
     def update_values(
         self, batch: Batch, cliprange: float | None, *, epochs: int
     ) -> tuple[list[MetricSums], dict[str, float]]:
-        """Does `Policy.update` on a batch with `values` and `returns`. `cliprange`: see `value_loss` in algo/losses.py."""
+        """Does `Policy.update` on a batch with `values` and `returns`. `cliprange`: see `value_loss` in algo/ppo.py."""
         return self.update(batch, functools.partial(value_loss, cliprange=cliprange), epochs=epochs)
 
     def loss_inputs(self, batch: Batch, rows: list[int], values: Tensor, entropy: Tensor) -> ValueInputs:

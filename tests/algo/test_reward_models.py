@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_megatron.algo.scores import (
+from grpo_megatron.algo.reward_models import (
     ModelScores,
     calibration,
     calibration_table,

@@ -18,16 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_megatron.algo.divergence import (
-    KlController,
-    MetricRecords,
-    correction_weights,
-    importance_weights,
-    kl_penalties,
-    rejection_mask,
-    reward_penalty,
-    sequence_kl,
-)
+from grpo_megatron.algo.corrections import MetricRecords, correction_weights, importance_weights, rejection_mask
+from grpo_megatron.algo.kl import KlController, kl_penalties, reward_penalty, sequence_kl
 from grpo_megatron.config import KlCtrl, RolloutCorrection
 from grpo_megatron.report.metrics import Metrics
 from tests.algo.inputs import actor, make_inputs, run
