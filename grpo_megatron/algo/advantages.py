@@ -19,7 +19,7 @@ from grpo_megatron.types import GroupTable
 
 EPSILON = 1e-6
 MAX_ABSOLUTE = 1e15  # of a reward; the square is far from the limit of float32, 3e38
-FAMILIES = tuple(
+FAMILY_MODULES = tuple(
     f"grpo_megatron.algo.{name}"
     for name in ("grpo", "reinforce", "ppo", "gspo", "cispo", "preference", "reward_models")
 )
@@ -49,7 +49,7 @@ class EstimatorFacts:
 
 
 advantage_estimators: FactRegistry[AdvantageEstimator, EstimatorFacts] = FactRegistry(
-    "advantage estimator", EstimatorFacts(), FAMILIES
+    "advantage estimator", EstimatorFacts(), FAMILY_MODULES
 )
 
 

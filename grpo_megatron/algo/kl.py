@@ -5,12 +5,10 @@ All of it is elementwise on `[B, R]` log-probabilities of the sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from grpo_megatron.algo.losses import clamp_log_ratio
+from grpo_megatron.algo.losses import KlPenalty, clamp_log_ratio
 from grpo_megatron.config import KlCtrl
 from grpo_megatron.registry import Registry
 
@@ -24,10 +22,6 @@ VALUE_CLAMP = 10.0
 #     mse, k2            d^2 / 2       -d            biased value, the reverse KL's gradient on-policy
 #     low_var_kl, k3     e^d - 1 - d   1 - e^d       unbiased value, biased gradient
 #     any of them + "+"  its value     -d            straight-through: the estimator's value, the gradient of k2
-#
-# (logprobs, ref_logprobs) -> (penalty, metrics by name); all [B, R]. The metrics are averaged over tokens.
-KlPenalty = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-
 kl_penalties: Registry[KlPenalty] = Registry("KL estimator")
 
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_megatron.algo.advantages import FAMILIES, advantage_estimators
+from grpo_megatron.algo.advantages import FAMILY_MODULES, advantage_estimators
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
 from grpo_megatron.registry import FactRegistry
-
-if TYPE_CHECKING:
-    from grpo_megatron.algo.kl import KlPenalty
 
 LOG_RATIO_CLAMP = 20.0  # one token cannot overflow exp, as in verl: no product with e^20 = 4.9e8 overflows float32
 SEQUENCE_MEAN = ("seq-mean-token-mean",)
@@ -77,6 +74,8 @@ class MetricSum(NamedTuple):
 # A metric by name: [B, R], averaged over the loss tokens, or a MetricSum that the loss has computed itself.
 LossMetrics = dict[str, Tensor | MetricSum]
 PolicyLoss = Callable[[LossInputs, ActorConfig], tuple[Tensor, LossMetrics]]  # the loss is [B, R]
+# (logprobs, ref_logprobs) -> (penalty, metrics by name); all [B, R]. The metrics are averaged over tokens (kl.py).
+KlPenalty = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class LossFacts:
             raise TypeError(f"aggregation={self.aggregation!r} is not a tuple; write ({self.aggregation!r},)")
 
 
-policy_losses: FactRegistry[PolicyLoss, LossFacts] = FactRegistry("policy loss", LossFacts(), FAMILIES)
+policy_losses: FactRegistry[PolicyLoss, LossFacts] = FactRegistry("policy loss", LossFacts(), FAMILY_MODULES)
 
 
 def ratio_metrics(log_ratio: Tensor, clipped: Tensor, lower: Tensor | None = None) -> LossMetrics:

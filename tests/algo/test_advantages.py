@@ -26,6 +26,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_megatron.algo import grpo, reinforce
 from grpo_megatron.algo.advantages import (
     MAX_ABSOLUTE,
     advantage_estimators,
@@ -44,6 +45,11 @@ QUICK = settings(deadline=None, derandomize=True, max_examples=50)
 WHITENED = ["reinforce_plus_plus", "reinforce_plus_plus_baseline"]  # over all tokens of the batch
 BY_GROUP = ["grpo", "rloo", "opo", "gpg", "grpo_passk"]  # one number per row, from the prompt's rewards
 LENGTHS = [[3, 2, 3, 3], [3, 3, 3, 1]]
+
+
+def test_an_estimator_stands_in_the_file_of_its_family() -> None:
+    for name in BY_GROUP:
+        assert advantage_estimators.get(name) is vars(grpo if "grpo" in name else reinforce)[name]
 
 
 def estimate(

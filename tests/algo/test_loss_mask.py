@@ -13,18 +13,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.algo.test_divergence import numbers
 from torch import Tensor
 
 from grpo_megatron.algo.advantages import advantage_estimators
+from grpo_megatron.algo.aggregation import token_weightings
 from grpo_megatron.algo.corrections import correction_weights, rejection_mask
+from grpo_megatron.algo.dapo import with_overlong_penalty
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.plan import make_plan, revise_plan, token_weightings, with_overlong_penalty
+from grpo_megatron.algo.plan import make_plan, revise_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer, RolloutCorrection
 from grpo_megatron.types import GroupTable
 from tests.algo.inputs import actor, make_inputs, run, value
 from tests.algo.tables import make_table
 from tests.algo.tables import run as run_estimator
+from tests.algo.test_kl import numbers
 
 Mask = list[int]
 NAN = math.nan

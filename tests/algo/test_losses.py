@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from grpo_megatron.algo import cispo, gspo, ppo
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import LossInputs, MetricSum, policy_losses, total_loss
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
@@ -43,6 +45,13 @@ from tests.algo.inputs import (
     value,
 )
 from tests.algo.tables import make_table
+
+
+@pytest.mark.parametrize("family", [cispo, gspo, ppo])
+def test_a_loss_stands_in_the_file_of_its_family(family: ModuleType) -> None:
+    names = {"cispo": ["cispo", "sapo"], "gspo": ["gspo", "gspo_token", "gmpo"], "ppo": ["vanilla"]}
+    for name in names[family.__name__.rpartition(".")[2]]:
+        assert policy_losses.get(name) is vars(family)[name]
 
 
 def test_published_vector() -> None:

@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_megatron.algo.aggregation import token_weightings, token_weights
+from grpo_megatron.algo.dapo import dupo_copies, overlong_penalty, with_overlong_penalty
 from grpo_megatron.algo.losses import (
     folds_old_logprobs,
     is_corrected,
@@ -23,16 +25,7 @@ from grpo_megatron.algo.losses import (
     needs_reference,
     reasons_for_old_pass,
 )
-from grpo_megatron.algo.plan import (
-    dupo_copies,
-    make_plan,
-    overlong_penalty,
-    revise_plan,
-    scoring_plan,
-    token_weightings,
-    token_weights,
-    with_overlong_penalty,
-)
+from grpo_megatron.algo.plan import make_plan, revise_plan, scoring_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer
 from grpo_megatron.types import BRANCH, GroupTable, Plan
 from tests.algo import tables

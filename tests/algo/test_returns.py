@@ -12,17 +12,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grpo_megatron.algo.returns import (
-    advantages_of,
-    explained_variance,
-    length_adaptive_lams,
-    value_targets,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.algo.plan import critic_plan, make_plan, revise_plan
-from grpo_megatron.algo.ppo import ValueInputs, value_loss
+from grpo_megatron.algo.ppo import (
+    ValueInputs,
+    advantages_of,
+    explained_variance,
+    length_adaptive_lams,
+    value_loss,
+    value_targets,
+)
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.types import GroupTable
 from tests.algo.tables import make_table, per_token, run
