@@ -113,8 +113,6 @@ class CommandEnvironment(Environment):
     @classmethod
     def preload(cls, **kwargs: Any) -> None:
         """Imports the server, and what a forked program has imported."""
-        import uvicorn  # noqa: F401
-
         import grpo_megatron.environments.openai_api  # noqa: F401
 
         for name in kwargs.get("imports", ()):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import random
 import sys
 from abc import ABC, abstractmethod
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from grpo_megatron.processes.pool import FloodedError
-from grpo_megatron.processes.process import limit_memory
+from grpo_megatron.processes.process import finite_number, limit_memory
 from grpo_megatron.registry import Registry
 
 ChatMessage = dict[str, Any]  # {"role": ..., "content": ...} as chat templates read it
@@ -151,9 +150,9 @@ def plain_step(step: object, max_characters: int) -> dict[str, Any]:
         raise ValueError(f"Step.metrics has {len(step.metrics)} entries; at most {MAX_STEP_METRICS}")
     return {
         "messages": plain_messages(step.messages, max_characters),
-        "reward": None if step.reward is None else _number("Step.reward", step.reward),
+        "reward": None if step.reward is None else finite_number("Step.reward", step.reward),
         "done": step.done,
-        "metrics": {str(key): _number(f"Step.metrics[{key!r}]", value) for key, value in step.metrics.items()},
+        "metrics": {str(key): finite_number(f"Step.metrics[{key!r}]", value) for key, value in step.metrics.items()},
         "request": _plain_request(step.request, max_characters),
     }
 
@@ -184,16 +183,6 @@ def read_outcome(answer: Mapping[str, Any], max_characters: int) -> Outcome:
         return Outcome(Step(**{**plain, "request": TurnRequest(**plain["request"])}), seconds=seconds)
     except (KeyError, TypeError, ValueError, RecursionError, FloodedError) as error:
         return Outcome(None, "died", f"its process has sent a wrong answer: {error}", seconds)
-
-
-def _number(name: str, value: object) -> float:
-    """Checks a finite number. Numbers of numpy and booleans are numbers; a text is not."""
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} is {type(value).__name__}, not a number")
-    number = float(value)  # type: ignore[arg-type]
-    if not math.isfinite(number):
-        raise ValueError(f"{name} is {number}, not a finite number")
-    return number
 
 
 def written_turn(

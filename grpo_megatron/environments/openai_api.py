@@ -16,9 +16,15 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from grpo_megatron.environments.environment import ChatMessage, TurnRequest
 from grpo_megatron.environments.tool_environment import Call, parse_calls
@@ -351,7 +357,9 @@ class Conversation:
             text = text.partition(stop)[0]
         calls = parse_calls(self.call_format, text) if question.request.tools else []
         named: list[tuple[str, str, str]] = [
-            (f"call_{self.num_turns}_{i}", c.name, json.dumps(c.arguments)) for i, c in _readable(calls)
+            (f"call_{self.num_turns}_{i}", call.name, json.dumps(call.arguments))
+            for i, call in enumerate(calls)
+            if isinstance(call, Call)
         ]
         content = text.partition("<tool_call>")[0].strip() if named and self.call_format == "hermes" else text
         content = "" if named and self.call_format != "hermes" else content
@@ -372,10 +380,6 @@ NO_BRANCH = (
 )
 
 
-def _readable(calls: Sequence[Call | str]) -> Iterator[tuple[int, Call]]:
-    return ((i, call) for i, call in enumerate(calls) if isinstance(call, Call))
-
-
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
@@ -390,9 +394,8 @@ class Endpoint:
         self.key = secrets.token_urlsafe(24)
         self.questions: queue.Queue[tuple[list[ChatMessage], TurnRequest] | str] = queue.Queue()
         self._conversation, self._branches = Conversation(call_format), branches
-        self._pending: tuple[bytes, ClientRequest, asyncio.Future[Reply]] | None = (
-            None  # touched in the loop's thread only
-        )
+        # used in the loop's thread only
+        self._pending: tuple[bytes, ClientRequest, asyncio.Future[Reply]] | None = None
         self._num_refused = 0
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/t/{self.key}/v1"
@@ -402,17 +405,11 @@ class Endpoint:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        import uvicorn
-        from starlette.applications import Starlette
-        from starlette.routing import Route
-
         self._loop = asyncio.new_event_loop()
-        routes = [
-            Route("/t/{key}/v1/models", self._models),
-            Route("/t/{key}/v1/{form:path}", self._post, methods=["POST"]),
-        ]
+        posts = Route("/t/{key}/v1/{form:path}", self._post, methods=["POST"])
+        application = Starlette(routes=[Route("/t/{key}/v1/models", self._models), posts])
         settings: Json = {"log_config": None, "access_log": False, "lifespan": "off", "limit_concurrency": 64}
-        server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), http="h11", ws="none", **settings))
+        server = uvicorn.Server(uvicorn.Config(application, http="h11", ws="none", **settings))
         self._loop.run_until_complete(server.serve(sockets=[self._socket]))
 
     def answer(self, turn: Json) -> None:
@@ -426,18 +423,14 @@ class Endpoint:
 
         self._loop.call_soon_threadsafe(give)
 
-    async def _models(self, request: Any) -> Any:
-        from starlette.responses import JSONResponse
-
-        if not self._knows(request):
+    async def _models(self, request: Request) -> Response:
+        if not self._has_key(request):
             return JSONResponse(_error("no such trajectory"), 404)
         return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "run"}]})
 
-    async def _post(self, request: Any) -> Any:
-        from starlette.responses import JSONResponse, StreamingResponse
-
+    async def _post(self, request: Request) -> Response:
         form = request.path_params["form"]
-        if not self._knows(request) or form not in PROTOCOLS:
+        if not self._has_key(request) or form not in PROTOCOLS:
             return self._refused("no such trajectory or path", 404)
         try:
             question, reply = await self._reply(form, await _body(request))
@@ -472,12 +465,10 @@ class Endpoint:
         self.questions.put(new)
         return question, await asyncio.shield(waiting)  # a client that hangs up ends its own wait only
 
-    def _knows(self, request: Any) -> bool:
+    def _has_key(self, request: Request) -> bool:
         return secrets.compare_digest(request.path_params["key"].encode(), self.key.encode())
 
-    def _refused(self, text: str, status: int) -> Any:
-        from starlette.responses import JSONResponse
-
+    def _refused(self, text: str, status: int) -> Response:
         self._num_refused += 1
         if self._num_refused == MAX_REFUSED:
             self.questions.put(f"{MAX_REFUSED} of its requests were refused, the last one: {text}")
@@ -488,7 +479,7 @@ def _error(text: str) -> Json:
     return {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": None}}
 
 
-async def _body(request: Any) -> bytes:
+async def _body(request: Request) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk

@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from grpo_megatron.parallel.mesh import Mesh, RankError, on_first_rank
+from grpo_megatron.processes.process import start_ticks
 from grpo_megatron.storage.run_files import add_event
 
 # -- which rank has stalled: pure functions of what was read, and of the time -----------------------------------------
@@ -97,29 +98,29 @@ class Watch:
         self._is_saving = False
 
     def update(
-        self, beats: Mapping[int, Beat], now: float, own: Beat | None = None, files_s: float = 0.0
+        self, beats: Mapping[int, Beat], now: float, local: Beat | None = None, files_s: float = 0.0
     ) -> list[Beat]:
         """Returns the last beats of the stalled ranks. `beats`: what could be read; `now`: seconds of this rank's
         clock.
 
-        `own`: the beat that this rank has written; `files_s`: the seconds of writing it and of reading all beats.
+        `local`: the beat that this rank has written; `files_s`: the seconds of writing it and of reading all beats.
         `files_stall_s` then says for how long the file system has stalled.
         """
         passed = min(now - self._last, 2 * self.period_s)
         self._last = now
-        read_back = beats.get(own.rank) if own is not None else None
-        if own is not None and (read_back is None or read_back.count != own.count or files_s > 2 * self.period_s):
+        read_back = beats.get(local.rank) if local is not None else None
+        if local is not None and (read_back is None or read_back.count != local.count or files_s > 2 * self.period_s):
             self.files_stall_s += max(passed, files_s)
             return []
         self.no_change_s += passed
         self._is_saving = any(beat.is_saving for beat in beats.values())
         for rank, beat in beats.items():
-            known = self.beats.get(rank)
-            if known is None or beat.changes != known.changes:
+            last = self.beats.get(rank)
+            if last is None or beat.changes != last.changes:
                 self.no_change_s = 0.0
-            self.silent_s[rank] = 0.0 if known is None or beat.count != known.count else self.silent_s[rank] + passed
+            self.silent_s[rank] = 0.0 if last is None or beat.count != last.count else self.silent_s[rank] + passed
             self.beats[rank] = beat
-        elsewhere = [b for b in self.beats.values() if own is not None and b.node != own.node and not b.ended]
+        elsewhere = [b for b in self.beats.values() if local is not None and b.node != local.node and not b.ended]
         is_cut_off = len({b.node for b in elsewhere}) > 1 and all(
             self.silent_s[b.rank] >= self.timeout_s for b in elsewhere
         )
@@ -239,17 +240,6 @@ def _state(stat: Path) -> str:
         return stat.read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
-
-
-def start_ticks(pid: int | str = "self") -> int:
-    """Returns when a process was started, in clock ticks since the machine was; 0 without such a process.
-
-    A process id can be given to another process later. Together with this number it belongs to one process.
-    """
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 def describe_process(pid: int) -> str:

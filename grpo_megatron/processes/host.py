@@ -301,9 +301,9 @@ def write_rest(lines: JsonLines, descriptor: int) -> None:
 _inherited: set[str] = set()  # descriptors that were open before the host served: what the program has opened
 
 
-def close_all_but(*kept: int) -> None:
+def close_all_but(*descriptors: int) -> None:
     """Closes in a new process what belongs to the host and to other processes."""
-    for descriptor in set(os.listdir("/proc/self/fd")) - _inherited - set(map(str, kept)):
+    for descriptor in set(os.listdir("/proc/self/fd")) - _inherited - set(map(str, descriptors)):
         with contextlib.suppress(OSError):
             os.close(int(descriptor))
 

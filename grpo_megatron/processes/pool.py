@@ -360,7 +360,7 @@ PoolType = TypeVar("PoolType")
 T = TypeVar("T")
 
 
-class KeptProblem(Generic[PoolType]):
+class FirstFailure(Generic[PoolType]):
     """Calls of a pool; the first failure is kept for a later, collective moment.
 
     Only the leader of an engine replica has the pool. If it raised in the middle of a generation, the other ranks of

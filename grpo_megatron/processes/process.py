@@ -5,6 +5,7 @@ with it.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import signal
@@ -90,7 +91,7 @@ MAX_ROUNDS = 100  # of looking for new processes, which a fork bomb would start 
 
 def new_mark() -> str:
     """Returns the value of MARK for a worker that this process starts."""
-    return f"{os.getpid()}.{_start_time(os.getpid())}.{uuid.uuid4().hex}"
+    return f"{os.getpid()}.{start_ticks(os.getpid())}.{uuid.uuid4().hex}"
 
 
 def adopt_orphans() -> None:
@@ -194,11 +195,25 @@ def _marked(is_wanted: Callable[[str], bool]) -> set[int]:
 
 def _is_orphaned(mark: str) -> bool:
     pid, _, rest = mark.partition(".")
-    return pid.isdigit() and _start_time(int(pid)) != rest.partition(".")[0]
+    return pid.isdigit() and str(start_ticks(int(pid)) or "") != rest.partition(".")[0]
 
 
-def _start_time(pid: int) -> str:
-    """Returns clock ticks since boot, which name a process for ever together with its number. "" if there is none."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
+def start_ticks(pid: int | str = "self") -> int:
+    """Returns when a process was started, in clock ticks since the machine was; 0 without such a process.
+
+    A process id can be given to another process later. Together with this number it belongs to one process.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def finite_number(name: str, value: object) -> float:
+    """Reads a number that the user's code returned. Raises ValueError. Scalars of numpy and torch are numbers; a text is not."""
+    if not (hasattr(type(value), "__float__") or hasattr(type(value), "__index__")):
+        raise ValueError(f"{name} is {type(value).__name__}, not a number")
+    number = float(value)  # type: ignore[arg-type]
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}, not a finite number")
+    return number

@@ -172,10 +172,10 @@ def contains_number(text: str, value: Fraction) -> bool:
         spellings.append(rf"{numerator}\s?/\s?{denominator}")
     places = _decimal_places(value, 20)
     if places is not None:
-        whole, rest = divmod(numerator * 10**places // denominator, 10**places)
+        integer, rest = divmod(numerator * 10**places // denominator, 10**places)
         decimals = rf"\.{rest:0{places}d}0*" if places else r"(?:\.0*)?"
-        integer = f"{whole:,}".replace(",", ",?") if whole or not places else "0?"
-        spellings.append(integer + decimals)
+        digits = f"{integer:,}".replace(",", ",?") if integer or not places else "0?"
+        spellings.append(digits + decimals)
     sign = "-" if value < 0 else ""
     before, after = r"(?<![0-9.])(?<![0-9],)", r"(?![0-9]|\.[0-9]|,[0-9]{3}(?![0-9]))"  # no part of a longer number
     return bool(re.search(rf"{before}{sign}\$?(?:{'|'.join(spellings)}){after}", text))
@@ -194,8 +194,8 @@ def numeric_prediction(text: str) -> str | None:
     places = _decimal_places(value, 40)
     if not places:
         return str(value)
-    whole, rest = divmod(abs(value.numerator) * 10**places // value.denominator, 10**places)
-    return f"{'-' if value < 0 else ''}{whole}.{rest:0{places}d}"
+    integer, rest = divmod(abs(value.numerator) * 10**places // value.denominator, 10**places)
+    return f"{'-' if value < 0 else ''}{integer}.{rest:0{places}d}"
 
 
 for _name in ("gsm8k", "arithmetic_steps"):
@@ -302,17 +302,17 @@ class AnswerForm:
         opened = opened_thought(prompt)
         if not self.name and not opened:
             return answer
-        said = f"The answer is {answer}."
+        sentence = f"The answer is {answer}."
         thought = ""
         if opened and "</think>" not in opened:
-            thought = f"{said}\n</think>\n"
+            thought = f"{sentence}\n</think>\n"
         elif not opened and self.name == TAGGED:
-            thought = f"<think>{said}</think>\n"
+            thought = f"<think>{sentence}</think>\n"
         written = {
-            HASHES: f"#### {answer}" if thought else f"{said}\n#### {answer}",
+            HASHES: f"#### {answer}" if thought else f"{sentence}\n#### {answer}",
             BOXED: f"The answer is \\boxed{{{answer}}}.",
             TAGGED: f"<answer>{answer}</answer>",
-            SENTENCE: said,
+            SENTENCE: sentence,
         }
         return thought + written.get(self.name, answer)
 

@@ -116,9 +116,9 @@ def _verdict(reply: bytes, pattern: str, low: float, high: float) -> float:
         content = None
     if not isinstance(content, str):
         raise ValueError(f"the judge's reply is no chat completion: {reply[:200]!r}")
-    found = [match[1] for match in re.finditer(pattern, content)]
-    if not found:
+    verdicts = [match[1] for match in re.finditer(pattern, content)]
+    if not verdicts:
         raise ValueError(f"the judge's reply has no verdict that `pattern` finds; it ends with {content[-200:]!r}")
-    if not low <= float(found[-1]) <= high:
-        raise ValueError(f"the judge's verdict {found[-1]} is not between {low:g} and {high:g}")
-    return float(found[-1])
+    if not low <= float(verdicts[-1]) <= high:
+        raise ValueError(f"the judge's verdict {verdicts[-1]} is not between {low:g} and {high:g}")
+    return float(verdicts[-1])

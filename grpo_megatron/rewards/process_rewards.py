@@ -165,9 +165,8 @@ def split_steps(text: str) -> Iterator[tuple[int, str]]:
     start = 0
     borders = [match.span() for match in _STEP_END.finditer(text, 0, MAX_TEXT)]
     for end, after in [*borders, (len(text), len(text))]:
-        piece = text[start:end].rstrip()
-        if piece:
-            yield start + len(piece), piece
+        if step := text[start:end].rstrip():
+            yield start + len(step), step
         start = after
 
 

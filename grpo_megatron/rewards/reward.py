@@ -10,12 +10,12 @@ must not depend on the others unless it is declared with `compares=True`. docs/r
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from grpo_megatron.processes.process import finite_number
 from grpo_megatron.registry import FactRegistry, Registry, did_you_mean
 
 
@@ -286,7 +286,7 @@ def parse_reward(returned: object, length: int | None = None) -> RewardResult:
     texts: dict[str, str] = {}
     for key, value in entries.items():
         try:
-            numbers[key] = _finite_number(key, value)
+            numbers[key] = finite_number(key, value)
         except Exception:  # noqa: BLE001 - whatever an object of the user raises when it is read as a number
             texts[key] = _text(value)
     return RewardResult(score, numbers, steps=steps, texts=texts)
@@ -300,7 +300,7 @@ def _text(value: object) -> str:
 
 
 def _bounded_number(what: str, value: object) -> float:
-    number = _finite_number(what, value)
+    number = finite_number(what, value)
     if abs(number) > MAX_REWARD:
         raise ValueError(f"{what} is {number:g}; it must be between -{MAX_REWARD:g} and {MAX_REWARD:g}: scale it")
     return number
@@ -313,7 +313,7 @@ def _parse_steps(returned: object, length: int | None) -> Steps:
     for step in returned:
         if not isinstance(step, Sequence) or len(step) != 2:
             raise ValueError(f"the reward's step {len(steps)} is {type(step).__name__}, not (end, value)")
-        end, value = _finite_number("a step's end", step[0]), _bounded_number("a step's value", step[1])
+        end, value = finite_number("a step's end", step[0]), _bounded_number("a step's value", step[1])
         last = steps[-1][0] if steps else 0
         if end != int(end) or end <= last or (length is not None and end > length):
             bound = "" if length is None else f" and at most the completion's {length}"
@@ -322,13 +322,3 @@ def _parse_steps(returned: object, length: int | None) -> Steps:
         if len(steps) > MAX_STEPS:
             raise ValueError(f"the reward returned more than {MAX_STEPS} steps")
     return tuple(steps)
-
-
-def _finite_number(what: str, value: object) -> float:
-    # str has no __float__; scalars of numpy and torch have one
-    if not (hasattr(type(value), "__float__") or hasattr(type(value), "__index__")):
-        raise ValueError(f"{what} is {type(value).__name__}, not a number")
-    number = float(value)  # type: ignore[arg-type]
-    if not math.isfinite(number):
-        raise ValueError(f"{what} is {number}, not a finite number")
-    return number

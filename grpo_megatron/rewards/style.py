@@ -73,9 +73,9 @@ def language_reward(completion: str, answer: str, *, script: str | Sequence[str]
     if not wanted or not wanted <= set(SCRIPTS):
         raise ValueError(f"script={script!r} must be one or several of {', '.join(SCRIPTS)}")
     total = right = 0
-    for found, count in _words(_NO_LANGUAGE.sub(" ", completion)):
+    for name, count in _words(_NO_LANGUAGE.sub(" ", completion)):
         total += count
-        right += count if found in wanted else 0
+        right += count if name in wanted else 0
     return right / total if total else 1.0
 
 
@@ -121,6 +121,6 @@ def repetition_reward(
     total = len(units) - ngram + 1
     if total < 1:
         return 0.0
-    pieces = (units[place : place + ngram] for place in range(total))
-    distinct = len({piece if isinstance(piece, str) else tuple(piece) for piece in pieces})
+    ngrams = (units[place : place + ngram] for place in range(total))
+    distinct = len({one if isinstance(one, str) else tuple(one) for one in ngrams})
     return distinct / total - 1.0

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_megatron.data.prompts import reward_item, tokens_at
 from grpo_megatron.parallel.mesh import Mesh, RankError
-from grpo_megatron.processes.pool import KeptProblem
+from grpo_megatron.processes.pool import FirstFailure
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardResult, opened_thought, rewards
 from grpo_megatron.types import BRANCH, BY_MODEL, Sample, Turn
@@ -36,7 +36,7 @@ class Grading:
         self._overlaps = True
         self._samples: list[Sample] = []  # in the order in which the pool got them
         self._waiting: list[Sample] = []  # for the last one to be drawn
-        self._kept = KeptProblem(pool)
+        self._kept = FirstFailure(pool)
 
     def begin(self, rewards: Iterable[str], num_samples: int) -> None:
         """Before the first sample. `rewards` names all reward functions of the draw, `num_samples` are to be graded here."""

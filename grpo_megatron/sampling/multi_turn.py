@@ -37,7 +37,7 @@ from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.environments.environment import ChatMessage, Outcome, Step, environment_class, written_turn
 from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.processes.pool import KeptProblem
+from grpo_megatron.processes.pool import FirstFailure
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, continued, stable_hash
 from grpo_megatron.sampling.generator import Draws, Generator
@@ -239,7 +239,7 @@ class EnvironmentAnswers:
         self.times = Times()
         self._reads_turns = bool(multi_turn.environment) and environment_class(str(multi_turn.environment)).reads_turns
         self._stops: dict[tuple[str, ...], StopTexts] = {}
-        self._kept = KeptProblem(pool)  # only the leader knows of a problem before `take` tells the others
+        self._kept = FirstFailure(pool)  # only the leader knows of a problem before `take` tells the others
 
     def start(self, trajectories: Sequence[Trajectory]) -> None:
         """Ask for the first messages of each. Returns at once."""

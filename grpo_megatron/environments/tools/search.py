@@ -59,8 +59,8 @@ def search(query: str, *, corpus: str, top_k: int = 3, max_characters: int = 600
     Args:
         query: Words to search for.
     """
-    found = [passage[:max_characters] for passage in load_corpus(corpus).best(query, top_k)]
-    return "\n\n".join(f"[{number}] {passage}" for number, passage in enumerate(found, 1)) or "No passage matches."
+    passages = [passage[:max_characters] for passage in load_corpus(corpus).best(query, top_k)]
+    return "\n\n".join(f"[{number}] {passage}" for number, passage in enumerate(passages, 1)) or "No passage matches."
 
 
 def _passages(path: str) -> Iterator[str]:

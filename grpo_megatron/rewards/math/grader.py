@@ -133,14 +133,14 @@ def _solutions(text: str, bounds: list[tuple[Any, bool]]) -> Any:
     if len(names) != 1:
         return None
     x = Symbol("x", real=True)
-    found = S.Reals
+    solutions = S.Reals
     for bound, is_strict in bounds:
         expression = bound.subs(dict.fromkeys(bound.free_symbols, x))
         relation = expression > 0 if is_strict else expression >= 0
         if relation in (True, False):
             return None
-        found = Intersection(found, solve_univariate_inequality(relation, x, relational=False))
-    return None if isinstance(found, FiniteSet) else found
+        solutions = Intersection(solutions, solve_univariate_inequality(relation, x, relational=False))
+    return None if isinstance(solutions, FiniteSet) else solutions
 
 
 # -- the value that an equation without variables states ---------------------------------------------------------------

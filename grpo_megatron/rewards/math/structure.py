@@ -129,13 +129,13 @@ def _without_open_brace(text: str) -> str:
 
 def _squeeze(text: str) -> str:
     r"""Keeps white space only between names or digits; the content of `\text{...}` keeps single spaces."""
-    pieces = re.split(r"(\\text\{[^{}]*\})", text)
-    for index, piece in enumerate(pieces):
+    segments = re.split(r"(\\text\{[^{}]*\})", text)
+    for index, segment in enumerate(segments):
         if index % 2:
-            pieces[index] = "\\text{" + " ".join(piece[6:-1].split()) + "}"
+            segments[index] = "\\text{" + " ".join(segment[6:-1].split()) + "}"
         else:
-            pieces[index] = _SPACE.sub(lambda m: (m[0].rstrip() + " ") if m[1] or m[2] else "", piece)
-    return "".join(pieces)
+            segments[index] = _SPACE.sub(lambda m: (m[0].rstrip() + " ") if m[1] or m[2] else "", segment)
+    return "".join(segments)
 
 
 # -- the structure of an answer ----------------------------------------------------------------------------------------

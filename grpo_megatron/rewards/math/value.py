@@ -190,8 +190,8 @@ def _repeating(text: str) -> Fraction | None:
     match = _REPEATING.fullmatch(text)
     if match is None:
         return None
-    sign, whole, first, period = match.groups()
-    value = int(whole or 0) + (int(first or 0) + Fraction(int(period), 10 ** len(period) - 1)) / 10 ** len(first)
+    sign, integer, first, period = match.groups()
+    value = int(integer or 0) + (int(first or 0) + Fraction(int(period), 10 ** len(period) - 1)) / 10 ** len(first)
     return -value if sign else value
 
 
