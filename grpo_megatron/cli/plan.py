@@ -28,9 +28,8 @@ from grpo_megatron.data.sampler import Mixture
 from grpo_megatron.device import Device, count_cuda_devices, device_bytes, read_hardware
 from grpo_megatron.models.engine_cache import engine_cache, engine_weights
 from grpo_megatron.models.layers.precision import capability_problems
-from grpo_megatron.planning.cost import PlannedMachine, Workload
-from grpo_megatron.planning.fit import Fit, PlannedLayout, estimated, fit, nearest_layouts
-from grpo_megatron.planning.gpus import FP8_SPEEDUP, GPUS, REFERENCE, Gpu
+from grpo_megatron.planning.cost import Workload
+from grpo_megatron.planning.gpus import FP8_SPEEDUP, GPUS, REFERENCE, Gpu, PlannedMachine
 from grpo_megatron.planning.layout import ROLLOUT_TP, TP, data_parallel_size
 from grpo_megatron.planning.parameters import (
     DTYPE_BYTES,
@@ -51,6 +50,7 @@ from grpo_megatron.planning.phases import (
     route_bytes,
     shortage,
 )
+from grpo_megatron.planning.search import Fit, PlannedLayout, estimated, fit, nearest_layouts
 from grpo_megatron.planning.traffic import border_traffic, kept_by_syncs, weight_sync_lines
 from grpo_megatron.report.kit import text_page
 from grpo_megatron.rollout.vllm.arguments import loops_over_requests

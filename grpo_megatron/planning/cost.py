@@ -1,6 +1,7 @@
-"""StepSeconds: the estimated seconds of a training step in a layout. Arithmetic alone: a layout takes microseconds.
+"""The estimated seconds of a training step in a layout. Arithmetic alone: a layout takes microseconds.
 
 Not counted: rewards, environments, validation, checkpoints, the exchange of tokens, and the host's part of the step.
+Context-parallel ranks count as data-parallel ones; what they exchange is not counted.
 """
 
 from __future__ import annotations
@@ -21,62 +22,34 @@ from grpo_megatron.planning.gpus import (
     FP8_SPEEDUP,
     HALF_TOKENS,
     HALF_WIDTH,
-    HOST,
     LINK,
     MATMUL,
-    MEMORY,
     NETWORK,
     NETWORK_REDUCE_S,
     REDUCE_S,
     SAMPLE_S,
     SWITCH_S,
-    Gpu,
+    PlannedMachine,
 )
 from grpo_megatron.planning.layout import Layout
 from grpo_megatron.planning.parameters import DTYPE_BYTES, RunModels, frozen_parameters, image_tokens
-
-# -- The machine --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PlannedMachine:
-    """GPUs on nodes, and the seconds that bytes need between them."""
-
-    gpu: Gpu
-    world_size: int
-    per_node: int = 8
-
-    def link(self, neighbours: int) -> float:
-        """Bytes per second and GPU within a group of `neighbours` consecutive ranks."""
-        if neighbours <= self.per_node:
-            return self.gpu.nvlink_bytes_per_s * LINK
-        return self.gpu.network_bytes_per_s * NETWORK
-
-    def read_seconds(self, size: float) -> float:
-        """Of reading `size` bytes from the GPU's memory."""
-        return size / (self.gpu.memory_bytes_per_s * MEMORY)
-
-    def host_seconds(self, size: float) -> float:
-        """Of copying `size` bytes to the host or back."""
-        return size / (self.gpu.host_bytes_per_s * HOST)
-
 
 # -- The workload of a step --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LoraSize:
-    """`trained`: parameters of all adapters; `adapted`: of the weights that they belong to, which `is_merged` merges."""
+    """The adapters of a model."""
 
     rank: int
-    layers: int
-    trained: int
-    adapted: int
+    layers: int  # adapted weights
+    trained: int  # parameters of all adapters
+    adapted: int  # parameters of the adapted weights
     is_merged: bool
 
     @classmethod
     def of(cls, lora: LoraConfig, arch: Architecture) -> LoraSize | None:
-        """None without LoRA."""
+        """Counts the adapters of a model; None without LoRA."""
         if lora.rank is None:
             return None
         rows = list(lora_rows(arch, lora).values())
@@ -86,13 +59,16 @@ class LoraSize:
 
     @property
     def merge_bytes(self) -> float:
-        """What the device's memory moves to merge all adapted weights once, in float32 term by term."""
-        return self.adapted * (MERGE_TERM_BYTES * self.rank + MERGE_BYTES)
+        """The bytes that the device's memory moves to merge all adapted weights once (models/lora/merge.py).
+
+        16 for the product and the sum of each of `rank` terms in float32; 24 for copies, W0 and the result.
+        """
+        return self.adapted * (16 * self.rank + 24)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`scoring_passes`: forward passes over all samples before the update, in passes of the policy's size."""
+    """The work of one training step."""
 
     arch: Architecture
     samples: int
@@ -100,7 +76,7 @@ class Workload:
     prompt_tokens: float
     response_tokens: float
     longest_response: int
-    scoring_passes: float = 0.0
+    scoring_passes: float = 0.0  # forward passes over all samples before the update, in passes of the policy's size
     epochs: int = 1
     updates: int = 1  # optimizer steps, of all epochs together
     critic_share: float = 0.0  # parameters of the critic / the policy's
@@ -120,23 +96,28 @@ class Workload:
         return self.prompt_tokens + self.response_tokens
 
     @property
+    def tokens_in_flight(self) -> float:
+        """The mean tokens of a sequence while it is decoded."""
+        return self.prompt_tokens + self.response_tokens / 2
+
+    @property
     def num_trained(self) -> int:
-        """Parameters with gradients."""
+        """The number of parameters with gradients."""
         return self.arch.num_parameters() - self.frozen if self.lora is None else self.lora.trained
 
     @property
     def num_sent(self) -> int:
-        """Parameters that a weight sync sends."""
+        """The number of parameters that a weight sync sends."""
         return self.num_trained + (self.frozen if self.lora is None else 0)
 
     @property
     def tokens(self) -> float:
-        """Of all samples of a step: each counts its prompt."""
+        """The tokens of all samples of a step; each sample counts its prompt."""
         return self.samples * self.sample_tokens
 
     @classmethod
     def of(cls, config: Config, models: RunModels, response_tokens: float | None = None) -> Workload:
-        """Of a step of `config`. Unknown lengths: the prompt is half of its maximum, and the response too by default.
+        """Describes a step of `config`. By default prompt and response are half as long as their maxima.
 
         Half of the prompt of a model that reads images is images.
         """
@@ -145,7 +126,8 @@ class Workload:
         if algorithm.source == "file":
             n = 2 if policy_losses.facts(actor.loss_mode).paired else 1
         size, vision, decoder = models.arch.num_parameters(), models.arch.vision, replace(models.arch, vision=None)
-        passes = float(needs_old_logprobs(algorithm, actor) and bool(_old_pass(config)))
+        reasons = reasons_for_old_pass(algorithm, actor, data.train_batch_size)
+        passes = float(needs_old_logprobs(algorithm, actor) and bool(reasons))
         passes += reads_reference(algorithm, actor)
         passes += sum(arch.num_parameters() for arch in models.reward_archs) / size
         return cls(
@@ -174,28 +156,19 @@ class Workload:
         )
 
 
-def _old_pass(config: Config) -> list[str]:
-    return reasons_for_old_pass(config.algorithm, config.actor, config.data.train_batch_size)
-
-
 # -- Generation --------------------------------------------------------------------------------------------------------
-# An engine decodes b sequences at a time: as many as its samples, its cache and max_num_seqs allow. One decoding step:
-#
-# memory    the weights that b tokens visit, and the cache of b sequences, read once, over the engine's ranks
-# compute   2 N b FLOP, N the active parameters; the slower of memory and compute counts
-# reduce    two all-reduces per layer between the engine's ranks
-# host      ENGINE_STEP_S + SAMPLE_S b
-#
-# While samples wait, b stays; then the last b sequences run out, until the longest response has its last token. There are
-# r (S / b - 1) steps of the first kind, for S samples of r tokens, and as many of the second kind as the longest response has.
 
 
 def generation_seconds(work: Workload, layout: Layout, machine: PlannedMachine, cache_tokens: float) -> float:
-    """`cache_tokens`: what the cache of an engine holds."""
+    """Estimates generation by engines with room for `cache_tokens` tokens each.
+
+    An engine decodes b sequences at a time: as many as its samples, its cache and max_num_seqs allow. While samples wait,
+    b stays: r (S / b - 1) decoding steps, for S samples of r tokens. Then the last b sequences end one by one: as many
+    decoding steps as the longest response has tokens.
+    """
     engines = machine.world_size // layout.rollout_tp
     samples = max(1, math.ceil(work.samples / engines))
-    in_flight = work.prompt_tokens + work.response_tokens / 2
-    at_once = max(1.0, min(samples, work.max_num_seqs, cache_tokens / in_flight))
+    at_once = max(1.0, min(samples, work.max_num_seqs, cache_tokens / work.tokens_in_flight))
     waiting = max(0.0, samples / at_once - 1) * work.response_tokens
     running_out = max(1.0, at_once * work.response_tokens / work.longest_response)
     seconds = waiting * _step_seconds(work, layout, machine, at_once)
@@ -204,10 +177,15 @@ def generation_seconds(work: Workload, layout: Layout, machine: PlannedMachine, 
 
 
 def _step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, sequences: float) -> float:
-    """One decoding step of an engine with so many sequences."""
+    """Estimates one decoding step of an engine with b sequences: max(memory, compute) + reduce + host.
+
+    memory    the weights that b tokens visit, and the cache of b sequences, read once, over the engine's ranks
+    compute   2 N b FLOP, N the active parameters
+    reduce    two all-reduces per layer between the engine's ranks
+    host      ENGINE_STEP_S + SAMPLE_S b
+    """
     arch, tp = work.arch, layout.rollout_tp
-    in_flight = work.prompt_tokens + work.response_tokens / 2
-    cache = sequences * in_flight * kv_token_bytes(arch, tp, work.itemsize)
+    cache = sequences * work.tokens_in_flight * kv_token_bytes(arch, tp, work.itemsize)
     memory = machine.read_seconds(_visited_weights(arch, sequences) * work.engine_itemsize / tp + cache)
     active = active_parameters(arch)
     compute = 2 * active * sequences / (tp * machine.gpu.tflops * 1e12 * MATMUL)
@@ -220,18 +198,22 @@ def _step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, seque
 
 
 def _visited_weights(arch: Architecture, tokens: float) -> float:
-    """Parameters that a batch of `tokens` tokens reads: of the experts those that at least one token visits. No tower's."""
-    arch = replace(arch, vision=None)
+    """Counts the parameters that a batch of `tokens` tokens reads: of the experts those that at least one token visits.
+
+    A vision tower is not read.
+    """
+    size = replace(arch, vision=None).num_parameters()
     if not arch.num_experts:
-        return arch.num_parameters()
-    layers = arch.num_layers - arch.num_dense_layers
-    experts = layers * arch.num_experts * 3 * arch.hidden_size * arch.ffn_hidden_size
-    visited = 1 - (1 - arch.experts_per_token / arch.num_experts) ** tokens
-    return arch.num_parameters() - experts * (1 - visited)
+        return size
+    not_visited = (1 - arch.experts_per_token / arch.num_experts) ** tokens
+    return size - _expert_parameters(arch) * not_visited
 
 
 def _prompt_seconds(work: Workload, layout: Layout, machine: PlannedMachine, samples: int) -> float:
-    """Computing each prompt once per engine: its samples are neighbours, and share the prefix. Its ranks divide the images."""
+    """Estimates the prefill of each prompt, once per engine: its samples are neighbours, and share the prefix.
+
+    The engine's ranks divide the images.
+    """
     prompts = math.ceil(samples / work.samples_per_prompt)
     flops = 2 * active_parameters(work.arch) * prompts * work.prompt_tokens
     flops += 2 * tower_parameters(work.arch) * prompts * work.image_tokens
@@ -239,36 +221,27 @@ def _prompt_seconds(work: Workload, layout: Layout, machine: PlannedMachine, sam
 
 
 # -- Training ----------------------------------------------------------------------------------------------------------
-# compute      FLOP of models/flops.py / (GPUs x peak x fraction); recomputation adds a third to an update
-# fraction     MATMUL (or EXPERTS x w / (w + HALF_WIDTH), for w rows of an expert per rank) x t / (t + HALF_TOKENS), for a
-#              micro-batch of t tokens
-# tp           4 h bytes x (tp - 1) / tp per token, layer and forward pass over the links; twice as much backward
-# ep           2 copies of the hidden state of each of a token's experts, per layer and forward pass; twice as much backward
-# pipeline     (compute + tp + ep) x (m + pp - 1) / m, for m micro-batches per optimizer step; with unequal stages
-# also x the largest / the mean
-# gradients    4 + 2 bytes per parameter and optimizer step, in a ring over the data-parallel ranks. With
-# overlap_grad_reduce only the part that takes longer than the backward pass
-#
-# merging      of merged LoRA, once per micro-batch and pass, forward and backward: 16 r + 24 bytes of memory traffic for each
-# adapted weight. Split LoRA has no gradients of weights: two thirds of the FLOP. Gradients and Adam are of the adapters
-#
-# Context-parallel ranks count as data-parallel ones; what they exchange is not counted.
 
-MERGE_TERM_BYTES, MERGE_BYTES = (
-    16,
-    24,
-)  # models/lora/merge.py: a product and a sum of each term; copies, W0 and the result
 GRADIENT_SYNC_BYTES = 4 + 2  # float32 gradients are reduced, bfloat16 weights are gathered
 
 
 @functools.cache
 def _flops_per_sample(arch: Architecture, tokens: int) -> float:
-    """FLOP of a forward and backward pass over one sequence."""
+    """Counts the FLOP of a forward and backward pass over one sequence."""
     return flops_per_pass(arch, [tokens])
 
 
 def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, backward: bool) -> float:
-    """One pass over all samples: forward and backward, or forward alone; without gradient sync."""
+    """Estimates one pass over all samples, forward and backward or forward alone, without gradient sync.
+
+        (compute + exchange + merging) x largest stage / mean stage x (m + pp - 1) / m,  m micro-batches per optimizer step
+
+    compute   FLOP of models/flops.py / (GPUs x peak x fraction); recomputation adds a third to an update. Split LoRA has no
+              gradients of weights: two thirds of the FLOP
+    fraction  MATMUL (or EXPERTS x w / (w + HALF_WIDTH), for w rows of an expert per rank) x t / (t + HALF_TOKENS), for a
+              micro-batch of t tokens
+    merging   of merged LoRA, once per micro-batch and direction
+    """
     replicas = layout.replicas(machine.world_size)
     per_update = work.tokens * work.epochs / work.updates / replicas
     micro_batch = min(layout.tokens, max(per_update, 1.0))
@@ -293,7 +266,11 @@ def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, bac
 
 
 def _exchange_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
-    """Tensor- and expert-parallel communication of a forward pass over one rank's tokens."""
+    """Estimates tensor- and expert-parallel communication of a forward pass over one rank's tokens.
+
+    tp  4 h bytes x (tp - 1) / tp per token and layer; twice as much backward
+    ep  2 copies of the hidden state of each of a token's experts, per layer; twice as much backward
+    """
     arch = work.arch
     replicas = layout.replicas(machine.world_size)
     token_layers = work.tokens / replicas * arch.num_layers / layout.pp
@@ -306,7 +283,7 @@ def _exchange_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -
 
 
 def gradient_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
-    """Reducing gradients and gathering weights once over the data-parallel ranks."""
+    """Estimates reducing gradients and gathering weights once, in a ring over the data-parallel ranks."""
     replicas = layout.replicas(machine.world_size)
     experts = 0 if work.lora is not None else _expert_parameters(work.arch)
     dense = (work.num_trained - experts) / (layout.tp * layout.pp)
@@ -324,21 +301,24 @@ def _expert_parameters(arch: Architecture) -> int:
 
 
 def update_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
-    """All optimizer steps of a training step, the critic's too, and the optimizer's way to the host and back."""
+    """Estimates all optimizer steps of a training step, the critic's too, and the optimizer's way to the host and back.
+
+    With overlap_grad_reduce only the part of the gradient sync counts that takes longer than the backward pass.
+    """
     one = pass_seconds(work, layout, machine, backward=True)
     gradients = gradient_seconds(work, layout, machine) * work.updates
     if work.overlaps_gradients:
         gradients = max(0.0, gradients - work.epochs * one * 2 / 3)
-    own = work.num_trained / (layout.tp * layout.pp)
+    local = work.num_trained / (layout.tp * layout.pp)
     replicas = layout.replicas(machine.world_size)
-    state = 12 * own / (replicas if layout.distributed_optimizer else 1)
-    adam = machine.read_seconds(2 * state + 8 * own) * work.updates
+    state = 12 * local / (replicas if layout.distributed_optimizer else 1)
+    adam = machine.read_seconds(2 * state + 8 * local) * work.updates
     offload = machine.host_seconds(2 * state) if layout.offload_optimizer and work.draws else 0.0
     return (work.epochs * one + gradients + adam + offload) * (1 + work.critic_share)
 
 
 def scoring_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
-    """Log-probabilities of policy and reference, scores of reward models, values; and the reference's way to the GPU."""
+    """Estimates log-probabilities, scores of reward models, values, and the reference's way to the GPU."""
     passes = work.scoring_passes + work.critic_share
     if not passes:
         return 0.0
@@ -349,7 +329,7 @@ def scoring_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The estimated seconds of the parts of a training step. `overlaps`: other ranks draw, while these train."""
+    """The estimated seconds of the parts of a training step. `overlaps`: other ranks generate while these train."""
 
     generate: float
     score: float
@@ -364,7 +344,7 @@ class StepSeconds:
 
 
 def step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, cache_tokens: float) -> StepSeconds:
-    """`cache_tokens`: what the cache of one engine holds; not read if nothing is drawn."""
+    """Estimates a step. `cache_tokens`: room in the cache of one engine; not read if nothing is generated."""
     return StepSeconds(
         generate=generation_seconds(work, layout, machine, cache_tokens) if work.draws else 0.0,
         score=scoring_seconds(work, layout, machine),
@@ -374,7 +354,7 @@ def step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, cache_
 
 
 def sync_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
-    """Of one weight sync: each engine's shard over NVLink; over the network what no rank of the node holds, once per node.
+    """Estimates one weight sync: each engine's shard over NVLink, and the shards that a node lacks over the network.
 
     NCCL runs both on one stream, so the times add up (sync/plan.py; traffic.py is exact). Adapters are merged there.
     """

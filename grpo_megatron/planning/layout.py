@@ -1,4 +1,4 @@
-"""Layout: the keys of a config that a search may change, and the config with them changed."""
+"""Layouts: the keys that a search may change, the layouts that a world and a model allow, and why others are refused."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_m
 ROLLOUT_TP = "rollout.tensor_model_parallel_size"
 OVERRIDES = "actor.megatron.override_transformer_config"
 LAYOUT_KEYS = {  # field of Layout -> key of the config
-    "tp": "actor.megatron.tensor_model_parallel_size",
-    "pp": "actor.megatron.pipeline_model_parallel_size",
+    "tp": TP,
+    "pp": PP,
     "first_layers": OVERRIDES,
     "ep": "actor.megatron.expert_model_parallel_size",
-    "rollout_tp": "rollout.tensor_model_parallel_size",
+    "rollout_tp": ROLLOUT_TP,
     "tokens": "actor.ppo_max_token_len_per_gpu",
     "recompute": OVERRIDES,
     "offload_optimizer": "actor.megatron.offload_optimizer",
@@ -36,32 +36,30 @@ LAYOUT_KEYS = {  # field of Layout -> key of the config
 
 @dataclass(frozen=True)
 class Layout:
-    """`recompute`: all of each layer's activations. `utilization`: the engine's share of the GPU.
-
-    `first_layers`: layers of the first pipeline stage; 0: as many as each other stage has.
-    """
+    """The values of the keys that a search may change."""
 
     tp: int = 1
     pp: int = 1
-    first_layers: int = 0
+    first_layers: int = 0  # layers of the first pipeline stage; 0: as many as each other stage has
     ep: int = 1
     rollout_tp: int = 1
     tokens: int = 16384
-    recompute: bool = False
+    recompute: bool = False  # all activations of each layer
     offload_optimizer: bool = False
     offload_reference: bool = False
     distributed_optimizer: bool = True
-    utilization: float = 0.6
+    utilization: float = 0.6  # the engine's share of the GPU
 
     @classmethod
     def of(cls, config: Config) -> Layout:
+        """Reads the layout of a config."""
         megatron = config.actor.megatron
         values = {name: config.at(key) for name, key in LAYOUT_KEYS.items() if key != OVERRIDES}
         first = megatron.override_transformer_config.get(FIRST) or 0
         return cls(first_layers=first, recompute=recomputes_all(megatron), **values)
 
     def applied(self, config: Config) -> Config:
-        """`config` in this layout. Its values are not validated again: `shapes` makes valid ones."""
+        """Returns `config` in this layout. Values are not validated again: `shapes` makes valid ones."""
         megatron = config.actor.megatron
         return config.with_values(
             {
@@ -73,7 +71,7 @@ class Layout:
         )
 
     def _overrides(self, megatron: MegatronConfig) -> dict[str, Any]:
-        """The table with or without recomputation, and with this pipeline's first stage."""
+        """Returns the table with or without recomputation, and with this pipeline's first stage."""
         table = dict(megatron.override_transformer_config)
         pipeline = megatron.pipeline_model_parallel_size, table.get(FIRST) or 0
         if (self.pp, self.first_layers) != pipeline:
@@ -86,31 +84,30 @@ class Layout:
         return table
 
     def replicas(self, world_size: int) -> int:
-        """Ranks that hold the same parameters, but for experts."""
+        """Counts the ranks with the same parameters, experts excepted."""
         return world_size // (self.tp * self.pp)
 
     def largest_stage(self, num_layers: int) -> float:
-        """Layers of the largest pipeline stage, as a multiple of the mean."""
+        """Returns the layers of the largest pipeline stage, as a multiple of the mean."""
         if not self.first_layers or self.pp == 1:
             return 1.0
         others = (num_layers - self.first_layers) / (self.pp - 1)
         return max(others, self.first_layers) * self.pp / num_layers
 
     def changed(self, other: Layout) -> list[str]:
-        """The fields in which this layout differs from `other`."""
+        """Names the fields in which this layout differs from `other`."""
         return [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
 
     def distance(self, other: Layout) -> tuple[int, float]:
-        """(changed keys, levels): a level is a factor of two, a switch, or 0.1 of the engine's share."""
+        """Returns (changed keys, levels): a level is a factor of two, a switch, or 0.1 of the engine's share."""
         changed = self.changed(other)
         return len(changed), sum(_levels(name, getattr(self, name), getattr(other, name)) for name in changed)
 
     def overrides(self, config: Config) -> Iterator[str]:
-        """The arguments of the command line that change `config` to this layout."""
+        """Yields the arguments of the command line that change `config` to this layout."""
         after = self.applied(config)
-        for key in dict.fromkeys(
-            [*LAYOUT_KEYS.values(), "rollout.expert_parallel_size", "actor.megatron.sequence_parallel"]
-        ):
+        others = "rollout.expert_parallel_size", "actor.megatron.sequence_parallel"
+        for key in dict.fromkeys([*LAYOUT_KEYS.values(), *others]):
             value = after.at(key)
             if value != config.at(key) and isinstance(value, dict):
                 yield f"{key}={{{', '.join(f'{name}: {written(one)}' for name, one in value.items())}}}"
@@ -124,13 +121,13 @@ def _levels(name: str, new: Any, old: Any) -> float:
     return abs(new - old) / 0.1 if name == "utilization" else abs(math.log2(new / old))
 
 
-# -- Which tp x cp x pp x dp and which rollout tp a world size and a model allow -----------------------------------------
+# -- Why a layout is refused -------------------------------------------------------------------------------------------
 
 
 def world_problems(config: Config, world_size: int, arch: Architecture | None) -> Problems:
-    """Sizes that do not divide each other, or the model. `arch` None: the model could not be read.
+    """Yields the sizes that do not divide each other, or the model. `arch` None: the model could not be read.
 
-    `world_size`: ranks that train. Those that draw are the same, or `rollout.num_ranks`.
+    `world_size`: ranks that train. The ranks that generate are the same, or `rollout.num_ranks`.
     """
     k = keys_of(config).actor.megatron
     megatron, rollout_tp = config.actor.megatron, config.rollout.tensor_model_parallel_size
@@ -166,7 +163,7 @@ def world_problems(config: Config, world_size: int, arch: Architecture | None) -
 
 
 def _replica_problems(config: Config, replicas: int) -> Problems:
-    """`replicas`: world size / (tp x pp), which context and expert parallelism divide."""
+    """Yields context and expert parallel sizes that do not divide `replicas` = world size / (tp x pp)."""
     k, megatron = keys_of(config).actor.megatron, config.actor.megatron
     for key, size, what in (
         (k.context_parallel_size, megatron.context_parallel_size, "sequences"),
@@ -180,7 +177,7 @@ def _replica_problems(config: Config, replicas: int) -> Problems:
 
 
 def _context_problems(config: Config) -> Problems:
-    """Context parallelism: the layers must support it."""
+    """Yields what lacks support of context parallelism."""
     k = keys_of(config)
     key, remedy = f"{k.actor.megatron.context_parallel_size}", "set actor.megatron.context_parallel_size=1"
     attention = "only Transformer Engine's attention can cut a sequence over ranks"
@@ -211,7 +208,7 @@ def _stage_problem(num_layers: int, megatron: MegatronConfig) -> str:
 
 
 def _nearest_layout(world_size: int, tp: int, pp: int, arch: Architecture | None) -> tuple[int, int]:
-    """The (tp, pp) that works with the fewest changed keys, then the smallest change, then the largest tp x pp."""
+    """Returns the valid (tp, pp) with the fewest changed keys, then the smallest change, then the largest tp x pp."""
 
     def distance(layout: tuple[int, int]) -> tuple[int, int, int]:
         t, p = layout
@@ -225,26 +222,25 @@ def _nearest_layout(world_size: int, tp: int, pp: int, arch: Architecture | None
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """Of a valid layout."""
+    """Counts the data-parallel ranks of a valid layout."""
     megatron = config.actor.megatron
-    return world_size // (
-        megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
-    )
+    sizes = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    return world_size // (sizes * megatron.context_parallel_size)
 
 
 def divisors(number: int) -> list[int]:
-    """In increasing order."""
+    """Lists the divisors of a number in increasing order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def joined(numbers: list[int]) -> str:
-    """For a message: "1, 2, 4"."""
+    """Joins numbers for a message: "1, 2, 4"."""
     return ", ".join(map(str, numbers))
 
 
 def _expert_problems(config: Config, arch: Architecture) -> Problems:
-    """The layout of the policy's experts."""
+    """Yields what is wrong with the layout of the policy's experts."""
     k, megatron = keys_of(config).actor.megatron, config.actor.megatron
     tp, ep, key = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size, k.expert_model_parallel_size
     if ep > 1 and not arch.num_experts:
@@ -267,11 +263,10 @@ def _expert_problems(config: Config, arch: Architecture) -> Problems:
 # -- The layouts that a world and a model allow ------------------------------------------------------------------------
 
 ENGINE_NODES = 2  # an engine is on at most so many nodes, unless the config asks for more
-TOKEN_FACTORS = (1, 2, 4)
 
 
 def shapes(config: Config, arch: Architecture, world_size: int, per_node: int) -> Iterator[Layout]:
-    """Every valid tp, pp, ep and rollout tp, with the config's other keys. tp stays within a node, if it is there now."""
+    """Yields every valid tp, pp, ep and rollout tp, with the config's other keys. tp stays within a node, if it is there now."""
     now = Layout.of(config)
     most_tp, most_engine = max(per_node, now.tp), max(ENGINE_NODES * per_node, now.rollout_tp)
     sizes = divisors(world_size)
@@ -292,7 +287,7 @@ def shapes(config: Config, arch: Architecture, world_size: int, per_node: int) -
 
 
 def _pipelines(num_layers: int, sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """(pp, layers of the first stage): 0 where all stages are equal, else the rest that full stages leave."""
+    """Yields (pp, layers of the first stage): 0 where all stages are equal, else the rest that full stages leave."""
     for pp in (n for n in sizes if n <= num_layers):
         first = num_layers - (pp - 1) * -(-num_layers // pp)
         if num_layers % pp == 0:
@@ -306,18 +301,18 @@ def _is_valid(config: Config, arch: Architecture, world_size: int) -> bool:
 
 
 def micro_batches(config: Config) -> list[int]:
-    """Tokens of a micro-batch to try: the config's, its multiples, and half of it where a full sequence still fits."""
+    """Lists the micro-batches to try: the config's tokens, 2 and 4 times as many, and half where a full sequence still fits."""
     tokens = config.actor.ppo_max_token_len_per_gpu
     length = config.data.max_prompt_length + config.data.max_response_length
     halves = [tokens // 2] if tokens // 2 >= length else []
-    return [*halves, *(factor * tokens for factor in TOKEN_FACTORS)]
+    return [*halves, tokens, 2 * tokens, 4 * tokens]
 
 
 def variants(layout: Layout, config: Config) -> Iterator[Layout]:
-    """`layout` with each micro-batch size, with and without recomputation and offloading, with a distributed optimizer."""
-    offloads = (
-        (False,) if config.rollout.placement == "separate" else (False, True)
-    )  # there is nothing to make room for
+    """Yields each micro-batch size, with and without recomputation and offloading, with a distributed optimizer."""
+    offloads = [False, True]
+    if config.rollout.placement == "separate":  # there is nothing to make room for
+        offloads = [False]
     for tokens, recompute, offload in itertools.product(micro_batches(config), (False, True), offloads):
         yield replace(
             layout,

@@ -1,19 +1,12 @@
-"""Memory of one rank, before anything is built: what the parameters of all models need, in bytes, per pipeline stage.
+"""Bytes of one rank, before anything is built: parameters of all models per pipeline stage, and activations of a pass.
 
-    parameters      the sum of the weight table's shards
-    bytes for each  weights 2 (bfloat16) or 4; gradients 4; Adam 8, with bfloat16 4 more for a float32 copy
-
-A model that learns has all three; a frozen one (the reference, a frozen reward model) has weights only. So has the base of a
-model with LoRA, whose adapters have all three, and the part of a vision tower that `actor.vision` freezes. A tower is whole on
-every rank of the first stage. The distributed optimizer divides Adam's part by the number of ranks with the same parameters.
-For a dense parameter these are the dp x cp data-parallel ranks. An expert has only dp x cp / ep, because the other ranks hold
-other experts.
-
-Activations, logits and the engine are in phases.py. Not counted: the h weights of a reward model's score head.
+Parameters are counted from the weight table and exact. Activations and logits are estimates, compared with measured peaks
+in tests/planning/test_activations.py. Not counted: the h weights of a reward model's score head.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,29 +29,25 @@ SAVED_OPTIMIZER_BYTES = 12  # per parameter in a checkpoint: the weight in float
 
 @dataclass(frozen=True)
 class StageParameters:
-    """What one rank of a pipeline stage holds. `experts`: the part of the parameters that is in experts.
-
-    `fp8`: the weights that an FP8 recipe computes with, those of linear layers that are not left in bfloat16.
-    `adapters`: the factors of LoRA, besides; None: all parameters are trained. `merged_layer`: the adapted weights of the
-    largest layer; `merged_weight`: the largest of them. `frozen`: of `dense`, a vision tower's that are not trained.
-    """
+    """Numbers of parameters on one rank of a pipeline stage."""
 
     layers: int
     dense: int
     experts: int
-    fp8: int = 0
-    adapters: int | None = None
-    merged_layer: int = 0
-    merged_weight: int = 0
-    frozen: int = 0
+    fp8: int = 0  # weights of linear layers that an FP8 recipe does not leave in bfloat16
+    adapters: int | None = None  # the factors of LoRA, besides; None: all parameters are trained
+    merged_layer: int = 0  # the adapted weights of the largest layer
+    merged_weight: int = 0  # the largest adapted weight
+    frozen: int = 0  # of `dense`: parameters of a vision tower that are not trained
 
     @property
     def total(self) -> int:
-        """Without adapters."""
+        """The number of parameters without adapters."""
         return self.dense + self.experts
 
     @property
     def held(self) -> int:
+        """The number of parameters with adapters."""
         return self.total + (self.adapters or 0)
 
     @property
@@ -74,24 +63,19 @@ Stages = list[StageParameters]  # of a model
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank of a pipeline stage; the first three are the policy's.
-
-    `trained`, `critic_trained`: the part of the weights that is trained: with LoRA, that of the adapters.
-    `reward_training`: the part of `reward_model` that is gradients and optimizer; 0 if all are frozen. `frozen_rewards`:
-    the weights of each frozen reward model, which are part of `reward_model`, too.
-    """
+    """Bytes of one rank of a pipeline stage; the first three are the policy's."""
 
     weights: float
     gradients: float
     optimizer: float
     reference: float
-    reward_model: float
-    reward_training: float
-    frozen_rewards: tuple[float, ...] = ()
+    reward_model: float  # of all reward models
+    reward_training: float  # of `reward_model`: gradients and optimizer; 0 if all are frozen
+    frozen_rewards: tuple[float, ...] = ()  # of `reward_model`: the weights of each frozen one
     critic: float = 0.0  # weights, gradients and optimizer
     critic_weights: float = 0.0
-    trained: float = 0.0
-    critic_trained: float = 0.0
+    trained: float = 0.0  # of `weights`: what is trained, with LoRA the adapters
+    critic_trained: float = 0.0  # of `critic_weights`, likewise
 
     @property
     def total(self) -> float:
@@ -106,67 +90,66 @@ def parameters_from_table(
     lora: LoraConfig | None = None,
     vision: VisionConfig | None = None,
 ) -> list[StageParameters]:
-    """Every pipeline stage of a valid layout. A tied head on another stage than the embedding is a copy of it.
+    """Counts the parameters of every pipeline stage of a valid layout, as the sum of the weight table's shards.
 
-    `lora`: of the model; None: all its parameters are trained, those of a tower as `vision` says (None: they are not).
+    A tied head on another stage than the embedding is a copy of it. A vision tower is complete on every rank of the first
+    stage. `lora` None: all parameters are trained, those of a tower as `vision` says (None: they are not).
     """
     tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
     layers = stage_layers(arch.num_layers, megatron)
     assert layers is not None, "the layout was checked"
     rows = [row for row in table_of(arch) if not row.is_constant]
-    embedding, tower = ([row for row in rows if row.megatron.startswith(own)] for own in ("embedding.", "visual."))
+    embedding, tower = ([row for row in rows if row.megatron.startswith(name)] for name in ("embedding.", "visual."))
     ends = [row for row in rows if not is_layered(row) and row not in (*embedding, *tower)]
     if arch.tied and len(layers) > 1 and has_output_head:
         ends += embedding
     in_fp8 = fp8_layers(arch.num_layers, megatron)
-    dense, experts, fp8, first = [], [], [], 0
+    stages, first = [], 0
     for number in layers:
-        own = [
-            (row, layer in in_fp8 and _is_linear(row, arch, tp))
-            for layer in range(first, first + number)
-            for row in rows
-            if is_layered(row) and row.is_in(layer, arch)
-        ]
-        shared, expert = ([found for found in own if is_expert(found[0]) == value] for value in (False, True))
-        dense.append(_size([row for row, _ in shared], arch, tp))
-        experts.append((arch.num_experts // ep) * _size([row for row, _ in expert], arch, tp))
-        linear = _size([row for row, is_fp8 in expert if is_fp8], arch, tp)
-        fp8.append(_size([row for row, is_fp8 in shared if is_fp8], arch, tp) + (arch.num_experts // ep) * linear)
+        sizes = {"dense": 0, "experts": 0, "fp8": 0}
+        for layer, row in itertools.product(range(first, first + number), filter(is_layered, rows)):
+            if row.is_in(layer, arch):
+                size = _size([row], arch, tp) * (arch.num_experts // ep if is_expert(row) else 1)
+                sizes["experts" if is_expert(row) else "dense"] += size
+                sizes["fp8"] += size * (layer in in_fp8 and _is_linear(row, arch, tp))
+        stages.append(StageParameters(number, **sizes))
         first += number
-    dense[0] += _size([*embedding, *tower], arch, tp)
-    dense[-1] += _size(ends, arch, tp)
-    stages = [StageParameters(*stage) for stage in zip(layers, dense, experts, fp8, strict=True)]
-    stages[0] = replace(stages[0], frozen=frozen_parameters(arch, vision))
+    stages[0] = replace(
+        stages[0],
+        dense=stages[0].dense + _size([*embedding, *tower], arch, tp),
+        frozen=frozen_parameters(arch, vision),
+    )
+    stages[-1] = replace(stages[-1], dense=stages[-1].dense + _size(ends, arch, tp))
     return stages if lora is None or lora.rank is None else _with_adapters(stages, arch, lora, tp)
 
 
 def frozen_parameters(arch: Architecture, vision: VisionConfig | None) -> int:
-    """Of a vision tower, if there is one: those that are not trained."""
+    """Counts the parameters of a vision tower, if there is one, that are not trained."""
     if arch.vision is None:
         return 0
-    vision = vision or VisionConfig()
-    parts = {False: vision.freeze_tower, True: vision.freeze_merger}  # is it the merger?
-    return sum(arch.vision.num_parameters(arch.hidden_size, part) for part, is_frozen in parts.items() if is_frozen)
+    vision, count = vision or VisionConfig(), arch.vision.num_parameters
+    tower, merger = count(arch.hidden_size, False), count(arch.hidden_size, True)
+    return tower * vision.freeze_tower + merger * vision.freeze_merger
 
 
 def _with_adapters(stages: Stages, arch: Architecture, lora: LoraConfig, tp: int) -> Stages:
-    of_layer: dict[int, list[tuple[int, int]]] = {}  # for each adapted weight, the sizes of its factors and its own
+    factors, weights = ([[0] for _ in range(arch.num_layers)] for _ in range(2))  # sizes per layer
     rows = list(lora_rows(arch, lora).values())  # A and B in turn
     for a, b in zip(rows[::2], rows[1::2], strict=True):
-        layer = of_layer.setdefault(int(a.megatron.split(".")[2]), [])
-        layer.append((_size([a, b], arch, tp), _size([a.base], arch, tp)))
+        layer = int(a.megatron.split(".")[2])
+        factors[layer].append(_size([a, b], arch, tp))
+        weights[layer].append(_size([a.base], arch, tp))
     out, first = [], 0
     for stage in stages:
-        own = [list(zip(*of_layer.get(layer, [(0, 0)]), strict=True)) for layer in range(first, first + stage.layers)]
-        adapters = sum(sum(factors) for factors, _ in own)
-        most, weight = max(sum(weights) for _, weights in own), max(max(weights) for _, weights in own)
-        out.append(replace(stage, adapters=adapters, merged_layer=most, merged_weight=weight))
+        local = slice(first, first + stage.layers)
+        adapters, largest = sum(map(sum, factors[local])), max(map(max, weights[local]))
+        out.append(replace(stage, adapters=adapters, merged_layer=max(map(sum, weights[local])), merged_weight=largest))
         first += stage.layers
     return out
 
 
 def fp8_layers(num_layers: int, megatron: MegatronConfig) -> range:
-    """The layers that an FP8 recipe computes in FP8, of weights in bfloat16; none without a recipe."""
+    """Returns the layers that an FP8 recipe computes in FP8, of weights in bfloat16; none without a recipe."""
     fp8 = megatron.fp8
     if fp8.recipe is None or fp8.param_gather:  # whose weights are FP8 themselves, in two layouts of a byte
         return range(0)
@@ -185,43 +168,30 @@ def _size(rows: Sequence[WeightRow], arch: Architecture, tp: int) -> int:
 
 @dataclass(frozen=True)
 class RunModels:
-    """The models of a run: the policy, all reward models (that of `reward_model.path` first), and the critic if there is one.
+    """The models of a run."""
 
-    `has_head`: the policy has an output head; a model that learns to score has none.
-    """
-
-    arch: Architecture
-    reward_archs: tuple[Architecture, ...] = ()
+    arch: Architecture  # of the policy
+    reward_archs: tuple[Architecture, ...] = ()  # that of `reward_model.path` first
     critic: Architecture | None = None
-    has_head: bool = True
+    has_head: bool = True  # False: the policy learns to score, and has no output head
     _known: dict[tuple[object, ...], Stages] = field(default_factory=dict, repr=False, compare=False)
 
     def stages(self, config: Config) -> tuple[Stages, list[Stages], Stages | None]:
-        """Parameters of every stage of the policy, of each reward model, of the critic. The layout must be valid."""
-        critic = None
+        """Counts every stage of the policy, of each reward model, of the critic. The layout must be valid."""
+        actor, critic = config.actor, None
+        policy = self._stages(self.arch, config, has_output_head=self.has_head, lora=actor.lora, vision=actor.vision)
+        rewards = [self._stages(arch, config, has_output_head=False) for arch in self.reward_archs]
         if self.critic is not None:
-            critic = self._stages(self.critic, config, has_head=False, lora=config.critic.lora)
-        rewards = [self._stages(arch, config, has_head=False) for arch in self.reward_archs]
-        actor = config.actor
-        policy = self._stages(self.arch, config, has_head=self.has_head, lora=actor.lora, vision=actor.vision)
+            critic = self._stages(self.critic, config, has_output_head=False, lora=config.critic.lora)
         return policy, rewards, critic
 
-    def _stages(
-        self,
-        arch: Architecture,
-        config: Config,
-        *,
-        has_head: bool,
-        lora: LoraConfig | None = None,
-        vision: VisionConfig | None = None,
-    ) -> Stages:
+    def _stages(self, arch: Architecture, config: Config, **of_model: Any) -> Stages:
         megatron = config.actor.megatron
         layers = str(sorted(megatron.override_transformer_config.items()))
         tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
         in_fp8 = fp8_layers(arch.num_layers, megatron)
-        key = (id(arch), has_head, layers, tp, pp, megatron.expert_model_parallel_size, in_fp8, str(lora), str(vision))
+        key = (id(arch), layers, tp, pp, megatron.expert_model_parallel_size, in_fp8, str(of_model))
         if key not in self._known:
-            of_model: dict[str, Any] = {"has_output_head": has_head, "lora": lora, "vision": vision}
             self._known[key] = parameters_from_table(arch, megatron, **of_model)
         return self._known[key]
 
@@ -233,9 +203,10 @@ def memory_of_stages(
     reward_models: Sequence[list[StageParameters]],
     critic: list[StageParameters] | None = None,
 ) -> list[StageMemory]:
-    """Bytes per stage of the policy, of its reference if the method needs one, of all reward models, and of the critic.
+    """Sizes each stage of the policy, of its reference if the method needs one, of all reward models, and of the critic.
 
-    With algorithm.iteration_steps the first one, that of `reward_model.path`, learns.
+    A parameter has 2 bytes (bfloat16) or 4 of weights. A trained one has 4 of gradients and 8 of Adam, with bfloat16 4 more
+    for a float32 copy. With algorithm.iteration_steps the first reward model, that of `reward_model.path`, is trained.
     """
     itemsize = DTYPE_BYTES[config.model.dtype]
     has_reference = needs_reference(config.algorithm, config.actor) and not config.shares_reference
@@ -270,12 +241,16 @@ def memory_of_stages(
 
 
 def _training(config: Config, world_size: int, stage: StageParameters) -> float:
-    """Bytes of gradients and Adam's state on one rank."""
+    """Sizes gradients and Adam's state on one rank."""
     return stage.total * GRADIENT_BYTES + _optimizer(config, world_size, stage)
 
 
 def _optimizer(config: Config, world_size: int, stage: StageParameters) -> float:
-    """Bytes of Adam's state on one rank."""
+    """Sizes Adam's state on one rank.
+
+    The distributed optimizer divides it by the number of ranks with the same parameters: for a dense parameter the dp x cp
+    data-parallel ranks, for an expert dp x cp / ep, because the other ranks have other experts.
+    """
     megatron = config.actor.megatron
     per_parameter = 8 + (4 if config.model.dtype == "bfloat16" else 0)
     if not megatron.use_distributed_optimizer:
@@ -286,7 +261,7 @@ def _optimizer(config: Config, world_size: int, stage: StageParameters) -> float
 
 
 def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
-    """Layers of each pipeline stage, as Megatron cuts them (evenly or not); None if it cannot."""
+    """Counts the layers of each pipeline stage, as Megatron divides them (evenly or not); None if it cannot."""
     ends: list[Any] = [megatron.override_transformer_config.get(end) for end in (FIRST, LAST)]
     given = [n for n in ends if n is not None]
     if not all(isinstance(n, int) and n > 0 for n in given):
@@ -300,40 +275,21 @@ def stage_layers(num_layers: int, megatron: MegatronConfig) -> list[int] | None:
     return [n for n in stages if n is not None]
 
 
-# -- Estimated device memory of one packed micro-batch in a forward and backward pass: activations and logits, in bytes
-# Counted from what the local layers of models/layers/spec.py keep for the backward pass. tests/planning/test_activations.py
-# compares the counts with measured peaks. Transformer Engine's fused layers keep less. h is the hidden size, q and k the
-# sizes of all query and all key heads, f the MLP's, s the bytes of a number. One layer keeps, per token:
-#
-# two norms       h (4 + 2 s) each: float32 input, result, result times weight; over tp under sequence parallelism
-# attention       s (6 q + 3 k) / tp: projection, rotated queries and keys, results; with norms of q and k
-# (4 + s) (q + k) / tp more
-# MLP             s 5 f / tp: projection 2 f, activation, gate, product. With experts: of those that a token visits,
-# and 2 s h for each copy of the token that is sent to an expert and back
-#
-# merged LoRA     a pass multiplies by the merged weight of one layer at a time: that weight, the part of it that is merged,
-# and two blocks in float32; a backward pass also dW in the weight's type and in float32. Where layers are recomputed as a
-# whole, the merged weights of a unit of layers are kept together (models/lora/layers.py). Split LoRA keeps r numbers per
-# adapted layer, which are not counted.
-#
-# latents         of latent attention: (4 + 3 s) for each element of a latent; its heads count as attention above, with
-# as many key heads as query heads (not compared with measured peaks)
-#
-# vision tower    on the first stage. A frozen one needs what a layer keeps of the largest image. A trained one keeps all layers
-# (with full recomputation their inputs) and the merger of all images of a micro-batch, taken for prompts of the largest length
-# that are nothing but images. Each image is computed by all tensor-parallel ranks.
-#
-# Full recomputation keeps the input of each unit of layers only, and computes one unit again at a time. Selective
-# recomputation is not subtracted. Pipeline stage i of pp keeps the activations of pp - i micro-batches.
+# -- Activations and logits of one packed micro-batch ------------------------------------------------------------------
+# Counted from what the local layers of models/layers/spec.py keep for the backward pass; Transformer Engine's fused layers
+# keep less. Selective recomputation is not subtracted.
 
 
 def recomputes_all(megatron: MegatronConfig) -> bool:
-    """Whether the layers compute their activations again in the backward pass."""
+    """Returns True if the layers compute their activations again in the backward pass."""
     return megatron.override_transformer_config.get("recompute_granularity") == "full"
 
 
 def kept_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, stage: int, layers: int) -> float:
-    """What a stage of `layers` layers keeps from its forward to its backward passes."""
+    """Sizes what a stage of `layers` layers keeps from its forward to its backward passes.
+
+    Full recomputation keeps the input of each unit of layers only. Stage i of pp keeps activations of pp - i micro-batches.
+    """
     megatron = actor.megatron
     layer, recomputed = layer_bytes(arch, actor, itemsize), 0
     units = 0.0
@@ -347,7 +303,7 @@ def kept_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, stage: 
 
 
 def working_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, layers: int) -> float:
-    """What the backward pass of one layer needs besides: gradients, and the unit of layers that is computed again."""
+    """Sizes what the backward pass of one layer needs besides: gradients, and the unit of layers that is computed again."""
     tp = actor.megatron.tensor_model_parallel_size
     # Of the layer's output, and of the MLP's projection and product.
     gradients = _layer_input(arch, actor, itemsize) + _tokens(actor) * itemsize * 3 * arch.ffn_hidden_size / tp
@@ -360,7 +316,7 @@ def working_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, laye
 
 
 def image_tokens(data: DataConfig, vision: Vision) -> tuple[int, int]:
-    """The largest image of a prompt, and all of them, in tokens."""
+    """Returns the tokens of the largest image of a prompt, and of all its images."""
     largest = data.max_prompt_length
     if data.image_max_pixels is not None:
         largest = min(largest, data.image_max_pixels // (vision.patch * vision.merge) ** 2)
@@ -368,7 +324,12 @@ def image_tokens(data: DataConfig, vision: Vision) -> tuple[int, int]:
 
 
 def tower_bytes(config: Config, arch: Architecture, itemsize: int) -> tuple[float, float]:
-    """What a vision tower keeps from its forward to its backward passes, and what a forward pass needs."""
+    """Sizes what a vision tower keeps from its forward to its backward passes, and what a forward pass needs.
+
+    A frozen tower needs what a layer keeps of the largest image. A trained one keeps all layers (with full recomputation
+    their inputs) and the merger of all images of a micro-batch of prompts that are nothing but images. Each image is computed
+    by all tensor-parallel ranks of the first stage.
+    """
     if (vision := arch.vision) is None:
         return 0.0, 0.0
     actor, data, layer = config.actor, config.data, tower_layer_bytes(vision, itemsize)
@@ -384,7 +345,13 @@ def tower_bytes(config: Config, arch: Architecture, itemsize: int) -> tuple[floa
 def merged_bytes(
     stage: StageParameters, lora: LoraConfig, actor: ActorConfig, itemsize: int, *, backward: bool
 ) -> float:
-    """What merging adds to a pass of a stage with LoRA; 0 for all others."""
+    """Sizes what merging adds to a pass of a stage with LoRA; 0 for all others.
+
+    A pass multiplies by the merged weight of one layer at a time: that weight, the part of it that is merged, and two blocks
+    in float32; a backward pass also dW in the weight's type and in float32. Where layers are recomputed as a whole, the
+    merged weights of a unit of layers are kept together (models/lora/layers.py). Split LoRA keeps r numbers per adapted layer,
+    which are not counted.
+    """
     if lora.rank is None or lora.mode == "split":
         return 0.0
     weight, table = stage.merged_weight, actor.megatron.override_transformer_config
@@ -397,7 +364,18 @@ def merged_bytes(
 
 
 def layer_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
-    """What one layer keeps of one micro-batch on one rank, without recomputation."""
+    """Sizes what one layer keeps of one micro-batch on one rank, without recomputation. Per token:
+
+    two norms   h (4 + 2 s) each: float32 input, result, result times weight; over tp under sequence parallelism
+    attention   s (6 q + 3 k) / tp: projection, rotated queries and keys, results; with norms of q and k
+                (4 + s) (q + k) / tp more
+    MLP         s 5 f / tp: projection 2 f, activation, gate, product. With experts: of those that a token visits, and
+                2 s h for each copy of the token that is sent to an expert and back
+    latents     (4 + 3 s) for each element of a latent; its heads count as attention, with as many key heads as query
+                heads (not compared with measured peaks)
+
+    h is the hidden size, q and k the sizes of all query and all key heads, f the MLP's, s the bytes of a number.
+    """
     tp = actor.megatron.tensor_model_parallel_size
     queries, keys = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
     copies = arch.experts_per_token if arch.num_experts else 1
@@ -415,17 +393,16 @@ def layer_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
 
 
 def forward_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
-    """The peak of a layer in a pass without gradients: about half of what it would keep for a backward pass."""
+    """Sizes the peak of a layer in a pass without gradients: about half of what it would keep for a backward pass."""
     return layer_bytes(arch, actor, itemsize) / 2
 
 
 def head_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, backward: bool) -> float:
-    """What the output head (models/build.py) needs on the last stage: logits of a chunk, and its weight's gradient.
+    """Sizes what the output head (models/build.py) needs on the last stage: logits of a chunk, and its weight's gradient.
 
     The forward pass has three float32 copies of a chunk's logits at a time; the backward pass has four and its result, or six
-    with an entropy bonus. Triton's kernels on CUDA have one copy in the weight's type: there this is an upper bound, because
-    a plan does not know whether Triton is installed. The weight's gradient is summed in float32, beside the chunk's part in
-    the weight's type and in float32.
+    with an entropy bonus. Triton's kernels on CUDA have one copy in the weight's type, so this is an upper bound there. The
+    weight's gradient is summed in float32, beside the chunk's part in the weight's type and in float32.
     """
     tp = actor.megatron.tensor_model_parallel_size
     rows = arch.padded_vocab_size(tp) / tp
@@ -441,7 +418,7 @@ def head_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, backwar
 
 
 def _recompute_number(megatron: MegatronConfig, layers: int) -> int:
-    """`recompute_num_layers`, at most the layers of a stage."""
+    """Returns `recompute_num_layers`, at most the layers of a stage."""
     return min(layers, int(megatron.override_transformer_config.get("recompute_num_layers") or 1))
 
 
@@ -450,10 +427,10 @@ def _layer_input(arch: Architecture, actor: ActorConfig, itemsize: int) -> float
 
 
 def _tokens(actor: ActorConfig) -> float:
-    """Tokens of a full micro-batch on one rank."""
+    """Counts the tokens of a full micro-batch on one rank."""
     return actor.ppo_max_token_len_per_gpu / actor.megatron.context_parallel_size
 
 
 def _sequence_cut(megatron: MegatronConfig) -> int:
-    """The ranks over which the activations outside attention and MLP are divided."""
+    """Counts the ranks over which the activations outside attention and MLP are divided."""
     return megatron.tensor_model_parallel_size if megatron.use_sequence_parallel else 1

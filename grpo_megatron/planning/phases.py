@@ -1,28 +1,8 @@
-"""What one rank has on its device in each phase of a run, in bytes, and whether it fits a device of a given size.
-
-    load      the policy is built. DDP allocates gradient buffers and, with the distributed optimizer, a buffer that the
-              weights are copied into
-    start     the engine is built, with the policy's gradient buffers offloaded if `offload_optimizer` is on. vLLM requires
-              gpu_memory_utilization x device to be free before it allocates anything: `request_memory` of vLLM's
-              v1/worker/utils.py raises otherwise. What the policy has is not part of that budget
-    sync      the engine's weights are awake and receive the policy's, in buckets
-    rollout   the engine has its whole budget: what weights and activations leave of it becomes the KV cache
-    rewards   frozen reward models score the responses, one after the other
-    scoring   log-probabilities of the policy and the reference; gradient buffers and optimizer are on the device again
-    critic    values and the critic's update
-    update    forward and backward passes, optimizer step
-    learn     the reward model's update (iterative GRPO)
-
-A run that draws nothing has no engine: start, sync and rollout are absent, and so is scoring where nothing reads
-log-probabilities from before the update. A save needs nothing on the device; `host_parts` counts what it needs on the host.
+"""Bytes of one rank's device in each phase of a run, of its host, and whether a device of a given size has room.
 
 Parameters and vLLM's budget are exact up to padding. The parts in ESTIMATED are estimates. A phase that does not fit
 without them is an error; one that does not fit with them is only reported by the plan. Not counted: fragmentation. Compared
-with no GPU yet.
-
-FP8 copies: Transformer Engine quantizes the weights of linear layers in each pass, to one byte, and where there is a backward
-pass to a second one in the other layout. They are freed at the end of the pass (models/forward.py); the probe of a rollout is
-one. Critic and reward models are taken to be as large as the policy.
+with no GPU yet. Critic and reward models are taken to be as large as the policy.
 """
 
 from __future__ import annotations
@@ -52,9 +32,9 @@ from grpo_megatron.planning.parameters import (
     tower_bytes,
     working_bytes,
 )
-from grpo_megatron.planning.reserved import RESERVED_PARTS, reserved_bytes
 
-GIB = 2**30
+GIB, _MIB = 2**30, 2**20
+RESERVED_PARTS = ("CUDA context", "NCCL buffers", "all-reduce", "CUDA graphs")
 ESTIMATED = (
     *("FP8 copies", "merged weights", "recorded routes", "activations kept", "images kept", "layer or logits"),
     "sync buckets",
@@ -68,39 +48,39 @@ PARTS = (  # in the order of the plan's rows
 
 @dataclass(frozen=True)
 class Phase:
-    """One rank of the pipeline stage `stage`. `utilization`: the share of the device that the engine takes besides `parts`."""
+    """The bytes on the device of one rank of a pipeline stage."""
 
     name: str
     stage: int
     parts: dict[str, float]
-    utilization: float = 0.0
+    utilization: float = 0.0  # the share of the device that the engine takes besides `parts`
 
     @property
     def total(self) -> float:
-        """Bytes without the engine's share of the device."""
+        """The bytes without the engine's share of the device."""
         return sum(self.parts.values())
 
     @property
     def certain(self) -> float:
-        """Bytes without the engine's share and without estimates."""
+        """The bytes without the engine's share and without estimates."""
         return sum(size for name, size in self.parts.items() if name not in ESTIMATED)
 
     @property
     def smallest_device(self) -> float:
-        """Bytes of the smallest device that fits the phase, estimates included."""
+        """The bytes of the smallest device that fits the phase, estimates included."""
         return self.total / (1 - self.utilization) if self.utilization < 1 else math.inf
 
     def fits(self, device: float) -> bool:
         return self.total + self.utilization * device <= device
 
     def is_impossible(self, device: float) -> bool:
-        """Whether it does not fit even without the estimated parts."""
+        """Returns True if the phase does not fit even without the estimated parts."""
         return self.certain + self.utilization * device > device
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """One rank of a stage: sizes by which the phases are put together."""
+    """One rank of a stage, with the sizes of everything that its phases have."""
 
     config: Config
     arch: Architecture
@@ -113,6 +93,24 @@ class _Rank:
     critic: StageParameters | None
 
     def phases(self) -> Iterator[Phase]:
+        """Yields the phases in their order.
+
+        load      the policy is built. DDP allocates gradient buffers and, with the distributed optimizer, a buffer that the
+                  weights are copied into
+        start     the engine is built, with the policy's gradient buffers offloaded if `offload_optimizer` is on. vLLM requires
+                  gpu_memory_utilization x device to be free before it allocates anything: `request_memory` of vLLM's
+                  v1/worker/utils.py raises otherwise. The policy's bytes are not part of that budget
+        sync      the engine's weights are awake and receive the policy's, in buckets
+        rollout   the engine has its whole budget: weights, activations, and the rest as the KV cache
+        rewards   frozen reward models score the responses, one after the other
+        scoring   log-probabilities of the policy and the reference; gradient buffers and optimizer are on the device again
+        critic    values and the critic's update
+        update    forward and backward passes, optimizer step
+        learn     the reward model's update (iterative GRPO)
+
+        A run that generates nothing has no start, sync and rollout, and no scoring where nothing reads log-probabilities
+        from before the update. A save needs nothing on the device; `host_parts` counts what it needs on the host.
+        """
         megatron, memory = self.config.actor.megatron, self.memory
         gradients = {"gradients": memory.gradients}
         copy = {"copy of weights": memory.trained} if megatron.use_distributed_optimizer else {}
@@ -144,20 +142,16 @@ class _Rank:
             yield self._phase("learn", {**learning, **self._backward(None)})
 
     def _phase(self, name: str, parts: dict[str, float], utilization: float = 0.0) -> Phase:
-        always = {"weights": self.memory.weights}
-        if (
-            self.config.colocates
-            and not self.config.rollout.free_cache_engine
-            and name not in ("load", "start", "rollout")
-        ):
+        never_sleeps = self.config.colocates and not self.config.rollout.free_cache_engine
+        if never_sleeps and name not in ("load", "start", "rollout"):
             parts.pop("engine weights", None)
-            utilization = self.config.rollout.gpu_memory_utilization  # the engine never sleeps
+            utilization = self.config.rollout.gpu_memory_utilization
         reserved = {**self.reserved, "CUDA graphs": 0.0} if name == "load" or utilization else self.reserved
-        sizes = {**always, **parts, **reserved}
+        sizes = {"weights": self.memory.weights, **parts, **reserved}
         return Phase(name, self.stage, {part: size for part, size in sizes.items() if size}, utilization)
 
     def _is_scored(self) -> bool:
-        """Whether log-probabilities are computed besides those of the update."""
+        """Returns True if log-probabilities are computed besides those of the update."""
         algorithm, actor = self.config.algorithm, self.config.actor
         reads_logprobs = needs_old_logprobs(algorithm, actor) or reads_reference(algorithm, actor)
         return reads_logprobs or bool(self.config.data.val_loss_files)
@@ -171,7 +165,7 @@ class _Rank:
         return self._phase("rollout", parts, rollout.gpu_memory_utilization)
 
     def _trained(self) -> dict[str, float]:
-        """What belongs to models that are trained, outside rollouts."""
+        """Sizes what belongs to models that are trained, outside rollouts."""
         memory = self.memory
         megatron = self.config.actor.megatron
         reward = memory.reward_model - (memory.reward_training if megatron.offload_optimizer else 0)
@@ -182,7 +176,7 @@ class _Rank:
         return {**parts, "reward model": reward, "critic": critic}
 
     def _beside_engine(self, *, needs_reference: bool) -> dict[str, float]:
-        """What is on the device besides the policy's weights while the engine is awake."""
+        """Sizes what is on the device besides the policy's weights while the engine is awake."""
         megatron = self.config.actor.megatron
         parts = self._trained()
         if megatron.offload_optimizer:
@@ -190,6 +184,10 @@ class _Rank:
         if needs_reference or not megatron.offload_reference:
             parts["reference"] = self.memory.reference
         return parts
+
+    # FP8 copies: Transformer Engine quantizes the weights of linear layers in each pass, to one byte, and where there is a
+    # backward pass to a second one in the other layout. They are freed at the end of the pass (models/forward.py); the probe
+    # of a rollout is one.
 
     def _forward(self, *, is_policy: bool = True) -> dict[str, float]:
         actor, itemsize = self.config.actor, DTYPE_BYTES[self.config.model.dtype]
@@ -199,7 +197,7 @@ class _Rank:
         return {"FP8 copies": float(self.parameters.fp8), "merged weights": merged, "layer or logits": working}
 
     def _backward(self, model: StageParameters | None) -> dict[str, float]:
-        """`model`: the policy's or the critic's stage; None: a reward model's."""
+        """Sizes a forward and backward pass. `model`: the policy's or the critic's stage; None: a reward model's."""
         actor, itemsize, layers = self.config.actor, DTYPE_BYTES[self.config.model.dtype], self.parameters.layers
         is_policy, merged = model is self.parameters, 0.0
         if model is not None:
@@ -232,7 +230,7 @@ def memory_phases(
     reward_models: Sequence[list[StageParameters]],
     critic: list[StageParameters] | None = None,
 ) -> list[Phase]:
-    """Every phase of the run, of the pipeline stage that needs most in it."""
+    """Lists every phase of the run, each of the pipeline stage that needs most in it."""
     memories = memory_of_stages(config, world_size, policy, reward_models, critic)
     engine = engine_weights(config.rollout, arch, DTYPE_BYTES[config.model.dtype])
     reserved = reserved_bytes(config, arch, world_size)
@@ -252,9 +250,9 @@ def memory_phases(
 
 
 def route_bytes(config: Config, arch: Architecture, world_size: int, kind: str) -> float:
-    """What a rank has of a step's routes at most, where `actor.moe.route_replay` is `kind`: of the longest sequences.
+    """Returns the most bytes of a step's routes on a rank, where `actor.moe.route_replay` is `kind`.
 
-    engine: all layers of its replica's sequences, on the host. old: 2 bytes for each expert of its own layers and tokens.
+    engine: all layers of its replica's sequences, on the host. old: 2 bytes for each expert of its local layers and tokens.
     """
     if (moe := config.actor.moe).route_replay != kind:
         return 0.0
@@ -266,7 +264,7 @@ def route_bytes(config: Config, arch: Architecture, world_size: int, kind: str) 
 
 
 def image_bytes(config: Config, arch: Architecture, world_size: int, *, has_reference: bool) -> float:
-    """What a rank has of images on the host, at most: a step's pixels, one image's patches, features of frozen towers."""
+    """Returns the most bytes of images on a rank's host: a step's pixels, one image's patches, features of frozen towers."""
     if (vision := arch.vision) is None:
         return 0.0
     megatron, batch = config.actor.megatron, config.data.train_batch_size
@@ -278,16 +276,82 @@ def image_bytes(config: Config, arch: Architecture, world_size: int, *, has_refe
     return per_token * (prompts * together + 8 * largest) + kept
 
 
+# -- Reserved by CUDA, NCCL and a sleeping engine ----------------------------------------------------------------------
+# All sizes are estimates from sources and published reports. Compared with no GPU yet.
+
+# torch alone takes 0.3 GiB (pytorch issue 107667). Assumed: 0.2 more for the kernels of Transformer Engine, cuDNN and vLLM,
+# which are loaded at their first call, and for cuBLAS's workspace.
+CONTEXT = 512 * _MIB
+# Buffers for three protocols: 0.5 + 4.7 + 4 MiB (LL, LL128, NCCL_BUFFSIZE) are received into, and sending takes 2 MiB.
+CONNECTION = 12 * _MIB
+# A ring has one connection per channel; an 8 x H100 node has 24 rings. A communicator that sends and receives has connections
+# on 32 channels to each peer of its node: 7 peers took 3.3 GB at the first message (NCCL issue 1685). Peers on other nodes
+# share one buffer.
+RING_CHANNELS, PEER_CHANNELS = 24, 32
+# vLLM 0.32, for an engine of several GPUs of one node (custom_all_reduce.py, all_reduce_utils.py): 8 MiB of messages, 8 MiB
+# of addresses, 16 MiB to reduce and scatter, and up to 64 MiB of symmetric memory.
+ALL_REDUCE = 96 * _MIB
+LARGEST_ALL_REDUCE = 8  # GPUs of an engine that use these buffers
+# They stay while the engine sleeps. vLLM reports 0.21 GiB for a model of 1B (pull request 11349) and 0.36 GiB for a larger
+# one. While the engine is awake they are part of its share (from vLLM 0.21 on).
+GRAPHS = 512 * _MIB
+
+
+def reserved_bytes(config: Config, arch: Architecture, world_size: int) -> dict[str, float]:
+    """Sizes each of RESERVED_PARTS on one rank, while its engine sleeps."""
+    rollout = config.rollout
+    size = rollout.tensor_model_parallel_size if config.colocates else 1
+    has_buffers = 1 < size <= min(LARGEST_ALL_REDUCE, config.trainer.n_gpus_per_node)
+    has_graphs = config.colocates and not rollout.enforce_eager
+    rings = num_communicators(config, arch, world_size) * RING_CHANNELS
+    channels = rings + num_node_peers(config, world_size) * PEER_CHANNELS
+    sizes = (CONTEXT, channels * CONNECTION, ALL_REDUCE if has_buffers else 0, GRAPHS if has_graphs else 0)
+    return dict(zip(RESERVED_PARTS, map(float, sizes), strict=True))
+
+
+def num_communicators(config: Config, arch: Architecture, world_size: int) -> int:
+    """Counts the groups of more than one rank in which a rank reduces or gathers over NCCL."""
+    megatron = config.actor.megatron
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    ep = megatron.expert_model_parallel_size if arch.num_experts else 1
+    replicas = world_size // (tp * pp)
+    groups = {
+        "world": world_size,
+        "tensor": tp,
+        "pipeline": pp,
+        "context": megatron.context_parallel_size,
+        "data": replicas,
+        "tied embeddings": 2 if arch.tied and pp > 1 else 1,
+        "experts": tp * ep if arch.num_experts else 1,
+        "experts' data": replicas // ep if arch.num_experts else 1,
+        "gradient norm": world_size if megatron.use_distributed_optimizer else tp * pp,
+        "engine": config.rollout.tensor_model_parallel_size if config.colocates else 1,
+    }
+    return sum(size > 1 for size in groups.values())
+
+
+def num_node_peers(config: Config, world_size: int) -> int:
+    """Counts the ranks of its node that a rank has connections to: in the weight sync, and between experts."""
+    megatron = config.actor.megatron
+    tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
+    per_node = min(config.trainer.n_gpus_per_node, world_size)
+    is_local = (
+        tp in (1, config.rollout.tensor_model_parallel_size) and ep == 1 and megatron.pipeline_model_parallel_size == 1
+    )
+    syncs = config.colocates and not is_local
+    return (per_node - 1 if syncs else 0) + min(ep, per_node) - 1
+
+
 # -- Host memory of one rank -------------------------------------------------------------------------------------------
 # offloaded   pinned copies, which stay for the next offload: the optimizer's state, weights of frozen models, the critic
-# save        the rank's own part of weights and optimizer on its way to the disk; in the background, that of all models
+# save        the rank's shard of weights and optimizer on its way to the disk; in the background, that of all models
 # A load reads one stored rectangle of a tensor at a time into tensors that exist: less than a save.
 
 PROCESS_BYTES = 4 * GIB  # an assumption: modules, CUDA's own host memory, prompts and samples, staging of the sync
 
 
 def host_parts(config: Config, world_size: int, memory: StageMemory) -> dict[str, float]:
-    """Bytes that a rank with a GPU needs on its node, at most. `process` is estimated."""
+    """Sizes what a rank with a GPU needs on its node, at most. `process` is estimated."""
     megatron, itemsize = config.actor.megatron, DTYPE_BYTES[config.model.dtype]
     learning_weights = memory.reward_model - memory.reward_training - sum(memory.frozen_rewards)
     adam = {  # of the models that learn
@@ -295,12 +359,8 @@ def host_parts(config: Config, world_size: int, memory: StageMemory) -> dict[str
         "reward model": memory.reward_training - GRADIENT_BYTES * learning_weights / itemsize,
         "critic": memory.critic - memory.critic_weights - memory.critic_trained * GRADIENT_BYTES / itemsize,
     }
-    parts = {
-        "process": float(PROCESS_BYTES),
-        "offloaded optimizer": 0.0,
-        "offloaded weights": 0.0,
-        "copies of a save": 0.0,
-    }
+    parts = dict.fromkeys(("process", "offloaded optimizer", "offloaded weights", "copies of a save"), 0.0)
+    parts["process"] = float(PROCESS_BYTES)
     if megatron.offload_optimizer:
         parts["offloaded optimizer"] = sum(adam.values())
     elif config.critic.offload:
@@ -313,8 +373,8 @@ def host_parts(config: Config, world_size: int, memory: StageMemory) -> dict[str
         replicas = world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
         saved = memory.weights if config.actor.lora.rank is None else memory.trained
         weights = {"policy": saved, "reward model": learning_weights, "critic": memory.critic_trained}
-        own = 1 + (4 / 8 if itemsize == 4 else 0)  # a float32 model's weights are stored as Adam's, too
-        copies = [weights[name] / replicas + adam[name] * own for name in adam]
+        per_state = 1 + (4 / 8 if itemsize == 4 else 0)  # a float32 model's weights are stored as Adam's, too
+        copies = [weights[name] / replicas + adam[name] * per_state for name in adam]
         parts["copies of a save"] = sum(copies) if config.trainer.async_save else max(copies)
     return {name: size for name, size in parts.items() if size}
 
@@ -322,9 +382,9 @@ def host_parts(config: Config, world_size: int, memory: StageMemory) -> dict[str
 def phase_shortages(
     config: Config, world_size: int, models: RunModels, device: float | None = None, *, elsewhere: bool = False
 ) -> Iterator[str]:
-    """The phases of a valid layout that cannot fit a device of `device` bytes. None on the CPU.
+    """Yields the phases of a valid layout that cannot fit a device of `device` bytes; none on the CPU.
 
-    `device` None: this rank's GPU; nothing is known of it if the run is for another machine. Not run on a GPU yet.
+    `device` None: this rank's GPU, unless the run is for another machine. Not run on a GPU yet.
     """
     if device is None and not elsewhere:
         device = device_bytes(config.trainer.device)
@@ -334,7 +394,7 @@ def phase_shortages(
 
 
 def phase_problems(config: Config, arch: Architecture, phases: list[Phase], device: float) -> Iterator[str]:
-    """The phases that cannot fit a device of `device` bytes: the exact parts alone are too large."""
+    """Yields the phases that cannot fit a device of `device` bytes: the exact parts alone are too large."""
     for phase in phases:
         if phase.is_impossible(device):
             yield shortage(config, phase, device)
@@ -351,7 +411,7 @@ def phase_problems(config: Config, arch: Architecture, phases: list[Phase], devi
 
 
 def shortage(config: Config, phase: Phase, device: float) -> str:
-    """One line for a phase that does not fit: the sum, and what to change."""
+    """Describes a phase that does not fit in one line: the sum, and what to change."""
     terms = [f"{name} {'~' if name in ESTIMATED else ''}{size / GIB:.2f}" for name, size in phase.parts.items()]
     if phase.utilization:
         terms.append(f"engine {phase.utilization:g} x {device / GIB:.2f} = {phase.utilization * device / GIB:.2f}")

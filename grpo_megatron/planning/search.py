@@ -1,35 +1,182 @@
-"""The search: every layout of a world of GPUs, those that fit, fastest first by the cost model. Pure arithmetic.
-
-For each tp, pp, ep and rollout tp it keeps the best micro-batch, with or without recomputation and offloading.
-"""
+"""The search: whether a layout fits a GPU, the nearest layouts that fit, and all of them, fastest first. Pure arithmetic."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.models.engine_cache import engine_cache
-from grpo_megatron.planning.cost import PlannedMachine, Workload, generation_seconds
-from grpo_megatron.planning.fit import PROPOSED, PlannedLayout, estimated, proposed_fit, with_copies
-from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
-from grpo_megatron.planning.layout import Layout, shapes, variants
+from grpo_megatron.models.engine_cache import EngineCache, engine_cache
+from grpo_megatron.planning.cost import StepSeconds, Workload, generation_seconds, step_seconds
+from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, PlannedMachine
+from grpo_megatron.planning.layout import Layout, micro_batches, shapes, variants
 from grpo_megatron.planning.parameters import DTYPE_BYTES, RunModels
-from grpo_megatron.planning.phases import GIB
+from grpo_megatron.planning.phases import GIB, Phase, memory_phases
+
+# -- Fit: every phase of a layout against the memory of a GPU, and the engine's cache ----------------------------------
+
+SHARE_STEP = 0.05  # by which the engine's share of the GPU is lowered
+PROPOSED = 0.95  # share of the usable memory that a proposed layout may need: estimates miss, and memory fragments
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Phases of a layout against a GPU of `device` bytes; `length`: tokens of the largest sequence."""
+
+    layout: Layout
+    phases: list[Phase]
+    cache: EngineCache | None  # None: the run has no engine
+    device: float
+    length: int
+
+    @property
+    def full_phases(self) -> list[Phase]:
+        """The phases that do not fit, estimates included."""
+        return [phase for phase in self.phases if not phase.fits(self.device)]
+
+    @property
+    def has_cache(self) -> bool:
+        """True if the cache has room for one sequence of the largest length, without which the engine does not start."""
+        return self.cache is None or self.cache.sequences(self.length) > 0
+
+    @property
+    def fits(self) -> bool:
+        return not self.full_phases and self.has_cache
+
+    @property
+    def has_margin(self) -> bool:
+        """True if the layout may be proposed: it fits, and no phase needs more than PROPOSED of the memory."""
+        return self.fits and self.fullest[1] <= PROPOSED * self.device
+
+    @property
+    def is_impossible(self) -> bool:
+        """True if the exact parts alone are too large."""
+        no_budget = self.cache is not None and self.cache.cache + self.cache.workspace <= 0
+        return no_budget or any(phase.is_impossible(self.device) for phase in self.phases)
+
+    @property
+    def fullest(self) -> tuple[str, float]:
+        """The largest phase, and its bytes."""
+        sizes = {phase.name: phase.total + phase.utilization * self.device for phase in self.phases}
+        name = max(sizes, key=sizes.__getitem__)
+        return name, sizes[name]
+
+
+def fit(config: Config, models: RunModels, world_size: int, device: float) -> Fit:
+    """Compares the config, whose layout must be valid, with GPUs of `device` bytes."""
+    phases = memory_phases(config, models.arch, world_size, *models.stages(config))
+    cache, length = None, config.data.max_prompt_length + config.data.max_response_length
+    if config.draws:
+        cache = engine_cache(config.rollout, models.arch, DTYPE_BYTES[config.model.dtype], device, length)
+    return Fit(Layout.of(config), phases, cache, device, length)
+
+
+def proposed_fit(config: Config, models: RunModels, world_size: int, device: float) -> Fit:
+    """Returns `fit`, with the engine's share lowered to a multiple of SHARE_STEP where only this makes every phase fit."""
+    result = fit(config, models, world_size, device)
+    if result.has_margin or not any(phase.utilization for phase in result.phases):
+        return result
+    free = min(PROPOSED - phase.total / device for phase in result.phases if phase.utilization)
+    share = round(SHARE_STEP * math.floor(free / SHARE_STEP + 1e-9), 2)
+    if not 0 < share < config.rollout.gpu_memory_utilization:
+        return result
+    return fit(config.with_values({"rollout.gpu_memory_utilization": share}), models, world_size, device)
+
+
+# -- The layouts nearest to a config -----------------------------------------------------------------------------------
+
+LARGEST_SEARCH = 20_000  # layouts that are tried
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout that fits, with its estimated step. `drawing`: ranks that only generate, beside those of the layout."""
+
+    fit: Fit
+    seconds: StepSeconds
+    drawing: int = 0
+
+    @property
+    def layout(self) -> Layout:
+        return self.fit.layout
+
+
+def estimated(fit: Fit, work: Workload, machine: PlannedMachine, *, drawing: int = 0, lag: int = 0) -> PlannedLayout:
+    """Estimates the step of a layout that fits. `drawing`: ranks that only generate, beside those of the machine."""
+    tokens, layout = fit.cache.tokens if fit.cache is not None else 0, fit.layout
+    if fit.cache is not None:
+        work = replace(work, max_num_seqs=fit.cache.max_num_seqs)
+    seconds = step_seconds(replace(work, draws=work.draws and not drawing), layout, machine, tokens)
+    if drawing:
+        generate = generation_seconds(work, layout, replace(machine, world_size=drawing), tokens)
+        generate, copied = with_copies(generate, work, layout, machine)
+        seconds = replace(seconds, generate=generate, sync=copied, overlaps=lag > 0)
+    return PlannedLayout(fit, seconds, drawing)
+
+
+def with_copies(generate: float, work: Workload, layout: Layout, machine: PlannedMachine) -> tuple[float, float]:
+    """Returns the seconds of generating and loading weights from the host, and of copying the weights to the host."""
+    size = work.num_sent * work.itemsize
+    return (
+        generate + machine.host_seconds(size / layout.rollout_tp),
+        machine.host_seconds(size / (layout.tp * layout.pp)),
+    )
+
+
+def nearest_layouts(
+    config: Config, models: RunModels, work: Workload, machine: PlannedMachine, count: int = 3
+) -> list[PlannedLayout]:
+    """Returns at most `count` layouts that fit, the nearest first. None of them is the config's.
+
+    A level of the distance is a factor of two in a size, a switch, or 0.1 of the engine's share of the GPU.
+    """
+    now = Layout.of(config)
+    candidates = sorted(_candidates(config, models, machine), key=lambda layout: layout.distance(now))
+    found: list[PlannedLayout] = []
+    for layout in candidates[:LARGEST_SEARCH]:
+        if len(found) >= count and layout.distance(now) > found[count - 1].layout.distance(now):
+            break
+        fit = proposed_fit(layout.applied(config), models, machine.world_size, machine.gpu.usable_bytes)
+        if fit.has_margin and fit.layout != now:
+            found.append(estimated(fit, work, machine))
+            found.sort(key=lambda planned: (planned.layout.distance(now), planned.seconds.step))
+    return found[:count]
+
+
+def _candidates(config: Config, models: RunModels, machine: PlannedMachine) -> Iterator[Layout]:
+    now = Layout.of(config)
+    switches = (
+        {now.recompute, True},
+        {now.offload_optimizer, True} if config.draws else {now.offload_optimizer},
+        {now.offload_reference, True},
+        {now.distributed_optimizer, True},
+    )
+    names = ("tokens", "recompute", "offload_optimizer", "offload_reference", "distributed_optimizer")
+    smaller = [tokens for tokens in micro_batches(config) if tokens <= now.tokens]  # that need no more memory
+    for shape in shapes(config, models.arch, machine.world_size, machine.per_node):
+        for values in itertools.product(smaller, *switches):
+            changes: dict[str, Any] = dict(zip(names, values, strict=True))
+            yield replace(shape, **changes)
+
+
+# -- All layouts -------------------------------------------------------------------------------------------------------
+# For each tp, pp, ep and rollout tp the search keeps the best micro-batch, with or without recomputation and offloading.
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """`found`: one layout for each tp, pp, ep and rollout tp of which at least one variant fits, fastest first."""
+    """Layouts that fit, one for each tp, pp, ep and rollout tp, fastest first."""
 
-    found: list[PlannedLayout]
+    layouts: list[PlannedLayout]
     num_tried: int
     num_fitting: int
 
 
 def search(config: Config, models: RunModels, work: Workload, machine: PlannedMachine) -> SearchResult:
-    """Every valid layout. A layout in which a data-parallel rank or an engine would get no sample is left out."""
+    """Tries every valid layout in which each data-parallel rank and each engine gets a sample."""
     best: list[PlannedLayout] = []
     num_tried = num_fitting = 0
     for shape in shapes(config, models.arch, machine.world_size, machine.per_node):
@@ -49,18 +196,18 @@ def search(config: Config, models: RunModels, work: Workload, machine: PlannedMa
     return SearchResult(sorted(best, key=lambda planned: planned.seconds.step), num_tried, num_fitting)
 
 
-# -- Two roles: the last ranks only draw (`rollout.placement: separate`) ------------------------------------------------------
+# -- Two roles: the last ranks only generate (`rollout.placement: separate`) --------------------------------------------
 # With a lag a step takes as long as the slower role: max(G', U') in place of G + U. U' has a copy of a rank's weights to the
 # host, G' a load from there; between the hosts they travel in the background.
 
-MOST_SPLITS = 8  # numbers of drawing ranks that are tried, by whole nodes
-ENGINE_SHARE = 0.9  # of a GPU that only draws
+MOST_SPLITS = 8  # numbers of rollout ranks that are tried, by full nodes
+ENGINE_SHARE = 0.9  # of a GPU that only generates
 
 
 def search_splits(
     config: Config, models: RunModels, work: Workload, machine: PlannedMachine
 ) -> Iterator[tuple[Config, PlannedLayout]]:
-    """The fastest layout of both roles, with its config, for each number of ranks that only draw."""
+    """Yields the fastest layout of both roles, with its config, for each number of ranks that only generate."""
     world, unit = machine.world_size, machine.per_node if machine.world_size > machine.per_node else 1
     counts = range(unit, world, unit)
     itemsize, length = DTYPE_BYTES[config.model.dtype], config.data.max_prompt_length + config.data.max_response_length
@@ -76,42 +223,30 @@ def search_splits(
             split = config.with_values({f"rollout.{name}": value for name, value in values.items()})
             cache = engine_cache(split.rollout, models.arch, itemsize, machine.gpu.usable_bytes, length)
             if cache.sequences(length) > 0:
-                at_once, role_machine = (
+                limited, rollout_ranks = (
                     replace(work, max_num_seqs=cache.max_num_seqs),
                     replace(machine, world_size=drawing),
                 )
                 layout = Layout.of(split)
-                seconds = generation_seconds(at_once, layout, role_machine, cache.tokens)
+                seconds = generation_seconds(limited, layout, rollout_ranks, cache.tokens)
                 generate.setdefault(with_copies(seconds, work, layout, machine)[0], split)
         if not generate:
             continue
         seconds, split = min(generate.items(), key=lambda item: item[0])
         training = replace(machine, world_size=world - drawing)
-        found = search(split, models, replace(work, draws=False), training).found
-        if found:
-            _, copied = with_copies(0.0, work, found[0].layout, machine)
-            of_both = replace(found[0].seconds, generate=seconds, sync=copied, overlaps=True)
-            yield split, replace(found[0], seconds=of_both, drawing=drawing)
+        if layouts := search(split, models, replace(work, draws=False), training).layouts:
+            _, copied = with_copies(0.0, work, layouts[0].layout, machine)
+            both_roles = replace(layouts[0].seconds, generate=seconds, sync=copied, overlaps=True)
+            yield split, replace(layouts[0], seconds=both_roles, drawing=drawing)
 
 
-# -- The search: layouts that fit, fastest first, and the arguments that choose the first one -----------------------------
+# -- The page of `plan --search` ---------------------------------------------------------------------------------------
 
 _TOP = 10
-_COLUMNS = (
-    "draw",
-    "tp",
-    "pp",
-    "dp",
-    "ep",
-    "engine",
-    "tokens",
-    "recompute",
-    "offload",
-    "share",
-    "at once",
-    "fullest, GiB",
+_HEADER = (
+    *("draw", "tp", "pp", "dp", "ep", "engine", "tokens", "recompute", "offload", "share", "at once", "fullest, GiB"),
+    *("gen s", "score", "update", "sync", "step s", "tok/s/GPU"),
 )
-_SECONDS = ("gen s", "score", "update", "sync", "step s", "tok/s/GPU")
 
 
 def search_page(
@@ -123,7 +258,7 @@ def search_page(
     top: int | None = None,
     mean_response: int | None = None,
 ) -> str:
-    """The page for a config whose own layout need not be valid. Raises ConfigError."""
+    """Returns the page for a config, whose own layout may be invalid. Raises ConfigError."""
     if config.trainer.device == "cpu":
         raise ConfigError("plan --search is for GPUs, and trainer.device=cpu; add trainer.device=auto")
     longest = config.data.max_response_length
@@ -138,7 +273,7 @@ def search_page(
     machine = PlannedMachine(gpu or GPUS[REFERENCE], world, min(config.trainer.n_gpus_per_node, world))
     work = Workload.of(config, models, mean_response)
     result = search(config, models, work, machine)
-    lines = [*_head(config, work, machine, result), "", *_table(config, work, machine, result.found[: top or _TOP])]
+    lines = [*_head(config, work, machine, result), "", *_table(config, work, machine, result.layouts[: top or _TOP])]
     if work.draws and config.algorithm.source == "policy":
         lines += ["", *_splits(config, models, work, machine, result)]
     return "\n".join(lines)
@@ -166,14 +301,14 @@ def _head(config: Config, work: Workload, machine: PlannedMachine, result: Searc
     )
 
 
-def _table(config: Config, work: Workload, machine: PlannedMachine, found: list[PlannedLayout]) -> Iterator[str]:
-    if not found:
+def _table(config: Config, work: Workload, machine: PlannedMachine, layouts: list[PlannedLayout]) -> Iterator[str]:
+    if not layouts:
         yield "no layout fits: use more GPUs, GPUs with more memory, or shorter sequences"
         return
-    yield from _rows(found, work, machine)
+    yield from _rows(layouts, work, machine)
     yield ""
     yield "Seconds are estimates: docs/layouts.md says by how much they miss published ones."
-    changes = list(found[0].layout.overrides(config))
+    changes = list(layouts[0].layout.overrides(config))
     if not changes:
         yield "The first is the config's own layout."
         return
@@ -184,7 +319,7 @@ def _table(config: Config, work: Workload, machine: PlannedMachine, found: list[
 def _splits(
     config: Config, models: RunModels, work: Workload, machine: PlannedMachine, colocated: SearchResult
 ) -> Iterator[str]:
-    """Ranks of two roles, beside the fastest colocated layout."""
+    """Yields the lines about ranks of two roles, compared with the fastest colocated layout."""
     splits = sorted(search_splits(config, models, work, machine), key=lambda split: split[1].seconds.step)
     if not splits:
         yield "Two roles (rollout.placement=separate): no split fits."
@@ -193,7 +328,7 @@ def _splits(
     yield "`fullest` is of a rank that trains; an engine has `share` of a GPU of its own:"
     yield from _rows([planned for _, planned in splits], work, machine)
     split, best = splits[0]
-    if colocated.found and (seconds := colocated.found[0].seconds.step) <= best.seconds.step:
+    if colocated.layouts and (seconds := colocated.layouts[0].seconds.step) <= best.seconds.step:
         yield f"Colocated is better: {seconds:.1f} s per step, and the best split needs {best.seconds.step:.1f} s."
         return
     role = "num_nodes" if split.rollout.num_nodes else "num_ranks"
@@ -203,11 +338,10 @@ def _splits(
     yield from _arguments(best.layout.overrides(config))
 
 
-def _rows(found: list[PlannedLayout], work: Workload, machine: PlannedMachine) -> Iterator[str]:
-    rows = [_cells(planned, work, machine) for planned in found]
-    header = [*_COLUMNS, *_SECONDS]
-    widths = [max(len(header[i]), *(len(row[i]) for row in rows)) for i in range(len(header))]
-    for row in (header, *rows):
+def _rows(layouts: list[PlannedLayout], work: Workload, machine: PlannedMachine) -> Iterator[str]:
+    rows = [_HEADER, *(_cells(planned, work, machine) for planned in layouts)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
         yield " ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
 
 

@@ -19,12 +19,11 @@ from grpo_megatron.data.task import get_task, task_names
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
-from grpo_megatron.planning.cost import PlannedMachine, Workload
-from grpo_megatron.planning.fit import PlannedLayout
-from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, find_gpu
+from grpo_megatron.planning.cost import Workload
+from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, PlannedMachine, find_gpu
 from grpo_megatron.planning.layout import FULL_RECOMPUTATION
 from grpo_megatron.planning.parameters import RunModels
-from grpo_megatron.planning.search import search
+from grpo_megatron.planning.search import PlannedLayout, search
 from grpo_megatron.registry import find_modules
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.hub import model_folder
@@ -87,7 +86,7 @@ def suggest(config: Config, arch: Architecture, machine: Machine) -> PlannedLayo
     assert machine.gpu is not None
     models = RunModels(arch)
     planned = PlannedMachine(machine.gpu, machine.ranks, machine.per_node)
-    found = search(config, models, Workload.of(config, models), planned).found
+    found = search(config, models, Workload.of(config, models), planned).layouts
     if not found:
         raise ConfigError(
             f"{arch.num_parameters() / 1e9:.2f}e9 parameters on {machine.ranks} GPUs of {machine.gpu.usable_gib:g} GiB: no layout"

@@ -17,10 +17,10 @@ from grpo_megatron.checks.models import read_models
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.cli.plan import plan_warnings, verdict_lines
-from grpo_megatron.planning.cost import PlannedMachine, Workload
-from grpo_megatron.planning.fit import fit
-from grpo_megatron.planning.gpus import find_gpu
+from grpo_megatron.planning.cost import Workload
+from grpo_megatron.planning.gpus import PlannedMachine, find_gpu
 from grpo_megatron.planning.layout import world_problems
+from grpo_megatron.planning.search import fit
 from tests.runs import make_run
 
 ROOT = Path(__file__).resolve().parents[2]

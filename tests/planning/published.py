@@ -17,8 +17,8 @@ from typing import Any
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.planning.cost import PlannedMachine, StepSeconds, Workload, step_seconds
-from grpo_megatron.planning.gpus import GPUS, Gpu
+from grpo_megatron.planning.cost import StepSeconds, Workload, step_seconds
+from grpo_megatron.planning.gpus import GPUS, Gpu, PlannedMachine
 from grpo_megatron.planning.layout import Layout
 from tests.files import published_config
 

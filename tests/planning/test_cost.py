@@ -20,7 +20,6 @@ from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.flops import active_parameters, peak_tflops, tower_parameters
 from grpo_megatron.planning.cost import (
     LoraSize,
-    PlannedMachine,
     Workload,
     generation_seconds,
     gradient_seconds,
@@ -29,7 +28,16 @@ from grpo_megatron.planning.cost import (
     step_seconds,
     update_seconds,
 )
-from grpo_megatron.planning.gpus import ENGINE_STEP_S, GPUS, MEMORY, REDUCE_S, REFERENCE, SAMPLE_S, find_gpu
+from grpo_megatron.planning.gpus import (
+    ENGINE_STEP_S,
+    GPUS,
+    MEMORY,
+    REDUCE_S,
+    REFERENCE,
+    SAMPLE_S,
+    PlannedMachine,
+    find_gpu,
+)
 from grpo_megatron.planning.layout import Layout
 from tests.planning import published
 

@@ -31,14 +31,17 @@ from grpo_megatron.models.families import architecture_of
 from grpo_megatron.planning import phases
 from grpo_megatron.planning.parameters import RunModels, memory_of_stages, parameters_from_table
 from grpo_megatron.planning.phases import (
+    ALL_REDUCE,
+    CONTEXT,
     GIB,
+    GRAPHS,
     PROCESS_BYTES,
     Phase,
     host_parts,
     memory_phases,
     phase_problems,
+    reserved_bytes,
 )
-from grpo_megatron.planning.reserved import ALL_REDUCE, CONTEXT, GRAPHS, reserved_bytes
 from grpo_megatron.training.colocation import memory_problem
 from tests import tiny, worlds
 from tests.models.test_moe import MODELS

@@ -11,19 +11,20 @@ import torch.distributed as dist
 from grpo_megatron.checks.models import read_models
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
-from grpo_megatron.planning.cost import PlannedMachine, Workload
-from grpo_megatron.planning.fit import (
+from grpo_megatron.planning.cost import Workload
+from grpo_megatron.planning.gpus import PlannedMachine, find_gpu
+from grpo_megatron.planning.layout import FULL_RECOMPUTATION, Layout, micro_batches, shapes, variants, world_problems
+from grpo_megatron.planning.parameters import RunModels, stage_layers
+from grpo_megatron.planning.search import (
     PROPOSED,
     _candidates,
     estimated,
     fit,
     nearest_layouts,
     proposed_fit,
+    search,
+    search_splits,
 )
-from grpo_megatron.planning.gpus import find_gpu
-from grpo_megatron.planning.layout import FULL_RECOMPUTATION, Layout, micro_batches, shapes, variants, world_problems
-from grpo_megatron.planning.parameters import RunModels, stage_layers
-from grpo_megatron.planning.search import search, search_splits
 from tests.planning import published
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,27 +105,27 @@ def test_the_search_lists_what_fits_fastest_first(monkeypatch: pytest.MonkeyPatc
     machine = PlannedMachine(find_gpu("h100-80"), 512)
     result = search(config, models, work, machine)
     assert not dist.is_initialized()
-    assert result.num_tried > 1000 and len(result.found) > 20
-    seconds = [planned.seconds.step for planned in result.found]
+    assert result.num_tried > 1000 and len(result.layouts) > 20
+    seconds = [planned.seconds.step for planned in result.layouts]
     assert seconds == sorted(seconds)
-    for planned in result.found:
+    for planned in result.layouts:
         alone = fit(planned.layout.applied(config), models, 512, machine.gpu.usable_bytes)
         assert alone == planned.fit and alone.fits and alone.fullest[1] <= PROPOSED * machine.gpu.usable_bytes
         assert alone.cache is not None and alone.cache.sequences(4096) >= 1
-    best = result.found[0].layout
+    best = result.layouts[0].layout
     of_shape = [v for v in variants(best, config) if (v.tp, v.pp, v.rollout_tp) == (best.tp, best.pp, best.rollout_tp)]
     fits = [proposed_fit(v.applied(config), models, 512, machine.gpu.usable_bytes) for v in of_shape]
     assert min(estimated(f, work, machine).seconds.step for f in fits if f.has_margin) == seconds[0]
     # 8 GPUs of 40 GB hold neither 1.1 TB of weights, gradients and optimizer nor a part of them that is enough.
     small = search(config, models, work, PlannedMachine(find_gpu("a100-40"), 8))
-    assert small.found == [] and small.num_tried > 0
+    assert small.layouts == [] and small.num_tried > 0
 
 
 def test_adapters_of_70b_fit_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 8 GPUs of 80 GB, which cannot train all weights: 141 GB of weights twice (policy, engine), 1 GB of adapters."""
     machine = PlannedMachine(find_gpu("h100-80"), 8)
     config, models, work = config_70b(monkeypatch, "actor.lora.rank=32")
-    best = search(config, models, work, machine).found[0]
+    best = search(config, models, work, machine).layouts[0]
     config, _, work = config_70b(monkeypatch, "actor.lora={rank: 32, mode: split}")
     split = estimated(fit(best.layout.applied(config), models, 8, machine.gpu.usable_bytes), work, machine)
     assert split.fit.fits
@@ -153,7 +154,7 @@ def test_narrow_experts_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     config, _, _ = config_70b(monkeypatch)
     models = RunModels(published.architecture("Qwen3-30B-A3B"))
     machine = PlannedMachine(find_gpu("h100-80"), 32)
-    assert [one.layout.tp for one in search(config, models, Workload.of(config, models), machine).found[:3]] == [
+    assert [one.layout.tp for one in search(config, models, Workload.of(config, models), machine).layouts[:3]] == [
         1,
         1,
         1,
@@ -164,7 +165,7 @@ def test_no_rank_stays_without_a_sample(monkeypatch: pytest.MonkeyPatch) -> None
     """16 samples: at most 16 engines and 16 data-parallel ranks."""
     keys = ["data.train_batch_size=4", "rollout.n=4", "actor.ppo_mini_batch_size=4"]
     config, models, work = config_70b(monkeypatch, *keys)
-    for planned in search(config, models, work, PlannedMachine(find_gpu("b200"), 32)).found:
+    for planned in search(config, models, work, PlannedMachine(find_gpu("b200"), 32)).layouts:
         assert 32 // planned.layout.rollout_tp <= 16 and 32 // (planned.layout.tp * planned.layout.pp) <= 16
 
 

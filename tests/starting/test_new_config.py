@@ -13,10 +13,10 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import parse
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.planning.fit import PlannedLayout
 from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.layout import Layout
 from grpo_megatron.planning.phases import GIB, memory_phases
+from grpo_megatron.planning.search import PlannedLayout
 from grpo_megatron.starting.new_config import InitOptions, Machine, config_text, suggest, write_config
 from grpo_megatron.untrusted import parse_yaml, read_json
 from tests import vision

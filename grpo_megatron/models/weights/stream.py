@@ -284,7 +284,7 @@ class Resharding:
         """Send one element to every rank that a sync will send to. Collective.
 
         NCCL allocates the buffers of a connection at its first message, gigabytes where a rank has many peers
-        (planning/reserved.py). After this call they are no longer part of the free memory.
+        (planning/phases.py). After this call they are no longer part of the free memory.
         """
         sides = zip(*(plan.peers() for plan in self._plans), strict=True)
         targets, sources = (sorted({peer for peers in side for peer in peers}) for side in sides)
