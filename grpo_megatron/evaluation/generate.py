@@ -48,7 +48,7 @@ def generate(options: GenerateOptions, start_ranks: StartRanks | None) -> int:
 
 
 def _check_output(output: Path | None) -> None:
-    """Before a model is read. Raises ConfigError."""
+    """Check the output before a model is read. Raises ConfigError."""
     if output is None:
         return
     if output.is_dir():
