@@ -199,7 +199,8 @@ def _load_groups(
 ) -> Sequence[OfflineGroup]:
     """Load groups as `load_offline_groups`. `read` makes any number of groups of a row.
 
-    `label(response, reward)` completes a response, or raises ValueError. With `label` the reward in the file may be anything; that of the group is then the mean label.
+    `label(response, reward)` completes a response, or raises ValueError. With it the rewards in the file
+    may be anything; that of the group is then the mean label.
     """
     task = get_task(data.task)
     rows = RowSet(files, task.name, image_format(tokenizer))

@@ -355,10 +355,7 @@ def _without_dollars(text: str) -> str:
     return text[1:-1] if is_one_formula else text
 
 
-# -- Tasks by name: a file in `tasks/`, the path of another YAML file, or "my.module:function" of the user's own -------
-# `data.task`, `data.val_tasks` and `grpo-megatron evaluate --tasks` take the same names and get the same objects.
-
-# -- Task files: a task as YAML, in `tasks/` or the user's own. The keys are those of `Task` and `RowFormat` -----------
+# -- Task files ---------------------------------------------------------------------------------------------------------
 # A file may extend a built-in task: `extends: gsm8k` takes every key from there that the file does not set. So a variant
 # of a benchmark (few-shot examples, the scores of another program) is a task with a name of its own. The sha256 of the
 # bytes, with those of the extended file, is printed with every result. Only results with equal sha256 are compared.
@@ -487,7 +484,7 @@ def source_sha256(module_name: str) -> str:
     return hashlib.sha256(Path(path).read_bytes() if path else module_name.encode()).hexdigest()
 
 
-# -- The form of data files where `data.task` is not set: verl's rows, TRL's, or others --------------------------------
+# -- The task of files where `data.task` is not set --------------------------------------------------------------------
 
 FORMS = {"verl": "reward_model.ground_truth", "trl": "prompt, and no question"}  # task -> what its rows are known by
 

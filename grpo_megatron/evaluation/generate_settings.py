@@ -18,7 +18,7 @@ from grpo_megatron.data.prompts import RowRenderer, image_format, render_prompt
 from grpo_megatron.data.rows import Question, RowSet, read_question
 from grpo_megatron.data.task import Task, get_tasks
 from grpo_megatron.evaluation.ask import AnswerSettings, AskedModel, placed_prompt, with_options
-from grpo_megatron.evaluation.generate_options import GenerateOptions
+from grpo_megatron.evaluation.options import GenerateOptions
 from grpo_megatron.storage.run_files import STEP_FILE
 from grpo_megatron.types import Prompt, PromptImage
 from grpo_megatron.untrusted import MAX_YAML, parse_yaml, read_json, read_text

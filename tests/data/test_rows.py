@@ -71,7 +71,7 @@ def test_a_file_that_is_read_as_a_whole_has_a_largest_size(tmp_path: Path, monke
         monkeypatch.setattr(rows_module, "MAX_WHOLE", 10)
         assert len(open_rows(tmp_path / name)) == 1
         monkeypatch.setattr(rows_module, "MAX_WHOLE", 9)
-        with pytest.raises(ConfigError, match=f"has 10 bytes; a .{name[2:]} file is held in memory, .* as .jsonl"):
+        with pytest.raises(ConfigError, match=f"has 10 bytes; a .{name[2:]} file is read into memory, .* as .jsonl"):
             open_rows(tmp_path / name)
 
 
