@@ -16,15 +16,15 @@ from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device, device_bytes
 from grpo_megatron.models.engine_cache import with_sequences
-from grpo_megatron.models.weights.stream import BridgeResharding
 from grpo_megatron.parallel.heartbeat import STEP, Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.processes.variables import set_determinism_variables
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import Group, without_row
 from grpo_megatron.sampling.wrappers import build_collector
+from grpo_megatron.sync.attest import EngineWeights
 from grpo_megatron.trainer import build_generator, join_world
-from grpo_megatron.training.colocation import HeldWeights, build_probe, build_resharding, build_rollout_engine
+from grpo_megatron.training.colocation import build_probe, build_rollout_engine, build_weight_sync
 from grpo_megatron.training.roles import Begin, Drawn, End, NewWeights, StateWanted, is_validated
 from grpo_megatron.training.stopping import Cadence, Stopped
 from grpo_megatron.training.validation import Validator
@@ -33,7 +33,7 @@ from grpo_megatron.training.validation import Validator
 class RolloutRank:
     """Build on every rank that draws, `run` once. Collective over these ranks."""
 
-    held: HeldWeights
+    weights: EngineWeights
 
     def __init__(self, config: Config, checked: Checked | None = None) -> None:
         set_determinism_variables(config)
@@ -56,15 +56,13 @@ class RolloutRank:
         self.metrics.within = self.heartbeat.phase
         self.cadence = Cadence(trainer, config.algorithm.iteration_steps)
         self.engine = build_rollout_engine(config, checked, self.mesh, device)
-        weights_digest = lambda: self.held.weights_digest  # noqa: E731
+        weights_digest = lambda: self.weights.weights_digest  # noqa: E731
         generator = build_generator(config, checked, self.mesh, self.engine, weights_digest, opened)
 
         begin: Begin = self._receive()  # the trainer has restored its checkpoint
         self.clock = begin.clock
-        resharding = build_resharding(config, checked.arch, self.mesh, device, begin.stage_of)
-        assert isinstance(resharding, BridgeResharding)
-        self.resharding = resharding
-        self.held = HeldWeights(self.engine, self.mesh, resharding, build_probe(config, checked.arch))
+        self.weight_sync = build_weight_sync(config, checked.arch, self.mesh, device, begin.stage_of)
+        self.weights = EngineWeights(self.engine, self.mesh, self.weight_sync, build_probe(config, checked.arch))
         self.collector = build_collector(
             config.algorithm,
             data,
@@ -104,14 +102,14 @@ class RolloutRank:
             else:
                 self._draw(message)
 
-    def _draw(self, weights: NewWeights) -> None:
+    def _draw(self, new: NewWeights) -> None:
         """Everything that these weights draw."""
-        version = weights.version
+        version = new.header.version
         steps = self.clock.steps(version)
         self.heartbeat.step = steps.start if steps else version
-        self.held.load(self.resharding.received(), version, weights.expected, self.metrics)
+        self.weights.load(self.weight_sync.received(new.header), version, new.expected, self.metrics)
         with self.metrics.phase("probe"):
-            self.held.measure("policy", weights.logprobs, self.metrics)
+            self.weights.measure("policy", new.logprobs, self.metrics)
         self._expect(version + 1)
         validation = None
         if self.validator is not None and is_validated(version, self.clock, self.cadence):
@@ -130,7 +128,7 @@ class RolloutRank:
         cadence = self.cadence if self.validator is not None else None
         versions = range(version, self.clock.num_steps + 1)
         if any(self.clock.steps(v) or is_validated(v, self.clock, cadence) for v in versions):
-            self.resharding.expect()
+            self.weight_sync.expect()
 
     def _send_step(self, groups: list[Group] | None, validation: tuple[int, dict[str, float]] | None) -> None:
         numbers = self.metrics.reduce(self.mesh.all_gather)

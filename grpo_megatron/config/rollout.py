@@ -147,7 +147,7 @@ class RolloutConfig(Section):
     delta_max_density: Annotated[float, Needs("rollout.sync=delta")] = Field(0.1, gt=0, le=1)
     """a sync is full if a larger share of the elements has changed"""
     probe_tolerance: float | None = Field(None, gt=0)
-    """mean |logprob difference| after a sync; null: training/colocation.py"""
+    """mean |logprob difference| after a sync; null: sync/attest.py"""
     engine_kwargs: dict[str, Any] = {}
     """further arguments of vllm.LLM; wrong names are errors"""
     val_kwargs: ValKwargs = ValKwargs()

@@ -29,7 +29,7 @@ from grpo_megatron.untrusted import cut, shown
 
 
 class Tokens(tuple[int, ...]):
-    """The token ids of a part of a plain text, as they are: no template, no further end token."""
+    """Token ids of a part of a plain text, as they are: no template, no further end token."""
 
 
 Written = str | Messages | Tokens  # a response in a data file
@@ -37,7 +37,7 @@ Written = str | Messages | Tokens  # a response in a data file
 
 @dataclass(frozen=True)
 class WrittenResponse:
-    """A response as token ids, with the end-of-sequence token. `turns` is empty if the assistant wrote all of it.
+    """Token ids with the end-of-sequence token. `turns` is empty if the assistant wrote all of it.
 
     `labels`: (token, label) where a scalar head is trained (below). Then only these tokens are in the loss.
     """
@@ -60,11 +60,11 @@ class WrittenResponse:
 
     @property
     def num_loss_tokens(self) -> int:
-        """The number of tokens in the loss."""
+        """How many tokens are in the loss."""
         return sum(end - start for start, end in self.loss_spans)
 
     def loss_mask(self) -> list[int]:
-        """Make the mask: one number per token, 1 for one in the loss."""
+        """One number per token: 1 for one in the loss."""
         mask = [0] * len(self.ids)
         for start, end in self.loss_spans:
             mask[start:end] = [1] * (end - start)
@@ -72,7 +72,7 @@ class WrittenResponse:
 
 
 def read_written(row: dict[str, Any], fields: Sequence[str]) -> tuple[Question, list[Written]]:
-    """Read the question and the responses of a row.
+    """The question and the responses of a row.
 
     A row has "prompt" and the named fields, each a text or a list of messages that begins and ends with the assistant's
     turn. Where the only field is "response", it may have "messages" instead: the whole conversation. Raises ValueError.
@@ -94,7 +94,7 @@ def read_written(row: dict[str, Any], fields: Sequence[str]) -> tuple[Question, 
 
 
 def _render_turns(messages: Sequence[Mapping[str, Any]], renderer: TurnRenderer) -> WrittenResponse:
-    """Tokenise turns that begin and end with the assistant's. Raises ConfigError when the template fails."""
+    """The tokens of turns that begin and end with the assistant's. Raises ConfigError when the template fails."""
     ids: list[int] = []
     turns: list[Turn] = []
     for is_assistant, run in itertools.groupby(messages, key=lambda message: message["role"] == "assistant"):
@@ -139,8 +139,8 @@ def _check_turns(messages: list[dict[str, Any]], name: str) -> list[dict[str, An
     return messages
 
 
-# -- Written groups ----------------------------------------------------------------------------------------------------
-# As prompts, all rows are checked and measured before the run, and a group is made when it is read.
+# -- Written groups: rows with responses as token ids ------------------------------------------------------------------
+# As prompts (prompts.py), all rows are checked and measured before the run, and a group is made when it is read.
 
 # A question, its responses, a reward (or labels) of each.
 WrittenGroup = tuple[Question | Tokens, list[Written], Sequence[Any]]
@@ -155,7 +155,7 @@ def load_offline_groups(
     renderer: TurnRenderer | None = None,
     end_token_ids: Sequence[int] = (),
 ) -> Sequence[OfflineGroup]:
-    """Load prompts with responses from the files. A row has "prompt" and one response in each of `fields` (name -> reward).
+    """Prompts with responses from the file. A row has "prompt" and one response in each of `fields` (name -> reward).
 
     `fields` is {"response": 1.0} for supervised training, with rows {"prompt", "response"}, {"messages"} or {"text"}, and
     {"chosen": 1.0, "rejected": 0.0} for preferences. Rows over data.max_prompt_length or data.max_response_length tokens are
@@ -175,7 +175,7 @@ def load_offline_groups(
 
 
 def text_parts(text: str, tokenizer: Any, longest: int) -> list[tuple[Tokens, list[Written]]]:
-    """Cut a plain text into parts of at most `longest` tokens, each after one token of context. Raises ValueError.
+    """A plain text in parts of at most `longest` tokens, each after one token of context. Raises ValueError.
 
     Every token is in the loss of one part, the end-of-sequence token too, but for the first: the beginning-of-sequence
     token, or the text's own where the tokenizer has none. A part's context is its last token before.
@@ -197,10 +197,9 @@ def _load_groups(
     renderer: TurnRenderer | None = None,
     end_token_ids: Sequence[int] = (),
 ) -> Sequence[OfflineGroup]:
-    """Load groups as `load_offline_groups`. `read` makes any number of groups of a row.
+    """As `load_offline_groups`. `read` makes any number of groups of a row; `label(response, reward)` completes a response.
 
-    `label(response, reward)` completes a response, or raises ValueError. With it the rewards in the file
-    may be anything; that of the group is then the mean label.
+    `label` may raise ValueError. With `label` the reward in the file may be anything; that of the group is then the mean label.
     """
     task = get_task(data.task)
     rows = RowSet(files, task.name, image_format(tokenizer))
@@ -235,14 +234,14 @@ def _load_groups(
 
 @dataclass(frozen=True)
 class GroupReader(RowRenderer):
-    """A maker of the groups of a RowSet, with the arguments of `_load_groups`. `ends`: the tokens that end a response."""
+    """Makes the groups of a RowSet: the arguments of `_load_groups`. `ends`: the tokens that end a response."""
 
     where = "row "
     label: Callable[[WrittenResponse, Any], WrittenResponse] | None
     ends: Set[int]
 
     def fit_groups(self, written: list[tuple[int, WrittenGroup]]) -> list[bool]:
-        """Tell for each (row number, group) whether no prompt and no response is too long."""
+        """Whether the prompt and all responses of each (row number, group) have at most the configured lengths, in tokens."""
         longest = self.data.max_response_length
         measured = iter(self.fit([(number, group[0]) for number, group in written if not isinstance(group[0], Tokens)]))
         fits = [isinstance(group[0], Tokens) or next(measured) for _, group in written]
@@ -252,14 +251,14 @@ class GroupReader(RowRenderer):
         return fits
 
     def _certainly_short(self, responses: Sequence[Written]) -> bool:
-        """Bound the lengths by the bytes of the texts. Labels are checked by their tokens, and turns by their rendering."""
+        """By the bytes of the texts. Labels are checked by their tokens, and turns by their rendering."""
         longest = self.data.max_response_length - 1  # the end-of-sequence token
         return self.label is None and all(
             isinstance(one, Tokens) or (isinstance(one, str) and most_tokens(one) <= longest) for one in responses
         )
 
     def group(self, number: int, written: WrittenGroup) -> OfflineGroup:
-        """Make the group of a row. Raises ConfigError."""
+        """The group of a row. Raises ConfigError."""
         question, [responses] = written[0], self.responses([(number, written)])
         prompt = self._prompt(number, question)
         if self.label is None:
@@ -273,7 +272,7 @@ class GroupReader(RowRenderer):
         return self.prompt(number, question, **named)
 
     def responses(self, written: list[tuple[int, WrittenGroup]]) -> list[list[WrittenResponse]]:
-        """Tokenise the responses of each (row number, group). Raises ConfigError."""
+        """The responses of each (row number, group). Raises ConfigError."""
         rendered = iter(self._rendered([one for _, (_, ones, _) in written for one in ones]))
         found = []
         for number, (_, ones, rewards) in written:
@@ -287,7 +286,7 @@ class GroupReader(RowRenderer):
         return found
 
     def _rendered(self, written: list[Written]) -> list[WrittenResponse]:
-        """Tokenise responses in order. Turns end with the template's end of turn.
+        """The responses in order. Turns end with the template's end of turn.
 
         A text gets the tokenizer's end-of-sequence token, unless an end token is its last one already.
         """
@@ -318,7 +317,7 @@ class GroupReader(RowRenderer):
         return responses
 
 
-# -- Rows for reward models --------------------------------------------------------------------------------------------
+# -- Rows that a reward model learns from: pairs of responses, or responses with labelled steps ------------------------
 # {"prompt", "chosen", "rejected"[, "margin"]}     one pair; margin >= 0: by how much the chosen response should score higher
 # the same with lists of texts in all three        several pairs of one prompt: chosen[i] beats rejected[i]
 # {"prompt", "completions": [...], "labels": [...]}    the steps of one response, and whether each is right (TRL's form)
@@ -328,7 +327,7 @@ class GroupReader(RowRenderer):
 
 
 def step_labels(ids: Sequence[int], labels: Sequence[bool], decode: Decode, separator: str) -> list[tuple[int, float]]:
-    """Label each step: (its last token, 1.0 if it is right, else 0.0). Raises ValueError: other counts."""
+    """(last token of a step, 1.0 if it is right, else 0.0). Raises ValueError unless there are as many steps as labels."""
     ends = step_ends(ids, decode, separator)
     if len(ends) != len(labels):
         raise ValueError(
@@ -351,10 +350,7 @@ def load_pairs(
     pad_token_id: int | None,
     renderer: TurnRenderer | None = None,
 ) -> Sequence[OfflineGroup]:
-    """Load one group per pair: chosen with reward 1 + margin, rejected with 0. Raises ConfigError.
-
-    `pad_token_id`: the model's.
-    """
+    """One group per pair: chosen with reward 1 + margin, rejected with 0. `pad_token_id` is the model's. Raises ConfigError."""
 
     def label(response: WrittenResponse, reward: float) -> WrittenResponse:
         ends = [token for token, token_id in enumerate(response.ids) if token_id != pad_token_id]
@@ -368,7 +364,7 @@ def load_pairs(
 
 
 def load_steps(data: DataConfig, files: Sequence[Path], tokenizer: Any, separator: str) -> Sequence[OfflineGroup]:
-    """Load one group per response, with the share of right steps as its reward. Raises ConfigError."""
+    """One group per response, whose reward is the share of right steps. Raises ConfigError."""
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
@@ -380,7 +376,7 @@ def load_steps(data: DataConfig, files: Sequence[Path], tokenizer: Any, separato
 
 
 def read_pairs(row: dict[str, Any]) -> list[WrittenGroup]:
-    """Read the pairs of a row, with rewards [1 + margin, 0]. Raises ValueError."""
+    """The pairs of a row, with rewards [1 + margin, 0]. Raises ValueError."""
     names = ("chosen", "rejected")
     lists = [name for name in names if isinstance(row.get(name), list) and not _are_messages(row[name])]
     if not lists:
@@ -398,7 +394,7 @@ def read_pairs(row: dict[str, Any]) -> list[WrittenGroup]:
 
 
 def read_steps(row: dict[str, Any], separator: str) -> WrittenGroup:
-    """Read a row with labelled steps, as one response and its labels. Raises ValueError."""
+    """A row with labelled steps, as one response and its labels. Raises ValueError."""
     question, steps = read_question(row), _texts(row, "completions")
     if "labels" not in row:
         raise missing_field(["labels"], row)

@@ -34,9 +34,10 @@ from grpo_megatron.models.layers.precision import token_multiple
 from grpo_megatron.models.layers.routes import RouteChoice, replay_routes
 from grpo_megatron.models.vision import PLACED
 from grpo_megatron.models.weights.hf_folder import load_hf
-from grpo_megatron.models.weights.stream import Resharding, hf_weights, stage_owners, unwrapped
+from grpo_megatron.models.weights.stream import hf_weights, sent_parameters, stage_owners, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sync.digest import Expected
+from grpo_megatron.sync.weight_sync import WeightSync
 from grpo_megatron.types import Batch, WeightBucket
 
 # -- packs: micro-batches as Megatron-Core computes them ---------------------------------------------------------------
@@ -507,15 +508,15 @@ class ShardedModel:
         with self.readable_weights():
             yield from hf_weights(self.model, self.arch, self.mesh, bucket_megabytes, self.stage_of)
 
-    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
-        """Streams an engine's shards of the weights. Collective (see `Resharding.stream`)."""
+    def engine_weights(self, weight_sync: WeightSync, version: int) -> Iterator[WeightBucket]:
+        """Stream the weights to an engine: only the spans that it reads (see `WeightSync.stream`). Collective."""
         with self.readable_weights():
-            yield from resharding.stream(self.model, version)
+            yield from weight_sync.stream(sent_parameters(self.model), version)
 
-    def expected_digests(self, resharding: Resharding) -> Expected:
-        """Returns the digests of the current weights, for each rank of the engine. Collective (see `Resharding`)."""
+    def expected_digests(self, weight_sync: WeightSync) -> Expected:
+        """Compute the digests of the current weights, for each rank of the engine. Collective (see `WeightSync`)."""
         with self.readable_weights():
-            return resharding.expected_digests(self.model)
+            return weight_sync.expected_digests(sent_parameters(self.model))
 
 
 class LanguageModel(ShardedModel):

@@ -42,9 +42,10 @@ from grpo_megatron.models.optimizer import (
     wrap_ddp,
 )
 from grpo_megatron.models.vision import set_trainable
-from grpo_megatron.models.weights.stream import Resharding, unwrapped
+from grpo_megatron.models.weights.stream import unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sync.digest import Expected
+from grpo_megatron.sync.weight_sync import WeightSync
 from grpo_megatron.types import Batch, WeightBucket
 
 
@@ -338,12 +339,12 @@ class AdapterReference:
         with self._reading():
             return self.policy.logprobs(replace(batch, recorded_routes=None), temperature)  # its routers decide
 
-    def engine_weights(self, resharding: Resharding, version: int) -> Iterator[WeightBucket]:
+    def engine_weights(self, weight_sync: WeightSync, version: int) -> Iterator[WeightBucket]:
         """See ShardedModel."""
         with self._reading():
-            yield from self.policy.engine_weights(resharding, version)
+            yield from self.policy.engine_weights(weight_sync, version)
 
-    def expected_digests(self, resharding: Resharding) -> Expected:
+    def expected_digests(self, weight_sync: WeightSync) -> Expected:
         """See ShardedModel."""
         with self._reading():
-            return self.policy.expected_digests(resharding)
+            return self.policy.expected_digests(weight_sync)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from grpo_megatron.config import Config
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.bridge import Bridge
 from grpo_megatron.parallel.control import LostRank as LostRank
@@ -58,6 +59,20 @@ class Grid:
     rollout_tp: int = 1
     ranks_per_node: int = 8
     num_drawing: int = 0
+
+    @classmethod
+    def of(cls, config: Config, num_training: int) -> Grid:
+        """Return the grid that the config's layout makes with `num_training` ranks that train."""
+        megatron, drawing = config.actor.megatron, config.num_rollout_ranks
+        return cls(
+            num_training + drawing,
+            megatron.tensor_model_parallel_size,
+            megatron.pipeline_model_parallel_size,
+            megatron.expert_model_parallel_size,
+            config.rollout.tensor_model_parallel_size,
+            min(config.trainer.n_gpus_per_node, num_training + drawing),
+            drawing,
+        )
 
     @property
     def num_training(self) -> int:

@@ -74,7 +74,7 @@ class PlannedSync:
 
     def operations(self, rank: int) -> int:
         """Messages that a rank sends and receives."""
-        return sum(current.messages() for current in RankPlan(self.plan, self.rounds, rank).rounds)
+        return sum(current.num_messages() for current in RankPlan(self.plan, self.rounds, rank).rounds)
 
 
 def planned_sync(
@@ -88,27 +88,13 @@ def planned_sync(
     rollout_ep: int = 1,
     lora: LoraConfig | None = None,
 ) -> PlannedSync:
-    """The plan that `Resharding` makes; with `lora`, that of its factors. `layers`: of each pipeline stage."""
+    """Make the plan of a `WeightSync`; with `lora`, that of its factors. `layers`: of each pipeline stage."""
     stage_of = stages_of_parameters(arch, layers)
     spans = engine_tensors(arch, grid.rollout_tp, reads_shards=reads_shards, rollout_ep=rollout_ep).spans
     parameters = sync_parameters(arch, grid, stage_of)
     if lora is not None:
         parameters, spans = factor_sync(lora_rows(arch, lora), arch, grid, stage_of, spans)
     return PlannedSync(*plan_rounds(parameters, spans, grid, (bucket_megabytes << 20) // itemsize), itemsize)
-
-
-def grid_of(config: Config, world_size: int) -> Grid:
-    """The grid of ranks that the config's layout makes. `world_size`: ranks that train."""
-    megatron, drawing = config.actor.megatron, config.num_rollout_ranks
-    return Grid(
-        world_size + drawing,
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        megatron.expert_model_parallel_size,
-        config.rollout.tensor_model_parallel_size,
-        min(config.trainer.n_gpus_per_node, world_size + drawing),
-        drawing,
-    )
 
 
 def planned_for(config: Config, arch: Architecture, world_size: int, *, whole: bool = False) -> PlannedSync:
@@ -119,7 +105,7 @@ def planned_for(config: Config, arch: Architecture, world_size: int, *, whole: b
     is_whole = whole or lora.rank is None
     return (_last_planned if is_whole else functools.partial(planned_sync, lora=lora))(
         arch,
-        grid_of(config, world_size),
+        Grid.of(config, world_size),
         tuple(layers),
         itemsize=DTYPE_BYTES[config.model.dtype],
         bucket_megabytes=config.rollout.update_weights_bucket_megabytes,
@@ -132,7 +118,7 @@ _last_planned = functools.lru_cache(maxsize=1)(planned_sync)  # a page of a plan
 
 
 def kept_by_syncs(config: Config, arch: Architecture, world_size: int) -> float:
-    """What a rank keeps of its engine's shard on the host, at most: where syncs send adapters only (sync/host_copies.py)."""
+    """What a rank keeps of its engine's shard on the host, at most: where syncs send adapters only (sync/patches.py)."""
     if config.actor.lora.rank is None or not config.draws:
         return 0.0
     return float(planned_for(config, arch, world_size, whole=True).received.max())
@@ -193,7 +179,7 @@ class BorderTraffic:
 
 def border_traffic(config: Config, models: RunModels, work: Workload, world_size: int) -> list[BorderTraffic]:
     """What crosses borders, without what does not. Empty on one node."""
-    grid = grid_of(config, world_size)
+    grid = Grid.of(config, world_size)
     if grid.num_nodes == 1:
         return []
     layout, tokens = Layout.of(config), work.samples * _length(config)

@@ -192,7 +192,7 @@ class RolloutEngine(ABC):
         """
 
     def digests(self) -> Mapping[str, int] | None:
-        """Name -> digest of this rank's part of the tensor in the engine's own memory (`sync.digest.part_digest`).
+        """Name -> digest of this rank's part of the tensor in the engine's own memory (`sync.digest.slice_digest`).
 
         Called after `load_weights`. A tensor that was not loaded is absent. None: the engine cannot tell.
         """

@@ -34,7 +34,7 @@ from grpo_megatron.exact import rowwise
 from grpo_megatron.exact.rowwise import FEWEST_ROWS, aligned
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import Completion, Request, StatefulEngine, load_verified
-from grpo_megatron.sync.digest import part_digest
+from grpo_megatron.sync.digest import slice_digest
 from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.types import PromptImage, WeightBucket
 
@@ -603,7 +603,7 @@ class TransformersEngine(StatefulEngine):
     def digests(self) -> dict[str, int]:
         """See RolloutEngine. The live memory of every parameter, which is whole on each rank."""
         self._require_usable(awake=False)
-        digests = [part_digest(self._weights[name], tensor, 0) for name, tensor in self._tensors.tensors.items()]
+        digests = [slice_digest(self._weights[name], tensor, 0) for name, tensor in self._tensors.tensors.items()]
         return dict(zip(self._tensors.tensors, torch.stack(digests).tolist(), strict=True))
 
     # -- generation ----------------------------------------------------------------------------------------------------

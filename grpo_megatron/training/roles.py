@@ -33,18 +33,13 @@ from torch import Tensor
 
 from grpo_megatron.config import Config
 from grpo_megatron.models.policy import Policy
-from grpo_megatron.models.weights.stream import BridgeResharding
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import Clock, Collector, Group, State, pack_groups, unpack_groups
+from grpo_megatron.sync.attest import Provenance, finite_digests, probe_logprobs
 from grpo_megatron.sync.digest import Expected
-from grpo_megatron.training.colocation import (
-    Provenance,
-    build_probe,
-    build_resharding,
-    finite_digests,
-    probe_logprobs,
-)
+from grpo_megatron.sync.weight_sync import SyncHeader
+from grpo_megatron.training.colocation import build_probe, build_weight_sync
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Draw
 
@@ -62,9 +57,9 @@ class Begin:
 
 @dataclass(frozen=True)
 class NewWeights:
-    """The weights of `version` are on their way. `logprobs`: of the probe's tokens."""
+    """The weights of `header.version` are on their way. `logprobs`: of the probe's tokens."""
 
-    version: int
+    header: SyncHeader
     expected: Expected
     logprobs: Tensor
 
@@ -165,8 +160,7 @@ class RolloutRanks(StepsAhead):
         super().__init__(Collector(), policy.mesh)
         self.cadence, self.policy, self.bridge = cadence, policy, policy.mesh.bridge
         self.lag, self.rollout_tp = config.rollout.lag, config.rollout.tensor_model_parallel_size
-        self.resharding = build_resharding(config, policy.arch, policy.mesh, policy.device, policy.stage_of)
-        assert isinstance(self.resharding, BridgeResharding)
+        self.weight_sync = build_weight_sync(config, policy.arch, policy.mesh, policy.device, policy.stage_of)
         self.probe, self.provenance = build_probe(config, policy.arch), Provenance(self.mesh, config.max_staleness)
         self.clock = Clock()
         self._due = 0  # arrivals that need no more weights than have been sent
@@ -191,10 +185,11 @@ class RolloutRanks(StepsAhead):
 
     def _send_weights(self, version: int) -> None:
         policy, is_first = self.policy, not self._has_sent
-        expected = finite_digests("policy", policy, self.resharding, version, is_first=is_first)
+        expected = finite_digests("policy", policy, self.weight_sync, version, is_first=is_first)
         logprobs = probe_logprobs("policy", policy, self.probe, self.mesh)
-        deque(policy.engine_weights(self.resharding, version), maxlen=0)
-        self._send(NewWeights(version, expected, logprobs))
+        deque(policy.engine_weights(self.weight_sync, version), maxlen=0)
+        self.weight_sync.accept(expected.weights_digest)  # the ranks that draw stop the run where they do not
+        self._send(NewWeights(self.weight_sync.header, expected, logprobs))
         self._has_sent = True
         self.provenance.record(version, expected.weights_digest)
 

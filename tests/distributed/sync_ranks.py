@@ -42,7 +42,7 @@ def build(
     from grpo_megatron.models.weights.stream import engine_tensors
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.rollout.build import build_engine
-    from grpo_megatron.sync.delta import DeltaLimits
+    from grpo_megatron.sync.weight_sync import DeltaLimits
 
     device = Device("cpu")
     mesh = build_mesh(device, tp=tp, pp=pp, rollout_tp=rollout_tp)
@@ -120,14 +120,14 @@ def delta_and_full(folder: Path, layout: tuple[int, int, int, bool], rollout_tp:
 
     Before the fourth sync there is one that fails on the last rank.
     """
-    from grpo_megatron.models.weights.stream import Resharding
+    from grpo_megatron.models.weights.stream import new_weight_sync
     from grpo_megatron.parallel.mesh import RankError
     from grpo_megatron.report.metrics import Metrics
 
     _, tp, pp, sp = layout
     mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, 1.0, lr, "bfloat16", sync="delta")
-    tensors, device = colocation.resharding.tensors, torch.device("cpu")
-    full = Resharding(
+    tensors, device = colocation.weight_sync.tensors, torch.device("cpu")
+    full = new_weight_sync(
         policy.arch, mesh, policy.stage_of, tensors, dtype=torch.bfloat16, device=device, bucket_megabytes=1
     )
     pairs = tiny.make_sequences(6)
@@ -169,10 +169,10 @@ def adapters(
 
     world, tp, pp, sp = layout
     mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, 1.0, 1e-2, dtype, lora=lora)
-    pairs, resharding = tiny.make_sequences(6), colocation.resharding
+    pairs, resharding = tiny.make_sequences(6), colocation.weight_sync
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)
     batch = make_batch(pairs, [[list(range(len(rows)))]], rows)
-    plans = {"base": resharding.plan, "factors": resharding.factors}
+    plans = {"base": resharding.plan, "factors": resharding.codec.plans[1]}
     out: dict[str, Any] = {name: plan.elements_received * resharding.dtype.itemsize for name, plan in plans.items()}
     out |= {"received": [], "digests": [], "drawn": [], "error": ""}
     reference = AdapterReference(policy, {})

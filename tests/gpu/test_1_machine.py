@@ -65,13 +65,13 @@ def test_process_groups(record_figures: Record) -> None:
 def test_digests(record_figures: Record) -> None:
     """The digest of a weight: the same number as on the CPU."""
     needs_gpu("this")
-    from grpo_megatron.sync.digest import part_digest
+    from grpo_megatron.sync.digest import slice_digest
     from grpo_megatron.sync.plan import SyncTensor
 
     weight = torch.randn(1 << 14, 1 << 14, device="cuda").bfloat16()
     whole = SyncTensor("weight", tuple(weight.shape), 1)
     for cut in (weight, weight[:, 5:1027]):
-        assert int(part_digest(cut, whole, 5)) == int(part_digest(cut.cpu(), whole, 5))
+        assert int(slice_digest(cut, whole, 5)) == int(slice_digest(cut.cpu(), whole, 5))
 
 
 # -- torch and Megatron-Core -------------------------------------------------------------------------------------------

@@ -206,8 +206,7 @@ def test_the_order_frees_memory_before_it_is_needed() -> None:
     policy: Any = Recorder("policy", calls, arch=SimpleNamespace(vocab_size=50), device=device)
     engine: Any = Recorder("engine", calls)
     nothing: Any = SimpleNamespace()
-    resharding: Any = SimpleNamespace(accept=lambda digest: calls.append("accept"))
-    colocation = Colocation(policy, engine, resharding, probe=nothing, provenance=nothing)
+    colocation = Colocation(policy, engine, nothing, probe=nothing, provenance=nothing)
     colocation._sync = lambda *args: calls.append("sync")  # type: ignore[method-assign,assignment,func-returns-value]
     colocation._probe = lambda *args: calls.append("probe")  # type: ignore[method-assign,assignment,func-returns-value]
     assert calls == ["engine.sleep"]  # at construction: a warmup trains before the first rollout
@@ -216,7 +215,7 @@ def test_the_order_frees_memory_before_it_is_needed() -> None:
         calls.append("generate")
     assert calls == [
         *("policy.offload", "device.empty_cache", "engine.wake_weights", "sync"),
-        *("device.empty_cache", "engine.wake_kv_cache", "probe", "accept", "generate"),
+        *("device.empty_cache", "engine.wake_kv_cache", "probe", "generate"),
         *("engine.sleep", "device.empty_cache", "policy.onload"),
     ]
 

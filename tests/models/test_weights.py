@@ -14,7 +14,7 @@ from grpo_megatron.models.families import architecture_of, hf_shapes, table_of
 from grpo_megatron.models.weights.hf_folder import SafetensorsFolder
 from grpo_megatron.models.weights.stream import WeightsError, engine_tensors
 from grpo_megatron.models.weights.table import QKV, GateUp, Vocabulary, WeightRow, expand_table
-from grpo_megatron.sync.digest import Share, share_groups
+from grpo_megatron.sync.digest import DigestSlice, digest_groups
 from grpo_megatron.sync.plan import SyncTensor
 from tests.files import published_config
 from tests.sync.simulation import FAMILIES, architecture
@@ -99,13 +99,13 @@ def test_the_calls_of_a_sync_do_not_grow_with_the_experts() -> None:
     assert {len(names) for unit, names in whole.units(3).items() if ".experts." in unit} == {32}
     assert len(whole.units(3)) == len(engine.units(3))
     shares = [
-        Share(row.megatron, SyncTensor(name, shape, row.axis), 0, shape[row.axis], start, (0,))
+        DigestSlice(row.megatron, SyncTensor(name, shape, row.axis), 0, shape[row.axis], start, (0,))
         for row in expand_table(table_of(arch), arch)
         if row.expert is not None
         for name, shape, start in zip(row.hf, row.hf_shapes(arch), (0, 768), strict=False)
     ]
     assert len(shares) == 18_432
-    digests = sum(len(group[0]) for group in share_groups(shares))
+    digests = sum(len(group[0]) for group in digest_groups(shares))
     assert digests == 2 * -(-48 * 128 // 42) + -(-48 * 128 // 85) == 367
 
 

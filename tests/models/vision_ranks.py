@@ -172,7 +172,7 @@ def checkpoint(folder: Path, layout: Any, load: Path | None, save: Path) -> dict
 def serve(folder: Path, layout: Any) -> dict[str, Any]:
     """The engine `transformers` after a sync of an updated policy: its log-probabilities and the policy's, and its draws."""
     from grpo_megatron.config import RolloutConfig
-    from grpo_megatron.models.weights.stream import Resharding, engine_tensors
+    from grpo_megatron.models.weights.stream import engine_tensors, new_weight_sync
     from grpo_megatron.rollout.build import build_engine
     from grpo_megatron.rollout.engine import Request
 
@@ -180,13 +180,13 @@ def serve(folder: Path, layout: Any) -> dict[str, Any]:
     policy = policy_ranks.build(folder, tp, pp, sp, optim={"lr": 1e-2}, vision={"freeze_tower": False})
     tensors = engine_tensors(policy.arch, 1, reads_shards=False)
     sizes: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "bucket_megabytes": 1}
-    resharding = Resharding(policy.arch, policy.mesh, policy.stage_of, tensors, **sizes)
+    weight_sync = new_weight_sync(policy.arch, policy.mesh, policy.stage_of, tensors, **sizes)
     parts = RolloutConfig(engine="transformers"), folder, policy.mesh, policy.device
     limits: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "eos_token_ids": [vision.EOS]}
     engine, batch, found = build_engine(*parts, tensors=tensors, **limits), batch_of([[[0, 1], [2, 3]]]), []
     for version in range(2):
-        engine.load_weights(policy.engine_weights(resharding, version), version)
-        policy.expected_digests(resharding)
+        engine.load_weights(policy.engine_weights(weight_sync, version), version)
+        policy.expected_digests(weight_sync)
         got = engine.logprobs([tokens.tolist() for tokens in batch.tokens], batch.images)
         own = policy.logprobs(batch)
         for row, (prompt, response) in enumerate(PAIRS):
@@ -194,7 +194,7 @@ def serve(folder: Path, layout: Any) -> dict[str, Any]:
             found.append(difference.abs().max().item())
         policy.update(batch, policy_ranks.loss)
     weights = policy_ranks.stream(policy)
-    engine.load_weights(policy.engine_weights(resharding, 2), 2)
+    engine.load_weights(policy.engine_weights(weight_sync, 2), 2)
     requests = [Request(tuple(p), seed, 12, images=images) for p, images, _ in ROWS for seed in (1, 2)]
     requests.append(Request(tuple(ROWS[0][0]), 1, 12, images=(vision.placed(77, ROWS[0][1][0].first),)))
     together = engine.generate(requests, 2)

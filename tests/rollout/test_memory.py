@@ -17,7 +17,7 @@ from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.vllm.process import computes_latents_on_cpu
-from grpo_megatron.sync.digest import Expected, Share, compare, expected_digests, stack_digests
+from grpo_megatron.sync.digest import DigestSlice, Expected, compare, expected_digests, group_digests
 from grpo_megatron.sync.plan import Interval, SyncTensor
 from grpo_megatron.types import WeightBucket
 from tests import vision
@@ -115,12 +115,12 @@ class Subject:
         device = torch.device("cpu")
         return expected_digests(shares, whole.__getitem__, self.tensors, lambda table: None, device)
 
-    def _shares(self, tensor: SyncTensor) -> list[Share]:
+    def _shares(self, tensor: SyncTensor) -> list[DigestSlice]:
         spans = self.tensors.spans[tensor.name]
         borders = sorted({0, tensor.length, *(border for span in spans for border in span)})
         parts = zip(borders, borders[1:], strict=False)
         return [
-            Share(tensor.name, tensor, a, b, a, tuple(r for r, (c, d) in enumerate(spans) if c <= a and b <= d))
+            DigestSlice(tensor.name, tensor, a, b, a, tuple(r for r, (c, d) in enumerate(spans) if c <= a and b <= d))
             for a, b in parts
         ]
 
@@ -243,7 +243,7 @@ FAULTS = [
 def calls_are_counted(subject: Subject, good: Weights) -> None:
     """One call of a weight loader, and one digest, for each tensor or stack: 3 stacks per layer, whatever the experts."""
     loader = "vllm.model_executor.model_loader.reload.layerwise.get_numel_loaded"
-    digest = mock.patch("grpo_megatron.rollout.vllm.memory.stack_digests", wraps=stack_digests)
+    digest = mock.patch("grpo_megatron.rollout.vllm.memory.group_digests", wraps=group_digests)
     with mock.patch(loader, wraps=layerwise_loader()) as loads, digest as digests:
         subject.sync(good)
         subject.engine.digests()

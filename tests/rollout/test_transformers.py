@@ -169,11 +169,11 @@ class TransformersWorld(World):
 
 
 def the_memory_is_digested(world: World) -> None:
-    from grpo_megatron.sync.digest import part_digest
+    from grpo_megatron.sync.digest import slice_digest
 
     model, engine = world.push(1, 0), world.engine
     expected = {
-        name: int(part_digest(tensor, world.tensors.tensors[name], 0)) for name, tensor in tiny.weights(model).items()
+        name: int(slice_digest(tensor, world.tensors.tensors[name], 0)) for name, tensor in tiny.weights(model).items()
     }
     assert engine.digests() == expected
     next(engine._model.module.parameters()).data[5, 3] += 1e-3

@@ -16,7 +16,7 @@ from grpo_megatron.config import RolloutConfig, Section
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, load_verified
-from grpo_megatron.sync.digest import part_digest
+from grpo_megatron.sync.digest import slice_digest
 from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.types import WeightBucket
 
@@ -82,7 +82,7 @@ class ToyEngine(RolloutEngine):
 
     def digests(self) -> dict[str, int]:
         parameters = self._model.state_dict()
-        return {name: int(part_digest(parameters[name], tensor, 0)) for name, tensor in self._tensors.tensors.items()}
+        return {name: int(slice_digest(parameters[name], tensor, 0)) for name, tensor in self._tensors.tensors.items()}
 
     def submit(self, request_id: str, request: Request, version: int) -> None:
         self.require(version)

@@ -1,4 +1,4 @@
-"""Digests of parts: they add up over every cut, and no single change goes unnoticed.
+"""Digests of slices: they add up over every cut, and no single change goes unnoticed.
 
 The reference is the definition itself, in Python's integers: words of 8 bytes, little-endian, zeros after the last column.
 """
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.sync import digest
-from grpo_megatron.sync.digest import Share, expected_digests, part_digest, stack_digests
+from grpo_megatron.sync.digest import DigestSlice, expected_digests, group_digests, slice_digest
 from grpo_megatron.sync.plan import EngineTensors, SyncTensor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -23,8 +23,8 @@ def tensor_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torc
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def whole_digest(values: torch.Tensor) -> int:
-    return int(part_digest(values, SyncTensor("w", tuple(values.shape), 0), 0))
+def tensor_digest(values: torch.Tensor) -> int:
+    return int(slice_digest(values, SyncTensor("w", tuple(values.shape), 0), 0))
 
 
 def splitmix64(seed: int, index: int) -> int:
@@ -44,7 +44,7 @@ def test_digest_is_its_definition(shape: tuple[int, ...], dtype: torch.dtype) ->
         data = row.contiguous().view(torch.uint8).numpy().tobytes()
         words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
         total += splitmix64(1, r) * sum(splitmix64(2, w) * word for w, word in enumerate(words))
-    assert whole_digest(values) % 2**64 == total % 2**64
+    assert tensor_digest(values) % 2**64 == total % 2**64
 
 
 @settings(max_examples=200, deadline=None)
@@ -55,16 +55,16 @@ def test_digest_is_its_definition(shape: tuple[int, ...], dtype: torch.dtype) ->
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 100),
 )
-def test_parts_add_up_to_the_whole(
+def test_slices_add_up_to_the_tensor(
     shape: tuple[int, ...], axis: int, cuts: list[int], dtype: torch.dtype, seed: int
 ) -> None:
     axis %= len(shape)
     values, tensor = tensor_of(shape, dtype, seed), SyncTensor("w", shape, axis)
     borders = [0, *sorted(min(cut, shape[axis]) for cut in cuts), shape[axis]]
     parts = [(values.narrow(axis, a, b - a), a) for a, b in zip(borders, borders[1:], strict=False)]
-    digests = [part_digest(part, tensor, start) for part, start in parts]
-    assert sum(digests[::-1]) == whole_digest(values)
-    copies = [part_digest(part.clone(), tensor, start) for part, start in parts]  # contiguous, other alignment
+    digests = [slice_digest(part, tensor, start) for part, start in parts]
+    assert sum(digests[::-1]) == tensor_digest(values)
+    copies = [slice_digest(part.clone(), tensor, start) for part, start in parts]  # contiguous, other alignment
     assert copies == digests
 
 
@@ -72,43 +72,43 @@ def test_memory_layout_does_not_matter() -> None:
     values = tensor_of((6, 10), torch.bfloat16)
     padded = torch.full((6, 13), 7.0, dtype=torch.bfloat16)
     padded[:, 1:11] = values  # neither rows nor start are aligned to words
-    assert whole_digest(padded[:, 1:11]) == whole_digest(values)
-    assert whole_digest(values.t().contiguous().t()) == whole_digest(values)
+    assert tensor_digest(padded[:, 1:11]) == tensor_digest(values)
+    assert tensor_digest(values.t().contiguous().t()) == tensor_digest(values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(4, 7), (11,)])
 def test_every_flipped_bit_is_noticed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = tensor_of(shape, dtype)
-    healthy = whole_digest(values)
+    healthy = tensor_digest(values)
     data = values.view(-1).view(torch.uint8)
     for byte in range(len(data)):
         for bit in range(8):
             data[byte] ^= 1 << bit
-            assert whole_digest(values) != healthy, (byte, bit)
+            assert tensor_digest(values) != healthy, (byte, bit)
             data[byte] ^= 1 << bit
-    assert whole_digest(values) == healthy
+    assert tensor_digest(values) == healthy
 
 
 def test_swaps_are_noticed() -> None:
     values = tensor_of((16, 24), torch.bfloat16)
-    seen = {whole_digest(values)}
+    seen = {tensor_digest(values)}
     swaps = 0
     for axis, size in enumerate(values.shape):
         for i in range(size):
             for j in range(i):
                 order = list(range(size))
                 order[i], order[j] = j, i
-                seen.add(whole_digest(values.index_select(axis, torch.tensor(order))))
+                seen.add(tensor_digest(values.index_select(axis, torch.tensor(order))))
                 swaps += 1
     assert len(seen) == 1 + swaps
 
 
-def test_a_part_at_another_place_has_another_digest() -> None:
+def test_a_slice_at_another_place_has_another_digest() -> None:
     values = tensor_of((4, 8), torch.float32)
     for axis in (0, 1):
         tensor = SyncTensor("w", (16, 32), axis)
-        assert len({int(part_digest(values, tensor, start)) for start in range(12)}) == 12
+        assert len({int(slice_digest(values, tensor, start)) for start in range(12)}) == 12
 
 
 def test_the_product_in_blocks_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,12 +122,12 @@ def test_the_product_in_blocks_is_that_of_torch(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "axis"), [((5, 13), 0), ((5, 13), 1), ((6, 16), 1), ((9,), 0)])
-def test_a_stack_has_the_digests_of_its_tensors(shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> None:
+def test_a_group_has_the_digests_of_its_tensors(shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> None:
     """Contiguous, and as the upper half of a larger memory, as vLLM keeps gate and up of all experts."""
     tensor, whole = SyncTensor("w", (64, 64)[: len(shape)], axis), tensor_of((3, *shape), dtype)
     half = torch.cat([whole, whole], 1)[:, shape[0] :]
-    want = [int(part_digest(part, tensor, 3)) for part in whole]
-    assert stack_digests(whole, tensor, 3).tolist() == stack_digests(half, tensor, 3).tolist() == want
+    want = [int(slice_digest(part, tensor, 3)) for part in whole]
+    assert group_digests(whole, tensor, 3).tolist() == group_digests(half, tensor, 3).tolist() == want
 
 
 MEMORIES = {  # how a rank keeps the parameters of all experts
@@ -144,21 +144,23 @@ def test_parameters_of_one_kind_are_digested_together(memory: str, monkeypatch: 
     values = [tensor_of((6, 8), torch.bfloat16, seed) for seed in range(5)]
     parameters = {f"layers.0.{n}.fc1": v for n, v in enumerate(MEMORIES[memory](values))}
     parameters["norm"] = tensor_of((8,), torch.bfloat16)
-    shares = [Share("norm", SyncTensor("norm", (8,), 0), 0, 8, 0, (0,))]
+    shares = [DigestSlice("norm", SyncTensor("norm", (8,), 0), 0, 8, 0, (0,))]
     for n in range(5):
-        shares += [Share(f"layers.0.{n}.fc1", SyncTensor(f"{n}.{i}", (3, 8), 0), 0, 3, 3 * i, (0,)) for i in (0, 1)]
+        shares += [
+            DigestSlice(f"layers.0.{n}.fc1", SyncTensor(f"{n}.{i}", (3, 8), 0), 0, 3, 3 * i, (0,)) for i in (0, 1)
+        ]
     engine = EngineTensors({s.tensor.name: s.tensor for s in shares}, {s.tensor.name: ((0, 3),) for s in shares})
-    calls = mock.Mock(side_effect=stack_digests)
-    monkeypatch.setattr(digest, "stack_digests", calls)
+    calls = mock.Mock(side_effect=group_digests)
+    monkeypatch.setattr(digest, "group_digests", calls)
     got = expected_digests(shares, parameters.__getitem__, engine, lambda table: None, torch.device("cpu"))
-    assert calls.call_count == 3 == sum(len(group[0]) for group in digest.share_groups(shares)) and not got.non_finite
+    assert calls.call_count == 3 == sum(len(group[0]) for group in digest.digest_groups(shares)) and not got.non_finite
     for share in shares:
         part = parameters[share.parameter].narrow(0, share.local_start, share.stop)
-        assert got.digests[share.tensor.name] == [int(part_digest(part, share.tensor, 0))], share.tensor.name
+        assert got.digests[share.tensor.name] == [int(slice_digest(part, share.tensor, 0))], share.tensor.name
     parameters["layers.0.3.fc1"][4, 2] = torch.nan
     got = expected_digests(shares, parameters.__getitem__, engine, lambda table: None, torch.device("cpu"))
     assert got.non_finite == ["3.1"]
-    monkeypatch.setattr(digest, "STACK_ELEMENTS", 2 * 48)  # two parameters: 2, 2 and 1
+    monkeypatch.setattr(digest, "GROUP_ELEMENTS", 2 * 48)  # two parameters: 2, 2 and 1
     calls.reset_mock()
     expected_digests(shares, parameters.__getitem__, engine, lambda table: None, torch.device("cpu"))
     assert calls.call_count == 1 + 2 * 3

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from grpo_megatron.parallel.mesh import Grid
-from grpo_megatron.sync.exchange import Exchange, Pool
+from grpo_megatron.sync.exchange import Exchange, Pool, Transport
+from grpo_megatron.sync.groups import group_view
 from grpo_megatron.sync.plan import SyncPlan
-from grpo_megatron.sync.stacks import as_stack
 from tests.sync import simulation
-from tests.sync.simulation import FAMILIES, architecture, floor_of
+from tests.sync.simulation import FAMILIES, Ranks, architecture, floor_of, same_bits
 
 SIZES = [
     (tp, pp, replicas) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for replicas in (1, 2, 4) if tp * pp * replicas <= 16
@@ -103,43 +103,40 @@ def in_the_soak(number: int) -> list[pytest.MarkDecorator]:
 def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
     family, grid, sizes, rollout_ep = LAYOUTS[number]
     world = simulation.world(architecture(family), grid, list(sizes), budget=budget_of(number), rollout_ep=rollout_ep)
-    handed, counts = simulation.run(world)
+    ranks = Ranks(world)
+    given = ranks.sync()
     for rank in range(grid.first_drawing, grid.world_size):
-        assert handed[rank].keys() == world.whole.keys()
-        for tensor in world.plan.tensors:
-            start, stop = world.plan.spans[tensor.name][grid.engine_rank(rank)]
-            got, expected = (
-                t[tensor.name].narrow(tensor.axis, start, stop - start) for t in (handed[rank], world.whole)
-            )
-            assert torch.equal(got, expected), (rank, tensor.name)
-            if start == stop:
-                assert handed[rank][tensor.name].untyped_storage().nbytes() == got.itemsize, tensor.name
+        assert given[rank].keys() == world.weights.keys()
+        for name, complete in world.weights.items():
+            span = world.span(name, rank)
+            assert same_bits(given[rank][name].narrow(*span), complete.narrow(*span)), (rank, name)
+            if not span[2]:
+                assert given[rank][name].untyped_storage().nbytes() == complete.itemsize, name
         for names in world.engine.units(grid.engine_rank(rank)).values():  # experts arrive as one tensor
-            assert as_stack([handed[rank][name] for name in names]) is not None, names[0]
+            assert group_view([given[rank][name] for name in names]) is not None, names[0]
     floor = floor_of(world.plan.parameters, world.plan.spans, grid)
-    assert [sum(c.received.values()) for c in counts] == floor.ranks.tolist()
+    assert [transport.received.total() for transport in ranks.transports] == floor.ranks.tolist()
     over_borders = [0] * grid.num_nodes
-    for rank, count in enumerate(counts):
-        over_borders[grid.node(rank)] += sum(
-            n for peer, n in count.received.items() if grid.node(peer) != grid.node(rank)
-        )
+    for rank, transport in enumerate(ranks.transports):
+        elsewhere = (n for peer, n in transport.received.items() if grid.node(peer) != grid.node(rank))
+        over_borders[grid.node(rank)] += sum(elsewhere)
     assert over_borders == floor.nodes.tolist()
     bound = 2 * world.rounds.count * (grid.world_size - 1)
-    assert all(count.operations <= bound for count in counts)
+    assert all(transport.operations <= bound for transport in ranks.transports)
 
 
-def test_own_parts_are_windows_on_the_parameters() -> None:
+def test_local_slices_are_windows_on_the_parameters() -> None:
     """Where the layouts agree. The shard of rank 1 is one buffer, so that there is room around nearly all parameters."""
     grid = Grid(2, tp=2, rollout_tp=2, ranks_per_node=2)
     world = simulation.world(architecture("llama-groups", vocab_size=128), grid, [4], budget=1 << 22)
-    plan, shard = world.rank_plan(1), world.shard(1)
-    transport = simulation.Queues(1, {}, simulation.Counts())
-    stream = Exchange(plan, shard.__getitem__, transport.post, Pool(torch.bfloat16, torch.device("cpu"))).stream()
+    shard, pool = world.shard(1), Pool(torch.bfloat16, torch.device("cpu"))
+    transport = Transport(simulation.Queues(Ranks(world), 1).post, pool)
+    stream = Exchange(world.rank_plan(1), shard.__getitem__, transport, pool).stream()
     address = next(iter(shard.values())).untyped_storage().data_ptr()
-    own = [name for bucket in stream for name, tensor in bucket if tensor.untyped_storage().data_ptr() == address]
-    in_pieces = [name for name in world.whole if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")]
+    windows = {name for bucket in stream for name, tensor in bucket if tensor.untyped_storage().data_ptr() == address}
+    in_slices = {name for name in world.weights if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
     at_an_end = {"model.embed_tokens.weight", "lm_head.weight"}
-    assert set(world.whole) - set(in_pieces) - at_an_end <= set(own)
+    assert world.weights.keys() - in_slices - at_an_end <= windows
 
 
 def test_the_pool_gives_no_memory_that_a_tensor_refers_to() -> None:
@@ -169,11 +166,11 @@ def _floors(plan: SyncPlan) -> tuple[list[int], list[int]]:
         index = parameter.tensors.index(tensor)
         width = tensor.numel // tensor.length
         has, needs = ([torch.zeros(tensor.length, dtype=torch.bool) for _ in ranks] for _ in range(2))
-        for tp_rank, pieces in enumerate(parameter.pieces):
+        for tp_rank, shards in enumerate(parameter.shards):
             for rank in (r for stage in parameter.stages for r in grid.ranks(tp_rank, stage, parameter.ep_rank)):
-                for piece in pieces:
-                    if piece.tensor == index:
-                        has[rank][piece.start : piece.stop] = True
+                for shard in shards:
+                    if shard.tensor == index:
+                        has[rank][shard.start : shard.stop] = True
         for rank in range(grid.first_drawing, grid.world_size):
             start, stop = plan.spans[tensor.name][grid.engine_rank(rank)]
             needs[rank][start:stop] = True

@@ -12,7 +12,7 @@ import pytest
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.sync.exchange import RankPlan
-from grpo_megatron.sync.plan import NETWORK, NODE, module_of
+from grpo_megatron.sync.plan import NETWORK, NODE
 from tests.sync import simulation
 from tests.sync.simulation import architecture, floor_of
 from tests.sync.test_exchange import LAYOUTS, budget_of
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def test_no_rank_sends_much_more_than_others_that_hold_the_same() -> None:
-    """Over the network, where a node's readers take turns. And the message buffers fit the budget, unless a single part alone
+    """Over the network, where a node's readers take turns. And the message buffers fit the budget, unless a single slice alone
     exceeds it."""
     num_compared = 0
     for number, (family, grid, sizes, rollout_ep) in enumerate(LAYOUTS):
@@ -36,29 +36,29 @@ def test_no_rank_sends_much_more_than_others_that_hold_the_same() -> None:
             assert max(alike) <= LARGEST_IMBALANCE * np.mean(alike), (LAYOUTS[number], alike)
             num_compared += len(alike) > 1 and sum(alike) > 0
         for routes in plan.routes:
-            turns = [routes.transfers(turn) for turn in range(routes.period)]
-            first = Counter(t.target for transfers in turns for t in transfers if t.phase == NETWORK)
-            relayed = {t.target: grid.node(t.target) for t in turns[0] if grid.node(t.source) == grid.node(t.target)}
+            rotation = [routes.transfers(number) for number in range(routes.period)]
+            first = Counter(t.target for transfers in rotation for t in transfers if t.phase == NETWORK)
+            relayed = {t.target for t in rotation[0] if grid.node(t.source) == grid.node(t.target)}
             for node in {grid.node(rank) for rank in first}:
-                readers = [
-                    rank for rank, of_node in [*relayed.items(), *((r, grid.node(r)) for r in first)] if of_node == node
-                ]
+                readers = [rank for rank in (*relayed, *first) if grid.node(rank) == node]
                 assert len({first[rank] for rank in readers}) == 1, (LAYOUTS[number], first)
-        if max(plan.numel(part) for part in plan.parts) <= budget:
+        if max(map(plan.numel, plan.slices)) <= budget:
             assert traffic.buffers().max() <= budget, LAYOUTS[number]
     assert num_compared > 200
 
 
 def test_the_second_copy_of_tied_embeddings_is_a_holder() -> None:
-    """Stages on a node each: no rank receives a part of the embedding, which the last stage has as its head."""
+    """Stages on a node each: no rank receives a slice of the embedding, which the last stage has as its head."""
     grid = Grid(6, tp=2, pp=3, rollout_tp=2, ranks_per_node=2)
     for family, receiving in (("qwen2-tied", {2, 3}), ("qwen2", {2, 3, 4, 5})):
         plan, rounds, _ = simulation.planned(architecture(family, vocab_size=128), grid, [2, 1, 1], 1 << 14)
         made = [RankPlan(plan, rounds, rank) for rank in range(6)]
-        names = [{plan.tensors[plan.parts[part].tensor].name for part in of_rank.received} for of_rank in made]
-        assert {rank for rank in range(6) if "model.embed_tokens.weight" in names[rank]} == receiving
-        sending = [{plan.tensors[plan.parts[part].tensor].name for part in of_rank.sent} for of_rank in made]
-        assert ("model.embed_tokens.weight" in sending[4]) == (family == "qwen2-tied")
+        received, sent = (
+            [{plan.tensors[plan.slices[number].tensor].name for number in numbers} for numbers in of_ranks]
+            for of_ranks in ([rank.received for rank in made], [rank.sent for rank in made])
+        )
+        assert {rank for rank in range(6) if "model.embed_tokens.weight" in received[rank]} == receiving
+        assert ("model.embed_tokens.weight" in sent[4]) == (family == "qwen2-tied")
 
 
 def llama_70b() -> Architecture:
@@ -89,12 +89,12 @@ def test_70b_on_512_ranks() -> None:
     assert (sent.max(axis=1) <= 1.01 * sent.mean(axis=1)).all()
     assert traffic.buffers().max() * 2 <= 512 * MIB
     digested: Counter[int] = Counter()
-    for part in plan.parts:
-        digested[plan.witnesses[part.tensor, part.kind]] += plan.numel(part)
+    for slice_ in plan.slices:
+        digested[plan.digesters[slice_.tensor, slice_.kind]] += plan.numel(slice_)
     assert max(digested.values()) <= LARGEST_IMBALANCE * digested.total() / grid.world_size
 
 
-LANES = [  # one node per stage, and several; a node with two stages; a stage without layers; a single node; experts
+STAGES = [  # one node per stage, and several; a node with two stages; a stage without layers; a single node; experts
     ("llama", Grid(8, tp=2, pp=4, rollout_tp=2, ranks_per_node=2), [1, 1, 1, 1]),
     ("llama", Grid(16, tp=2, pp=4, rollout_tp=1, ranks_per_node=2), [1, 1, 1, 1]),
     ("qwen2", Grid(8, tp=1, pp=4, rollout_tp=2, ranks_per_node=4), [1, 1, 1, 1]),
@@ -104,19 +104,19 @@ LANES = [  # one node per stage, and several; a node with two stages; a stage wi
 ]
 
 
-@pytest.mark.parametrize(("family", "grid", "sizes"), LANES)
-def test_a_lane_receives_stage_by_stage_and_every_module_at_once(family: str, grid: Grid, sizes: list[int]) -> None:
+@pytest.mark.parametrize(("family", "grid", "sizes"), STAGES)
+def test_a_rank_receives_stage_by_stage_and_every_module_at_once(family: str, grid: Grid, sizes: list[int]) -> None:
     plan, rounds, _ = simulation.planned(architecture(family), grid, sizes, 1 << 13)
     assert rounds.per_stage > 1
-    for lane in set(plan.lanes):
-        numbers = [number for k in range(rounds.count) for number in rounds.parts(lane, k)]
-        assert sorted(numbers) == list(range(len(plan.parts)))
-        owners = [plan.parameters[plan.owner[plan.parts[number].tensor]] for number in numbers]
-        for received in ([p.stage for p in owners], [module_of(p) for p in owners]):
+    for offset in set(plan.offsets):
+        numbers = [number for k in range(rounds.count) for number in rounds.slices_of(offset, k)]
+        assert sorted(numbers) == list(range(len(plan.slices)))
+        owners = [plan.parameters[plan.owner[plan.slices[number].tensor]] for number in numbers]
+        for received in ([p.stage for p in owners], [p.module for p in owners]):
             assert len(list(itertools.groupby(received))) == len(set(received))
     for k in range(rounds.count):
-        sending = [rounds.stage(lane, k) for lane in set(plan.lanes)]
-        assert len(sending) == len(set(sending)), "two lanes receive from one stage"
+        sending = [rounds.stage(offset, k) for offset in set(plan.offsets)]
+        assert len(sending) == len(set(sending)), "ranks of two offsets receive from one stage"
 
 
 def test_a_rank_knows_every_peer_of_its_messages() -> None:
@@ -126,8 +126,10 @@ def test_a_rank_knows_every_peer_of_its_messages() -> None:
     made = {rank: RankPlan(plan, rounds, rank) for rank in range(16)}
     sent = {(rank, target) for rank, plan in made.items() for target in plan.peers()[0]}
     assert sent == {(source, rank) for rank, plan in made.items() for source in plan.peers()[1]}
-    phases = ((rank, by_peer) for rank, plan in made.items() for r in plan.rounds for by_peer in r.sends.values())
-    assert sent == {(rank, message.peer) for rank, by_peer in phases for message in by_peer.values()} and len(sent) > 16
+    messages = {
+        (rank, m.peer) for rank, plan in made.items() for r in plan.rounds for ms in r.sends.values() for m in ms
+    }
+    assert sent == messages and len(sent) > 16
 
 
 def test_all_stages_send_all_the_time() -> None:

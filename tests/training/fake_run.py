@@ -26,6 +26,7 @@ from grpo_megatron.report import metrics as sinks_module
 from grpo_megatron.report.console import Summary
 from grpo_megatron.report.metrics import Sink
 from grpo_megatron.sync.digest import Expected
+from grpo_megatron.sync.weight_sync import SyncHeader
 from grpo_megatron.training import colocation, references, validation, warm_up
 from tests import tiny
 from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
@@ -51,10 +52,10 @@ class NamedWeights:
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
         yield self.weights
 
-    def engine_weights(self, resharding: Any, version: int) -> Iterator[Any]:
+    def engine_weights(self, weight_sync: Any, version: int) -> Iterator[Any]:
         return self.hf_weights(0)
 
-    def expected_digests(self, resharding: Any) -> Expected:
+    def expected_digests(self, weight_sync: Any) -> Expected:
         return Expected({}, self.weights, [])
 
 
@@ -125,15 +126,12 @@ class FakeReference(NamedWeights):
         self.weights = policy.weights
 
 
-class FakeResharding:
-    bytes_received, density = 0, None
+class FakeWeightSync:
+    bytes_received, header = 0, SyncHeader(0)
 
     def connect(self) -> None: ...
 
-    def attested(self) -> None: ...
-
-    def accept(self, weights_digest: str) -> None:
-        assert weights_digest.startswith("policy after"), "a delta must not build on another model"
+    def accept(self, weights_digest: str) -> None: ...
 
 
 class FakeEngine:
@@ -351,7 +349,7 @@ def run(
             "save_hf": save_hf,
             "Policy": SimpleNamespace(load=build_policy),
             "build_rollout_engine": build_rollout_engine,
-            "build_resharding": lambda *_: FakeResharding(),
+            "build_weight_sync": lambda *_: FakeWeightSync(),
         },
         references: {"Reference": SimpleNamespace(load=FakeReference)},
         sinks_module: {} if has_report else {"ReportSink": lambda *_: NoReport()},

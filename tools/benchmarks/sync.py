@@ -34,7 +34,7 @@ from grpo_megatron.models.families import architecture_of, read_architecture
 from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import Grid
 from grpo_megatron.planning.traffic import planned_sync
-from grpo_megatron.sync.digest import share_groups
+from grpo_megatron.sync.digest import digest_groups
 from grpo_megatron.sync.exchange import RankPlan
 from grpo_megatron.sync.plan import NETWORK, EngineSpans, Interval, SyncParameter
 
@@ -375,8 +375,8 @@ def floor_of(parameters: Iterable[SyncParameter], spans: EngineSpans, grid: Grid
     for parameter in parameters:
         for index, tensor in enumerate(parameter.tensors):
             held = tuple(
-                tuple((piece.start, piece.stop) for piece in pieces if piece.tensor == index)
-                for pieces in parameter.pieces
+                tuple((shard.start, shard.stop) for shard in shards if shard.tensor == index)
+                for shards in parameter.shards
             )
             key = parameter.stages, parameter.ep_rank, held, spans[tensor.name]
             if key not in known:
@@ -465,7 +465,7 @@ def row(arch: Architecture, grid: Grid, rollout_ep: int, bucket_megabytes: int) 
         f"{memory / 2**20:.0f}",
         f"{len(planned.plan.tensors):,}",
         f"{len(engine_tensors(arch, grid.rollout_tp, reads_shards=True, rollout_ep=rollout_ep).units(0)):,}",
-        f"{sum(len(group[0]) for group in share_groups(rank_plan.shares())):,}",
+        f"{sum(len(group[0]) for group in digest_groups(rank_plan.digest_slices())):,}",
     )
     return "| " + " | ".join(cells) + " |"
 

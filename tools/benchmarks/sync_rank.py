@@ -29,16 +29,16 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.build import build_model
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.models.optimizer import wrap_ddp
-from grpo_megatron.models.weights.stream import Resharding, engine_tensors, stage_owners
+from grpo_megatron.models.weights.stream import engine_tensors, new_weight_sync, sent_parameters, stage_owners
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.processes.process import die_with_parent
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.vllm import process as vllm_process
-from grpo_megatron.sync.delta import DeltaLimits
 from grpo_megatron.sync.digest import compare as compare_digests
-from grpo_megatron.sync.digest import part_digest, share_groups
+from grpo_megatron.sync.digest import digest_groups, slice_digest
 from grpo_megatron.sync.exchange import RankPlan
 from grpo_megatron.sync.plan import NETWORK, NODE
+from grpo_megatron.sync.weight_sync import DeltaLimits, PatchCodec, WeightSync
 from grpo_megatron.types import WeightBucket
 
 NOISE = 1 << 20  # random elements that the weights are made of
@@ -94,7 +94,7 @@ class Shard:
 
     def digests(self) -> list[int]:
         """As an engine computes them of its own memory."""
-        values = [part_digest(memory, self._whole[name], start) for name, (memory, _, start) in self._parts.items()]
+        values = [slice_digest(memory, self._whole[name], start) for name, (memory, _, start) in self._parts.items()]
         return torch.stack(values).tolist()
 
     def clear(self) -> None:
@@ -124,18 +124,18 @@ def change(model: torch.nn.Module, mesh: Mesh, share: float, seed: int) -> None:
 
 
 class New:
-    """The planned sync. The ranks agree at the start (within `Resharding.stream`) and once at the end. Then the digests of
+    """The planned sync. The ranks agree at the start (within `WeightSync.stream`) and once at the end. Then the digests of
     what each engine rank must hold are computed and added up over the ranks."""
 
-    def __init__(self, model: torch.nn.Module, resharding: Resharding) -> None:
-        self._model, self._resharding = model, resharding
+    def __init__(self, model: torch.nn.Module, weight_sync: WeightSync) -> None:
+        self._model, self._weight_sync = model, weight_sync
 
     def stream(self, shares: Shares) -> Iterator[WeightBucket]:
-        yield from shares.buckets(self._resharding.stream(self._model, version=0), "exchange")
+        yield from shares.buckets(self._weight_sync.stream(sent_parameters(self._model), version=0), "exchange")
         with shares.of("agreements"):
-            self._resharding.mesh.agree(None)
+            self._weight_sync.mesh.agree(None)
         with shares.of("expected digests"):
-            self.expected = self._resharding.expected_digests(self._model)
+            self.expected = self._weight_sync.expected_digests(sent_parameters(self._model))
 
 
 def load_shard(stream: Iterator[WeightBucket], shard: Shard, shares: Shares) -> None:
@@ -167,10 +167,10 @@ def copies(model: torch.nn.Module) -> Callable[[], None]:
     return copy
 
 
-def bare_exchange(resharding: Resharding) -> Callable[[], None]:
+def bare_exchange(weight_sync: WeightSync) -> Callable[[], None]:
     """Sends the bytes that must cross nodes, in one message from each rank: the best that the connection does now."""
-    grid, rank = resharding.plan.plan.grid, resharding.mesh.rank
-    size = resharding.traffic.received[NETWORK].sum() / grid.world_size
+    grid, rank = weight_sync.plan.plan.grid, weight_sync.mesh.rank
+    size = weight_sync.traffic.received[NETWORK].sum() / grid.world_size
     out, into = (torch.zeros(int(size), dtype=torch.bfloat16) for _ in range(2))
     peer = (rank + grid.ranks_per_node) % grid.world_size
 
@@ -193,7 +193,7 @@ def measured(mesh: Mesh, action: Callable[[], Any]) -> dict[str, float]:
     return {"seconds": time.perf_counter() - begin, "own": own, "processor": used}
 
 
-def build(job: dict[str, Any]) -> tuple[Mesh, torch.nn.Module, Any, Callable[..., Resharding]]:
+def build(job: dict[str, Any]) -> tuple[Mesh, torch.nn.Module, Any, Callable[..., WeightSync]]:
     """Mesh, model, architecture, and what makes a plan."""
     device, arch = Device("cpu"), architecture_of(job["config"])
     mesh = build_mesh(device, tp=job["tp"], pp=job["pp"], rollout_tp=job["rollout_tp"], timeout_s=300)
@@ -202,7 +202,7 @@ def build(job: dict[str, Any]) -> tuple[Mesh, torch.nn.Module, Any, Callable[...
     model = wrap_ddp(build_model(arch, megatron, "bfloat16", device), megatron, device)  # as in Policy
     fill(model, mesh)
     planner = functools.partial(
-        Resharding,
+        new_weight_sync,
         arch,
         mesh,
         stage_owners(model, arch, mesh),
@@ -220,22 +220,22 @@ def compare_delta(job: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
     full = planner()
     planned = time.perf_counter() - begin
-    delta = planner(delta=DeltaLimits(full_every=1 << 30, max_density=1.0))
+    delta = planner(codec=functools.partial(PatchCodec, limits=DeltaLimits(full_every=1 << 30, max_density=1.0)))
     shard, engine_rank = Shard(full.plan), mesh.rank % mesh.rollout_tp
 
-    def sync(resharding: Resharding) -> dict[str, Any]:
-        shares, way = Shares(), New(model, resharding)
+    def sync(weight_sync: WeightSync) -> dict[str, Any]:
+        shares, way = Shares(), New(model, weight_sync)
         shard.clear()
         figures = measured(mesh, functools.partial(load_shard, way.stream(shares), shard, shares))
         held = dict(zip(full.tensors.tensors, shard.digests(), strict=True))
         if compare_digests(way.expected, held, full.tensors, engine_rank, mesh.rank):
             raise SystemExit("a sync has loaded wrong weights")
-        resharding.accept(way.expected.weights_digest)
-        received = {"received": resharding.bytes_received, "density": resharding.density}
+        weight_sync.accept(way.expected.weights_digest)
+        received = {"received": weight_sync.bytes_received, "density": weight_sync.header.density}
         return {**figures, "shares": dict(shares.seconds), "used": dict(shares.processor), **received}
 
-    for resharding in (full, delta):  # to warm up
-        sync(resharding)
+    for weight_sync in (full, delta):  # to warm up
+        sync(weight_sync)
     repeats = []
     for repeat in range(job["repeats"]):
         figures = {"full": sync(full)}
@@ -250,12 +250,12 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     """The figures of one rank: every way in turn, `repeats` times after one to warm up."""
     mesh, model, _, planner = build(job)
     begin = time.perf_counter()
-    resharding = planner()
+    weight_sync = planner()
     planned = time.perf_counter() - begin
-    new = New(model, resharding)
-    engine = built_engine(job, mesh, resharding) if job["engine"] else None
-    shard = None if engine is not None else Shard(resharding.plan)
-    baselines = {"memcpy": copies(model), "bare": bare_exchange(resharding)}
+    new = New(model, weight_sync)
+    engine = built_engine(job, mesh, weight_sync) if job["engine"] else None
+    shard = None if engine is not None else Shard(weight_sync.plan)
+    baselines = {"memcpy": copies(model), "bare": bare_exchange(weight_sync)}
     repeats: list[dict[str, Any]] = []
     for _ in range(job["repeats"] + 1):
         figures: dict[str, Any] = {}
@@ -272,30 +272,30 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         repeats.append(figures)
     if engine is not None:
         engine.shutdown()
-    return {"repeats": repeats[1:], "planned": planned, **counted(resharding)}
+    return {"repeats": repeats[1:], "planned": planned, **counted(weight_sync)}
 
 
-def counted(resharding: Resharding) -> dict[str, Any]:
+def counted(weight_sync: WeightSync) -> dict[str, Any]:
     """Returns the planned bytes of this rank and of its node, in bfloat16."""
-    plan, rank, grid = resharding.plan, resharding.mesh.rank, resharding.plan.plan.grid
-    network, node = (resharding.traffic.received[phase].sum(axis=1) * 2 for phase in (NETWORK, NODE))
+    plan, rank, grid = weight_sync.plan, weight_sync.mesh.rank, weight_sync.plan.plan.grid
+    network, node = (weight_sync.traffic.received[phase].sum(axis=1) * 2 for phase in (NETWORK, NODE))
     return {
         "received": int(network[rank] + node[rank]),
         "over_border": int(sum(network[r] for r in range(len(network)) if grid.node(r) == grid.node(rank))),
         "rounds": len(plan.rounds),
-        "operations": sum(current.messages() for current in plan.rounds),
-        "buffers": int(resharding.traffic.buffers().max() * 2),
+        "operations": sum(current.num_messages() for current in plan.rounds),
+        "buffers": int(weight_sync.traffic.buffers().max() * 2),
         "model": 2 * sum(tensor.numel for tensor in plan.plan.tensors),
         "tensors": len(plan.plan.tensors),
-        "loads": len(resharding.tensors.units(rank % grid.rollout_tp)),
-        "digests": sum(len(group[0]) for group in share_groups(plan.shares())),
+        "loads": len(weight_sync.tensors.units(rank % grid.rollout_tp)),
+        "digests": sum(len(group[0]) for group in digest_groups(plan.digest_slices())),
     }
 
 
-def built_engine(job: dict[str, Any], mesh: Mesh, resharding: Resharding) -> Any:
+def built_engine(job: dict[str, Any], mesh: Mesh, weight_sync: WeightSync) -> Any:
     rollout = RolloutConfig(tensor_model_parallel_size=mesh.rollout_tp, engine_options={"kv_cache_gib": 0.03})
     options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 128, "eos_token_ids": [2]}
-    return build_engine(rollout, job["engine"], mesh, Device("cpu"), tensors=resharding.tensors, **options)
+    return build_engine(rollout, job["engine"], mesh, Device("cpu"), tensors=weight_sync.tensors, **options)
 
 
 def run_rank(path: Path, number: int, job: dict[str, Any], rank: int) -> None:

@@ -1,13 +1,8 @@
-"""The weight sync of a model with adapters: A and B travel, and each rank merges what its engine reads.
+"""AdapterCodec: the weight sync of a model with adapters. A and B travel, and each rank merges what its engine reads.
 
-The first sync sends the base weights, once, and each rank keeps the parts that it receives (sync/host_copies.py). From then on a
-sync sends the factors only, by a plan of their own: of a weight that the engine cuts along its output, a rank needs A and
-its rows of B; of one that is cut along its input, its columns of A and B. The rank then merges its part of every adapted
-weight by the `merge` of the policy's forward pass, so that the engine gets the policy's bits (merge.py). Weights without
-adapters are handed to the engine from the copies. It loads all weights in every sync, so it may forget, pack or quantise them.
-
-The base is sent again after a sync that was not attested, and if it is not the one that was kept: another model, or
-weights that were written to.
+The first sync sends the base weights, and each rank keeps those that it receives (sync/patches.py). Later ones send the
+factors only, by a plan of their own. Each rank merges its slice of every adapted weight by the `merge` of the policy's
+forward pass, so that the engine gets the policy's bits. It loads all weights in every sync, so it may pack or quantise them.
 """
 
 from __future__ import annotations
@@ -21,28 +16,13 @@ from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.lora.merge import merge
 from grpo_megatron.models.lora.table import LORA_A, LORA_B, Factor, lora_rows
-from grpo_megatron.models.weights.stream import (
-    BridgeResharding,
-    Resharding,
-    dequantized,
-    holds_nothing,
-    sync_parameters,
-)
-from grpo_megatron.parallel.mesh import Grid, Mesh, RankError
-from grpo_megatron.sync.exchange import (
-    Envelope,
-    Exchange,
-    Pool,
-    Post,
-    RankPlan,
-    ReadParameter,
-    Shard,
-    point_to_point,
-    snapshot,
-)
-from grpo_megatron.sync.host_copies import KeptParts
-from grpo_megatron.sync.plan import EngineSpans, EngineTensors, SyncParameter
-from grpo_megatron.sync.stacks import empty_stack
+from grpo_megatron.models.weights.stream import dequantized, sync_parameters
+from grpo_megatron.parallel.mesh import Grid
+from grpo_megatron.sync.exchange import RankPlan
+from grpo_megatron.sync.groups import empty_group
+from grpo_megatron.sync.patches import ReceivedSlices
+from grpo_megatron.sync.plan import EngineSpans, SyncParameter
+from grpo_megatron.sync.weight_sync import FullCodec, Parameters, ReadValues, SyncHeader, SyncRank, reader
 from grpo_megatron.types import WeightBucket
 
 Merges = dict[str, tuple[str, str]]  # Hugging Face name of a weight -> names of its A and B
@@ -51,9 +31,10 @@ Merges = dict[str, tuple[str, str]]  # Hugging Face name of a weight -> names of
 def factor_sync(
     rows: Mapping[str, Factor], arch: Architecture, grid: Grid, stage_of: Mapping[str, int], spans: EngineSpans
 ) -> tuple[list[SyncParameter], EngineSpans]:
-    """The factors as parameters of a sync, and the part of each that merges what an engine rank reads of the weight.
+    """Return the factors as parameters of a sync, and the span of each that merges what an engine rank reads of the weight.
 
-    `stage_of` and `spans` are those of the weights.
+    Of a weight that the engine cuts along its output, a rank needs A and its rows of B; of one that is cut along its input,
+    its columns of A and B. `stage_of` and `spans` are those of the weights.
     """
     stages, out = {name: stage_of[row.base.megatron] for name, row in rows.items()}, {}
     for row in rows.values():
@@ -64,7 +45,7 @@ def factor_sync(
 
 
 def merges_of(rows: Mapping[str, Factor]) -> Merges:
-    """Which factors belong to which weight."""
+    """Return which factors belong to which weight."""
     out: Merges = {}
     for name, row in rows.items():
         if name.endswith(LORA_A):
@@ -73,72 +54,72 @@ def merges_of(rows: Mapping[str, Factor]) -> Merges:
     return out
 
 
-class FactorSync:
-    """The state of one rank over all syncs. Every rank makes the same calls. `bytes_received`: in the last sync."""
+class AdapterCodec(FullCodec):
+    """The base weights once, and then the factors. Also for other models of the layout, whose weights travel whole.
+
+    The base is sent again if the sync does not build on the last one: that failed, or was of another model, or base weights
+    were written to.
+    """
 
     def __init__(
-        self, base: RankPlan, factors: RankPlan, merges: Merges, scale: float, post: Post, mesh: Mesh, pool: Pool
+        self,
+        rank: SyncRank,
+        plan: RankPlan,
+        read: ReadValues,
+        *,
+        arch: Architecture,
+        lora: LoraConfig,
+        stage_of: Mapping[str, int],
     ) -> None:
-        """Allocates the copies on the host."""
-        self._base, self._factors, self._merges, self._scale = base, factors, merges, scale
-        self._post, self._mesh, self._pool = post, mesh, pool
-        self._kept, self._source = KeptParts(base, pool), object()
-        self._numbers = {tensor.name: number for number, tensor in enumerate(base.plan.tensors)}
-        self._is_complete = self._is_attested = False
-        self.bytes_received = 0
+        super().__init__(rank, plan, dequantized)
+        self._rows, self._scale = lora_rows(arch, lora), lora.scale
+        self._merges = merges_of(self._rows)
+        parameters, spans = factor_sync(self._rows, arch, rank.grid, stage_of, plan.plan.spans)
+        self._factor_plan, _ = rank.plan(parameters, spans, None)
+        self.plans.append(self._factor_plan)
+        remedy = "; give each node more memory, or train and draw in the same layout"
+        with rank.agreed("no memory on the host for what actor.lora keeps there", remedy):
+            self._received = ReceivedSlices(plan, rank.pool)
 
-    def attested(self) -> None:
-        """The engine holds the last stream's weights: the base that was kept is right."""
-        self._is_attested = self._is_complete
+    def source(self, parameters: Parameters) -> object:
+        """See FullCodec. Equal for the same base weights, unless they were written to."""
+        weights = (parameters[parameter.name] for parameter in self._plan.parameters())
+        return [(id(weight), weight._version) for weight in weights]
 
-    def stream(
-        self, read_base: ReadParameter, read_factor: ReadParameter, source: object, *, has_factors: bool
-    ) -> Iterator[WeightBucket]:
-        """The merged weights as `Exchange.stream` gives them. Collective. Raises what `Mesh.agree` raises.
+    def begin(self, parameters: Parameters, version: int, *, builds_on_last: bool) -> SyncHeader:
+        """See FullCodec. Without adapters on all ranks, the base is streamed as it is."""
+        weights: list[Any] = [parameters[parameter.name] for parameter in self._plan.parameters()]
+        has_factors = any(hasattr(weight, "adapted") and weight.adapted.factors() is not None for weight in weights)
+        is_full, has_adapters = self._rank.mesh.total([int(not builds_on_last), int(has_factors)])
+        return SyncHeader(version, bool(is_full), bool(has_adapters))
 
-        `source` is equal for the same base weights. `has_factors`: whether this rank has any; without any on all ranks,
-        the base is streamed as it is.
-        """
-        is_kept = self._is_attested and source == self._source
-        self._is_attested = self._is_complete = False
-        is_full, is_adapted = self._mesh.total([int(not is_kept), int(has_factors)])
-        problem, exchange, merging = None, None, None
-        try:
-            merging = Exchange(self._factors, read_factor, self._post, self._pool) if is_adapted else None
-            exchange = Exchange(self._base, read_base, self._post, self._pool) if is_full else None
-        except (ValueError, RuntimeError) as error:  # RuntimeError: out of memory
-            problem = f"cannot send weights: {error}"
-        self._mesh.agree(problem)
-        yield from self.merged(exchange, merging, read_base)
-        self._source, self._is_complete = source, True
-
-    def merged(
-        self, exchange: Exchange | None, merging: Exchange | None, read_base: ReadParameter
-    ) -> Iterator[WeightBucket]:
-        """The base of `exchange`, or that which was kept, with the factors of `merging`, if there are any."""
-        plans = ((self._base, exchange), (self._factors, merging))
-        elements = sum(plan.elements_received for plan, sent in plans if sent is not None)
-        self.bytes_received = elements * self._pool.dtype.itemsize
-        factors = {} if merging is None else self._received(merging)
-        if exchange is not None:
-            buckets = self._kept.recorded(exchange.stream())
+    def stream(self, header: SyncHeader, parameters: Parameters) -> Iterator[WeightBucket]:
+        """See FullCodec."""
+        factors = self._receive_factors(parameters) if header.has_adapters else {}
+        plans = ((self._plan, header.is_full), (self._factor_plan, header.has_adapters))
+        elements = sum(plan.elements_received for plan, is_sent in plans if is_sent)
+        self.bytes_received = elements * self._rank.pool.dtype.itemsize
+        if header.is_full:
+            buckets = self._received.recorded(super().stream(header, parameters))
         else:
-            buckets = self._kept.stream(Shard(self._base, read_base, self._pool))
+            buckets = self._received.stream(reader(parameters, self._read))
         yield from self._merged(buckets, factors)
 
-    def _received(self, exchange: Exchange) -> dict[str, Tensor]:
-        problem, factors = None, {}
-        try:
-            factors = {name: tensor for bucket in exchange.stream() for name, tensor in bucket}
-        except RankError:
-            raise
-        except Exception as error:  # of this rank alone: the others wait in the next stream
-            problem = f"cannot send adapters: {type(error).__name__}: {error}"
-        self._mesh.agree(problem)
-        return factors
+    def expect(self) -> None:
+        """See FullCodec. Factors are small, and only the header says whether there are any."""
+
+    def _receive_factors(self, parameters: Parameters) -> dict[str, Tensor]:
+        def read(name: str) -> Tensor:
+            weight: Any = parameters[self._rows[name].base.megatron]
+            return weight.adapted.factors()[name.endswith(LORA_B)].detach()  # type: ignore[no-any-return]
+
+        with self._rank.agreed("cannot send adapters"):
+            exchange = self._rank.exchange(self._factor_plan, read)
+        with self._rank.agreed("cannot send adapters"):  # an error of one rank: the others wait in the next stream
+            return {name: tensor for bucket in exchange.stream() for name, tensor in bucket}
 
     def _merged(self, buckets: Iterable[WeightBucket], factors: dict[str, Tensor]) -> Iterator[WeightBucket]:
-        """As `Exchange.stream`, a failure is raised when all messages are through."""
+        """Merge. As in `Exchange.stream`, a failure is raised when all messages are through."""
         problem: Exception | None = None
         for bucket in buckets:
             if problem is None:
@@ -152,82 +133,14 @@ class FactorSync:
             raise problem
 
     def _with_factors(self, name: str, base: Tensor, factors: dict[str, Tensor]) -> Tensor:
-        """The full-shaped tensor with this rank's part merged. `base` may be a window on a parameter: it stays as it is."""
-        whole = self._base.tensor(self._numbers[name])
-        start, stop = self._base.plan.spans[name][self._base.engine_rank]
+        """The full-shaped tensor with this rank's span merged. `base` may be a window on a parameter: it stays as it is."""
+        tensor = self._plan.tensor(self._plan.number_of[name])
+        start, stop = self._plan.plan.spans[name][self._plan.engine_rank]
         if not factors or name not in self._merges or start == stop:
             return base
         a, b = (factors[factor] for factor in self._merges[name])
-        part = whole.axis, start, stop - start
-        out = empty_stack(1, whole, (start, stop), self._pool.empty)[0]
-        a, b = (a, b.narrow(*part)) if whole.axis == 0 else (a.narrow(*part), b)
-        merge(base.narrow(*part), a, b, self._scale, out=out.narrow(*part))
+        span = tensor.axis, start, stop - start
+        out = empty_group(1, tensor, (start, stop), self._rank.pool.empty)[0]
+        a, b = (a, b.narrow(*span)) if tensor.axis == 0 else (a.narrow(*span), b)
+        merge(base.narrow(*span), a, b, self._scale, out=out.narrow(*span))
         return out
-
-
-class AdapterResharding(Resharding):
-    """The `Resharding` of a model with adapters. Also for other models of the layout, whose weights travel whole."""
-
-    def __init__(
-        self,
-        arch: Architecture,
-        mesh: Mesh,
-        stage_of: Mapping[str, int],
-        tensors: EngineTensors,
-        lora: LoraConfig,
-        **options: Any,
-    ) -> None:
-        """As `Resharding`, with the `lora` of the model."""
-        super().__init__(arch, mesh, stage_of, tensors, **options)
-        self._rows = lora_rows(arch, lora)
-        parameters, spans = factor_sync(self._rows, arch, self._grid, stage_of, tensors.spans)
-        self.factors, _ = self._planned(parameters, spans, None)
-        self._plans.append(self.factors)
-        with self._kept_on_host("actor.lora", "give each node more memory, or train and draw in the same layout"):
-            merges, plans = merges_of(self._rows), (self.plan, self.factors)
-            self._sync = FactorSync(*plans, merges, lora.scale, point_to_point, mesh, self._pool)
-
-    @property
-    def bytes_received(self) -> int:
-        """See Resharding."""
-        return self._sync.bytes_received
-
-    def attested(self) -> None:
-        """See Resharding."""
-        self._sync.attested()
-
-    def _buckets(self, parameters: Mapping[str, Tensor], version: int) -> Iterator[WeightBucket]:
-        weights: list[Any] = [parameters[name] for name in self._shapes]
-        has_factors = any(hasattr(weight, "adapted") and weight.adapted.factors() is not None for weight in weights)
-        source = [(id(weight), weight._version) for weight in weights]  # the version counts what is written to a tensor
-        return self._sync.stream(*self._readers(parameters), source, has_factors=has_factors)
-
-    def _readers(self, parameters: Mapping[str, Tensor]) -> tuple[ReadParameter, ReadParameter]:
-        """Of base weights, and of factors."""
-
-        def read_factor(name: str) -> Tensor:
-            weight: Any = parameters[self._rows[name].base.megatron]
-            return weight.adapted.factors()[name.endswith(LORA_B)].detach()  # type: ignore[no-any-return]
-
-        return lambda name: dequantized(parameters[name]), read_factor
-
-
-class AdapterBridge(AdapterResharding, BridgeResharding):
-    """From the ranks that train to those that draw: the base once, and the factors of each version."""
-
-    _has_base = False  # on the rank that receives it; or it is on its way
-    _buckets = BridgeResharding._buckets
-
-    def _snapshot(self, parameters: Mapping[str, Tensor]) -> list[Envelope]:
-        read_base, read_factor = self._readers(parameters)
-        base = [] if self._has_base else snapshot(self.plan, read_base, self._host)
-        self._has_base = True
-        return [*base, *snapshot(self.factors, read_factor, self._host)]
-
-    def expect(self) -> None:
-        """See BridgeResharding."""
-        self._base_arriving = None if self._has_base else self._staged(self.plan)
-        self._has_base, self._arriving = True, self._staged(self.factors)
-
-    def _arrived(self) -> Iterator[WeightBucket]:
-        return self._sync.merged(self._base_arriving, self._arriving, holds_nothing)

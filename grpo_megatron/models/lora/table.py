@@ -17,7 +17,7 @@ from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.weights.stream import model_rows
 from grpo_megatron.models.weights.table import QKV, GateUp, InputSplit, OutputSplit, ReplicatedMatrix, WeightRow
-from grpo_megatron.sync.plan import Piece
+from grpo_megatron.sync.plan import Shard
 
 LORA_A, LORA_B = "lora_a", "lora_b"  # names of a module's parameters
 PEFT_PREFIX = "base_model.model."  # of every name in an adapter_model.safetensors
@@ -52,10 +52,10 @@ class FactorA(Factor):
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
         return tuple((self.rank, self.base.hf_shapes(arch)[index][1]) for index in self.targets)
 
-    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
         if self.split_dim is not None:
             return super().pieces(arch, tp_rank, tp)
-        return tuple(Piece(number, 0, self.rank, number * self.rank) for number in range(len(self.targets)))
+        return tuple(Shard(number, 0, self.rank, number * self.rank) for number in range(len(self.targets)))
 
 
 class FactorB(Factor):
@@ -71,11 +71,11 @@ class FactorB(Factor):
     def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
         return (self.base.local_shape(arch, tp)[0], self.rank)
 
-    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
         if self.split_dim is None:
             return super().pieces(arch, tp_rank, tp)
         return tuple(
-            Piece(self.targets.index(piece.tensor), piece.start, piece.stop, piece.local_start)
+            Shard(self.targets.index(piece.tensor), piece.start, piece.stop, piece.local_start)
             for piece in self.base.pieces(arch, tp_rank, tp)
             if piece.tensor in self.targets
         )

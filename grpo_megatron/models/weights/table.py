@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.sync.plan import Piece
+from grpo_megatron.sync.plan import Shard
 
 # Name -> an object that can be sliced like a tensor: a safetensors slice, or a tensor.
 Read = Callable[[str], Any]
@@ -79,26 +79,26 @@ class WeightRow(ABC):
         """Returns (index in `hf`, number of rows) from top to bottom of the full Megatron tensor (tp 1, no padding rows)."""
         return ((i, shape[0]) for i, shape in enumerate(self.hf_shapes(arch)))
 
-    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
         """Returns the parts of the Hugging Face tensors in this rank's parameter, along the dimension that is cut.
 
         Padding rows are in none.
         """
         if self.split_dim is None:
-            return (Piece(0, 0, self.hf_shapes(arch)[0][0], 0),)
+            return (Shard(0, 0, self.hf_shapes(arch)[0][0], 0),)
         size = self.local_shape(arch, tp)[self.split_dim]
         if self.split_dim == 1:
-            return (Piece(0, tp_rank * size, (tp_rank + 1) * size, 0),)
+            return (Shard(0, tp_rank * size, (tp_rank + 1) * size, 0),)
         return tuple(self.pieces_within(arch, tp_rank * size, (tp_rank + 1) * size))
 
-    def pieces_within(self, arch: Architecture, first: int, last: int) -> Iterator[Piece]:
+    def pieces_within(self, arch: Architecture, first: int, last: int) -> Iterator[Shard]:
         """Yields the pieces in rows [first, last) of the full Megatron tensor, which `segments` describes."""
         row, done = 0, [0] * len(self.hf)  # rows passed: of the Megatron tensor, of each Hugging Face tensor
         for tensor, length in self.segments(arch):
             low, high = max(first, row), min(last, row + length)
             if low < high:
                 start = done[tensor] + low - row
-                yield Piece(tensor, start, start + high - low, low - first)
+                yield Shard(tensor, start, start + high - low, low - first)
             row, done[tensor] = row + length, done[tensor] + length
 
     def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
@@ -198,9 +198,9 @@ class GateUp(WeightRow):
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
         return ((getattr(arch, self.size), arch.hidden_size),) * 2
 
-    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
         size = getattr(arch, self.size) // tp
-        return tuple(Piece(i, tp_rank * size, (tp_rank + 1) * size, i * size) for i in (0, 1))
+        return tuple(Shard(i, tp_rank * size, (tp_rank + 1) * size, i * size) for i in (0, 1))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """EngineMemory: digests of what a vLLM worker holds, per Hugging Face tensor, as loaded: fused, cut, not yet quantised.
 
 One linear layer of all experts is one parameter of vLLM. It is loaded in one call, once the last expert has arrived, and
-digested in one (sync/stacks.py).
+digested in one (sync/groups.py).
 
 vLLM loads a layer, then its `quant_method` processes it: on CPU a linear layer is packed and its parameter emptied, on a
 GPU it may be quantised. Three cases:
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_megatron.sync.digest import stack_digests
+from grpo_megatron.sync.digest import group_digests
+from grpo_megatron.sync.groups import copy_all, empty_group, group_view
 from grpo_megatron.sync.plan import EngineTensors, SyncTensor
-from grpo_megatron.sync.stacks import as_stack, copy_all, empty_stack
 from grpo_megatron.types import WeightBucket
 
 _FUSED = {  # last part of a module's Hugging Face name -> vLLM's module, the tensors in it from top to bottom
@@ -49,7 +49,7 @@ _HOOKED = "_grpo_megatron_hooked"
 class ExpertStack(NamedTuple):
     """One linear layer of this worker's experts, for `layer`'s weight loader. `tensor` [experts, *shape of one, whole]."""
 
-    name: str  # as in EngineTensors.stacks
+    name: str  # as in EngineTensors.groups
     layer: nn.Module
     parameter: str
     half: str
@@ -87,15 +87,15 @@ class _Place:
         stack = self._as_sent(parameter.detach())
         stack = stack[None] if self.half is None else stack[: len(self.tensors)]
         offset = stack.shape[axis] // 2 if self.offset is None else self.offset
-        return stack_digests(stack.narrow(axis, offset, stop - start), self.tensors[0], start)
+        return group_digests(stack.narrow(axis, offset, stop - start), self.tensors[0], start)
 
     def stacked(self, arrived: dict[str, Tensor]) -> Tensor:
         """The tensors as one: a view where they are neighbours, otherwise a copy of what this worker reads."""
         tensors = [arrived[tensor.name] for tensor in self.tensors]
-        view = as_stack(tensors)
+        view = group_view(tensors)
         if view is None:
             (start, stop), axis = self.span, self.tensors[0].axis
-            view = empty_stack(len(tensors), self.tensors[0], self.span, tensors[0].new_empty)
+            view = empty_group(len(tensors), self.tensors[0], self.span, tensors[0].new_empty)
             targets = (part.narrow(axis, start, stop - start) for part in view)
             copy_all(list(zip(targets, (t.narrow(axis, start, stop - start) for t in tensors), strict=True)))
         return view
@@ -124,7 +124,7 @@ class EngineMemory:
     def __init__(self, model: nn.Module, engine: EngineTensors, engine_rank: int) -> None:
         self._places = list(_places(model, engine, engine_rank))
         self._of_expert = {t.name: place for place in self._places if place.half for t in place.tensors}
-        self._elsewhere = engine.stacks.keys() - self._of_expert.keys()  # experts of other ranks
+        self._elsewhere = engine.groups.keys() - self._of_expert.keys()  # experts of other ranks
         self._arrived: dict[_Place, dict[str, Tensor]] = {}  # of stacks that are not complete
         self._of_layer: dict[int, list[_Place]] = {}
         for place in self._places:
@@ -228,7 +228,7 @@ def _places(model: nn.Module, engine: EngineTensors, engine_rank: int) -> Iterat
             modules[name.partition(_EXPERTS)[0] + _EXPERTS] = module
     for unit, names in engine.units(engine_rank).items():
         tensors, span = [engine.tensors[name] for name in names], engine.spans[names[0]][engine_rank]
-        if names[0] in engine.stacks:
+        if names[0] in engine.groups:
             yield _expert_place(modules, unit, tensors, span)
         else:
             yield _Place(unit, *_find(modules, unit, engine, engine_rank), tensors, span)

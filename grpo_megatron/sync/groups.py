@@ -1,7 +1,7 @@
-"""Stacks: tensors of one shape that are copied, loaded and digested in one call, such as one linear layer of all experts.
+"""Groups: tensors of one shape that are copied, loaded and digested in one call, such as one linear layer of all experts.
 
-A model with experts has tens of thousands of small tensors: 18,432 in Qwen3-30B-A3B, 144 if those of a layer are stacked. Each
-call on a GPU takes a few microseconds of the host, whatever its size.
+A model with experts has tens of thousands of small tensors: 18,432 in Qwen3-30B-A3B, 144 if those of a layer are grouped.
+Each call on a GPU takes a few microseconds of the host, whatever its size.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from grpo_megatron.sync.plan import Interval, SyncTensor
 
 
-def as_stack(tensors: Sequence[Tensor]) -> Tensor | None:
-    """[n, ...]: a view of tensors that are at equal distances in one memory, in their order. None: they are not."""
+def group_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """View tensors that are at equal distances in one memory, in their order, as one [n, ...]. None: they are not."""
     first = tensors[0]
     if len(tensors) == 1:
         return first[None]
@@ -34,19 +34,21 @@ def as_stack(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((len(tensors), *first.shape), (distance, *first.stride()))
 
 
-def empty_stack(count: int, whole: SyncTensor, span: Interval, allocate: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-    """[count, *whole.shape], of which only `span` of each tensor's axis has memory of its own. The rest is undefined.
+def empty_group(
+    count: int, tensor: SyncTensor, span: Interval, allocate: Callable[[tuple[int, ...]], Tensor]
+) -> Tensor:
+    """Allocate [count, *tensor.shape], of which only `span` of each tensor's axis has memory of its own.
 
-    The rest overlaps: a rank of an engine that reads an eighth of every expert needs memory for an eighth. `allocate` is
-    like `torch.empty`.
+    The rest overlaps, and is undefined: a rank of an engine that reads an eighth of every expert needs memory for an
+    eighth. `allocate` is like `torch.empty`.
     """
     start, stop = span
-    shape = [*whole.shape[: whole.axis], stop - start, *whole.shape[whole.axis + 1 :]]
+    shape = [*tensor.shape[: tensor.axis], stop - start, *tensor.shape[tensor.axis + 1 :]]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     # Position p of the axis is at p * stride, and `span` begins `start` positions after the beginning of the memory.
-    outside = (whole.length - (stop - start)) * strides[whole.axis]
+    outside = (tensor.length - (stop - start)) * strides[tensor.axis]
     memory = allocate((count * math.prod(shape) + outside,))
-    return memory.as_strided((count, *whole.shape), (math.prod(shape), *strides))
+    return memory.as_strided((count, *tensor.shape), (math.prod(shape), *strides))
 
 
 @torch.no_grad()
