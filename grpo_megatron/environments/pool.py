@@ -17,14 +17,14 @@ from grpo_megatron.environments.environment import (
     read_outcome,
     written_turn,
 )
-from grpo_megatron.processes.pool import Limits, ProcessAnswer, ProcessPool
+from grpo_megatron.processes.pool import Limits, PoolClient, ProcessAnswer, ProcessPool
 from grpo_megatron.processes.process import describe
 
 MAX_OUTPUT = 1 << 20  # bytes that one call may print
 MAX_PROCESSES = 64  # that one environment may run at a time
 
 
-class EnvironmentPool:
+class EnvironmentPool(PoolClient):
     """Environments called `name`, made with `kwargs` in `num_workers` hosts. Use it in a `with` block, or `close` it.
 
     `timeout_s`: wall-clock seconds of one reset or step. `memory_gib`: address space of one environment, above what its
@@ -57,16 +57,6 @@ class EnvironmentPool:
         program = "grpo_megatron.environments.environment:open_environments"
         what = "environment", "rollout.multi_turn.kwargs"
         self._processes = ProcessPool(*what, program, settings, limits, self._accept, num_workers, variables)
-
-    def __enter__(self) -> EnvironmentPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kills the processes. Idempotent."""
-        self._processes.close()
 
     def start(self, key: str, row: Mapping[str, Any], seed: int, completions: Sequence[str] = ()) -> None:
         """Resets a new environment called `key`, and repeats `completions`. Returns at once.

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from grpo_megatron.processes.process import MARK, describe_exit, end_family, end_orphans, new_mark
 
@@ -352,6 +352,22 @@ class ProcessPool:
         record.pending.clear()
         for _ in range(num_requests):
             self._answer(record.key, answer)
+
+
+class PoolClient:
+    """The owner of a ProcessPool, `_processes`. Use it in a `with` block, or call `close`."""
+
+    _processes: ProcessPool
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kills the processes. Idempotent."""
+        self._processes.close()
 
 
 # -- failures that all ranks must hear of ------------------------------------------------------------------------------

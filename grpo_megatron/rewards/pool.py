@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from grpo_megatron.processes.pool import STARTUP_TIMEOUT_S, Limits, ProcessAnswer, ProcessPool, printable
+from grpo_megatron.processes.pool import STARTUP_TIMEOUT_S, Limits, PoolClient, ProcessAnswer, ProcessPool, printable
 from grpo_megatron.rewards.calling import COMPOSITE, Components, functions_of
 from grpo_megatron.rewards.reward import (
     PIXELS,
@@ -60,7 +60,7 @@ class Worker:
         return sum(1 for _, numbers in self.calls if numbers)
 
 
-class RewardPool:
+class RewardPool(PoolClient):
     """`num_workers` processes; `timeout_s` wall-clock seconds per item; `kwargs` go to every reward function, but
     `components` to the reward COMPOSITE.
 
@@ -93,16 +93,6 @@ class RewardPool:
         self._items: list[RewardItem] = []
         self._results: list[RewardResult | None] = []
         self._unloadable: dict[str, str] = {}
-
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kills the processes. Idempotent."""
-        self._processes.close()
 
     def grade(self, items: Sequence[Item], *, quiet: bool = False) -> list[RewardResult]:
         """Returns one result per (reward name, completion, answer), in order. The reward is NaN where the function
@@ -401,52 +391,42 @@ class CallQueue:
 
 KnownReward = tuple[str, str, float]  # completion, answer, reward
 
-_GSM8K: list[KnownReward] = [
-    ("6 * 7 = 42\n#### 42", "42", 1.0),
-    ("<answer> $1,234.50 </answer>", "2469/2", 1.0),
-    ("so \\boxed{42}", "42", 1.0),
-    ("6 * 7 = 42\n#### 43", "42", 0.0),
-    ("The answer is 42.", "42", 0.0),
-    ("", "42", 0.0),
+
+def _known(answer: str, reward: float, *completions: str) -> list[KnownReward]:
+    return [(completion, answer, reward) for completion in completions]
+
+
+_GSM8K = [
+    *_known("42", 1.0, "6 * 7 = 42\n#### 42", "so \\boxed{42}"),
+    *_known("42", 0.0, "6 * 7 = 42\n#### 43", "The answer is 42.", ""),
+    *_known("2469/2", 1.0, "<answer> $1,234.50 </answer>"),
 ]
+_ARITHMETIC = "<think>8+3=11,1+7+1=9</think><answer>91</answer>"
 
 KNOWN_REWARDS: dict[str, list[KnownReward]] = {
     "gsm8k": _GSM8K,
     "arithmetic_steps": _GSM8K,
-    "gsm8k_cot_strict": [("The answer is 42.", "42", 1.0), ("The answer is 43.", "42", 0.0), ("it is 42", "42", 0.0)],
-    "gsm8k_strict": [("#### 42", "42", 1.0), ("#### 43", "42", 0.0), ("it is 42", "42", 0.0)],
-    "gsm8k_flexible": [("it is 42.", "42", 1.0), ("it is 43.", "42", 0.0), ("", "42", 0.0)],
+    "gsm8k_cot_strict": _known("42", 1.0, "The answer is 42.") + _known("42", 0.0, "The answer is 43.", "it is 42"),
+    "gsm8k_strict": _known("42", 1.0, "#### 42") + _known("42", 0.0, "#### 43", "it is 42"),
+    "gsm8k_flexible": _known("42", 1.0, "it is 42.") + _known("42", 0.0, "it is 43.", ""),
     "graded": [
-        ("#### 42", "42", 1.0),
-        ("it is 42", "42", 0.5),
-        ("#### 43", "42", 0.01),
-        ("<answer>Paris.</answer>", "Paris", 1.0),
-        ("<answer>Rome</answer>", "Paris", 0.01),
+        *(("#### 42", "42", 1.0), ("it is 42", "42", 0.5), ("#### 43", "42", 0.01)),
+        *(("<answer>Paris.</answer>", "Paris", 1.0), ("<answer>Rome</answer>", "Paris", 0.01)),
     ],
     "graded_answer": [
-        ("<think>6 * 7</think><answer>42.0</answer>", "42", 1.0),
-        ("<answer>I think it is 42</answer>", "42", 0.5),
-        ("42 <answer>43</answer>", "42", 0.01),
-        ("<answer>paris</answer>", "Paris", 1.0),
-        ("#### 42", "42", 0.0),
+        *(("<think>6 * 7</think><answer>42.0</answer>", "42", 1.0), ("<answer>I think it is 42</answer>", "42", 0.5)),
+        *(("42 <answer>43</answer>", "42", 0.01), ("<answer>paris</answer>", "Paris", 1.0), ("#### 42", "42", 0.0)),
     ],
-    "arithmetic": [
-        ("<think>8+3=11,1+7+1=9</think><answer>91</answer>", "91", 1.0),
-        ("<answer>92</answer>", "91", 0.0),
-        ("91", "91", 0.0),
-    ],
-    "format": [("#### 42", "", 1.0), ("42", "", 0.0)],
+    "arithmetic": _known("91", 1.0, _ARITHMETIC) + _known("91", 0.0, "<answer>92</answer>", "91"),
+    "format": _known("", 1.0, "#### 42") + _known("", 0.0, "42"),
     "tag_count": [("<think>a</think><answer>b</answer>", "", 1.0), ("<think>a</think>", "", 0.5), ("42", "", 0.0)],
     "language": [("All in English.", "", 1.0), ("\u4f60\u597d", "", 0.0), ("hello \u4f60", "", 0.5)],
     "repetition": [("a b c d e", "", 0.0), ("go on and on " * 5, "", 4 / 17 - 1)],
     "math": [
-        (r"so \boxed{42}.", "42", 1.0),
-        (r"so $\boxed{\tfrac{1}{2}}$", "0.5", 1.0),
-        (r"\boxed{\text{Evelyn}}", "Evelyn", 1.0),
-        (r"\boxed{(1+x)^2}", "x^2+2x+1", 1.0),  # this one and the next need math-verify
-        (r"\boxed{(1+x)^2}", "x^2+2x+2", 0.0),
-        (r"\boxed{43}", "42", 0.0),
-        ("The answer is 42.", "42", 0.0),
-        ("", "42", 0.0),
+        *_known("42", 1.0, r"so \boxed{42}."),
+        *_known("42", 0.0, r"\boxed{43}", "The answer is 42.", ""),
+        *((r"so $\boxed{\tfrac{1}{2}}$", "0.5", 1.0), (r"\boxed{\text{Evelyn}}", "Evelyn", 1.0)),
+        # these need math-verify
+        *((r"\boxed{(1+x)^2}", "x^2+2x+1", 1.0), (r"\boxed{(1+x)^2}", "x^2+2x+2", 0.0)),
     ],
 }

@@ -26,7 +26,7 @@ def ask(messages: Said, **options: Any) -> Any:
 
 
 def two_turns() -> dict[str, Any]:
-    """With a tool; the second request has the answer as the client returned it."""
+    """Uses a tool; the second request has the answer as the client returned it."""
     first = ask([USER], tools=[TOOL], max_tokens=7).choices[0]
     call = first.message.tool_calls[0]
     result = {"role": "tool", "tool_call_id": call.id, "content": call.function.arguments}
@@ -43,7 +43,7 @@ def streams() -> float:
 
 
 def responses() -> float:
-    """By the id of the response before, and then by the whole list of items."""
+    """Continues by the id of the response before, and then by the full list of items."""
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
     first = CLIENT.responses.create(model="policy", input="hello", instructions="be brief", tools=[tool])  # type: ignore
     call = first.output[-1]
@@ -111,7 +111,7 @@ def _refusals(cases: dict[str, tuple[dict[str, Any], str]]) -> list[str]:
 
 
 def refused() -> float:
-    """All that is refused leaves the trajectory as it was."""
+    """Checks that what is refused leaves the trajectory as it was."""
     wrong = _refusals(REFUSED)
     ask([USER], temperature=1.0, top_p=1.0, n=1)
     wrong += [text for text in _refusals(AFTERWARDS) if not text.startswith("nothing new")]
@@ -129,7 +129,7 @@ def forged() -> float:
 
 
 def impatient() -> float:
-    """The first client hangs up; the same request again gets the answer."""
+    """Hangs up; the same request again gets the answer."""
     body = json.dumps({"model": "policy", "messages": [USER]}).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{CLIENT.base_url}chat/completions", body, headers)
@@ -151,14 +151,14 @@ def rewrites() -> float:
 
 
 def _send_half() -> None:
-    """A request whose sender is gone in the middle of its body."""
+    """Sends a request and leaves in the middle of its body."""
     url = CLIENT.base_url
     with socket.create_connection((url.host, url.port or 80)) as half:
         half.sendall(f"POST {url.path}chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode())
 
 
 def leaves() -> float:
-    """The answer to its only request is read by nobody."""
+    """Asks, and does not read the answer."""
     _send_half()
     try:
         CLIENT.with_options(timeout=0.3).chat.completions.create(model="policy", messages=[USER])  # type: ignore
@@ -173,7 +173,7 @@ def hangs_later() -> None:
 
 
 def lists() -> None:
-    """A flood of requests that are answered."""
+    """Sends a flood of requests that are answered."""
     ask([USER])
     while True:
         CLIENT.models.list()

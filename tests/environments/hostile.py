@@ -74,7 +74,9 @@ def _children(count: int) -> None:
 
 
 def _orphan() -> None:
-    """A grandchild that has left its session, with the pipes of the environment open, while its parents are gone."""
+    """Leaves a grandchild that has left its session, with the pipes of the environment open, while its parents are
+    gone.
+    """
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:

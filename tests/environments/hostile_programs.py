@@ -155,7 +155,7 @@ ATTEMPTS = {
 
 
 def all_attempts(caller: int, secret: str, home: str) -> str:
-    """A program that prints a line of JSON for each attempt: its name, and what became of it."""
+    """Writes a program that prints a line of JSON for each attempt: its name, and what became of it."""
     loop = """
 import json
 for name, code in json.loads(%r).items():

@@ -33,7 +33,7 @@ def call(**arguments: Any) -> str:
 
 @functools.cache
 def python_with(package: str) -> str:
-    """An interpreter that can import `package`; skips the test if there is none."""
+    """Finds an interpreter that can import `package`; skips the test if there is none."""
     for python in [sys.executable, *filter(None, os.environ.get("GRPO_TEST_PYTHONS", "").split(":"))]:
         if subprocess.run([python, "-c", f"import {package}"], capture_output=True).returncode == 0:
             return python
@@ -64,7 +64,7 @@ def serve() -> Iterator[Callable[..., str]]:
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Outcome]]:
-    """The outcomes of the start and of each turn of one trajectory."""
+    """Returns the outcomes of the start and of each turn of one trajectory."""
     monkeypatch.syspath_prepend(str(AGENTS))
 
     def run(name: str, kwargs: dict[str, Any], row: dict[str, Any], *turns: str) -> list[Outcome]:

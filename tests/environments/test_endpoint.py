@@ -28,7 +28,7 @@ def kwargs(name: str, **more: Any) -> dict[str, Any]:
 
 
 def play(name: str, *turns: str, timeout_s: float = 60.0, **more: Any) -> list[Outcome]:
-    """The outcomes of the start and of each turn that the model writes."""
+    """Returns the outcomes of the start and of each turn that the model writes."""
     with EnvironmentPool("command", kwargs(name, **more), timeout_s=timeout_s) as pool:
         pool.start("one", {"x": 3}, 0)
         outcomes = [pool.wait(["one"])["one"]]

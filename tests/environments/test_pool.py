@@ -14,9 +14,10 @@ import pytest
 
 from grpo_megatron.environments.environment import Outcome, Step
 from grpo_megatron.environments.pool import EnvironmentPool
+from grpo_megatron.processes.process import MARK
 from tests.environments.games import Guess
 from tests.environments.hostile import FATAL, HARMLESS
-from tests.rewards.waiting import wait_until
+from tests.rewards.waiting import processes_with, wait_until
 
 TIMEOUT_S = 6.0
 GUESSES = ["5", "no number", "2", "8"]
@@ -29,7 +30,7 @@ def make_pool(name: str, **settings: Any) -> EnvironmentPool:
 
 
 def played(seed: int, guesses: list[str]) -> list[Step]:
-    """What the game answers, without any process."""
+    """Returns the game's answers, without any process."""
     game = Guess()
     game.reset({}, seed)
     return [game.step(guess) for guess in guesses]
@@ -41,16 +42,9 @@ def steps(pool: EnvironmentPool, completions: dict[str, str]) -> dict[str, Outco
     return pool.wait(completions)
 
 
-def living() -> set[str]:
-    """Processes of this machine that a worker of this process has started, zombies left out."""
-    found = set()
-    for folder in Path("/proc").iterdir():
-        try:
-            marked = f"GRPO_MEGATRON_WORKER={os.getpid()}.".encode() in (folder / "environ").read_bytes()
-        except OSError:
-            continue
-        found |= {folder.name} if marked else set()
-    return found
+def living() -> list[int]:
+    """Lists the processes that a worker of this process has started."""
+    return processes_with(f"{MARK}={os.getpid()}.")
 
 
 @pytest.mark.parametrize("name", ["games:Guess", "games:AsyncGuess"])
@@ -91,7 +85,7 @@ def test_one_worker_serves_hundreds_at_once() -> None:
 
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[tuple[EnvironmentPool, dict[str, Outcome]]]:
-    """A pool of one worker after a turn in which every act was played at once, with neighbours between them."""
+    """Yields a pool of one worker after a turn in which every act was played at once, with neighbours between them."""
     acts = [*FATAL, *HARMLESS]
     neighbours = [f"neighbour {number}" for number in range(len(acts))]
     with make_pool("hostile:Hostile", memory_gib=0.5) as pool:
@@ -110,7 +104,7 @@ def hostile() -> Iterator[tuple[EnvironmentPool, dict[str, Outcome]]]:
         assert pool._processes._hosts == workers  # nothing was saved by a replay
         pool.end([*acts, *neighbours])
         wait_until(lambda: len(living()) == 1)  # the worker; whatever the acts have started is gone
-    assert living() == set()
+    assert living() == []
 
 
 @pytest.mark.parametrize("act", FATAL)

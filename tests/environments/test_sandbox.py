@@ -23,7 +23,7 @@ from grpo_megatron.environments.tools.python import prepare_isolation, python
 from grpo_megatron.environments.tools.sandbox import build_filter
 from grpo_megatron.storage import files
 from tests.environments.hostile_programs import ATTEMPTS, BOMBS, all_attempts
-from tests.rewards.waiting import wait_until
+from tests.rewards.waiting import processes_with, wait_until
 
 SYSTEM_PYTHON, EXECUTABLE = "/usr/bin/python3", sys.executable
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ X86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of 
 
 @pytest.fixture(scope="module", params=["bwrap", "landlock"])
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    """As root, Landlock needs a Python that another user can read; the system's, if it is not this one."""
+    """Yields a kind of isolation. As root, Landlock needs a Python that another user can read, such as the system's."""
     with pytest.MonkeyPatch.context() as patch:
         ended = run_program(PROBE, ProgramLimits(60.0), request.param)
         if ended != ("1/2\n", "") and os.geteuid() == 0 and Path(SYSTEM_PYTHON).exists():
@@ -46,20 +46,13 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def state_of_this_process() -> list[object]:
     limits = [resource.getrlimit(kind) for kind in range(16)]
-    score = Path("/proc/self/oom_score_adj").read_text()
-    return [
-        os.sched_getaffinity(0),
-        os.getpriority(os.PRIO_PROCESS, 0),
-        score,
-        os.sched_getscheduler(0),
-        limits,
-        os.uname(),
-    ]
+    scheduling = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+    return [*scheduling, Path("/proc/self/oom_score_adj").read_text(), limits, os.uname()]
 
 
 @contextlib.contextmanager
 def folder_for_all() -> Iterator[Path]:
-    """A temporary folder that other users can read, too."""
+    """Makes a temporary folder that other users can read, too."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         yield Path(name)
@@ -67,7 +60,7 @@ def folder_for_all() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def keys_in_another_process() -> Iterator[None]:
-    """A process of this user, as a service of it would be."""
+    """Starts a process of this user, as a service of it would be."""
     with subprocess.Popen(["sleep", "1000"], env={"API_KEY": "hostile-key"}) as process:
         yield
         process.kill()
@@ -75,7 +68,7 @@ def keys_in_another_process() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def attempted(kind: str) -> dict[str, str]:
-    """What became of each attempt of one program. The file that it wants is readable for all, as its folders are."""
+    """Runs all attempts as one program. The file that it wants is readable for all, as its folders are."""
     before = state_of_this_process()
     with folder_for_all() as folder, keys_in_another_process():
         secret = folder / "key"
@@ -94,7 +87,7 @@ def test_an_attempt_is_refused(name: str, attempted: dict[str, str]) -> None:
 
 @pytest.fixture(scope="module")
 def bombed(kind: str) -> Iterator[dict[str, Future[tuple[str, str]]]]:
-    """All at once, with a folder for temporary files, in which nothing may be left."""
+    """Runs all at once, with a folder for temporary files, in which nothing may be left."""
     with folder_for_all() as folder, pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as threads:
         patch.setattr(tempfile, "tempdir", str(folder))
         yield {
@@ -163,10 +156,8 @@ def test_a_killed_worker_leaves_nothing(kind: str, monkeypatch: pytest.MonkeyPat
     """Its program ends with it. What is left of the folder goes at the next start of a worker."""
     seconds = 1000 + os.getpid()
 
-    def running() -> list[Path]:
-        return [
-            path for path in Path("/proc").glob("[0-9]*/cmdline") if f'"cpu_s": {seconds + 1},'.encode() in read(path)
-        ]
+    def running() -> list[int]:
+        return processes_with(f'"cpu_s": {seconds + 1},', "cmdline")
 
     with folder_for_all() as folder:
         monkeypatch.setenv("TMPDIR", str(folder))
@@ -181,13 +172,6 @@ def test_a_killed_worker_leaves_nothing(kind: str, monkeypatch: pytest.MonkeyPat
         wait_until(lambda: not running())
         files.remove_leftovers()
         assert os.listdir(folder) == []
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # it has ended
-        return b""
 
 
 def test_where_nothing_isolates_the_tool_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

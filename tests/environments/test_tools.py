@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.environments.tool import ToolError
 from grpo_megatron.environments.tools.calculator import calculator
 from grpo_megatron.environments.tools.search import remote
+from tests.rewards.waiting import QuietHandler, serving
 
 OWN = "tests.environments.hostile_tools:"
 QUESTION = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": "2 + 2?"}]
@@ -29,7 +29,7 @@ def call(tool: str, /, **arguments: Any) -> str:
 
 
 def turns(completions: list[str], **kwargs: Any) -> list[Outcome]:
-    """One trajectory per completion, all at once."""
+    """Plays one trajectory per completion, all at once."""
     with EnvironmentPool("tools", kwargs, timeout_s=5.0) as pool:
         keys = list(map(str, range(len(completions))))
         for key in keys:
@@ -131,7 +131,7 @@ def test_calculator() -> None:
         assert len(str(error.value)) < 200, expression  # one short line for the model
 
 
-class Stub(BaseHTTPRequestHandler):
+class Stub(QuietHandler):
     """Answers by the path; /busy answers the third time."""
 
     counts: dict[str, int]
@@ -151,18 +151,12 @@ class Stub(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body or json.dumps({"result": f"{query} {count} {self.headers.get('Key')}"}).encode())
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
 
 @pytest.fixture(scope="module")
 def stub() -> Iterator[str]:
     Stub.counts = {}
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving(Stub) as address:
+        yield address
 
 
 def test_remote(stub: str) -> None:

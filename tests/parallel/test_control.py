@@ -166,7 +166,7 @@ def environment() -> Iterator[None]:
 
 
 def under_srun(**changes: str) -> None:
-    """The variables of the only rank that a test starts; the store does not wait for the others."""
+    """Sets the variables of the only rank that a test starts; the store does not wait for the others."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **changes}
 

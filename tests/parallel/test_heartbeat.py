@@ -6,6 +6,7 @@ C code that keeps Python's lock; the time of a stall is a few seconds there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +23,11 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_megatron.device import Device
 from grpo_megatron.parallel.heartbeat import Beat, Heartbeat, StalledRank, Watch, behind, table
-from tests import worlds
+from grpo_megatron.parallel.mesh import build_mesh
 from tests.runs import make_run, stand_in_trainer
+from tests.worlds import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,9 +42,10 @@ def beats(number: int = 0, **of_rank_1: Any) -> dict[int, Beat]:
 
 
 def first_alarm(of_rank_1: Any, *, until: float = 600.0, pauses: dict[int, float] | None = None) -> Any:
-    """(seconds, ranks) of the first alarm of a watch with 45 s and looks every 5 s; None: there is none.
+    """Returns (seconds, ranks) of the first alarm of a watch with 45 s and looks every 5 s; None: there is none.
 
-    `of_rank_1(seconds)` is what the last beat of rank 1 says. `pauses`: at these looks, the watcher itself was not running.
+    `of_rank_1(seconds)` is what the last beat of rank 1 says. `pauses`: at these looks, the watcher itself was not
+    running.
     """
     watch, now = Watch(45.0, 5.0, now=0.0), 0.0
     for look in range(int(until // 5)):
@@ -93,8 +98,13 @@ def test_a_rank_may_be_silent_for_longer_while_a_checkpoint_is_saved() -> None:
     assert 450 < alarms[0] < 470
 
 
+def fake(folder: Path, size: int = 2) -> Any:
+    """Makes the heartbeat of rank 0 without a world."""
+    return Heartbeat(folder, SimpleNamespace(run_rank=0, run_size=size, role=""), 45.0)  # type: ignore[arg-type]
+
+
 def looks(seen: Any, number: int = 20, files_s: float = 0.1) -> tuple[list[Any], float]:
-    """(alarms, `files_stall_s`) of rank 0's watch after looks every 5 s; `seen(look)` is what it reads."""
+    """Returns (alarms, `files_stall_s`) of rank 0's watch after looks every 5 s; `seen(look)` is what it reads."""
     watch, alarms = Watch(45.0, 5.0, now=0.0), []
     for look in range(1, number + 1):
         alarms += watch.update(seen(look), 5.0 * look, beats(look)[0], files_s)
@@ -118,7 +128,7 @@ def test_a_stalled_file_system_is_not_the_ranks() -> None:
 
 
 def test_a_stalled_file_system_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    heartbeat: Any = Heartbeat(tmp_path, SimpleNamespace(run_rank=0, run_size=2, role=""), 45.0)  # type: ignore[arg-type]
+    heartbeat = fake(tmp_path)
     watch, is_named = Watch(45.0, 5.0, now=0.0), False
     for stall_s in (40.0, 50.0, 60.0, 0.0, 45.0):
         watch.files_stall_s = stall_s
@@ -129,7 +139,7 @@ def test_a_stalled_file_system_is_printed_once(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_timeout_while_the_thread_waits_for_the_file_system_names_it(tmp_path: Path) -> None:
-    heartbeat: Any = Heartbeat(tmp_path, SimpleNamespace(run_rank=0, run_size=2, role=""), 45.0)  # type: ignore[arg-type]
+    heartbeat = fake(tmp_path)
     heartbeat._files_since = time.monotonic() - 100.0
     with pytest.raises(StalledRank, match=f"the file system of {tmp_path} has stalled"), heartbeat.naming_timeouts():
         raise RuntimeError("the collective timed out")
@@ -150,7 +160,7 @@ def test_who_is_behind_and_the_table() -> None:
 
 
 def test_a_beat_that_is_being_written_is_not_read(tmp_path: Path) -> None:
-    heartbeat: Any = Heartbeat(tmp_path, SimpleNamespace(run_rank=0, run_size=5, role=""), None)  # type: ignore[arg-type]
+    heartbeat = fake(tmp_path, 5)
     heartbeat.folder.mkdir()
     text = json.dumps(asdict(beats()[0]))
     for rank, content in enumerate((text, "", text[:40], "[]")):
@@ -228,12 +238,12 @@ def test_a_stall_is_named_and_ends_all_ranks(run: Path, tmp_path: Path, kind: st
 
 @pytest.mark.soak
 def test_slow_ranks_are_left_alone(tmp_path: Path) -> None:
-    assert worlds.run(healthy, 2, folder=tmp_path) == [["gen", "reward", "save_checkpoint"]] * 2
+    assert healthy(folder=tmp_path) == [["step/gen", "step/reward", "save_checkpoint"]] * 2
 
 
 @pytest.mark.slow
 def test_a_timeout_names_the_rank_that_is_behind(tmp_path: Path) -> None:
-    (message, cause), _ = worlds.run(late, 2, folder=tmp_path)
+    (message, cause), _ = late(folder=tmp_path)
     assert re.match(
         r"a collective has timed out \(trainer.timeout_s\): rank 1 \(node .*\) is still in phase reward of step 5, ",
         message,
@@ -241,18 +251,12 @@ def test_a_timeout_names_the_rank_that_is_behind(tmp_path: Path) -> None:
     assert cause == "LostRank" and re.search(r"\n  1 .* step/reward ", message)
 
 
-# -- what the ranks of the healthy and the late world run --------------------------------------------------------------
-
-
 TIMEOUT_S = 1.0
 
 
+@ranks(2)
 def healthy(folder: Path) -> list[str]:
     """Rank 1 does slowly what a healthy rank may do, each for longer than the time of a stall; rank 0 waits for it."""
-    from grpo_megatron.device import Device
-    from grpo_megatron.parallel.heartbeat import Heartbeat
-    from grpo_megatron.parallel.mesh import build_mesh
-
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
 
     def compute() -> None:
@@ -260,34 +264,26 @@ def healthy(folder: Path) -> list[str]:
         while time.monotonic() < end:
             torch.ones(64, 64) @ torch.ones(64, 64)
 
-    def wait_for_a_process() -> None:
-        subprocess.run(["sleep", str(3 * TIMEOUT_S)], check=True)
-
-    def wait_for_the_disk() -> None:
-        time.sleep(3 * TIMEOUT_S)
-
-    done = []
+    pause = 3 * TIMEOUT_S
+    works: dict[str, Callable[[], object]] = {  # phases -> a wait for a core, a process, the disk
+        "step/gen": compute,
+        "step/reward": lambda: subprocess.run(["sleep", str(pause)], check=True),
+        "save_checkpoint": lambda: time.sleep(pause),
+    }
     with Heartbeat(folder, mesh, TIMEOUT_S) as heartbeat:
-        for name, work in (("gen", compute), ("reward", wait_for_a_process)):
-            with heartbeat.phase("step"), heartbeat.phase(name):
+        for phases, work in works.items():
+            with contextlib.ExitStack() as stack:
+                for phase in phases.split("/"):
+                    stack.enter_context(heartbeat.phase(phase))
                 if mesh.rank == 1:
                     work()
                 mesh.barrier()
-            done.append(name)
-        with heartbeat.phase("save_checkpoint"):
-            if mesh.rank == 1:
-                wait_for_the_disk()
-            mesh.barrier()
-        done.append("save_checkpoint")
-    return done
+    return list(works)
 
 
+@ranks(2)
 def late(folder: Path) -> Any:
     """Nothing is watched, and rank 1 comes too late for a collective: the error that rank 0 gets."""
-    from grpo_megatron.device import Device
-    from grpo_megatron.parallel.heartbeat import Heartbeat, StalledRank
-    from grpo_megatron.parallel.mesh import build_mesh
-
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1, timeout_s=4.0)
     over = folder / "over"
     with Heartbeat(folder, mesh, None) as heartbeat:

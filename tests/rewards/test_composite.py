@@ -12,8 +12,8 @@ import pytest
 from grpo_megatron.rewards.calling import COMPOSITE, composite_reward
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardResult
+from tests.rewards.waiting import PATIENCE_S
 
-PATIENCE_S = 300.0
 MODULE = """
 import asyncio, resource
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,13 @@ from grpo_megatron.rewards import judge
 from grpo_megatron.rewards.calling import COMPOSITE
 from grpo_megatron.rewards.judge import judge_reward
 from grpo_megatron.rewards.pool import RewardPool
+from tests.rewards.waiting import QuietHandler, serving
 
 KEY = "sk-very-secret-0123"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "judge.txt"
 
 
-class Stub(BaseHTTPRequestHandler):
+class Stub(QuietHandler):
     """The reply is what the response asks for, as text: "say Score: 7". Other responses name an error."""
 
     requests: list[dict[str, Any]]
@@ -51,17 +50,11 @@ class Stub(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(texts.get(asked, reply).encode())
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
+    with serving(Stub) as address:
+        yield f"{address}/v1"
 
 
 @pytest.fixture

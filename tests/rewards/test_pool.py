@@ -23,7 +23,7 @@ from grpo_megatron.processes.process import MARK, new_mark
 from grpo_megatron.rewards import rewards
 from grpo_megatron.rewards.pool import KNOWN_REWARDS, RewardPool
 from grpo_megatron.rewards.reward import RewardResult, parse_reward
-from tests.rewards.waiting import PATIENCE_S, wait_until
+from tests.rewards.waiting import PATIENCE_S, processes_with, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 3.0
@@ -104,7 +104,7 @@ def impatient_pool(user_module: str) -> Iterator[RewardPool]:
 
 
 def _grade_among_good(pool: RewardPool, *completions: str) -> list[RewardResult]:
-    """The results of completions in the middle of 40 good ones, whose rewards must be their numbers, in order."""
+    """Grades completions in the middle of 40 good ones, whose rewards must be their numbers, in order."""
     names = [*map(str, range(20)), *completions, *map(str, range(20, 40))]
     results = pool.grade([("user_reward:reward", name, "") for name in names])
     odd = results[20 : 20 + len(completions)]
@@ -115,7 +115,7 @@ def _grade_among_good(pool: RewardPool, *completions: str) -> list[RewardResult]
 
 
 def _worker_pids(pool: RewardPool, count: int) -> set[int]:
-    """The ids of `count` workers, once each of them has started and answered."""
+    """Returns the ids of `count` workers, once each of them has started and answered."""
     pids: set[int] = set()
 
     def has_all() -> bool:
@@ -288,7 +288,7 @@ def test_what_a_reward_has_started_is_killed_with_it(impatient_pool: RewardPool,
     """A daemon has its own session and has lost its parent. "naked": it has an empty environment, too."""
     (result,) = _grade_among_good(impatient_pool, completion)
     assert result.status == ("error" if completion == "daemon, then exit" else "timeout"), result
-    wait_until(lambda: not any(line == "sleep 601.375" for line in _command_lines()))
+    wait_until(lambda: not processes_with("sleep\0601.375", "cmdline"))
 
 
 def test_a_pool_ends_what_a_killed_run_has_left() -> None:
@@ -344,13 +344,3 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def _command_lines() -> list[str]:
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace").strip())
-        except OSError:
-            continue
-    return lines

@@ -1,18 +1,22 @@
-"""Names and results of reward functions, and what importing the package imports."""
+"""Names, signatures and results of reward functions: ours, and other trainers' recognised by their parameters."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from grpo_megatron.rewards import check_reward
-from grpo_megatron.rewards.reward import MAX_ENTRY, RewardResult, parse_reward
+from grpo_megatron.rewards.calling import BoundReward
+from grpo_megatron.rewards.reward import MAX_ENTRY, RewardResult, check_reward, parse_reward, read_signature, rewards
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,3 +102,144 @@ def test_workers_import_neither_torch_nor_transformers_nor_pydantic() -> None:
         "print([m for m in ('torch', 'transformers', 'tokenizers', 'pydantic', 'yaml', 'numpy', 'sympy') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"
+
+
+# -- what a function gets by name ------------------------------------------------------------------------------------------
+
+ROW = {
+    "prompt": [{"role": "user", "content": "6 * 7 ="}],
+    "answer": "six times seven is 42 #### 42",
+    "difficulty": 3,
+    "step": "a column that has the name of a field",
+    "reward_model": {"ground_truth": 42},
+    "extra_info": {"index": 5},
+}
+SAMPLE = {
+    "completion": "42",
+    "answer": "42",
+    "prompt": "<user> 6 * 7 =",
+    "messages": [{"role": "system", "content": "be brief"}, *ROW["prompt"]],  # type: ignore[misc]
+    "columns": ROW,
+    "data_source": "sums",
+    "completion_ids": [4, 2],
+    "step": 9,
+    "is_chat": True,
+}
+Function = Callable[..., Any]
+
+
+def called(function: Function, monkeypatch: pytest.MonkeyPatch, *samples: Any, **kwargs: Any) -> Any:
+    """Returns what a worker gets from the function for each sample."""
+    monkeypatch.setitem(rewards._entries, "under_test", function)
+    call = BoundReward("under_test", kwargs)
+    given = samples or (SAMPLE,)
+    entries = call.entries(call.start(given), given)
+    return entries if samples else entries[0]
+
+
+def test_a_function_gets_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(completion, answer, prompt, messages, extra_info, data_source, completion_ids, step, difficulty, bonus=1):  # type: ignore[no-untyped-def]
+        return locals()
+
+    fields = {name: value for name, value in SAMPLE.items() if name not in ("columns", "is_chat")}
+    assert called(named, monkeypatch, bonus=2) == {**fields, "extra_info": {"index": 5}, "difficulty": 3, "bonus": 2}
+    assert called(lambda completion: completion, monkeypatch) == "42"
+    # reward.kwargs come first
+    assert called(lambda completion, difficulty=0: difficulty, monkeypatch, difficulty=8) == 8
+    without = {**SAMPLE, "columns": {}}
+    assert called(lambda completion, difficulty=0: difficulty, monkeypatch, without) == [0]
+    assert called(lambda completion, extra_info: extra_info, monkeypatch, without) == [{}]
+    with pytest.raises(KeyError, match="this sample has no 'difficulty'; its row's columns: none"):
+        called(lambda completion, difficulty: difficulty, monkeypatch, without)
+
+
+def test_others_get_the_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    got = called(lambda completion, difficulty, **others: (difficulty, others), monkeypatch, bonus=1)
+    assert got == (3, {"reward_model": {"ground_truth": 42}, "bonus": 1})  # no column that has the name of a field
+
+
+def test_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    for function in (
+        lambda text, gold: (text, gold),
+        lambda text, answer: (text, answer),
+        lambda *texts: texts,
+        lambda text, gold, /: (text, gold),
+        lambda text, gold, difficulty: (text, gold),
+    ):
+        assert called(function, monkeypatch) == ("42", "42")
+    assert called(lambda text, gold, difficulty, *, bonus: (difficulty, bonus), monkeypatch, bonus=2) == (3, 2)
+
+
+def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, bonus=0, **others):  # type: ignore[no-untyped-def]
+        return data_source, solution_str, ground_truth, extra_info, bonus, others
+
+    got = called(compute_score, monkeypatch, bonus=1)
+    assert got == ("sums", "42", 42, {"index": 5}, 1, {})
+    assert called(lambda solution_str, ground_truth: ground_truth, monkeypatch, {**SAMPLE, "columns": {}}) == ["42"]
+
+    def batched(data_sources, solution_strs, ground_truths, extra_infos):  # type: ignore[no-untyped-def]
+        return list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True))
+
+    assert called(batched, monkeypatch, SAMPLE, SAMPLE) == [("sums", "42", 42, {"index": 5})] * 2
+
+
+def test_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reward(prompts, completions, answer, difficulty, **others):  # type: ignore[no-untyped-def]
+        others["log_extra"]("seen", ["a", "b"])
+        others["log_metric"]("share", 0.5)
+        return [locals()] * len(prompts)
+
+    entry = called(reward, monkeypatch, SAMPLE, {**SAMPLE, "is_chat": False})[0]
+    assert (entry["seen"], entry["share"]) == ("a", 0.5)
+    got = entry["score"]
+    assert got["prompts"] == [ROW["prompt"], "<user> 6 * 7 ="]  # of a conversational row: as in the file
+    assert got["completions"] == [[{"role": "assistant", "content": "42"}], "42"]
+    assert (got["answer"], got["difficulty"]) == ([ROW["answer"]] * 2, [3, 3])  # columns, not our own answer
+    others = got["others"]
+    assert others["completion_ids"] == [[4, 2]] * 2 and others["trainer_state"].global_step == 9
+    assert not {"prompt", "completion"} & set(others) and others["reward_model"] == [{"ground_truth": 42}] * 2
+    assert called(lambda completions, answer: answer, monkeypatch, {**SAMPLE, "columns": {}}) == ["42"]
+
+
+def test_none_of_trl_does_not_apply_and_of_others_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rewards._entries, "trl", lambda completions, **others: [None])
+    monkeypatch.setitem(rewards._entries, "ours", lambda completion: None)
+    assert asyncio.run(BoundReward("trl", {}).grade(SAMPLE)).status == "none"
+    with pytest.raises(ValueError, match="the reward is NoneType, not a number"):
+        asyncio.run(BoundReward("ours", {}).grade(SAMPLE))
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "message"),
+    [
+        (lambda completion, solutoin: 0, ["solution"], "nothing gives its parameter 'solutoin'.*mean 'solution'"),
+        (lambda solution_str, method: 0, [], "there are data_source, solution_str, ground_truth, extra_info"),
+        (lambda: 0, [], r"it reads no completion \(its parameters: none\)"),
+    ],
+)
+def test_what_nothing_gives_is_refused(
+    function: Function, columns: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(rewards._entries, "under_test", function)
+    with pytest.raises(ValueError, match=message):
+        check_reward("under_test", {}, columns)
+    if "reads no" not in message:
+        assert read_signature(function).problem({}) is None  # the columns are not known yet
+
+
+def test_the_examples_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "rewards.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    forms, returned = [], []
+    chat = {**SAMPLE, "completion": "it is 42", "columns": {**ROW, "max_words": 2}}
+    for block in blocks:
+        names: dict[str, Any] = {}
+        exec(block, names)
+        (function,) = [value for value in names.values() if getattr(value, "__globals__", None) is names]
+        forms.append(read_signature(function).form)
+        returned.append(
+            called(function, monkeypatch, chat, chat) if forms[-1] == "TRL" else called(function, monkeypatch, chat)
+        )
+    assert forms == ["ours", "ours", "verl", "TRL"]
+    assert returned == [[{"score": 1.0, "acc": True}], [1.0], [{"score": 1.0, "acc": 1.0}], [0.0, 0.0]]

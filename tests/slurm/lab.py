@@ -71,7 +71,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 
 
 def missing() -> str | None:
-    """The reason why no Slurm can run here, or None. Installs Debian's packages if it can."""
+    """Returns the reason why no Slurm can run here, or None. Installs Debian's packages if it can."""
     if os.geteuid() != 0:
         return "a Slurm in namespaces needs root"
     if not _has_programs():
@@ -218,7 +218,7 @@ class Lab:
         return found[1]
 
     def job(self, job: str) -> dict[str, str]:
-        """What scontrol shows of a job: JobState, Restarts, ExitCode, Reason, ExcNodeList, ..."""
+        """Returns what scontrol shows of a job: JobState, Restarts, ExitCode, Reason, ExcNodeList, ..."""
         fields = self.slurm("scontrol", "-o", "show", "job", job).split(" ")
         return dict(field.split("=", 1) for field in fields if "=" in field)
 

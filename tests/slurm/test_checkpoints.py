@@ -32,6 +32,7 @@ def _damage(root: Path) -> None:
     lost.unlink()
 
 
+@worlds.ranks(2)
 def checkpoints(model: Path, out: Path) -> dict[str, Any]:
     from grpo_megatron.config import Config, ConfigError, OptimConfig
     from grpo_megatron.training.checkpoint import Checkpoints
@@ -118,9 +119,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(out: Path) -> dict[str, Any]:
-    """What rank 0 found. All ranks find the same."""
+    """Returns the result of rank 0; all ranks have the same."""
     model = tiny.make_model(out / "model", num_hidden_layers=1)
-    first, second = worlds.run(checkpoints, 2, model=model, out=out)
+    first, second = checkpoints(model=model, out=out)
     for key in ("undamaged", "by sizes", "found", "steps", "error", "stops"):
         assert first[key] == second[key], key
     return dict(first)

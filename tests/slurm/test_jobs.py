@@ -91,7 +91,7 @@ class Run:
         return self.log.read_text() if self.log.exists() else "no log"
 
     def last_lines(self) -> list[str]:
-        """The last line of each attempt, without the time."""
+        """Returns the last line of each attempt, without the time."""
         return [line[22:] for line in self.text().splitlines() if f"] job {self.job} attempt " in line]
 
     def ended(self, attempt: int, words: str) -> None:
@@ -157,7 +157,7 @@ def test_interrupted_on_two_nodes(lab: Lab, workspace: Path, tmp_path: Path, in_
 
 
 def interrupt_in_full(lab: Lab, run: Run) -> None:
-    """In the second attempt; in the third one, whose ranks are still starting; and in the fourth one."""
+    """Interrupts the second attempt; the third one, whose ranks are still starting; and the fourth one."""
     run.allow(5)
     run.after(5)
     os.kill(lab.ranks(run.job)[1], signal.SIGKILL)
@@ -180,7 +180,7 @@ def interrupt_in_full(lab: Lab, run: Run) -> None:
 
 
 def in_roles(workspace: Path, output_dir: Path, steps: int, seconds: float, **rollout: Any) -> dict[str, Any]:
-    """One rank trains, and one draws ahead of it. A reward takes so many seconds."""
+    """Returns settings in which one rank trains, and one generates ahead of it. A reward takes so many seconds."""
     raw = settings(workspace, output_dir, 2, 1, 1, steps)
     raw["rollout"] |= {"lag": 1, **rollout}
     raw["reward"] = {"function": "tests.slurm.gate:slow_reward", "kwargs": {"seconds": seconds}}

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -98,64 +99,42 @@ def job(tmp_path: Path) -> Job:
 # -- how an attempt ends ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("does", "code", "requeued", "words"),
-    [
-        (DONE, 0, False, "attempt 0: finished; newest checkpoint: none"),
-        (STOPPED, 75, True, "attempt 0: saved on request; requeued; newest checkpoint: {out}/checkpoints/step_000004"),
-        ("exit 2", 2, False, "a mistake in the config or the data"),
-        ("exit 137", 75, True, "a rank was killed (srun: 137); requeued"),
-        ("exit 1", 1, False, "failed with 1 before it had saved anything"),
-        (f"{PROGRESS}; exit 1", 75, True, "failed with 1 after progress; requeued"),
-        (f"{DONE}; exit 143", 0, False, "finished"),
-    ],
-)
-def test_the_last_line_says_what_happened(job: Job, does: str, code: int, requeued: bool, words: str) -> None:
-    status, text = job.run(TRAIN_DOES=does)
-    assert status == code, text
-    assert words.format(out=job.out) in text.splitlines()[-1]
-    assert ("requeued" in job.calls.read_text()) == requeued
+KILLED = "a rank was killed (srun: 137)"
+NO_STEP = "two attempts in a row have not advanced a step"
 
 
 @pytest.mark.parametrize(
-    ("marks", "start", "code", "words"),
+    ("earlier", "does", "variables", "code", "words"),  # earlier attempts: (start, marks)
     [
-        ((), 0, 1, "two attempts in a row have not advanced a step"),
-        (("interrupted",), 0, 75, "requeued"),  # the first was pre-empted, which is not a failure of the run
-        ((), 3, 75, "requeued"),  # the first started from another step
+        ([], DONE, {}, 0, "attempt 0: finished; newest checkpoint: none"),
+        ([], STOPPED, {}, 75, "saved on request; requeued; newest checkpoint: {out}/checkpoints/step_000004"),
+        ([], "exit 2", {}, 2, "a mistake in the config or the data"),
+        ([], "exit 137", {}, 75, f"{KILLED}; requeued"),
+        ([], "exit 1", {}, 1, "failed with 1 before it had saved anything"),
+        ([], f"{PROGRESS}; exit 1", {}, 75, "failed with 1 after progress; requeued"),
+        ([], f"{DONE}; exit 143", {}, 0, "finished"),
+        ([(0,)], "exit 137", {}, 1, NO_STEP),
+        ([(0, "interrupted")], "exit 137", {}, 75, "requeued"),  # a pre-emption is no failure of the run
+        ([(3,)], "exit 137", {}, 75, "requeued"),  # it started from another step
+        # Slurm without preempt_send_user_signal, also twice in a row
+        ([(0,)], "exit 143", {"PREEMPTED": "2026-11-21T15:23:35"}, 75, "pre-empted before it could save; requeued"),
+        ([(0,), (1,)], f"{PROGRESS}; exit 137", {"MAX_ATTEMPTS": "3"}, 1, "attempt 3 of MAX_ATTEMPTS=3"),
+        ([(0,), (1,), (2,)], DONE, {"MAX_ATTEMPTS": "3"}, 1, "MAX_ATTEMPTS=3 have been made"),  # Slurm's own requeue
+        ([], STOPPED, {"REQUEUE_CODE": "1"}, 75, "submit it again"),
+        # attempts count even if their script died with the first node, before it could decide how to go on
+        ([(0,), (0,)], DONE, {}, 1, NO_STEP),
     ],
 )
-def test_two_attempts_without_a_step_are_enough(
-    job: Job, marks: tuple[str, ...], start: int, code: int, words: str
+def test_the_last_line_says_what_happened(
+    job: Job, earlier: list[Any], does: str, variables: dict[str, str], code: int, words: str
 ) -> None:
-    job.earlier(0, start, *marks)
-    status, text = job.run(TRAIN_DOES="exit 137", SLURM_RESTART_COUNT="1")
-    assert (status, words in text.splitlines()[-1]) == (code, True), text
-
-
-def test_a_pre_emption_that_ends_the_ranks_at_once_is_no_fault_of_the_run(job: Job) -> None:
-    """Slurm without preempt_send_user_signal, also twice in a row."""
-    job.earlier(0, 0)
-    status, text = job.run(TRAIN_DOES="exit 143", SLURM_RESTART_COUNT="1", PREEMPTED="2026-11-21T15:23:35")
-    assert status == 75 and "pre-empted before it could save; requeued" in text.splitlines()[-1], text
-    assert (job.out / "attempts/7-1/interrupted").exists()
-
-
-def test_attempts_are_capped(job: Job) -> None:
-    status, text = job.run(TRAIN_DOES=f"{PROGRESS}; exit 137", SLURM_RESTART_COUNT="2", MAX_ATTEMPTS="3")
-    assert status == 1 and "attempt 3 of MAX_ATTEMPTS=3" in text.splitlines()[-1]
-    status, text = job.run(TRAIN_DOES=DONE, SLURM_RESTART_COUNT="3", MAX_ATTEMPTS="3")  # Slurm's own requeue
-    assert status == 1 and "MAX_ATTEMPTS=3 have been made" in text.splitlines()[-1]
-    status, text = job.run(TRAIN_DOES=STOPPED, REQUEUE_CODE="1")
-    assert status == 75 and "submit it again" in text.splitlines()[-1]
-
-
-def test_attempts_whose_script_dies_do_not_loop(job: Job) -> None:
-    """An attempt counts even if its script died with the first node, before it could decide how to go on."""
-    job.earlier(0, 0)
-    job.earlier(1, 0)
-    status, text = job.run(TRAIN_DOES=DONE, SLURM_RESTART_COUNT="2")
-    assert status == 1 and "two attempts in a row have not advanced a step" in text.splitlines()[-1]
+    for number, (start, *marks) in enumerate(earlier):
+        job.earlier(number, start, *marks)
+    status, text = job.run(TRAIN_DOES=does, SLURM_RESTART_COUNT=str(len(earlier)), **variables)
+    assert status == code and words.format(out=job.out) in text.splitlines()[-1], text
+    assert ("requeued" in job.calls.read_text()) == (code == 75)
+    if "PREEMPTED" in variables:
+        assert (job.out / "attempts/7-1/interrupted").exists()
 
 
 def test_usr1_stops_the_run(job: Job) -> None:

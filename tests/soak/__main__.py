@@ -32,14 +32,11 @@ def main() -> int:
     parser = argparse.ArgumentParser("soak")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--faults", type=int, default=len(MATRIX) + 2, help="their number, with the first and the last one"
-    )
+    parser.add_argument("--faults", type=int, default=len(MATRIX) + 2, help="with the first and the last one")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
-    least = 4 * args.faults
-    if args.steps < least:
-        parser.error(f"--steps {args.steps} is too few for {args.faults} faults: set {least} or more")
+    if args.steps < 4 * args.faults:
+        parser.error(f"--steps {args.steps} is too few for {args.faults} faults: set {4 * args.faults} or more")
     print(f"soak: {args.steps} steps, {args.faults} faults, seed {args.seed}", flush=True)
     rng = random.Random(args.seed)
     faults = [FIRST, *rng.sample(MATRIX, args.faults - 2), LAST]
@@ -53,21 +50,22 @@ def _soak(folder: Path, steps: int, faults: list[Fault], rng: random.Random) -> 
         path.mkdir()
     os.environ["TMPDIR"] = str(temporary)
     tempfile.tempdir = None
-    whole = soak_settings(root, folder / "whole", steps)
+    undisturbed = folder / "undisturbed"
     began = time.monotonic()
-    code, _, err, _ = run_command(whole, folder / "whole-command", SOAK_USAGE=str(usage))
+    settings = soak_settings(root, undisturbed, steps)
+    code, _, err, _ = run_command(settings, folder / "undisturbed-command", SOAK_USAGE=str(usage))
     if code:
         print(f"the undisturbed run has failed with exit code {code}:\n{err}")
         return 1
     print(f"undisturbed: {time.monotonic() - began:.0f} s", flush=True)
     raw = soak_settings(root, folder / "disturbed", steps)
-    soak = Soak(raw, folder / "disturbed-command", rows_of(folder / "whole"), rng, functools.partial(print, flush=True))
+    soak = Soak(raw, folder / "disturbed-command", rows_of(undisturbed), rng, functools.partial(print, flush=True))
     soak.run(faults)
     print(f"disturbed: {len(soak.attempts)} attempts in {time.monotonic() - began:.0f} s\n\n{soak.table()}\n")
     problems = [f"attempt {number}: {p}" for number, a in enumerate(soak.attempts, start=1) for p in a.problems]
-    if rows_of(soak.output) != rows_of(folder / "whole"):
+    if rows_of(soak.output) != rows_of(undisturbed):
         problems.append("the metrics differ")
-    if (soak.output / WEIGHTS).read_bytes() != (folder / "whole" / WEIGHTS).read_bytes():
+    if (soak.output / WEIGHTS).read_bytes() != (undisturbed / WEIGHTS).read_bytes():
         problems.append("the weights differ")
     problems += [*_growth(usage), *_leftovers(temporary)]
     print(
@@ -77,7 +75,7 @@ def _soak(folder: Path, steps: int, faults: list[Fault], rng: random.Random) -> 
 
 
 def _growth(folder: Path) -> list[str]:
-    """Problems of the undisturbed run: what has grown over its steps. Prints the figures."""
+    """Lists what has grown over the steps of the undisturbed run. Prints the figures."""
     problems, rows = [], []
     for file in sorted(folder.glob("*.jsonl")):
         used = [json.loads(line) for line in file.read_text().splitlines()]
@@ -93,7 +91,7 @@ def _growth(folder: Path) -> list[str]:
 
 
 def _leftovers(temporary: Path) -> list[str]:
-    """Temporary files of killed attempts that the clean-up at a start does not remove once they are old enough."""
+    """Lists temporary files of killed attempts that the clean-up at a start does not remove once they are old enough."""
     with mock.patch.object(files, "MIN_AGE_S", 0.0), mock.patch.object(files, "PATTERNS", ()):
         files.remove_leftovers()
     left = sorted(path.name for path in temporary.iterdir())

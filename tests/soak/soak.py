@@ -23,6 +23,7 @@ from grpo_megatron.report.run_folder import read_metrics
 from grpo_megatron.storage.run_files import on_disk, steps_of
 from tests import tiny
 from tests.e2e import run_ranks
+from tests.rewards.waiting import processes_with
 from tests.stored import TIMES
 
 
@@ -74,7 +75,7 @@ LAST = Fault("a rank is killed", "kill rank", "export", KILLED)  # all steps are
 
 
 def _newest_file(output: Path) -> Path:
-    """The largest file of the newest checkpoint."""
+    """Finds the largest file of the newest checkpoint."""
     newest = max((output / "checkpoints").glob("step_??????"))
     return max((newest / "state").glob("*.distcp"), key=lambda file: file.stat().st_size)
 
@@ -86,15 +87,6 @@ def _flip(output: Path, rng: random.Random) -> None:
     file.write_bytes(data)
 
 
-def _truncate(output: Path, rng: random.Random) -> None:
-    file = _newest_file(output)
-    os.truncate(file, rng.randrange(file.stat().st_size))
-
-
-def _lose(output: Path, rng: random.Random) -> None:
-    _newest_file(output).unlink()
-
-
 def _garbage(output: Path, rng: random.Random) -> None:
     with (output / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": \xff\xfe' + rng.randbytes(100))
@@ -102,8 +94,10 @@ def _garbage(output: Path, rng: random.Random) -> None:
 
 DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
     "a bit flipped": _flip,
-    "a file truncated": _truncate,
-    "a file lost": _lose,
+    "a file truncated": lambda output, rng: os.truncate(
+        file := _newest_file(output), rng.randrange(file.stat().st_size)
+    ),
+    "a file lost": lambda output, rng: _newest_file(output).unlink(),
     "garbage": _garbage,
 }
 
@@ -129,7 +123,7 @@ class Attempt:
 
 
 def rows_of(output: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl without times."""
+    """Reads the rows of metrics.jsonl without times."""
     path = output / "metrics.jsonl"
     found = read_metrics(path) if path.exists() else []
     return [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in found]
@@ -167,32 +161,15 @@ def run_command(raw: dict[str, Any], folder: Path, **environment: str) -> tuple[
 
 
 def _survivors(mark: str) -> list[int]:
-    """Processes of the attempt that are still there ten seconds after its end."""
+    """Lists processes of the attempt that are still there ten seconds after its end."""
     deadline = time.monotonic() + 10
-    while (found := _marked(mark)) and time.monotonic() < deadline:
+    while (pids := processes_with(f"SOAK_MARK={mark}")) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
-
-
-def _marked(mark: str) -> list[int]:
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"SOAK_MARK={mark}".encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
-        except OSError:
-            continue
-    return found
-
-
-def _sees(code: int, out: str, err: str) -> str:
-    if code < 0:
-        return "nothing: this process is killed"
-    return shown(out, err) if code else "the results"
+    return pids
 
 
 def shown(out: str, err: str) -> str:
-    """The line by which the user knows what happened: the first error or warning, else the last line. Without folders."""
+    """Returns the line that tells the user what happened, without folders: the first error or warning, else the last line."""
     lines = [line for line in err.splitlines() if line.startswith(("error:", "WARNING:"))] or [
         line for line in (out + err).splitlines() if line.strip()
     ][-1:]
@@ -236,14 +213,15 @@ class Soak:
         if [row["step"] for row in rows] != list(range(len(rows))):
             problems.append(f"metrics.jsonl has steps {[row['step'] for row in rows]}")
         problems += [f"step {row['step']} differs" for row in rows if row != self.expected.get(row["step"])]
-        done = Attempt(fault, count, self.steps_done, code, _sees(code, out, err), problems)
+        sees = "nothing: this process is killed" if code < 0 else shown(out, err) if code else "the results"
+        done = Attempt(fault, count, self.steps_done, code, sees, problems)
         self.attempts.append(done)
         what = "no fault" if fault is None else f"{fault.name} ({fault.point} #{count})"
         self.note(f"attempt {len(self.attempts)}: {what}: exit {code}, {done.steps_done} steps saved {problems or ''}")
         return done
 
     def run(self, faults: Sequence[Fault]) -> None:
-        """One attempt per fault, at random steps; then one without. Needs more than 3 steps per fault."""
+        """Makes one attempt per fault, at random steps; then one without. Needs more than 3 steps per fault."""
         waiting = list(faults)
         while waiting:
             # Damage needs an older checkpoint, with which the run goes on.
@@ -260,7 +238,7 @@ class Soak:
         self.attempt(None)
 
     def table(self) -> str:
-        """The fault matrix."""
+        """Returns the fault matrix."""
         rows = [
             [
                 "none" if attempt.fault is None else attempt.fault.name,

@@ -32,9 +32,9 @@ def fault(name: str, point: str) -> Fault:
 
 @pytest.mark.soak
 def test_a_short_soak(tmp_path: Path) -> None:
-    root, whole, output = make_workspace(tmp_path / "inputs"), tmp_path / "whole", tmp_path / "disturbed"
-    worlds.run(run_ranks.train, 2, raw=soak_settings(root, whole, STEPS, ENGINE), keep_weights=False)
-    soak = Soak(soak_settings(root, output, STEPS, ENGINE), tmp_path, rows_of(whole), random.Random(0))
+    root, undisturbed, output = make_workspace(tmp_path / "inputs"), tmp_path / "undisturbed", tmp_path / "disturbed"
+    worlds.run(run_ranks.train, 2, raw=soak_settings(root, undisturbed, STEPS, ENGINE), keep_weights=False)
+    soak = Soak(soak_settings(root, output, STEPS, ENGINE), tmp_path, rows_of(undisturbed), random.Random(0))
     soak.attempt(fault("a rank is killed, saving in the background", "save: files"), 3)
     assert soak.steps_done == 6  # the second save was complete before the third began
     DAMAGES["a bit flipped"](output, soak.rng)
@@ -45,9 +45,9 @@ def test_a_short_soak(tmp_path: Path) -> None:
         "the results",
     ]
     assert (output / "checkpoints/step_000006.damaged").is_dir()
-    assert rows_of(output) == rows_of(whole) and len(rows_of(output)) == STEPS + 1  # and the last validation
-    same_stored(output / LAST, whole / LAST)
-    assert (output / "hf/model.safetensors").read_bytes() == (whole / "hf/model.safetensors").read_bytes()
+    assert rows_of(output) == rows_of(undisturbed) and len(rows_of(output)) == STEPS + 1  # and the last validation
+    same_stored(output / LAST, undisturbed / LAST)
+    assert (output / "hf/model.safetensors").read_bytes() == (undisturbed / "hf/model.safetensors").read_bytes()
 
 
 NUM_IMAGES, EDGE = 320, 8  # tokens of an edge: 150 KB of pixels
@@ -75,7 +75,7 @@ def test_memory_is_flat_over_300_steps_with_images(tmp_path: Path, engine: str, 
     raw["rollout"] |= {"n": 2, "engine": engine} | (
         {"engine_options": {"kv_cache_gib": 0.05}} if engine == "vllm" else {}
     )
-    for rank, (kept, num_computed) in enumerate(worlds.run(train_measured, 2, raw=raw, usage=tmp_path)):
+    for rank, (kept, num_computed) in enumerate(train_measured(raw=raw, usage=tmp_path)):
         assert 0 < kept <= MAX_KEPT and num_computed > NUM_IMAGES if is_frozen else kept == 0
         used = [json.loads(line) for line in (tmp_path / f"{rank}.jsonl").read_text().splitlines()]
         assert len(used) == 300
@@ -84,8 +84,9 @@ def test_memory_is_flat_over_300_steps_with_images(tmp_path: Path, engine: str, 
         assert used[-1]["files"] == used[99]["files"] and used[-1]["threads"] == used[99]["threads"]
 
 
+@worlds.ranks(2)
 def train_measured(raw: dict[str, Any], usage: Path) -> tuple[int, int]:
-    """In a rank: the run, with its memory after each step in RANK.jsonl. The bytes of kept features; images computed."""
+    """Trains, with the memory after each step in RANK.jsonl. Returns bytes of stored features and images computed."""
     from grpo_megatron.models import vision as tower
     from grpo_megatron.report.step import StepReport
 

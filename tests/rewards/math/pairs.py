@@ -227,6 +227,6 @@ p=2, q=-3 @ (-3,2) @ (q,p)=(2,-3) @ (p,q)=(2,3)
 
 
 def pairs(table: str) -> list[tuple[str, str]]:
-    """(answer, prediction) for each prediction of every line."""
+    """Yields (answer, prediction) for each prediction of every line."""
     rows = [line.split(" @ ") for line in table.strip().split("\n")]
     return [(answer.strip(), prediction.strip()) for answer, *predictions in rows for prediction in predictions]
