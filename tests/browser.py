@@ -5,36 +5,28 @@
             with browser.open(tmp_path / "page.html", width) as page:
                 assert page.faults() == []
 
-`faults` lists requests that leave the page, errors of its console, elements that reach out of it sideways, and texts of
-figures that are cut off. The browser is driven over a pipe by the Chrome DevTools Protocol, without another package. It
-resolves no host name: a page that asks for the network is found out and gets nothing.
+Playwright drives the Chromium of this machine, which resolves no host name: a page that asks for the network gets nothing.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import select
 import shutil
-import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 DESKTOP, PHONE = 1280, 390  # CSS pixels
 WIDTHS = (DESKTOP, PHONE)
 HEIGHT = {DESKTOP: 900, PHONE: 844}
-HANG_S = 120.0  # ends a test that hangs; never reached on a machine that is only slow
+HANG_MS = 120_000.0  # ends a test that hangs; never reached on a machine that is only slow
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ANY_PLACE = frozenset(("data", "blob", "about"))  # schemes that leave nothing
-FLAGS = (
-    *("--headless", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe"),
-    *("--no-first-run", "--no-default-browser-check", "--disable-background-networking", "--disable-sync"),
-    *("--disable-component-update", "--disable-extensions", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"),
-)
+FLAGS = ("--disable-gpu", "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
 
 OVERFLOWING = """((screen) => {
   const width = document.documentElement.clientWidth, found = [];
@@ -62,7 +54,9 @@ OVERFLOWING = """((screen) => {
 
 
 def missing() -> str | None:
-    """The reason why there is no Chromium here, or None. As root, installs Debian's package if it can."""
+    """Says why there is no browser here, or None. As root, installs Debian's Chromium if it can."""
+    if find_spec("playwright") is None:
+        return "the package playwright is not installed (requirements/dev.lock has it)"
     if program() is None and os.geteuid() == 0 and shutil.which("apt-get") is not None:
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         for attempt in (["true"], ["apt-get", "update"]):
@@ -80,81 +74,35 @@ def program() -> str | None:
 
 
 class Browser:
-    """A context manager: leaving it ends the browser's processes. `folder` is for its files."""
+    """A context manager: leaving it ends the browser."""
 
-    def __init__(self, folder: Path) -> None:
-        read, self._write = os.pipe()
-        self._read, write = os.pipe()
-        ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (read, write)]  # not 3 or 4 yet
-        arguments = [*FLAGS, *(["--no-sandbox"] if os.geteuid() == 0 else []), f"--user-data-dir={folder}"]
-        name = program()
-        assert name is not None
-        self._pid = os.posix_spawn(
-            name,
-            [name, *arguments],
-            {**os.environ, "HOME": str(folder)},
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
-                *((os.POSIX_SPAWN_DUP2, end, number) for end, number in zip(ends, (3, 4), strict=True)),
-            ],
-            setpgroup=0,
-        )
-        for end in (read, write, *ends):
-            os.close(end)
-        self._unread, self._number = b"", 0
-        self.events: list[dict[str, Any]] = []
+    def __init__(self) -> None:
+        from playwright.sync_api import sync_playwright
+
+        self._playwright = sync_playwright().start()
+        launch = self._playwright.chromium.launch
+        self._browser = launch(executable_path=program(), args=FLAGS, chromium_sandbox=os.geteuid() != 0)
 
     def __enter__(self) -> Browser:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
-        os.close(self._read)
-        os.close(self._write)
-
-    def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """The result of a command. Events that come before it are kept in `events`."""
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": parameters}
-        os.write(self._write, json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0")
-        while (answer := self._receive()).get("id") != self._number:
-            self.events.append(answer)
-        assert "error" not in answer, f"{method}: {answer['error']}"
-        result: dict[str, Any] = answer["result"]
-        return result
-
-    def wait_for(self, method: str, session: str) -> None:
-        """Until the event has come, if it has not yet."""
-        while not any(event["method"] == method and event.get("sessionId") == session for event in self.events):
-            self.events.append(self._receive())
-
-    def _receive(self) -> dict[str, Any]:
-        while b"\0" not in self._unread:
-            assert select.select([self._read], [], [], HANG_S)[0], f"the browser has not answered for {HANG_S:g} s"
-            part = os.read(self._read, 1 << 20)
-            assert part, "the browser has ended"
-            self._unread += part
-        line, _, self._unread = self._unread.partition(b"\0")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        self._browser.close()
+        self._playwright.stop()
 
     @contextmanager
     def open(
         self, path: Path | str, width: int = DESKTOP, fragment: str = "", within: Path | str | None = None
     ) -> Iterator[Page]:
-        """A file or an address in a tab of its own, loaded and drawn. It may load what is in the folder `within`."""
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        """Opens a file or an address in a tab of its own, loaded and drawn. It may load what is in the folder `within`."""
+        context = self._browser.new_context(viewport=None)
+        context.set_default_timeout(HANG_MS)
         try:
-            page = Page(self, session, address_of(path) + fragment, width, within and f"{address_of(within)}/")
+            page = Page(context, address_of(path) + fragment, width, within and f"{address_of(within)}/")
             page.load()
             yield page
         finally:
-            self.call("Target.closeTarget", targetId=target)
-            self.events.clear()
+            context.close()
 
 
 def address_of(place: Path | str) -> str:
@@ -162,62 +110,68 @@ def address_of(place: Path | str) -> str:
 
 
 class Page:
-    def __init__(self, browser: Browser, session: str, url: str, width: int, within: str | None) -> None:
-        self._browser, self._session, self.url, self._width, self._within = browser, session, url, width, within
+    def __init__(self, context: Any, url: str, width: int, within: str | None) -> None:
+        self.url, self._width, self._within = url, width, within
+        self._page = context.new_page()
+        self._protocol = context.new_cdp_session(self._page)
+        self._urls: list[str] = []
+        self._errors: list[str] = []
+        self._page.on("request", lambda request: self._urls.append(request.url))
+        self._page.on("websocket", lambda socket: self._urls.append(socket.url))
+        self._page.on("pageerror", lambda error: self._errors.append(f"{error.name}: {error.message}"))
+        self._page.on("console", self._read_console)
+
+    def _read_console(self, message: Any) -> None:  # also what the browser itself reports, such as a blocked request
+        if message.type in ("error", "assert"):
+            self._errors.append(message.text)
 
     def load(self) -> None:
-        """Open the address as a screen of this width does. Phones are touched."""
+        """Opens the address as a screen of this width does. Phones are touched."""
         self._take_width()
-        for domain in ("Page", "Network", "Runtime", "Log"):
-            self._call(f"{domain}.enable")
-        self._call("Page.navigate", url=self.url)
-        self._browser.wait_for("Page.loadEventFired", self._session)
+        self._page.goto(self.url)
         self.settle()
 
     def resize(self, width: int) -> None:
-        """The page that is open, on a screen of another width: a quarter of the time of opening it again."""
+        """Puts the page that is open on a screen of another width: a quarter of the time of opening it again."""
         self._width = width
         self._take_width()
         self.settle()
 
     def _take_width(self) -> None:
         phone = self._width <= PHONE
-        self._call(
-            "Emulation.setDeviceMetricsOverride",
-            width=self._width,
-            height=HEIGHT.get(self._width, 900),
-            deviceScaleFactor=2 if phone else 1,
-            mobile=phone,
-        )
-        self._call("Emulation.setTouchEmulationEnabled", enabled=phone)
+        metrics = {"width": self._width, "height": HEIGHT.get(self._width, 900), "mobile": phone}
+        metrics["deviceScaleFactor"] = 2 if phone else 1
+        self._protocol.send("Emulation.setDeviceMetricsOverride", metrics)
+        self._protocol.send("Emulation.setTouchEmulationEnabled", {"enabled": phone})
 
-    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        return self._browser.call(method, self._session, **parameters)
+    def prefer(self, scheme: str) -> None:
+        """Asks for a "light" or a "dark" page, as the reader's system does."""
+        self._page.emulate_media(color_scheme=scheme)
+        self.settle()
 
     def settle(self) -> None:
-        """Until what has changed is laid out and drawn."""
+        """Waits until what has changed is laid out and drawn."""
         self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))).then(() => 0)")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, or of its promise, as plain data. Asserts that it does not throw."""
-        answer = self._call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in answer, f"{expression}: {answer['exceptionDetails']}"
-        return answer["result"].get("value")
+        """Computes a JavaScript expression, or its promise, as plain data. Raises if it throws."""
+        return self._page.evaluate(expression)
 
     def hover(self, selector: str, x: float = 0.5, y: float = 0.5) -> None:
-        """Move the pointer over the first element of the selector; `x`, `y`: where in it, as shares of its size."""
-        self._mouse("mouseMoved", *self._place(selector, x, y))
+        """Moves the pointer over the first element of the selector; `x`, `y`: where in it, as shares of its size."""
+        self._page.mouse.move(*self._place(selector, x, y))
+        self.settle()
 
     def click(self, selector: str, x: float = 0.5, y: float = 0.5) -> None:
-        place = self._place(selector, x, y)
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            self._mouse(kind, *place)
+        self._page.mouse.click(*self._place(selector, x, y))
+        self.settle()
 
     def tap(self, selector: str, x: float = 0.5, y: float = 0.5) -> None:
-        """With a finger, on a phone."""
+        """Taps with a finger, on a phone."""
         left, top = self._place(selector, x, y)
-        self._call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": left, "y": top}])
-        self._call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        point = {"touchPoints": [{"x": left, "y": top}]}
+        self._protocol.send("Input.dispatchTouchEvent", {"type": "touchStart", **point})
+        self._protocol.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
         self.settle()
 
     def _place(self, selector: str, x: float, y: float) -> tuple[float, float]:
@@ -229,19 +183,14 @@ class Page:
         assert box is not None, f"the page has no {selector}"
         return box[0] + x * box[2], box[1] + y * box[3]
 
-    def _mouse(self, kind: str, x: float, y: float) -> None:
-        self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="none" if kind == "mouseMoved" else "left",
-                   clickCount=0 if kind == "mouseMoved" else 1)  # fmt: skip
-        self.settle()
-
     def text(self, selector: str = "body") -> str:
-        """What a reader sees of the first element of the selector."""
+        """Reads the first element of the selector as a reader sees it."""
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     # -- what is wrong -------------------------------------------------------------------------------------------------
 
     def faults(self) -> list[str]:
-        """Everything that no page of ours may do, so far."""
+        """Lists requests that leave the page, errors of its console, elements that reach out of it, texts that are cut off."""
         return [
             *(f"asks for {url}" for url in self.requests()),
             *(f"error: {text}" for text in self.errors()),
@@ -249,39 +198,18 @@ class Page:
         ]
 
     def overflowing(self) -> list[str]:
-        """Elements that reach out of the page sideways. Those in a box that scrolls or clips, and is in the page, do not."""
-        found: Sequence[str] = self.evaluate(f"{OVERFLOWING}({self._width})")
-        return list(found)
+        """Lists elements that reach out of the page sideways, but for those in a box in the page that scrolls or clips."""
+        return list(self.evaluate(f"{OVERFLOWING}({self._width})"))
 
     def requests(self) -> list[str]:
-        """Addresses that the page has asked for besides itself, whether it got them or not."""
-        urls = [event["request"]["url"] for event in self._events("Network.requestWillBeSent")]
-        urls += [event["url"] for event in self._events("Network.webSocketCreated")]
-        own = self.url.partition("#")[0]
-        inside = self._within
-        return [
-            url
-            for url in urls
-            if url.partition("#")[0] != own
-            and url.partition(":")[0] not in ANY_PLACE
-            and not (inside and url.startswith(inside))
+        """Lists the addresses that the page has asked for besides itself, whether it got them or not."""
+        inside, address = self._within, self.url.partition("#")[0]
+        others = [
+            url for url in self._urls if url.partition("#")[0] != address and url.partition(":")[0] not in ANY_PLACE
         ]
+        return [url for url in others if not (inside and url.startswith(inside))]
 
     def errors(self) -> list[str]:
-        """Exceptions, console.error, and what the browser itself reports as an error, such as a blocked request."""
+        """Lists exceptions, console.error, and what the browser itself reports as an error."""
         self.evaluate("0")  # receives what has come since
-        texts = []
-        for event in self._events("Runtime.exceptionThrown"):
-            details = event["exceptionDetails"]
-            texts.append(details.get("exception", {}).get("description", details["text"]))
-        for event in self._events("Runtime.consoleAPICalled"):
-            said = " ".join(str(item.get("value", item.get("description", ""))) for item in event["args"])
-            texts += [said] if event["type"] in ("error", "assert") else []
-        entries = [event["entry"] for event in self._events("Log.entryAdded")]
-        texts += [entry["text"] for entry in entries if entry["level"] == "error"]
-        return texts
-
-    def _events(self, method: str) -> Iterator[dict[str, Any]]:
-        for event in self._browser.events:
-            if event["method"] == method and event.get("sessionId") == self._session:
-                yield event["params"]
+        return self._errors

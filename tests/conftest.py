@@ -87,11 +87,11 @@ def same_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser() -> Iterator[Browser]:
     """One Chromium for the whole session. Skips with the reason on a machine that has none and cannot install it."""
     if reason := missing():
         pytest.skip(reason)
-    with Browser(tmp_path_factory.mktemp("browser")) as opened:
+    with Browser() as opened:
         yield opened
 
 

@@ -90,10 +90,7 @@ def test_a_damaged_file_of_samples_costs_its_step_only(run: Path) -> None:
 def test_a_browser_shows_them(scheme: str, run: Path, browser: Browser, tmp_path: Path) -> None:
     assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
     with browser.open(tmp_path / "page.html") as page:
-        browser.call(
-            "Emulation.setEmulatedMedia", page._session, features=[{"name": "prefers-color-scheme", "value": scheme}]
-        )
-        page.settle()
+        page.prefer(scheme)
         assert page.evaluate(SHOWN) == [[96, 58, "image 1"], [21, 96, "image 2"]] and page.faults() == []
         border = page.evaluate("getComputedStyle(document.querySelector('.pictures img')).borderTopColor")
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
