@@ -1,5 +1,6 @@
-"""HTML pages: the kit of all pages, and the report of a run.
+"""The numbers of a run, where they go, and the pages and texts made of them.
 
-kit.py page/      one template, stylesheet, set of charts and sanitiser; the panels of metrics; the report of one run or two
-run_folder.py     what the files of a run say about it
+metrics.py: what ranks record, its reduction, sinks. console.py, loggers.py: sinks of a terminal and of trackers; progress.py: the
+phase and the time left. step.py: the report of a step. run_folder.py: the state of a run from its files. kit.py, page/: HTML
+pages, and the report of one run or two. watch.py: the commands `watch` and `report`.
 """

@@ -26,7 +26,7 @@ from grpo_megatron.report.progress import FIRST_LINE_S, StepProgress
 from grpo_megatron.report.run_folder import METRICS_FILE, read_metrics
 from grpo_megatron.untrusted import visible
 
-# -- columns of runs that draw samples, and of supervised ones ---------------------------------------------------------
+# -- columns of runs that generate samples, and of supervised ones -----------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ SCORE_ACCURACY = {  # actor.loss_mode -> the metric that takes the place of the 
 
 
 def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
-    """The columns for a run with this config, as plain JSON."""
+    """Selects the columns for a run with this config, as plain JSON."""
     source = (run_config or {}).get("algorithm", {}).get("source")
     if source != "file":
         return CONSOLE_COLUMNS
@@ -109,7 +109,7 @@ BAR_PERIOD_S, LOG_PERIOD_S = 1.0, 5.0
 
 
 def skip_reason(metrics: Mapping[str, float]) -> str | None:
-    """Why a training step made no update, or fewer than planned. None: it made all, or the metrics are of no step."""
+    """Says why a training step made no update, or fewer than planned. None: it made all, or the metrics are of no step."""
     if "actor/skipped_updates" not in metrics:
         return None
     count = metrics["actor/skipped_updates"]
@@ -126,7 +126,7 @@ def skip_reason(metrics: Mapping[str, float]) -> str | None:
 
 
 class ConsoleSink(Sink):
-    """One aligned line per step. On a terminal the lines scroll above a progress bar; a file gets no bar."""
+    """A sink with one aligned line per step. On a terminal the lines scroll above a progress bar; a file gets no bar."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class ConsoleSink(Sink):
         self._progress.enter(step, phases)
 
     def _follow(self) -> None:
-        """Keep the bar up to date. Where there is none, print a line about a step that takes minutes."""
+        """Keeps the bar up to date. Where there is none, prints a line about a step that takes minutes."""
         next_s = FIRST_LINE_S
         while not self._stopped.wait(LOG_PERIOD_S if self._bar.disable else BAR_PERIOD_S):
             passed = self._progress.step_seconds()
@@ -216,7 +216,7 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # choices of --max-lor
 
 
 def serve_command(folder: Path, config: Config) -> str:
-    """The command for an OpenAI-compatible server of the exported folder, with the run's dtype, lengths, layout and memory.
+    """Writes the command of an OpenAI-compatible server of the exported folder, with the run's dtype, lengths and layout.
 
     Without a bound vLLM takes nine tenths of the memory, on a CPU too, and refuses to start where less is free.
 
@@ -237,16 +237,16 @@ def serve_command(folder: Path, config: Config) -> str:
         memory = f" --kv-cache-memory-bytes {int(config.rollout.engine_options.get('kv_cache_gib', 1) * 2**30)}"
     model, adapters = folder, ""
     if (folder / "adapter_config.json").exists():  # a PEFT folder
-        model, rank, own = config.model.path, config.actor.lora.rank or 0, shlex.quote(str(folder))
+        model, rank, tokenizer = config.model.path, config.actor.lora.rank or 0, shlex.quote(str(folder))
         largest = next((size for size in VLLM_LORA_RANKS if size >= rank), rank)
-        adapters = f" --tokenizer {own} --generation-config {own} --enable-lora --max-lora-rank {largest}"
+        adapters = f" --tokenizer {tokenizer} --generation-config {tokenizer} --enable-lora --max-lora-rank {largest}"
         adapters += f" --lora-modules {shlex.quote(f'{folder}={folder}')}"
     served = f"{shlex.quote(str(model))} --dtype {config.model.dtype} --max-model-len {length}"
     return f"{serve} {served}{layout}{memory}{eager}{adapters}"
 
 
 def request_command(folder: Path, config: Config) -> str:
-    """A request to that server, of the run's kind: a chat, or plain text."""
+    """Writes a request to that server, of the run's kind: a chat, or plain text."""
     content: dict[str, Any] = {"model": str(folder), "max_tokens": config.data.max_response_length, "temperature": 0}
     path, content["prompt"] = "completions", "TEXT"
     if config.data.apply_chat_template:
@@ -264,7 +264,7 @@ def _is_installed(package: str) -> bool:
 
 
 class Summary:
-    """Collects validation results by step; `show` prints the first beside the last.
+    """Validation results by step; `show` prints the first beside the last.
 
     `served`: the config of a run whose exported policy answers prompts. None: it does not.
     """
@@ -278,20 +278,18 @@ class Summary:
             self.results.setdefault(name, {})[step] = value
 
     def recall(self) -> None:
-        """Add the validation results from before an interruption, read from the run's own metrics.jsonl."""
+        """Adds the validation results from before an interruption, read from the run's own metrics.jsonl."""
         with contextlib.suppress(FileNotFoundError):
             for row in read_metrics(self.output_dir / METRICS_FILE):
                 self.add(row["step"], {name: value for name, value in row.items() if name.startswith(("val-", "val/"))})
 
     def show(self, sinks: Sinks) -> None:
-        """Print the table and the list of files. For rank 0 only."""
+        """Prints the table and the list of files. For rank 0 only."""
         if rows := self._rows():
             sinks.note("\n" + format_table(rows, ["held-out data", "before", "after"]))
-        found = {
-            str(self.output_dir / name): text for name, text in OUTPUTS.items() if (self.output_dir / name).exists()
-        }
-        width = max(map(len, found), default=0)
-        sinks.note("\n" + "\n".join(f"{path:<{width}}  {text}" for path, text in found.items()))
+        paths = {self.output_dir / name: text for name, text in OUTPUTS.items() if (self.output_dir / name).exists()}
+        width = max((len(str(path)) for path in paths), default=0)
+        sinks.note("\n" + "\n".join(f"{path!s:<{width}}  {text}" for path, text in paths.items()))
         folder = self.output_dir / "hf"
         if self.served is not None and folder.exists():
             sinks.note(f"\nto serve it: {serve_command(folder, self.served)}")
@@ -301,7 +299,7 @@ class Summary:
             )
 
     def _rows(self) -> list[list[object]]:
-        """Name, value at the first and at the last validation. val-core comes before val-aux; None: it has no value."""
+        """Lists name, value at the first and at the last validation. val-core comes before val-aux; None: it has no value."""
         steps = sorted({step for values in self.results.values() for step in values})
         if len(steps) < 2:
             return []
@@ -314,7 +312,7 @@ class Summary:
 
 
 def format_table(rows: Sequence[Sequence[object]], header: Sequence[str], num_left: int | None = None) -> str:
-    """Align plain text. Floats have 4 decimals, None is "-".
+    """Aligns plain text. Floats have 4 decimals, None is "-".
 
     The first `num_left` columns are aligned to the left; by default those that have texts.
     """

@@ -31,7 +31,7 @@ PAGE_PARTS = Path(__file__).parent / "page"
 
 
 def html_page(kind: str, title: str, data: Any, **parts: Any) -> str:
-    """Fill the template page/KIND.html; the script page/KIND.js reads `data`. `parts` is for the template.
+    """Fills the template page/KIND.html; the script page/KIND.js reads `data`. `parts` is for the template.
 
     The page ends with a script element, without closing tags, so that further ones can be appended to the file.
     """
@@ -40,12 +40,12 @@ def html_page(kind: str, title: str, data: Any, **parts: Any) -> str:
 
 
 def text_page(kind: str, **parts: Any) -> str:
-    """Fill the template page/KIND.txt, for the terminal. Nothing is escaped; texts are made visible."""
+    """Fills the template page/KIND.txt, for the terminal. Nothing is escaped; texts are made visible."""
     return _environment(is_html=False).get_template(f"{kind}.txt").render(**parts)
 
 
 def embedded_json(value: Any) -> str:
-    """JSON that can stand in a script element of a template, whatever strings `value` has. The strings are made visible."""
+    """Writes JSON that can stand in a script element, whatever strings `value` has. The strings are made visible."""
     text = json.dumps(_all_visible(value), ensure_ascii=False, separators=(",", ":"))
     return re.sub("[<>&\u2028\u2029]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
@@ -75,7 +75,7 @@ THUMBNAIL_EDGE, MAX_THUMBNAILS = 96, 4  # pixels of the longer edge; different i
 
 
 def thumbnails(images: Iterable[PromptImage]) -> list[str]:
-    """The first different images of a prompt in small, as data: URIs of some kilobytes at most."""
+    """Shrinks the first different images of a prompt to data: URIs of some kilobytes at most."""
     from PIL import Image
 
     made = []
@@ -111,8 +111,8 @@ class PagePanel:
     guard: str = ""
     rules: Sequence[tuple[str, str]] = ()
 
-    def found(self, names: Iterable[str]) -> list[tuple[str, str]]:
-        """The curves of those metrics that the rules name, in the order of the rules."""
+    def curves_of(self, names: Iterable[str]) -> list[tuple[str, str]]:
+        """Selects the curves of the metrics that the rules name, in the order of the rules."""
         return [
             (name, match.expand(label).replace("_", " "))
             for rule, label in self.rules
@@ -139,11 +139,11 @@ def _known_panels() -> list[PagePanel]:
 
 
 def page_panels(names: Iterable[str], guards: Mapping[str, Any]) -> list[PagePanel]:
-    """The panels of these metrics, each of which has at least one. `guards`: the section of the run's config."""
+    """Selects the panels of these metrics; each metric has at least one. `guards`: the section of the run's config."""
     left = [name for name in names if name not in _phases()]
     panels: list[PagePanel] = []
     for known in _known_panels():
-        curves = known.found(left)
+        curves = known.curves_of(left)
         left = [name for name in left if name not in dict(curves)]
         references = [*known.references, *_band(guards.get(known.guard))]
         parts = [curves[first : first + MAX_CURVES] for first in range(0, len(curves), MAX_CURVES)]
@@ -159,7 +159,7 @@ def _band(band: object) -> Iterator[tuple[float, str]]:
 
 
 def _other_panels(names: Sequence[str]) -> Iterator[PagePanel]:
-    """A panel per prefix: `a/b/mean` and `a/b/max` together; of `a/b` and `a/c` each has its own, since units may differ."""
+    """Makes a panel per prefix: `a/b/mean` and `a/b/max` share one; `a/b` and `a/c` do not, since units may differ."""
     prefixes: dict[str, list[str]] = {}
     for name in sorted(names):
         head, _, last = name.rpartition("/")
@@ -178,7 +178,7 @@ LONGEST_SETTING = 400  # characters of a config's value
 
 
 def render_report(runs: Sequence[RunFolder], *, is_live: bool = False) -> str:
-    """Make the page of one or two runs as `update` has read them. `is_live`: the run will write or append to it again."""
+    """Makes the page of one or two runs as `update` has read them. `is_live`: the run will write or append to it again."""
     panels, constants = _drawn_panels(runs)
     drawn = {name for panel in panels for name, _ in panel.curves}
     data = {
@@ -191,14 +191,14 @@ def render_report(runs: Sequence[RunFolder], *, is_live: bool = False) -> str:
 
 
 def appended_step(step: int, metrics: Mapping[str, float]) -> str:
-    """Make what is appended to the page of one run for a further step: about one kilobyte per thirty metrics."""
+    """Makes what is appended to the page of one run for a further step: about one kilobyte per thirty metrics."""
     values = {name: rounded(value) for name, value in metrics.items()}
     row = embedded_json({"step": step, "time": round(time.time(), 1), "metrics": values})
     return f'<script type="application/json" class="step">{row}</script>\n'
 
 
 def _drawn_panels(runs: Sequence[RunFolder]) -> tuple[list[PagePanel], dict[str, list[float | None]]]:
-    """Choose the panels with something to see, and the metrics that never change: name -> value in each run."""
+    """Chooses the panels with something to see, and the metrics that never change: name -> value in each run."""
     names = sorted({name for run in runs for name in run.curves.names()})
     constants = {name: values for name in names if (values := _constants(runs, name)) is not None}
     guards: dict[str, dict[str, Any]] = {}
@@ -219,7 +219,7 @@ def _drawn_panels(runs: Sequence[RunFolder]) -> tuple[list[PagePanel], dict[str,
 
 
 def _merged(runs: Sequence[RunFolder], curves: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """One curve for several that are equal everywhere, with all their labels: drawn over each other, they would be one."""
+    """Merges curves that are equal everywhere into one with all their labels: the last would hide the others."""
     merged: dict[str, tuple[str, str]] = {}  # the values as text -> the first metric, the labels
     for name, label in curves:
         values = repr([run.curves.means(name) for run in runs])
@@ -229,7 +229,7 @@ def _merged(runs: Sequence[RunFolder], curves: Sequence[tuple[str, str]]) -> lis
 
 
 def _constants(runs: Sequence[RunFolder], name: str) -> list[float | None] | None:
-    """The value in each run, None where it is absent; None: it changes somewhere. A single step's value may still change."""
+    """Looks up the value in each run, None where it is absent; None: it changes somewhere, or after a single step it may."""
     values = [run.curves.constant(name) if name in run.curves.names() else None for run in runs]
     for run, value in zip(runs, values, strict=True):
         if name in run.curves.names() and (value is None or (value and len(run.curves.steps()) == 1)):
@@ -246,7 +246,7 @@ def _run_data(run: RunFolder, drawn: set[str], is_live: bool) -> dict[str, Any]:
         "folder": str(run.folder),
         "state": run.state(),
         "updated": time.time(),
-        "silentSince": None if is_live else run.silent_since(),  # the page of a live run knows its own age
+        "silentSince": None if is_live else run.silent_since(),  # the page of a live run shows its age
         "done": run.steps_done(),
         "total": run.total_steps(),
         "stepSeconds": run.step_seconds(),

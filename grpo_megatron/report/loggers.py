@@ -33,7 +33,7 @@ LONGEST_PARAMETER = 500  # characters that every MLflow server accepts
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker shows of a run. `kept`: the id of the tracker's run that goes on; None for a new run."""
+    """The facts about a run for a tracker. `resumed_id`: of the tracker's run that goes on; None for a new run."""
 
     output_dir: Path
     project: str
@@ -41,11 +41,11 @@ class TrackedRun(NamedTuple):
     tags: list[str]
     config: dict[str, Any]
     id_file: Path
-    kept: str | None
+    resumed_id: str | None
 
     def id_of_eight(self) -> str:
-        """The kept id, or a new one that is kept."""
-        run_id = self.kept or uuid.uuid4().hex[:8]
+        """Returns the id of the run that goes on, or a new one, and writes it to the file."""
+        run_id = self.resumed_id or uuid.uuid4().hex[:8]
         self.id_file.write_text(run_id)
         return run_id
 
@@ -64,7 +64,7 @@ class TrackerSink(Sink):
 
 
 def open_wandb(run: TrackedRun) -> TrackerSink:
-    """Weights & Biases. Its project is WANDB_PROJECT where that is set."""
+    """Opens a run of Weights & Biases. Its project is WANDB_PROJECT where that is set."""
     tracked = importlib.import_module("wandb").init(
         project=os.environ.get("WANDB_PROJECT", run.project),
         name=run.name,
@@ -78,7 +78,7 @@ def open_wandb(run: TrackedRun) -> TrackerSink:
 
 
 def open_swanlab(run: TrackedRun) -> TrackerSink:
-    """SwanLab."""
+    """Opens a run of SwanLab."""
     swanlab = importlib.import_module("swanlab")
     swanlab.init(
         project=run.project,
@@ -93,7 +93,7 @@ def open_swanlab(run: TrackedRun) -> TrackerSink:
 
 
 def open_mlflow(run: TrackedRun) -> TrackerSink:
-    """MLflow. The project is its experiment. Without MLFLOW_TRACKING_URI the run is in the database OUTPUT_DIR/mlflow.db.
+    """Opens a run of MLflow, in the experiment `project`. Without MLFLOW_TRACKING_URI it is in the database OUTPUT_DIR/mlflow.db.
 
     Its names have no `@`: `mean@1` becomes `mean_at_1`. It would keep both values of a repeated step.
     """
@@ -101,14 +101,14 @@ def open_mlflow(run: TrackedRun) -> TrackerSink:
     if "MLFLOW_TRACKING_URI" not in os.environ:
         mlflow.set_tracking_uri(f"sqlite:///{run.output_dir.resolve() / 'mlflow.db'}")
     mlflow.set_experiment(run.project)
-    started = mlflow.start_run(run_id=run.kept, run_name=run.name, tags=dict.fromkeys(run.tags, "true"))
+    started = mlflow.start_run(run_id=run.resumed_id, run_name=run.name, tags=dict.fromkeys(run.tags, "true"))
     run.id_file.write_text(started.info.run_id)
-    if run.kept is None:
+    if run.resumed_id is None:
         parameters = [(key, str(value)[:LONGEST_PARAMETER]) for key, value in flat_config(run.config).items()]
         for first in range(0, len(parameters), MAX_PARAMETERS):
             mlflow.log_params(dict(parameters[first : first + MAX_PARAMETERS]))
     else:
-        history = mlflow.MlflowClient().get_metric_history(run.kept, STEP_METRIC)
+        history = mlflow.MlflowClient().get_metric_history(run.resumed_id, STEP_METRIC)
         last_step = max((metric.step for metric in history), default=-1)
 
     def log(metrics: dict[str, float], step: int) -> None:
@@ -123,11 +123,8 @@ def _finite_only(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-TRACKERS = {
-    "wandb": open_wandb,
-    "swanlab": open_swanlab,
-    "mlflow": open_mlflow,
-}  # names in trainer.logger, and of the packages
+# Names in trainer.logger, and of the packages.
+TRACKERS = {"wandb": open_wandb, "swanlab": open_swanlab, "mlflow": open_mlflow}
 
 
 # -- TensorBoard: scalars, an overview of the main ones, samples as text, and the config with the results --------------
@@ -164,7 +161,7 @@ class TensorBoardSink(Sink):
         self._writer.flush()
 
     def _add_overview(self, names: Sequence[str]) -> None:
-        """The report's panels as charts. Metrics that appear only in later steps, such as a validation's, are in none.
+        """Shows the report's panels as charts. Metrics that appear only in later steps, such as a validation's, are in none.
 
         The tab "HParams" shows the config beside the last values of the main metrics.
         """
@@ -189,15 +186,15 @@ class TensorBoardSink(Sink):
 
 
 def group_text(group: Mapping[str, Any]) -> str:
-    """Format a prompt and its samples as Markdown, in which each text is an indented block, which no text can end."""
+    """Formats a prompt and its samples as Markdown, in which each text is an indented block, which no text can end."""
 
     def block(text: str) -> str:
         return "\n" + "\n".join(f"    {line}" for line in visible(text).splitlines() or [""]) + "\n"
 
     parts = [block(group["prompt"]), f"reference answer\n{block(group['answer'])}"]
     for sample in group["samples"]:
-        found = {name: sample[name] for name in ("reward", "advantage") if sample[name] is not None}
-        numbers = [f"{name} {value:g}" for name, value in found.items() if math.isfinite(value)]
+        known = {name: sample[name] for name in ("reward", "advantage") if sample[name] is not None}
+        numbers = [f"{name} {value:g}" for name, value in known.items() if math.isfinite(value)]
         head = ", ".join([*numbers, f"{sample['tokens']} tokens"])
         parts.append(f"**sample {sample['index']}** {head}\n{block(''.join(piece[0] for piece in sample['pieces']))}")
     return "\n\n".join(parts)
@@ -207,7 +204,7 @@ def group_text(group: Mapping[str, Any]) -> str:
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raise ConfigError if a logger's package is missing. Every rank checks for itself, before any process group."""
+    """Raises ConfigError if a logger's package is missing. Every rank checks for itself, before any process group."""
     for package in sorted({"tensorboard", *TRACKERS}.intersection(names)):
         try:
             importlib.import_module(package)
@@ -226,7 +223,7 @@ def build_sinks(
     run_config: Mapping[str, Any] | None = None,
     stream: TextIO | None = None,
 ) -> Sinks:
-    """Build the sinks of `trainer.logger`, metrics.jsonl and the report, in `trainer.output_dir`; on rank 0 only.
+    """Builds the sinks of `trainer.logger`, metrics.jsonl and the report, in `trainer.output_dir`; on rank 0 only.
 
     `first_step`: the step that this run starts with. Later steps of an earlier run are dropped. `run_config` is recorded
     by TensorBoard and the trackers. `stream`: the console, standard output by default. Raises ConfigError on every rank if a
@@ -249,7 +246,7 @@ def build_sinks(
             sinks.append(TensorBoardSink(folder / "tensorboard", first_step, total, name, settings))
         else:
             id_file = folder / f"{logger}_run_id"
-            kept = id_file.read_text().strip() if first_step > 0 and id_file.exists() else None
-            tracked = TrackedRun(folder, config.project_name, name, list(config.tags), settings, id_file, kept)
+            resumed_id = id_file.read_text().strip() if first_step > 0 and id_file.exists() else None
+            tracked = TrackedRun(folder, config.project_name, name, list(config.tags), settings, id_file, resumed_id)
             sinks.append(TRACKERS[logger](tracked))
     return Sinks(sinks, folder)

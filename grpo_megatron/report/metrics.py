@@ -4,11 +4,8 @@ A mean travels as (sum, count) and is divided once, after the exchange: mean = s
 mean of rank means would give a rank with one token the weight of a rank with a thousand, so it is never used. Recording
 costs no communication and no device synchronisation: tensors of one element stay on their device until `reduce`.
 
-Names and definitions: verl's metrics, computed over the global batch. Differences from it: `std` is global
-too; exponents of log-probability differences are clamped at +-20; a metric without a record is omitted, not zero.
-
-Lengths (`response_length/*`, `prompt_length/*`, `perf/*`) count all tokens. Everything about log-probabilities, ratios
-and advantages counts the tokens in the loss.
+Names and definitions: verl's, over the global batch (docs/metrics.md). Differences: `std` is global too; exponents of
+log-probability differences are clamped at +-20; a metric without a record is omitted, not zero.
 """
 
 from __future__ import annotations
@@ -45,12 +42,7 @@ class Metrics:
     `in_float32`: reduced numbers are rounded, so that the order of their sums, in float64, leaves no trace.
     """
 
-    def __init__(
-        self,
-        synchronize: Callable[[], None] | None = None,
-        *,
-        in_float32: bool = False,
-    ) -> None:
+    def __init__(self, synchronize: Callable[[], None] | None = None, *, in_float32: bool = False) -> None:
         self._synchronize = synchronize or (lambda: None)
         self.within: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
         self._in_float32 = in_float32
@@ -58,7 +50,7 @@ class Metrics:
         self._constants: dict[str, float] = {}
 
     def when(self, contributes: bool) -> Metrics:
-        """This object, or one that discards its records: for ranks that hold a copy of another rank's numbers.
+        """Returns this object, or one that discards its records, for ranks with a copy of another rank's numbers.
 
         Tensor- and pipeline-parallel ranks of one replica hold the same samples, and each sample must be counted once:
         `rollout_mismatch(metrics.when(mesh.is_first_replica_rank), ...)`. `max`, `min`, `phase` and `constant` do not
@@ -67,16 +59,16 @@ class Metrics:
         return self if contributes else Metrics()
 
     def mean(self, name: str, value_sum: float | Tensor, count: float | Tensor) -> None:
-        """Add `value_sum` over `count` items. Count 0 over all ranks: the metric is omitted."""
+        """Adds `value_sum` over `count` items. Count 0 over all ranks: the metric is omitted."""
         self._record(name, "mean", (_detached(value_sum), _detached(count)))
 
     def mean_of(self, name: str, values: Tensor | Sequence[float]) -> None:
-        """Add every element of `values` (any shape) to a mean."""
+        """Adds every element of `values` (any shape) to a mean."""
         values = _float64(values)
         self.mean(name, values.sum(), values.numel())
 
     def std(self, name: str, values: Tensor | Sequence[float], *, kind: str = "std") -> None:
-        """Add every element to a standard deviation (ddof 1). Fewer than two elements over all ranks: omitted."""
+        """Adds every element to a standard deviation (ddof 1). Fewer than two elements over all ranks: omitted."""
         values = _float64(values)
         if values.numel():
             mean = values.mean()
@@ -86,29 +78,29 @@ class Metrics:
     effective_sample_size = functools.partialmethod(std, kind="effective_sample_size")  # 1 / mean((w / mean w)^2)
 
     def sum(self, name: str, value: float | Tensor) -> None:
-        """Add `value` to a total over calls and ranks."""
+        """Adds `value` to a total over calls and ranks."""
         self._record(name, "sum", _detached(value))
 
     def max(self, name: str, value: float | Tensor) -> None:
-        """Record the largest over calls and ranks; NaN if any is NaN."""
+        """Records the largest over calls and ranks; NaN if any is NaN."""
         self._record(name, "max", _detached(value))
 
     def min(self, name: str, value: float | Tensor) -> None:
-        """Record the smallest over calls and ranks; NaN if any is NaN."""
+        """Records the smallest over calls and ranks; NaN if any is NaN."""
         self._record(name, "min", _detached(value))
 
     def constant(self, name: str, value: float) -> None:
-        """Record a number that is the same on every rank; it is not exchanged. The last call wins."""
+        """Records a number that is the same on every rank; it is not exchanged. The last call wins."""
         assert name not in self._records, f"metric {name!r} is recorded and constant"
         self._constants[name] = float(value)
 
     def __contains__(self, name: str) -> bool:
-        """Whether this step has records of it."""
+        """Tests that this step has records of it."""
         return name in self._records
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as `timing_s/<name>`: wall seconds, added up over calls, slowest rank.
+        """Times the block as `timing_s/<name>`: wall seconds, added up over calls, slowest rank.
 
         A block that raises is not recorded, because waiting for a failed device would hide its error.
         """
@@ -120,11 +112,11 @@ class Metrics:
         self.seconds(f"timing_s/{name}", time.perf_counter() - start)
 
     def seconds(self, name: str, value: float) -> None:
-        """Add to a time: the sum of the calls, of the slowest rank."""
+        """Adds to a time: the sum of the calls, of the slowest rank."""
         self._record(name, "seconds", value)
 
     def reduce(self, all_gather: Callable[[Any], list[Any]] = lambda value: [value]) -> dict[str, float]:
-        """The step's global numbers, on every rank. Collective where `all_gather` is: `Mesh.all_gather`, or none.
+        """Computes the step's global numbers, on every rank. Collective where `all_gather` is: `Mesh.all_gather`, or none.
 
         Deletes the records, so that the next step starts empty.
         """
@@ -142,7 +134,7 @@ class Metrics:
         items.append(item)
 
     def _local_state(self, kind: str, items: list[Any]) -> Any:
-        """This rank's items of one metric as the small state that is exchanged."""
+        """Condenses this rank's items of one metric to the small state that is exchanged."""
         if kind == "mean":
             return sum(float(s) for s, _ in items), sum(float(c) for _, c in items)
         if kind in ("std", "population_std", "effective_sample_size"):
@@ -152,7 +144,7 @@ class Metrics:
 
 
 def _detached(value: float | Tensor) -> float | Tensor:
-    """A copy that survives in-place updates and does not hold the autograd graph."""
+    """Copies a value, so that in-place updates do not change it and the autograd graph is freed."""
     import torch
 
     return value.detach().clone() if isinstance(value, torch.Tensor) else float(value)
@@ -165,9 +157,9 @@ def _float64(values: Tensor | Sequence[float]) -> Tensor:
 
 
 def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
-    """Record how far the policy's log-probabilities are from the rollout engine's, for the same weights and tokens.
+    """Records how far the policy's log-probabilities are from the rollout engine's, for the same weights and tokens.
 
-    All [B, R]; `mask` is the loss mask: tokens that the engine did not draw have no rollout log-probability. With
+    All [B, R]; `mask` is the loss mask: tokens that the engine did not generate have no rollout log-probability. With
     d = old - rollout: `rollout_corr/kl` is the token mean of -d, `k3_kl` of e^d - d - 1, `mult_prob_error` of e^|d| (1
     is perfect, above 1.05 suspect), `chi2_token` of e^2d - 1. Over sequences with a loss token: the `ppl`s;
     `log_ppl_diff`, mean rollout minus mean old; `chi2_seq`, chi2 with the sum of their d.
@@ -193,10 +185,10 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
     metrics.mean_of("rollout_corr/chi2_token", (2 * bounded).exp() - 1)
 
     num_tokens = mask.sum(1)
-    kept = num_tokens > 0
-    old_mean, rollout_mean = (x.sum(1)[kept] / num_tokens[kept] for x in (old, rollout))
+    has_tokens = num_tokens > 0
+    old_mean, rollout_mean = (x.sum(1)[has_tokens] / num_tokens[has_tokens] for x in (old, rollout))
     log_ppl_diff = rollout_mean - old_mean
-    total = clamp_log_ratio((old - rollout).sum(1)[kept])
+    total = clamp_log_ratio((old - rollout).sum(1)[has_tokens])
     metrics.mean_of("rollout_corr/chi2_seq", (2 * total).exp() - 1)
     metrics.mean_of("rollout_corr/training_ppl", (-old_mean).exp())
     metrics.mean_of("rollout_corr/rollout_ppl", (-rollout_mean).exp())
@@ -206,7 +198,7 @@ def rollout_mismatch(metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: T
 
 
 def group_table_metrics(metrics: Metrics, table: GroupTable, max_response_length: int) -> None:
-    """Record rewards and lengths of every sample of the step. The table is the same on all ranks, so these are constants.
+    """Records rewards and lengths of every sample of the step. The table is the same on all ranks, so these are constants.
 
     `critic/score` is the reward before its penalties, `critic/rewards` after them. Both leave out empty responses and
     unscorable ones (NaN), and count a trajectory once. `response_length` counts all response tokens. `clip_ratio` is the share
@@ -217,10 +209,10 @@ def group_table_metrics(metrics: Metrics, table: GroupTable, max_response_length
     if not len(table):
         return
     lengths = table.response_length
-    own = table.without_branches()
+    trajectories = table.without_branches()
     rewards, scores = (
-        [r for r, n in zip(column, own.response_length, strict=True) if n and not math.isnan(r)]
-        for column in (own.reward, own.raw_reward or own.reward)
+        [r for r, n in zip(column, trajectories.response_length, strict=True) if n and not math.isnan(r)]
+        for column in (trajectories.reward, trajectories.raw_reward or trajectories.reward)
     )
     summaries: dict[str, Sequence[float]] = {
         "critic/score": scores,
@@ -251,42 +243,37 @@ def group_table_metrics(metrics: Metrics, table: GroupTable, max_response_length
 # layout, so their arrays are stacked and a metric is a few columns. Sums run in rank order, whatever the layouts.
 
 Array = np.ndarray[Any, Any]
-WIDTHS = {
-    "mean": 2,
-    "std": 3,
-    "population_std": 3,
-    "effective_sample_size": 3,
-}  # numbers per metric; the others have one
+# Numbers per metric; the others have one.
+WIDTHS = {"mean": 2, "std": 3, "population_std": 3, "effective_sample_size": 3}
 
 
 @dataclass(frozen=True)
 class RankRecords:
-    """What one rank has recorded. `layout`: (name, kind) of each metric in `numbers`, sorted."""
+    """The records of one rank. `layout`: (name, kind) of each metric in `numbers`, sorted."""
 
     layout: tuple[tuple[str, str], ...]
     numbers: Array  # float64
 
 
 def rank_records(states: Mapping[str, tuple[str, Any]]) -> RankRecords:
-    """Pack name -> (kind, state); a state is a number, (sum, count) or (count, mean, squared deviations)."""
+    """Packs name -> (kind, state); a state is a number, (sum, count) or (count, mean, squared deviations)."""
     layout = sorted((name, kind) for name, (kind, _) in states.items())
     numbers = [np.atleast_1d(np.asarray(states[name][1], dtype=np.float64)) for name, _ in layout]
     return RankRecords(tuple(layout), np.concatenate([np.empty(0), *numbers]))
 
 
 def reduce_records(ranks: Sequence[RankRecords]) -> dict[str, float]:
-    """Reduce to name -> value over all ranks, which are in rank order. A metric without a record is omitted."""
-    columns: dict[
-        str, list[tuple[str, list[int], Array]]
-    ] = {}  # name -> kind, ranks and their numbers, for each layout
-    of_layout: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    """Reduces to name -> value over all ranks, which are in rank order. A metric without a record is omitted."""
+    # name -> (kind, ranks, their numbers) of each layout
+    columns: dict[str, list[tuple[str, list[int], Array]]] = {}
+    ranks_of_layout: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for rank, records in enumerate(ranks):
-        of_layout.setdefault(records.layout, []).append(rank)
-    for layout, own in of_layout.items():
-        matrix, start = np.stack([ranks[rank].numbers for rank in own]), 0
+        ranks_of_layout.setdefault(records.layout, []).append(rank)
+    for layout, members in ranks_of_layout.items():
+        matrix, start = np.stack([ranks[rank].numbers for rank in members]), 0
         for name, kind in layout:
             end = start + WIDTHS.get(kind, 1)
-            columns.setdefault(name, []).append((kind, own, matrix[:, start:end]))
+            columns.setdefault(name, []).append((kind, members, matrix[:, start:end]))
             start = end
     values: dict[str, float | None] = {}
     for name, parts in columns.items():
@@ -297,20 +284,20 @@ def reduce_records(ranks: Sequence[RankRecords]) -> dict[str, float]:
 
 
 def _in_rank_order(parts: Sequence[tuple[str, list[int], Array]]) -> list[list[float]]:
-    """The columns of one metric."""
+    """Orders the columns of one metric by rank."""
     if len(parts) == 1:
         return [column.tolist() for column in parts[0][2].T]
-    order = np.argsort(np.concatenate([own for _, own, _ in parts]))
+    order = np.argsort(np.concatenate([members for _, members, _ in parts]))
     return [column.tolist() for column in np.concatenate([numbers for _, _, numbers in parts])[order].T]
 
 
 def largest_of(values: Sequence[float]) -> float:
-    """The largest value; NaN if any is NaN."""
+    """Finds the largest value; NaN if any is NaN."""
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def smallest_of(values: Sequence[float]) -> float:
-    """The smallest value; NaN if any is NaN."""
+    """Finds the smallest value; NaN if any is NaN."""
     return math.nan if any(map(math.isnan, values)) else min(values)
 
 
@@ -322,7 +309,7 @@ def _mean(sums: Sequence[float], counts: Sequence[float]) -> float | None:
 def merge_moments(
     counts: Sequence[float], means: Sequence[float], squares: Sequence[float]
 ) -> tuple[float, float, float]:
-    """Merge to (count, mean, sum of squared deviations) of the union. Sums of squares would cancel when std << mean."""
+    """Merges to (count, mean, sum of squared deviations) of the union. Sums of squares would cancel when std << mean."""
     count = sum(counts)
     mean = sum(n * m for n, m in zip(counts, means, strict=True)) / count
     return count, mean, sum(s + n * (m - mean) ** 2 for n, m, s in zip(counts, means, squares, strict=True))
@@ -359,23 +346,23 @@ ShownGroups = list[dict[str, Any]]  # samples of a step, as report/run_folder.py
 
 
 class Sink:
-    """One destination of a run's metrics. By default it ignores everything but metrics."""
+    """A destination of a run's metrics. By default it ignores everything but metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One step's metrics, once per step and in order of steps."""
+        """Takes one step's metrics, once per step and in order of steps."""
         raise NotImplementedError
 
     def show(self, step: int, groups: Callable[[], ShownGroups]) -> None:
-        """Samples of the step whose metrics are logged next. Calling `groups` takes some milliseconds."""
+        """Takes samples of the step that is logged next. Calling `groups` takes some milliseconds."""
 
     def note(self, text: str) -> None:
-        """Text for people, of one line or several."""
+        """Takes text for people, of one line or several."""
 
     def enter(self, step: int | None, phases: Sequence[str]) -> None:
-        """The run is now in these nested phases of a step."""
+        """Takes the nested phases of a step that the run is now in."""
 
     def close(self) -> None:
-        """After the last step, or a failure."""
+        """Ends the sink, after the last step or a failure."""
 
 
 class Sinks(Sink):
@@ -416,7 +403,7 @@ class Sinks(Sink):
 
 
 class JsonlSink(Sink):
-    """One JSON object per step: {"step": 3, "critic/score/mean": 0.25, ...}. NaN and infinities become null."""
+    """A file with one JSON object per step: {"step": 3, "critic/score/mean": 0.25, ...}. NaN and infinities become null."""
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
         if path.exists():  # the old file stays complete until the new one is on disk
@@ -443,7 +430,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReportSink(Sink):
-    """report.html. It reads metrics.jsonl, so that it comes after the sink that writes it. A failure to write ends no run.
+    """The page report.html. It reads metrics.jsonl, so it comes after the sink that writes it. A failure to write ends no run.
 
     The whole page is written at the start, at the end, and after a step when writing takes at most SHARE of the run's time. In
     the other steps a script element with the step's metrics is appended, in a fraction of a millisecond however long the run

@@ -18,7 +18,7 @@ FIRST_LINE_S = 60.0  # of a long step, in a log; the next ones after twice the t
 
 
 class StepProgress:
-    """Where a step is, and how long it will take. `enter` is called in the main thread, `text` in another one."""
+    """The phase of a step, and the time that it will take. `enter` is called in the main thread, `text` in another one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -26,13 +26,13 @@ class StepProgress:
         self._seconds: deque[float] = deque(maxlen=LIKE)
 
     def enter(self, step: int | None, phases: Sequence[str]) -> None:
-        """The run is now in these nested phases; in none, it is between two steps."""
+        """Notes the nested phases that the run is now in; in none, it is between two steps."""
         _, before, began, _ = self._state
         now = self._clock()
         self._state = (step, tuple(phases), began if before else now, now)
 
     def finished(self, seconds: float | None) -> None:
-        """Record the seconds of a step that ended."""
+        """Records the seconds of a step that ended."""
         if seconds is not None:
             self._seconds.append(seconds)
 
@@ -42,7 +42,7 @@ class StepProgress:
         return self._clock() - began if phases else 0.0
 
     def text(self, steps_left: int | None = None) -> str:
-        """ "gen 34 s, about 2 min of the step and 3 h 5 min of the run left"; empty between two steps.
+        """Writes "gen 34 s, about 2 min of the step and 3 h 5 min of the run left"; empty between two steps.
 
         `steps_left` with this one; None: they are not known.
         """
@@ -55,7 +55,7 @@ class StepProgress:
         return f"{outer}{inner} {duration(now - entered)}" + (self._left(now - began, steps_left) if is_step else "")
 
     def line(self) -> str:
-        """The text in a line for a log."""
+        """Writes the text as a line for a log."""
         return f"step {self._state[0]}: {self.text()}; {duration(self.step_seconds())} of it are over"
 
     def _left(self, passed: float, steps_left: int | None) -> str:
@@ -69,11 +69,10 @@ class StepProgress:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as "34 s", "2 min 5 s" or "3 h 12 min"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    """Formats seconds as "34 s", "2 min 5 s" or "3 h 12 min"."""
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
@@ -81,7 +80,7 @@ def duration(seconds: float) -> str:
 def awaited(
     what: str, is_shown: bool, first_s: float = 20.0, is_over: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
-    """Show that `what` is being done, until the block ends or `is_over()`. On a terminal a line counts the seconds.
+    """Shows that `what` is being done, until the block ends or `is_over()`. On a terminal a line counts the seconds.
 
     Elsewhere a line is printed once it takes longer than `first_s`, and then after twice the time, each.
     """

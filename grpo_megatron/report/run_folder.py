@@ -1,4 +1,4 @@
-"""RunFolder: what the files of a run say about it, while it runs and afterwards, on any machine. No process is asked.
+"""RunFolder: the state of a run from its files, while it runs and afterwards, on any machine. No process is asked.
 
 The files are metrics.jsonl, config.yaml and config_attempts/, events.jsonl, report_samples.jsonl, and heartbeats/ of rank 0. A
 file may be absent, cut off or damaged.
@@ -35,7 +35,7 @@ LONGEST_S = 1e6  # of a phase or a step; what is longer was not measured
 
 
 def metric_rows(lines: Iterable[bytes]) -> Iterator[StepMetrics]:
-    """The JSON objects of these lines that have a step. Lines that are cut off or damaged are left out, whatever their bytes."""
+    """Reads the JSON objects of lines that have a step. Lines that are cut off or damaged are left out, whatever their bytes."""
     for line in lines:
         try:
             row = json.loads(line, parse_int=_number)
@@ -46,19 +46,19 @@ def metric_rows(lines: Iterable[bytes]) -> Iterator[StepMetrics]:
 
 
 def _number(digits: str) -> float:
-    """A step is an integer; one of thousands of digits would not fit into a float."""
+    """Reads a step as an integer; one of thousands of digits would not fit into a float."""
     return int(digits) if len(digits) < LONG_INTEGER else float(digits)
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Read the objects of a metrics.jsonl in file order, without damaged lines. Raises OSError, ReadError."""
+    """Reads the objects of a metrics.jsonl in file order, without damaged lines. Raises OSError, ReadError."""
     check_regular(path)
     return list(metric_rows(path.read_bytes().splitlines()))
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Count, sum, smallest and largest of some values. `lost` counts values that were not finite."""
+    """The count, sum, smallest and largest of some values. `lost` counts values that were not finite."""
 
     count: int = 0
     total: float = 0.0
@@ -113,11 +113,11 @@ class Curves:
         return sorted(self._metrics)
 
     def steps(self) -> list[int]:
-        """The first step of each bucket."""
+        """Lists the first step of each bucket."""
         return [place * self.width for place in sorted(self._places)]
 
     def constant(self, name: str) -> float | None:
-        """The value of a metric that has always been the same, to DIGITS digits; None: it changed, or was not finite once."""
+        """Finds the value of a metric that was always the same, to DIGITS digits; None: it changed, or was not finite once."""
         buckets = self._metrics[name].values()
         low, high = min(bucket.low for bucket in buckets), max(bucket.high for bucket in buckets)
         if any(bucket.lost for bucket in buckets) or low > high:
@@ -125,11 +125,11 @@ class Curves:
         return low if rounded(low) == rounded(high) else None
 
     def means(self, name: str) -> list[float | None]:
-        """The mean of each bucket; None where the metric was not recorded."""
+        """Computes the mean of each bucket; None where the metric was not recorded."""
         return [bucket.total / bucket.count if bucket and bucket.count else None for bucket in self._buckets(name)]
 
     def data(self, name: str) -> dict[str, Any]:
-        """For the page: means `y` per bucket; `low`, `high` where a bucket has several steps; `lost`: numbers of buckets.
+        """Makes the page's data: means `y` per bucket; `low`, `high` where one has several steps; `lost`: numbers of buckets.
 
         `count`: how many values the last bucket has.
         """
@@ -151,7 +151,7 @@ class Curves:
 
 
 def rounded(value: float | None) -> float | None:
-    """Round to DIGITS significant digits; None for what is not finite."""
+    """Rounds to DIGITS significant digits; None for what is not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{DIGITS}g}")
 
 
@@ -170,7 +170,7 @@ SAMPLES_FILE = "report_samples.jsonl"
 MAX_STEPS, NEWEST = 12, 5  # steps that are kept; the first one, the newest ones, and others between them
 
 
-class _KeptSample(TypedDict):
+class _StoredSample(TypedDict):
     """The parts of a sample that are read here; the page reads more."""
 
     reward: float | None
@@ -179,34 +179,37 @@ class _KeptSample(TypedDict):
     pieces: list[tuple[str, float | None, float | None]]
 
 
-class _KeptGroup(TypedDict):
+class _StoredGroup(TypedDict):
     prompt: str
     answer: str
     images: NotRequired[list[str]]
-    samples: Annotated[list[_KeptSample], msgspec.Meta(min_length=1)]
+    samples: Annotated[list[_StoredSample], msgspec.Meta(min_length=1)]
 
 
 class KeptSamples:
     """The steps whose samples are kept in the file, with those of earlier attempts."""
 
     def __init__(self, folder: Path, first_step: int | None = None) -> None:
-        """`first_step`: later steps of an earlier attempt are dropped; None keeps all."""
+        """Reads the file. `first_step`: later steps of an earlier attempt are dropped; None keeps all."""
         self.path = folder / SAMPLES_FILE
         rows = read_metrics(self.path) if self.path.is_file() else []
-        self.steps = [row for row in rows if _is_kept_step(row) and (first_step is None or row["step"] < first_step)]
+        self.steps = [row for row in rows if _is_sample_step(row) and (first_step is None or row["step"] < first_step)]
 
     def add(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
-        """Keep the step, and write the file. Raises OSError."""
-        self.steps = [*(kept for kept in self.steps if kept["step"] < step), {"step": step, "groups": list(groups)}]
+        """Keeps the step, and writes the file. Raises OSError."""
+        self.steps = [
+            *(stored for stored in self.steps if stored["step"] < step),
+            {"step": step, "groups": list(groups)},
+        ]
         if len(self.steps) > MAX_STEPS:  # the one whose neighbours are closest goes
-            steps = [kept["step"] for kept in self.steps]
+            steps = [stored["step"] for stored in self.steps]
             del self.steps[min(range(1, len(steps) - NEWEST), key=lambda n: (steps[n + 1] - steps[n - 1], n))]
-        write_file(self.path, (json.dumps(kept) + "\n" for kept in self.steps))
+        write_file(self.path, (json.dumps(stored) + "\n" for stored in self.steps))
 
 
-def _is_kept_step(row: StepMetrics) -> bool:
+def _is_sample_step(row: StepMetrics) -> bool:
     try:
-        msgspec.convert(row.get("groups"), list[_KeptGroup])
+        msgspec.convert(row.get("groups"), list[_StoredGroup])
     except msgspec.ValidationError:
         return False
     return True
@@ -221,7 +224,7 @@ FlatSettings = dict[str, Any]  # "section.key" -> value
 
 
 class Now(NamedTuple):
-    """What rank 0 was doing at its last heartbeat, `age_s` seconds ago, and its seconds in the phase and the step."""
+    """The phase of rank 0 at its last heartbeat, `age_s` seconds ago, and its seconds in the phase and the step."""
 
     phase: str
     phase_s: float
@@ -231,7 +234,7 @@ class Now(NamedTuple):
 
 
 class RunFolder:
-    """What the files of a run say; `update` reads what is new.
+    """The state of a run from its files; `update` reads what is new.
 
     `attempts` has the number of each further start, and the keys that differ from the first one's config as (key, first, now).
     """
@@ -260,7 +263,7 @@ class RunFolder:
                 self.attempts.append((int(path.stem), changes))
 
     def _read_metrics(self) -> None:
-        """Add the new whole lines to the curves. A file that was replaced is read from its beginning."""
+        """Adds the new complete lines to the curves. A file that was replaced is read from its beginning."""
         try:
             check_regular(self.folder / METRICS_FILE)
             file = (self.folder / METRICS_FILE).open("rb")
@@ -282,7 +285,7 @@ class RunFolder:
                 self._step_seconds.extend(s for s in seconds if isinstance(s, int | float) and 0 <= s < LONGEST_S)
 
     def _config(self, path: Path) -> FlatSettings:
-        """Reading YAML takes some 20 ms, so an unchanged file is read once."""
+        """Reads a config; one that has not changed once only, since YAML takes some 20 ms."""
         try:
             changed = path.stat().st_mtime_ns
             if path not in self._configs or self._configs[path][0] != changed:
@@ -293,11 +296,11 @@ class RunFolder:
         return self._configs[path][1]
 
     def samples(self) -> list[dict[str, Any]]:
-        """The kept steps of report_samples.jsonl, oldest first."""
+        """Lists the steps of report_samples.jsonl, oldest first."""
         return KeptSamples(self.folder).steps
 
     def total_steps(self) -> int | None:
-        """The steps of the newest config; None if it is not readable."""
+        """Reads the number of steps from the newest config; None if it is not readable."""
         settings = self.settings | {key: now for _, changes in self.attempts for key, _, now in changes}
         total = settings.get("trainer.total_training_steps")
         return total if type(total) is int and 0 <= total < 10**LONG_INTEGER else None
@@ -308,30 +311,30 @@ class RunFolder:
         return done if total is None else min(done, total)  # the last validation is logged as a step of its own
 
     def step_seconds(self) -> float | None:
-        """The median seconds of the last steps."""
+        """Computes the median seconds of the last steps."""
         return statistics.median(self._step_seconds) if self._step_seconds else None
 
     def seconds_left(self) -> float | None:
-        """For the steps that are left, without checkpoints; None: unknown, or the run has ended."""
+        """Predicts the seconds of the steps that are left, without checkpoints; None: unknown, or the run has ended."""
         total, each = self.total_steps(), self.step_seconds()
         if total is None or each is None or self.state() != "running":
             return None
         return each * (total - self.steps_done())
 
     def state(self) -> str:
-        """running, or one of ENDED: what the last event says. A run that was killed leaves no event: see `silent_since`."""
+        """Returns "running", or one of ENDED by the last event. A run that was killed leaves no event: see `silent_since`."""
         kinds = [event["kind"] for event in self.events if event["kind"] != "guard"]
         if not kinds:  # of a version without events
             return "done" if (self.folder / "outcome.json").exists() else "running"
         return kinds[-1] if kinds[-1] in ENDED else "running"
 
     def silent_since(self) -> float | None:
-        """Unix time of the last heartbeat, if the run seems to go on and that is longer ago than SILENT_S."""
+        """Returns the Unix time of the last heartbeat, if the run seems to go on and that is longer ago than SILENT_S."""
         now = self.now() if self.state() == "running" else None
         return time.time() - now.age_s if now is not None and now.age_s > SILENT_S else None
 
     def now(self) -> Now | None:
-        """What rank 0 was doing at its last heartbeat; None without a readable one."""
+        """Reads the phase of rank 0 at its last heartbeat; None without a readable one."""
         path = self.folder / "heartbeats" / "rank_00000.json"
         try:
             beat, age_s = read_json(path), time.time() - path.stat().st_mtime
@@ -345,7 +348,7 @@ class RunFolder:
 
 
 def flat_config(settings: Mapping[str, Any], prefix: str = "") -> FlatSettings:
-    """Flatten {"section": {"key": value}} to {"section.key": value}."""
+    """Flattens {"section": {"key": value}} to {"section.key": value}."""
     result: FlatSettings = {}
     for key, value in settings.items():
         is_section = isinstance(value, Mapping) and bool(value)

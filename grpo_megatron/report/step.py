@@ -1,23 +1,6 @@
-"""What is written of a step: its metrics, its samples, and what the report page shows of them.
+"""The report of a step: its metrics, the rollout files, and the samples that the page shows.
 
 StepReport reduces all metrics of a step over the ranks in one exchange, and writes them to the sinks.
-
-Rollout files have every sample that a step trained on, one line each, in trainer.rollout_data_dir/step_000012.jsonl:
-
-    prompt, response        the data file's question and the response: a row that algorithm.source=file can read
-    turns, prompt_text      instead of `response`, of a trajectory: its turns and first messages as the model read them
-    answer                  the reference answer
-    score, reward           the reward before and after its penalties; null: unscorable
-    advantage               the mean over the response's tokens in the loss; null: it was not trained on
-    metrics, texts, failure what the reward function and the environment reported
-    step, version, weights  the step; the version and digest of the weights that drew the response
-    replayed                whether the file of an earlier step has the response, too (algorithm.replay)
-    uid, group, index       the row of the data file; the prompt's number in the step; the sample's number in its group
-    images                  the facts of each image, without pixels; absent without images
-    source, finish_reason, status, prompt_tokens, response_tokens
-
-Lines are in the order of (group, index). They do not depend on the layout of the ranks. Each rollout block makes the lines
-of its own samples, and rank 0 receives them block by block: it never holds the whole step. A file is complete or absent.
 """
 
 from __future__ import annotations
@@ -80,7 +63,7 @@ class StepReport:
         *,
         epoch: float,
     ) -> dict[str, float]:
-        """Write the step's samples; complete its `metrics`, reduce them over the ranks, write and return them. Collective.
+        """Writes the step's samples; completes its `metrics`, reduces them over the ranks, writes and returns them. Collective.
 
         Raises GuardStop when the step has made weights that are not finite, after its metrics are written.
         """
@@ -125,7 +108,7 @@ class StepReport:
 
 
 def record_samples(metrics: Metrics, samples: Sequence[Sample], *, has_sources: bool) -> None:
-    """Means over the step's samples of all ranks, without greedy ones.
+    """Records means over the step's samples of all ranks, without greedy ones.
 
     reward/failed_ratio, timeout_ratio, <name>/mean    what the reward functions reported besides the reward
     reward, data, response_length/source/<source>/...  of each source, if `has_sources`
@@ -169,7 +152,7 @@ def _record_trajectory(metrics: Metrics, sample: Sample) -> None:
 
 
 def record_update(metrics: Metrics, sums: Sequence[MetricSums], constants: dict[str, float], contributes: bool) -> None:
-    """Record what `Policy.update` returned: token means, and sums averaged over the optimizer steps.
+    """Records the results of `Policy.update`: token means, and sums averaged over the optimizer steps.
 
     `sums` has one dict per optimizer step. `contributes` is true on one rank per replica.
     """
@@ -190,14 +173,31 @@ TOKENS_PER_PART = 1 << 20  # prompt and response tokens that rank 0 receives at 
 
 
 class RolloutFiles:
-    """The first file that it writes replaces those of that step and all later ones, which an interrupted run has left."""
+    """Files with every sample that a step trained on, one line each: trainer.rollout_data_dir/step_000012.jsonl.
+
+        prompt, response        the data file's question and the response: a row that algorithm.source=file can read
+        turns, prompt_text      instead of `response`, of a trajectory: its turns and first messages as the model read them
+        answer                  the reference answer
+        score, reward           the reward before and after its penalties; null: unscorable
+        advantage               the mean over the response's tokens in the loss; null: it was not trained on
+        metrics, texts, failure what the reward function and the environment reported
+        step, version, weights  the step; the version and digest of the weights that drew the response
+        replayed                whether the file of an earlier step has the response, too (algorithm.replay)
+        uid, group, index       the row of the data file; the prompt's number in the step; the sample's number in its group
+        images                  the facts of each image, without pixels; absent without images
+        source, finish_reason, status, prompt_tokens, response_tokens
+
+    Lines are in the order of (group, index), whatever the layout. The first rank of each engine replica makes the lines of its
+    samples, and rank 0 receives them replica by replica, never a complete step. A file is complete or absent. The first file
+    that is written replaces those of that step and all later ones, which an interrupted run has left.
+    """
 
     def __init__(self, folder: Path, output_dir: Path, mesh: Mesh, tokenizer: Any) -> None:
         self.folder, self.output_dir, self.mesh, self.tokenizer = folder, output_dir, mesh, tokenizer
         self._is_open = False
 
     def write(self, step: int, metrics: Metrics, samples: Sequence[Sample], table: GroupTable, plan: Plan) -> None:
-        """Write the samples of `table`, which all ranks hold together. Collective.
+        """Writes the samples of `table`, which are spread over all ranks. Collective.
 
         Raises RankError on every rank when rank 0 cannot write.
         """
@@ -223,14 +223,14 @@ class RolloutFiles:
         remove_rollouts_from(self.folder, step)
 
     def _parts(self, step: int, samples: Sequence[Sample], table: GroupTable, plan: Plan) -> Iterator[str]:
-        """The lines of the file, on rank 0; on the other ranks, empty texts."""
-        held, planned = _by_place(samples), plan.owner()
+        """Makes the lines of the file on rank 0, and empty texts on the other ranks."""
+        local, planned = _by_place(samples), plan.owner()
 
         def lines(rows: list[int]) -> bytes:
             made = []
             for row in rows:
                 advantage = mean_advantage(plan.advantages[row], table.spans_of(row)) if row in planned else None
-                sample = held[table.prompt_index[row], table.index[row]]
+                sample = local[table.prompt_index[row], table.index[row]]
                 made.append(self._line(step, sample, row, table, advantage))
             return "".join(made).encode()
 
@@ -276,7 +276,7 @@ class RolloutFiles:
 
 
 def parts_of(table: GroupTable, max_tokens: int) -> Iterator[tuple[int, list[int]]]:
-    """(rank, rows that it holds) of runs of rows with one holder, in the table's order.
+    """Splits the table into (rank, rows that are on it), in the table's order.
 
     A part has at most `max_tokens` tokens, or one row.
     """
@@ -294,7 +294,7 @@ def parts_of(table: GroupTable, max_tokens: int) -> Iterator[tuple[int, list[int
 
 
 def mean_advantage(advantage: float | list[float] | None, spans: Sequence[tuple[int, int]]) -> float | None:
-    """The mean over the tokens of `spans`; None without an advantage or a token."""
+    """Computes the mean over the tokens of `spans`; None without an advantage or a token."""
     if not isinstance(advantage, list):
         return advantage
     values = [value for start, end in spans for value in advantage[start:end]]
@@ -325,7 +325,7 @@ TokenNumbers = list[float | None]
 
 
 class ShownSamples:
-    """`is_drawn`: an engine drew the samples; otherwise they come from a file, and only the policy's numbers are shown."""
+    """The samples that the page shows. `is_drawn`: an engine generated them; those of a file have only the policy's numbers."""
 
     def __init__(self, mesh: Mesh, tokenizer: Any, is_drawn: bool) -> None:
         self.mesh, self.texts, self.is_drawn = mesh, TokenTexts(tokenizer), is_drawn
@@ -333,24 +333,24 @@ class ShownSamples:
     def gather(
         self, samples: Sequence[Sample], table: GroupTable, plan: Plan, batch: Batch
     ) -> Callable[[], Groups] | None:
-        """Collective. On rank 0, a function that makes the groups as plain data; None on the other ranks."""
-        groups, held = shown_rows(table), _by_place(samples)
+        """Returns on rank 0 a function that makes the groups as plain data; None on the other ranks."""
+        groups, samples_at = shown_rows(table), _by_place(samples)
         rows = {row for group in groups for row in group}
         local = {row for row in rows if table.holder[row] == self.mesh.rank}
-        drawn = {row: self._drawn(held[table.prompt_index[row], table.index[row]]) for row in local}
+        drawn = {row: self._drawn(samples_at[table.prompt_index[row], table.index[row]]) for row in local}
         for row in local & {group[0] for group in groups}:
-            if images := held[table.prompt_index[row], table.index[row]].prompt.images:
+            if images := samples_at[table.prompt_index[row], table.index[row]].prompt.images:
                 drawn[row][0]["images"] = thumbnails(images)
         records = self.mesh.gather((drawn, self._policy(rows, batch)))
         if not records:
             return None
-        facts = {row: found for part, _ in records for row, found in part.items()}
+        facts = {row: fact for part, _ in records for row, fact in part.items()}
         policy = {row: numbers for _, part in records for row, numbers in part.items()}
 
         def shown(row: int) -> dict[str, Any]:
             about, ids, engine = facts[row][1:]
-            own, gaps = policy.get(row, ([None] * len(ids), [None] * len(ids)))
-            logprobs = engine if self.is_drawn else own
+            policy_logprobs, gaps = policy.get(row, ([None] * len(ids), [None] * len(ids)))
+            logprobs = engine if self.is_drawn else policy_logprobs
             head = self.texts.pieces(ids[:HEAD], logprobs[:HEAD], gaps[:HEAD])
             length = int(table.response_length[row])
             return {
@@ -368,11 +368,11 @@ class ShownSamples:
         return lambda: [{**facts[group[0]][0], "samples": [shown(row) for row in group]} for group in groups]
 
     def _drawn(self, sample: Sample) -> tuple[dict[str, Any], dict[str, Any], list[int], TokenNumbers]:
-        """What its prompt is, what is known of it, its kept tokens, and the engine's log-probabilities of them.
+        """Describes a sample: its prompt, its facts, its shown tokens, and the engine's log-probabilities of them.
 
         These are None outside the loss mask, and without an engine.
         """
-        kept = kept_tokens(len(sample.response_ids))
+        places = shown_tokens(len(sample.response_ids))
         has_engine = self.is_drawn and len(sample.rollout_logprobs) == len(sample.response_ids)
         about = {
             "index": sample.index,
@@ -382,26 +382,26 @@ class ShownSamples:
             "metrics": {name: _digits(value) for name, value in sorted(sample.reward_metrics.items())},
         }
         prompt = {"uid": sample.prompt.uid, "source": sample.prompt.source, "answer": _cut(str(sample.prompt.answer))}
-        logprobs = [sample.rollout_logprobs[p] if has_engine and sample.loss_mask[p] else None for p in kept]
-        return {**prompt, "prompt": _cut(sample.prompt.text)}, about, [sample.response_ids[p] for p in kept], logprobs
+        logprobs = [sample.rollout_logprobs[p] if has_engine and sample.loss_mask[p] else None for p in places]
+        return {**prompt, "prompt": _cut(sample.prompt.text)}, about, [sample.response_ids[p] for p in places], logprobs
 
     def _policy(self, rows: set[int], batch: Batch) -> dict[int, tuple[TokenNumbers, TokenNumbers]]:
-        """Row -> (policy's log-probabilities, their differences from the engine's) at the kept tokens."""
+        """Looks up row -> (policy's log-probabilities, their differences from the engine's) at the kept tokens."""
         if batch.old_logprobs is None or not self.mesh.is_first_replica_rank:
             return {}
-        found: dict[int, tuple[TokenNumbers, TokenNumbers]] = {}
+        numbers: dict[int, tuple[TokenNumbers, TokenNumbers]] = {}
         columns = batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask
         for number, row in enumerate(batch.rows):
             if row in rows:
-                kept = kept_tokens(len(batch.tokens[number]) - batch.prompt_lengths[number])
+                places = shown_tokens(len(batch.tokens[number]) - batch.prompt_lengths[number])
                 old, engine, mask = (column[number].tolist() for column in columns)
-                gaps = [old[place] - engine[place] if mask[place] and self.is_drawn else None for place in kept]
-                found[row] = [old[place] if mask[place] else None for place in kept], gaps
-        return found
+                gaps = [old[place] - engine[place] if mask[place] and self.is_drawn else None for place in places]
+                numbers[row] = [old[place] if mask[place] else None for place in places], gaps
+        return numbers
 
 
 def shown_rows(table: GroupTable) -> list[list[int]]:
-    """The table rows of the shown groups. The same on every rank."""
+    """Selects the table rows of the shown groups; the same on every rank."""
 
     def spread(group: list[int]) -> float:
         finite = [table.reward[row] for row in group if math.isfinite(table.reward[row])]
@@ -413,13 +413,13 @@ def shown_rows(table: GroupTable) -> list[list[int]]:
     return [group[:MAX_SAMPLES] for group in (most_spread, *others[:1]) if group]
 
 
-def kept_tokens(length: int) -> list[int]:
-    """The places of the tokens that are shown of a response."""
+def shown_tokens(length: int) -> list[int]:
+    """Lists the places of the tokens that are shown of a response."""
     return [place for place in range(length) if place < HEAD or place >= length - TAIL]
 
 
 class TokenTexts:
-    """The text of each token as a part of a longer text: with its leading space, and characters of several tokens whole."""
+    """The texts of tokens as parts of a longer text: with leading spaces, and characters of several tokens complete."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -428,7 +428,7 @@ class TokenTexts:
     def pieces(
         self, ids: Sequence[int], logprobs: Sequence[float | None], gaps: Sequence[float | None]
     ) -> list[list[Any]]:
-        """[text, log-probability, gap] of each token. Tokens that are one character together have their sums."""
+        """Makes [text, log-probability, gap] of each token. Tokens that are one character together have their sums."""
         made: list[list[Any]] = []
         first = 0
         while first < len(ids):

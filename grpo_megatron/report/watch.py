@@ -30,7 +30,7 @@ class ReportOptions(Options):
     output: Annotated[Path, Option("the HTML file to write")]
 
     def problems(self) -> Iterator[str]:
-        """More runs than a page shows."""
+        """Yields that there are more runs than a page shows."""
         if len(self.run) > 2:
             yield f"a page shows one run or two, not {len(self.run)}"
 
@@ -46,7 +46,7 @@ class WatchOptions(Options):
 
 
 def report(options: ReportOptions) -> int:
-    """Write the page of the runs; returns the exit code. Raises ConfigError."""
+    """Writes the page of the runs; returns the exit code. Raises ConfigError."""
     runs = [_opened(folder) for folder in options.run]
     try:
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def report(options: ReportOptions) -> int:
 
 
 def watch(options: WatchOptions, stdin: TextIO | None = None, stdout: TextIO | None = None) -> int:
-    """Show the run until it ends, or until q and Enter; returns the exit code. Raises ConfigError."""
+    """Shows the run until it ends, or until q and Enter; returns the exit code. Raises ConfigError."""
     stdin, stdout = stdin or sys.stdin, stdout or sys.stdout
     run = _opened(options.run)
     if options.once or not stdout.isatty():
@@ -114,7 +114,7 @@ NARROWEST = 40
 
 
 def watch_lines(run: RunFolder, width: int) -> list[str]:
-    """Draw the run in lines of at most `width` characters. `run` is up to date."""
+    """Draws the run in lines of at most `width` characters. `run` is up to date."""
     width = max(width, NARROWEST)
     parts = [_head(run), _now(run), _curve_lines(run, width), _sample(run, width), _events(run)]
     lines = [line for part in map(list, parts) if part for line in (*part, "")]
@@ -122,7 +122,7 @@ def watch_lines(run: RunFolder, width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Draw one character per value, from the lowest to the highest; a blank for None. More values than `width` are averaged."""
+    """Draws one character per value, from the lowest to the highest; a blank for None. More values than `width` are averaged."""
     known = [value for value in values if value is not None]
     if not known or width < 1:
         return ""
@@ -183,22 +183,22 @@ def _curve_lines(run: RunFolder, width: int) -> Iterator[str]:
 
 
 def _sample(run: RunFolder, width: int) -> Iterator[str]:
-    kept = run.samples()
-    if not kept or not kept[-1]["groups"]:
+    steps = run.samples()
+    if not steps or not steps[-1]["groups"]:
         return
-    group = kept[-1]["groups"][0]
+    group = steps[-1]["groups"][0]
     samples = [sample for sample in group["samples"] if sample["reward"] is not None] or group["samples"]
     best = max(samples, key=lambda sample: sample["reward"] or 0.0)
     numbers = [f"{name} {best[name]:.3g}" for name in ("reward", "advantage") if best[name] is not None]
     text = ", ".join([*numbers, f"{best['tokens']:,} tokens"])
-    yield f"step {kept[-1]['step']}, the best of {len(group['samples'])} samples of a prompt: {text}"
+    yield f"step {steps[-1]['step']}, the best of {len(group['samples'])} samples of a prompt: {text}"
     yield from _folded("prompt", group["prompt"], width, 2)
     yield from _folded("response", "".join(piece[0] for piece in best["pieces"]), width, SAMPLE_LINES)
     yield from _folded("reference", group["answer"], width, 1)
 
 
 def _folded(name: str, text: str, width: int, most: int) -> Iterator[str]:
-    """The first `most` lines of a text, indented under its name."""
+    """Yields the first `most` lines of a text, indented under its name."""
     lines, space = [], width - 13
     for line in visible(text).split("\n"):
         lines += [line[first : first + space] for first in range(0, max(1, len(line)), space)]
