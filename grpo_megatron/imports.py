@@ -14,7 +14,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """No garbage collection, which many new objects would start."""
+    """Pauses garbage collection, which many new objects would start."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -26,7 +26,7 @@ def collection_paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def large_imports() -> Iterator[None]:
-    """Use around imports of many modules. Objects that exist at its end are not collected before the process exits."""
+    """Pauses garbage collection around imports. Objects that exist at its end are never collected."""
     with collection_paused():
         try:
             yield
@@ -50,7 +50,7 @@ def without(packages: Iterable[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside, these attributes of a module or class of another package have other values.
+    """Replaces attributes of a module or class of another package inside the block.
 
     Process-wide, like the attributes. Raises AttributeError where `owner` has no such attribute: another version of it.
     """
@@ -71,7 +71,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent_imports() -> Iterator[None]:
-    """`large_imports` in a process that has no console of its own: what libraries log would come between others' lines."""
+    """Imports like `large_imports`, without the libraries' logs: the process has no console of its own."""
     logging.disable(logging.WARNING)
     try:
         with large_imports(), warnings.catch_warnings():

@@ -64,7 +64,7 @@ def no_exit(what: str) -> Iterator[None]:
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """What an error about an unknown name ends with: "; did you mean 'PREFIXname'?", or "" where nothing is close."""
+    """Ends an error about an unknown name: "; did you mean 'PREFIXname'?", or "" where nothing is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {prefix + close[0]!r}?" if close else ""
 
@@ -80,7 +80,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
-        """Decorator: `@tasks.register("gsm8k")`. Several names are synonyms."""
+        """Decorates `@tasks.register("gsm8k")`. Several names are synonyms."""
 
         def add(entry: T) -> T:
             for name in names:
@@ -91,7 +91,7 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """The entry called `name`, or the object at `package.module:attribute`. Raises ValueError."""
+        """Returns the entry called `name`, or the object at `package.module:attribute`. Raises ValueError."""
         known = self.names()
         if name in self._entries:
             return self._entries[name]
@@ -116,7 +116,7 @@ class FactRegistry(Registry[T], Generic[T, F]):
         self._declared: list[tuple[T, F]] = []  # a list, not a dict: an entry may be unhashable
 
     def declare(self, **facts: Any) -> Callable[[T], T]:
-        """Decorator for a function that a config names as `package.module:function`. Raises TypeError: unknown fact."""
+        """Decorates a function that a config names as `package.module:function`. Raises TypeError: unknown fact."""
         known = [field.name for field in dataclasses.fields(self.defaults)]  # type: ignore[arg-type]
         if unknown := sorted(set(facts) - set(known)):
             raise TypeError(f"unknown fact of a {self.kind}: {', '.join(unknown)} (known: {', '.join(known)})")
@@ -130,21 +130,21 @@ class FactRegistry(Registry[T], Generic[T, F]):
         return add
 
     def register(self, *names: str, **facts: Any) -> Callable[[T], T]:
-        """Decorator: `@policy_losses.register("gmpo", "geo_mean", geometric_correction=True)`."""
+        """Decorates `@policy_losses.register("gmpo", "geo_mean", geometric_correction=True)`."""
         register, declare = super().register(*names), self.declare(**facts)
         return lambda entry: declare(register(entry))
 
     def facts_of(self, entry: T) -> F:
-        """The facts that were declared for `entry`, else the defaults."""
+        """Returns the facts that were declared for `entry`, else the defaults."""
         return next((facts for other, facts in self._declared if other is entry), self.defaults)
 
     def facts(self, name: str) -> F:
-        """The facts of what `get(name)` returns, or the defaults where it raises: the checks report that as a problem."""
+        """Returns the facts of what `get(name)` returns, or the defaults where it raises: the checks report that as a problem."""
         try:
             return self.facts_of(self.get(name))
         except Exception:  # noqa: BLE001 - whatever the user's module raises while it is imported
             return self.defaults
 
     def names_with(self, **facts: Any) -> list[str]:
-        """The registered names whose facts have these values."""
+        """Returns the registered names whose facts have these values."""
         return [name for name in self.names() if facts.items() <= vars(self.facts(name)).items()]

@@ -29,7 +29,7 @@ FLASH_ATTENTION = (
 
 
 def attention_gap(capability: Version | None, *, deterministic: bool = False) -> str | None:
-    """What cuDNN cannot do on a GPU that Transformer Engine's layers need. None: nothing, or there is no GPU.
+    """Says what cuDNN cannot do on a GPU that Transformer Engine's layers need. None: nothing, or there is no GPU.
 
     TE 2.11 offers cuDNN's attention for packed sequences ("thd") from sm90 on (`nvte_get_fused_attn_backend` of
     common/fused_attn/fused_attn.cpp), but not on sm120, and not from sm100 on where the backward pass must be deterministic
@@ -43,7 +43,7 @@ def attention_gap(capability: Version | None, *, deterministic: bool = False) ->
 
 
 def packed_attention_problem(capability: Version | None, *, deterministic: bool = False) -> str | None:
-    """Why Transformer Engine would have no fused attention over packed sequences in this process. None: it has."""
+    """Says why Transformer Engine would have no fused attention over packed sequences in this process. None: it has."""
     gap = attention_gap(capability, deterministic=deterministic)
     if gap is None:
         return None
@@ -60,13 +60,13 @@ def packed_attention_problem(capability: Version | None, *, deterministic: bool 
 
 
 def parse_version(text: str) -> Version:
-    """The first two numbers of a version: "2.20.2+abc" -> (2, 20)."""
+    """Reads the first two numbers of a version: "2.20.2+abc" -> (2, 20)."""
     return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:2])
 
 
 @functools.cache
 def examine_transformer_engine() -> tuple[Version | None, str | None]:
-    """The version of Transformer Engine and None, or None and why it cannot be used. Imports it, or hides it.
+    """Returns (version, None), or (None, why Transformer Engine cannot be used). Imports it, or hides it.
 
     The reason completes a sentence: "it is not installed", "2.20 is installed", "2.11.0 is installed, but ...".
     """
@@ -128,12 +128,12 @@ class UncompiledMegatron(MetaPathFinder):
 
 
 def leave_megatron_uncompiled(cuda_version: str | None) -> None:
-    """If `torch.version.cuda` is None: see UncompiledMegatron. Does nothing once Megatron-Core is imported."""
+    """Acts if `torch.version.cuda` is None: see UncompiledMegatron. Does nothing once Megatron-Core is imported."""
     if cuda_version is None and "megatron.core" not in sys.modules:
         sys.meta_path.insert(0, UncompiledMegatron())
 
 
 def examine_transformer_engine_before_megatron() -> None:
-    """Let the first `import megatron` of this process call `examine_transformer_engine`."""
+    """Lets the first `import megatron` of this process call `examine_transformer_engine`."""
     if "megatron.core" not in sys.modules:
         sys.meta_path.insert(0, MegatronFinder())

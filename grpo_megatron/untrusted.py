@@ -31,12 +31,12 @@ MAX_INTEGER = 2**63 - 1
 
 
 def cut(text: str, limit: int = MAX_SHOWN) -> str:
-    """The text, or its beginning with the number of characters that are left out."""
+    """Returns the text, or its beginning with the number of characters that are left out."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit:,} more characters)"
 
 
 def shown(value: object, limit: int = MAX_SHOWN) -> str:
-    """`repr(value)`, cut. A long text is cut before `repr` copies it."""
+    """Returns `repr(value)`, cut. A long text is cut before `repr` copies it."""
     if isinstance(value, str):
         return repr(value) if len(value) <= limit else f"{value[:limit]!r}... ({len(value) - limit:,} more characters)"
     try:
@@ -60,17 +60,17 @@ def visible_line(text: str) -> str:
 
 
 def reason_of(error: OSError) -> str:
-    """Why the system refuses. An error of a library (pyarrow) has a message only; its first line counts."""
+    """Says why the system refuses. An error of a library (pyarrow) has a message only; its first line counts."""
     return error.strerror or cut(str(error).partition("\n")[0]) or type(error).__name__
 
 
 def text_problem(text: str) -> str | None:
-    """Why a text of a config cannot be used: a path or an argument of a program cannot hold NUL."""
+    """Says why a text of a config cannot be used: a path or an argument of a program cannot hold NUL."""
     return "it contains the character NUL" if "\0" in text else surrogate_problem(text)
 
 
 def surrogate_problem(text: str) -> str | None:
-    """Why a text cannot be encoded. JSON and YAML can spell half of a surrogate pair."""
+    """Says why a text cannot be encoded. JSON and YAML can spell half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -79,7 +79,7 @@ def surrogate_problem(text: str) -> str | None:
 
 
 def path_problem(path: str | os.PathLike[str]) -> str | None:
-    """Why no file system can hold this path."""
+    """Says why no file system can hold this path."""
     text = os.fspath(path)
     if problem := text_problem(text):
         return problem
@@ -92,7 +92,7 @@ def path_problem(path: str | os.PathLike[str]) -> str | None:
 
 
 def integer_problem(value: int) -> str | None:
-    """Why an integer cannot be passed on: torch and vLLM take signed integers of 64 bits."""
+    """Says why an integer cannot be passed on: torch and vLLM take signed integers of 64 bits."""
     if -MAX_INTEGER <= value <= MAX_INTEGER:
         return None
     return f"it needs {value.bit_length():,} bits; an integer may have 63 and a sign"
@@ -105,7 +105,7 @@ SPECIAL_KINDS |= dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "a device")
 
 
 def read_regular(path: Path | str, max_bytes: int) -> bytes:
-    """The content of a regular file. Raises OSError, ReadError."""
+    """Reads a regular file. Raises OSError, ReadError."""
     check_regular(path)
     with open(path, "rb") as file:
         content = file.read(max_bytes + 1)
@@ -115,7 +115,7 @@ def read_regular(path: Path | str, max_bytes: int) -> bytes:
 
 
 def read_text(path: Path | str, max_bytes: int) -> str:
-    """The same as text. Raises OSError, ReadError."""
+    """Reads a regular file as UTF-8 text. Raises OSError, ReadError."""
     try:
         return read_regular(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -155,12 +155,12 @@ MAX_JSON = 1 << 29  # bytes; the largest tokenizers have some 40 MB
 
 
 def read_json(path: Path | str, max_bytes: int = MAX_JSON) -> Any:
-    """The value in a file. Raises OSError, ReadError."""
+    """Reads JSON from a file. Raises OSError, ReadError."""
     return parse_json(read_regular(path, max_bytes))
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The JSON value. NaN and Infinity are accepted, as Python writes them. Raises ReadError."""
+    """Parses JSON. NaN and Infinity are accepted, as Python writes them. Raises ReadError."""
     try:
         if isinstance(content, bytes):
             content = content.decode(json.detect_encoding(content), "surrogatepass")
@@ -208,7 +208,7 @@ PLAIN: dict[type, tuple[str, ...]] = {  # kind of a node -> its tags
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises ReadError."""
+    """Parses YAML. Raises ReadError."""
     if len(text) > MAX_YAML:
         raise ReadError(f"it has {len(text):,} characters; at most {MAX_YAML:,} are read")
     if problem := text_problem(text):  # PyYAML's own message has no remedy
@@ -231,7 +231,7 @@ class _PlainLoader(yaml.SafeLoader):
     num_values = 0
 
     def plain(self, node: Any, level: int = 1) -> Any:
-        """The value of a node. An alias is a copy: an override of one section must not change the other."""
+        """Reads the value of a node. An alias is a copy: an override of one section must not change the other."""
         self.num_values += 1
         if level > MAX_LEVELS:
             raise _mistake(TOO_DEEP, node)

@@ -36,7 +36,7 @@ CALLED_WITH = {  # kind of a registry -> the arguments, which are given by posit
 
 
 def signature_problem(function: Any, kind: str) -> str | None:
-    """Why the function cannot be called as one of this kind; None: it can, or only a call would tell."""
+    """Says why the function cannot be called as one of this kind; None: it can, or only a call would tell."""
     arguments = CALLED_WITH[kind]
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         return f"it is async or a generator; a {kind} is a plain function"
@@ -52,7 +52,7 @@ def signature_problem(function: Any, kind: str) -> str | None:
 
 
 def name_problems(config: Config) -> Problems:
-    """Estimator, loss, aggregation and KL penalties."""
+    """Checks the names of estimator, loss, aggregation and KL penalties."""
     k, actor = keys_of(config), config.actor
     registries: list[tuple[Any, str, Registry[Any]]] = [
         (k.algorithm.adv_estimator, config.algorithm.adv_estimator, advantage_estimators),
@@ -95,7 +95,7 @@ class SourceFiles:
 
 
 def sources_of(config: Config) -> list[SourceFiles]:
-    """`data.sources`, then the data set of `data.train_files` and `data.val_files`, if they are set."""
+    """Lists `data.sources`, then the data set of `data.train_files` and `data.val_files`, if they are set."""
     data = config.data
     found = []
     for number, source in enumerate(data.sources):
@@ -109,7 +109,7 @@ def sources_of(config: Config) -> list[SourceFiles]:
 
 
 def with_recognised_tasks(config: Config) -> Config:
-    """The config with the tasks of verl's and TRL's rows, where no task is set. Says once what was recognised."""
+    """Sets the tasks of verl's and TRL's rows, where no task is set. Logs once what was recognised."""
     data = config.data
     if "task" in data.model_fields_set or not config.draws:
         return config
@@ -134,7 +134,7 @@ def with_recognised_tasks(config: Config) -> Config:
 
 
 def source_problems(config: Config) -> Problems:
-    """What `data.sources` excludes, and names that are given twice."""
+    """Yields keys that `data.sources` excludes, and names that are given twice."""
     k, data = keys_of(config), config.data
     if not data.sources:
         return
@@ -167,7 +167,7 @@ def source_problems(config: Config) -> Problems:
 
 
 def task_problem(config: Config) -> str | None:
-    """Why a task of the data cannot be used. None: all can, and something gives rewards for what the run draws."""
+    """Says why a task of the data cannot be used. None: all can, and something gives rewards for what the run draws."""
     return next(filter(None, (_problem_of_task(config, source) for source in sources_of(config))), None)
 
 
@@ -200,24 +200,24 @@ TAKEN = ("acc", "score", "steps", "ok", "timeout")  # names of other metrics, an
 
 
 def reward_name(reward: RewardConfig) -> str | None:
-    """The reward of the run's samples; None: the task's own."""
+    """Returns the reward of the run's samples; None: the task's own."""
     return COMPOSITE if reward.components else reward.function
 
 
 def resolved_components(config: Config) -> list[dict[str, Any]]:
-    """The components as `rewards/calling.py` reads them. Raises ValueError for a task that cannot be used."""
+    """Returns the components as `rewards/calling.py` reads them. Raises ValueError for a task that cannot be used."""
     return [{**part.model_dump(), "function": _component_function(part, config)} for part in config.reward.components]
 
 
 def _component_function(part: RewardComponent, config: Config) -> str:
-    """ "" where it should be the task's own reward, and the task has none."""
+    """Names the function of a component; "" where the task has no reward for `accuracy`."""
     if part.function or part.name != ACCURACY:
         return part.function or part.name
     return get_task(sources_of(config)[0].data.task).reward or ""  # tasks with different ones are refused
 
 
 def reward_name_problems(config: Config) -> Problems:
-    """Task and reward."""
+    """Checks task and reward."""
     k = keys_of(config)
     if problem := task_problem(config):
         yield problem
@@ -242,7 +242,7 @@ def reward_name_problems(config: Config) -> Problems:
 
 
 def _reward_names_of(source: SourceFiles, override: str | None) -> Iterator[tuple[str, str]]:
-    """(key, name) of each reward function of the source's rows; "" where there is none. `override`: `reward.function`."""
+    """Yields (key, name) of each reward function of the source's rows; "" where there is none. `override`: `reward.function`."""
     if source.reward:
         yield f"{source.key}.reward", source.reward
     elif override is not None:
@@ -252,7 +252,7 @@ def _reward_names_of(source: SourceFiles, override: str | None) -> Iterator[tupl
 
 
 def component_problems(config: Config) -> Problems:
-    """Names, functions, weights and gates of the components. The task is known to be usable."""
+    """Checks names, functions, weights and gates of the components. The task is known to be usable."""
     k, reward = keys_of(config), config.reward
     components = f"{k.reward.components:key}"
     if reward.function is not None:
@@ -299,7 +299,7 @@ def _function_problems(part: RewardComponent, config: Config) -> Iterator[str]:
 
 
 def _judge_problems(name: str, kwargs: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """A judge must give up before its worker is killed: a killed worker loses its cache."""
+    """Checks that a judge gives up before its worker is killed: a killed worker loses its cache."""
     limit = kwargs.get("timeout_s", 8.0)
     if name == "judge" and isinstance(limit, int | float) and limit >= config.reward.timeout_s:
         yield (
@@ -341,7 +341,7 @@ SHOWN = 200  # characters of a message in the printed plan
 
 @dataclass(frozen=True)
 class CheckedEnvironment:
-    """What the trainer needs of `rollout.multi_turn` besides its workers."""
+    """The trainer's view of `rollout.multi_turn`, besides its workers."""
 
     renderer: TurnRenderer
     gives_rewards: bool  # no reward function is called
@@ -390,7 +390,7 @@ def environment_problems(config: Config) -> Problems:
 
 
 def grades_itself(config: Config) -> bool:
-    """Whether the environment grades by itself. False, too, for a name that cannot be found."""
+    """Says if the environment grades by itself. False, too, for a name that cannot be found."""
     name = config.rollout.multi_turn.environment
     try:
         return name is not None and find_environment(name).gives_rewards
@@ -399,7 +399,7 @@ def grades_itself(config: Config) -> bool:
 
 
 def check_environment(config: Config, tokenizer: Any, end_token_ids: Sequence[int] = ()) -> CheckedEnvironment:
-    """An instance can be made, and the chat template can render its turns. Raises ConfigError."""
+    """Makes an instance, and renders turns by the chat template. Raises ConfigError."""
     rollout = config.rollout
     environment = make_environment(rollout.multi_turn)
     renderer = TurnRenderer(

@@ -5,11 +5,6 @@ Every checkpoint has them in its trainer.json, under run.inputs: key of the conf
 and of a file that a resumed run may exchange (`data.val_files`), is printed, and the run goes on. Of the code, the file of
 the named module is compared, and not the modules that it imports. The images that the rows of a data file name by path are
 one entry, if the model reads images.
-
-At a first start, threads of rank 0 hash the files while the run goes on. At a resume, the process that checks the config
-hashes them again before any rank meets another. One thread hashes 1.8 GB/s in memory, and 0.4 GB/s from a file on a busy
-machine of two cores (measured). THREADS of them hash 140 GB of weights in half a minute at 5 GB/s (estimated). With
-trainer.verify_checkpoints=sizes only the sizes of weights are compared.
 """
 
 from __future__ import annotations
@@ -36,6 +31,10 @@ from grpo_megatron.storage.files import sha256_of
 from grpo_megatron.storage.run_files import WARM_UP_FOLDER, on_disk, read_step
 from grpo_megatron.untrusted import ReadError
 
+# At a first start, threads of rank 0 hash the files while the run goes on. At a resume, the process that checks the config
+# hashes them again before any rank meets another. One thread hashes 1.8 GB/s in memory, and 0.4 GB/s from a file on a busy
+# machine of two cores (measured): THREADS hash 140 GB of weights in half a minute at 5 GB/s (estimated). With
+# trainer.verify_checkpoints=sizes only the sizes of weights are compared.
 THREADS = 8
 OF_WEIGHTS = (".safetensors",)
 OF_A_MODEL = (*OF_WEIGHTS, ".json", ".jinja", ".model", ".txt", ".py")  # weights, configs, tokenizer
@@ -60,7 +59,7 @@ class InputFile:
 
 
 def input_files(config: Config) -> Iterator[InputFile]:
-    """The files that the config names, in its order. Those that are missing are left to other checks."""
+    """Lists the files that the config names, in its order. Those that are missing are left to other checks."""
     reads_images = False
     with contextlib.suppress(ValueError):  # reported by another check
         reads_images = "vision_config" in read_config(config.model.path)
@@ -103,7 +102,7 @@ def _files_at(key: str, path: Path) -> list[Path]:
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module, which may be imported for it. None: there is none, as for a name that only looks like one."""
+    """Finds the file of a module, which may be imported for it. None: there is none, as for a name that only looks like one."""
     try:
         spec = importlib.util.find_spec(module)
     except Exception:  # noqa: BLE001 - whatever the user's package raises while it is imported: reported by another check
@@ -131,7 +130,7 @@ class InputDigests:
                 self._entries[place] = self._pool.submit(_entry, file.path)
 
     def state(self) -> Recorded:
-        """Plain JSON for a checkpoint. Waits for the threads. A file that cannot be read any more is left out."""
+        """Returns plain JSON for a checkpoint. Waits for the threads. A file that cannot be read any more is left out."""
         recorded: Recorded = {}
         for file in self.files:
             entry = self._entries[file.path, file.images]
@@ -150,7 +149,7 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def _image_entry(path: Path, folder: Path) -> dict[str, Any]:
-    """The size of all image files that the rows name, and a digest of their digests in this order."""
+    """Returns the size of all image files that the rows name, and a digest of their digests in this order."""
     rows, digest, size = open_rows(path), hashlib.sha256(), 0
     for row in rows.rows(0, len(rows)):
         for image in image_files(row, folder) if isinstance(row, dict) else ():
@@ -160,7 +159,7 @@ def _image_entry(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def recorded_inputs(checkpoint: Path) -> Recorded:
-    """The digests in a checkpoint; empty in one of an older version, and in one that cannot be read."""
+    """Returns the digests in a checkpoint; empty in one of an older version, and in one that cannot be read."""
     try:
         recorded: Recorded = read_step(checkpoint, "run")["run"].get("inputs", {})
     except StorageError:
@@ -169,7 +168,7 @@ def recorded_inputs(checkpoint: Path) -> Recorded:
 
 
 def input_problems(config: Config, *, prints: bool) -> Problems:
-    """Before ranks start: inputs that are not those of the newest checkpoint. `prints` what has changed and may.
+    """Yields inputs that are not those of the newest checkpoint, before ranks start. `prints` what has changed and may.
 
     A checkpoint whose trainer.json cannot be read is passed over: the one before it is of the same run.
     """
@@ -206,7 +205,7 @@ def input_problems(config: Config, *, prints: bool) -> Problems:
 
 
 def _changes(old: Recorded, new: Recorded) -> Iterator[tuple[str, str, str]]:
-    """(key, name, what has changed). A key that is set for the first time, or no longer, is a change of the config."""
+    """Yields (key, name, what has changed). A key that is set for the first time, or no longer, is a change of the config."""
     for key in (key for key in new if key in old):
         may_differ = Difference(key, None, None).resume_class != "fixed"  # in their names: a change of the config
         for name in sorted({*old[key], *new[key]}):

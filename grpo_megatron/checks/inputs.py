@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def missing_keys(config: Config) -> Problems:
-    """The keys of the data that this run needs are set."""
+    """Checks that the keys of the data that this run needs are set."""
     k, trainer, data = keys_of(config), config.trainer, config.data
     if trainer.total_training_steps and not data.train_files and not data.sources:
         yield f"{k.trainer.total_training_steps} needs prompts; set {k.data.train_files:key}"
@@ -60,7 +60,7 @@ def missing_keys(config: Config) -> Problems:
 
 
 def only_present(config: Config) -> Config:
-    """The config without the data files that this machine lacks. Used when the plan is for another machine."""
+    """Leaves out the data files that this machine lacks. Used when the plan is for another machine."""
 
     def present(section: Any, *names: str) -> dict[str, Any]:
         return {name: [file for file in getattr(section, name) if is_there(file)] for name in names}
@@ -80,13 +80,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 def has_tokenizer(config: Config) -> bool:
-    """Whether the folder has tokenizer files, usable or not."""
+    """Says if the folder has tokenizer files, usable or not."""
     folder = config.model.tokenizer_path or config.model.path
     return any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
 def read_tokenizer(config: Config, arch: Architecture | None) -> Any:
-    """The tokenizer. Its ids are rows of the model's embedding, and it has a chat template if the data needs one."""
+    """Loads the tokenizer. Its ids are rows of the model's embedding, and it has a chat template if the data needs one."""
     path = config.model.tokenizer_path or config.model.path
     tokenizer = load_tokenizer(path, config.data)
     if arch is not None and arch.vision is not None:
@@ -148,7 +148,7 @@ class RunRows:
         *,
         is_plan: bool,
     ) -> RunRows:
-        """Without a tokenizer the files are checked, and there are no prompts."""
+        """Reads all rows. Without a tokenizer the files are checked, and there are no prompts."""
         data, attempt, renderer = config.data, problems.attempt, environment.renderer if environment else None
         train = attempt("data.train_files", read_train_prompts, config, tokenizer, environment, is_plan=is_plan)
         is_offline = config.trainer.total_training_steps and config.algorithm.source == "file"
@@ -171,19 +171,19 @@ class RunRows:
 
     @property
     def examples(self) -> list[Prompt]:
-        """The prompts that rewards are tried on."""
+        """Lists the prompts that rewards are tried on."""
         return [*examples_of(self.train_prompts), *self.val_prompts]
 
     @property
     def first_of_each(self) -> list[Prompt]:
-        """The prompts that the environment may be tried on."""
+        """Lists the prompts that the environment may be tried on."""
         return [*one_of_each(self.train_prompts), *self.val_prompts]
 
 
 def read_train_prompts(
     config: Config, tokenizer: Any | None, environment: CheckedEnvironment | None = None, *, is_plan: bool = False
 ) -> Sequence[Prompt]:
-    """The prompts to train on; none with algorithm.source=file. `environment` is that of the rollouts, if there is one.
+    """Reads the prompts to train on; none with algorithm.source=file. `environment` is that of the rollouts, if there is one.
 
     `is_plan`: nothing will be drawn, so a sample of many rows is measured (load_prompts).
     """
@@ -207,7 +207,7 @@ def read_train_prompts(
 
 
 def _read_val_prompts(config: Config, tokenizer: Any | None, environment: CheckedEnvironment | None) -> list[Prompt]:
-    """The prompts of `data.val_files` and of each source's."""
+    """Reads the prompts of `data.val_files` and of each source's."""
     found: list[Prompt] = []
     for source in sources_of(config):
         key = "data.val_files" if source.name is None else f"{source.key}.val_files"
@@ -240,7 +240,7 @@ def _read_prompts(
 def _read_supervised(
     config: Config, tokenizer: Any | None, renderer: TurnRenderer | None, end_token_ids: Sequence[int]
 ) -> Sequence[OfflineGroup]:
-    """The rows of the supervised warmup. `renderer` is that of the rollouts, if they have several turns."""
+    """Reads the rows of the supervised warmup. `renderer` is that of the rollouts, if they have several turns."""
     files = config.sft.train_files if config.sft.steps else []
     return _read(
         "sft.train_files",
@@ -259,7 +259,7 @@ def read_loss_rows(
     renderer: TurnRenderer | None = None,
     end_token_ids: Sequence[int] = (),
 ) -> Sequence[OfflineGroup]:
-    """The rows that the loss reads from files: responses, pairs of them, or labelled steps. `key` names the files."""
+    """Reads the rows of the loss from files: responses, pairs of them, or labelled steps. `key` names the files."""
     data, facts = config.data, policy_losses.facts(config.actor.loss_mode)
     separator, wanted = config.reward_model.step_separator, PAIR_ROWS
 
@@ -281,7 +281,7 @@ def read_loss_rows(
 
 
 def _pad_token_id(config: Config) -> int | None:
-    """Of the model's config.json, as transformers' sequence classification reads it."""
+    """Reads the id in the model's config.json, as transformers' sequence classification reads it."""
     try:
         pad_token_id = read_config(config.model.path).get("pad_token_id")
     except (ValueError, OSError):
@@ -297,7 +297,7 @@ def _read(
     load: Callable[[], Sequence[T]],
     wanted: str = "",
 ) -> Sequence[T]:
-    """`load()`; without a tokenizer the files are checked by `parse`, row by row, and nothing is made of them.
+    """Calls `load()`. Without a tokenizer it only checks the files by `parse`, row by row.
 
     Each message of a ConfigError begins with the key, and ends with `wanted`.
     """

@@ -17,7 +17,7 @@ from grpo_megatron.rollout.vllm.process import computes_latents_on_cpu, divides_
 
 
 def placement_problems(config: Config, world_size: int) -> Problems:
-    """Which of the run's `world_size` ranks only draw (`rollout.placement`)."""
+    """Checks which of the run's `world_size` ranks only sample (`rollout.placement`)."""
     k, rollout, trainer = keys_of(config).rollout, config.rollout, config.trainer
     if rollout.placement == "colocated":
         return
@@ -51,7 +51,7 @@ FUSED = ("moe_router_fusion", "moe_layer_recompute")  # the choice is in a kerne
 
 
 def route_problems(config: Config, arch: Architecture | None) -> Problems:
-    """Where no expert could be replayed (`actor.moe.route_replay`)."""
+    """Yields reasons why no expert could be replayed (`actor.moe.route_replay`)."""
     kind, remedy = config.actor.moe.route_replay, "set actor.moe.route_replay=none"
     key, override = f"{keys_of(config).actor.moe.route_replay}", config.actor.megatron.override_transformer_config
     if kind == "none":
@@ -77,7 +77,7 @@ def route_problems(config: Config, arch: Architecture | None) -> Problems:
 
 
 def engine_expert_problems(config: Config, arch: Architecture | None) -> Problems:
-    """The engine's layout of experts. `world_problems` reports experts that do not divide over the ranks."""
+    """Checks the engine's layout of experts. `world_problems` reports experts that do not divide over the ranks."""
     k, rollout = keys_of(config).rollout, config.rollout
     tp, ep, remedy = (
         rollout.tensor_model_parallel_size,
@@ -102,7 +102,7 @@ def engine_expert_problems(config: Config, arch: Architecture | None) -> Problem
 
 
 def family_problems(config: Config, arch: Architecture | None) -> Problems:
-    """What a part of the run cannot compute. `arch` None: the model could not be read."""
+    """Yields what a part of the run cannot compute. `arch` None: the model could not be read."""
     if arch is None:
         return
     k, megatron, latent = keys_of(config), config.actor.megatron, arch.latent
@@ -130,7 +130,7 @@ def family_problems(config: Config, arch: Architecture | None) -> Problems:
 
 
 def lora_problems(config: Config, archs: Mapping[str, Architecture]) -> Problems:
-    """Adapters against the model and the layout. `archs`: of the models that could be read, by their section."""
+    """Checks adapters against the model and the layout. `archs`: of the models that could be read, by their section."""
     k, megatron = keys_of(config), config.actor.megatron
     for section, lora, key in (
         ("actor", config.actor.lora, k.actor.lora),
@@ -171,7 +171,7 @@ def lora_problems(config: Config, archs: Mapping[str, Architecture]) -> Problems
 
 
 def _path_problems(key: str, lora: LoraConfig, path: Path, arch: Architecture) -> Problems:
-    """The PEFT folder that adapters start from: its form, rank, scale and layers, and every number in it."""
+    """Checks the PEFT folder that adapters start from: its form, rank, scale and layers, and every number in it."""
     try:
         PeftFolder(path).check(arch, lora)
     except WeightsError as error:
@@ -182,7 +182,7 @@ def _path_problems(key: str, lora: LoraConfig, path: Path, arch: Architecture) -
 
 
 def length_problems(config: Config, arch: Architecture | None) -> Problems:
-    """Prompt plus response tokens against the limits of the model, the micro-batch and the engine's scheduler."""
+    """Checks prompt plus response tokens against the limits of the model, the micro-batch and the engine's scheduler."""
     k, rollout = keys_of(config), config.rollout
     total = config.data.max_prompt_length + config.data.max_response_length
     both = f"{k.data.max_prompt_length} + {k.data.max_response_length} = {total}"
@@ -212,7 +212,7 @@ def length_problems(config: Config, arch: Architecture | None) -> Problems:
 
 
 def batch_problems(config: Config) -> Problems:
-    """Mini-batches must divide the batch: a smaller last one would be an optimizer step of another size."""
+    """Checks that mini-batches divide the batch: a smaller last one would be an optimizer step of another size."""
     k, size = keys_of(config), config.data.train_batch_size
     for key, section in ((k.actor, config.actor), (k.critic, config.critic)):
         mini = section.ppo_mini_batch_size or 1

@@ -18,7 +18,7 @@ NO_DEVICE = "torch sees no CUDA device on this machine"
 
 
 def output_problems(config: Config, *, is_plan: bool = False) -> Problems:
-    """The output folder can be made and written, and the loggers' packages are installed, of which a plan only warns."""
+    """Checks that the output folder can be written, and that loggers are installed (a plan only warns)."""
     k, folder = keys_of(config), config.trainer.output_dir
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
@@ -35,14 +35,14 @@ def output_problems(config: Config, *, is_plan: bool = False) -> Problems:
 
 
 def in_use_problems(config: Config) -> Problems:
-    """No other run writes into the output folder. Nothing is locked: the run itself will do that."""
+    """Checks that no other run writes into the output folder. The lock is taken later, by the run."""
     holder = lock_holder(config.trainer.output_dir)
     if holder is not None:
         yield f"{keys_of(config).trainer.output_dir}: {in_use_by(holder)}"
 
 
 def package_problems(config: Config) -> Problems:
-    """Megatron-Core and the engine's packages are installed. They are looked up, not imported: an import takes seconds."""
+    """Looks up Megatron-Core and the engine's packages, without the seconds that an import takes."""
     of_engine = engine_packages(config.rollout) if config.draws else {}
     for name, package in {"megatron": "megatron-core", **of_engine}.items():
         if importlib.util.find_spec(name) is None:
@@ -50,7 +50,7 @@ def package_problems(config: Config) -> Problems:
 
 
 def device_problems(config: Config, world_size: int) -> Problems:
-    """This machine has the CUDA devices that `trainer.device` asks for, one for each of its ranks."""
+    """Checks that this machine has the CUDA devices that `trainer.device` asks for, one for each of its ranks."""
     k, device, count = keys_of(config), config.trainer.device, count_cuda_devices()
     if device == "cpu" or (device == "auto" and count == 0):
         return

@@ -38,7 +38,7 @@ OWN_FUNCTIONS = (*FACTS, "actor.loss_agg_mode", "critic.loss_agg_mode")
 
 
 def effect_problems(config: Config) -> Problems:
-    """Keys that are set, and have no effect without a fitting value of another key."""
+    """Yields keys that are set, and have no effect without a fitting value of another key."""
     defaults = config.method_keys
     for key in config_keys(Config):
         value = config.at(key.name)
@@ -55,7 +55,7 @@ def effect_problems(config: Config) -> Problems:
 
 
 def _unmet(config: Config, condition: str) -> tuple[str, str] | None:
-    """(the other key with its value, what to set instead) of a condition that does not hold; None: it holds."""
+    """Returns (the other key with its value, what to set instead) of a condition; None: it is true."""
     found = CONDITION.fullmatch(condition)
     assert found is not None, condition
     key, fact, sign, wanted = found.groups()
@@ -78,7 +78,7 @@ def _unmet(config: Config, condition: str) -> tuple[str, str] | None:
 
 
 def suspicions(config: Config) -> Iterator[str]:
-    """What works, and is rarely meant: a warning of the plan, and of a run's start."""
+    """Yields warnings about settings that work and are rarely meant, for the plan and a run's start."""
     data, val = config.data, config.rollout.val_kwargs
     for key in ("actor.optim.lr", *(["critic.optim.lr"] if has_critic(config.algorithm) else [])):
         if config.at(key) == 0:
@@ -104,18 +104,18 @@ def suspicions(config: Config) -> Iterator[str]:
 
 
 def method_problems(config: Config) -> Problems:
-    """Every combination that is wrong, by topic. `names.py` reports names that cannot be found."""
+    """Yields every combination that is wrong, by topic. components.py reports names that cannot be found."""
     for topic in (effect_problems, _groups, _losses, _sources, _sampling, _partial, _placement, _iterations):
         yield from topic(config)
 
 
 def _names(registry: FactRegistry[Any, Any], **facts: Any) -> str:
-    """Registered names for a message, of losses or estimators over the vocabulary."""
+    """Lists registered names for a message, of losses or estimators over the vocabulary."""
     return " or ".join(registry.names_with(**facts, scores=""))
 
 
 def _groups(config: Config) -> Problems:
-    """Estimators that compare samples, against the samples and rewards that the config provides."""
+    """Checks estimators that compare samples against the samples and rewards that the config provides."""
     k, facts = keys_of(config), advantage_estimators.facts(config.algorithm.adv_estimator)
     key, is_drawn = f"{k.algorithm.adv_estimator!r}", config.algorithm.source != "file"
     if config.rollout.n == 1 and facts.compares_group and is_drawn:
@@ -145,7 +145,7 @@ def _task_reward(config: Config) -> str | None:
 
 
 def _losses(config: Config) -> Problems:
-    """Losses against their aggregation and their estimator."""
+    """Checks losses against their aggregation and their estimator."""
     k, actor = keys_of(config), config.actor
     facts = policy_losses.facts(actor.loss_mode)
     if facts.aggregation and actor.loss_agg_mode not in facts.aggregation:
@@ -180,7 +180,7 @@ def _losses(config: Config) -> Problems:
 
 
 def _sources(config: Config) -> Problems:
-    """Where responses come from, against what is done with them."""
+    """Checks the source of responses against what is done with them."""
     k, algorithm = keys_of(config), config.algorithm
     key, loss = f"{k.algorithm.source}", policy_losses.facts(config.actor.loss_mode)
     if algorithm.source == "policy":
@@ -224,7 +224,7 @@ def _sources(config: Config) -> Problems:
 
 
 def _sampling(config: Config) -> Problems:
-    """Filters, buffers and pass rates against each other and the batch."""
+    """Checks filters, buffers and pass rates against each other and the batch."""
     k, algorithm, sampling = keys_of(config), config.algorithm, config.data.sampling
     filters = {
         k.algorithm.filter_groups.enable: algorithm.filter_groups.enable,
@@ -267,7 +267,7 @@ def _sampling(config: Config) -> Problems:
 
 
 def _partial(config: Config) -> Problems:
-    """What responses of several steps (`rollout.partial`) cannot be combined with."""
+    """Yields settings that `rollout.partial` (responses of several steps) excludes."""
     k, partial, algorithm = keys_of(config), config.rollout.partial, config.algorithm
     if not partial.is_on:
         return
@@ -296,13 +296,13 @@ def _partial(config: Config) -> Problems:
 
 
 def is_uncorrected(config: Config) -> bool:
-    """Whether samples of older weights would count as the policy's own. A likelihood has no ratio to correct."""
+    """Says if samples of older weights would count as the policy's. A likelihood has no ratio to correct."""
     correction, is_likelihood = config.algorithm.rollout_correction, loss_facts(config.actor).is_likelihood
     return not (is_likelihood or correction.rollout_is or correction.rollout_rs or correction.bypass_mode)
 
 
 def _placement(config: Config) -> Problems:
-    """What ranks of two roles (`rollout.placement: separate`) cannot be combined with."""
+    """Yields settings that ranks of two roles (`rollout.placement: separate`) exclude."""
     k, rollout, algorithm = keys_of(config), config.rollout, config.algorithm
     if rollout.placement == "colocated":
         return
@@ -319,7 +319,7 @@ def _placement(config: Config) -> Problems:
 
 
 def _iterations(config: Config) -> Problems:
-    """An outer iteration must renew something, and there must be more than one."""
+    """Checks that an outer iteration renews something, and that there is more than one."""
     k, steps, total = keys_of(config), config.algorithm.iteration_steps, config.trainer.total_training_steps
     if steps is None:
         return
@@ -339,7 +339,7 @@ def _iterations(config: Config) -> Problems:
 
 
 def schedule_problems(config: Config) -> Problems:
-    """The schedules of the policy, the critic, the reward model and the supervised warmup."""
+    """Checks the schedules of the policy, the critic, the reward model and the supervised warmup."""
     k, steps = keys_of(config), config.trainer.total_training_steps
     if steps:
         batch = config.data.train_batch_size
@@ -363,7 +363,7 @@ def schedule_problems(config: Config) -> Problems:
 
 
 def _schedule(section: str, optim: OptimConfig, total: int, counted: str) -> Problems:
-    """`total` optimizer steps; `counted` says in words where they come from."""
+    """Checks a schedule of `total` optimizer steps; `counted` says in words where they come from."""
     k, decay = keys_of(optim, section), optim.lr_wsd_decay_steps
     if optim.min_lr > optim.lr:
         yield f"{k.min_lr} is above {k.lr}; set it to {optim.lr:g} or less"
@@ -376,7 +376,7 @@ def _schedule(section: str, optim: OptimConfig, total: int, counted: str) -> Pro
 
 
 def steps_of_epochs(config: Config, rows: int) -> int | None:
-    """The steps of the run: total_epochs x floor(rows / data.train_batch_size), as in verl.
+    """Counts the steps of the run: total_epochs x floor(rows / data.train_batch_size), as in verl.
 
     The sampler goes on from one epoch to the next without a gap (data/sampler.py), so the rows that a floor leaves over are
     the last ones of the run. None without `trainer.total_epochs`, or where the rows could not be read.
@@ -386,7 +386,7 @@ def steps_of_epochs(config: Config, rows: int) -> int | None:
 
 
 def with_total_steps(config: Config, rows: int) -> Config:
-    """The config with `trainer.total_training_steps` as `trainer.total_epochs` has it. `rows` are those of the training."""
+    """Sets `trainer.total_training_steps` as `trainer.total_epochs` has it. `rows` are those of the training."""
     steps = steps_of_epochs(config, rows)
     if steps is None:
         return config
@@ -394,7 +394,7 @@ def with_total_steps(config: Config, rows: int) -> Config:
 
 
 def epoch_problems(config: Config, rows: int) -> Problems:
-    """`trainer.total_epochs` gives at least one step, and no other number than a given `trainer.total_training_steps`."""
+    """Checks that `trainer.total_epochs` gives a step, and agrees with a given `trainer.total_training_steps`."""
     k, trainer, steps = keys_of(config), config.trainer, steps_of_epochs(config, rows)
     counted = f"{k.trainer.total_epochs} x floor({rows} rows / {k.data.train_batch_size}) = {steps} steps"
     if steps == 0:
@@ -405,7 +405,7 @@ def epoch_problems(config: Config, rows: int) -> Problems:
 
 
 def profile_problems(config: Config, profiled: range | None) -> Problems:
-    """A run of so many steps has those that --profile names."""
+    """Checks that the run has the steps that --profile names."""
     k, steps = keys_of(config), config.trainer.total_training_steps
     if profiled is not None and profiled.stop > steps:
         yield (
@@ -418,7 +418,7 @@ def profile_problems(config: Config, profiled: range | None) -> Problems:
 
 
 def rollout_file_problems(config: Config) -> Problems:
-    """The folder of rollout files."""
+    """Checks the folder of rollout files."""
     k, folder, trainer = keys_of(config), config.trainer.rollout_data_dir, config.trainer
     if folder is None:
         return
@@ -440,7 +440,7 @@ def rollout_file_problems(config: Config) -> Problems:
 
 
 def sharing_problems(config: Config, arch: Architecture | None) -> Problems:
-    """What cannot be trained with shared prompts."""
+    """Yields settings that shared prompts exclude."""
     k, actor, megatron = keys_of(config), config.actor, config.actor.megatron
     if not actor.share_prompts:
         return

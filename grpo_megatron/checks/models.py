@@ -34,23 +34,23 @@ HEAD_KINDS: dict[str, HeadKind] = {"response": "outcome", "step": "process"}  # 
 
 
 def trains_scores(config: Config) -> bool:
-    """Whether the model that is trained has a scalar head."""
+    """Says if the model that is trained has a scalar head."""
     return bool(policy_losses.facts(config.actor.loss_mode).scores)
 
 
 def has_critic(algorithm: AlgorithmConfig) -> bool:
-    """Whether the estimator reads values."""
+    """Says if the estimator reads values."""
     return advantage_estimators.facts(algorithm.adv_estimator).needs_values
 
 
 def scoring_models(config: Config) -> dict[str, ScoringModel]:
-    """Every reward model with a folder, by its key."""
+    """Lists the reward models with a folder, by key."""
     models = {MAIN: config.reward_model, **{f"{OTHERS}{name}": model for name, model in config.reward_models.items()}}
     return {key: model for key, model in models.items() if model.path is not None}
 
 
 def read_model(path: Path, key: str = "model.path", family: str | None = None) -> Architecture:
-    """The architecture that `path`/config.json describes, of a folder of regular files. `family`: `model.family`."""
+    """Reads the architecture that `path`/config.json describes, of a folder of regular files. `family`: `model.family`."""
     if is_peft_folder(path):
         raise ConfigError(
             f"{key}={str(path)!r} has adapters only; set {key} to their base and actor.lora.path to this folder, or make a"
@@ -67,7 +67,7 @@ def read_model(path: Path, key: str = "model.path", family: str | None = None) -
 
 
 def read_head_folder(path: Path, kind: HeadKind, key: str, context: str = "") -> RewardFolder:
-    """What the folder that `key` names is, as a model with a scalar head of this kind. Raises ConfigError.
+    """Reads the folder that `key` names, as a model with a scalar head of this kind. Raises ConfigError.
 
     `context`: why such a folder is asked for, if the key alone does not say so.
     """
@@ -79,12 +79,12 @@ def read_head_folder(path: Path, kind: HeadKind, key: str, context: str = "") ->
 
 
 def has_weights(path: Path) -> bool:
-    """Whether the folder has weight files, complete or not."""
+    """Says if the folder has weight files, complete or not."""
     return (path / "model.safetensors.index.json").exists() or any(path.glob("*.safetensors"))
 
 
 def check_complete(key: str, check: Callable[..., None], *folder: object) -> None:
-    """The folder holds exactly the tensors of the model, by name and shape, as `check` finds. Raises ConfigError."""
+    """Checks that the folder has exactly the tensors of the model, by name and shape. Raises ConfigError."""
     try:
         check(*folder)
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
@@ -92,7 +92,7 @@ def check_complete(key: str, check: Callable[..., None], *folder: object) -> Non
 
 
 def check_reference(config: Config, arch: Architecture) -> None:
-    """`ref.path` holds a model of the policy's architecture: the same computation with other weights."""
+    """Checks that `ref.path` has a model of the policy's architecture: the same computation with other weights."""
     path = config.ref.path
     assert path is not None
     reference = dataclasses.asdict(read_model(path, "ref.path", config.model.family))
@@ -110,7 +110,7 @@ def check_reference(config: Config, arch: Architecture) -> None:
 
 
 def with_hub_models(config: Config, *, weights: bool) -> Config:
-    """The config with the folder of every model that it names by an id of the Hub, where it can be had (storage/hub.py)."""
+    """Replaces ids of the Hub by the folders of their models, where they can be had (storage/hub.py)."""
 
     def local(path: Path | None) -> Path | None:
         try:
@@ -138,7 +138,7 @@ class ModelFolders:
 
     @classmethod
     def read(cls, config: Config, problems: ProblemList) -> ModelFolders:
-        """From each folder's config.json."""
+        """Reads each folder's config.json."""
         path, mode, scored = config.model.path, config.actor.loss_mode, None
         if scores := policy_losses.facts(mode).scores:
             why = f" with actor.loss_mode={mode}"
@@ -161,18 +161,18 @@ class ModelFolders:
 
     @property
     def rewards(self) -> dict[str, RewardFolder]:
-        """Those of `scoring_models`."""
+        """Returns the folders of `scoring_models`."""
         return {key: folder for key, folder in self.beside.items() if key != CRITIC}
 
     @property
     def lora_archs(self) -> dict[str, Architecture]:
-        """The models that may have adapters, by their section. A critic without a folder is the policy's model."""
+        """Returns the models that may have adapters, by their section. A critic without a folder is the policy's model."""
         if self.arch is None:
             return {}
         return {"actor": self.arch, CRITIC: self.beside[CRITIC].arch if CRITIC in self.beside else self.arch}
 
     def models(self, config: Config) -> RunModels:
-        """What the folders describe. All of them could be read. A critic without a folder is the policy without its head."""
+        """Returns what the folders describe. A critic without a folder is the policy without its head."""
         assert self.arch is not None
         critic = None
         if has_critic(config.algorithm):
@@ -181,7 +181,7 @@ class ModelFolders:
         return RunModels(self.arch, rewards, critic, has_head=self.scored is None)
 
     def check_weights(self, config: Config, problems: ProblemList, *, policy: bool) -> None:
-        """Names and shapes of all tensors. `policy`: those of `model.path`, too."""
+        """Checks names and shapes of all tensors. `policy`: those of `model.path`, too."""
         if self.arch is not None:
             if policy and self.scored is not None:
                 problems.attempt("model.path", check_complete, "model.path", check_reward_weights, self.scored)
@@ -194,7 +194,7 @@ class ModelFolders:
 
 
 def read_models(config: Config) -> RunModels:
-    """The models of a run, from each folder's config.json. Raises ConfigError."""
+    """Reads the models of a run from each folder's config.json. Raises ConfigError."""
     problems = ProblemList()
     folders = ModelFolders.read(config, problems)
     problems.raise_if_any()
@@ -209,7 +209,7 @@ METRIC_NAMES = (
 
 
 def beside_problems(config: Config, world_size: int, folders: ModelFolders) -> Problems:
-    """The critic and the reward models against the rest of the config."""
+    """Checks the critic and the reward models against the rest of the config."""
     yield from _reward_model_problems(config, folders.rewards)
     if has_critic(config.algorithm):
         yield from _critic_problems(config)
@@ -227,7 +227,7 @@ def beside_problems(config: Config, world_size: int, folders: ModelFolders) -> P
 
 
 def second_layout_problems(config: Config, world_size: int, arch: Architecture) -> Problems:
-    """What the layout does not allow of a model beside the policy, which is not in the engine."""
+    """Yields what the layout does not allow of a model beside the policy, which is not in the engine."""
     problems = world_problems(config, world_size, arch)
     return (problem for problem in problems if not Problem.of(problem).keys[0].startswith("rollout."))
 
@@ -244,7 +244,7 @@ def _second_model_problems(config: Config, arch: Architecture, named: str) -> Pr
 
 
 def _vocabulary_problems(config: Config, arch: Architecture, folder: RewardFolder, named: str) -> Problems:
-    """The model reads the policy's token ids unchanged, so both must have the same vocabulary."""
+    """Checks that both have the same vocabulary: the model reads the policy's token ids unchanged."""
     policy, other = _vocabulary(config.model.tokenizer_path or config.model.path), _vocabulary(folder.path)
     if policy is None or other is None:
         if folder.arch.vocab_size != arch.vocab_size:
@@ -263,7 +263,7 @@ def _vocabulary_problems(config: Config, arch: Architecture, folder: RewardFolde
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Token -> id of a folder's tokenizer.json; None without a readable one."""
+    """Reads token -> id of a folder's tokenizer.json; None without a readable one."""
     try:
         tokenizer = read_json(folder / "tokenizer.json")
         vocabulary = tokenizer["model"]["vocab"]
@@ -299,7 +299,7 @@ def _critic_problems(config: Config) -> Problems:
 
 
 def _reward_model_problems(config: Config, folders: dict[str, RewardFolder]) -> Problems:
-    """`folders`: those of `scoring_models` that can be read."""
+    """Checks the reward models. `folders`: those of `scoring_models` that can be read."""
     k, algorithm, models = keys_of(config), config.algorithm, scoring_models(config)
     for name, model in config.reward_models.items():
         key = marked(f"{OTHERS}{name}")
@@ -357,7 +357,7 @@ def _reward_model_problems(config: Config, folders: dict[str, RewardFolder]) -> 
 
 
 def _learning_problems(config: Config) -> Problems:
-    """A reward model that learns after each outer iteration: it needs pairs, and some step must use it."""
+    """Checks a reward model that learns: it needs pairs, and some step must use it."""
     k, model, steps = keys_of(config), config.reward_model, config.algorithm.iteration_steps
     assert steps is not None
     if config.rollout.n == 1:
@@ -385,7 +385,7 @@ def _learning_problems(config: Config) -> Problems:
 
 
 def vision_problems(config: Config, arch: Architecture | None) -> Problems:
-    """`actor.vision` without a model that reads images (data.image_*: inputs.py), and what such a model excludes."""
+    """Checks `actor.vision` and what a model that reads images excludes (data.image_*: inputs.py)."""
     k, vision = keys_of(config), config.actor.vision
     if arch is None:
         return
@@ -432,7 +432,7 @@ def vision_problems(config: Config, arch: Architecture | None) -> Problems:
 
 
 def score_head_problems(config: Config) -> Problems:
-    """The loss of a scalar head against the rest of the config."""
+    """Checks the loss of a scalar head against the rest of the config."""
     k, actor, algorithm, data = keys_of(config), config.actor, config.algorithm, config.data
     facts, estimator = policy_losses.facts(actor.loss_mode), advantage_estimators.facts(algorithm.adv_estimator)
     if estimator.scores and estimator.scores != facts.scores:

@@ -38,7 +38,7 @@ class Difference:
 
     @property
     def resume_class(self) -> ResumeClass:
-        """The class of the longest part of the key that has one: a mapping's keys have that of the mapping."""
+        """Returns the class of the longest part of the key that has one: a mapping's keys have that of the mapping."""
         names = self.key.split(".")
         candidates = (".".join(names[:end]) for end in range(len(names), 0, -1))
         return next(RESUME_CLASSES[name] for name in candidates if name in RESUME_CLASSES)
@@ -47,7 +47,7 @@ class Difference:
         return f"{self.key} {_shown(self.old)} -> {_shown(self.new)}"
 
     def __format__(self, form: str) -> str:
-        """With the key marked, for a message."""
+        """Formats it with the key marked, for a message."""
         return f"{marked(self.key)} {_shown(self.old)} -> {_shown(self.new)}" if form == "marked" else str(self)
 
 
@@ -57,7 +57,7 @@ def _shown(value: Any) -> str:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:
-    """The keys of `new` whose value differs, in the order of the config. Both are configs as plain JSON."""
+    """Lists the keys of `new` with another value, in the order of the config. Both are configs as plain JSON."""
     for name, value in new.items():
         key = f"{prefix}{name}"
         if key in RESUME_CLASSES:
@@ -75,7 +75,7 @@ def _value_differences(key: str, old: Any, new: Any) -> Iterator[Difference]:
 
 
 def resume_problems(config: Config) -> Problems:
-    """Before ranks start: what the newest checkpoint on disk refuses. A damaged one is left to training/checkpoint.py."""
+    """Yields what the newest checkpoint on disk refuses, before ranks start. A damaged one is left to training/checkpoint.py."""
     found = on_disk(config.trainer.output_dir) if config.trainer.resume_mode == "auto" else []
     if found:
         try:
@@ -86,7 +86,7 @@ def resume_problems(config: Config) -> Problems:
 
 
 def check_resume(checkpoint: Path, config: Config) -> list[Difference]:
-    """The differences from the checkpoint's config. Raises ConfigError if one of them cannot be made."""
+    """Returns the differences from the checkpoint's config. Raises ConfigError if one of them cannot be made."""
     saved = read_step(checkpoint, "step", "config")
     if problems := list(refusals(checkpoint, saved, config)):
         raise ConfigError(*problems)
@@ -94,7 +94,7 @@ def check_resume(checkpoint: Path, config: Config) -> list[Difference]:
 
 
 def refusals(checkpoint: Path, content: Mapping[str, Any], config: Config) -> Problems:
-    """Why the run cannot continue from `checkpoint`, whose trainer.json has this content."""
+    """Yields why the run cannot continue from `checkpoint`, whose trainer.json has this content."""
     done, total, saved = steps_of(checkpoint), config.trainer.total_training_steps, content["config"]
     if (written := content["step"]) != done:
         yield (

@@ -42,7 +42,7 @@ class TriedResponse:
 
 @dataclass(frozen=True)
 class RewardTrial:
-    """What a reward gave for a response with the right answer, and for one with a wrong answer."""
+    """A reward's values for a response with the right answer, and for one with a wrong answer."""
 
     prompt: Prompt
     form: AnswerForm
@@ -51,18 +51,18 @@ class RewardTrial:
 
     @property
     def is_told_apart(self) -> bool:
-        """Whether the right answer has the larger reward. A reward that fails on one of them is not compared."""
+        """Says if the right answer has the larger reward. A reward that fails on one of them is not compared."""
         right, wrong = self.right.result, self.wrong.result
         return right.status != "ok" or wrong.status != "ok" or right.reward > wrong.reward
 
 
 def examples_of(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts that are looked at here: one of each reward, and the first ones, whose answers serve as wrong ones."""
+    """Chooses prompts: one of each reward, and the first ones, whose answers serve as wrong ones."""
     return [*one_of_each(prompts), *prompts[:FIRST_ROWS]]
 
 
 def call_rewards(config: Config, prompts: Sequence[Prompt]) -> list[RewardTrial]:
-    """For each reward, the first prompt that has it, answered right and wrong.
+    """Calls each reward on the first prompt that has it, answered right and wrong.
 
     Raises ConfigError where a reward fails on both, unless reward.max_failed_ratio=1 allows that: then nothing is called.
     Takes at most 4 x reward.timeout_s per reward, and the time of importing it.
@@ -94,7 +94,7 @@ def call_rewards(config: Config, prompts: Sequence[Prompt]) -> list[RewardTrial]
 
 
 def play_episode(config: Config, prompts: Sequence[Prompt]) -> list[tuple[str, str]]:
-    """(who, text) of the first prompt's episode, in which the model writes its answer, if the row has one. [] without prompts."""
+    """Plays the first prompt's episode: (who, text). The model writes the row's answer. [] without prompts."""
     multi_turn = config.rollout.multi_turn
     if multi_turn.environment is None or not prompts:
         return []
@@ -103,7 +103,7 @@ def play_episode(config: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
 
 
 def report_trials(config: Config, trials: Sequence[RewardTrial]) -> None:
-    """Before a run: how functions of other trainers are called, and warnings of rewards that look wrong."""
+    """Prints before a run how functions of other trainers are called, and warnings of rewards that look wrong."""
     for trial in trials:
         for name, adaptation in _adaptations(config, trial.prompt.reward).items():
             print(f"reward {name} is {adaptation}", flush=True)
@@ -112,7 +112,7 @@ def report_trials(config: Config, trials: Sequence[RewardTrial]) -> None:
 
 
 def reward_lines(config: Config, trials: Sequence[RewardTrial]) -> Iterator[tuple[str, str]]:
-    """(name, text) for the printed plan: each reward and each of its components, and what they gave in `trials`."""
+    """Yields (name, text) for the printed plan: each reward and each of its components, and what they gave in `trials`."""
     for trial in trials:
         right, wrong = trial.right.result, trial.wrong.result
         name = trial.prompt.reward
@@ -132,7 +132,7 @@ def reward_lines(config: Config, trials: Sequence[RewardTrial]) -> Iterator[tupl
 
 
 def trial_lines(trials: Sequence[RewardTrial]) -> Iterator[tuple[str, str]]:
-    """(name, text) for the printed plan: the two responses of each trial."""
+    """Yields (name, text) for the printed plan: the two responses of each trial."""
     for trial in trials:
         uid = trial.prompt.uid
         yield "right answer", f"{shown(trial.right.text, 400)} has the reward {_value(trial.right.result)}"
@@ -149,13 +149,13 @@ def _form(config: Config, prompt: Prompt) -> AnswerForm:
 
 
 def _wrong_answer(prompts: Sequence[Prompt]) -> str:
-    """The answer of another row, if one differs."""
+    """Finds the answer of another row, if one differs."""
     right = prompts[0].answer.strip()
     return next((other.answer for other in prompts[1:] if other.answer.strip() not in ("", right)), WRONG)
 
 
 def _is_batched(name: str) -> bool:
-    """Whether it gets batches of whatever is ready."""
+    """Says if it gets batches of whatever is ready."""
     facts = rewards.facts(name)
     return read_signature(rewards.get(name), batch=facts.batch).takes_lists and not facts.compares
 
@@ -165,14 +165,14 @@ def _failed(tried: TriedResponse) -> bool:
 
 
 def _adaptations(config: Config, name: str) -> Mapping[str, str]:
-    """Name of a function of another trainer -> how it is called, among those of a reward."""
+    """Maps the name of a function of another trainer -> how it is called, among those of a reward."""
     names = [part["function"] for part in resolved_components(config)] if name == COMPOSITE else [name]
     found = {name: read_signature(rewards.get(name)).adaptation for name in names}
     return {name: adaptation for name, adaptation in found.items() if adaptation}
 
 
 def _value(result: RewardResult, name: str | None = None) -> str:
-    """The reward, or the value of one metric."""
+    """Returns the reward, or the value of one metric."""
     if result.status == "none":
         return "none (it does not apply)"
     if result.status != "ok":
@@ -241,7 +241,7 @@ def column_problems(config: Config, prompts: Sequence[Prompt]) -> Problems:
 
 
 def _functions(config: Config, name: str) -> Iterator[tuple[str, str, Kwargs]]:
-    """(key, name, kwargs) of each function that a reward calls."""
+    """Yields (key, name, kwargs) of each function that a reward calls."""
     if name != COMPOSITE:
         yield marked("reward.function"), name, config.reward.kwargs
         return

@@ -93,7 +93,7 @@ class RunStart:
     wrong_keys: Collection[str] = ()
 
     def knows(self, *keys: str) -> bool:
-        """Whether all values of these keys or sections could be read, also if a wrong key is a misspelt one of them."""
+        """Says if all values of these keys or sections could be read. A wrong key may be a misspelt one of them."""
         return not any(_concerns(wrong, key) for wrong in self.wrong_keys for key in keys)
 
 
@@ -111,7 +111,7 @@ SHORTAGE_KEYS = (  # keys and sections that the arithmetic of memory reads
 
 @dataclass(frozen=True, kw_only=True)
 class Checked(RunRows):
-    """What validation has read, for the trainer to use: rows, models, tokenizer, environment."""
+    """The results of validation that the trainer uses: rows, models, tokenizer, environment."""
 
     arch: Architecture
     has_weights: bool  # false only in a dry run
@@ -128,12 +128,12 @@ class Checked(RunRows):
     config: Config  # with the training steps, the tasks that were recognised, and the folders of the Hub's models
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """Decodes token ids, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 class Validation:
-    """What is read and found while a config is checked for a world of `world_size` ranks.
+    """State of the checks of a config for a world of `world_size` ranks.
 
     `dry_run`: the model folder may lack weights, and the machine Megatron-Core and vLLM. `elsewhere`: the plan is for
     another machine, so the tokenizer and data files may be missing on this one. `rehearsed`: look whether another run uses
@@ -213,7 +213,7 @@ class Validation:
 
     @property
     def end_ids(self) -> list[int]:
-        """The ids that end a response; none where they could not be read."""
+        """Returns the ids that end a response; none where they could not be read."""
         return self.end_tokens.ids if self.end_tokens else []
 
     def read_rows(self) -> None:
@@ -370,7 +370,7 @@ def validate(
 
 
 def check_alone(config: Config) -> Checked:
-    """`validate` for a `Trainer` that was built by hand: in a notebook, or on a rank of torchrun. Raises ConfigError."""
+    """Validates for a `Trainer` that was built by hand: in a notebook, or on a rank of torchrun. Raises ConfigError."""
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # the user cannot act on them
     world_size = int(os.environ.get("WORLD_SIZE", "1"))  # 1 too after an earlier Trainer of this process
     if world_size > 1:

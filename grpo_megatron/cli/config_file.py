@@ -67,7 +67,7 @@ def _left_to_write(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def read_raw(path: Path | str, overrides: Sequence[str] | None = None) -> tuple[dict[str, Any], list[Problem]]:
-    """(the file's content with the overrides, wrong overrides). Raises ConfigError: unreadable file."""
+    """Returns (the file's content with the overrides, wrong overrides). Raises ConfigError: unreadable file."""
     _, raw = read_yaml_table(path, "config")
     problems = []
     for override in overrides or ():
@@ -98,7 +98,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _read_right_keys(raw: dict[str, Any]) -> tuple[Config | None, list[Any]]:
-    """(the config, pydantic's errors). With errors, the config has the defaults of the wrong keys; None: there is none."""
+    """Returns (the config or None, pydantic's errors). With errors, wrong keys have their defaults."""
     mistakes: list[Any] = []
     for number in range(MAX_READINGS):
         try:
@@ -137,7 +137,7 @@ def _has(node: Any, part: Any) -> bool:
 
 
 def _named_by(error: Any) -> tuple[str, ...]:
-    """The keys whose value is not known because of one pydantic error: its own, and the one that was probably meant.
+    """Names the keys of one pydantic error: the wrong one, and the one that was probably meant.
 
     Places in a list are left out of them.
     """
@@ -149,7 +149,7 @@ def _named_by(error: Any) -> tuple[str, ...]:
 
 
 def _explain(error: Any) -> str:
-    """One line for one pydantic error; for an unknown key with the nearest known key."""
+    """Explains one pydantic error in a line; for an unknown key with the nearest known key."""
     location = cut(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
         from grpo_megatron.migration.translation import SAME_NAME, explained, known_elsewhere
@@ -182,7 +182,7 @@ def _fields_at(location: tuple[Any, ...]) -> list[str]:
 
 
 def with_other_mistakes(wrong: WrongKeys, check: Callable[[Config], object]) -> list[Problem]:
-    """The problems of the wrong keys, and those that `check` raises for the others."""
+    """Adds to the problems of the wrong keys those that `check` raises for the others."""
     if wrong.config is None:
         return wrong.problems
     try:
@@ -195,7 +195,7 @@ def with_other_mistakes(wrong: WrongKeys, check: Callable[[Config], object]) -> 
 
 
 def in_file_order(problems: Sequence[Problem], path: Path, overrides: Sequence[str]) -> list[Problem]:
-    """Each problem once, in the order of the keys to change. Others keep their place among equals."""
+    """Sorts the problems, each once, in the order of the keys to change. Others keep their place among equals."""
     unique = list({problem.text: problem for problem in problems}.values())
     try:
         raw, _ = read_raw(path, overrides)
@@ -211,7 +211,7 @@ def _is_of(problem: Problem, wrong: set[str]) -> bool:
 
 
 def _keys_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The keys of a file in its order, those of a section behind the section."""
+    """Yields the keys of a file in its order, those of a section behind the section."""
     for name, value in table.items():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -219,7 +219,7 @@ def _keys_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _place(keys: Sequence[str], order: Mapping[str, int], known: Mapping[str, int]) -> tuple[int, int]:
-    """Where the file has the first of the keys; for a key that it lacks, the end of the nearest section that it has."""
+    """Finds the place of the first of the keys; for a key that the file lacks, the end of the nearest section."""
     for key in keys:
         if key in order:
             return order[key], 0
@@ -238,7 +238,7 @@ def _place(keys: Sequence[str], order: Mapping[str, int], known: Mapping[str, in
 
 
 def reward_defaults(raw: dict[str, Any]) -> dict[str, Any]:
-    """Key -> value. `reward_model.kind: process`, or `actor.loss_mode: step_labels`, asks for a model of steps."""
+    """Returns key -> value. `reward_model.kind: process`, or `actor.loss_mode: step_labels`, asks for a model of steps."""
     is_process = _value(raw, "reward_model", "kind") == "process" or _value(raw, "actor", "loss_mode") == "step_labels"
     without_validation = {"trainer.val_before_train": False, "trainer.test_freq": -1}
     return {

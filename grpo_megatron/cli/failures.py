@@ -5,9 +5,6 @@ A rank that fails writes a report into torchrun's error file. Who prints it depe
     our launcher    prints one report, after it has ended all ranks (`explain_failure`); the ranks print nothing
     torchrun        the first rank to fail prints; a lock on a shared file makes the other ranks wait meanwhile
     srun            ranks share no folder: all print, except that only rank 0 prints what is wrong with the config
-
-An error is only a symptom when another rank of this machine had died before it, for instance "connection closed by
-peer". A rank with a symptom waits until torchrun's agent ends it, so that the agent finds the dead rank, not this one.
 """
 
 from __future__ import annotations
@@ -64,19 +61,23 @@ def mark_started() -> None:
 
 
 def has_started(folder: Path) -> bool:
-    """In the launcher, whose folder this is: whether a rank has marked its start."""
+    """Says if a rank has marked its start in `folder`, that of the launcher."""
     return any(folder.glob("*/*/*/pid"))
 
 
 def mark_finished() -> None:
-    """The rank has done its work: its end is no failure."""
+    """Removes that file: the rank has done its work, and its end is no failure."""
     folder = _torchrun_folder()
     if folder is not None:
         (folder / "pid").unlink(missing_ok=True)
 
 
 def report_failure(error: Exception) -> int:
-    """Report `error` once over all ranks of this machine; returns the exit code."""
+    """Report `error` once over all ranks of this machine; returns the exit code.
+
+    An error is only a symptom when another rank of this machine had died before it, for instance "connection closed by
+    peer". A rank with a symptom waits until torchrun's agent ends it, so that the agent finds the dead rank, not this one.
+    """
     folder = _torchrun_folder()
     report = _describe(error, folder)
     is_written = folder is not None and _write(report, folder)
@@ -96,7 +97,7 @@ def report_failure(error: Exception) -> int:
 
 
 def is_lost() -> bool:
-    """Whether a rank of this machine has failed or died, or the launcher ends all: no step can be finished any more."""
+    """Says if a rank of this machine has failed or died, or the launcher ends all: no step can finish any more."""
     folder = _torchrun_folder()
     if folder is None:
         return False
@@ -105,22 +106,22 @@ def is_lost() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, or no rank at all."""
+    """Says if this process is rank 0, or no rank at all."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def is_one_of_several() -> bool:
-    """Whether this process is a rank of a world that has more."""
+    """Says if this process is a rank of a world that has more."""
     return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def is_debugging() -> bool:
-    """GRPO_DEBUG: show the traceback of every error, and the warnings of Megatron-Core and torch."""
+    """Reads GRPO_DEBUG, which shows the traceback of every error, and the warnings of Megatron-Core and torch."""
     return os.environ.get("GRPO_DEBUG", "0") not in ("", "0")
 
 
 def _torchrun_folder() -> Path | None:
-    """The folder of this rank among torchrun's logs, beside those of the machine's other ranks."""
+    """Finds the folder of this rank among torchrun's logs, beside those of the machine's other ranks."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file).parent if file else None
 
@@ -151,7 +152,7 @@ def _describe(error: Exception, folder: Path | None) -> FailureReport:
 
 
 def _has_dead_rank(folder: Path) -> bool:
-    """Whether a rank of this machine has ended without a report and without having finished."""
+    """Says if a rank of this machine has ended without a report and without having finished."""
     for file in folder.glob("*/pid"):
         with contextlib.suppress(OSError):  # the rank has just finished, or reported
             if not _is_alive(int(file.read_text())) and file.exists():
@@ -160,7 +161,7 @@ def _has_dead_rank(folder: Path) -> bool:
 
 
 def _is_alive(pid: int) -> bool:
-    """False as soon as the other ranks can see that a connection to this process is closed."""
+    """Says if a process lives: False as soon as other ranks can see that its connections are closed."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -199,7 +200,7 @@ def _print_once(text: str, file: Path) -> None:
 
 
 def _print(text: str) -> None:
-    """One write, so that lines of several processes do not mix."""
+    """Prints in one write, so that lines of several processes do not mix."""
     sys.stderr.write(text)
     sys.stderr.flush()
 
@@ -226,7 +227,7 @@ def quieten(is_rank: bool, starts_ranks: bool) -> None:
 
 
 def last_place(output_dir: Path, rank: int) -> str:
-    """Role, phase and step of a rank's last heartbeat, where ranks have roles; else ""."""
+    """Describes role, phase and step of a rank's last heartbeat, where ranks have roles; else ""."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         beat = json.loads((output_dir / "heartbeats" / f"rank_{rank:05d}.json").read_text())
         step = "" if beat["step"] is None else f" of step {beat['step']}"

@@ -102,12 +102,12 @@ class Command:
 
     @property
     def options(self) -> type[Options]:
-        """The class of the options."""
+        """Imports the class of the options."""
         return _imported(self.options_path)
 
     @property
     def run(self) -> Callable[..., Any]:
-        """The function of the options."""
+        """Imports the function of the options."""
         return _imported(self.run_path)
 
 
@@ -188,7 +188,7 @@ COMMANDS = {  # in the order of --help: as a user meets them
 
 
 def find_command(argv: list[str]) -> tuple[str, list[str]]:
-    """(the name of the command, its arguments). No command or an unknown one: prints the help or the mistake and ends."""
+    """Returns (the name of the command, its arguments). Without a known one it prints the help and ends."""
     for length in (2, 1):
         if (name := " ".join(argv[:length])) in COMMANDS and len(argv) >= length:
             return name, argv[length:]
@@ -212,7 +212,7 @@ MAX_COUNT = 9_999_999
 
 
 def _steps(text: str) -> range:
-    """Of "3" or "3-5"."""
+    """Reads "3" or "3-5"."""
     match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if last < first:
@@ -255,11 +255,11 @@ class RunOptions(Options):
 
     @property
     def settings(self) -> list[str]:
-        """All `section.key=value` that replace values of the file."""
+        """Lists all `section.key=value` that replace values of the file."""
         return list(self.overrides)
 
     def problems(self) -> Iterator[str]:
-        """Options of a plan without one."""
+        """Yields options of a plan without one."""
         if self.world_size is not None and not (self.dry_run and 1 <= self.world_size <= MAX_PLANNED_RANKS):
             yield (
                 f"--world-size N needs --dry-run and 1 <= N <= {MAX_PLANNED_RANKS:,}; a run has trainer.nnodes x"
@@ -322,7 +322,7 @@ class PlanOptions(RunOptions):
 
     @property
     def settings(self) -> list[str]:
-        """Also the keys that --nodes-of stands for."""
+        """Adds the keys that --nodes-of stands for."""
         settings = list(self.overrides)
         if self.nodes_of is not None:
             settings.append(f"trainer.n_gpus_per_node={self.nodes_of}")
@@ -331,7 +331,7 @@ class PlanOptions(RunOptions):
         return settings
 
     def problems(self) -> Iterator[str]:
-        """Also options of a search without one."""
+        """Adds options of a search without one."""
         for name in ("top", "mean_response"):
             if getattr(self, name) is not None and not self.search:
                 yield f"--{name.replace('_', '-')} needs --search"

@@ -89,7 +89,7 @@ def plan_page(
     elsewhere: bool = False,
     width: int = PAGE_WIDTH,
 ) -> PlanPage:
-    """The page of a valid config, in lines of at most `width` characters where that is possible.
+    """Makes the page of a valid config, in lines of at most `width` characters where that is possible.
 
     `gpu`: the one to fit; None: that of this machine, if it has one. `host_gib`: host memory of a node, to fit too.
     `elsewhere`: the plan is for other machines.
@@ -180,7 +180,7 @@ class NodeMemory:
     def of(
         cls, config: Config, models: RunModels, world_size: int, stages: list[StageMemory], ranks: int
     ) -> NodeMemory:
-        """That of the stage that needs most. A node may have ranks of several stages, so this is an upper bound."""
+        """Counts the stage that needs most. A node may have ranks of several stages, so this is an upper bound."""
         kept = kept_by_syncs(config, models.arch, world_size)
         has_reference = bool(stages[0].reference) and config.actor.lora.rank is None
         of_all = {
@@ -201,7 +201,7 @@ class NodeMemory:
 
     @property
     def node_gib(self) -> float:
-        """Of all ranks of a node."""
+        """Sums over all ranks of a node."""
         return self.ranks * sum(self.parts.values()) / GIB
 
     def __str__(self) -> str:
@@ -214,7 +214,7 @@ class NodeMemory:
         return f"{answer} {gib:g} GiB of host memory per node ({counted(self.ranks, 'rank')}: {self.node_gib:.0f} GiB)"
 
     def misfit(self, gib: float) -> str | None:
-        """What is wrong, for the end of a dry run; None unless the exact parts alone are too large."""
+        """Says what is wrong, for the end of a dry run; None unless the exact parts alone are too large."""
         size = sum(size for name, size in self.parts.items() if name != "process") / GIB
         if self.ranks * size <= gib:
             return None
@@ -226,12 +226,12 @@ class NodeMemory:
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """1 node, 2 nodes."""
+    """Writes a number with its noun: 1 node, 2 nodes."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def _row(name: str, text: str) -> str:
-    """As the template has it."""
+    """Writes a row as the template has it."""
     return f"{name} :: {' '.join(text.split())}"
 
 
@@ -240,7 +240,7 @@ def _rows(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def _laid_out(text: str, width: int) -> dict[str, list[str]]:
-    """Title -> lines of the sections that have lines. Rows have their texts in one column, at most `width` wide."""
+    """Returns title -> lines of the sections that have lines. Rows have their texts in one column, at most `width` wide."""
     sections: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in filter(str.strip, text.splitlines()):
@@ -256,7 +256,7 @@ def _laid_out(text: str, width: int) -> dict[str, list[str]]:
 
 
 def wrapped_item(text: str, width: int) -> list[str]:
-    """Lines of an item of a list."""
+    """Wraps an item of a list."""
     return textwrap.wrap(
         text, width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
     )
@@ -266,12 +266,12 @@ def wrapped_item(text: str, width: int) -> list[str]:
 
 
 def is_for_this_machine(config: Config) -> bool:
-    """Whether the ranks can run here; `trainer.device=auto` is the CPU on a machine without CUDA devices."""
+    """Says if the ranks can run here; `trainer.device=auto` is the CPU on a machine without CUDA devices."""
     return config.trainer.device in ("cpu", "auto") or count_cuda_devices() > 0
 
 
 def _own_gpu(config: Config) -> Gpu | None:
-    """With the peaks of REFERENCE. Not run on a GPU yet."""
+    """Reads this machine's GPU; its peaks are those of REFERENCE. Not run on a GPU yet."""
     size = device_bytes(config.trainer.device)
     if size is None:
         return None
@@ -280,7 +280,7 @@ def _own_gpu(config: Config) -> Gpu | None:
 
 
 def _device(config: Config) -> tuple[str, str]:
-    """A row: whether it is a plan for this machine, or the kernels that a rank would use here."""
+    """Makes a row: the kernels that a rank would use here, or that the plan is for another machine."""
     device = config.trainer.device
     if device != "cpu" and count_cuda_devices() == 0:
         meaning = "here a run would be on the CPU" if device == "auto" else "a plan for another machine"
@@ -302,7 +302,7 @@ LABEL_WIDTH, CELL_WIDTH = 22, 8  # of the table of phases
 
 
 def _prompt_lines(checked: Checked) -> Iterator[str]:
-    """The prompt on which the reward was called, else the first one of the run. Nothing without prompts or a tokenizer."""
+    """Shows the prompt on which the reward was called, else the first one of the run. Nothing without prompts or a tokenizer."""
     called = [trial.prompt for trial in checked.reward_calls[:1]]
     offline = [group[0] for group in checked.offline_groups[:1]]
     prompt = next((found[0] for found in (called, checked.train_prompts, checked.val_prompts, offline) if found), None)
@@ -321,7 +321,7 @@ def _prompt_lines(checked: Checked) -> Iterator[str]:
 def _memory_lines(
     config: Config, world_size: int, policy: Stages, reward_models: list[Stages], critic: Stages | None
 ) -> Iterator[str]:
-    """One line per pipeline stage: what `planning/` counts, and the sum."""
+    """Yields a line per pipeline stage: what `planning/` counts, and the sum."""
     others = [name for name, models in (("reward model", reward_models), ("critic", critic)) if models]
     titles = ["weights", "gradients", "optimizer", "reference", *others]
     widths = [max(9, len(title)) for title in (*titles, "together")]
@@ -336,7 +336,7 @@ def _memory_lines(
 def _phase_lines(
     config: Config, models: RunModels, phases: list[Phase], device_gib: float | None, width: int
 ) -> Iterator[str]:
-    """A column per phase, a row per part; then the smallest device that fits, or whether `device_gib` does."""
+    """Yields a column per phase, a row per part; then the smallest device that fits, or whether `device_gib` does."""
     count = (width - LABEL_WIDTH) // CELL_WIDTH
     for start in range(0, len(phases), count):
         for label, *cells in _phase_table(config, models, phases[start : start + count], device_gib):
@@ -393,7 +393,7 @@ BUBBLE = 0.2  # a share of the pipeline's time
 def plan_warnings(
     config: Config, models: RunModels, work: Workload, machine: PlannedMachine, found: Fit | None, checked: Checked
 ) -> Iterator[str]:
-    """`found`: the fit to a GPU, if one was named."""
+    """Yields warnings. `found`: the fit to a GPU, if one was named."""
     yield from suspicions(config)
     yield from _groups_over_nodes(config, work, machine)
     if found is not None and found.cache is not None:
@@ -467,7 +467,7 @@ def _copied_cache(config: Config, models: RunModels) -> Iterator[str]:
 
 
 def _unfused_attention(config: Config, machine: PlannedMachine) -> Iterator[str]:
-    """What Transformer Engine lacks on the GPU that the plan is for, whatever is installed here."""
+    """Says what Transformer Engine lacks on the GPU that the plan is for, whatever is installed here."""
     megatron, gpu = config.actor.megatron, machine.gpu
     reason = attention_gap(gpu.capability, deterministic=megatron.deterministic)
     if reason is None or config.trainer.device == "cpu" or megatron.transformer_impl == "local":
@@ -518,7 +518,7 @@ def _few_rows(config: Config, checked: Checked) -> Iterator[str]:
 
 
 def _looped_requests(config: Config, models: RunModels) -> Iterator[str]:
-    """The vLLM that is installed here is taken for that of the run."""
+    """Warns of a vLLM that loops over requests; the one installed here is taken for that of the run."""
     rollout, arch, version = config.rollout, models.arch, installed_vllm()
     is_on_gpus = rollout.engine == "vllm" and config.trainer.device != "cpu"
     if is_on_gpus and loops_over_requests(rollout, config.model.dtype, arch.family, arch.num_experts > 0, version):
@@ -535,7 +535,7 @@ def _looped_requests(config: Config, models: RunModels) -> Iterator[str]:
 def verdict_lines(
     config: Config, models: RunModels, work: Workload, machine: PlannedMachine, found: Fit, width: int = PAGE_WIDTH
 ) -> Iterator[str]:
-    """For a named GPU. The last line is the verdict itself."""
+    """Yields the lines for a named GPU. The last line is the verdict itself."""
     if machine.gpu.remark:
         yield machine.gpu.remark
     problems = [shortage(config, phase, found.device) for phase in found.full_phases]
@@ -565,7 +565,7 @@ def _verdict(gpu: Gpu, found: Fit) -> str:
 
 
 def misfit(found: Fit) -> str | None:
-    """What is wrong, for the end of a dry run; None unless the exact parts alone are too large."""
+    """Says what is wrong, for the end of a dry run; None unless the exact parts alone are too large."""
     if not found.is_impossible:
         return None
     names = ", ".join(phase.name for phase in found.full_phases) or "rollout"
@@ -583,7 +583,7 @@ def _described(planned: PlannedLayout, config: Config) -> Iterator[str]:
 
 
 def verdict_without_gpu(config: Config, models: RunModels, world_size: int) -> Iterator[str]:
-    """Which of the known GPUs fit."""
+    """Lists the known GPUs that fit."""
     if config.trainer.device == "cpu":
         yield "NO VERDICT for trainer.device=cpu: only the memory of GPUs is counted"
         return
@@ -604,7 +604,7 @@ HEADER = "# Every key of a run with its value. A dry run has written this file, 
 
 
 def resolved_problem(path: Path) -> str | None:
-    """Why --resolved-config cannot be written; None if nothing is known against it."""
+    """Says why --resolved-config cannot be written; None if nothing is known against it."""
     if path.exists():
         return f"--resolved-config {path} exists; name another file, or remove it"
     if not path.absolute().parent.is_dir():

@@ -30,7 +30,7 @@ QUIET_TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 def is_on_cpu(device: str) -> bool:
-    """Whether trainer.device means the CPU, found out without importing torch."""
+    """Says if trainer.device means the CPU, without importing torch."""
     return device == "cpu" or (device == "auto" and not any(Path("/dev").glob("nvidia*")))
 
 
@@ -122,7 +122,7 @@ def start_ranks(
 
 
 def announce_start(world_size: int, engine: str | None, *, checks: bool = False) -> None:
-    """The first line of a run: what is awaited, and for how long. `checks`: the config is checked first."""
+    """Prints the first line of a run: what is awaited, and for how long. `checks`: the config is checked first."""
     parts = "Megatron-Core" if engine is None else "Megatron-Core, then the engine"
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     expected = f"a small model needs some {10 if engine == 'vllm' else 5} s, a large one minutes"
@@ -152,7 +152,7 @@ def _handle_requests(folder: Path) -> dict[int, Any]:
 
 
 def join_launcher() -> None:
-    """Called by every rank: it dies with its launcher, and finds the launcher's files."""
+    """Ties a rank to its launcher: it dies with it, and finds its files."""
     from grpo_megatron.parallel.control import STORE_FILE
     from grpo_megatron.training.stopping import STOP_FILE
 
@@ -162,7 +162,7 @@ def join_launcher() -> None:
 
 
 def launcher_folder() -> Path | None:
-    """In a rank: the temporary folder of our launcher, which only this user can read. None under torchrun and srun.
+    """Finds a rank's temporary folder of our launcher, which only this user can read. None under torchrun and srun.
 
     A forked rank has the environment of the fork server, which is older than the folder, and torchrun's own variables.
     """

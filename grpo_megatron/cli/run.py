@@ -95,7 +95,7 @@ def _world_size(config: Config) -> int:
 
 
 def _starts_ranks(options: RunOptions, world_size: int) -> bool:
-    """Whether this process is to start the ranks of its machine, and is none itself."""
+    """Says if this process starts the ranks of its machine, and is none itself."""
     return "RANK" not in os.environ and not options.dry_run and world_size > 1
 
 
@@ -118,7 +118,7 @@ def _validate(options: RunOptions, argv: list[str], config: Config, *, wrong_key
 
 
 def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config, world_size: int) -> Problems:
-    """A command for another kind of config, a file that cannot be written, ranks that this process cannot start."""
+    """Yields a command for another kind of config, a file that cannot be written, ranks that this process cannot start."""
     if isinstance(options, TrainRewardOptions):
         from grpo_megatron.checks.models import trains_scores
 
@@ -143,7 +143,7 @@ def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config,
 
 
 def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
-    """Whether the run is done; then say so. What a resumed run may not change or profile is left to `validate`."""
+    """Says if the run is done, and prints it. What a resumed run may not change is left to `validate`."""
     from grpo_megatron.training.stopping import is_done
 
     if not is_done(config.trainer):

@@ -85,32 +85,32 @@ class Config(Section):
 
     @property
     def method_keys(self) -> dict[str, Any]:
-        """The keys that `method` sets, with their values there."""
+        """Returns the keys that `method` sets, with their values there."""
         return methods()[self.method].values(self.at) if self.method is not None else {}
 
     @property
     def critic_only_steps(self) -> int:
-        """The first training steps, which leave the policy as it is."""
+        """Counts the first training steps, which leave the policy as it is."""
         return max(self.trainer.critic_warmup, self.critic.pretrain_steps)
 
     @property
     def policy_steps(self) -> int:
-        """Training steps that update the policy."""
+        """Counts the training steps that update the policy."""
         return max(0, self.trainer.total_training_steps - self.critic_only_steps)
 
     @property
     def shares_reference(self) -> bool:
-        """Whether the reference is the policy without its adapters, and needs no memory of its own."""
+        """Says if the reference is the policy without its adapters, and needs no memory of its own."""
         return self.actor.lora.rank is not None and self.ref.path in (None, self.model.path) and not self.sft.steps
 
     @property
     def reward_paths(self) -> list[Path]:
-        """The folders of all reward models."""
+        """Returns the folders of all reward models."""
         return [model.path for model in (self.reward_model, *self.reward_models.values()) if model.path is not None]
 
     @property
     def has_rule(self) -> bool:
-        """Whether a reward function scores the samples to train on. Frozen models that replace its reward need none."""
+        """Says if a reward function scores the samples to train on. Frozen models that replace its reward need none."""
         learns = self.reward_model.path is not None and self.algorithm.iteration_steps is not None
         is_replaced = bool(self.reward_paths) and self.reward_model.combine == "replace" and not learns
         return self.reward.function is not None or bool(self.reward.components) or not is_replaced
@@ -124,12 +124,12 @@ class Config(Section):
 
     @property
     def colocates(self) -> bool:
-        """Whether a rank that trains has an engine on its device."""
+        """Says if a rank that trains has an engine on its device."""
         return self.draws and self.rollout.placement == "colocated"
 
     @property
     def num_rollout_ranks(self) -> int:
-        """The last so many ranks of the run only draw. 0: every rank draws and trains."""
+        """Counts the last ranks of the run, which only sample. 0: every rank samples and trains."""
         rollout = self.rollout
         if rollout.placement == "colocated":
             return 0
@@ -137,7 +137,7 @@ class Config(Section):
 
     @property
     def draws(self) -> bool:
-        """Whether the run draws responses, to train on them or to validate. Otherwise it has no engine."""
+        """Says if the run samples responses, to train on them or to validate. Otherwise it has no engine."""
         data, trainer = self.data, self.trainer
         validates = trainer.val_before_train or trainer.test_freq > 0
         trains_on_drawn = trainer.total_training_steps > 0 and self.algorithm.source != "file"

@@ -66,7 +66,10 @@ class ActorConfig(Section):
 
     @property
     def layers(self) -> MegatronConfig:
-        """`megatron`, with Megatron-Core's layers for split adapters: Transformer Engine's do not give the normalised input."""
+        """Returns `megatron`, with Megatron-Core's layers for split adapters.
+
+        Transformer Engine's do not give the normalised input.
+        """
         is_split = self.lora.rank is not None and self.lora.mode == "split"
         return self.megatron.model_copy(update={"transformer_impl": "local"}) if is_split else self.megatron
 
@@ -79,7 +82,7 @@ class ActorConfig(Section):
         return -(-train_batch_size // self.mini_batch_size(train_batch_size))
 
     def num_updates(self, num_steps: int, train_batch_size: int) -> int:
-        """Optimizer steps of `num_steps` training steps."""
+        """Counts optimizer steps of `num_steps` training steps."""
         return num_steps * self.num_mini_batches(train_batch_size) * self.ppo_epochs
 
 
@@ -133,6 +136,6 @@ class CriticConfig(Section):
         return self.ppo_epochs or actor.ppo_epochs
 
     def num_updates(self, num_steps: int, actor: ActorConfig, train_batch_size: int) -> int:
-        """Optimizer steps of `num_steps` training steps."""
+        """Counts optimizer steps of `num_steps` training steps."""
         mini_batches = -(-train_batch_size // self.mini_batch_size(actor, train_batch_size))
         return num_steps * mini_batches * self.num_epochs(actor)

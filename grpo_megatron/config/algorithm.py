@@ -66,7 +66,7 @@ class RolloutCorrection(Section):
 
 
 class AlgorithmConfig(Section):
-    """Where samples come from, their advantages, and which of them are trained on."""
+    """The source of samples, their advantages, and the choice of those that are trained on."""
 
     adv_estimator: str = "grpo"
     """a registered advantage estimator, or module:function"""

@@ -92,7 +92,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """s. Only with a rank."""
+        """Computes s. Needs a rank."""
         assert self.rank is not None
         alpha = self.rank if self.alpha is None else self.alpha
         return alpha / (self.rank**0.5 if self.use_rslora else self.rank)
@@ -109,7 +109,7 @@ class VisionConfig(Section):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether nothing of it is trained."""
+        """Says if no part of it is trained."""
         return self.freeze_tower and self.freeze_merger
 
 

@@ -216,7 +216,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _explained(kind: type[Options], error: Any) -> str:
-    """One line for one pydantic error, with the option as the user types it."""
+    """Explains one pydantic error in a line, with the option as the user types it."""
     name = str(error["loc"][0]) if error["loc"] else ""
     if error["type"] == "extra_forbidden":
         known = list(kind.model_fields)

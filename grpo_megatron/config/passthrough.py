@@ -28,7 +28,7 @@ class PassThrough:
     owned: Mapping[str, str]
 
     def problems(self, given: Mapping[str, Any]) -> Iterator[str]:
-        """One line per name that this program sets itself, or that the package does not know."""
+        """Yields a line for each name that this program sets itself, or that the package does not have."""
         for name, value in self.owned_by(given).items():
             yield f"{self.key}.{name}={value!r} cannot be set here: {self.owned[name]}"
         names = [str(name) for name in given if name not in self.owned]
@@ -41,7 +41,7 @@ class PassThrough:
                 yield f"unknown key {f'{self.key}.{name}'!r}: {owner} of {self.package} has no such field; {hint}"
 
     def owned_by(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The given names that are in `owned`, and their values."""
+        """Returns the given names that are in `owned`, and their values."""
         found = {}
         for name in self.owned:
             table, _, key = name.rpartition(".")
@@ -52,7 +52,7 @@ class PassThrough:
 
 
 def _fields(package: str, sources: Mapping[str, str]) -> set[str]:
-    """Annotated fields of the classes, {file: class}. Empty if the package or one of the classes is not found."""
+    """Reads the annotated fields of the classes, {file: class}. Empty if the package or one of the classes is not found."""
     try:
         spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:  # raised for the parent package
@@ -119,7 +119,7 @@ DROPOUTS = ("hidden_dropout", "attention_dropout")
 
 
 def transformer_problems(override: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with `actor.megatron.override_transformer_config`."""
+    """Yields what is wrong with `actor.megatron.override_transformer_config`."""
     table = PassThrough(
         "actor.megatron.override_transformer_config",
         "megatron.core",

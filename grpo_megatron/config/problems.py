@@ -27,18 +27,18 @@ class Problem:
 
     @classmethod
     def of(cls, given: Problem | str, *keys: str) -> Problem:
-        """A message as a problem. `keys`: those that it is about, where it names none itself."""
+        """Makes a problem of a message. `keys`: those that it is about, where it names none itself."""
         problem = given if isinstance(given, Problem) else cls(given)
         return problem if problem.keys else cls(problem.message, keys)
 
     @property
     def text(self) -> str:
-        """The message as the user reads it."""
+        """Returns the message as the user reads it."""
         return self.message.replace(KEY_MARK, "")
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the config that the problem is about.
+        """Returns the keys of the config that the problem is about.
 
         The first one gives the problem its place in the order of the file. Where one of them could not be read, the problem
         may be caused by its default.
@@ -49,7 +49,7 @@ class Problem:
         return self.text
 
     def __format__(self, form: str) -> str:
-        """Within another message, which is then about the same keys."""
+        """Formats it within another message, which is then about the same keys."""
         return self.message
 
 
@@ -82,7 +82,7 @@ class ProblemList:
         return not found
 
     def attempt(self, key: str, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """`read(...)`. If it raises ConfigError, its problems are added and the result is None.
+        """Calls `read(...)`. If it raises ConfigError, adds its problems and returns None.
 
         `key`: what a problem without keys is about; several are separated by spaces.
         """
@@ -93,13 +93,13 @@ class ProblemList:
             return None
 
     def raise_if_any(self) -> None:
-        """One ConfigError of all problems, each once. Does nothing without problems."""
+        """Raises one ConfigError of all problems, each once. Does nothing without problems."""
         if self.problems:
             raise ConfigError(*{problem.text: problem for problem in self.problems}.values())
 
 
 def keys_of(config: T, name: str = "") -> T:
-    """The config as its keys, for messages: `f"{keys_of(config).trainer.seed}"` is `trainer.seed=42`, with the key marked.
+    """Wraps the config as its keys, for messages: `f"{keys_of(config).trainer.seed}"` is `trainer.seed=42`, with the key marked.
 
     `!r` quotes the value, and the format `key` leaves it out. `name`: of the section that `config` is.
     """
@@ -107,7 +107,7 @@ def keys_of(config: T, name: str = "") -> T:
 
 
 def marked(key: str) -> str:
-    """A key in a message, where its name is put together from parts."""
+    """Marks a key in a message whose name is put together from parts."""
     return f"{KEY_MARK}{key}{KEY_MARK}"
 
 
@@ -128,7 +128,7 @@ class _Keys:
 
 
 def written(value: object) -> str:
-    """A value as a config has it. Paths are quoted, because they may hold spaces."""
+    """Writes a value as a config has it. Paths are quoted, because they may hold spaces."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):

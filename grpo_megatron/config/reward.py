@@ -102,5 +102,5 @@ class RewardModelConfig(ScoringModel):
     optim: OptimConfig = OptimConfig()
 
     def num_updates(self, num_steps: int, iteration_steps: int) -> int:
-        """Optimizer steps of a learning reward model in `num_steps` training steps."""
+        """Counts optimizer steps of a learning reward model in `num_steps` training steps."""
         return num_steps // iteration_steps * self.steps

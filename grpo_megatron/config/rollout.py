@@ -23,7 +23,7 @@ def _of_the_engine(temperature: float) -> float:
 
 
 def _only(full: float) -> AfterValidator:
-    """For top_p and top_k: the one value that leaves the distribution as it is."""
+    """Accepts the one value of top_p or top_k that leaves the distribution as it is."""
 
     def check(value: float) -> float:
         if value != full:
@@ -165,13 +165,13 @@ class RolloutConfig(Section):
 
     @property
     def has_whole_experts(self) -> bool:
-        """Whether a rank of an engine has some experts whole, and nothing of the others."""
+        """Says if each rank of an engine has some experts complete, and no part of the others."""
         return self.expert_parallel_size > 1
 
     @model_validator(mode="before")
     @classmethod
     def _a_quantized_engine_differs(cls, values: Any) -> Any:
-        """Quantisation alone moves log-probabilities by 0.1 and more, so the default tolerance is wider with it."""
+        """Widens the default tolerance: quantisation alone moves log-probabilities by 0.1 and more."""
         if isinstance(values, dict) and values.get("quantization") and values.get("probe_tolerance") is None:
             return {**values, "probe_tolerance": 0.3}
         return values

@@ -22,7 +22,7 @@ ResumeClass = Literal["applies", "schedule", "fixed"]
 
 @dataclass(frozen=True)
 class Resume:
-    """What a change of a key means for a run that resumes. It is part of the key's type.
+    """The meaning of a change of a key for a run that resumes. It is part of the key's type.
 
     applies    the new value holds from the next step on; every key without a mark
     schedule   as applies, and the learning-rate schedule is rebuilt: the run continues at its place in the new schedule
@@ -62,7 +62,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_number_is_true(cls, value: Any, info: ValidationInfo) -> Any:
-        """pydantic reads `n: yes` as 1."""
+        """Refuses true and false as numbers: pydantic would read `n: yes` as 1."""
         kind = str(cls.model_fields[str(info.field_name)].annotation)
         if isinstance(value, bool) and "bool" not in kind and ("int" in kind or "float" in kind):
             raise PydanticCustomError("number", "a number is needed, not true or false")
@@ -71,20 +71,20 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _can_be_used(cls, value: Any) -> Any:
-        """No key may hold what a file system, an encoding or 64 bits cannot."""
+        """Refuses what a file system, an encoding or 64 bits cannot represent."""
         if problem := next(_unusable(value), None):
             raise PydanticCustomError("unusable", "{problem}", {"problem": problem})
         return value
 
     def at(self, key: str) -> Any:
-        """The value of a key below this section: `actor.optim.lr` of a Config."""
+        """Returns the value of a key below this section: `actor.optim.lr` of a Config."""
         value: Any = self
         for part in key.split("."):
             value = getattr(value, part)
         return value
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
-        """With other values of keys below this section. They are not validated."""
+        """Copies the section with other values of keys below it. They are not validated."""
         update: dict[str, Any] = {key: value for key, value in values.items() if "." not in key}
         for name in {key.partition(".")[0] for key in values} - update.keys():
             inner = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
@@ -111,7 +111,7 @@ def _unusable(value: Any) -> Iterator[str]:
 
 
 def _expanded(value: Any) -> Any:
-    """A path as a list of one; a pattern as the files that match it, in order, or as it is where none does."""
+    """Returns a path as a list of one, and a pattern as the files that match it, in order, or as it is where none does."""
     paths = [value] if isinstance(value, str | os.PathLike) else value
     if not isinstance(paths, list | tuple):
         return value
@@ -123,7 +123,7 @@ def _expanded(value: Any) -> Any:
 
 
 def _matches(path: str) -> list[str]:
-    """The files that match a pattern, by name. Empty for a file's own path, which may hold a pattern's characters."""
+    """Lists the files that match a pattern, by name. Empty for a file's own path, which may hold a pattern's characters."""
     if not glob.has_magic(path) or path_problem(path) is not None or os.path.exists(path):
         return []
     return sorted(glob.glob(path, recursive=True))
@@ -174,7 +174,7 @@ def config_keys(
     needs: tuple[str, ...] = (),
     defaults: Section | None = None,
 ) -> Iterator[ConfigKey]:
-    """The keys of a section and of the sections in it, in the order of the sources.
+    """Yields the keys of a section and of the sections in it, in the order of the sources.
 
     `resume`, `needs`: of the whole section. `defaults`: the section as it is where the file does not have it.
     """

@@ -35,7 +35,7 @@ class Band(Section):
 
 
 class GuardsConfig(Section):
-    """What happens when a number is not finite, or leaves its band (training/guards.py).
+    """Reactions to numbers that are not finite, or leave their band (training/guards.py).
 
     warn: the run goes on. skip: the optimizer step is left out, and nothing changes. stop: the run ends.
     """

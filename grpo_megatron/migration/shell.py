@@ -41,7 +41,7 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def commands(text: str, given: dict[str, str]) -> list[list[str]]:
-    """The words of every command. `given`: variables from outside. Raises ReadError, also beyond the bounds above."""
+    """Reads the words of every command. `given`: variables from outside. Raises ReadError, also beyond the bounds above."""
     return _Script(text.replace("\\\n", ""), {"HOME": str(Path.home()), **given}).read()
 
 
@@ -101,7 +101,7 @@ class _Script:
         return words
 
     def _words(self) -> list[str]:
-        """The next word; several, if it is an array or a variable without quotes."""
+        """Reads the next word; several, if it is an array or a variable without quotes."""
         start = self.at
         value = self._text(END_OF_WORD)
         written = self.text[start : self.at]
@@ -111,7 +111,7 @@ class _Script:
         return value.split() if WHOLE.fullmatch(written) else [value] if value or written[0] in "\"'" else []
 
     def _text(self, ends: str, *, is_quoted: bool = False) -> str:
-        """The text up to one of the characters `ends`; quotes are removed, and variables replaced."""
+        """Reads the text up to one of the characters `ends`; quotes are removed, and variables replaced."""
         parts = []
         while self.at < len(self.text) and (char := self.text[self.at]) not in ends:
             self.at += 1
@@ -131,7 +131,7 @@ class _Script:
         return "".join(parts)
 
     def _until(self, end: str) -> str:
-        """The text up to `end`, which is passed, too."""
+        """Reads the text up to `end`, which is passed, too."""
         start, found = self.at, self.text.find(end, self.at)
         if found < 0:
             raise ReadError(
@@ -141,7 +141,7 @@ class _Script:
         return self.text[start:found]
 
     def _dollar(self, *, is_quoted: bool) -> str:
-        """The value of what stands behind a `$`; what has none stays as it is written."""
+        """Reads the value of what stands behind a `$`; what has none stays as it is written."""
         start, value = self.at, None
         self.depth += 1
         if self.depth > MAX_EXPANSIONS:

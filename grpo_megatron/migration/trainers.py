@@ -36,7 +36,7 @@ class NotNeeded(str):
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one key. `ours`: the key of the same meaning; None: there is none, and `note` says why.
+    """The translation of one key. `ours`: the key of the same meaning; None: there is none, and `note` says why.
 
     A note of the table `changes` is a warning: the run is another one, or `ours` is left to the user. One of the table
     `refused` is an error: nothing is written.
@@ -49,7 +49,7 @@ class Rule:
     table: Literal["none", "changes", "refused"] = "none"
 
     def apply(self, value: Any, settings: Settings) -> Mapping[str, Any] | str:
-        """Our keys and values for a value of theirs, or why there are none."""
+        """Returns our keys and values for a value of theirs, or why there are none."""
         if self.convert is not None:
             return self.convert(value, settings)
         if self.note:
@@ -71,7 +71,7 @@ class OtherTrainer:
 
     @classmethod
     def read(cls, name: str, converts: Mapping[str, tuple[str, Convert]], *prefixes: str) -> OtherTrainer:
-        """The table in `name`.yaml with these functions (their key -> our key, function)."""
+        """Reads the table in `name`.yaml with these functions (their key -> our key, function)."""
         table = named_yaml(Path(__file__).parent, name, "trainer")
         rules = {theirs: Rule(ours) for theirs, ours in table["same"].items()}
         for theirs, cases in table["cases"].items():
@@ -87,7 +87,7 @@ class OtherTrainer:
         return cls(name, rules, table["defaults"], table["implied"], table.get("renamed", {}), prefixes)
 
     def named(self, settings: Settings) -> Settings:
-        """The settings under their present names."""
+        """Renames the settings to their present names."""
 
         def present(key: str) -> str:
             old = next((old for old in self.renamed if f"{key}.".startswith(f"{old}.")), None)
@@ -96,7 +96,7 @@ class OtherTrainer:
         return {present(key): value for key, value in settings.items()}
 
     def rule(self, key: str, known: Mapping[str, ConfigKey]) -> Rule | None:
-        """The rule for their `key`; `known` are our keys. None: no key of that trainer that we know."""
+        """Finds the rule for their `key`; `known` are our keys. None: no key of that trainer that we know."""
         if key in self.rules:
             return self.rules[key]
         for prefix in self.prefixes:
@@ -157,17 +157,17 @@ def _of_images(*ours: str, lora: tuple[str, ...] = ()) -> tuple[str, Convert]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list as it is, and a list of any other value."""
+    """Returns a list as it is, and a list of any other value."""
     return value if isinstance(value, list) else [value]
 
 
 def _per_prompt(ours: str, group: str) -> tuple[str, Convert]:
-    """Of a number of samples: the prompts, whose group has as many samples as the setting `group` says."""
+    """Converts a number of samples to prompts of groups with the size of the setting `group`."""
     return ours, lambda value, settings: {ours: max(1, value // settings[group])}
 
 
 def _lengths(response: str) -> tuple[str, Convert]:
-    """Of the tokens of prompt and response together, where the setting `response` bounds the response."""
+    """Splits the tokens of prompt and response, where the setting `response` bounds the response."""
 
     def lengths(value: Any, settings: Settings) -> Mapping[str, Any] | str:
         tokens = settings.get(response)
@@ -181,7 +181,7 @@ def _lengths(response: str) -> tuple[str, Convert]:
 
 
 def _kl(coefficient: float, kind: str = "low_var_kl", *, in_loss: bool = True) -> Mapping[str, Any]:
-    """A penalty on the KL to the reference: in the loss, or in the rewards."""
+    """Sets a penalty on the KL to the reference: in the loss, or in the rewards."""
     if coefficient and not in_loss:
         return {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": coefficient} | {
             "algorithm.kl_penalty": kind,
@@ -210,7 +210,7 @@ def _micro_batch(value: Any, settings: Settings) -> Mapping[str, Any] | str:
 
 
 def _reward_function(value: Any, settings: Settings) -> Mapping[str, Any]:
-    """A file and a name; the folder of the YAML file is searched for modules, so that the file can lie beside it.
+    """Joins a file and a name. Modules are searched beside the YAML file, so the file can lie there.
 
     The function stays as it is: rewards/reward.py knows verl's.
     """
@@ -227,7 +227,7 @@ def _overlong(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def _name(value: Any, settings: Settings) -> Mapping[str, Any]:
-    """The name, and the folder if there is none."""
+    """Sets the name, and the folder if there is none."""
     folder = {} if settings.get("trainer.default_local_dir") is not None else {"trainer.output_dir": f"outputs/{value}"}
     return {"trainer.experiment_name": value, **folder}
 

@@ -48,7 +48,7 @@ class Translation:
     notes: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, written: str, origin: str, ours: str | None, outcome: Mapping[str, Any] | str) -> None:
-        """What becomes of one setting; `ours`: the key that is left to the user where `outcome` says why it has no value."""
+        """Adds one setting; `ours`: the key that is left to the user where `outcome` says why it has no value."""
         is_silent = origin.endswith("default")
         if isinstance(outcome, NotNeeded):
             self.notes += [] if is_silent else [(written, outcome)]
@@ -65,7 +65,7 @@ class Translation:
 
 
 def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
-    """What their trainer does by itself, then what they set. Raises ConfigError: refused settings."""
+    """Translates their trainer's defaults, then what they set. Raises ConfigError: refused settings."""
     result = Translation({key.name: key for key in config_keys(Config)})
     result.values = {ours: (value, f"as in {trainer.name}") for ours, value in trainer.implied.items()}
     settings = trainer.named(settings)
@@ -89,7 +89,7 @@ def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
 def _outcome(
     rule: Rule | None, written: str, value: Any, settings: Settings, *, is_set: bool
 ) -> Mapping[str, Any] | str:
-    """Our keys and values for one setting, or why there are none."""
+    """Returns our keys and values for one setting, or why there are none."""
     if rule is None:
         return "not a key that is known here"
     if UNKNOWN.search(written) and not rule.note:
@@ -108,7 +108,7 @@ def _fitting(ours: str, value: Any, known: Mapping[str, ConfigKey]) -> Any:
 
 
 def _fit_mini_batch(result: Translation) -> None:
-    """A mini-batch by default must not be larger than the batch."""
+    """Removes a mini-batch size that is a default and larger than the batch."""
     size = result.values.get("data.train_batch_size", (512, ""))[0]
     mini, origin = result.values.get("actor.ppo_mini_batch_size", (None, ""))
     if isinstance(mini, int) and isinstance(size, int) and mini > size and origin.endswith("default"):
@@ -116,12 +116,12 @@ def _fit_mini_batch(result: Translation) -> None:
 
 
 def _key_of(name: str, known: Mapping[str, ConfigKey]) -> str | None:
-    """The key of the config that a name is, or the table of free keys that it is in, as override_transformer_config."""
+    """Finds the key of the config that a name is, or the table of free keys that it is in, as override_transformer_config."""
     return next((key for key in known if name == key or name.startswith(f"{key}.")), None)
 
 
 def as_yaml(result: Translation, source: str) -> str:
-    """The YAML text. Keys are in the order of the config."""
+    """Writes the YAML text. Keys are in the order of the config."""
     known = {key.name: key for key in config_keys(Config)}
     order = list(known)
     names = sorted(result.values, key=lambda name: (order.index(_key_of(name, known) or name), name))
@@ -146,7 +146,7 @@ def as_yaml(result: Translation, source: str) -> str:
 
 
 def _inline(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Writes a value as YAML on one line."""
     if isinstance(value, float):
         return repr(value) if "e" not in repr(value) or "." in repr(value) else repr(value).replace("e", ".0e")
     try:
@@ -165,7 +165,7 @@ NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
 def read_settings(path: Path, overrides: list[str]) -> Settings:
-    """Their keys and values, flat (`a.b.c`). `overrides` are `a.b=value`, and replace the file's. Raises ConfigError."""
+    """Reads their keys and values, flat (`a.b.c`). `overrides` are `a.b=value`, and replace the file's. Raises ConfigError."""
     try:
         text = read_text(path, MAX_SOURCE)
         if path.suffix == ".py":
@@ -193,7 +193,7 @@ def read_settings(path: Path, overrides: list[str]) -> Settings:
 
 
 def flat(values: Any, prefix: str = "") -> Settings:
-    """{"a": {"b": 1}} -> {"a.b": 1}. An empty table is left out."""
+    """Flattens {"a": {"b": 1}} to {"a.b": 1}. An empty table is left out."""
     if not isinstance(values, dict):
         raise ReadError(f"must be a mapping, not {type(values).__name__}")
     settings: Settings = {}
@@ -203,7 +203,7 @@ def flat(values: Any, prefix: str = "") -> Settings:
 
 
 def _base(settings: Settings, script: Path) -> Settings:
-    """The settings of the YAML file that a command names as its `config`: from the script's folder, the one above it, or here."""
+    """Reads the YAML file that a command names as its `config`: from the script's folder, the one above it, or here."""
     name = settings.get("config")
     for folder in (script.parent, script.parent.parent, Path()):
         if isinstance(name, str) and (folder / name).is_file():
@@ -213,7 +213,7 @@ def _base(settings: Settings, script: Path) -> Settings:
 
 
 def _python(text: str) -> Settings:
-    """Keyword arguments of `GRPOConfig(...)` and `GRPOTrainer(...)`, and what is assigned to keys of it afterwards."""
+    """Reads keyword arguments of `GRPOConfig(...)` and `GRPOTrainer(...)`, and what is assigned to keys of it afterwards."""
     tree = ast.parse(text)
     nodes = list(ast.walk(tree))
     names = {
@@ -248,7 +248,7 @@ PEFT_NAMES = {  # of LoraConfig -> of TRL's command
 
 
 def _peft_config(value: Any, nodes: list[ast.AST], names: Mapping[str, str]) -> Settings | None:
-    """The settings of the `LoraConfig(...)` that `peft_config` is; None: it is something else."""
+    """Reads the settings of the `LoraConfig(...)` that `peft_config` is; None: it is something else."""
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("LoraConfig")]
     assigned = [ast.unparse(node.targets[0]) for node in nodes if isinstance(node, ast.Assign) and node.value in calls]
     if (
@@ -262,7 +262,7 @@ def _peft_config(value: Any, nodes: list[ast.AST], names: Mapping[str, str]) -> 
 
 
 def _literal(node: ast.expr, names: Mapping[str, str]) -> Any:
-    """A value that a script states; of a function where it is from; of all else its text, as a variable."""
+    """Reads a value that a script states: for a function its origin, for all else its text, as a variable."""
     if isinstance(node, ast.List):
         return [_literal(one, names) for one in node.elts]
     if isinstance(node, ast.Name) and node.id in names:
@@ -274,7 +274,7 @@ def _literal(node: ast.expr, names: Mapping[str, str]) -> Any:
 
 
 def _shell(text: str, given: dict[str, str]) -> Settings:
-    """The settings of the command that has the most of them. A value that holds an unknown variable stays as it is written."""
+    """Reads the settings of the command that has the most. A value with an unknown variable stays as written."""
     found = sorted(map(_arguments, commands(text, given)), key=len)
     if len(found) > 1 and len(found[-2]) > len(found[-1]) / 2:
         found[-1] |= {"another command of the script": next(iter(found[-2].items()))}
@@ -282,7 +282,7 @@ def _shell(text: str, given: dict[str, str]) -> Settings:
 
 
 def _arguments(words: list[str]) -> Settings:
-    """`a.b=value`, `--name value`, `--name=value` and `--name` of a command, behind its program."""
+    """Reads `a.b=value`, `--name value`, `--name=value` and `--name` of a command, behind its program."""
     start = next((place for place, word in enumerate(words) if word.endswith(".py") or words[place - 1] == "-m"), 0)
     settings: Settings = {}
     name = ""  # of an argument that takes the next word
@@ -302,7 +302,7 @@ def _arguments(words: list[str]) -> Settings:
 
 
 def _value(text: str) -> Any:
-    """Its value as YAML."""
+    """Reads a text as YAML."""
     try:
         return _number(parse_yaml(text))
     except ReadError:
@@ -361,7 +361,7 @@ SECTIONS = ("data", "algorithm", "critic", "trainer", "reward_model")  # of both
 
 
 def explained(value: Any, key: str) -> str:
-    """What is known about the keys below an unknown one, if its value is a table; or nothing."""
+    """Explains the keys below an unknown one, if its value is a table; else ""."""
     below = flat(value, f"{key}.") if isinstance(value, dict) else {}
     return "; ".join(f"{name}: {hint}" for name in list(below)[:MAX_HINTS] if (hint := known_elsewhere(name)))
 
@@ -370,7 +370,7 @@ SAME_NAME = "there is"  # how a mere namesake in another section is announced
 
 
 def known_elsewhere(key: str) -> str | None:
-    """What becomes of another trainer's key, or of a key in another section. None: nothing is known.
+    """Explains another trainer's key, or a key in another section. None: no explanation is known.
 
     A key may be written as there (`actor_rollout_ref.actor.clip_ratio`, `learning_rate`) or below a section of ours
     (`actor.lr`, `algorithm.beta`): then its last part counts.

@@ -47,23 +47,23 @@ Rows = Iterable[Mapping[str, Any]]
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Whether the pair, in either order, is kept for validation."""
+    """Says if the pair, in either order, is kept for validation."""
     low, high = sorted((a, b))
     return int.from_bytes(hashlib.sha256(f"{low}+{high}".encode()).digest()[:8], "big") % 10 == 0
 
 
 def worked_response(a: int, b: int) -> str:
-    """`<think>units,tens with the carry</think><answer>a + b</answer>`."""
+    """Writes `<think>units,tens with the carry</think><answer>a + b</answer>`."""
     return STEP_SEPARATOR.join(_worked_steps(a, b))
 
 
 def bare_response(a: int, b: int) -> str:
-    """`<answer>a + b</answer>`."""
+    """Writes `<answer>a + b</answer>`."""
     return f"<answer>{a + b}</answer>"
 
 
 def _worked_steps(a: int, b: int, *, units_error: int = 0, tens_error: int = 0) -> list[str]:
-    """The two steps. A sum that an error would make negative is one too large instead."""
+    """Writes the two steps. A sum that an error would make negative is one too large instead."""
     units = abs(a % 10 + b % 10 + units_error)
     tens = abs(a // 10 + b // 10 + units // 10 + tens_error)
     return [
@@ -79,7 +79,7 @@ def _sum(draw: random.Random, held_out: bool) -> tuple[str, int, int]:
 
 
 def _pair(draw: random.Random, smallest: int, largest: int, held_out: bool) -> tuple[int, int]:
-    """Two numbers of the range, drawn until they are a held-out pair, or are not."""
+    """Samples two numbers of the range until they are a held-out pair, or are not."""
     while True:
         a, b = draw.randint(smallest, largest), draw.randint(smallest, largest)
         if is_held_out(a, b) == held_out:
@@ -87,7 +87,7 @@ def _pair(draw: random.Random, smallest: int, largest: int, held_out: bool) -> t
 
 
 def supervised_rows(seed: int) -> Iterator[dict[str, str]]:
-    """The warmup's 420 x 32 rows {"prompt", "response"}, in the order of the curriculum; read them without shuffling."""
+    """Makes the warmup's 420 x 32 rows {"prompt", "response"}, in the order of the curriculum; read them without shuffling."""
     draw = random.Random(f"{seed}/sft")
     drawn = _curriculum(draw, WORKED_STEPS, MIXED_STEPS, BARE_SHARE, lambda: _sum(draw, False))
     for bare, (prompt, a, b) in drawn:
@@ -97,7 +97,7 @@ def supervised_rows(seed: int) -> Iterator[dict[str, str]]:
 def _curriculum(
     draw: random.Random, full_steps: int, mixed_steps: int, bare_share: float, problem: Callable[[], T]
 ) -> Iterator[tuple[bool, T]]:
-    """(whether its answer is a bare one, problem) of each row of a warmup: after `full_steps`, `bare_share` of them are."""
+    """Yields (is the answer a bare one, problem) of each row of a warmup: after `full_steps`, `bare_share` of them are."""
     for row in range((full_steps + mixed_steps) * ROWS_PER_STEP):
         drawn = problem()
         yield row >= full_steps * ROWS_PER_STEP and draw.random() < bare_share, drawn
@@ -114,7 +114,7 @@ def written_rows(seed: int, count: int) -> Iterator[dict[str, str]]:
 
 
 def problem_rows(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
-    """`count` different rows {"prompt", "answer"} of sums, from the held-out pairs or from the others. Raises ConfigError."""
+    """Makes `count` different rows {"prompt", "answer"} of sums, held out or not. Raises ConfigError."""
     texts = len(SUM_QUESTIONS) * len(NAMES) * len(NOUNS)
     return _different_rows(seed, count, held_out, range(1, LARGEST + 1), texts, _sum, operator.add)
 
@@ -150,7 +150,7 @@ def _different_rows(
 
 
 def pair_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, Any]]:
-    """`count` rows {"prompt", "chosen", "rejected"}: the worked answer, and a bad one."""
+    """Makes `count` rows {"prompt", "chosen", "rejected"}: the worked answer, and a bad one."""
     draw = random.Random(f"{seed}/pairs/{held_out}")
     for _ in range(count):
         prompt, a, b = _sum(draw, held_out)
@@ -159,7 +159,7 @@ def pair_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, An
 
 
 def step_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, Any]]:
-    """`count` rows {"prompt", "completions", "labels"}: the steps of a good answer or, as often, of a bad one."""
+    """Makes `count` rows {"prompt", "completions", "labels"}: the steps of a good answer or, as often, of a bad one."""
     draw = random.Random(f"{seed}/steps/{held_out}")
     for _ in range(count):
         prompt, a, b = _sum(draw, held_out)
@@ -169,7 +169,7 @@ def step_rows(seed: int, count: int, *, held_out: bool) -> Iterator[dict[str, An
 
 
 def _bad_answer(a: int, b: int, draw: random.Random) -> tuple[list[str], list[bool]]:
-    """The steps, and which of them are right."""
+    """Makes the steps, and says which of them are right."""
     if draw.random() < BARE_BAD_SHARE:
         return [bare_response(a, b + draw.choice((-10, -1, 1, 10)))], [False]
     if draw.random() < 0.5:
@@ -196,7 +196,7 @@ CALLING_STEPS, ANSWERING_STEPS, ANSWERING_SHARE = 200, 40, 0.86  # the warm-up's
 
 
 def product_demonstrations(seed: int) -> Iterator[dict[str, Any]]:
-    """The warm-up's rows {"messages"}, in the order of the curriculum; read them without shuffling."""
+    """Makes the warm-up's rows {"messages"}, in the order of the curriculum; read them without shuffling."""
     draw = random.Random(f"{seed}/sft")
     drawn = _curriculum(draw, CALLING_STEPS, ANSWERING_STEPS, ANSWERING_SHARE, lambda: _product(draw, False))
     for bare, (question, a, b) in drawn:
@@ -217,7 +217,7 @@ def _product(draw: random.Random, held_out: bool) -> tuple[str, int, int]:
 
 
 def _call(tool: str, argument: str, value: str, result: str) -> list[dict[str, Any]]:
-    """The turns of a call and of its result."""
+    """Makes the turns of a call and of its result."""
     function = {"name": tool, "arguments": {argument: value}}
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
     return [call, {"role": "tool", "content": result}]
@@ -251,16 +251,16 @@ class World:
         self.city_of = {firm: draw.choice(CITIES) for firm in FIRMS}
 
     def answer(self, person: int) -> int:
-        """The city in which a person works."""
+        """Returns the city in which a person works."""
         return self.city_of[self.firm_of[person]]
 
     def passages(self) -> list[dict[str, str]]:
-        """The corpus, one fact per passage."""
+        """Returns the corpus, one fact per passage."""
         works = [WORKS.format(person=person, firm=firm) for person, firm in self.firm_of.items()]
         return [{"text": text} for text in works + [LIES.format(firm=f, city=c) for f, c in self.city_of.items()]]
 
     def searching_turns(self, person: int) -> list[dict[str, Any]]:
-        """Two searches, with what the tool answers, and the answer."""
+        """Makes two searches, with what the tool answers, and the answer."""
         facts = {"person": person, "firm": self.firm_of[person], "city": self.answer(person)}
         searches = [(FIRST_QUERY, WORKS), (SECOND_QUERY, LIES)]
         turns = [_call("search", "query", q.format(**facts), f"[1] {fact.format(**facts)}") for q, fact in searches]
@@ -268,12 +268,12 @@ class World:
 
 
 def _persons(held_out: bool) -> list[int]:
-    """The persons that are kept for validation, or the others."""
+    """Returns the persons that are kept for validation, or the others."""
     return [p for p in PERSONS if (hashlib.sha256(f"person {p}".encode()).digest()[0] % 10 == 0) == held_out]
 
 
 def hop_demonstrations(seed: int) -> Iterator[dict[str, Any]]:
-    """The warm-up's rows {"messages"}, in the order of the curriculum; read them without shuffling."""
+    """Makes the warm-up's rows {"messages"}, in the order of the curriculum; read them without shuffling."""
     world, draw, persons = World(seed), random.Random(f"{seed}/sft"), _persons(held_out=False)
     drawn = _curriculum(draw, SEARCHING_STEPS, GUESSING_STEPS, GUESS_SHARE, lambda: draw.choice(persons))
     for guess, person in drawn:
@@ -283,7 +283,7 @@ def hop_demonstrations(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def hop_problems(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
-    """At most `count` different rows {"prompt", "answer"}, about held-out persons or the others."""
+    """Makes at most `count` different rows {"prompt", "answer"}, about held-out persons or the others."""
     world = World(seed)
     rows = [
         {"prompt": question.format(person=person), "answer": str(world.answer(person))}
@@ -308,7 +308,7 @@ TOOL_TEMPLATE = (
 
 
 def build_tokenizer() -> Any:
-    """The quickstart's transformers tokenizer: whole words, single digits, tags. Decoding returns the text exactly."""
+    """Builds the quickstart's transformers tokenizer: whole words, single digits, tags. Decoding returns the text exactly."""
     return _tokenizer("0123456789+=,.? ", [*TAGS, SEPARATOR], _texts(SUM_QUESTIONS, name=NAMES, noun=NOUNS))
 
 
@@ -320,14 +320,14 @@ def _tool_tokenizer(characters: str, tool: str, argument: str, texts: Iterable[s
 
 
 def _texts(templates: Sequence[str], **words: Sequence[str]) -> Iterator[str]:
-    """The templates with all words, and numbers that are 1."""
+    """Returns the templates with all words, and numbers that are 1."""
     for template, *chosen in itertools.product(templates, *words.values()):
         numbers = dict.fromkeys(("a", "b", "person", "firm", "city"), 1)
         yield template.format(**numbers, **dict(zip(words, chosen, strict=True)))
 
 
 def _tokenizer(characters: str, tokens: Sequence[str], texts: Iterable[str]) -> Any:
-    """One token per character of `characters`, each of `tokens`, and each word of the texts with the space that precedes it.
+    """Builds tokens: each of `characters`, each of `tokens`, each word of the texts with the space before it.
 
     The class is Qwen2Tokenizer and every word is an added token. A WordLevel model would not work: for `model_type`
     qwen2, transformers 5 loads Qwen2Tokenizer whatever class the folder names, and all words would be lost without an

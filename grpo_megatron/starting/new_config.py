@@ -82,7 +82,7 @@ class Machine:
 
 
 def suggest(config: Config, arch: Architecture, machine: Machine) -> PlannedLayout:
-    """For GPUs. Raises ConfigError if no layout fits."""
+    """Finds the fastest layout on GPUs. Raises ConfigError if none fits."""
     assert machine.gpu is not None
     models = RunModels(arch)
     planned = PlannedMachine(machine.gpu, machine.ranks, machine.per_node)
@@ -108,7 +108,7 @@ def config_text(
     has_template: bool,
     planned: PlannedLayout | None = None,
 ) -> str:
-    """`planned` None: on the CPU, or without a layout, to plan one. `has_template`: the tokenizer has a chat template."""
+    """Renders the template. `planned` None: on the CPU, or to plan a layout. `has_template`: a chat template."""
     gpu, parameters, room = machine.gpu, arch.num_parameters(), arch.max_position_embeddings
     max_response = min(2048 if gpu else 256, room // 2)
     max_prompt = min(1024 if gpu else 512, room - max_response)
@@ -184,7 +184,7 @@ def _write_value(lines: list[str], override: str) -> None:
 
 
 def _scalar(value: object) -> str:
-    """A YAML scalar: plain where that is safe, else in quotes."""
+    """Writes a YAML scalar: plain where that is safe, else in quotes."""
     text = str(value)
     is_plain = text[:1].isalpha() or text[:1] in "/."
     return text if is_plain and all(char.isalnum() or char in "/._-" for char in text) else json.dumps(text)

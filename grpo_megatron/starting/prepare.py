@@ -101,7 +101,7 @@ class ModelOptions(PrepareOptions):
     set: Annotated[tuple[str, ...], Option("change a key of the config", "KEY=VALUE", repeated=True)] = ()
 
     def problems(self) -> Iterator[str]:
-        """Two models, or none."""
+        """Yields two models, or none."""
         if (self.config is None) == (self.preset is None):
             yield "give either CONFIG_JSON or --preset (model [CONFIG_JSON] OUT [--preset NAME] --tokenizer DIR)"
 
@@ -222,7 +222,7 @@ def _name_tokens(folder: Path, options: ModelOptions) -> bool:
 
 
 def _apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> None:
-    """`key=value` or `table.key=value`, the value in JSON or else a string. Raises ConfigError for an unknown key."""
+    """Applies `key=value` or `table.key=value`, the value in JSON or else a string. Raises ConfigError for an unknown key."""
     from transformers import AutoConfig
 
     try:

@@ -25,7 +25,7 @@ FOLDERS = ("examples", "slurm")
 
 
 def examples_folder(name: str) -> Path:
-    """The path of one of FOLDERS."""
+    """Finds one of FOLDERS."""
     own = PACKAGE_FOLDER / name
     return own if own.is_dir() else PACKAGE_FOLDER.parent / name
 
@@ -80,7 +80,7 @@ def prepare_quickstart(options: QuickstartOptions) -> list[str]:
 
 
 def _with_seeds(example: str, seed: int) -> str:
-    """The config with the seeds in it, so that `train` on it resumes the run."""
+    """Writes the seeds into the config, so that `train` on it resumes the run."""
     for section in ("data", "rollout", "trainer"):
         example, count = re.subn(rf"(?m)^{section}:.*\n", rf"\g<0>  seed: {seed}\n", example)
         assert count == 1, f"the example has no section {section}"
@@ -100,7 +100,7 @@ def _make_inputs(seed: int) -> None:
 
 
 def _remove_run(run: Path) -> None:
-    """A finished run has nothing left to do, so each quickstart starts a new one. No other folder is removed."""
+    """Removes the run: a finished one has nothing left to do. No other folder is removed."""
     if not run.exists():
         return
     if any(run.iterdir()) and not any((run / name).exists() for name in OWN_FILES):
