@@ -90,8 +90,9 @@ def _exit_at_once(code: int) -> None:
 class Command:
     """A command: its line in --help (none for an action of another command), its options and the function of them.
 
-    Both are `module:name` in this package. The function returns the exit code; with `starts_ranks` it also gets a StartRanks
-    (grpo_megatron/evaluation/evaluate.py). With `is_prelude` it returns the arguments of the command that is to run then.
+    Both are `module:name` in this package; a function without a module is in that of the options. It returns the exit
+    code. With `starts_ranks` it also gets a StartRanks (grpo_megatron/evaluation/evaluate.py). With `is_prelude` it returns
+    the arguments of the command that is to run then.
     """
 
     help: str | None
@@ -108,7 +109,8 @@ class Command:
     @property
     def run(self) -> Callable[..., Any]:
         """Imports the function of the options."""
-        return _imported(self.run_path)
+        module = self.options_path.partition(":")[0]
+        return _imported(self.run_path if ":" in self.run_path else f"{module}:{self.run_path}")
 
 
 def _imported(path: str) -> Any:
@@ -118,24 +120,18 @@ def _imported(path: str) -> Any:
 COMMANDS = {  # in the order of --help: as a user meets them
     "quickstart": Command(
         "train a tiny model on this CPU in one to two minutes",
-        *(
-            "starting.quickstart:QuickstartOptions",
-            "starting.quickstart:prepare_quickstart",
-        ),
+        "starting.quickstart:QuickstartOptions",
+        "prepare_quickstart",
         is_prelude=True,
     ),
     "examples": Command(
-        "copy the examples and the Slurm scripts",
-        *("starting.quickstart:ExamplesOptions", "starting.quickstart:copy_examples"),
+        "copy the examples and the Slurm scripts", "starting.quickstart:ExamplesOptions", "copy_examples"
     ),
     "init": Command(
-        "write a commented config for a model and a task",
-        *("starting.new_config:InitOptions", "starting.new_config:write_config"),
+        "write a commented config for a model and a task", "starting.new_config:InitOptions", "write_config"
     ),
     "import": Command(
-        "write a config from one of another trainer",
-        "migration.translation:ImportOptions",
-        "migration.translation:import_config",
+        "write a config from one of another trainer", "migration.translation:ImportOptions", "import_config"
     ),
     "plan": Command(
         "what a config needs, whether it fits, and layouts that do", "cli.main:PlanOptions", "cli.run:train"
@@ -143,28 +139,26 @@ COMMANDS = {  # in the order of --help: as a user meets them
     "train": Command("train with the settings of a YAML file", "cli.main:TrainOptions", "cli.run:train"),
     "train-reward": Command(
         "train a reward model on pairs, or a process reward model on labelled steps",
-        *("cli.main:TrainRewardOptions", "cli.run:train"),
+        "cli.main:TrainRewardOptions",
+        "cli.run:train",
     ),
-    "watch": Command(
-        "a run in the terminal, from its files",
-        *("report.watch:WatchOptions", "report.watch:watch"),
-    ),
+    "watch": Command("a run in the terminal, from its files", "report.watch:WatchOptions", "watch"),
     "report": Command(
-        "one page of a run, or of two beside each other, from their files",
-        "report.watch:ReportOptions",
-        "report.watch:report",
+        "one page of a run, or of two beside each other, from their files", "report.watch:ReportOptions", "report"
     ),
     "evaluate": Command(
         "draw answers to GSM8K, MATH and others, grade and report them",
-        *("evaluation.options:EvaluateOptions", "evaluation.evaluate:run_evaluation"),
+        "evaluation.options:EvaluateOptions",
+        "evaluation.evaluate:run_evaluation",
         starts_ranks=True,
     ),
     "evaluate grade": Command(None, "evaluation.options:GradeOptions", "evaluation.evaluate:grade_rows"),
-    "evaluate compare": Command(None, "evaluation.comparison:CompareOptions", "evaluation.comparison:print_comparison"),
+    "evaluate compare": Command(None, "evaluation.comparison:CompareOptions", "print_comparison"),
     "evaluate tasks": Command(None, "evaluation.options:TasksOptions", "evaluation.evaluate:list_tasks"),
     "generate": Command(
         "answers of a model to your prompts, or a chat",
-        *("evaluation.generate_options:GenerateOptions", "evaluation.generate:generate"),
+        "evaluation.generate_options:GenerateOptions",
+        "evaluation.generate:generate",
         starts_ranks=True,
     ),
     "curate": Command(
@@ -176,14 +170,14 @@ COMMANDS = {  # in the order of --help: as a user meets them
         "Hugging Face <-> Megatron-Core checkpoints", "convert.options:ConvertOptions", "convert.cli:convert"
     ),
     "prepare": Command(
-        "the data of an example, or a model with random weights",
-        *("starting.prepare:PrepareOptions", "starting.prepare:prepare_inputs"),
+        "the data of an example, or a model with random weights", "starting.prepare:PrepareOptions", "prepare_inputs"
     ),
     "replay": Command(
         "compute the loss of a batch again that a guard has dumped",
-        *("training.replay_command:ReplayOptions", "training.replay_command:replay_dump"),
+        "training.replay_command:ReplayOptions",
+        "replay_dump",
     ),
-    "keys": Command("list the keys of a config, with their defaults", "cli.main:KeysOptions", "cli.main:print_keys"),
+    "keys": Command("list the keys of a config, with their defaults", "cli.main:KeysOptions", "print_keys"),
 }
 
 
