@@ -30,7 +30,6 @@ else:  # Property tests have no time limit and draw the same values in every run
     settings.load_profile("suite")
 
 SLOW = (  # all their tests get the mark: they start engines, jobs or many worlds, or compute for ten seconds
-    "checks/test_refused_processes.py",
     "convert/test_layouts.py",
     "convert/test_round_trip.py",
     "convert/test_vision.py",

@@ -1,4 +1,4 @@
-"""`reward.components` before a run: what is refused and why, what each name stands for, and what the plan shows."""
+"""Rewards and environments before a run: refusals with exit code 2, and what the plan shows of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 
 from grpo_megatron.checks.components import resolved_components, reward_name_problems
 from grpo_megatron.checks.reward_call import call_rewards, column_problems, reward_lines
+from grpo_megatron.cli import main
 from grpo_megatron.config import Config
 from grpo_megatron.types import Prompt
 from grpo_megatron.untrusted import parse_yaml
-from tests.runs import texts
+from tests.runs import make_run, texts
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"
 ACCURACY = {"name": "accuracy"}
@@ -65,3 +66,57 @@ def test_columns_that_the_rows_lack_are_refused(tmp_path: Path, monkeypatch: pyt
     single = config(function="column_reward:by_level")
     (problem,) = texts(column_problems(single, [replace(row, reward="column_reward:by_level")]))
     assert problem.startswith("reward.function: reward 'column_reward:by_level'")
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '<sep>' }}{% endfor %}"
+KEY = "rollout.multi_turn"
+
+
+@pytest.fixture(scope="module")
+def played_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_run(tmp_path_factory.mktemp("run"))
+    (folder / "turns.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def dry_run(played_run: Path, environment: str, *arguments: str) -> int:
+    template = [f"data.chat_template={played_run / 'turns.jinja'}", "data.apply_chat_template=true"]
+    limits = ["data.max_response_length=64", f"{KEY}.max_tool_response_length=16", f"{KEY}.environment={environment}"]
+    return main.main(["train", str(played_run / "run.yaml"), "--dry-run", *template, *limits, *arguments])
+
+
+def test_the_plan_plays_an_episode(played_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(played_run, "tests.environments.games:Guess", f"{KEY}.kwargs={{most: 7}}") == 0
+    text = capsys.readouterr().out
+    assert "tests.environments.games:Guess; 1 worker per engine, 30 s per call" in text
+    assert "trajectory        at most 8 turns and 64 tokens with observations, 16 per tool response" in text
+    assert "an episode        user: Guess my number from 1 to 7." in text
+    assert (
+        " model: <think>The answer is 1.</think> <answer>1</answer>\n" in text
+    )  # the row's answer, as the task wants it
+    assert " user: My number is higher.\n" in text
+    assert " turn 1: the reward 0.1, guesses 1; it goes on\n" in text
+    assert " turn 3: the reward 0, guesses 3; it goes on\n" in text
+    assert "turn 4" not in text
+
+
+def test_a_step_that_fails_is_said(played_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(played_run, "tests.environments.games:Strict") == 0
+    assert "WARNING: the step fails (raised: KeyError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "problem"),
+    [
+        ("tests.environments.games:Guess", [f"{KEY}.kwargs={{least: 1}}"], "unexpected keyword argument 'least'"),
+        ("tests.environments.hostile:Picky", [], "reset fails on the first row of the data (raised: KeyError"),
+        ("tests.environments.hostile:Mute", [], "gives no message for the first row"),
+        ("tests.environments.games:Guess", [f"{KEY}.format=json"], "format=json has no effect with rollout.multi_turn"),
+        ("tools", [f"{KEY}.tools=[calculator]", f"{KEY}.format=hermess"], "did you mean 'hermes'"),
+    ],
+)
+def test_an_environment_that_cannot_be_used(
+    played_run: Path, environment: str, arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(played_run, environment, *arguments) == 2
+    assert problem in capsys.readouterr().err
