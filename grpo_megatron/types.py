@@ -290,6 +290,8 @@ class Batch:
     routes: list[Tensor] | None = None  # the engine's: B tensors of int8 or int16 [prompt + response, layers x k]
     # rows of a micro-batch -> what its first pass has recorded (models/layers/routes.py); None: nothing is recorded
     recorded_routes: dict[tuple[int, ...], Any] | None = None
+    table: GroupTable | None = None  # of the whole step; None: made by hand
+    plan: Plan | None = None  # that `table` was made into
     # experts of known routes in the last backward pass: those that this rank's routers would have chosen too, and all
     route_counts: tuple[int, int] = (0, 0)
 

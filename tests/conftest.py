@@ -59,7 +59,7 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "sync/test_exchange.py",
     "sync/test_adapters.py",
     "sync/test_plan.py",
-    "training/test_correction_step.py",
+    "training/test_correction.py",
     "training/test_disk_errors.py",
 )
 LONGEST = (  # run first, the longest one before the others, so that no worker ends long after the others

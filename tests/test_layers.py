@@ -29,7 +29,7 @@ ROOMS = (  # a room imports only rooms that stand before it
     *("storage", "processes", "rewards", "algo", "data"),  # no process group is visible here
     *("device", "parallel", "sync", "exact", "environments"),
     *("models", "rollout"),  # siblings
-    *("report", "convert", "sampling", "planning", "checks", "training", "trainer", "rollout_rank"),
+    *("report", "convert", "sampling", "planning", "checks", "training", "run", "trainer"),
     *("evaluation", "migration", "starting", "cli", "__main__"),
 )
 FORBIDDEN = {("rollout", "models")}  # arrows that the order alone would allow

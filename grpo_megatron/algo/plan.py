@@ -256,18 +256,37 @@ def make_plan(
     cost: SequenceCost | None = None,
     exact: bool = False,
 ) -> Plan:
-    """The plan for one step of GRPO over `dp` data-parallel ranks, which are balanced by `cost` (None: tokens). `exact`: see
-    `assign_leaves`.
+    """`assign_rows`, then `weigh`: the plan of rows whose advantages and weights need no log-probabilities."""
+    plan = assign_rows(table, algorithm, actor, dp=dp, train_batch_size=train_batch_size, cost=cost, exact=exact)
+    return weigh(plan, table, algorithm, actor, max_response_length=max_response_length)
 
-    `train_batch_size` is in prompts and is the mini-batch when `ppo_mini_batch_size` is null; `max_response_length` is
-    in tokens and is L of seq-mean-token-sum-norm when `loss_scale_factor` is null. The last mini-batch may be short and
-    then has its own, smaller counts. There may be no mini-batch at all. Raises ValueError on unknown names and on an
-    estimator that returns the wrong number of advantages or one that is not finite.
+
+def assign_rows(
+    table: GroupTable,
+    algorithm: AlgorithmConfig,
+    actor: ActorConfig,
+    *,
+    dp: int,
+    train_batch_size: int,
+    cost: SequenceCost | None = None,
+    exact: bool = False,
+    given: Advantages | None = None,
+) -> Plan:
+    """Decide which of `dp` data-parallel ranks trains on which rows; balanced by `cost` (None: tokens).
+
+    `train_batch_size` is in prompts and is the mini-batch when `ppo_mini_batch_size` is null. The last mini-batch may be
+    short and then has its own, smaller counts. There may be no mini-batch at all. `exact`: see `assign_leaves`. `given`:
+    advantages by row, in place of the estimator's. The plan has the advantages that the rewards give, and no token
+    weights: see `weigh`. Raises ValueError on unknown names and on an estimator that returns the wrong number of
+    advantages or one that is not finite.
     """
     from grpo_megatron.algo.losses import forward_only_at_zero_advantage, loss_facts  # they import torch
 
-    trainable = _trainable(table, algorithm)
-    advantages = _advantages(table, algorithm, trainable)
+    if given is None:
+        trainable = _trainable(table, algorithm)
+        advantages = _advantages(table, algorithm, trainable)
+    else:
+        trainable, advantages = [count > 0 for count in table.num_loss_tokens()], given
     copies = copies_of(table, algorithm)
     in_loss = [
         can_train and advantage is not None and count > 0
@@ -286,9 +305,8 @@ def make_plan(
     else:
         chosen = _lighter(minis, table, actor, dp, cost or SequenceCost(1, 0, 0), silent)
 
-    weights = row_weights(chosen.mini_batches, table, copies, actor, max_response_length)
     metrics = _group_metrics(table)
-    plan = Plan(advantages, weights, chosen.mini_batches, metrics, chosen.num_forward_only, chosen.shares_prompts)
+    plan = Plan(advantages, [], chosen.mini_batches, metrics, chosen.num_forward_only, chosen.shares_prompts)
     metrics |= _balance_metrics(plan, chosen)
     if actor.share_prompts:
         own, whole = (
@@ -298,28 +316,39 @@ def make_plan(
     return plan
 
 
-def revise_plan(
+def weigh(
     plan: Plan, table: GroupTable, algorithm: AlgorithmConfig, actor: ActorConfig, *, max_response_length: int
 ) -> Plan:
-    """Plans the same rows on the same ranks again, after `table` got columns that need the policy's log-probabilities.
+    """The assigned plan with its token weights and final advantages. Call it once, when log-probabilities are known.
 
-    These are `token_penalties` (a KL penalty in the reward) and `num_kept_tokens` (without the tokens that a correction
-    has rejected). Advantages and weights are computed anew. A mini-batch without a kept token is dropped.
+    Columns of `table` that need log-probabilities: `token_penalties` (a KL penalty in the reward) and `values` (of a
+    critic) change the advantages. `num_kept_tokens` (without the tokens that a correction has rejected) changes the
+    counts, and a mini-batch without a kept token is dropped. `max_response_length`, in tokens, is L of
+    seq-mean-token-sum-norm when `loss_scale_factor` is null. No row changes its rank.
     """
-    advantages = _advantages(table, algorithm, _trainable(table, algorithm))
-    weights = row_weights(plan.mini_batches, table, copies_of(table, algorithm), actor, max_response_length)
-    num_mini_batches = len(plan.mini_batches[0])
-    kept = [i for i in range(num_mini_batches) if any(weights[row] for row in _rows_on_all_ranks(plan.mini_batches, i))]
-    revised = replace(
+    advantages = plan.advantages
+    if table.token_penalties or table.values:
+        advantages = _advantages(table, algorithm, _trainable(table, algorithm))
+    kept = kept_mini_batches(plan, table)
+    weighed = replace(
         plan,
         advantages=advantages,
-        token_weights=weights,
         mini_batches=[[of_rank[i] for i in kept] for of_rank in plan.mini_batches],
         num_forward_only=[plan.num_forward_only[i] for i in kept] if plan.num_forward_only else [],
     )
-    wrong = set(revised.rows_without_backward()) - _rows_of_zero_advantage(advantages)
+    copies = copies_of(table, algorithm)
+    weights = row_weights(weighed.mini_batches, table, copies, actor, max_response_length)
+    wrong = set(weighed.rows_without_backward()) - _rows_of_zero_advantage(advantages)
     assert not wrong, f"rows {sorted(wrong)[:10]} got an advantage, and the plan gives them no backward pass"
-    return revised
+    return replace(weighed, token_weights=weights)
+
+
+def kept_mini_batches(plan: Plan, table: GroupTable) -> list[int]:
+    """The numbers of the mini-batches in which a correction has left a token."""
+    numbers = range(len(plan.mini_batches[0]))
+    if not table.num_kept_tokens:
+        return list(numbers)
+    return [i for i in numbers if any(table.num_kept_tokens[row] for row in _rows_on_all_ranks(plan.mini_batches, i))]
 
 
 def critic_plan(

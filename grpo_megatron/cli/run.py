@@ -184,7 +184,7 @@ def _run(config: Config, checked: Checked, profiled: range | None) -> int:
     draws = int(os.environ.get("RANK", "0")) >= _world_size(config) - config.num_rollout_ranks
     with awaited("importing Megatron-Core", failures.is_first()), large_imports():
         if draws:
-            from grpo_megatron.rollout_rank import RolloutRank
+            from grpo_megatron.training.rollout_rank import RolloutRank
         else:
             from grpo_megatron.trainer import Trainer
 

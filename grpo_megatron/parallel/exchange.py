@@ -196,7 +196,10 @@ def build_batch(
 
 
 def apply_plan(batch: Batch, plan: Plan, dp_rank: int) -> None:
-    """Set the batch's advantages, token weights and mini-batches from the plan. The batch has `dp_rank`'s rows."""
+    """Set the batch's advantages, token weights and mini-batches from the plan. The batch has `dp_rank`'s rows.
+
+    The weights are 0 before the plan has any (`algo.plan.weigh`).
+    """
     batch_row = {row: i for i, row in enumerate(batch.rows)}
     batch.mini_batches = [[[batch_row[row] for row in micro] for micro in mini] for mini in plan.mini_batches[dp_rank]]
     batch.num_forward_only, batch.shares_prompts = plan.num_forward_only, plan.shares_prompts
@@ -205,7 +208,7 @@ def apply_plan(batch: Batch, plan: Plan, dp_rank: int) -> None:
         length = len(batch.tokens[i]) - batch.prompt_lengths[i]
         advantage = plan.advantages[row]
         batch.advantages[i, :length] = torch.as_tensor(0.0 if advantage is None else advantage, dtype=torch.float32)
-        batch.token_weights[i, :length] = plan.token_weights[row]
+        batch.token_weights[i, :length] = plan.token_weights[row] if plan.token_weights else 0.0
     batch.advantages *= batch.loss_mask
     batch.token_weights *= batch.loss_mask
 

@@ -76,6 +76,10 @@ class Collector:
         """Up to `count` groups for step `step`. Collective. The engine is awake and holds the weights that draw `step`."""
         return []
 
+    def validations(self, step: int, metrics: Metrics) -> list[tuple[int, dict[str, float]]]:
+        """Results (version, metrics) of validations that other ranks have made before they sampled `step`. Collective."""
+        return []
+
     def epoch(self) -> float:
         """Passes over the data so far, as a fractional number."""
         return 0.0

@@ -193,18 +193,21 @@ class Checkpoints:
         config: Config,
         run: dict[str, Any] | None = None,
         parts: Sequence[TrainedModel] = (),
+        target: Path | None = None,
     ) -> Path:
         """Collective: write the state after `step` steps, unless this run has saved it already. Returns its folder.
+
+        `target`: a folder elsewhere, which is written in any case and never removed.
 
         `run` is plain JSON, which `run_state` returns. Each of `parts` writes its own folder into the checkpoint.
         With `in_background` the folder is there after a later `poll` or `wait`.
         Raises RankError on every rank when any rank cannot write.
         """
-        final = self.root / f"step_{step:06d}"
-        if self.pending is not None and self.pending.step == step:
+        final = target or self.root / f"step_{step:06d}"
+        if target is None and self.pending is not None and self.pending.step == step:
             return final
         self.wait()
-        if final == self.last:
+        if final == self.last and target is None:
             return final
         partial, task = partial_of(final), f"cannot write checkpoint {final}"
         on_first_rank(self.mesh, task, lambda: self._start(partial))
@@ -225,8 +228,9 @@ class Checkpoints:
             writes.finish()
             parts = self.mesh.gather(writes.hashes(partial))
             hashes = {name: sha for of_rank in parts for name, sha in of_rank.items()}
-            on_first_rank(self.mesh, task, lambda: self._publish(partial, final, step, text, hashes))
-            self.last, self.pending = final, None
+            newest = step if target is None else None
+            on_first_rank(self.mesh, task, lambda: self._publish(partial, final, text, hashes, newest))
+            self.last, self.pending = final if target is None else self.last, None
 
         if self.in_background:
             self.pending = PendingSave(step, writes, task, complete)
@@ -258,14 +262,15 @@ class Checkpoints:
     def _start(self, partial: Path) -> None:
         if self.last is not None and self.last.exists():  # the next one has about its size
             check_space(self.root, sum(file.stat().st_size for file in self.last.rglob("*")), "a checkpoint")
-        clear_leftovers(self.root)
+        clear_leftovers(partial.parent)
         (partial / "state").mkdir(parents=True)
 
-    def _publish(self, partial: Path, final: Path, step: int, text: str, hashes: dict[str, str]) -> None:
+    def _publish(self, partial: Path, final: Path, text: str, hashes: dict[str, str], newest: int | None) -> None:
         write_file(partial / STEP_FILE, text)
         write_manifest(partial, "training-step", hashes)  # `hashes` lacks only the few small files of rank 0
         publish_folder(partial, final)
-        self._prune(step)
+        if newest is not None:
+            self._prune(newest)
 
     def _prune(self, newest: int) -> None:
         """Keep `keep` checkpoints of this run. Later steps than its newest are not this run's."""

@@ -1,9 +1,7 @@
-"""The critic in the loop of PPO (arXiv 1707.06347): values of the step's responses, GAE, and the value update.
+"""Critic: the value model of PPO (arXiv 1707.06347) in the loop, its column of the table, its targets and its update.
 
-`estimate` comes after the correction step, because r_t needs the KL penalty. Values are computed where the policy trains on
-the rows. They are gathered, so that every rank computes the advantages of the whole step, whitened over all of it (returns.py).
-`update` then trains on the same rows, which are still on their ranks, in mini-batches of the critic's own.
-
+Values are computed where the policy trains on the rows, after the correction: r_t needs the KL penalty. They are
+gathered, so that every rank computes the advantages of the whole step, whitened over all of it (algo/ppo.py).
 The first `trainer.critic_warmup` or `critic.pretrain_steps` steps, whichever are more, leave the policy as it is. In the
 pretraining (VC-PPO, arXiv 2503.01491) the critic learns returns, lambda 1, of this fixed policy.
 """
@@ -14,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from grpo_megatron.algo.plan import critic_plan, revise_plan
+from grpo_megatron.algo.plan import critic_plan, kept_mini_batches
 from grpo_megatron.algo.ppo import explained_variance, length_adaptive_lams, value_targets
 from grpo_megatron.checks.models import has_critic
 from grpo_megatron.checks.validate import Checked
@@ -51,39 +49,34 @@ class Critic(TrainedModel):
         """Returns whether step `step` updates the policy too."""
         return step >= self.critic_only_steps
 
-    def estimate(self, step: int, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> Plan:
-        """Set values, advantages and returns of `batch`; return the plan with the advantages. Collective.
+    def with_columns(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> GroupTable:
+        """Set the values of `batch`; return the table with the values of every row, and lambdas. Collective.
 
-        `table` has the columns of the correction step: penalties and numbers of kept tokens.
+        `table` has the columns of the correction: penalties and numbers of kept tokens.
         """
         with metrics.phase("values"):
             batch.values = self.model.numbers(batch)
-        with metrics.phase("adv"):
-            alpha = self.config.lam_alpha
-            lams = [] if alpha is None else length_adaptive_lams(table, alpha)
-            table = replace(table, values=self._gathered(batch, batch.values, len(table)), lams=lams)
-            plan = revise_plan(plan, table, self.algorithm, self.actor, max_response_length=self.max_response_length)
-            apply_plan(batch, plan, self.mesh.dp_rank)
-            self._set_returns(batch, table, self._target_lam(step), metrics)
-        return plan
+        alpha = self.config.lam_alpha
+        lams = [] if alpha is None else length_adaptive_lams(table, alpha)
+        return replace(table, values=self._gathered(batch, batch.values, table, plan), lams=lams)
 
-    def _gathered(self, batch: Batch, values: torch.Tensor, num_rows: int) -> list[list[float]]:
-        """Collective: the values of every row's response tokens; [] for rows that no rank trains on."""
+    def _gathered(self, batch: Batch, values: torch.Tensor, table: GroupTable, plan: Plan) -> list[list[float]]:
+        """Gathers the values of every row's response tokens; [] for rows that no rank trains on. Collective."""
         lengths = batch.response_mask.sum(1).tolist()
-        # All tokens of the other rows were rejected.
-        planned = [i for mini in batch.mini_batches for i in rows_of_mini_batch(mini)]
+        planned = [i for mini in kept_mini_batches(plan, table) for i in rows_of_mini_batch(batch.mini_batches[mini])]
         local = {batch.rows[i]: values[i, : lengths[i]].numpy() for i in planned}
         gathered = gather_rows(local, self.mesh)
-        return [gathered[row].tolist() if row in gathered else [] for row in range(num_rows)]
+        return [gathered[row].tolist() if row in gathered else [] for row in range(len(table))]
 
     def _target_lam(self, step: int) -> float:
         if step < self.config.pretrain_steps:
             return 1.0
         return self.algorithm.lam if self.config.lam is None else self.config.lam
 
-    def _set_returns(self, batch: Batch, table: GroupTable, lam: float, metrics: Metrics) -> None:
+    def set_returns(self, step: int, batch: Batch, table: GroupTable, metrics: Metrics) -> None:
+        """Set the targets of the values, from the table with their column."""
         assert batch.values is not None
-        targets = value_targets(table, self.algorithm.gamma, lam)
+        targets = value_targets(table, self.algorithm.gamma, self._target_lam(step))
         batch.returns = torch.zeros_like(batch.values)
         for i, row in enumerate(batch.rows):
             target = targets.get(row, [])
@@ -95,22 +88,23 @@ class Critic(TrainedModel):
         local.mean_of("critic/returns/mean", batch.returns[batch.loss_mask])
         local.mean_of("critic/values/mean", batch.values[batch.loss_mask])
 
-    def update(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> None:
-        """Train on the rows of `batch`, which `estimate` has completed. Collective."""
-        own = replace(batch)
-        own_plan = critic_plan(
-            plan,
-            table,
+    def update(self, batch: Batch, metrics: Metrics) -> None:
+        """Train on the rows of `batch`, in mini-batches of the critic's own on the same ranks. Collective."""
+        assert batch.plan is not None and batch.table is not None
+        plan = critic_plan(
+            batch.plan,
+            batch.table,
             self.algorithm,
             self.actor,
             self.config,
             train_batch_size=self.train_batch_size,
             max_response_length=self.max_response_length,
         )
-        apply_plan(own, own_plan, self.mesh.dp_rank)
+        batch = replace(batch)
+        apply_plan(batch, plan, self.mesh.dp_rank)
         with metrics.phase("update_critic"), self.model.in_use():
             sums, constants = self.model.update_values(
-                own, self.config.cliprange_value, epochs=self.config.num_epochs(self.actor)
+                batch, self.config.cliprange_value, epochs=self.config.num_epochs(self.actor)
             )
         record_update(metrics, sums, constants, self.mesh.is_first_replica_rank)
 

@@ -21,7 +21,7 @@ from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.parallel.exchange import same_width
 from grpo_megatron.parallel.mesh import build_mesh, destroy_mesh
-from grpo_megatron.training.correction_step import build_loss
+from grpo_megatron.training.correction import build_loss
 from grpo_megatron.training.dump import (
     COLUMNS,
     DUMP_FILE,
@@ -152,7 +152,7 @@ def recompute(dump: Dump) -> list[Comparison]:
         parts = (folder, config.model.dtype, arch, actor, mesh, device)
         policy = Policy.load(*parts, temperature=temperature, exact=config.model.exact)
         policy.set_optimizer(actor.optim, 1)
-        (sums,), _ = policy.update(dump.batch, build_loss(actor), guard=measure)
+        (sums,), _ = policy.update(dump.batch, build_loss(actor, config.algorithm), guard=measure)
     finally:
         destroy_mesh()
     values = metric_values([metric_parts(sums)], actor) | {"grad_norm": norms[0]}

@@ -95,6 +95,8 @@ class Scorer:
 class FrozenReward:
     """Rewards from one or more models, whose weighted sum replaces the rule's reward or is added to it."""
 
+    trained: Sequence[TrainedModel] = ()  # that learn, and are in checkpoints
+
     def __init__(self, config: RewardModelConfig, scorers: Sequence[Scorer]) -> None:
         self.config, self.scorers = config, scorers
 
@@ -136,6 +138,7 @@ class LearningReward(TrainedModel, FrozenReward):
         num_updates = config.num_updates(total_steps, iteration_steps)
         model.set_optimizer(config.optim, max(1, num_updates), period=config.steps)
         model.offload()
+        self.trained = [self]
         self.history = PairHistory(config.history_size, seed)
         self.fresh = self._new_pairs()
 

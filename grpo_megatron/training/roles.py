@@ -2,7 +2,7 @@
 
 The last `rollout.num_nodes` nodes (or `num_ranks` ranks) of one job only draw, the others only train. rollout_rank.py is the
 program of the former; the trainer's step is that of a colocated run, with `RolloutRanks` in the place of engine, collector and
-validator. Weights W and samples S cross the bridge (parallel/bridge.py). With `rollout.lag` L, version v draws step v + L:
+validation. Weights W and samples S cross the bridge (parallel/bridge.py). With `rollout.lag` L, version v draws step v + L:
 
     training      W0       S0 update W1 S1 update W2 S2 update ...
     rollout, L=0  W0 draw0 S0        W1 ...                        the colocated run, bit for bit
@@ -31,6 +31,7 @@ from typing import Any
 
 from torch import Tensor
 
+from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.parallel.mesh import Mesh
@@ -40,6 +41,7 @@ from grpo_megatron.sync.attest import Provenance, finite_digests, probe_logprobs
 from grpo_megatron.sync.digest import Expected
 from grpo_megatron.sync.weight_sync import SyncHeader
 from grpo_megatron.training.colocation import build_probe, build_weight_sync
+from grpo_megatron.training.references import References
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Draw
 
@@ -112,7 +114,7 @@ class StepsAhead(Collector):
         self._epoch = 0.0
 
     def validations(self, step: int, metrics: Metrics) -> list[tuple[int, dict[str, float]]]:
-        """Versions that were validated before `step` was drawn, with the results; before the last step drawn so far, all."""
+        """Results that came before the samples of `step`; before the last step that was sampled so far, all."""
         before = self._arrived[0][0].validation if self._arrived else None
         validated = sorted(self._validated.items()) if len(self._arrived) == 1 else []
         return validated if before is None else [before, *validated]
@@ -152,13 +154,19 @@ class StepsAhead(Collector):
 
 
 class RolloutRanks(StepsAhead):
-    """On every rank that trains. Gets the policy's weights to the ranks that draw, and their samples here."""
+    """The placement of samples on other ranks, and on every rank that trains the collector and the validation, too.
+
+    It sends the policy's weights to the ranks that sample, and receives their samples and results.
+    """
+
+    generator = None
 
     def __init__(self, config: Config, policy: Policy, cadence: Cadence | None) -> None:
         """`cadence`: of validations; None: there are none."""
         assert policy.mesh.bridge is not None
         super().__init__(Collector(), policy.mesh)
         self.cadence, self.policy, self.bridge = cadence, policy, policy.mesh.bridge
+        self.is_on = cadence is not None
         self.lag, self.rollout_tp = config.rollout.lag, config.rollout.tensor_model_parallel_size
         self.weight_sync = build_weight_sync(config, policy.arch, policy.mesh, policy.device, policy.stage_of)
         self.probe, self.provenance = build_probe(config, policy.arch), Provenance(self.mesh, config.max_staleness)
@@ -166,8 +174,16 @@ class RolloutRanks(StepsAhead):
         self._due = 0  # arrivals that need no more weights than have been sent
         self._has_sent = False
 
+    def build_collector(self, checked: Checked, references: References | None, has_steps_ahead: bool) -> Collector:
+        """See Placement."""
+        return self
+
+    def build_validation(self, checked: Checked) -> RolloutRanks:
+        """See Placement."""
+        return self
+
     def begin(self, first_step: int, num_steps: int) -> None:
-        """The ranks that draw may begin. Called once, after `load_state`."""
+        """Start the ranks that sample. Call it once, after `load_state`."""
         self.clock = Clock(self.lag, first_step, first_step + len(self._arrived), num_steps)
         self._send(Begin(self.clock, self._state, self.policy.stage_of))
 
@@ -207,8 +223,12 @@ class RolloutRanks(StepsAhead):
             _record_staleness(groups, step, metrics)
         return groups
 
+    def before(self, step: int, metrics: Metrics) -> list[tuple[int, dict[str, float]]]:
+        """See PromptValidation. The results arrive with samples: see `validations`."""
+        return []
+
     def run(self, version: int, metrics: Metrics) -> dict[str, float]:
-        """The results of the last validation: see Validator."""
+        """See PromptValidation. The results of the last version."""
         self._wait(metrics, self._due)
         return self._validated[version]
 

@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,18 +29,19 @@ from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.algo.reward_models import calibration, calibration_table
 from grpo_megatron.checks.validate import Checked
-from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, DataConfig, RolloutConfig, TrainerConfig
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config
 from grpo_megatron.data.responses import OfflineGroup
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.parallel.exchange import exchange, gather_groups, gather_rows
-from grpo_megatron.parallel.mesh import Mesh, on_first_rank
+from grpo_megatron.parallel.mesh import on_first_rank
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.grading import is_declined
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.training.references import References
+from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import BRANCH, Batch, Prompt, Sample
 
 VALIDATION_DRAW = -1  # a draw id that no training step has
@@ -61,21 +62,48 @@ class ValidationRow:
     example: str | None  # the sample as text; only of the first few prompts
 
 
+class PromptValidation(Protocol):
+    """Validates the policy on held-out prompts, on this rank or on others."""
+
+    is_on: bool  # there are held-out prompts
+
+    def before(self, step: int, metrics: Metrics) -> list[tuple[int, dict[str, float]]]:
+        """Results (version, metrics) that are due before `step` and are made here. Collective."""
+        ...
+
+    def run(self, version: int, metrics: Metrics) -> dict[str, float]:
+        """The metrics of the weights `version`, the same on every rank. Collective."""
+        ...
+
+
+class NoValidation:
+    """The validation of a run without held-out prompts."""
+
+    is_on = False
+
+    def before(self, step: int, metrics: Metrics) -> list[tuple[int, dict[str, float]]]:
+        """See PromptValidation."""
+        return []
+
+    def run(self, version: int, metrics: Metrics) -> dict[str, float]:
+        """See PromptValidation."""
+        return {}
+
+
 class Validator:
     """Validates with `prompts`, as `rollout.val_kwargs` says."""
 
-    def __init__(
-        self,
-        generator: Generator,
-        prompts: Sequence[Prompt],
-        data: DataConfig,
-        rollout: RolloutConfig,
-        mesh: Mesh,
-        trainer: TrainerConfig,
-    ) -> None:
-        self.generator, self.prompts, self.mesh = generator, list(prompts), mesh
-        self.max_tokens, self.val = data.max_response_length, rollout.val_kwargs
+    is_on = True
+
+    def __init__(self, generator: Generator, prompts: Sequence[Prompt], config: Config, cadence: Cadence) -> None:
+        self.generator, self.prompts, self.mesh, self.cadence = generator, list(prompts), generator.mesh, cadence
+        self.max_tokens, self.val = config.data.max_response_length, config.rollout.val_kwargs
+        trainer = config.trainer
         self.folder, self.num_logged_samples = trainer.output_dir / "samples", trainer.num_logged_samples
+
+    def before(self, step: int, metrics: Metrics) -> list[tuple[int, dict[str, float]]]:
+        """See PromptValidation."""
+        return [(step, self.run(step, metrics))] if self.cadence.validates_before(step) else []
 
     def run(self, version: int, metrics: Metrics) -> dict[str, float]:
         """Draw, grade, and return the `val-core/...` and `val-aux/...` metrics, the same on every rank. Collective."""

@@ -27,7 +27,7 @@ from grpo_megatron.report.step import StepReport, record_update
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.storage.run_files import WARM_UP_FOLDER, add_event, steps_of
 from grpo_megatron.training.checkpoint import Checkpoints, run_state
-from grpo_megatron.training.correction_step import build_loss
+from grpo_megatron.training.correction import build_loss
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.references import WARMUP_FOLDER
 from grpo_megatron.training.stopping import Cadence, Stopping

@@ -20,7 +20,7 @@ from grpo_megatron.algo.aggregation import token_weightings
 from grpo_megatron.algo.corrections import correction_weights, rejection_mask
 from grpo_megatron.algo.dapo import with_overlong_penalty
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.algo.plan import make_plan, revise_plan
+from grpo_megatron.algo.plan import make_plan, weigh
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer, RolloutCorrection
 from grpo_megatron.types import GroupTable
 from tests.algo.inputs import actor, make_inputs, run, value
@@ -121,7 +121,7 @@ def test_token_weights_of_the_plan(mode: str) -> None:
     def weights(table: GroupTable) -> list[float]:
         config = ActorConfig(loss_agg_mode=mode, ppo_mini_batch_size=1)
         plan = make_plan(table, AlgorithmConfig(), config, dp=2, train_batch_size=2, max_response_length=9)
-        revised = revise_plan(plan, table, AlgorithmConfig(), config, max_response_length=9)
+        revised = weigh(plan, table, AlgorithmConfig(), config, max_response_length=9)
         assert revised.token_weights == plan.token_weights and revised.mini_batches == plan.mini_batches
         assert 5 not in plan.owner()  # no loss token
         return plan.token_weights

@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
-from grpo_megatron.algo.plan import SequenceCost, balance, imbalance, make_plan, revise_plan
+from grpo_megatron.algo.plan import SequenceCost, balance, imbalance, make_plan, weigh
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
 from grpo_megatron.models.forward import num_padding_tokens
 from grpo_megatron.types import GroupTable, Plan
@@ -108,13 +108,13 @@ def test_a_revised_plan_keeps_its_rows_without_backward() -> None:
     assert plan.num_forward_only == [2, 0]
 
     def revise(table: GroupTable) -> Plan:
-        return revise_plan(plan, table, config, actor, max_response_length=8)
+        return weigh(plan, table, config, actor, max_response_length=8)
 
     revised = revise(kept)
     assert revised.num_forward_only == [2, 0] and revised.token_weights == [1 / 16] * 4 + [0, 0, 1 / 8, 1 / 8]
     assert revise(replace(table, num_kept_tokens=[0] * 4 + [4] * 4)).num_forward_only == [0]
     with pytest.raises(AssertionError, match=r"rows \[0, 1\] got an advantage"):
-        revise(replace(table, reward=[1.0, 0.0, *table.reward[2:]]))
+        weigh(replace(plan, advantages=[0.5, -0.5, *plan.advantages[2:]]), table, config, actor, max_response_length=8)
 
 
 def gsm8k_like(seed: int, num_prompts: int = 128, n: int = 8) -> GroupTable:

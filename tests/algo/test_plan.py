@@ -25,7 +25,7 @@ from grpo_megatron.algo.losses import (
     needs_reference,
     reasons_for_old_pass,
 )
-from grpo_megatron.algo.plan import make_plan, revise_plan, scoring_plan
+from grpo_megatron.algo.plan import make_plan, scoring_plan, weigh
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer
 from grpo_megatron.types import BRANCH, GroupTable, Plan
 from tests.algo import tables
@@ -294,11 +294,11 @@ def test_rejected_tokens_leave_every_denominator() -> None:
     plan = plan_of(table)
     assert plan.token_weights == [1 / 8, 1 / 8]
     later = replace(table, num_kept_tokens=[1, 3])
-    revised = revise_plan(plan, later, AlgorithmConfig(), ActorConfig(), max_response_length=64)
+    revised = weigh(plan, later, AlgorithmConfig(), ActorConfig(), max_response_length=64)
     assert revised.token_weights == [1 / 4, 1 / 4]
     assert revised.mini_batches == plan.mini_batches
     gone = replace(table, num_kept_tokens=[0, 0])  # nothing left: no optimizer step
-    assert revise_plan(plan, gone, AlgorithmConfig(), ActorConfig(), max_response_length=64).mini_batches == [[]]
+    assert weigh(plan, gone, AlgorithmConfig(), ActorConfig(), max_response_length=64).mini_batches == [[]]
 
 
 def test_penalties_move_the_advantages_of_the_whole_group() -> None:
@@ -307,7 +307,7 @@ def test_penalties_move_the_advantages_of_the_whole_group() -> None:
     plan = make_plan(table, plain, ActorConfig(), dp=1, train_batch_size=1, max_response_length=8)
     assert plan.advantages == [0.5, -0.5]
     later = replace(table, token_penalties=[[0.1, 0.1], [0.0, 0.0]])  # rewards 0.8 and 0
-    revised = revise_plan(plan, later, plain, ActorConfig(), max_response_length=8)
+    revised = weigh(plan, later, plain, ActorConfig(), max_response_length=8)
     assert revised.advantages == pytest.approx([0.4, -0.4])
 
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.algo.plan import critic_plan, make_plan, revise_plan
+from grpo_megatron.algo.plan import critic_plan, make_plan, weigh
 from grpo_megatron.algo.ppo import (
     ValueInputs,
     advantages_of,
@@ -245,7 +245,7 @@ def test_the_plan_waits_for_the_values_and_keeps_the_rows() -> None:
     plan = make_plan(table, algorithm, actor, dp=2, **sizes)
     assert plan.advantages == [0.0] * 4 and sorted(plan.owner()) == [0, 1, 2]
     valued = replace(table, values=[[0.1] * 3, [0.2] * 2, [0.3] * 4, []])
-    revised = revise_plan(plan, valued, algorithm, actor, max_response_length=9)
+    revised = weigh(plan, valued, algorithm, actor, max_response_length=9)
     assert revised.mini_batches == plan.mini_batches and revised.token_weights == plan.token_weights
     assert math.fsum(a for row in per_token(valued, revised.advantages) for a in row) == pytest.approx(0, abs=1e-9)
 

@@ -16,8 +16,8 @@ from grpo_megatron.checks.validate import validate
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.responses import WrittenResponse
 from grpo_megatron.storage.files import sha256_of
+from tests.fakes import run_trainer as run
 from tests.runs import make_run, texts
-from tests.training.fake_run import run
 
 REWARD = "def score(completion, answer):\n    return float(completion == answer)\n"
 

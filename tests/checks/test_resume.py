@@ -16,8 +16,9 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import Config, ConfigError, KlCtrl
 from grpo_megatron.training.stopping import is_done, record
+from tests.fakes import only
+from tests.fakes import run_trainer as run
 from tests.runs import make_run, texts
-from tests.training.fake_run import only, run
 
 
 def config(**sections: Any) -> Config:

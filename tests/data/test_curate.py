@@ -28,8 +28,8 @@ from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.report.step import RolloutFiles
 from grpo_megatron.starting.generated import bare_response, build_tokenizer, problem_rows, worked_response
 from grpo_megatron.types import GREEDY, GroupTable, Plan, Prompt, Sample, Turn
+from tests.fakes import LoneMesh
 from tests.files import load_supervised
-from tests.sampling.fakes import LoneMesh
 
 DATA = DataConfig(task="arithmetic", apply_chat_template=False, max_prompt_length=32, max_response_length=32)
 TOKENIZER = build_tokenizer()

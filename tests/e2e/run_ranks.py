@@ -79,32 +79,33 @@ def train(
 
     config = Config.model_validate(raw)
     trainer = Trainer(config, validate(config, int(os.environ["WORLD_SIZE"])), profiled)
+    run: Any = trainer.parts
     drawn: dict[int, list[Any]] = {}
     collect = trainer.collect
 
     def recorded(step: int) -> Any:
         if step == kill_in_step:
-            _exit_at_an_answer(trainer.validator.generator.answers, 4)  # type: ignore[attr-defined]
+            _exit_at_an_answer(run.placement.generator.answers, 4)
         samples = collect(step)
         drawn[step] = [(*_content(s), s.rollout_logprobs, s.reward) for s in samples]
         return samples
 
     trainer.collect = recorded  # type: ignore[method-assign]
-    result: dict[str, Any] = {"samples": drawn, "rank": trainer.mesh.rank, "leader": trainer.mesh.is_block_leader}
-    close = trainer.close
+    result: dict[str, Any] = {"samples": drawn, "rank": run.mesh.rank, "leader": run.mesh.is_block_leader}
+    close = run.close
 
     def keep_then_close() -> None:
         if keep_weights:
-            result["weights"] = {n: t.clone() for bucket in trainer.policy.hf_weights(1) for n, t in bucket}
+            result["weights"] = {n: t.clone() for bucket in run.policy.hf_weights(1) for n, t in bucket}
             result["optimizer"] = [
                 {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-                for one in getattr(trainer.policy.optimizer, "chained_optimizers", [trainer.policy.optimizer])
+                for one in getattr(run.policy.optimizer, "chained_optimizers", [run.policy.optimizer])
                 for state in one.optimizer.state.values()
             ]
-            result["first_step"] = trainer.first_step
+            result["first_step"] = run.first_step
         close()
 
-    trainer.close = keep_then_close  # type: ignore[method-assign]
+    run.close = keep_then_close
     trainer.run()
     return result
 
@@ -118,8 +119,8 @@ def train_in_roles(raw: dict[str, Any], delays: int | None = None, die: tuple[in
     from grpo_megatron.checks.validate import validate
     from grpo_megatron.parallel.bridge import Bridge
     from grpo_megatron.parallel.heartbeat import Heartbeat
-    from grpo_megatron.rollout_rank import RolloutRank
     from grpo_megatron.training.roles import RolloutRanks
+    from grpo_megatron.training.rollout_rank import RolloutRank
 
     enter, rank, versions, begun = Heartbeat.phase, int(os.environ["RANK"]), {}, Counter[str]()
     pauses = random.Random(None if delays is None else 100 * delays + rank)
@@ -204,9 +205,9 @@ def train_many(raws: list[dict[str, Any]], one: Any = None) -> list[dict[str, An
     Returns what `one` does for each; by default the tables and plans of its steps, this rank's token weights with their
     masks, and the final weights.
     """
-    from grpo_megatron import trainer as trainer_module
+    from grpo_megatron import run as run_module
     from grpo_megatron.parallel import mesh as mesh_module
-    from grpo_megatron.training import colocation
+    from grpo_megatron.training import colocation, placement
 
     built: dict[str, Any] = {}
 
@@ -220,8 +221,8 @@ def train_many(raws: list[dict[str, Any]], one: Any = None) -> list[dict[str, An
 
     with (
         mock.patch.object(colocation, "build_engine", once("engine", colocation.build_engine)),
-        mock.patch.object(trainer_module, "build_mesh", once("mesh", trainer_module.build_mesh)),
-        mock.patch.object(trainer_module, "destroy_mesh", lambda: None),
+        mock.patch.object(placement, "build_mesh", once("mesh", placement.build_mesh)),
+        mock.patch.object(run_module, "destroy_mesh", lambda: None),
         mock.patch.object(colocation, "LENGTH", 32),  # the engine is that of the first run, and no longer
     ):
         results = [(one or _recorded)(raw) for raw in raws]
@@ -240,14 +241,14 @@ def _recorded(raw: dict[str, Any]) -> dict[str, Any]:
     seen: dict[str, Any] = {"tables": [], "plans": [], "token_weights": []}
     log = trainer.log
 
-    def record(step: int, samples: Any, table: Any, plan: Any, batch: Any) -> None:
-        seen["tables"].append(table)
-        seen["plans"].append(plan)
+    def record(step: int, samples: Any, batch: Any) -> None:
+        seen["tables"].append(batch.table)
+        seen["plans"].append(batch.plan)
         seen["token_weights"].append((batch.token_weights, batch.loss_mask))
-        log(step, samples, table, plan, batch)
+        log(step, samples, batch)
 
     trainer.log = record  # type: ignore[method-assign]
-    trainer.close = lambda: None  # type: ignore[method-assign]
+    trainer.parts.close = lambda: None  # type: ignore[method-assign]
     trainer.run()
-    seen["weights"] = {name: t.clone() for bucket in trainer.policy.hf_weights(1) for name, t in bucket}
+    seen["weights"] = {name: t.clone() for bucket in trainer.parts.policy.hf_weights(1) for name, t in bucket}
     return seen

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_megatron.evaluation.ask import AskedModel, Asker
 from grpo_megatron.rollout.engine import Completion, Request
-from tests.sampling.fakes import LoneMesh, SeedEngine
+from tests.fakes import LoneMesh, SeedEngine
 from tests.tiny import make_model
 
 TEMPLATE = (

@@ -17,7 +17,7 @@ from grpo_megatron.report.step import StepReport
 from grpo_megatron.training.guards import Guards, GuardStop
 from grpo_megatron.types import GroupTable, Plan
 from tests import tiny
-from tests.sampling.fakes import LoneMesh
+from tests.fakes import LoneMesh
 
 
 def step_report(logged: list[dict[str, float]], is_finite: bool = True, **sections: Any) -> tuple[StepReport, Guards]:

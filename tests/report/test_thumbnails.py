@@ -20,9 +20,9 @@ from grpo_megatron.report.step import ShownSamples
 from grpo_megatron.types import GroupTable, Plan, Prompt, PromptImage, Sample
 from tests import tiny
 from tests.browser import Browser
+from tests.fakes import LoneMesh
 from tests.report.material import group, make_run, sample
 from tests.report.test_run_page import data_of, opened
-from tests.sampling.fakes import LoneMesh
 from tests.training.test_samples import Bytes
 from tests.vision import CELL, placed
 

@@ -120,7 +120,8 @@ def test_an_engine_needs_its_own_packages_only(tmp_path: Path, monkeypatch: pyte
 
 def train(folder: Path) -> list[Any]:
     """The program's own path: read, validate, build the Trainer, run. Then what the trainer's engine refuses."""
-    from grpo_megatron import trainer as trainer_module
+    from grpo_megatron.trainer import Trainer
+    from grpo_megatron.training import placement
 
     config = toy_run(
         folder,
@@ -128,14 +129,15 @@ def train(folder: Path) -> list[Any]:
         *("trainer.test_freq=1", "trainer.logger=[jsonl]", "rollout.n=2", "rollout.stop_token_ids=[7]"),
         f"data.chat_template={folder / 'other.jinja'}",
     )
-    with mock.patch.object(trainer_module, "device_bytes", return_value=80 * 2**30):  # as on a GPU
-        trainer = trainer_module.Trainer(config, validate(config, 1))
-    assert trainer.validator.generator.capacity == 1024  # rollout.max_num_seqs=null: the cache holds more
+    with mock.patch.object(placement, "device_bytes", return_value=80 * 2**30):  # as on a GPU
+        trainer = Trainer(config, validate(config, 1))
+    placed: Any = trainer.parts.placement
+    assert placed.generator.capacity == 1024  # rollout.max_num_seqs=null: the cache holds more
     assert trainer.config.rollout.max_num_seqs is None  # what a checkpoint records
-    refused: list[Any] = [type(trainer.colocation.engine).__name__]
+    refused: list[Any] = [type(placed.colocation.engine).__name__]
     for call in (
-        lambda: trainer.colocation.engine.generate([], 0),
-        lambda: trainer.colocation.engine.logprobs([[1, 2]]),
+        lambda: placed.colocation.engine.generate([], 0),
+        lambda: placed.colocation.engine.logprobs([[1, 2]]),
     ):
         with pytest.raises(RuntimeError) as error:
             call()

@@ -12,8 +12,7 @@ from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.environments.environment import Outcome, Step, TurnRequest
 from grpo_megatron.rollout.engine import Completion
 from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, EnvironmentsLost, shorten
-from tests.sampling.fakes import LoneMesh
-from tests.sampling.trajectory_fakes import trajectory
+from tests.fakes import LoneMesh, trajectory
 
 EOS = 0
 

@@ -10,7 +10,7 @@ import pytest
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import Clock, pack_groups
 from grpo_megatron.training.roles import Drawn, StepsAhead
-from tests.sampling.fakes import LoneMesh, ScriptedCollector
+from tests.fakes import LoneMesh, ScriptedCollector
 
 STEPS = 9
 

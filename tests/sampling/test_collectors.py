@@ -15,6 +15,8 @@ import pytest
 from grpo_megatron.config import ConfigError, DataConfig, ReplayConfig, RolloutConfig
 from grpo_megatron.data.responses import WrittenResponse
 from grpo_megatron.data.sampler import Sampler
+from grpo_megatron.device import Device
+from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import (
     FileCollector,
@@ -29,11 +31,44 @@ from grpo_megatron.sampling.collector import (
 )
 from grpo_megatron.sampling.wrappers import DynamicSampling, Replay, prompt_sampler
 from grpo_megatron.types import Prompt, Sample, Turn
-from tests import worlds
-from tests.sampling import collecting
-from tests.sampling.fakes import FakeGenerator, LoneMesh, ScriptedCollector, prompt
+from tests.fakes import FakeGenerator, LoneMesh, ScriptedCollector, prompt
+from tests.worlds import ranks
 
 MIXED, EQUAL = (1.0, 0.0), (1.0, 1.0)  # rewards of an informative group, and of one that is not
+
+
+def _all_samples(groups: list[Any], mesh: Any) -> list[tuple[int, int, int, int]]:
+    """(place, prompt, index, version) of the samples of every rank."""
+    from grpo_megatron.sampling.collector import numbered_samples
+
+    local = [(s.prompt_index, s.response_ids[0], s.index, s.version) for s in numbered_samples(groups)]
+    return sorted(entry for entries in mesh.all_gather(local) for entry in entries)
+
+
+@ranks()
+def collect_on_ranks(
+    kind: str, script: list[tuple[float, float]], counts: list[int], resume_at: int | None = None
+) -> list[Any]:
+    """The groups of each step; before step `resume_at` the collector is replaced by a new one with its state."""
+
+    mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
+
+    def build() -> Any:
+        inner = ScriptedCollector(script, mesh)
+        if kind == "dynamic":
+            return DynamicSampling(inner, mesh, round_size=3, max_rounds=3, max_staleness=1)
+        return Replay(inner, ReplayConfig(ratio=0.5, size=3, max_staleness=2), mesh)
+
+    collector, out = build(), []
+    for step, count in enumerate(counts):
+        if step == resume_at:
+            state = json.loads(json.dumps(collector.state()))
+            collector = build()
+            collector.load_state(state)
+        metrics = Metrics()
+        groups = collector.groups(step, count, metrics)
+        out.append((_all_samples(groups, mesh), metrics.reduce(mesh.all_gather)))
+    return out
 
 
 def numbers(groups: list[Group]) -> list[int]:
@@ -345,7 +380,7 @@ def test_dynamic_sampling_fills_the_batch_and_loses_nothing(resume_at: int | Non
     # Of six prompts 0, 3 and 4 are informative. Rounds of three bring {0}, {3, 4}, {6}, {9, 10}, ... A batch of two takes
     # two rounds and leaves one group for the next step.
     script = [MIXED, EQUAL, EQUAL, MIXED, MIXED, EQUAL]
-    results = worlds.run(collecting.collect, 2, kind="dynamic", script=script, counts=[2, 2, 2], resume_at=resume_at)
+    results = collect_on_ranks(2, kind="dynamic", script=script, counts=[2, 2, 2], resume_at=resume_at)
     steps = results[0]
     assert steps == results[1]
     assert [places(step) for step in steps] == [[0, 3], [4, 6], [9, 10]]
@@ -358,7 +393,7 @@ def test_dynamic_sampling_fills_the_batch_and_loses_nothing(resume_at: int | Non
 def test_replay_is_bounded_in_share_size_and_age(resume_at: int | None) -> None:
     # Batches of four; groups 0, 2, 4, ... are informative. Half of a batch may be old, the oldest first, each once.
     script = [MIXED, EQUAL]
-    steps = worlds.run(collecting.collect, 2, kind="replay", script=script, counts=[4] * 4, resume_at=resume_at)[0]
+    steps = collect_on_ranks(2, kind="replay", script=script, counts=[4] * 4, resume_at=resume_at)[0]
     assert [places(step) for step in steps] == [[0, 1, 2, 3], [0, 2, 4, 5], [4, 6, 7, 8], [6, 8, 9, 10]]
     assert [metrics["train/replayed_groups"] for _, metrics in steps] == [0, 2, 1, 2]
     assert all(metrics["train/replay_staleness_max"] <= 2 for _, metrics in steps)

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_megatron.rollout.engine import Completion, stable_hash
 from grpo_megatron.sampling.multi_turn import Answer, Trajectory, play
-from tests.sampling.trajectory_fakes import END, LIMITS, FakeAnswers, FakeEngine, trajectory
+from tests.fakes import END, LIMITS, FakeAnswers, FakeEngine, trajectory
 
 
 def played(

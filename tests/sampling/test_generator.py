@@ -18,7 +18,7 @@ from grpo_megatron.rollout.engine import sample_seed
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.grading import Grading, check_failures
 from grpo_megatron.types import GREEDY, Prompt, Sample
-from tests.sampling.fakes import FakeRewardPool, LoneMesh, SeedEngine, prompt
+from tests.fakes import FakeRewardPool, LoneMesh, SeedEngine, prompt
 
 
 def draw(

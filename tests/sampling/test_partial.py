@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,19 +12,46 @@ import pytest
 
 from grpo_megatron.config import DataConfig, RolloutConfig
 from grpo_megatron.data.sampler import Sampler
+from grpo_megatron.device import Device
+from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.engine import sample_seed
-from grpo_megatron.sampling.collector import pack_sample, unpack_sample
+from grpo_megatron.sampling.collector import numbered_samples, pack_sample, unpack_sample
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.partial import PartialCollector
 from grpo_megatron.types import UNFINISHED
-from tests import worlds
-from tests.sampling import collecting
-from tests.sampling.fakes import CountingEngine, LoneMesh, prompt
+from tests.fakes import CountingEngine, LoneMesh, prompt
+from tests.worlds import ranks
 
 # Six prompts, two per batch and three in progress; responses grow by 4 tokens per round, at most 12.
 LENGTHS = [2, 11, 3, 30, 4, 5]
 PARTIAL = {"over_sample": 1.5, "max_staleness": 2, "chunk_tokens": 4}
+
+
+@ranks()
+def collect_partial(lengths: list[int], resume_at: int | None) -> list[Any]:
+    """Per step the samples of all ranks: (place, index, tokens, versions), with random delays. `resume_at`: as above."""
+    mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
+    rollout = RolloutConfig.model_validate({"n": 2, "partial": PARTIAL})
+
+    def build() -> Any:
+        engine: Any = CountingEngine(lengths, after_step=lambda: time.sleep(random.uniform(0, 0.005)))
+        generator = Generator(engine, None, None, mesh, rollout, lambda: "")
+        sampler = Sampler([prompt(i) for i in range(len(lengths))], 2, shuffle=False)
+        return PartialCollector(generator, sampler, DataConfig(max_response_length=12), rollout)
+
+    collector, out = build(), []
+    for step in range(5):
+        if step == resume_at:
+            state = json.loads(json.dumps(collector.state()))
+            collector = build()
+            collector.load_state(state)
+        local = [
+            (s.prompt_index, s.index, s.prompt.uid, s.response_ids, s.rollout_logprobs, [d.version for d in s.draws])
+            for s in numbered_samples(collector.groups(step, 2, Metrics()))
+        ]
+        out.append(sorted(entry for entries in mesh.all_gather(local) for entry in entries))
+    return out
 
 
 def collector(engine: Any, mesh: Any = None, **partial: Any) -> PartialCollector:
@@ -141,7 +170,7 @@ def test_a_group_that_is_partly_finished_goes_on_after_a_resume() -> None:
 @pytest.mark.slow
 def test_the_samples_are_the_same_on_two_ranks() -> None:
     """Over real gloo: groups are on one block each; after a resume on another."""
-    alone = worlds.run(collecting.collect_partial, 1, lengths=LENGTHS, resume_at=None)[0]
-    together = worlds.run(collecting.collect_partial, 2, lengths=LENGTHS, resume_at=2)
+    alone = collect_partial(1, lengths=LENGTHS, resume_at=None)[0]
+    together = collect_partial(2, lengths=LENGTHS, resume_at=2)
     assert together[0] == together[1] == alone
     assert len({place for step in alone for place, *_ in step}) == 2

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_megatron.rollout.engine import Completion, Request
 from grpo_megatron.sampling.generator import MAX_REMEMBERED, ROUND, LengthHistory, assign_samples, stream_shared
-from tests.sampling.fakes import LoneMesh, SeedEngine, prompt
+from tests.fakes import LoneMesh, SeedEngine, prompt
 
 
 def test_without_a_history_the_samples_are_cut_in_order() -> None:

@@ -15,8 +15,7 @@ from grpo_megatron.report.step import record_samples
 from grpo_megatron.rewards.reward import RewardResult
 from grpo_megatron.sampling.multi_turn import Answer, Times, TrajectoryGenerator
 from grpo_megatron.types import BRANCH, GREEDY, Prompt, Sample
-from tests.sampling.fakes import FakeRewardPool, LoneMesh
-from tests.sampling.trajectory_fakes import FakeAnswers, FakeEngine
+from tests.fakes import FakeAnswers, FakeEngine, FakeRewardPool, LoneMesh
 
 
 class Numbers:

@@ -20,9 +20,9 @@ from grpo_megatron.sync.attest import Probe, Provenance, logprobs_problem, weigh
 from grpo_megatron.types import Draw, Sample
 from tests import tiny, worlds
 from tests.distributed.sync_ranks import build
+from tests.fakes import LoneMesh, prompt
 from tests.models.policy_ranks import loss
 from tests.models.test_moe import MODELS
-from tests.sampling.fakes import LoneMesh, prompt
 from tests.tiny import make_batch, make_sequences
 
 

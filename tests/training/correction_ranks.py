@@ -30,23 +30,30 @@ def draw(num_prompts: int, n: int) -> list[Sample]:
     return samples
 
 
-def folded(step: Any, batch: Any, plan: Any, mesh: Any) -> dict[str, Any]:
+def folded(step: Any, batch: Any, mesh: Any) -> dict[str, Any]:
     """The same batch where its old log-probabilities come from the update: the metrics, and what the loss reads."""
     import torch
 
+    from grpo_megatron.config import ActorConfig
     from grpo_megatron.models.forward import loss_inputs
     from grpo_megatron.report.metrics import Metrics
+    from grpo_megatron.training.correction import build_loss
 
     assert step.is_folded
-    metrics, own, separate = Metrics(), batch.old_logprobs, batch.correction
+    metrics, old, separate = Metrics(), batch.old_logprobs, batch.correction
     batch.old_logprobs, batch.correction = None, None
-    assert step.apply(batch, None, plan, metrics) == (None, plan)
+    assert step.with_columns(batch, None, metrics) is None
     read: list[Any] = []
-    loss = step.corrected(lambda inputs: read.append(inputs))
+
+    def policy_loss(inputs: Any, actor: Any) -> Any:
+        read.append(inputs)
+        return inputs.logprobs, {}
+
+    loss = build_loss(ActorConfig(use_kl_loss=False), step.algorithm, policy_loss)
     rows = list(reversed(range(len(batch))))
-    loss(loss_inputs(batch, rows, own[rows].requires_grad_(), torch.zeros(own.shape)))
-    batch.old_logprobs = own
-    step.complete(metrics)(batch)
+    loss(loss_inputs(batch, rows, old[rows].requires_grad_(), torch.zeros(old.shape)))
+    batch.old_logprobs = old
+    step.measure(batch, metrics)
     return {
         "metrics": metrics.reduce(mesh.all_gather),
         "in the loss": torch.equal(read[0].correction[rows], separate) and not read[0].correction.requires_grad,
@@ -58,20 +65,20 @@ def correct(num_prompts: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     """The plan after the correction step, the reduced metrics, and each local row's tensors at its response tokens."""
     import torch
 
-    from grpo_megatron.algo.plan import make_plan
+    from grpo_megatron.algo.plan import assign_rows, weigh
     from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
     from grpo_megatron.device import Device
-    from grpo_megatron.parallel.exchange import exchange, gather_groups
+    from grpo_megatron.parallel.exchange import apply_plan, exchange, gather_groups
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.report.metrics import Metrics
-    from grpo_megatron.training.correction_step import CorrectionStep
+    from grpo_megatron.training.correction import Correction
 
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
     samples = draw(num_prompts, 3)
     held = samples[mesh.rank :: mesh.world_size]
     config, actor = AlgorithmConfig.model_validate(algorithm), ActorConfig(use_kl_loss=False)
     table = gather_groups(held, mesh)
-    plan = make_plan(table, config, actor, dp=mesh.dp, train_batch_size=num_prompts, max_response_length=9)
+    plan = assign_rows(table, config, actor, dp=mesh.dp, train_batch_size=num_prompts)
     batch = exchange(held, table, plan, mesh)
     width = batch.response_mask.shape[1]
     responses = torch.zeros(len(batch), width)
@@ -80,8 +87,10 @@ def correct(num_prompts: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     batch.old_logprobs = torch.where(batch.response_mask, -(1 + responses.sin()), 0.0)
     batch.ref_logprobs = torch.where(batch.response_mask, -(1 + responses.cos()), 0.0)
     metrics = Metrics()
-    step = CorrectionStep(config, actor, mesh, DataConfig(train_batch_size=num_prompts, max_response_length=9))
-    table, plan = step.apply(batch, table, plan, metrics)
+    step = Correction(config, actor, mesh, DataConfig(train_batch_size=num_prompts, max_response_length=9))
+    table = step.with_columns(batch, table, metrics)
+    plan = weigh(plan, table, config, actor, max_response_length=9)
+    apply_plan(batch, plan, mesh.dp_rank)
     columns = {"loss_mask": batch.loss_mask, "advantages": batch.advantages, "token_weights": batch.token_weights}
     if batch.correction is not None:
         columns["correction"] = batch.correction
@@ -97,5 +106,5 @@ def correct(num_prompts: int, algorithm: dict[str, Any]) -> dict[str, Any]:
         "spans": [table.spans_of(row) for row in range(len(table))],
     }
     if step.is_folded:
-        result["folded"] = folded(step, batch, plan, mesh)
+        result["folded"] = folded(step, batch, mesh)
     return result

@@ -32,7 +32,7 @@ class Run:
     """One policy in a layout, and a batch of six rows with one mini-batch."""
 
     def __init__(self, folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> None:
-        from grpo_megatron.training.correction_step import build_loss
+        from grpo_megatron.training.correction import build_loss
 
         _, tp, pp, sp = layout
         self.folder, self.out = folder, out

@@ -60,9 +60,10 @@ def train(
     `kill_in_step`: the run ends after that step's report, without a checkpoint. Returns how it ended, and the weights of a
     finished run.
     """
-    from grpo_megatron import trainer as trainer_module
+    from grpo_megatron import run as run_module
     from grpo_megatron.checks.validate import validate
     from grpo_megatron.report.step import StepReport
+    from grpo_megatron.trainer import Trainer
     from grpo_megatron.training.stopping import Stopped
 
     stop_file = Path(raw["trainer"]["output_dir"]) / "stop"
@@ -81,12 +82,12 @@ def train(
 
     with (
         mock.patch.object(StepReport, "log", watched),
-        mock.patch.object(trainer_module, "destroy_mesh", lambda: None),  # the world is used again
+        mock.patch.object(run_module, "destroy_mesh", lambda: None),  # the world is used again
     ):
         try:
-            trainer = trainer_module.Trainer(config, validate(config, int(os.environ["WORLD_SIZE"])))
+            trainer = Trainer(config, validate(config, int(os.environ["WORLD_SIZE"])))
             trainer.run()
-            result["weights"] = {n: t.clone() for bucket in trainer.policy.hf_weights(1) for n, t in bucket}
+            result["weights"] = {n: t.clone() for bucket in trainer.parts.policy.hf_weights(1) for n, t in bucket}
         except Stopped as stopped:
             result["ended"] = str(stopped.exit_code)
         except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.training import critic as critic_module
 from grpo_megatron.training.critic import Critic
 from tests.algo.tables import make_table
-from tests.sampling.fakes import LoneMesh
+from tests.fakes import LoneMesh
 
 
 def critic_of(**sections: Any) -> Critic:
@@ -24,7 +24,6 @@ def critic_of(**sections: Any) -> Critic:
         mesh=LoneMesh(),
         in_use=contextlib.nullcontext,
         set_optimizer=lambda *_, **__: None,
-        numbers=lambda batch: torch.zeros(1, 1),
     )
     return Critic(Config.model_validate(raw), model)
 
@@ -32,18 +31,14 @@ def critic_of(**sections: Any) -> Critic:
 def lam_in(critic: Critic, step: int) -> float:
     """That of the value targets in a step."""
     seen: list[float] = []
-    batch: Any = SimpleNamespace(
-        rows=[0], mini_batches=[], response_mask=torch.ones(1, 1), loss_mask=torch.ones(1, 1, dtype=torch.bool)
-    )
+    batch: Any = SimpleNamespace(rows=[0], values=torch.zeros(1, 1), loss_mask=torch.ones(1, 1, dtype=torch.bool))
 
     def targets(table: Any, gamma: float, lam: float) -> dict[int, list[float]]:
         seen.append(lam)
         return {}
 
-    stand_ins = {"value_targets": targets, "revise_plan": mock.Mock(), "apply_plan": mock.Mock()}
-    stand_ins |= {"gather_rows": lambda local, mesh: {}, "explained_variance": lambda *_: None}
-    with mock.patch.multiple(critic_module, **stand_ins):
-        critic.estimate(step, batch, make_table([[1.0]]), mock.Mock(), Metrics())
+    with mock.patch.multiple(critic_module, value_targets=targets, explained_variance=lambda *_: None):
+        critic.set_returns(step, batch, make_table([[1.0]]), Metrics())
     return seen[0]
 
 

@@ -27,8 +27,8 @@ from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes
 from grpo_megatron.training.output_folder import OutputFolder, record_config
 from grpo_megatron.training.stopping import Stopping
 from tests import tiny
-from tests.sampling.fakes import LoneMesh
-from tests.training.fake_run import FakeStopping, only, run
+from tests.fakes import FakeStopping, LoneMesh, only
+from tests.fakes import run_trainer as run
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """

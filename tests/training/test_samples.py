@@ -26,9 +26,9 @@ from grpo_megatron.report.step import (
 from grpo_megatron.types import GroupTable, Plan, Sample, Turn
 from tests import tiny
 from tests.browser import WIDTHS, Browser
+from tests.fakes import LoneMesh, prompt
+from tests.fakes import run_trainer as run
 from tests.runs import texts
-from tests.sampling.fakes import LoneMesh, prompt
-from tests.training.fake_run import run
 
 
 def files(folder: Path) -> dict[str, str]:

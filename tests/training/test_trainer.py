@@ -1,6 +1,6 @@
 """What happens at which step: syncs, draws, validation, saving, renewals, learning, and where a resumed run goes on.
 
-The trainer is the real one; models, engine and ranks are stand-ins (fake_run.py). A policy's weights are named by the
+The trainer is the real one; models, engine and ranks are stand-ins (tests/fakes.py). A policy's weights are named by the
 number of its updates, so "policy after 3" is what step 3 must draw with.
 """
 
@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.responses import WrittenResponse
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import RankError
+from grpo_megatron.training import placement
+from tests import fakes
+from tests.fakes import only
+from tests.fakes import run_trainer as run
 from tests.stored import rows_without
-from tests.training import fake_run
-from tests.training.fake_run import only, run
 
 ITERATIVE = {"algorithm": {"iteration_steps": 3}}
 ADAPTIVE = {"type": "adaptive", "kl_coef": 0.5, "target_kl": 0.001, "horizon": 100}
@@ -80,7 +81,7 @@ def test_every_step_draws_with_the_weights_before_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stale", "message"), [("policy after 1", "step 2 cannot train on 4 of 4"), ("", "unknown")])
 def test_a_step_refuses_samples_of_other_weights(tmp_path: Path, stale: str, message: str) -> None:
     """The engine draws with the weights of step 1 at step 2, and with nothing at all."""
-    draw = fake_run.WatchedGenerator.draw
+    draw = fakes.WatchedGenerator.draw
 
     def stale_draw(self: Any, *arguments: Any, **named: Any) -> Any:
         samples = draw(self, *arguments, **named)
@@ -88,7 +89,7 @@ def test_a_step_refuses_samples_of_other_weights(tmp_path: Path, stale: str, mes
             sample.weights_digest = stale
         return samples
 
-    with mock.patch.object(fake_run.WatchedGenerator, "draw", stale_draw), pytest.raises(RankError, match=message):
+    with mock.patch.object(fakes.WatchedGenerator, "draw", stale_draw), pytest.raises(RankError, match=message):
         run(tmp_path)
 
 
@@ -323,12 +324,12 @@ def test_steps_after_the_checkpoint_are_done_again(tmp_path: Path) -> None:
 
 def draws(seed: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """One number of each generator after rank `rank` has joined the world."""
-    monkeypatch.setattr(trainer_module, "build_mesh", lambda *args, **kwargs: SimpleNamespace(rank=rank))
+    monkeypatch.setattr(placement, "build_mesh", lambda *args, **kwargs: SimpleNamespace(rank=rank))
     config = Config.model_validate({"model": {"path": "m"}, "trainer": {"seed": seed}})
     device = Device("cpu")
     with device.preserve_rng():
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
-        assert trainer_module.join_world(config, device).rank == rank
+        assert placement.join_world(config, device).rank == rank
         return [torch.rand(()).item(), random.random(), np.random.random()]
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.config import DataConfig, RolloutConfig, TrainerConfig
+from grpo_megatron.config import Config
 from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.training.validation import ValidationRow, Validator, summarize
 from grpo_megatron.types import BRANCH, Sample, Turn
-from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
+from tests.fakes import FakeGenerator, prompt
 
 
 def row(prompt_index: int, value: float, index: int = 0, **changes: Any) -> ValidationRow:
@@ -50,16 +51,15 @@ def test_sources_are_kept_apart_and_other_metrics_are_means_of_those_that_report
 
 
 def validator(folder: Path, generator: Any, **val_kwargs: Any) -> Validator:
-    rollout = RolloutConfig.model_validate({"val_kwargs": {"n": 2, "temperature": 0.5, "top_p": 0.9, **val_kwargs}})
-    data = DataConfig(max_response_length=9)
-    return Validator(
-        generator,
-        [prompt(i) for i in range(3)],
-        data,
-        rollout,
-        LoneMesh(),
-        TrainerConfig(output_dir=folder, num_logged_samples=2),
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"max_response_length": 9},
+            "rollout": {"val_kwargs": {"n": 2, "temperature": 0.5, "top_p": 0.9, **val_kwargs}},
+            "trainer": {"output_dir": folder, "num_logged_samples": 2},
+        }
     )
+    return Validator(generator, [prompt(i) for i in range(3)], config, Cadence(config.trainer, None))
 
 
 def test_every_validation_draws_alike_and_is_timed_as_testing(tmp_path: Path) -> None:

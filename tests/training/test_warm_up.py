@@ -1,6 +1,6 @@
 """The supervised warm-up, a stage of its own: its rows, metrics and checkpoints, and where a run that ends in it goes on.
 
-The trainer is the real one over stand-ins (fake_run.py).
+The trainer is the real one over stand-ins (tests/fakes.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from grpo_megatron.data.responses import WrittenResponse
 from grpo_megatron.report.console import ConsoleSink
 from grpo_megatron.storage.run_files import read_events
 from grpo_megatron.training.warm_up import stage_config
+from tests import fakes
+from tests.fakes import only
 from tests.stored import rows_without
-from tests.training import fake_run
-from tests.training.fake_run import only
 
 ROWS = [([number], WrittenResponse([7])) for number in range(5)]
 
@@ -31,7 +31,7 @@ def run(
     """A warm-up of two rows per update before one step of GRPO. Returns its batches, and all events."""
     sft = {"steps": steps, "train_batch_size": 2, "save_freq": save_freq, "optim": {"lr": 0.5}}
     trainer = {"total_training_steps": 1, "save_freq": 9, "logger": ["jsonl", "console"], **options.pop("trainer", {})}
-    update, batches = fake_run.FakePolicy.update, []
+    update, batches = fakes.FakePolicy.update, []
 
     def watched(self: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
         if any(event[0] == "draw" for event in self.events):
@@ -40,8 +40,8 @@ def run(
         sums, constants = update(self, batch, *arguments, **named)
         return sums, {**constants, "actor/lr": 0.5, "actor/pg_loss": float(self.updates)}
 
-    with mock.patch.object(fake_run.FakePolicy, "update", watched):
-        events, _ = fake_run.run(folder, rows=rows, sft=sft, trainer=trainer, **options)
+    with mock.patch.object(fakes.FakePolicy, "update", watched):
+        events, _ = fakes.run_trainer(folder, rows=rows, sft=sft, trainer=trainer, **options)
     return batches, events
 
 

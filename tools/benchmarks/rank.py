@@ -138,7 +138,7 @@ def _training(folder: Path, workload: Workload, mesh: Any) -> tuple[Any, Any, An
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
-    from grpo_megatron.training.correction_step import build_loss
+    from grpo_megatron.training.correction import build_loss
     from tools.benchmarks.training import draw, make_batch
 
     actor = ActorConfig.model_validate({"use_kl_loss": False, "optim": {"lr": 1e-6}})
@@ -176,7 +176,7 @@ def update(folder: Path, workload: Workload, mesh: Any) -> Ways:
 
     def whole() -> None:
         batch.old_logprobs = None
-        policy.update(batch, loss, complete=lambda batch: None)
+        policy.update(batch, loss)
 
     return {"Megatron-Core: forward, backward, optimizer": plain, "the policy's update": whole}
 
@@ -191,7 +191,7 @@ def exact(folder: Path, workload: Workload, mesh: Any) -> list[Ways]:
     from grpo_megatron.models.policy import Policy
     from grpo_megatron.rollout.engine import Request
     from grpo_megatron.rollout.transformers_engine import RowModel, RunningBatch
-    from grpo_megatron.training.correction_step import build_loss
+    from grpo_megatron.training.correction import build_loss
     from tools.benchmarks.training import draw, make_batch
 
     actor = ActorConfig.model_validate({"use_kl_loss": False, "optim": {"lr": 1e-6}})
@@ -213,7 +213,7 @@ def exact(folder: Path, workload: Workload, mesh: Any) -> list[Ways]:
 
         def update(policy: Policy = policy, batch: Any = batch) -> None:
             batch.old_logprobs = None
-            policy.update(batch, loss, complete=lambda batch: None)
+            policy.update(batch, loss)
 
         def rollout(engine: RowModel = engine) -> None:
             running = RunningBatch(engine, 256, 8192, ())
@@ -282,7 +282,7 @@ def transformers(folder: Path, workload: Workload, mesh: Any) -> Ways:
 
     def whole() -> None:
         batch.old_logprobs = None
-        policy.update(batch, loss, complete=lambda batch: None)
+        policy.update(batch, loss)
 
     return {"transformers: forward, backward, AdamW": plain, "the policy's update": whole}
 

@@ -210,8 +210,8 @@ def run_rank(folder: Path) -> None:
     from grpo_megatron.config import Config
     from grpo_megatron.models.policy import Policy
     from grpo_megatron.rollout.transformers_engine import TransformersEngine
-    from grpo_megatron.rollout_rank import RolloutRank
     from grpo_megatron.trainer import Trainer
+    from grpo_megatron.training.rollout_rank import RolloutRank
 
     content = json.loads((folder / "run.json").read_text())
     config = Config.model_validate(content["raw"])

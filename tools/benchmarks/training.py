@@ -100,7 +100,7 @@ def pairs(folder: Path, workload: dict[str, Any], mesh: Any) -> dict[str, Ways]:
     from grpo_megatron.device import Device
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
-    from grpo_megatron.training.correction_step import build_loss
+    from grpo_megatron.training.correction import build_loss
 
     write_model(folder, workload)
     actor = ActorConfig.model_validate({"use_kl_loss": False, "optim": {"lr": 1e-6}})
@@ -327,7 +327,7 @@ def measure(root: Path, mesh: Any, args: argparse.Namespace) -> str:
     from grpo_megatron.models.families import read_architecture
     from grpo_megatron.models.policy import Policy
     from grpo_megatron.training.checkpoint import Checkpoints
-    from grpo_megatron.training.correction_step import build_loss
+    from grpo_megatron.training.correction import build_loss
 
     write_model(root, SHAPE)
     actor = ActorConfig.model_validate({"use_kl_loss": False, "optim": {"lr": 1e-6}})
@@ -354,7 +354,7 @@ def measure(root: Path, mesh: Any, args: argparse.Namespace) -> str:
         for _ in range(args.steps):
             started = time.perf_counter()
             batch.old_logprobs = None
-            policy.update(batch, loss, complete=lambda batch: None)
+            policy.update(batch, loss)
             updated = time.perf_counter()
             checkpoints.poll(lambda name: contextlib.nullcontext())
             stall += time.perf_counter() - updated

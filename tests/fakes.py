@@ -1,13 +1,12 @@
-"""The real Trainer over stand-ins for models, engine and ranks: one process, no model, milliseconds per step.
+"""Stand-ins for tests in one process: a mesh of one rank, engines, collectors, workers, environments, and a whole run.
 
-Every stand-in appends its calls to one list of events. Trainer, cadence, collectors, plan, correction step, colocation,
-bookkeeping of references, validation, metrics, and the state in a checkpoint's trainer.json are real.
+`run_trainer` is the real Trainer over stand-ins for models, engine and ranks: milliseconds per step.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,22 +16,320 @@ from unittest import mock
 
 import torch
 
-from grpo_megatron import trainer as trainer_module
 from grpo_megatron.config import Config
 from grpo_megatron.data.responses import WrittenResponse
-from grpo_megatron.models.families import architecture_of
 from grpo_megatron.parallel.exchange import build_batch
+from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.report import metrics as sinks_module
 from grpo_megatron.report.console import Summary
 from grpo_megatron.report.metrics import Sink
+from grpo_megatron.rewards.reward import RewardItem, RewardResult
+from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, stable_hash
+from grpo_megatron.sampling.collector import Group, State
+from grpo_megatron.sampling.multi_turn import Answer, Trajectory, TrajectoryLimits
 from grpo_megatron.sync.digest import Expected
 from grpo_megatron.sync.weight_sync import SyncHeader
-from grpo_megatron.training import colocation, references, validation, warm_up
+from grpo_megatron.types import GREEDY, Prompt, Sample
 from tests import tiny
-from tests.sampling.fakes import FakeGenerator, LoneMesh, prompt
 
-ARCH = architecture_of({**tiny.COMMON, "model_type": "llama"})
+
+class LoneMesh(Mesh):
+    """A world of one rank without process groups. It can report `world_size` blocks, for cuts that send nothing."""
+
+    def __init__(self, world_size: int = 1, rank: int = 0) -> None:
+        sizes = {"tp": 1, "pp": 1, "dp": world_size, "ep": 1, "rollout_tp": 1}
+        places = {"tp_rank": 0, "pp_rank": 0, "dp_rank": rank}
+        groups = {"control": None, "tp_group": None, "pp_group": None, "ep_group": None}
+        super().__init__(world_size=world_size, rank=rank, **sizes, **places, **groups)
+
+    def total(self, values: list[int]) -> list[int]:
+        return values
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    gather = all_gather
+
+    def agree(self, problem: str | None) -> None:
+        if problem is not None:
+            raise RankError(problem)
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def barrier(self) -> None: ...
+
+
+class SeedEngine:
+    """The response to a request is its seed modulo 100, and then 7 more tokens where that is odd; the longer ones finish last.
+
+    Records requests and versions. `after_step` is called in each step.
+    """
+
+    def __init__(self, after_step: Callable[[], None] = lambda: None) -> None:
+        self.version = 0
+        self.requests: list[Request] = []
+        self.versions: list[int] = []
+        self.after_step = after_step
+        self._queue: dict[str, Request] = {}
+
+    require: Any = lambda self, version: None
+    stream = RolloutEngine.stream
+    generate = RolloutEngine.generate
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._queue)
+
+    def submit(self, request_id: str, request: Request, version: int) -> None:
+        self.requests.append(request)
+        self.versions.append(version)
+        self._queue[request_id] = request
+
+    def poll(self) -> list[tuple[str, Completion]]:
+        self.after_step()
+        even = {i: r for i, r in self._queue.items() if r.seed % 2 == 0}
+        finished = even or self._queue
+        self._queue = {i: r for i, r in self._queue.items() if i not in finished}
+        ids = {i: [r.seed % 100] * (1 if even else 8) for i, r in finished.items()}
+        return [(i, Completion(ids[i], [-1.0] * len(ids[i]), "stop")) for i in finished]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            del self._queue[request_id]
+
+    def cache_statistics(self) -> tuple[int, int]:
+        return 8, 6
+
+
+class CountingEngine(SeedEngine):
+    """The response to prompt `number` is 0, 1, 2, ... of `lengths[number]` tokens; a request gives max_tokens of them at most."""
+
+    def __init__(self, lengths: Sequence[int], after_step: Callable[[], None] = lambda: None) -> None:
+        super().__init__(after_step)
+        self.lengths = lengths
+
+    def poll(self) -> list[tuple[str, Completion]]:
+        self.after_step()
+        finished, self._queue = self._queue, {}
+        return [(i, self._completion(request)) for i, request in finished.items()]
+
+    def _completion(self, request: Request) -> Completion:
+        start, length = request.num_written, self.lengths[request.prompt_ids[0]]
+        assert request.prompt_ids[1:] == tuple(range(start)), "the prompt must end with the response so far"
+        end = min(length, start + request.max_tokens)
+        ids = list(range(start, end))
+        return Completion(ids, [-1.0 - request.seed % 7] * len(ids), "stop" if end == length else "length")
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt(f"p/{number}", (number,), f"question {number}", "answer", "task", "reward")
+
+
+class ScriptedCollector:
+    """Prompt number p of the endless sequence gets the rewards `script[p % len(script)]`. Records the requests."""
+
+    def __init__(self, script: Sequence[tuple[float, ...]], mesh: Mesh) -> None:
+        self.script, self.mesh, self.cursor = list(script), mesh, 0
+        self.requests: list[tuple[int, int]] = []  # step, count
+
+    def groups(self, step: int, count: int, metrics: Any) -> list[Group]:
+        self.requests.append((step, count))
+        groups = []
+        for number in range(self.cursor, self.cursor + count):
+            rewards = self.script[number % len(self.script)]
+            held = range(self.mesh.rollout_block, len(rewards), self.mesh.num_rollout_blocks)
+            samples = [
+                Sample(
+                    prompt=prompt(number),
+                    prompt_index=number - self.cursor,
+                    index=i,
+                    response_ids=[number, i],
+                    rollout_logprobs=[-0.1, -0.2],
+                    finish_reason="stop",
+                    version=step,
+                    reward=rewards[i],
+                )
+                for i in held
+            ]
+            groups.append(Group(step, samples))
+        self.cursor += count
+        return groups
+
+    def epoch(self) -> float:
+        return self.cursor / len(self.script)
+
+    def state(self) -> State:
+        return {"cursor": self.cursor}
+
+    def load_state(self, state: State) -> None:
+        self.cursor = state["cursor"]
+
+
+class FakeRewardPool:
+    """Grades the n-th sample of a draw with `grade(completion, n)`. `events` tells the order of all calls."""
+
+    num_workers = 2
+
+    def __init__(
+        self,
+        grade: Callable[[str, int], RewardResult] = lambda text, n: RewardResult(float(len(text)), {"acc": 1.0}),
+        problem: str | None = None,
+    ) -> None:
+        self.grade, self.problem = grade, problem
+        self.events: list[str] = []
+        self.items: list[RewardItem] = []
+
+    def begin(self, names: list[str]) -> None:
+        self.events, self.items = [f"begin {names}"], []
+
+    def submit(self, item: RewardItem) -> None:
+        self.events.append("submit")
+        self.items.append(item)
+
+    def serve(self) -> None:
+        self.events.append("serve")
+        if self.problem:
+            raise RuntimeError(self.problem)
+
+    def collect(self) -> list[RewardResult]:
+        self.events.append("collect")
+        return [self.grade(item.completion, number) for number, item in enumerate(self.items)]
+
+
+class FakeGenerator:
+    """Responses with the rewards `reward(prompt, index, draw_id)`; records every draw."""
+
+    def __init__(
+        self, reward: Callable[[Prompt, int, int], float] = lambda prompt, index, draw_id: float(index)
+    ) -> None:
+        self.reward, self.mesh = reward, LoneMesh()
+        self.draws: list[dict[str, Any]] = []
+
+    def draw(
+        self, prompts: Sequence[Prompt], n: int, *, greedy: bool = False, metrics: Any, **arguments: Any
+    ) -> list[Sample]:
+        self.draws.append({"uids": [p.uid for p in prompts], "n": n, "greedy": greedy, **arguments})
+        indices = [*([GREEDY] if greedy else []), *range(n)]
+        return [
+            Sample(
+                prompt=p,
+                prompt_index=place,
+                index=index,
+                response_ids=[1, 2 + index],
+                rollout_logprobs=[-1.0, -1.0],
+                finish_reason="stop",
+                version=arguments["version"],
+                reward=self.reward(p, index, arguments["draw_id"]),
+            )
+            for place, p in enumerate(prompts)
+            for index in indices
+        ]
+
+
+# -- Trajectories: tokens are numbers below 100; what comes next is a hash of the request alone ---------------------------
+
+LIMITS = TrajectoryLimits(prompt=8, response=40, turns=4)
+END = 99  # the token that ends a turn
+
+
+def trajectory(number: int, **changes: object) -> Trajectory:
+    settings = {"row": {"number": number}, "environment_seed": 7, "seed": number, "limits": LIMITS}
+    return Trajectory(key=f"t{number}", temperature=1.0, top_p=1.0, version=3, **{**settings, **changes})  # type: ignore[arg-type]
+
+
+class FakeEngine:
+    """A turn takes as many polls as it has tokens; at most `width` requests are served at a time. Records the batches."""
+
+    def __init__(self, width: int = 3) -> None:
+        self.width, self.version = width, 3
+        self.queue: dict[str, tuple[Request, Completion, int]] = {}  # id -> request, completion, polls left
+        self.batches: list[tuple[str, ...]] = []
+        self.requests: list[tuple[str, Request]] = []
+        self.aborted: list[str] = []
+
+    def submit(self, request_id: str, request: Request, version: int) -> None:
+        assert version == self.version and request_id not in self.queue
+        draw = stable_hash(repr((request.prompt_ids, request.seed)))
+        length = 1 + draw % 7
+        ids = [(draw >> i) % 90 for i in range(length - 1)] + [END]
+        reason = "stop" if length <= request.max_tokens else "length"
+        ids = ids[: request.max_tokens]
+        self.requests.append((request_id, request))
+        self.queue[request_id] = (request, Completion(ids, [-0.5] * len(ids), reason), length)
+
+    def poll(self) -> list[tuple[str, Completion]]:
+        served = list(self.queue)[: self.width]
+        assert served, "polled without a request"
+        self.batches.append(tuple(served))
+        finished = []
+        for key in served:
+            request, completion, left = self.queue[key]
+            self.queue[key] = (request, completion, left - 1)
+            if left == 1:
+                del self.queue[key]
+                finished.append((key, completion))
+        return finished
+
+    def cache_statistics(self) -> tuple[int, int]:
+        return 8, 2
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
+        for key in request_ids:
+            del self.queue[key]
+
+
+class FakeAnswers:
+    """The environment's answer is a hash of the response so far. `log` has every call."""
+
+    def __init__(self, done_after: int = 3, fail: dict[tuple[str, int], str] | None = None) -> None:
+        self.done_after, self.fail = done_after, fail or {}
+        self.open: set[str] = set()
+        self.asked: set[str] = set()
+        self.takes: list[tuple[str, ...]] = []
+
+    def start(self, trajectories: Sequence[Trajectory]) -> None:
+        self.open |= {t.key for t in trajectories}
+        self.asked |= self.open
+
+    def ask(self, trajectory: Trajectory) -> None:
+        assert trajectory.key in self.open - self.asked and not trajectory.is_over
+        self.asked.add(trajectory.key)
+
+    def take(self, trajectories: Sequence[Trajectory]) -> list[Answer]:
+        self.takes.append(tuple(t.key for t in trajectories))
+        return [self._answer(t) for t in trajectories]
+
+    def _answer(self, t: Trajectory) -> Answer:
+        self.asked.remove(t.key)
+        if status := self.fail.get((t.key, t.num_generated)):
+            if status == "lost":
+                raise RuntimeError("no worker can run")
+            return Answer([], status=status, message="why")
+        if not t.turns:
+            return Answer([1, 2, t.row["number"]])
+        draw = stable_hash(repr(t.response_ids))
+        done = t.num_generated == self.done_after
+        observation = [] if done else [END, *(draw >> i & 63 for i in range(draw % 4))]
+        return Answer(observation, reward=0.5 if draw % 2 else None, done=done, metrics={"calls": 1.0})
+
+    def end(self, trajectories: Sequence[Trajectory]) -> None:
+        for t in trajectories:
+            assert t.is_over
+            self.open.remove(t.key)
+
+
+# -- A run: every stand-in appends its calls to one list of events -------------------------------------------------------
+# Trainer, Run, cadence, collectors, plan, correction, colocation, references, validation, metrics and trainer.json are real.
+
 WEIGHTS = "weights.txt"  # in a folder that a run has saved: the name of the weights
+
+
+def tiny_arch() -> Any:
+    from grpo_megatron.models.families import architecture_of
+
+    return architecture_of({**tiny.COMMON, "model_type": "llama"})
 
 
 def logprob_under(weights: str) -> float:
@@ -66,7 +363,7 @@ class FakePolicy(NamedWeights):
 
     def __init__(self, events: list[Any], device: Any) -> None:
         self.events, self.device, self.mesh, self.updates = events, device, LoneMesh(), 0
-        self.arch, self.multiple, self.is_offloaded = ARCH, 1, False
+        self.arch, self.multiple, self.is_offloaded = tiny_arch(), 1, False
         self.stage_of: dict[str, int] = {}
 
     def set_optimizer(self, optim: Any, total_steps: int, *, period: int = 1) -> None:
@@ -134,7 +431,7 @@ class FakeWeightSync:
     def accept(self, weights_digest: str) -> None: ...
 
 
-class FakeEngine:
+class NamedEngine:
     """Holds the name of the weights that were streamed into it."""
 
     def __init__(self, events: list[Any]) -> None:
@@ -165,7 +462,7 @@ class FakeEngine:
 class WatchedGenerator(FakeGenerator):
     """Records draws among the events; the engine must hold the version that is asked for."""
 
-    def __init__(self, engine: FakeEngine, *_: Any, **options: Any) -> None:
+    def __init__(self, engine: NamedEngine, *_: Any, **options: Any) -> None:
         super().__init__()
         self.engine = engine
 
@@ -182,6 +479,8 @@ class WatchedGenerator(FakeGenerator):
 
 
 class FakeRewardModel:
+    trained = ()
+
     def __init__(self, events: list[Any]) -> None:
         self.events = events
 
@@ -234,7 +533,7 @@ class FakeStopping:
         self.events.append(("finished", steps_done))
 
 
-def run(
+def run_trainer(
     output_dir: Path,
     *,
     rows: list[Any] | None = None,
@@ -251,6 +550,10 @@ def run(
     warm-up. `num_loss_rows`: rows of `data.val_loss_files`, of 1, 2, 3... response tokens. `has_report`: write report.html, which
     takes longer than the run.
     """
+    from grpo_megatron import run as run_module
+    from grpo_megatron import trainer as trainer_module
+    from grpo_megatron.training import colocation, placement, references, validation, warm_up
+
     raw: dict[str, Any] = {
         "model": {"path": "start"},
         "data": {"train_batch_size": 2, "shuffle": False},
@@ -272,7 +575,7 @@ def run(
     is_from_file = config.algorithm.source == "file"
     checked = SimpleNamespace(
         config=config,
-        arch=ARCH,
+        arch=tiny_arch(),
         tokenizer=SimpleNamespace(decode=lambda ids, **options: " ".join(f"token{i}" for i in ids)),
         train_prompts=[prompt(i) for i in range(6)],
         val_prompts=[] if is_from_file else [prompt(100 + i) for i in range(3)],
@@ -298,9 +601,9 @@ def run(
         policies.append(FakePolicy(events, arguments[5]))
         return policies[-1]
 
-    def build_rollout_engine(config: Config, checked: Any, mesh: Any, device: Any) -> FakeEngine:
+    def build_rollout_engine(config: Config, checked: Any, mesh: Any, device: Any) -> NamedEngine:
         events.append(("engine", "policy offloaded" if policies[-1].is_offloaded else "policy on the device"))
-        return FakeEngine(events)
+        return NamedEngine(events)
 
     def save_hf(stream: Any, source: Path, tokenizer: Path, target: Path, mesh: Any, serving: Any) -> None:
         (weights,) = stream
@@ -326,14 +629,16 @@ def run(
         events.append(("summary", sorted({step for values in summary.results.values() for step in values})))
 
     stand_ins: dict[Any, dict[str, Any]] = {
-        trainer_module: {
+        run_module: {
             "join_world": lambda config, device: LoneMesh(),
             "destroy_mesh": lambda: events.append("destroy mesh"),
             "Checkpoints": lambda output_dir, *_, **__: FakeCheckpoints(events, output_dir),
             "build_reward_model": lambda config, checked, mesh, device: FakeRewardModel(events),
-            "Stopping": lambda config, mesh, lock: FakeStopping(events, stop_after, lock),
             "exchange": local_exchange,
             "checkpoint_bytes": lambda *parts: 0,
+        },
+        trainer_module: {"Stopping": lambda config, mesh, lock: FakeStopping(events, stop_after, lock)},
+        placement: {
             "RewardPool": lambda *_: SimpleNamespace(
                 close=lambda: events.append("pool closed"), self_test=lambda names: None
             ),

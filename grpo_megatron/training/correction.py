@@ -1,16 +1,9 @@
-"""The correction step: changes to the batch that need the policy's own log-probabilities.
+"""Correction: what the policy's own log-probabilities change in a batch.
 
-- The rollout correction (algo/corrections.py): weights on the policy loss, or rejected tokens. Weights change no token
-  count. A rejected token is in no count, so the token weights are computed again over all ranks.
-- A KL penalty in the reward. It changes the advantages of the whole group, on all ranks that have its samples.
-
-Where one optimizer step follows each rollout, and there is neither rejection nor penalty, the log-probabilities are those of
-the update's own forward pass (`folds_old_logprobs`). Weights are then computed within the loss, and `apply` does
-nothing. `measure` is called after that pass.
-
-Rejected tokens and penalties result in a new plan, in which every row stays on its rank. Without them, nothing is sent and
-the plan does not change. The rollout mismatch is measured first, over all loss tokens: `rollout_corr/*`,
-`training/rollout_*`.
+The rollout correction (algo/corrections.py) weighs or rejects tokens; a KL penalty may be part of the reward. Rejections
+and penalties are columns of the table, from which `algo.plan.weigh` makes weights and advantages. Factors of the policy
+loss are in the batch. Where one optimizer step follows each rollout, the log-probabilities are those of its own forward
+pass (`is_folded`): then the loss computes the factors, and `measure` is called after the pass.
 """
 
 from __future__ import annotations
@@ -24,6 +17,7 @@ from grpo_megatron.algo.corrections import correction_weights, importance_weight
 from grpo_megatron.algo.kl import KlController, kl_penalties, reward_penalty, sequence_kl
 from grpo_megatron.algo.losses import (
     LossInputs,
+    PolicyLoss,
     folds_old_logprobs,
     has_kl_in_reward,
     has_kl_loss,
@@ -31,32 +25,30 @@ from grpo_megatron.algo.losses import (
     policy_losses,
     total_loss,
 )
-from grpo_megatron.algo.plan import revise_plan
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
 from grpo_megatron.models.forward import LossFunction, MetricSums
-from grpo_megatron.parallel.exchange import apply_plan, gather_rows
+from grpo_megatron.parallel.exchange import gather_rows
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.report.metrics import Metrics, rollout_mismatch
-from grpo_megatron.types import Batch, GroupTable, Plan
+from grpo_megatron.types import Batch, GroupTable
 
 
-class CorrectionStep:
-    """Corrects every batch for the rollout mismatch and for the KL in the reward. `kl` is the coefficient of the latter."""
+class Correction:
+    """Corrects batches for the rollout mismatch and for the KL in the reward, whose coefficient `kl` has."""
 
     def __init__(self, algorithm: AlgorithmConfig, actor: ActorConfig, mesh: Mesh, data: DataConfig) -> None:
-        self.algorithm, self.actor, self.mesh = algorithm, actor, mesh
-        self.max_response_length = data.max_response_length
+        self.algorithm, self.mesh = algorithm, mesh
         self.is_corrected = is_corrected(algorithm, actor)
         self.is_folded = folds_old_logprobs(algorithm, actor, data.train_batch_size)
         self.kl = KlController(algorithm.kl_ctrl)
 
-    def apply(self, batch: Batch, table: GroupTable, plan: Plan, metrics: Metrics) -> tuple[GroupTable, Plan]:
-        """Set correction, loss mask, advantages and weights of `batch`. Collective.
+    def with_columns(self, batch: Batch, table: GroupTable, metrics: Metrics) -> GroupTable:
+        """Set correction and loss mask of `batch`. Returns the table with the columns that change its plan. Collective.
 
-        Returns the table with the columns that this has added, and the plan that the batch now belongs to.
+        Changes nothing if the batch has no old log-probabilities.
         """
         if batch.old_logprobs is None:
-            return table, plan
+            return table
         num_kept_tokens = self.measure(batch, metrics)
         columns: dict[str, list[Any]] = {}
         if num_kept_tokens is not None:  # not `if num_kept_tokens`: a rank without a row must join the collective
@@ -64,30 +56,10 @@ class CorrectionStep:
         if has_kl_in_reward(self.algorithm):
             no_penalties = [[0.0] * length for length in table.response_length]
             columns["token_penalties"] = self._column(self._penalise(batch, len(table), metrics), no_penalties)
-        if not columns:
-            return table, plan
-        table = replace(table, **columns)
-        plan = revise_plan(plan, table, self.algorithm, self.actor, max_response_length=self.max_response_length)
-        apply_plan(batch, plan, self.mesh.dp_rank)
-        return table, plan
-
-    def corrected(self, loss: LossFunction) -> LossFunction:
-        """`loss` with what is not in the batch: the ratio to the engine's log-probabilities (`bypass_mode`), or the weights of
-        the rollout correction, where the old log-probabilities come from the update."""
-        config = self.algorithm.rollout_correction
-        if config.bypass_mode:
-            return lambda inputs: loss(replace(inputs, old_logprobs=inputs.rollout_logprobs))
-        if not (self.is_corrected and self.is_folded):
-            return loss
-
-        def with_weights(inputs: LossInputs) -> tuple[Tensor, MetricSums]:
-            weights = importance_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, config)
-            return loss(replace(inputs, correction=weights))
-
-        return with_weights
+        return replace(table, **columns)
 
     def measure(self, batch: Batch, metrics: Metrics) -> dict[int, int] | None:
-        """Record the mismatch, and set the correction. Returns what `_correct` does."""
+        """Record the mismatch, and set the correction. Returns the kept tokens of each row; None: nothing is rejected."""
         assert batch.old_logprobs is not None
         replica_metrics = metrics.when(self.mesh.is_first_replica_rank)
         if self.algorithm.source == "policy":
@@ -136,12 +108,26 @@ class CorrectionStep:
         return {row: (coefficient * kl[i, : lengths[i]]).tolist() for i, row in enumerate(batch.rows)}
 
 
-def build_loss(actor: ActorConfig) -> LossFunction:
-    """The total loss of one micro-batch as a function of its inputs, with the configured policy loss and KL penalty."""
-    policy_loss = policy_losses.get(actor.loss_mode)
+def build_loss(
+    actor: ActorConfig, algorithm: AlgorithmConfig | None = None, policy_loss: PolicyLoss | None = None
+) -> LossFunction:
+    """The total loss of one micro-batch as a function of its inputs: policy loss, KL penalty and entropy of the config.
+
+    `algorithm`: with its rollout correction. `bypass_mode` takes the ratio to the engine's log-probabilities. Inputs
+    without factors of the policy loss get them here, from the log-probabilities of this pass. `policy_loss`: in place
+    of `actor.loss_mode`.
+    """
+    policy_loss = policy_loss or policy_losses.get(actor.loss_mode)
     penalty = kl_penalties.get(actor.kl_loss_type) if has_kl_loss(actor) else None
+    correction = None if algorithm is None else algorithm.rollout_correction
+    weighs = algorithm is not None and is_corrected(algorithm, actor)
 
     def loss(inputs: LossInputs) -> tuple[Tensor, MetricSums]:
+        if correction is not None and correction.bypass_mode:
+            inputs = replace(inputs, old_logprobs=inputs.rollout_logprobs)
+        elif correction is not None and weighs and inputs.correction is None:
+            factors = importance_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction)
+            inputs = replace(inputs, correction=factors)
         return total_loss(inputs, actor, policy_loss, penalty)
 
     return loss

@@ -1,4 +1,4 @@
-"""RolloutRank: the program of a rank that only draws (`rollout.placement: separate`). training/roles.py has the other side.
+"""RolloutRank: the program of a rank that only draws (`rollout.placement: separate`). roles.py has the other side.
 
 for each version of the weights, when it has arrived:
     load it, checked                  the next version may arrive from now on
@@ -14,17 +14,15 @@ from typing import Any
 
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
-from grpo_megatron.device import Device, device_bytes
-from grpo_megatron.models.engine_cache import with_sequences
+from grpo_megatron.device import Device
 from grpo_megatron.parallel.heartbeat import STEP, Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.processes.variables import set_determinism_variables
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import Group, without_row
-from grpo_megatron.sampling.wrappers import build_collector
 from grpo_megatron.sync.attest import EngineWeights
-from grpo_megatron.trainer import build_generator, join_world
 from grpo_megatron.training.colocation import build_probe, build_rollout_engine, build_weight_sync
+from grpo_megatron.training.placement import build_generator, join_world, local_collector, with_engine_sequences
 from grpo_megatron.training.roles import Begin, Drawn, End, NewWeights, StateWanted, is_validated
 from grpo_megatron.training.stopping import Cadence, Stopped
 from grpo_megatron.training.validation import Validator
@@ -43,14 +41,11 @@ class RolloutRank:
             self.opened = opened.pop_all()  # reward workers, which `run` closes
 
     def _build(self, config: Config, checked: Checked, opened: contextlib.ExitStack) -> None:
-        trainer, data = config.trainer, config.data
-        device = Device(trainer.device)
+        trainer, device = config.trainer, Device(config.trainer.device)
         self.mesh = join_world(config, device)
         assert self.mesh.bridge is not None
-        self.bridge, self.batch_size = self.mesh.bridge, data.train_batch_size
-        length, memory = data.max_prompt_length + data.max_response_length, device_bytes(trainer.device)
-        rollout = with_sequences(config.rollout, checked.arch, config.model.dtype, length, self.mesh, memory)
-        config = config.with_values({"rollout": rollout})
+        self.bridge, self.batch_size = self.mesh.bridge, config.data.train_batch_size
+        config = with_engine_sequences(config, checked, self.mesh)
         self.heartbeat = opened.enter_context(Heartbeat(trainer.output_dir, self.mesh, trainer.stall_timeout_s))
         self.metrics = Metrics(device.synchronize, in_float32=config.model.exact)
         self.metrics.within = self.heartbeat.phase
@@ -63,21 +58,12 @@ class RolloutRank:
         self.clock = begin.clock
         self.weight_sync = build_weight_sync(config, checked.arch, self.mesh, device, begin.stage_of)
         self.weights = EngineWeights(self.engine, self.mesh, self.weight_sync, build_probe(config, checked.arch))
-        self.collector = build_collector(
-            config.algorithm,
-            data,
-            rollout,
-            prompts=checked.train_prompts,
-            offline_groups=[],
-            generator=generator,
-            mesh=self.mesh,
-            clock=self.clock,
-        )
+        self.collector = local_collector(config, checked, self.mesh, generator, clock=self.clock)
         if begin.state:
             self.collector.load_state(begin.state)
         self.validator = None
         if checked.val_prompts:
-            self.validator = Validator(generator, checked.val_prompts, data, rollout, self.mesh, trainer)
+            self.validator = Validator(generator, checked.val_prompts, config, self.cadence)
 
     def run(self) -> None:
         """Draw until the trainer needs no more, and release everything. Raises Stopped when the run stops early."""

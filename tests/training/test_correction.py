@@ -9,7 +9,7 @@ import torch
 
 from grpo_megatron.algo.losses import LossInputs, reasons_for_old_pass
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
-from grpo_megatron.training.correction_step import CorrectionStep, build_loss
+from grpo_megatron.training.correction import Correction, build_loss
 from tests import worlds
 from tests.training import correction_ranks
 
@@ -69,14 +69,14 @@ def test_the_ratio_to_the_engines_probabilities_needs_no_old_ones(mini_batch: in
     """`bypass_mode`: rho = pi / mu, here e^(0.5 - 0.25 t). One update per step still measures pi_old against mu."""
     algorithm = AlgorithmConfig(rollout_correction={"bypass_mode": True, "rollout_is": None})  # type: ignore[arg-type]
     actor = ActorConfig(ppo_mini_batch_size=mini_batch, use_kl_loss=False, clip_ratio_c=None)
-    step = CorrectionStep(algorithm, actor, None, DataConfig(train_batch_size=4))  # type: ignore[arg-type]
+    step = Correction(algorithm, actor, None, DataConfig(train_batch_size=4))  # type: ignore[arg-type]
     assert reasons_for_old_pass(algorithm, actor, 4) == [] and step.is_folded == (mini_batch == 4)
     logprobs, mask = torch.full((1, 4), -1.0), torch.ones(1, 4, dtype=torch.bool)
     mu = torch.tensor([[-1.5, -1.25, -1.0, -0.75]])
     columns = {"logprobs": logprobs, "entropy": logprobs, "old_logprobs": logprobs, "rollout_logprobs": mu}
     ones = torch.ones(1, 4)
     inputs = LossInputs(**columns, ref_logprobs=None, advantages=ones, mask=mask, token_weights=ones)
-    loss, _ = step.corrected(build_loss(actor))(inputs)
+    loss, _ = build_loss(actor, algorithm)(inputs)
     assert loss.item() == pytest.approx(-(1.2 + 1.2 + 1.0 + math.exp(-0.25)))  # clipped at 1.2
 
 

@@ -1,0 +1,224 @@
+"""The seven verbs, as in a notebook: one step of them is the Trainer's step, bit for bit; errors; the direct calls."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import grpo_megatron
+from grpo_megatron import ConfigError
+from tests.runs import make_run
+from tests.stored import metric_rows
+from tests.worlds import ranks
+
+OVERRIDES = [
+    *(
+        "rollout.engine=transformers",
+        "data.shuffle=false",
+        "rollout.n=3",
+        "data.train_batch_size=4",
+        "reward.function=tests.test_run:odd",
+    ),
+    *("trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false"),
+    *("trainer.save_hf_at_end=false", "trainer.save_freq=-1", "trainer.logger=[jsonl]", "actor.optim.lr=0.01"),
+]
+CORRECTED = ["actor.ppo_mini_batch_size=2", "algorithm.rollout_correction.rollout_rs=token"]
+KL = ["actor.use_kl_loss=false", "algorithm.use_kl_in_reward=true", "algorithm.adv_estimator=reinforce_plus_plus"]
+
+
+def odd(response: str, answer: str) -> float:
+    """A reward that differs within a group of random responses."""
+    return float(sum(map(len, response.split())) % 3)
+
+
+def weights_of(run: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in run.policy.hf_weights(1) for name, tensor in bucket}
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+@ranks()
+def verbs_step(folder: Path, overrides: list[str], world: int) -> dict[str, Any]:
+    """A step of the verbs on this rank: weights after it, after another step, and after loading the state before it."""
+    settings = [*OVERRIDES, *overrides, f"trainer.n_gpus_per_node={world}", f"trainer.output_dir={folder / 'verbs'}"]
+    with grpo_megatron.open(folder / "run.yaml", settings) as run:
+        run.save_state(folder / "state")
+        samples = run.sample(run.prompts[:4])
+        batch = run.batch(samples)
+        numbers = range(len(batch.mini_batches))
+        metrics = [run.forward_backward(batch, mini_batch=number) | run.optim_step() for number in numbers]
+        result: dict[str, Any] = {"metrics": metrics, "step": weights_of(run), "rewards": [s.reward for s in samples]}
+        synced = run.sync()
+        result["probe"] = synced["rollout/probe_logp_diff_mean"]
+        again = run.sample(["1 + 1 =", {"prompt": "2 + 2 =", "answer": "4"}], n=2)
+        result["asked"] = [
+            (s.version, s.prompt_index, s.index, math.isnan(s.reward), bool(s.weights_digest)) for s in again
+        ]
+        run.load_state(folder / "state")
+        result["same samples"] = [s.response_ids for s in samples] == [
+            s.response_ids for s in run.sample(run.prompts[:4])
+        ]
+        batch = run.batch(samples)
+        for number in numbers:
+            run.forward_backward(batch, mini_batch=number)
+            run.optim_step()
+        result["after load_state"] = equal(weights_of(run), result["step"])
+    return result
+
+
+@ranks()
+def trainer_step(folder: Path, overrides: list[str], world: int) -> dict[str, torch.Tensor]:
+    """The weights after the Trainer's one step."""
+    from grpo_megatron import Trainer, load_config
+
+    settings = [*OVERRIDES, *overrides, f"trainer.n_gpus_per_node={world}", f"trainer.output_dir={folder / 'trainer'}"]
+    trainer = Trainer(load_config(folder / "run.yaml", settings))
+    with mock.patch.object(trainer.parts, "close"):
+        trainer.run()
+    return weights_of(trainer.parts)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"), [(1, []), (2, []), (1, CORRECTED), (1, KL)], ids=["one", "DP2", "rejection", "KL in reward"]
+)
+def test_a_step_of_the_verbs_is_the_trainers(tmp_path: Path, world: int, overrides: list[str]) -> None:
+    make_run(tmp_path)
+    trained = trainer_step(world, folder=tmp_path, overrides=overrides, world=world)[0]
+    results = verbs_step(world, folder=tmp_path, overrides=overrides, world=world)
+    [logged] = metric_rows(tmp_path / "trainer")
+    for result in results:
+        assert equal(result["step"], trained) and result["same samples"] and result["after load_state"]
+        assert len(result["metrics"]) == (2 if overrides == CORRECTED else 1)
+        assert result["metrics"] == results[0]["metrics"]
+        mean = sum(one["actor/grad_norm"] for one in result["metrics"]) / len(result["metrics"])
+        assert mean == pytest.approx(logged["actor/grad_norm"], rel=1e-12)
+        assert result["probe"] < 1e-4
+    rewards = [reward for result in results for reward in result["rewards"] if not math.isnan(reward)]
+    assert len(set(rewards)) > 1 and len(rewards) == 12
+    asked = sorted(one for result in results for one in result["asked"])
+    assert asked == [(1, 0, 0, True, True), (1, 0, 1, True, True), (1, 1, 0, False, True), (1, 1, 1, False, True)]
+
+
+def gentle(inputs: Any, config: Any) -> Any:
+    """A loss of one's own: half the policy gradient, without a clip."""
+    return -0.5 * inputs.advantages * inputs.logprobs, {}
+
+
+@ranks(1)
+def own_numbers(folder: Path) -> dict[str, Any]:
+    """Advantages and losses of one's own, and what the verbs refuse."""
+    refused: dict[str, str] = {}
+
+    def refuse(name: str, call: Any) -> None:
+        with pytest.raises((ValueError, RuntimeError, IndexError)) as error:
+            call()
+        refused[name] = str(error.value)
+
+    settings = [*OVERRIDES, "trainer.n_gpus_per_node=1", f"trainer.output_dir={folder / 'own'}"]
+    with grpo_megatron.open(folder / "run.yaml", settings) as run:
+        refuse("no gradients", run.optim_step)
+        samples = run.sample(run.prompts[:4])
+        grpo = run.batch(samples, advantages="grpo")
+        estimated = grpo.advantages.clone()
+        table = grpo.table
+        assert table is not None and grpo.plan is not None
+        numbers = dict(zip(zip(table.prompt_index, table.index, strict=True), grpo.plan.advantages, strict=True))
+        per_sample: list[Any] = [numbers[s.prompt_index, s.index] for s in samples]
+        per_token = [[number] * len(s.response_ids) for number, s in zip(per_sample, samples, strict=True)]
+        same = [torch.equal(run.batch(samples, advantages=a).advantages, estimated) for a in (per_sample, per_token)]
+        left_out = run.batch(samples, advantages=[None, *[1.0] * (len(samples) - 1)])
+        batch = run.batch(samples, advantages=per_sample)
+        full = run.forward_backward(batch, loss="gpg")
+        norm = run.optim_step()["actor/grad_norm"]
+        run.load_state(run.save_state(folder / "own" / "state"))
+        half = run.forward_backward(batch, loss="tests.test_run:gentle")
+        again = run.forward_backward(batch, loss=gentle)
+        refuse("estimator", lambda: run.batch(samples, advantages="grop"))
+        refuse("critic", lambda: run.batch(samples, advantages="gae"))
+        refuse("count", lambda: run.batch(samples, advantages=[1.0]))
+        refuse("tokens", lambda: run.batch(samples, advantages=[[1.0, 2.0]] * len(samples)))
+        refuse("finite", lambda: run.batch(samples, advantages=[math.inf] * len(samples)))
+        refuse("loss", lambda: run.forward_backward(batch, loss="vanila"))
+        refuse("mini-batch", lambda: run.forward_backward(batch, mini_batch=1))
+        refuse("long", lambda: run.sample(["1 " * 40]))
+    return {
+        "same": same,
+        "rows": (len(grpo), len(left_out)),
+        "losses": (full["loss"], half["loss"], again["loss"]),
+        "norm": norm,
+        "refused": refused,
+    }
+
+
+def test_advantages_and_losses_of_ones_own(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    [result] = own_numbers(folder=tmp_path)
+    assert result["same"] == [True, True] and result["rows"][0] - result["rows"][1] <= 1
+    full, half, again = result["losses"]
+    assert half == again and math.isfinite(full) and result["norm"] > 0
+    expected = {
+        "no gradients": "call run.forward_backward(batch) before run.optim_step()",
+        "estimator": "did you mean 'grpo'",
+        "critic": "set algorithm.adv_estimator=gae",
+        "count": "advantages has 1 entries for 12 samples",
+        "tokens": "advantages has 2 numbers for a response of",
+        "finite": "not finite",
+        "loss": "did you mean 'vanilla'",
+        "mini-batch": "mini_batch=1, and the batch has 1 (actor.ppo_mini_batch_size)",
+        "long": "set data.max_prompt_length=40",
+    }
+    for name, text in expected.items():
+        assert text in result["refused"][name], name
+
+
+def test_open_names_wrong_keys_before_anything_is_built(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"did you mean 'rollout\.n'"):
+        grpo_megatron.open(tmp_path / "run.yaml", ["rollout.m=4"])
+    config = grpo_megatron.load_config(tmp_path / "run.yaml", ["trainer.n_gpus_per_node=1"])
+    with pytest.raises(TypeError, match="overrides change a YAML file"):
+        grpo_megatron.open(config, ["rollout.n=4"])
+
+
+# -- Direct calls ------------------------------------------------------------------------------------------------------
+
+
+def test_advantages_of_plain_rewards() -> None:
+    """Groups in any order, (r - mean) / (std + 1e-6) with ddof 1: std of (1, 0) is 0.70711."""
+    values = grpo_megatron.advantages("grpo", rewards=[1.0, 4.0, 0.0, 4.0], groups=["a", "b", "a", "b"])
+    assert values == pytest.approx([0.5 / (0.5**0.5 + 1e-6), 0, -0.5 / (0.5**0.5 + 1e-6), 0])
+    plain = grpo_megatron.advantages("grpo", [1.0, 0.0], [0, 0], norm_adv_by_std_in_grpo=False)
+    assert plain == [0.5, -0.5]
+    with pytest.raises(ValueError, match="rewards has 2 entries, groups 1"):
+        grpo_megatron.advantages("grpo", [1.0, 0.0], [0])
+    with pytest.raises(ValueError, match="did you mean 'grpo'"):
+        grpo_megatron.advantages("grop", [1.0, 0.0], [0, 0])
+
+
+def test_a_loss_of_plain_tensors() -> None:
+    """Token-mean over 3 tokens; rho = e^0.5 is clipped at 1.2 for A = 1: no gradient there. Else -A rho / 3."""
+    logprobs = torch.tensor([[-1.0, -1.0], [-1.0, 0.0]], requires_grad=True)
+    old, mask = torch.tensor([[-1.5, -1.0], [-1.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])
+    loss, metrics = grpo_megatron.policy_loss(
+        "vanilla", logprobs, [1.0, -1.0], mask, old_logprobs=old, loss_agg_mode="token-mean", clip_ratio_c=None
+    )
+    assert loss.item() == pytest.approx((-1.2 - 1 + 1) / 3) and metrics["actor/pg_clipfrac"] == pytest.approx(1 / 3)
+    loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.flatten().tolist() == pytest.approx([0, -1 / 3, 1 / 3, 0])
+    with pytest.raises(ValueError, match=r"logprobs is \[2, 2\], mask \[2, 2\] and advantages has 3 rows"):
+        grpo_megatron.policy_loss("vanilla", logprobs, [1.0] * 3)
+
+
+def test_the_package_and_plain_advantages_import_no_torch() -> None:
+    code = "import sys, grpo_megatron; grpo_megatron.advantages('grpo', [1.0], [0]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
