@@ -14,6 +14,7 @@ import torch
 
 from grpo_megatron.cli.config_file import reward_defaults
 from grpo_megatron.config import ConfigError
+from grpo_megatron.config.methods import with_defaults
 from grpo_megatron.evaluation.ask import open_model
 from grpo_megatron.models.heads.reward_folder import check_reward_weights, read_reward_folder
 from tests import worlds
@@ -56,18 +57,12 @@ def trained(workspace: Path, folder: Path, name: str, sections: dict[str, Any]) 
     raw = run_ranks.settings(workspace, output, 2, **sections)
     raw["data"] |= {"train_files": [str(data / f"{rows}.jsonl")], "val_files": [], **STEPS}
     raw["data"] |= {"val_loss_files": [str(data / f"{rows}_val.jsonl")]}
-    raw["actor"] |= {
-        "ppo_mini_batch_size": None,
-        "ppo_epochs": 1,
-        "optim": {"lr": 3e-3},
-        "ppo_max_token_len_per_gpu": 512,
-    }
+    raw["actor"] |= {"ppo_mini_batch_size": None, "ppo_epochs": 1, "ppo_max_token_len_per_gpu": 512}
+    raw["actor"]["optim"] = {"lr": 3e-3}
     del raw["actor"]["kl_loss_coef"]
     raw["reward"] = {}
     raw["trainer"] |= {"val_before_train": True, "test_freq": 100, "save_hf_at_end": True}
-    for section, values in reward_defaults(raw).items():
-        raw[section] = {**values, **raw.get(section, {})}
-    return raw
+    return with_defaults(raw, reward_defaults(raw))
 
 
 def column(run: dict[str, Any], name: str) -> list[float]:
