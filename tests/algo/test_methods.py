@@ -131,6 +131,27 @@ def test_keys_shows_a_method(capsys: pytest.CaptureFixture[str]) -> None:
         print_keys(KeysOptions(section="dappo"))
 
 
+def test_the_plan_and_the_resolved_config_name_the_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["method=dapo", "actor.clip_ratio_high=0.3", "actor.kl_loss_coef=0.001"]
+    machine = ["--world-size", "64", "--gpu", "h100", "--resolved-config", str(tmp_path / "resolved.yaml")]
+    assert main(["plan", str(ROOT / "examples/llama3_70b.yaml"), *settings, *machine]) == 0
+    assert "method            dapo, with actor.clip_ratio_high=0.3\n" in capsys.readouterr().out
+    assert load_config(tmp_path / "resolved.yaml").method == "dapo"
+
+
+def test_an_imported_config_names_the_nearest_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clip = "clip_ratio_high: 0.28, clip_ratio_c: 10.0, use_kl_loss: false"
+    sections = (
+        "algorithm: {adv_estimator: grpo, filter_groups: {enable: true}}",
+        f"actor_rollout_ref: {{actor: {{{clip}}}}}",
+        "data: {max_response_length: 20480}",
+        "reward_model: {overlong_buffer: {enable: true, len: 4096, penalty_factor: 0.5}}",
+    )
+    (tmp_path / "verl.yaml").write_text("\n".join(sections))
+    assert main(["import", "verl", str(tmp_path / "verl.yaml")]) == 0
+    assert "# Nearest method: `method: dapo`, with actor.clip_ratio_c=10.0\n" in capsys.readouterr().out
+
+
 def test_the_table_of_the_docs_is_made_of_the_blocks() -> None:
     table = methods_table(DEFAULTS)
     assert table in (ROOT / "docs/algorithms.md").read_text(), f"put this table there:\n\n{table}"

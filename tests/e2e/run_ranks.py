@@ -207,6 +207,7 @@ def train_many(raws: list[dict[str, Any]], one: Any = None) -> list[dict[str, An
     """
     from grpo_megatron import run as run_module
     from grpo_megatron.parallel import mesh as mesh_module
+    from grpo_megatron.sync import attest
     from grpo_megatron.training import colocation, placement
 
     built: dict[str, Any] = {}
@@ -223,7 +224,7 @@ def train_many(raws: list[dict[str, Any]], one: Any = None) -> list[dict[str, An
         mock.patch.object(colocation, "build_engine", once("engine", colocation.build_engine)),
         mock.patch.object(placement, "build_mesh", once("mesh", placement.build_mesh)),
         mock.patch.object(run_module, "destroy_mesh", lambda: None),
-        mock.patch.object(colocation, "LENGTH", 32),  # the engine is that of the first run, and no longer
+        mock.patch.object(attest, "LENGTH", 32),  # the engine is that of the first run, and no longer
     ):
         results = [(one or _recorded)(raw) for raw in raws]
     if "engine" in built:
