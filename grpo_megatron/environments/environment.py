@@ -78,9 +78,7 @@ class Environment(ABC):
     def reset(
         self, row: Mapping[str, Any], seed: int
     ) -> list[ChatMessage] | Step | Awaitable[list[ChatMessage] | Step]:
-        """Returns the first messages, or a Step with them. `row` is the data file's. Equal `row` and `seed` give an
-        equal start.
-        """
+        """Returns the first messages, or a Step. `row`: the data file's. Equal `row` and `seed` give an equal start."""
 
     @abstractmethod
     def step(self, completion: str) -> Step | Awaitable[Step]:
@@ -193,9 +191,7 @@ def written_turn(
     finish_reason: str = "stop",
     prompt_tokens: int = 0,
 ) -> str:
-    """Writes a turn of the model for an environment with `reads_turns`. `prompt_tokens`: how many tokens stood before
-    it.
-    """
+    """Writes a turn of the model for an environment with `reads_turns`. `prompt_tokens`: those before the turn."""
     turn = {"text": text, "token_ids": [*token_ids], "tokens": [*tokens], "logprobs": [*logprobs]}
     return json.dumps({**turn, "finish_reason": finish_reason, "prompt_tokens": prompt_tokens})
 

@@ -292,9 +292,7 @@ PROTOCOLS: dict[str, tuple[Callable[..., ClientRequest], Callable[..., tuple[Jso
 
 
 def _same(message: Mapping[str, Any]) -> Json:
-    """Returns what two forms of one message share. Ids of calls, names and fields that a client adds mean nothing to
-    the model.
-    """
+    """Returns what two forms of one message share, without ids of calls, names and fields that a client adds."""
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     return {
         "role": message["role"],
@@ -325,9 +323,7 @@ class Conversation:
     num_turns: int = 0
 
     def new_part(self, question: ClientRequest) -> tuple[list[ChatMessage], TurnRequest]:
-        """Returns what the model has not seen of the question. Raises RefusedError where it does not continue the
-        conversation.
-        """
+        """Returns what is new in a question. Raises RefusedError where it does not continue the conversation."""
         request, prompt = question.request, question.request.prompt
         if not self.num_turns:
             if not question.messages and prompt is None:

@@ -92,9 +92,7 @@ class EnvironmentPool(PoolClient):
         self._processes.serve(block=False)
 
     def _submit(self, key: str, request: dict[str, Any]) -> None:
-        """Sends `request`. `start` leads a new process to the state after it, by repeating all steps, in the time of
-        all.
-        """
+        """Sends `request`. A new process gets to the state after it by `start`, with all steps and the time of all."""
         start = self._starts[key]
         num_calls = 1 + len(start["completions"])
         self._outcomes[key] = None

@@ -62,9 +62,7 @@ def function_schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 def parameters(function: Callable[..., Any], *, options: bool = False) -> list[inspect.Parameter]:
-    """Returns the parameters that the model gives, or with `options` those that the config gives. Raises ValueError:
-    *args.
-    """
+    """Returns the parameters that the model gives, or (`options`) the config. Raises ValueError: *args."""
     every = list(inspect.signature(function).parameters.values())
     if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY) for one in every):
         raise ValueError(

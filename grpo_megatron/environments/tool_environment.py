@@ -42,17 +42,13 @@ call_formats: Registry[Parser] = Registry("format of tool calls")
 
 
 def parse_calls(call_format: str, completion: str) -> Calls:
-    """Parses the calls of one turn, without what precedes the last `</think>`. Raises ValueError for an unknown format
-    only.
-    """
+    """Parses the calls of one turn behind the last `</think>`. Raises ValueError for an unknown format only."""
     return call_formats.get(call_format)(END_OF_TURN.sub("", completion.rpartition("</think>")[2]))
 
 
 @call_formats.register("hermes")
 def hermes(text: str) -> Calls:
-    """Parses any number of <tool_call>{"name": "f", "arguments": {...}}</tool_call>, anywhere, as Qwen and Hermes write
-    them.
-    """
+    """Parses any number of <tool_call>{"name": "f", "arguments": {...}}</tool_call>, anywhere (Qwen, Hermes)."""
     calls: Calls = []
     for part in text.split("<tool_call>")[1:]:
         body, closing, _ = part.partition("</tool_call>")
@@ -68,9 +64,7 @@ def hermes(text: str) -> Calls:
 
 @call_formats.register("llama3_json")
 def llama3_json(text: str) -> Calls:
-    """Parses {"name": "f", "parameters": {...}}, or several with ";" between; <|python_tag|> may precede them (Llama
-    3).
-    """
+    """Parses {"name": "f", "parameters": {...}}, or several with ";" between, also behind <|python_tag|> (Llama 3)."""
     tagged = text.lstrip().startswith(PYTHON_TAG)
     text = text.lstrip().removeprefix(PYTHON_TAG).lstrip()
     if not tagged and not (text.startswith("{") and '"name"' in text):

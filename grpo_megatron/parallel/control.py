@@ -127,9 +127,7 @@ def route(rank: int, size: int, parcels: Sequence[Parcel]) -> Hops[list[Parcel]]
 
 
 def relay_path(holder: int) -> list[int]:
-    """Lists the ranks from `holder` to rank 0: each hop clears the lowest bit that is set, so there are at most log2 n
-    hops.
-    """
+    """Lists the ranks from `holder` to rank 0: a hop clears the lowest bit that is set, so there are at most log2 n."""
     ranks = [holder]
     while ranks[-1]:
         ranks.append(ranks[-1] & (ranks[-1] - 1))
@@ -153,7 +151,7 @@ def relay(rank: int, holder: int, make: Callable[[], bytes]) -> Hops[bytes | Non
 
 
 def over(rounds: Hops[T], group: Any, first: int = 0) -> T:
-    """Collective: runs the rounds of this rank. `group` has the ranks of the world; rank 0 of the rounds is its rank
+    """Collective: runs this rank's rounds. `group` has the ranks of the world; rank 0 of the rounds is its rank
     `first`.
     """
     received: Any = None
@@ -181,7 +179,7 @@ def _swap(message: Hop, group: Any, first: int) -> Any:
 
 
 def parts_of_message(content: bytes) -> list[Tensor]:
-    """Splits a message into HEAD_BYTES with the size and the beginning of the content, then the rest, if there is one."""
+    """Splits a message: HEAD_BYTES with the size and the beginning of the content, then the rest, if any."""
     begin, rest = content[:INLINE_BYTES], content[INLINE_BYTES:]
     head = (SIZE.pack(len(content)) + begin).ljust(HEAD_BYTES, b"\0")
     return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (head, rest) if part]
@@ -264,9 +262,9 @@ def register_local_rendezvous() -> None:
 def join_default_group(backend: str, timeout: datetime.timedelta, num_rollout_ranks: int = 0) -> Any:
     """Collective: `torch.distributed.init_process_group` over the store of this world. Without RANK, a world of one.
 
-    With `num_rollout_ranks` the last so many ranks have a default group of their own, and so have the others: Megatron-
-    Core and vLLM take it for the world. Returns then a gloo group of all ranks (bridge.py), which torch.distributed
-    does not list.
+    With `num_rollout_ranks` the last so many ranks have a default group of their own, and so have the others:
+    Megatron-Core and vLLM take it for the world. Returns then a gloo group of all ranks (bridge.py), which
+    torch.distributed does not list.
     """
     env = os.environ
     if "RANK" not in env:

@@ -100,11 +100,10 @@ class Watch:
     def update(
         self, beats: Mapping[int, Beat], now: float, local: Beat | None = None, files_s: float = 0.0
     ) -> list[Beat]:
-        """Returns the last beats of the stalled ranks. `beats`: what could be read; `now`: seconds of this rank's
-        clock.
+        """Returns the last beats of the stalled ranks; `now`: seconds of this rank's clock.
 
-        `local`: the beat that this rank has written; `files_s`: the seconds of writing it and of reading all beats.
-        `files_stall_s` then says for how long the file system has stalled.
+        `beats`: what could be read. `local`: the beat that this rank has written; `files_s`: the seconds of writing it
+        and of reading all beats. `files_stall_s` then says for how long the file system has stalled.
         """
         passed = min(now - self._last, 2 * self.period_s)
         self._last = now
@@ -206,9 +205,7 @@ class MainThread:
         self._last, self._cpu = time.monotonic(), self._cpu_seconds()
 
     def look(self) -> tuple[str, bool]:
-        """Returns the place of the main thread, "function (file.py:12)", and whether it was idle at this look and since
-        the last.
-        """
+        """Returns the main thread's place, "function (file.py:12)", and whether it was idle, also since the last look."""
         now, cpu = time.monotonic(), self._cpu_seconds()
         is_busy = cpu - self._cpu > BUSY * (now - self._last)
         self._last, self._cpu = now, cpu
@@ -277,9 +274,7 @@ _report: list[Callable[[StalledRank], int]] = [_print]
 
 
 def when_stalled(report: Callable[[StalledRank], int]) -> None:
-    """Sets `report(error)`, which the heartbeat's thread calls when the run has stalled; it returns this rank's exit
-    code.
-    """
+    """Sets `report(error)`, which the heartbeat's thread calls after a stall; it returns this rank's exit code."""
     _report.append(report)
 
 
@@ -310,8 +305,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Marks the main thread as being in this phase until the block ends. All ranks enter the same phases in the
-        same order.
+        """Marks the main thread's phase until the block ends. All ranks enter the same phases in the same order.
 
         A block that raises leaves the phase as it is: the error may be reported with it.
         """

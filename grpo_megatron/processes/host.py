@@ -98,9 +98,7 @@ class Host:
             data = data[os.write(2, data[: select.PIPE_BUF]) :]
 
     def end_lost(self) -> bool:
-        """Ends the orphans of ended processes, which are children of this process now. Returns True where there were
-        any.
-        """
+        """Ends the orphans of ended processes, which are this process's children now. Returns True for any."""
         return end_adopted({guest.process.pid for guest in self._guests.values() if guest.process})
 
     def _receive(self) -> None:

@@ -101,9 +101,7 @@ def tagged_answer(text: str) -> str | None:
 
 
 def marked_text(text: str) -> str | None:
-    """Returns what stands behind the text's last mark: the line, the content of the tags or of the box. None without
-    one.
-    """
+    """Returns what stands behind the last mark: the line, the content of the tags or of the box. None without one."""
     hashes, tag, box = text.rfind("####"), text.rfind("<answer>"), box_start(text)
     last = max(hashes, tag, box)
     if last < 0:
@@ -218,9 +216,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def is_tagged(text: str) -> bool:
-    """Tells whether a text is `<think>...</think><answer>...</answer>`, each tag once, with only white space around
-    (arXiv 2501.12948, table 1).
-    """
+    """Tells whether a text is `<think>...</think><answer>...</answer>`, each tag once (arXiv 2501.12948, table 1)."""
     text = text.strip()
     if any(text.count(tag) != 1 for tag in TAGS):
         return False

@@ -139,9 +139,7 @@ def _failed(message: str, *, is_timeout: bool = False) -> RewardResult:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Returns one loop for all items: a client that an async reward has opened belongs to the loop that it was opened
-    in.
-    """
+    """Returns one loop for all items: a client of an async reward belongs to the loop that it was opened in."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     return loop

@@ -90,9 +90,7 @@ def reference(answer: str) -> Fraction | str:
 
 
 def plain(text: str) -> str:
-    """Normalizes a text for comparison: lower case, single spaces, no punctuation at the ends (unless there is nothing
-    else).
-    """
+    """Normalizes a text for comparison: lower case, single spaces, no punctuation at the ends."""
     joined = " ".join(text.split()).casefold()
     return joined.strip(OUTER) or joined
 
@@ -117,9 +115,7 @@ def holds_answer(text: str, expected: Fraction | str) -> bool:
 
 @rewards.register("graded")
 def graded_reward(completion: str, answer: str) -> dict[str, float]:
-    """Returns 1 for the marked answer, 0.5 when it stands somewhere in the text, else 0.01. "extracted": something is
-    marked.
-    """
+    """Returns 1 for the marked answer, 0.5 where it stands somewhere, else 0.01. "extracted": something is marked."""
     expected = reference(answer)
     if isinstance(expected, Fraction):
         extracted = float(marked_number(completion) is not None)

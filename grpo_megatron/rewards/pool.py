@@ -46,9 +46,7 @@ Item = RewardItem | tuple[str, str, str] | tuple[str, str, str, str]  # (reward 
 
 @dataclass
 class Worker:
-    """One process: `key` names it. `calls` are not answered yet, oldest first: (reward, items); without items: its
-    import.
-    """
+    """One process, named by `key`. `calls` without an answer, oldest first: (reward, items); without items: an import."""
 
     key: str
     calls: deque[tuple[str, list[int]]] = field(default_factory=deque)
@@ -95,8 +93,7 @@ class RewardPool(PoolClient):
         self._unloadable: dict[str, str] = {}
 
     def grade(self, items: Sequence[Item], *, quiet: bool = False) -> list[RewardResult]:
-        """Returns one result per (reward name, completion, answer), in order. The reward is NaN where the function
-        failed.
+        """Returns one result per (reward name, completion, answer), in order; NaN where the function failed.
 
         `quiet`: the caller reports failures. Raises RuntimeError when worker processes cannot start, when a reward of
         this package fails its self-test, or when the pool is closed.
@@ -107,10 +104,8 @@ class RewardPool(PoolClient):
         return self.collect(quiet=quiet)
 
     def begin(self, names: Sequence[str]) -> None:
-        """Starts a batch of items with these rewards: `submit` each item, `collect` the results. Raises as `grade`
-        does.
-
-        What an interrupted batch has left is dropped.
+        """Starts a batch: `submit` each item, `collect` the results. An interrupted batch is dropped. Raises as
+        `grade`.
         """
         self.self_test([name for name in names if name not in self._tested])
         self._begin()
@@ -125,9 +120,8 @@ class RewardPool(PoolClient):
             self._hand_out()
 
     def serve(self) -> None:
-        """Takes the results that are there and hands out further items, without waiting. Raises as `grade` does.
-
-        To be called often between `begin` and `collect`, because workers run out of items.
+        """Takes the results that are there and hands out further items, without waiting. Call it often. Raises as
+        `grade`.
         """
         if not self._is_complete():
             self._processes.serve(block=False)
@@ -145,10 +139,9 @@ class RewardPool(PoolClient):
         return results
 
     def self_test(self, names: Sequence[str] = ("gsm8k",)) -> None:
-        """Grades completions with a known reward (KNOWN_REWARDS). Raises RuntimeError for a wrong one.
+        """Grades completions with a known reward, so that a grader that calls everything right stops the run.
 
-        A grader that calls everything right, or everything wrong, stops the run here. `begin` calls this for each new
-        name.
+        `begin` calls this for each new name. Raises RuntimeError for a wrong reward.
         """
         for name in [part for reward in names for part in functions_of(reward, self._composite)]:
             known = KNOWN_REWARDS.get(name, [])
@@ -241,9 +234,7 @@ class RewardPool(PoolClient):
         self._lose(worker, name, numbers, answer)
 
     def _lose(self, worker: Worker, name: str, numbers: list[int], answer: ProcessAnswer) -> None:
-        """Handles a process that failed in a call: fails its items, or grades them one by one, and puts the others
-        back.
-        """
+        """Handles a process that failed in a call: fails its items, or grades them one by one; puts others back."""
         status: Literal["error", "timeout"] = "timeout" if answer["status"] == "timeout" else "error"
         message = f"the reward's process {answer['message']}"
         if status == "timeout":
@@ -285,8 +276,7 @@ class RewardPool(PoolClient):
 
 
 class PlannedReward:
-    """One reward as its signature describes it, planned once per batch; the module of a user's reward is not imported
-    here.
+    """One reward as its signature describes it, planned once per batch. A user's module is not imported here.
 
     `check_reward` has imported it where a run was validated. Otherwise the function is called for one item at a time,
     with all that is known of it. `seconds`: per sample, as far as known.

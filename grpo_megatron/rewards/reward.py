@@ -20,9 +20,7 @@ from grpo_megatron.registry import FactRegistry, Registry, did_you_mean
 
 
 class RewardItem(NamedTuple):
-    """One sample to grade. `name` is the reward function's. Only the columns that the function reads travel to its
-    worker.
-    """
+    """One sample to grade. `name`: of the reward function. A worker gets only the columns that the function reads."""
 
     name: str
     completion: str  # with the `<think>` that the prompt has opened, if it has
@@ -139,9 +137,7 @@ class RewardSignature:
 
 
 def read_signature(function: Callable[..., Any], *, batch: bool = False) -> RewardSignature:
-    """Reads the signature of a reward function; `batch`: one that was declared so. Raises ValueError: it reads no
-    completion.
-    """
+    """Reads a reward function's signature; `batch`: one declared so. Raises ValueError: it reads no completion."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature: only the first call can tell

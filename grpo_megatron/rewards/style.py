@@ -80,9 +80,7 @@ def language_reward(completion: str, answer: str, *, script: str | Sequence[str]
 
 
 def _words(text: str) -> Iterator[tuple[str, int]]:
-    """Yields (script, words) of each run of letters of one script. Accents and vowel signs belong to the letter before
-    them.
-    """
+    """Yields (script, words) of each run of letters of one script. Accents belong to the letter before them."""
     letters = (character for character in text if unicodedata.category(character)[0] != "M")
     for script, run in itertools.groupby(letters, _script):
         length = sum(1 for _ in run)

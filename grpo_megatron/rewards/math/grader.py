@@ -122,9 +122,7 @@ def _bounds(text: str) -> list[tuple[Any, bool]]:
 
 
 def _solutions(text: str, bounds: list[tuple[Any, bool]]) -> Any:
-    """Returns the set of numbers that a text describes by inequalities in one variable, or as intervals; None for
-    others.
-    """
+    """Returns the numbers that a text describes by inequalities in one variable, or as intervals; None for others."""
     from sympy import FiniteSet, Intersection, S, Symbol, solve_univariate_inequality
 
     if not bounds:

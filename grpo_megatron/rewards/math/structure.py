@@ -149,9 +149,7 @@ Kind = Literal["value", "list", "set", "()", "[]", "(]", "[)", "union", "matrix"
 
 @dataclass(frozen=True)
 class Node:
-    """The structure of an answer. `kind` "value" has `text`, the others have `parts`; `name` is the text before `=`; a
-    matrix has `columns`.
-    """
+    """Structure of an answer. Kind "value" has `text`, others `parts`; `name`: before `=`; a matrix has `columns`."""
 
     kind: Kind
     text: str = ""

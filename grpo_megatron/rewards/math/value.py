@@ -31,8 +31,10 @@ _HUGE = re.compile(r"[0-9]{60,}|[0-9]{4,}\s?!|[)}!]\s?!\s?!?|(?:binom|choose)[^A
 
 
 def refuses(text: str) -> bool:
-    """Tells whether a formula is kept from sympy: other characters than printable ASCII, too long or nested, towers of
-    powers, huge factorials and literals. A refused formula equals only the same string.
+    """Tells whether a formula is kept from sympy; it equals only the same string.
+
+    Refused are other characters than printable ASCII, long and deep texts, towers of powers, huge factorials and
+    literals.
     """
     if len(text) > MAX_FORMULA or not (text.isascii() and text.isprintable()):
         return True
@@ -94,9 +96,7 @@ def parsed(text: str) -> Any:
 
 
 def _differ(answer: Any, prediction: Any) -> bool:
-    """Tells whether two expressions clearly differ at one point: this settles most wrong predictions without
-    `simplify`.
-    """
+    """Tells whether two expressions differ at one point: this settles most wrong predictions without `simplify`."""
     from sympy import Expr
 
     if not (isinstance(answer, Expr) and isinstance(prediction, Expr)):
@@ -161,9 +161,7 @@ _CLOCK = re.compile(r"([0-9]{1,2}:[0-9]{2})\s?([aApP])\.?\s?[mM]\.?")
 
 
 def rational(text: str) -> Fraction | None:
-    """Returns the exact number when `text` is a plain one: an integer, a decimal, a fraction, a mixed number; else
-    None.
-    """
+    """Returns the exact number of a plain one: integer, decimal, fraction, mixed number; None for other texts."""
     if len(text) > 130:
         return None
     if _SPACED.fullmatch(text) or _GROUPED.fullmatch(text):
@@ -196,9 +194,7 @@ def _repeating(text: str) -> Fraction | None:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    r"""Splits (`text` without its unit, the unit in small letters or ""). `-\$5` -> ("-5", "$"), `5\text{ cm}^2` ->
-    ("5", "cm").
-    """
+    r"""Splits off the unit, in small letters or "". `-\$5` -> ("-5", "$"), `5\text{ cm}^2` -> ("5", "cm")."""
     plain = text.replace("\\$", "").replace("$", "")
     unit = "$" if plain != text else ""
     group = _TEXT_GROUP.fullmatch(plain)
