@@ -77,31 +77,20 @@ class Reply:
 
 # -- what the run decides ----------------------------------------------------------------------------------------------
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # field -> the values that change nothing
-    "top_p": (1,),
-    "n": (1,),
-    "best_of": (1,),
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # field -> the values that change nothing; also what else vLLM's server reads
+    **dict.fromkeys(("top_p", "n", "best_of", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "top_logprobs", "min_tokens"), (0,)),
+    **dict.fromkeys(("echo", "ignore_eos", "continue_final_message"), (False,)),
+    **dict.fromkeys(("stop_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
+    **dict.fromkeys(("seed", "functions", "allowed_token_ids", "structured_outputs", "chat_template"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex"), ()),
     "top_k": (-1, 0),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "seed": (),
-    "top_logprobs": (0,),
-    "echo": (False,),
     "suffix": ("",),
+    "add_generation_prompt": (True,),
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
     "text": ({"format": {"type": "text"}},),  # of responses
-    "functions": (),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    **dict.fromkeys(("stop_token_ids", "bad_words"), ([],)),  # and what else vLLM's server reads
-    **dict.fromkeys(("allowed_token_ids", "structured_outputs", "chat_template", "guided_json", "guided_regex"), ()),
-    "chat_template_kwargs": ({},),
 }
 WHY = {
     "n": "a trajectory is one sequence, with one answer to each request; the other samples of its group have agents of their own",

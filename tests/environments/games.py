@@ -27,10 +27,10 @@ class Guess(Environment):
     def step(self, completion: str) -> Step:
         self.guesses += 1
         metrics = {"guesses": float(self.guesses)}
-        found = re.search(r"\d+", completion)
-        if not found:
+        match = re.search(r"\d+", completion)
+        if not match:
             return Step([{"role": "user", "content": "Write a number."}], reward=0.0, metrics=metrics)
-        guess = int(found[0])
+        guess = int(match[0])
         reward = 0.1 if self.low <= guess <= self.high else 0.0
         if guess == self.secret:
             return Step([], reward=1.0, done=True, metrics=metrics)

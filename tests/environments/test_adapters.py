@@ -111,11 +111,7 @@ DYING = "import os, mcp_server as m\nm.server.tool(name='end')(lambda: os._exit(
     [
         ({"command": [sys.executable, "-c", DYING]}, "raised", "the MCP server does not answer"),
         ({"command": [sys.executable, "-c", "raise SystemExit(3)"]}, "raised", "no MCP server answers at"),
-        (
-            {"command": [sys.executable, "-c", DYING], "only": ["divide"]},
-            "raised",
-            "the server has ['end', 'multiply']",
-        ),
+        ({"command": [sys.executable, "-c", DYING], "only": ["divide"]}, "raised", "server has ['end', 'multiply']"),
     ],
 )
 def test_an_mcp_server_that_is_gone_ends_its_own_trajectory(
@@ -130,11 +126,8 @@ def test_an_mcp_server_that_is_gone_ends_its_own_trajectory(
 @pytest.mark.soak  # 8 s: imports of OpenEnv
 def test_an_openenv_server(play: Callable[..., list[Outcome]], serve: Callable[..., str]) -> None:
     """An action that is no JSON is said to the model; one that the server refuses ends the trajectory."""
-    kwargs = {
-        "url": serve(python_with("openenv.core"), OTHERS / "openenv_guess.py"),
-        "observation": "text",
-        "reset": ["number"],
-    }
+    url = serve(python_with("openenv.core"), OTHERS / "openenv_guess.py")
+    kwargs = {"url": url, "observation": "text", "reset": ["number"]}
     turns = ['I say {"number": 3}.', "nine", '{"number": 5}']
     start, low, wrong, right = steps(play("openenv_client:OpenEnv", kwargs, ROW, *turns))
     assert texts(start) == ["hello\n\nseed 7"]

@@ -98,8 +98,8 @@ def hostile() -> Iterator[tuple[EnvironmentPool, dict[str, Outcome]]]:
         outcomes = steps(pool, {act: act for act in acts})
         second = steps(pool, dict.fromkeys(neighbours, GUESSES[1]))
         for number, neighbour in enumerate(neighbours):
-            found = [one[neighbour].step for one in (first, second)]
-            assert found == played(number, GUESSES[:2]), f"{neighbour}: {first[neighbour]}, {second[neighbour]}"
+            seen = [one[neighbour].step for one in (first, second)]
+            assert seen == played(number, GUESSES[:2]), f"{neighbour}: {first[neighbour]}, {second[neighbour]}"
         yield pool, outcomes
         assert pool._processes._hosts == workers  # nothing was saved by a replay
         pool.end([*acts, *neighbours])
@@ -164,9 +164,9 @@ def test_a_turn_that_begins_while_a_new_worker_replays_the_turns_before() -> Non
         steps(pool, {"first": GUESSES[0], "last": GUESSES[0]})
         pool.step("killer", "kill the worker")
         assert pool.wait(["killer"])["killer"].status == "died"
-        found = [steps(pool, {"first": guess, "last": guess}) for guess in GUESSES[1:]]
+        outcomes = [steps(pool, {"first": guess, "last": guess}) for guess in GUESSES[1:]]
         for number, key in ((0, "first"), (2, "last")):
-            assert [one[key].step for one in found] == played(number, GUESSES)[1:]
+            assert [one[key].step for one in outcomes] == played(number, GUESSES)[1:]
 
 
 def test_what_an_environment_has_started_lives_as_long_as_its_trajectory() -> None:
@@ -190,16 +190,16 @@ def test_what_an_environment_has_started_lives_as_long_as_its_trajectory() -> No
 
 def test_generators_are_seeded_and_sets_have_one_order() -> None:
     """A trajectory draws the same numbers in another process, after any other work of the worker."""
-    drawn = []
+    runs = []
     for _ in range(2):
         with make_pool("hostile:Dice") as pool:
             for key, seed in (("a", 1), ("b", 2), ("c", 1)):
                 pool.start(key, {}, seed)
             first = pool.wait("abc")
             second = steps(pool, dict.fromkeys("cba", "roll"))
-            drawn.append({key: (first[key].step, second[key].step) for key in "abc"})
-    assert drawn[0] == drawn[1]
-    assert drawn[0]["a"] == drawn[0]["c"] != drawn[0]["b"]
+            runs.append({key: (first[key].step, second[key].step) for key in "abc"})
+    assert runs[0] == runs[1]
+    assert runs[0]["a"] == runs[0]["c"] != runs[0]["b"]
 
 
 def test_keys_can_be_used_again_and_ended_at_any_time() -> None:

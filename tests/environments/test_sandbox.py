@@ -91,8 +91,8 @@ def bombed(kind: str) -> Iterator[dict[str, Future[tuple[str, str]]]]:
     with folder_for_all() as folder, pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as threads:
         patch.setattr(tempfile, "tempdir", str(folder))
         yield {
-            name: threads.submit(run_program, code, ProgramLimits(2.0 if "2 s" in said else 60.0), kind)
-            for name, (code, said) in BOMBS.items()
+            name: threads.submit(run_program, code, ProgramLimits(2.0 if "2 s" in words else 60.0), kind)
+            for name, (code, words) in BOMBS.items()
         }
         threads.shutdown()
         assert os.listdir(folder) == []
@@ -100,9 +100,9 @@ def bombed(kind: str) -> Iterator[dict[str, Future[tuple[str, str]]]]:
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_harms_nobody(name: str, bombed: dict[str, Future[tuple[str, str]]]) -> None:
-    said = BOMBS[name][1]
+    words = BOMBS[name][1]
     text, problem = bombed[name].result()
-    assert said in text + problem if said else (text, problem) == ("done\n", "")
+    assert words in text + problem if words else (text, problem) == ("done\n", "")
 
 
 PROGRAMS = {  # code -> (printed, problem)

@@ -44,9 +44,9 @@ NONE = Call("now", {})
 )  # fmt: skip
 def test_calls(call_format: str, text: str, expected: list[Call | str]) -> None:
     """A text in `expected` is part of the error that the model is shown."""
-    found = parse_calls(call_format, text)
-    assert len(found) == len(expected), found
-    for call, wanted in zip(found, expected, strict=True):
+    calls = parse_calls(call_format, text)
+    assert len(calls) == len(expected), calls
+    for call, wanted in zip(calls, expected, strict=True):
         assert wanted in call if isinstance(wanted, str) and isinstance(call, str) else call == wanted
 
 
@@ -101,6 +101,6 @@ def test_a_missing_option_and_unknown_names() -> None:
     ],
 )
 def test_arguments_are_checked_against_the_schema(arguments: dict[str, Any], problem: str) -> None:
-    found = get_tool("tests.environments.hostile_tools:later", {}).problem(arguments)
-    assert problem in found
-    assert bool(problem) == bool(found)
+    message = get_tool("tests.environments.hostile_tools:later", {}).problem(arguments)
+    assert problem in message
+    assert bool(problem) == bool(message)

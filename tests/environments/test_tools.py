@@ -193,8 +193,8 @@ def test_search(tmp_path: Path) -> None:
     corpus.write_text("\n".join(map(json.dumps, PASSAGES)) + "\n")
     options = {"corpus": str(corpus), "top_k": 2, "max_characters": 24}
     queries = ["Where was Ada born?", "rivers", "born", "zebra", ""]
-    found = turns([call("search", query=query) for query in queries], tools=["search"], search=options)
-    assert [results(outcome)[0][1] for outcome in found] == [
+    outcomes = turns([call("search", query=query) for query in queries], tools=["search"], search=options)
+    assert [results(outcome)[0][1] for outcome in outcomes] == [
         "[1] Ada: Ada was born in Lyr\n\n[2] Bo: Bo was born in Vega.",
         "[1] Rivers carry water. Rive",
         "[1] Bo: Bo was born in Vega.\n\n[2] Ada: Ada was born in Lyr",

@@ -56,8 +56,8 @@ def first_alarm(of_rank_1: Any, *, until: float = 600.0, pauses: dict[int, float
 
 
 def test_a_silent_rank_is_found_within_a_minute() -> None:
-    found = first_alarm(lambda now: {"count": 7})
-    assert found is not None and found[1] == [1] and 45 < found[0] < 60
+    alarm = first_alarm(lambda now: {"count": 7})
+    assert alarm is not None and alarm[1] == [1] and 45 < alarm[0] < 60
 
 
 def test_an_idle_rank_is_found_within_a_minute_inside_a_step_only() -> None:
@@ -222,12 +222,12 @@ def test_a_stall_is_named_and_ends_all_ranks(run: Path, tmp_path: Path, kind: st
         timeout=600,
     )
     pid = int((tmp_path / "pid").read_text())
-    said, stacks = FOUND[kind]
+    words, stacks = FOUND[kind]
     assert result.returncode == 1, result.stderr
     assert not Path(f"/proc/{pid}").exists()
     first, *rest = result.stderr.splitlines()
     who = f"error: rank 1 (node {socket.gethostname()}, process {pid}) has stalled in phase update_actor of step 7: "
-    assert first.startswith(who) and said in first
+    assert first.startswith(who) and words in first
     assert len(rest) == 1 and rest[0].startswith("  what every rank was doing, and the stacks of its threads: ")
     folder = tmp_path / "stalls" / "001"
     assert rest[0].endswith(str(folder))

@@ -70,8 +70,8 @@ def test_a_name_that_somebody_else_has_taken_is_not_used(
         taken.touch()
     else:
         taken.mkdir()
-        own = os.getuid()
-        monkeypatch.setattr(os, "getuid", iter([own, own + 1]).__next__)
+        uid = os.getuid()
+        monkeypatch.setattr(os, "getuid", iter([uid, uid + 1]).__next__)
     folder = cache_folder()
     assert folder != taken and folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
     assert not list((tmp_path / "elsewhere").glob("*"))

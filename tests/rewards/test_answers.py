@@ -86,8 +86,8 @@ def test_no_prediction_without_a_plain_number(text: str) -> None:
 @given(st.integers(-(10**12), 10**12), st.integers(0, 6))
 def test_every_decimal_comes_back_exactly(number: int, places: int) -> None:
     value = Fraction(number, 10**places)
-    whole, rest = divmod(abs(number), 10**places)
-    text = f"{'-' if number < 0 else ''}{whole:,}" + (f".{rest:0{places}d}" if places else "")
+    integer, rest = divmod(abs(number), 10**places)
+    text = f"{'-' if number < 0 else ''}{integer:,}" + (f".{rest:0{places}d}" if places else "")
     assert marked_number(f"so it is\n#### ${text} in all") == value
     assert gsm8k_reward(f"<answer>{text}</answer>", str(value))["score"] == 1.0
     assert gsm8k_reward(rf"\boxed{{{text}}}", str(value + 1))["score"] == 0.0
@@ -152,10 +152,10 @@ def test_layouts() -> None:
         *("<think>x</think><answer>1</answer> done", "#### 1\n#### 2", "so #### 42", "#### 42\ndone", "####"),
     ):
         assert format_reward(text, "") == 0.0, text
-    whole = "<think>a</think><answer>b</answer>"
-    counts = {whole: 1.0, whole + "<answer>": 0.75, whole * 2: 0.0, "</think><answer>b": 0.5, "": 0}
+    tagged = "<think>a</think><answer>b</answer>"
+    counts = {tagged: 1.0, tagged + "<answer>": 0.75, tagged * 2: 0.0, "</think><answer>b": 0.5, "": 0}
     assert {text: tag_count_reward(text, "") for text in counts} == counts
-    assert [format_reward(whole, "", layout=name) for name in ("tagged", "hashes", "any")] == [1, 0, 1]  # type: ignore[arg-type]
+    assert [format_reward(tagged, "", layout=name) for name in ("tagged", "hashes", "any")] == [1, 0, 1]  # type: ignore[arg-type]
     thought = "<think>5 < 6}</think> So \\boxed{4}."
     texts = [thought, thought[:-2], f" {thought}", thought.replace("</think>", ""), "\\boxed{4}", f"<think>{thought}"]
     assert [format_reward(text, "", layout="boxed") for text in texts] == [1, 0, 0, 0, 0, 1]
@@ -240,8 +240,8 @@ FORMS = [
 
 
 def harness(pattern: str, select: int, completion: str, solution: str) -> float:
-    found = re.findall(pattern, completion)
-    match = found[select] if found else "[invalid]"
+    matches = re.findall(pattern, completion)
+    match = matches[select] if matches else "[invalid]"
     if isinstance(match, tuple):
         match = next(group for group in match if group)
     sides = []
@@ -260,13 +260,13 @@ def _compare(completion: str, answer: str, solution: str) -> None:
 
 
 def test_equal_completions_get_the_harness_scores() -> None:
-    draw = random.Random(0)
+    rng = random.Random(0)
     for number in range(1500):
-        answer = draw.choice([str(number), f"{number * 1000:,}", f"-{number}", f"{number}.5"])
+        answer = rng.choice([str(number), f"{number * 1000:,}", f"-{number}", f"{number}.5"])
         solution = f"It is 3 * 4 = <<3*4=12>>12.\n#### {answer}"
-        value = draw.choice([answer, answer.replace(",", ""), str(draw.randint(0, 99))])
-        form = draw.choice(FORMS)
-        text = draw.choice(["", "It is 3 * 4 = 12.\n"]) + (form % value if "%s" in form else form)
+        value = rng.choice([answer, answer.replace(",", ""), str(rng.randint(0, 99))])
+        form = rng.choice(FORMS)
+        text = rng.choice(["", "It is 3 * 4 = 12.\n"]) + (form % value if "%s" in form else form)
         _compare(text, answer, solution)
     for row in map(json.loads, (WHOLE / "gsm8k" / "test.jsonl").read_text().splitlines()):
         answer = row["answer"].rpartition("#### ")[2]

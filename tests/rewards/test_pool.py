@@ -296,13 +296,13 @@ def test_a_pool_ends_what_a_killed_run_has_left() -> None:
     with subprocess.Popen(["true"]) as owner:
         pass
     marks = f"{owner.pid}.1.x", new_mark()
-    left, kept = (subprocess.Popen(["sleep", "603"], env={MARK: mark}) for mark in marks)
+    left, living = (subprocess.Popen(["sleep", "603"], env={MARK: mark}) for mark in marks)
     try:
         RewardPool(1).close()
         assert left.wait(PATIENCE_S) == -signal.SIGKILL
-        assert kept.poll() is None
+        assert living.poll() is None
     finally:
-        for process in (left, kept):
+        for process in (left, living):
             process.kill()
             process.wait()
 

@@ -84,8 +84,8 @@ def test_steps_of_the_quickstart() -> None:
 
 def test_lines_end_behind_their_last_character() -> None:
     text = " one \n\n two</think>three"
-    found = [(text[:end][-3:], piece.strip()) for end, piece in split_steps(text)]
-    assert found == [("one", "one"), ("two", "two"), ("ree", "three")]
+    texts = [(text[:end][-3:], step.strip()) for end, step in split_steps(text)]
+    assert texts == [("one", "one"), ("two", "two"), ("ree", "three")]
 
 
 COUNTS = {200: (646, 0), 1319: (4407, 4)}  # problems -> lines with an equation, lines with a false one: see the header

@@ -89,9 +89,8 @@ def missing() -> str | None:
                 break
     if not _has_programs():
         return f"no Slurm here, and apt-get could not install {' '.join(PACKAGES)}"
-    probe = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "ip", "link", "set", "lo", "up"], capture_output=True
-    )
+    command = ["unshare", "--net", "--uts", "--mount", "ip", "link", "set", "lo", "up"]
+    probe = subprocess.run(command, capture_output=True)
     return None if probe.returncode == 0 else f"no namespaces here: {probe.stderr.decode().strip()}"
 
 
@@ -157,9 +156,8 @@ class Lab:
         for index in range(8):
             os.mknod(self.folder / "dev" / f"nvidia{index}", 0o20666, os.makedev(1, 3))  # /dev/null
         names = ",".join(self.nodes)
-        (self.folder / "gres.conf").write_text(
-            f"AutoDetect=off\nNodeName={names} Name=gpu File={self.folder}/dev/nvidia[0-7]\n"
-        )
+        gpus = f"AutoDetect=off\nNodeName={names} Name=gpu File={self.folder}/dev/nvidia[0-7]\n"
+        (self.folder / "gres.conf").write_text(gpus)
         hosts = {"localhost": "127.0.0.1", CTL: CTL_ADDRESS, **self.nodes}
         (self.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in hosts.items()))
         lines = [
@@ -195,14 +193,8 @@ class Lab:
     def _inside(self, name: str, *command: str, check: bool = True, env: dict[str, str] | None = None) -> str:
         """Run a command on a node or on the controller; returns its output."""
         enter = ["nsenter", "-t", str(self._holders[name].pid), "--net", "--uts", "--mount", f"--wdns={os.getcwd()}"]
-        done = subprocess.run(
-            [*enter, *command],
-            env={**self._env, **(env or {})},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-        )
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run([*enter, *command], env={**self._env, **(env or {})}, timeout=HANG_S, **pipes)
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
         return done.stdout.strip()
@@ -213,9 +205,9 @@ class Lab:
     def submit(self, *arguments: str, **variables: str) -> str:
         """Call sbatch; returns the job's id."""
         output = self._inside(CTL, "sbatch", *arguments, env=variables)
-        found = re.search(r"Submitted batch job (\d+)", output)
-        assert found, output
-        return found[1]
+        match = re.search(r"Submitted batch job (\d+)", output)
+        assert match, output
+        return match[1]
 
     def job(self, job: str) -> dict[str, str]:
         """Returns what scontrol shows of a job: JobState, Restarts, ExitCode, Reason, ExcNodeList, ..."""
@@ -237,19 +229,18 @@ class Lab:
 
     def ranks(self, job: str, pattern: str = "grpo_megatron") -> list[int]:
         """Process ids of a job's ranks, in the order of the ranks. Another lab of this machine may have the same job id."""
-        own = {"SLURM_JOB_ID": job, "SLURM_CONF": self._env["SLURM_CONF"]}
-        found = {}
+        variables = {"SLURM_JOB_ID": job, "SLURM_CONF": self._env["SLURM_CONF"]}
+        pids = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
-                environment = dict(
-                    item.split("=", 1) for item in (process / "environ").read_text().split("\0") if "=" in item
-                )
+                items = (process / "environ").read_text().split("\0")
+                environment = dict(item.split("=", 1) for item in items if "=" in item)
                 words = (process / "cmdline").read_text().split("\0")
             except (OSError, UnicodeDecodeError):
                 continue
-            if own.items() <= environment.items() and environment.get("RANK") and pattern in words:
-                found[int(environment["RANK"])] = int(process.name)
-        return [found[rank] for rank in sorted(found)]
+            if variables.items() <= environment.items() and environment.get("RANK") and pattern in words:
+                pids[int(environment["RANK"])] = int(process.name)
+        return [pids[rank] for rank in sorted(pids)]
 
     @staticmethod
     def until(condition: Callable[[], object], timeout_s: float = HANG_S, required: bool = True) -> None:

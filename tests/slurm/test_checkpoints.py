@@ -63,10 +63,10 @@ def checkpoints(model: Path, out: Path) -> dict[str, Any]:
     mesh.barrier()
     result["by sizes"] = Checkpoints(out, mesh, keep=None, verify="sizes").newest()
     again = Checkpoints(out, mesh, keep=1)
-    result["found"] = found = again.newest()
+    result["found"] = newest = again.newest()
     result["warnings"] = list(warnings)
-    assert found is not None
-    result["steps"] = again.load(found, policy)
+    assert newest is not None
+    result["steps"] = again.load(newest, policy)
     result["set aside"] = sorted(path.name for path in (out / "checkpoints").glob("*.damaged"))
     again.save(2, policy, config)  # keep=1: damaged checkpoints do not count
     result["kept"] = sorted(path.name for path in (out / "checkpoints").glob("step_??????"))
@@ -133,8 +133,8 @@ def test_the_newest_is_used_and_leftovers_are_removed(out: Path, result: dict[st
     folder = out / "checkpoints" / "step_000003.damaged"  # truncated: its manifest still names every file
     files = read_manifest(folder)
     assert files is not None and {"trainer.json", "state/.metadata"} <= set(files)
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert found == {*files, MANIFEST_FILE}
+    paths = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert paths == {*files, MANIFEST_FILE}
     assert json.loads((folder / "trainer.json").read_text())["step"] == 3
 
 
@@ -157,20 +157,12 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(result: dict[str, Any
 
 def test_a_request_to_one_rank_stops_all(out: Path, result: dict[str, Any]) -> None:
     """At the same step; the outcome of the last stop, by a signal, is on disk."""
-    wanted = {
-        "time": (1, "the time limit"),
-        "file": (3, "the stop file"),
-        "signal": (3, "SIGUSR1"),
-        "nothing": (0, "never"),
-    }
+    wanted = {"time": (1, "the time limit"), "file": (3, "the stop file"), "signal": (3, "SIGUSR1")}
+    wanted["nothing"] = (0, "never")
     for way, (step, reason) in wanted.items():
         assert result["stops"][way][0] == step and reason in result["stops"][way][1], way
-    assert json.loads((out / "outcome.json").read_text()) == {
-        "state": "stopped",
-        "steps_done": 3,
-        "checkpoint": str(out / "checkpoints/step_3"),
-        "exit_code": 75,
-    }
+    outcome = {"state": "stopped", "steps_done": 3, "checkpoint": str(out / "checkpoints/step_3"), "exit_code": 75}
+    assert json.loads((out / "outcome.json").read_text()) == outcome
     assert (out / "heartbeat").read_text() == "3\n"
     last = read_events(out)[-1]
     assert (last["kind"], last["step"]) == ("stopped", 3) and last["text"].startswith("stopped by ")

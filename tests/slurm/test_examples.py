@@ -71,16 +71,8 @@ def test_every_cross_check_passes_on_the_real_architecture(
 
 
 def plan_of(example: str, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    command = [
-        "train",
-        f"examples/{example}.yaml",
-        "--dry-run",
-        "--world-size",
-        "64",
-        "--gpu",
-        *(options or ("h100-80",)),
-    ]
-    main.main(command)
+    gpu = options or ("h100-80",)
+    main.main(["train", f"examples/{example}.yaml", "--dry-run", "--world-size", "64", "--gpu", *gpu])
     return capsys.readouterr().out
 
 

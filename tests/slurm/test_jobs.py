@@ -46,22 +46,18 @@ class Run:
     """One job, its output folder and its log."""
 
     def __init__(
-        self,
-        lab: Lab,
-        folder: Path,
-        raw: dict[str, Any],
-        nodes: int,
-        *,
-        name: str | None = None,
-        second: Sequence[str] = (),
-        **variables: str,
+        self, lab: Lab, folder: Path, raw: Any, nodes: int, name: str = "", second: Sequence[str] = (), **variables: str
     ) -> None:
         """`second`: options of a second component."""
         self.lab, self.out, self.log = lab, Path(raw["trainer"]["output_dir"]), folder / "job.log"
         self.allowed = folder / "allowed"
         (folder / "run.yaml").write_text(yaml.safe_dump(raw))
-        name = name or folder.name
-        options = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--job-name={name}", f"--output={self.log}"]
+        options = [
+            f"--nodes={nodes}",
+            "--ntasks-per-node=1",
+            f"--job-name={name or folder.name}",
+            f"--output={self.log}",
+        ]
         arguments = [SCRIPT, str(folder / "run.yaml"), f"trainer.output_dir={self.out}"]
         # TERM_SECONDS: no step can be finished after SIGTERM, since it waits at the gate.
         environment = {"REPO": str(ROOT), "DEVICE": "cpu", "PREFLIGHT": "0", "TERM_SECONDS": "1", **variables}
@@ -103,9 +99,8 @@ class Run:
         self.lab.restart_now(self.job)
 
 
-PATIENT = dict.fromkeys(("PREFLIGHT_PEER_SECONDS", "PREFLIGHT_RENDEZVOUS_SECONDS"), "600") | {
-    "PREFLIGHT_MINUTES": "30"
-}  # nodes wait for each other on a busy machine
+PATIENT = dict.fromkeys(("PREFLIGHT_PEER_SECONDS", "PREFLIGHT_RENDEZVOUS_SECONDS"), "600")
+PATIENT["PREFLIGHT_MINUTES"] = "30"  # nodes wait for each other on a busy machine
 
 
 def same_run(one: Path, other: Path, steps: int) -> None:

@@ -54,30 +54,23 @@ class Job:
             (folder / "bin" / name).chmod(0o755)
 
     def start(self, *arguments: str, script: str = "train_70b.sh", **variables: str) -> subprocess.Popen[str]:
+        slurm = {"JOB_ID": "7", "JOB_NODELIST": "node1,node2", "JOB_PARTITION": "lab", "NTASKS_PER_NODE": "4"}
         environment = {
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
             "HOME": str(self.folder),
             "CALLS": str(self.calls),
             "OUT": str(self.out),
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "node1,node2",
-            "SLURM_JOB_PARTITION": "lab",
-            "SLURM_NTASKS_PER_NODE": "4",
-            "SLURM_RESTART_COUNT": "0",
             "PREFLIGHT": "0",
             "DEVICE": "cpu",
             "PYTHON": "echo",
+            **{f"SLURM_{name}": value for name, value in {**slurm, "RESTART_COUNT": "0"}.items()},
             **variables,
         }
         environment = {name: value for name, value in environment.items() if value}
-        command = [
-            "bash",
-            f"slurm/{script}",
-            *(arguments or (str(self.folder / "run.yaml"), f"trainer.output_dir={self.out}")),
-        ]
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        arguments = arguments or (str(self.folder / "run.yaml"), f"trainer.output_dir={self.out}")
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        command = ["bash", f"slurm/{script}", *arguments]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
 
     def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
         process = self.start(*arguments, **variables)
@@ -203,32 +196,23 @@ def test_where_all_nodes_fail_the_infrastructure_is_named_and_no_node_excluded(j
     assert job.calls.read_text() == "requeued\n"
 
 
+SLOW = "all-reduce at 2.00 GB/s, below 20"
+
+
 @pytest.mark.parametrize(
-    ("own", "partition", "code", "words"),
+    ("first", "num_nodes", "code", "words"),
     [
-        (
-            "",
-            "node1 node2 node3 node4",
-            75,
-            "bad link between node1 and node2 (all-reduce at 2.00 GB/s, below 20); requeued",
-        ),
-        (
-            "",
-            "node1 node2 node3",
-            1,
-            "and node2 (all-reduce at 2.00 GB/s, below 20); the partition has 1 others, and 2 are",
-        ),
-        ("7 GPUs, 8 expected; ", "node1 node2 node3", 75, "bad nodes: node1; requeued without node1"),
+        ("", 4, 75, f"bad link between node1 and node2 ({SLOW}); requeued"),
+        ("", 3, 1, f"and node2 ({SLOW}); the partition has 1 others, and 2 are"),
+        ("7 GPUs, 8 expected; ", 3, 75, "bad nodes: node1; requeued without node1"),  # one end is at fault
     ],
-    ids=["requeued", "too few nodes", "one end is at fault"],
 )
-def test_of_two_nodes_a_bad_link_is_named(job: Job, own: str, partition: str, code: int, words: str) -> None:
+def test_of_two_nodes_a_bad_link_is_named(job: Job, first: str, num_nodes: int, code: int, words: str) -> None:
     """It is no fault of the infrastructure, and no fault of either node that anyone could see."""
-    slow = "all-reduce at 2.00 GB/s, below 20"
-    does = f"cd $OUT/attempts/7-0/preflight; echo '{own}link with node2: {slow}' >node1.verdict"
-    status, text = job.run(
-        PREFLIGHT="1", PREFLIGHT_DOES=f"{does}; echo 'link with node1: {slow}' >node2.verdict", PARTITION=partition
-    )
+    does = f"cd $OUT/attempts/7-0/preflight; echo '{first}link with node2: {SLOW}' >node1.verdict"
+    does += f"; echo 'link with node1: {SLOW}' >node2.verdict"
+    nodes = " ".join(f"node{number}" for number in range(1, num_nodes + 1))
+    status, text = job.run(PREFLIGHT="1", PREFLIGHT_DOES=does, PARTITION=nodes)
     assert status == code and words in text.splitlines()[-1], text
 
 
@@ -278,11 +262,8 @@ def test_imports_come_before_the_clock_and_the_facts(
     monkeypatch.setattr(preflight.importlib, "import_module", slow_import)
     monkeypatch.setattr(preflight.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(preflight.time, "sleep", lambda seconds: waited.append(now.append(now.pop() + 10.0)))
-    monkeypatch.setattr(
-        preflight,
-        "check_node",
-        lambda device: {"node": "n1", "draws": False, "first_rank": 0, "problems": [], "versions": {}},
-    )
+    facts = {"node": "n1", "draws": False, "first_rank": 0, "problems": [], "versions": {}}
+    monkeypatch.setattr(preflight, "check_node", lambda device: facts)
     monkeypatch.setattr(preflight, "NODE", "n1")
     monkeypatch.setattr(sys, "argv", ["preflight.py", str(tmp_path), "--device", "cpu"])
     assert preflight.main() == 0
@@ -303,10 +284,9 @@ def test_a_slow_link_is_named_by_its_other_end(preflight: ModuleType, monkeypatc
 def test_every_node_meets_its_neighbours_once(preflight: ModuleType) -> None:
     for nodes in range(1, 10):
         rounds = preflight.ring_rounds(nodes)
-        assert all(
-            len(set(members)) == len(members)
-            for members in ([node for pair in pairs for node in pair] for pairs in rounds)
-        )
+        for pairs in rounds:
+            members = [node for pair in pairs for node in pair]
+            assert len(set(members)) == len(members)
         met = [frozenset(pair) for pairs in rounds for pair in pairs]
         assert len(met) == len(set(met)) == {1: 0, 2: 1}.get(nodes, nodes)
 
@@ -377,9 +357,8 @@ def test_ports_are_the_same_for_an_attempt_and_others_for_the_next(job: Job) -> 
         text = job.run("examples/quickstart.yaml", DRY_RUN="1", **variables)[1]
         return int(re.findall(r"rank 0 at node1:(\d+)", text)[0])
 
-    ports = [
-        port(SLURM_JOB_ID=j, SLURM_RESTART_COUNT=r) for j, r in (("41", "0"), ("41", "0"), ("41", "1"), ("42", "0"))
-    ]
+    attempts = ("41", "0"), ("41", "0"), ("41", "1"), ("42", "0")
+    ports = [port(SLURM_JOB_ID=job_id, SLURM_RESTART_COUNT=count) for job_id, count in attempts]
     assert ports[0] == ports[1] and len(set(ports)) == 3
     assert all(20000 <= p < 30000 for p in ports)
 

@@ -125,8 +125,8 @@ class Attempt:
 def rows_of(output: Path) -> list[dict[str, Any]]:
     """Reads the rows of metrics.jsonl without times."""
     path = output / "metrics.jsonl"
-    found = read_metrics(path) if path.exists() else []
-    return [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in found]
+    rows = read_metrics(path) if path.exists() else []
+    return [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in rows]
 
 
 def run_command(raw: dict[str, Any], folder: Path, **environment: str) -> tuple[int, str, str, list[int]]:
@@ -134,14 +134,14 @@ def run_command(raw: dict[str, Any], folder: Path, **environment: str) -> tuple[
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(yaml.safe_dump(raw))
     mark = uuid.uuid4().hex
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "GRPO_DEBUG")}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "GRPO_DEBUG")}
     out, err = folder / "out.txt", folder / "err.txt"
     with out.open("w") as out_file, err.open("w") as err_file:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.soak.command", "train", str(folder / "run.yaml")],
             cwd=folder,
             env={
-                **kept,
+                **inherited,
                 "PYTHONPATH": str(ROOT),
                 "OMP_NUM_THREADS": "1",
                 "SOAK_MARK": mark,

@@ -26,8 +26,8 @@ LAST = f"checkpoints/step_{STEPS:06d}"
 
 
 def fault(name: str, point: str) -> Fault:
-    (found,) = (entry for entry in MATRIX if (entry.name, entry.point) == (name, point))
-    return found
+    (fault,) = (entry for entry in MATRIX if (entry.name, entry.point) == (name, point))
+    return fault
 
 
 @pytest.mark.soak
@@ -75,8 +75,8 @@ def test_memory_is_flat_over_300_steps_with_images(tmp_path: Path, engine: str, 
     raw["rollout"] |= {"n": 2, "engine": engine} | (
         {"engine_options": {"kv_cache_gib": 0.05}} if engine == "vllm" else {}
     )
-    for rank, (kept, num_computed) in enumerate(train_measured(raw=raw, usage=tmp_path)):
-        assert 0 < kept <= MAX_KEPT and num_computed > NUM_IMAGES if is_frozen else kept == 0
+    for rank, (stored, num_computed) in enumerate(train_measured(raw=raw, usage=tmp_path)):
+        assert 0 < stored <= MAX_KEPT and num_computed > NUM_IMAGES if is_frozen else stored == 0
         used = [json.loads(line) for line in (tmp_path / f"{rank}.jsonl").read_text().splitlines()]
         assert len(used) == 300
         growth = used[-1]["rss_kib"] - used[99]["rss_kib"]

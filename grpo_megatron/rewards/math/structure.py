@@ -19,21 +19,10 @@ from grpo_megatron.rewards.math.value import rational, same_value
 _UNICODE = {
     ord(character): latex
     for characters, latex in (
-        ("\u2212\u2013", "-"),
-        ("\u00a0\u2009\u202f", " "),
-        ("\u20ac\u00a3", "\\$"),
-        ("\u00d7", "\\times "),
-        ("\u00b7", "\\cdot "),
-        ("\u03c0", "\\pi "),
-        ("\u221e", "\\infty "),
-        ("\u00b0", "^\\circ "),
-        ("\u2264", "\\le "),
-        ("\u2265", "\\ge "),
-        ("\u222a", "\\cup "),
-        ("\u2208", "\\in "),
-        ("\u00b1", "\\pm "),
-        ("\u211d", "\\mathbb{R}"),
-        ("\u2205", "\\emptyset "),
+        *(("\u2212\u2013", "-"), ("\u00a0\u2009\u202f", " "), ("\u20ac\u00a3", "\\$"), ("\u00d7", "\\times ")),
+        *(("\u00b7", "\\cdot "), ("\u03c0", "\\pi "), ("\u221e", "\\infty "), ("\u00b0", "^\\circ ")),
+        *(("\u2264", "\\le "), ("\u2265", "\\ge "), ("\u222a", "\\cup "), ("\u2208", "\\in "), ("\u00b1", "\\pm ")),
+        *(("\u211d", "\\mathbb{R}"), ("\u2205", "\\emptyset ")),
     )
     for character in characters
 }

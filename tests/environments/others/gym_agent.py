@@ -22,8 +22,8 @@ def answer(body: dict[str, Any]) -> dict[str, Any]:
     client = OpenAI(base_url=body["policy_base_url"], api_key=body["policy_api_key"], max_retries=0)
     response = client.responses.create(model="policy", **body["responses_create_params"])
     right = response.output_text == body["expected_answer"]
-    own = {"mask_sample": False, "num_steps": 1, "_ng_rollout_index": 3}
-    return {**body, **own, "response": response.model_dump(mode="json"), "reward": float(right)}
+    extra = {"mask_sample": False, "num_steps": 1, "_ng_rollout_index": 3}
+    return {**body, **extra, "response": response.model_dump(mode="json"), "reward": float(right)}
 
 
 async def run(request: Request) -> JSONResponse:
