@@ -14,14 +14,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
 
+from grpo_megatron.config import MegatronConfig
+from grpo_megatron.device import Device
+from grpo_megatron.models.build import build_model
+from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.weights import sharded_state
 from grpo_megatron.models.weights.plain_data import read_table
-from tests import tiny, worlds
+from grpo_megatron.models.weights.stream import global_parameters, hf_weights, stage_owners, unwrapped
+from grpo_megatron.parallel.mesh import build_mesh
+from tests import tiny
 from tests.convert import folders
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.files import CONFIGS
-from tests.models.policy_ranks import build, loss
+from tests.models.policies import Layout, build, loss, stream
 from tests.tiny import make_batch, make_sequences
+from tests.worlds import ranks
 
 # ranks of a world, which are data-parallel where a layout needs fewer -> (tp, pp) -> families
 LAYOUTS = {
@@ -62,7 +72,7 @@ def test_every_layout_is_there() -> None:
 @pytest.mark.parametrize("world", [pytest.param(n, marks=[pytest.mark.soak] * (n == 16)) for n in LAYOUTS])
 def test_loads(world: int, converted: dict[str, tuple[Path, Path]]) -> None:
     tasks = [(converted[f], tp, pp, 1) for (tp, pp), families in LAYOUTS[world].items() for f in families]
-    for ((source, _), *layout), tensors in zip(tasks, worlds.run(loaded, world, tasks=tasks)[0], strict=True):
+    for ((source, _), *layout), tensors in zip(tasks, loaded(world, tasks=tasks)[0], strict=True):
         print(source.name, layout)
         same_bits(tensors_of(source), tensors)
 
@@ -74,7 +84,7 @@ def test_experts_load(tmp_path: Path) -> None:
         pairs.append((folders.write(tmp_path / name, config), tmp_path / f"{name}-megatron"))
         assert convert("to-megatron", *pairs[-1], "--quiet") == 0
     tasks = [(pair, *layout) for layout in EXPERT_LAYOUTS for pair in pairs]
-    for ((source, _), *layout), tensors in zip(tasks, worlds.run(loaded, 4, tasks=tasks)[0], strict=True):
+    for ((source, _), *layout), tensors in zip(tasks, loaded(4, tasks=tasks)[0], strict=True):
         print(source.name, layout)
         same_bits(tensors_of(source), tensors)
 
@@ -91,7 +101,7 @@ def test_training_writes_what_converts(family: str, tp: int, pp: int, dtype: str
     """A training step, with its optimizer state, converts to the tensors of the policy's own stream, bit for bit."""
     source = folders.write(tmp_path / "hf", folders.config_of(family))
     step = tmp_path / "out" / "checkpoints" / "step_000001"
-    expected = worlds.run(trained, tp * pp, folder=source, step=step, tp=tp, pp=pp, dtype=dtype)[0]
+    expected = trained(tp * pp, folder=source, step=step, tp=tp, pp=pp, dtype=dtype)[0]
     (step / "trainer.json").write_text(json.dumps({"config": {"model": {"path": str(source)}}}))
     assert convert("to-hf", step, tmp_path / "back") == 0
     same_bits(expected, tensors_of(tmp_path / "back"))
@@ -113,7 +123,7 @@ def test_training_starts_from_float16(tmp_path: Path) -> None:
     """A float16 folder is cast when read: to float32 without loss, to bfloat16 as torch rounds. (`model.dtype=float16`
     is refused: tests/test_config.py.)"""
     source = folders.write(tmp_path / "hf", folders.config_of("qwen3"), "float16")
-    weights = worlds.run(started, 1, folder=source)[0]
+    weights = started(folder=source)[0]
     for dtype, tensors in weights.items():
         same_bits({n: t.to(folders.DTYPES[dtype]) for n, t in tensors_of(source).items()}, tensors)
 
@@ -121,21 +131,13 @@ def test_training_starts_from_float16(tmp_path: Path) -> None:
 # -- what the ranks run ------------------------------------------------------------------------------------------------
 
 
+@ranks()
 def loaded(tasks: list[tuple[tuple[Path, Path], int, int, int]]) -> list[dict[str, torch.Tensor]] | None:
     """The gathered Hugging Face tensors of each ((Hugging Face folder, checkpoint), tp, pp, ep), on rank 0.
 
     The model is built and filled with NaN, then Megatron-Core's own loader loads the checkpoint, in the place and with the
     metadata of Megatron-LM's load_checkpoint.
     """
-    from megatron.core import dist_checkpointing, parallel_state
-
-    from grpo_megatron.config import MegatronConfig
-    from grpo_megatron.device import Device
-    from grpo_megatron.models.build import build_model
-    from grpo_megatron.models.families import read_architecture
-    from grpo_megatron.models.weights.stream import global_parameters, hf_weights, stage_owners, unwrapped
-    from grpo_megatron.parallel.mesh import build_mesh
-
     device, results, mesh = Device("cpu"), [], None
     for (folder, load), tp, pp, ep in tasks:
         if mesh is None or (mesh.tp, mesh.pp, mesh.ep) != (tp, pp, ep):
@@ -188,25 +190,19 @@ def assert_describes(args: Any, config: Any) -> None:
     assert args.norm_epsilon == config.layernorm_epsilon and args.swiglu == config.gated_linear_unit
 
 
+@ranks()
 def trained(folder: Path, step: Path, tp: int, pp: int, dtype: str) -> dict[str, torch.Tensor]:
     """The weights after one update. They are saved as a training checkpoint in `step`/state."""
-    import torch.distributed as dist
-
-    from grpo_megatron.models.weights import sharded_state
-
-    policy = build(folder, tp, pp, False, dtype=dtype)
+    policy = build(folder, Layout(tp * pp, tp, pp), dtype=dtype)
     policy.update(make_batch(make_sequences(), [[[0, 1], [2], [], [3, 4, 5]]]), loss)
     if policy.mesh.rank == 0:
         (step / "state").mkdir(parents=True)
     dist.barrier()
     sharded_state.save_sharded(policy, step / "state")
-    return {n: t.clone() for bucket in policy.hf_weights(1) for n, t in bucket}
+    return stream(policy)
 
 
+@ranks(1)
 def started(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """The weights at the start of training, for each `model.dtype`."""
-    out = {}
-    for dtype in ("float32", "bfloat16"):
-        policy = build(folder, 1, 1, False, dtype=dtype)
-        out[dtype] = {n: t.clone() for bucket in policy.hf_weights(1) for n, t in bucket}
-    return out
+    return {dtype: stream(build(folder, dtype=dtype)) for dtype in ("float32", "bfloat16")}

@@ -22,7 +22,8 @@ from grpo_megatron.models.weights.hf_folder import Serving, write_companions
 from tests import vision, worlds
 from tests.convert.folders import convert, put, same_bits, tensors_of
 from tests.e2e import run_ranks
-from tests.models import lora_ranks
+from tests.models.policies import LAYOUTS
+from tests.models.test_lora import bfloat16
 from tests.runs import write_rows
 
 pytestmark = pytest.mark.both_stacks
@@ -219,9 +220,7 @@ def test_adapters_with_either_form_of_names_are_read(
     put(given, {name.replace("model.language_model.layers.", names): tensor for name, tensor in wanted.items()})
     (given / "model.safetensors").rename(given / "adapter_model.safetensors")
     lora = {"rank": 3, "alpha": 5, "target_modules": ["q_proj", "up_proj"], "path": given}
-    layout = lora_ranks.LAYOUTS["TP2+SP"]
-    arguments = {"folder": model, "layout": layout, "lora": lora, "out": tmp_path / "out"}
-    worlds.run(lora_ranks.bfloat16, layout[0], **arguments)
+    bfloat16(2, folder=model, layout=LAYOUTS["TP2+SP"], lora=lora, out=tmp_path / "out")
     same_bits({name: tensor.bfloat16() for name, tensor in wanted.items()}, tensors_of(tmp_path / "out"))
     assert convert("merge", given, tmp_path / "whole", "--quiet") == 0
     merged = vision.load(tmp_path / "whole")

@@ -15,7 +15,7 @@ import torch
 
 from tests import tiny
 from tests.colocated import colocate
-from tests.models.policy_ranks import loss, share
+from tests.models.policies import loss, share
 from tests.tiny import make_batch
 
 VOCAB = 101
@@ -92,7 +92,7 @@ def cycles(
     """`num_cycles` times: sync, generate, compute the policy's logprobs of the same tokens, update."""
     from grpo_megatron.report.metrics import Metrics
 
-    _, tp, pp, sp = layout
+    _, tp, pp, sp, _ = layout
     mesh, policy, engine, colocation = build(
         folder, tp, pp, sp, rollout_tp, temperature, lr, dtype, ranks_per_node=ranks_per_node
     )
@@ -124,7 +124,7 @@ def delta_and_full(folder: Path, layout: tuple[int, int, int, bool], rollout_tp:
     from grpo_megatron.parallel.mesh import RankError
     from grpo_megatron.report.metrics import Metrics
 
-    _, tp, pp, sp = layout
+    _, tp, pp, sp, _ = layout
     mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, 1.0, lr, "bfloat16", sync="delta")
     tensors, device = colocation.weight_sync.tensors, torch.device("cpu")
     full = new_weight_sync(
@@ -167,7 +167,7 @@ def adapters(
     from grpo_megatron.parallel.mesh import RankError
     from grpo_megatron.report.metrics import Metrics
 
-    world, tp, pp, sp = layout
+    world, tp, pp, sp, _ = layout
     mesh, policy, engine, colocation = build(folder, tp, pp, sp, rollout_tp, 1.0, 1e-2, dtype, lora=lora)
     pairs, resharding = tiny.make_sequences(6), colocation.weight_sync
     rows = share(len(pairs), mesh.dp_rank, mesh.dp)

@@ -10,7 +10,7 @@ import pytest
 
 from tests import tiny, worlds
 from tests.distributed import sync_ranks
-from tests.models.policy_ranks import LAYOUTS
+from tests.models.policies import LAYOUTS
 
 # (family, training layout, rollout tp): every training layout, every rollout tp, every family
 CASES = [

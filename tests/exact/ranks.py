@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from tests.models.policy_ranks import actor, loss, world
+from tests.models.policies import actor, loss, world
 from tests.tiny import make_batch
 
 TEMPERATURE = 0.7

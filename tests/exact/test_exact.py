@@ -28,7 +28,7 @@ from grpo_megatron.starting.prepare import ArithmeticOptions, prepare_inputs
 from tests import tiny, worlds
 from tests.e2e import run_ranks
 from tests.exact import ranks
-from tests.models.policy_ranks import LAYOUTS
+from tests.models.policies import LAYOUTS
 from tests.stored import metric_rows
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from tests.gpu.building import (
     whole_batch,
     worst_angle,
 )
-from tests.models.gradients import named_gradients
+from tests.models.policies import named_gradients
 from tests.tiny import make_batch
 
 # -- layers ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from grpo_megatron.device import Device
 from grpo_megatron.models.forward import local_tokens, pack, target_share
-from tests import tiny, worlds
+from tests import tiny
+from tests.worlds import ranks
 
 
 @given(st.sampled_from([1, 2, 3, 4, 8]), st.lists(st.integers(0, 5), min_size=1, max_size=5))
@@ -75,6 +76,7 @@ def test_without_context_parallelism_there_is_no_share() -> None:
     assert one.share is None and one.packed.cu_seqlens_q_padded is None and one.tokens.numel() % 4 == 0
 
 
+@ranks(2)
 def shared() -> tuple[torch.Tensor, torch.Tensor]:
     """For y_i = w * x_i and the loss sum(c_i y_i^2): all ranks' y, and the gradient of w, summed over ranks as by DDP."""
     import torch.distributed as dist
@@ -99,6 +101,6 @@ def shared() -> tuple[torch.Tensor, torch.Tensor]:
 def test_values_are_gathered_and_gradients_add_up() -> None:
     x, c, w = torch.arange(1.0, 13.0)[[1, 2, 6, 8, 9]], torch.linspace(-1, 1, 5), torch.tensor(0.5, requires_grad=True)
     (c * (w * x) ** 2).sum().backward()
-    for y, grad in worlds.run(shared, 2):
+    for y, grad in shared():
         assert torch.equal(y, 0.5 * x)
         torch.testing.assert_close(grad, w.grad)

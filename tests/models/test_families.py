@@ -16,10 +16,11 @@ import torch
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of, hf_shapes, table_of
 from grpo_megatron.models.weights.table import expand_table
-from tests import tiny, worlds
+from tests import tiny
 from tests.files import published_config
-from tests.models import moe_ranks
+from tests.models.policies import build
 from tests.models.test_moe import MODELS
+from tests.worlds import ranks
 
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
 # With theta 5e5 and original length 8192, only wavelengths above 2048 are interpolated: this needs long sequences.
@@ -47,6 +48,13 @@ def _scaled(root: Path, name: str, rope: dict[str, Any]) -> Path:
     )
 
 
+@ranks(1)
+def logprobs(folders: list[Path], families: list[str | None]) -> list[torch.Tensor]:
+    """Log-probabilities of LONG under each model. `families`: `model.family` for each."""
+    batch = tiny.make_batch(LONG, [[list(range(len(LONG)))]])
+    return [build(f, family=family).logprobs(batch) for f, family in zip(folders, families, strict=True)]
+
+
 @pytest.mark.slow
 def test_rope_scaling_equals_transformers(tmp_path: Path) -> None:
     """Linear scaling for every family, llama3 and YaRN for some. Half the factor must give other logprobs."""
@@ -54,7 +62,7 @@ def test_rope_scaling_equals_transformers(tmp_path: Path) -> None:
     cases += [("llama2", YARN), ("qwen2", STEEP_YARN), ("mixtral", YARN)]
     folders = [_scaled(tmp_path, name, rope) for name, rope in cases]
     own = [name if name == OWN else None for name, _ in cases]
-    [results] = worlds.run(moe_ranks.logprobs, 1, folders=folders, pairs=LONG, families=own)
+    [results] = logprobs(folders=folders, families=own)
     for (name, rope), folder, got in zip(cases, folders, results, strict=True):
         halved = _with_rope(folder, {**rope, "factor": rope["factor"] / 2})
         for i, want in enumerate(tiny.transformers_logprobs(folder, LONG)):

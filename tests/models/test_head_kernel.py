@@ -7,6 +7,8 @@ of its size too small, and a sum of 37 of them that cancel differs by at most 2*
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import os
 import re
 import subprocess
@@ -14,13 +16,108 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from tests import tiny
+from grpo_megatron.models.build import vocab_parallel_logprobs
+from grpo_megatron.models.layers.spec import Kernels
+from tests import tiny, worlds
+from tests.models.policies import LAYOUTS, Layout, world
+from tests.models.test_kernels import chosen
+from tests.models.test_layouts import update
+from tests.worlds import ranks
 
 pytest.importorskip("triton", reason="Triton is not installed: the head is torch's")
+from grpo_megatron.models.layers import head_kernel
+
+HIDDEN, CHUNK, BLOCK = 16, 4, 16
+Case = tuple[str, float, int, int, str]  # type, temperature, tokens, vocabulary, outputs with a gradient
+CASES: list[Case] = [
+    ("float32", 1.0, 9, 37, "both"),  # 37 columns are 3 blocks, the last of which has 5
+    ("float32", 0.7, 5, 16, "both"),  # 1 block; on two ranks the vocabulary is cut in two halves of a block
+    ("float32", 1.0, 3, 7, "logprobs"),  # on two ranks the second has padding only
+    ("float32", 1.0, 3, 33, "entropy"),
+    ("bfloat16", 0.7, 6, 37, "both"),
+]
+
+
+def inputs(case: Case, tp: int, rank: int) -> tuple[torch.Tensor, ...]:
+    """Hidden states, this rank's rows of the padded weight, targets, upstream gradients. Padding rows are huge."""
+    dtype, _, tokens, vocabulary, _ = case
+    generator = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(tokens, HIDDEN, generator=generator).to(getattr(torch, dtype))
+    weight = torch.randn(vocabulary, HIDDEN, generator=generator) / HIDDEN**0.5
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    upstream = torch.randn(2, tokens, generator=generator)
+    padding = torch.full((-vocabulary % (8 * tp), HIDDEN), 1e4)
+    weight = torch.cat([weight, padding]).to(hidden.dtype).chunk(tp)[rank].clone()
+    return hidden.requires_grad_(), weight.requires_grad_(), targets, upstream
+
+
+def both_ways(tp: int) -> dict[tuple[Case, bool], dict[str, torch.Tensor]]:
+    """Values and gradients of every case, by torch (False) and by the kernels (True)."""
+    mesh = world(Layout(tp, tp=tp))[1]
+    out = {}
+    for case, is_fused in itertools.product(CASES, (False, True)):
+        _, temperature, _, vocabulary, which = case
+        hidden, weight, targets, upstream = inputs(case, tp, mesh.tp_rank)
+        sizes = {"vocab_size": vocabulary, "tp_rank": mesh.tp_rank, "group": mesh.tp_group, "chunk": CHUNK}
+        logprobs, entropy = vocab_parallel_logprobs(
+            hidden, weight, targets, temperature=temperature, is_fused=is_fused, **sizes
+        )
+        loss = {"logprobs": upstream[0] @ logprobs, "entropy": upstream[1] @ entropy}
+        (sum(loss.values()) if which == "both" else loss[which]).backward()
+        assert hidden.grad is not None and weight.grad is not None
+        got = {"logprobs": logprobs, "entropy": entropy, "hidden": hidden.grad, "weight": weight.grad}
+        out[case, is_fused] = {name: tensor.detach() for name, tensor in got.items()}
+    return out
+
+
+def on_logits() -> dict[str, Any]:
+    """The kernels alone: rows without a finite maximum to start from, columns of probability 0, results in bfloat16."""
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(6, 53, generator=generator)
+    logits[:, 40:] = -torch.inf  # a block and a half
+    logits[1] *= 300  # exp without the maximum subtracted would overflow
+    logits[2, :16] = -torch.inf  # a whole block, before any other
+    logits[3, 7] = torch.nan
+    columns = torch.tensor([0, 39, 17, 2, -1, 53])  # the last two belong to other ranks
+    out: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        given = logits.to(dtype)
+        statistics = head_kernel.row_statistics(given, columns, 0.7)
+        lse, entropy = statistics[0] + statistics[1].log(), statistics[1].log() - statistics[2] / statistics[1]
+        upstream = torch.randn(2, 6, generator=generator)
+        gradient = given.clone()
+        head_kernel.write_gradient(gradient, columns, lse, entropy, *upstream, 0.7)
+        out[str(dtype)] = given, columns, statistics, lse, entropy, upstream, gradient
+    return out
+
+
+@ranks(2)
+def updates(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """An update of a policy built without and with the kernels, and how often the forward kernel was called."""
+    parts = folder, tiny.make_sequences(3, longest=8), LAYOUTS["TP2+SP"], 2, True
+    plain = update(*parts)
+    with (
+        chosen(Kernels(fused_head=True)),
+        mock.patch.object(head_kernel, "row_statistics", wraps=head_kernel.row_statistics) as kernel,
+    ):
+        fused = update(*parts)
+    return plain, fused, kernel.call_count
+
+
+def main(folder: str, path: str) -> None:
+    """Triton's interpreter runs the kernels on the CPU. TRITON_INTERPRET=1 must be set before anything imports Triton, which
+    vLLM does in the fork server of tests/worlds.py. So this is a process of its own, and its ranks are forked from it."""
+    with (
+        mock.patch.object(worlds, "_context", lambda: multiprocessing.get_context("fork")),
+        mock.patch.object(head_kernel, "BLOCK", BLOCK),
+    ):
+        results = {tp: worlds.run(both_ways, tp, tp=tp) for tp in (1, 2)}
+        torch.save({"ranks": results, "updates": updates(folder=Path(folder)), "logits": on_logits()}, path)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +125,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("head")
     model, path = tiny.make_model(folder / "model", "qwen2-tied"), folder / "results.pt"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.models.head_ranks", str(model), str(path)]
+    command = [sys.executable, "-m", "tests.models.test_head_kernel", str(model), str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(path, weights_only=False)  # type: ignore[no-any-return]
@@ -108,8 +205,6 @@ def test_kernels_compile_and_pass_once_over_the_logits(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from grpo_megatron.models.layers import head_kernel
-
     itemsize = {"bf16": 2, "fp32": 4}[dtype]
     vectors = head_kernel.BLOCK // (32 * head_kernel.NUM_WARPS) * itemsize // 16  # of 16 bytes
     for kernel, stores in ((head_kernel._statistics_kernel, 0), (head_kernel._gradient_kernel, vectors)):
@@ -130,3 +225,7 @@ def test_kernels_compile_and_pass_once_over_the_logits(
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == vectors
         assert ("cvt.rn.bf16x2.f32" in ptx) == (dtype == "bf16" and stores > 0)
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == stores
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

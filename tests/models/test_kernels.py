@@ -5,8 +5,10 @@ A rank with a GPU is a `Device("cpu")` that says it is CUDA; an installed Apex i
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import sys
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -28,10 +30,46 @@ from grpo_megatron.models.layers import spec
 from grpo_megatron.models.layers.precision import hardware_problems
 from grpo_megatron.models.layers.spec import Kernels, choose_kernels, fused_without_apex, transformer_config
 from grpo_megatron.models.weights import sharded_state
-from tests import tiny, worlds
-from tests.models import engine_ranks
+from tests import tiny
+from tests.models.policies import LAYOUTS
+from tests.models.test_layouts import update
+from tests.worlds import ranks
 
 LOCAL, ENGINE = MegatronConfig(transformer_impl="local"), MegatronConfig(transformer_impl="transformer_engine")
+
+
+@contextlib.contextmanager
+def chosen(kernels: Kernels) -> Iterator[None]:
+    """Models are built with `kernels`, and with Transformer Engine's as on a GPU."""
+    config = build.transformer_config
+    is_engine = kernels.transformer_engine
+    with (
+        mock.patch.object(build, "choose_kernels", lambda *args, **options: kernels),
+        mock.patch.object(build, "transformer_config", lambda a, m, dtype, _, k: config(a, m, dtype, is_engine, k)),
+    ):
+        yield
+
+
+@ranks(1)
+def apex_gradients(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """An update without and with Apex's weight gradients, in plain torch, and how often their product was computed."""
+    calls: list[int] = []
+
+    def accumulate(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
+        """What `wgrad_gemm_accum_fp32` computes. inputs [t, in], gradient [t, out], main_grad [out, in] in float32."""
+        calls.append(1)
+        main_grad.add_(gradient.float().T @ inputs.float())
+
+    parts = folder, tiny.make_sequences(6), LAYOUTS["1"], 2, True
+    plain = update(*parts)
+    fake = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
+    with (
+        chosen(Kernels(fused_gradients=True)),
+        mock.patch.object(layers, "_grad_accum_fusion_available", True),
+        mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", fake, create=True),
+    ):
+        fused = update(*parts)
+    return plain, fused, len(calls)
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +306,7 @@ def test_the_output_head_accepts_the_engines_fusion_without_apex() -> None:
 def test_gradients_are_the_same_with_apex(tmp_path: Path) -> None:
     """Fused products of the 4 layers' 4 linear layers, in 3 micro-batches; the output head's gradient is added by DDP."""
     folder = tiny.make_model(tmp_path / "model", "qwen2-tied")
-    ((plain, fused, calls),) = worlds.run(engine_ranks.apex_gradients, 1, folder=folder, pairs=tiny.make_sequences(6))
+    ((plain, fused, calls),) = apex_gradients(folder=folder)
     assert calls == 4 * 4 * 3
     for kind in ("gradients", "weights"):
         for name, tensor in plain[kind].items():

@@ -15,25 +15,162 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests import tiny, worlds
-from tests.models import policy_ranks
-from tests.models.gradients import transformers_backward
+from grpo_megatron.algo.losses import policy_losses, total_loss
+from grpo_megatron.config import ActorConfig
+from grpo_megatron.models.layers import modules
+from tests import tiny
+from tests.models.policies import (
+    LAYOUTS,
+    Layout,
+    Tensors,
+    build,
+    close,
+    close_rows,
+    hand_built_loss,
+    local_batch,
+    loss,
+    named_gradients,
+    stream,
+    transformers_backward,
+    whole,
+)
+from tests.worlds import ranks
 
 PAIRS = tiny.make_sequences(6)
+TWO_PROMPTS = [(PAIRS[0 if row < 3 else 3][0], response) for row, (_, response) in enumerate(PAIRS)]
 EXACT = 5e-6
 UPDATED = ("qwen3", "qwen2-tied")  # q/k norms; biases, and an embedding that two pipeline stages share
 SPREAD_NORMS = "olmo2"  # q/k norms over the heads of all tensor-parallel ranks: in the layouts that differ for them
+ALL_UPDATED = (*UPDATED, SPREAD_NORMS)
 
 
 def layouts(*of_every_run: str) -> list[Any]:
     """All layouts. `make soak` has those that are not `of_every_run`."""
-    soak = [pytest.mark.soak]
-    return [pytest.param(name, marks=[] if name in of_every_run else soak) for name in policy_ranks.LAYOUTS]
+    names = (name for name in LAYOUTS if "EP" not in name)
+    return [pytest.param(name, marks=[] if name in of_every_run else [pytest.mark.soak]) for name in names]
+
+
+# -- the ranks ---------------------------------------------------------------------------------------------------------
+
+
+@ranks()
+def logprobs(folders: dict[str, Path], layout: Layout) -> Tensors:
+    """Family -> log-probabilities, in micro-batches of different sizes, one of them empty."""
+    batch = tiny.make_batch(PAIRS, [[[0, 1], [2], [], [3, 4, 5]]])
+    return {family: build(folder, layout).logprobs(batch) for family, folder in folders.items()}
+
+
+@ranks()
+def updates(folders: dict[str, Path], layout: Layout, micro: int = 2) -> dict[tuple[str, bool], dict[str, Any]]:
+    """(family, distributed optimizer?) -> what `update` gives. The passes themselves are checked in one family."""
+    first = next(iter(folders))
+    return {
+        (family, distributed): update(folder, PAIRS, layout, micro, distributed, distributed and family == first)
+        for family, folder in folders.items()
+        for distributed in (False, True)
+    }
+
+
+def update(
+    folder: Path, pairs: Any, layout: Layout, micro: int, distributed: bool, checks_passes: bool = False
+) -> dict[str, Any]:
+    """Gradients before an optimizer step and weights after it, as whole Hugging Face tensors; the gradient norm.
+
+    The batch has tokens outside the loss, and a row without a loss token. With plain DDP every rank has the whole summed
+    gradient; with the distributed optimizer only a part of it.
+    """
+    policy = build(folder, layout, megatron={"use_distributed_optimizer": distributed})
+    batch = local_batch(pairs, policy.mesh, micro, masked=True)
+    [micros] = batch.mini_batches
+    found: dict[str, Any] = {} if distributed else {"packings": both_packings(policy, micro)}
+    step = policy.optim_step
+
+    def record_and_step(*arguments: Any) -> float:
+        found["gradients"] = whole(policy, named_gradients(policy))
+        return step(*arguments)
+
+    with mock.patch.object(policy, "optim_step", record_and_step):
+        found["sums"], metrics = policy.update(batch, loss)
+    found |= {"weights": stream(policy), "norm": metrics["actor/grad_norm"]}
+    if checks_passes:
+        found["folded"] = folded(policy, local_batch(pairs, policy.mesh, micro, masked=True))
+        batch = local_batch(pairs, policy.mesh, micro, masked=True)
+        batch.mini_batches = [[[], *micros]]
+        found["without backward"] = without_backward(policy, batch)
+        found["shared prompts"] = shared_prompts(policy, micro)
+    return found
+
+
+def both_packings(policy: Any, micro: int) -> dict[bool, Tensors]:
+    """Two prompts for all rows: shares its prompts? -> the gradients, as whole Hugging Face tensors."""
+    batch, found = local_batch(TWO_PROMPTS, policy.mesh, micro, masked=True), {}
+    for batch.shares_prompts in (False, True):
+        policy.forward_backward(batch, batch.mini_batches[0], loss)
+        found[batch.shares_prompts] = whole(policy, named_gradients(policy))
+    return found
+
+
+def folded(policy: Any, batch: Any) -> dict[str, bool]:
+    """Old log-probabilities of a pass before the update, and of the update's own forward pass: are their bits the same?"""
+    (micros,) = batch.mini_batches
+    batch.old_logprobs = before = policy.logprobs(batch)
+    separate = policy.forward_backward(batch, micros, loss)
+    gradients = named_gradients(policy)
+    batch.old_logprobs = None
+    own = policy.forward_backward(batch, micros, loss)
+    gradients_equal = all(torch.equal(g, gradients[name]) for name, g in named_gradients(policy).items())
+    policy.optim_step()
+    return {
+        "step": not torch.equal(policy.logprobs(batch), before),
+        "logprobs": torch.equal(policy.from_last_stage(own.host_logprobs()), before),
+        "gradients": gradients_equal,
+        "metrics": all(torch.equal(part.total, separate.sums[name].total) for name, part in own.sums.items()),
+    }
+
+
+def without_backward(policy: Any, batch: Any) -> dict[str, bool]:
+    """The last micro-batch has no advantage, and no backward pass: do gradients, metrics, log-probabilities stay?"""
+    (micros,) = batch.mini_batches
+    batch.advantages[micros[-1]] = 0.0
+    results = []
+    for count in (0, 1):
+        passed = policy.forward_backward(batch, micros, policy_loss, count)
+        results.append((named_gradients(policy), passed.sums, policy.from_last_stage(passed.host_logprobs())))
+    (gradients, metrics, before), (fewer, same, after) = results
+    return {
+        "gradients": all(torch.equal(g, fewer[name]) for name, g in gradients.items()),
+        "metrics": all(torch.allclose(part.total, same[name].total, rtol=1e-6) for name, part in metrics.items()),
+        "counts": [part.num_tokens for part in metrics.values()] == [same[name].num_tokens for name in metrics],
+        "logprobs": torch.equal(before, after),
+    }
+
+
+def policy_loss(inputs: Any) -> Any:
+    return total_loss(inputs, ActorConfig(), policy_losses.get("vanilla"), None)
+
+
+def shared_prompts(policy: Any, micro: int) -> dict[str, float]:
+    """Two prompts for all rows: largest differences of shared prompts to plain packs, gradients relative to their tensor's."""
+    batch, results = local_batch(TWO_PROMPTS, policy.mesh, micro, masked=True), []
+    [micros] = batch.mini_batches
+    for batch.shares_prompts in (False, True):
+        with mock.patch.object(modules, "QUERY_BLOCK", 16):  # the responses are short
+            sizes = [pack.tokens.numel() for pack in policy.packs(batch, micros)]
+            before = policy.logprobs(batch)
+            policy.forward_backward(batch, micros, loss)
+        results.append((named_gradients(policy), before, sum(sizes)))
+    (gradients, plain, all_tokens), (shared, tree, fewer) = results
+    errors = [(g - shared[name]).abs().max() / g.abs().max() for name, g in gradients.items() if g.abs().max() > 0]
+    return {"gradients": max(errors).item(), "logprobs": (plain - tree).abs().max().item(), "saved": all_tokens - fewer}
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -48,42 +185,24 @@ def expected(models: dict[str, Path]) -> dict[str, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("layout", layouts("1", "TP2xPP2+SP"))
-def test_logprobs_of_every_family_equal_transformers(
-    models: dict[str, Path], expected: dict[str, list[torch.Tensor]], layout: str
-) -> None:
-    shape = policy_ranks.LAYOUTS[layout]
-    for results in worlds.run(policy_ranks.logprobs, shape[0], folders=models, pairs=PAIRS, layout=shape):
+def test_logprobs_of_every_family_equal_transformers(models: dict[str, Path], expected: Any, layout: str) -> None:
+    for results in logprobs(LAYOUTS[layout].world, folders=models, layout=LAYOUTS[layout]):
         for family, got in results.items():
-            for row, want in enumerate(expected[family]):
-                torch.testing.assert_close(got[row, : len(want)], want, rtol=0, atol=1e-5, msg=f"{family} row {row}")
-                assert (got[row, len(want) :] == 0).all()
-
-
-def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Relative to each tensor's largest entry: the relative error of an element near zero says nothing."""
-    assert got.keys() == want.keys()
-    for name in want:
-        scale = want[name].abs().max()
-        assert scale > 0, name
-        worst = ((got[name] - want[name]).abs().max() / scale).item()
-        assert worst <= tolerance, f"{name}: {worst}"
+            close_rows(got, expected[family], family)
 
 
 @pytest.fixture(scope="module")
 def alone(models: dict[str, Path]) -> dict[tuple[str, bool], dict]:
-    folders = {family: models[family] for family in (*UPDATED, SPREAD_NORMS)}
-    return worlds.run(policy_ranks.updates, 1, folders=folders, pairs=PAIRS, layout=policy_ranks.LAYOUTS["1"], micro=2)[
-        0
-    ]
+    return updates(1, folders={family: models[family] for family in ALL_UPDATED}, layout=LAYOUTS["1"])[0]
 
 
 @pytest.fixture(scope="module")
-def by_hand(models: dict[str, Path]) -> dict[str, dict[str, torch.Tensor]]:
+def by_hand(models: dict[str, Path]) -> dict[str, Tensors]:
     """The gradients by transformers in float64 and by the formulas over the loss tokens alone, one response at a time."""
     found = {}
     batch = tiny.make_batch(PAIRS, [], masked=True)
     assert 0 < int(batch.loss_mask.sum()) < int(batch.response_mask.sum())
-    for family in (*UPDATED, SPREAD_NORMS):
+    for family in ALL_UPDATED:
         model = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float64)
         for row, (prompt, response) in enumerate(PAIRS):
             in_loss = batch.loss_mask[row].nonzero().squeeze(1)
@@ -94,23 +213,19 @@ def by_hand(models: dict[str, Path]) -> dict[str, dict[str, torch.Tensor]]:
             logprobs = log_p.gather(1, torch.tensor(response)[in_loss].unsqueeze(1)).squeeze(1)
             columns = (batch.old_logprobs, batch.ref_logprobs, batch.advantages, batch.token_weights)
             old, ref, advantages, weights = (column[row][in_loss].double() for column in columns)
-            (weights * policy_ranks.hand_built_loss(logprobs, entropy, old, ref, advantages)).sum().backward()
+            (weights * hand_built_loss(logprobs, entropy, old, ref, advantages)).sum().backward()
         found[family] = {name: parameter.grad for name, parameter in model.named_parameters()}
     return found
 
 
 @pytest.fixture(scope="module")
-def with_two_prompts(models: dict[str, Path]) -> dict[str, dict[str, torch.Tensor]]:
+def with_two_prompts(models: dict[str, Path]) -> dict[str, Tensors]:
     """The gradients by transformers in float64, where all rows have one of two prompts."""
-    pairs = policy_ranks.with_two_prompts(PAIRS)
-    found = {}
-    for family in UPDATED:
-        model = transformers_backward(models[family], pairs, policy_ranks.loss, torch.float64, masked=True)
-        found[family] = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return found
+    passed = {f: transformers_backward(models[f], TWO_PROMPTS, torch.float64, masked=True) for f in UPDATED}
+    return {family: {name: p.grad for name, p in model.named_parameters()} for family, model in passed.items()}
 
 
-def shared_prompts_are_exact(packings: dict[bool, dict[str, torch.Tensor]], want: dict[str, torch.Tensor]) -> None:
+def shared_prompts_are_exact(packings: dict[bool, Tensors], want: Tensors) -> None:
     """Every element within 1e-6 of whole rows' and of float64, and the whole gradient as near to float64 as theirs."""
     plain, shared = packings[False], packings[True]
     near(shared, plain)
@@ -119,7 +234,7 @@ def shared_prompts_are_exact(packings: dict[bool, dict[str, torch.Tensor]], want
     assert 0 < errors[1] <= 1.5 * errors[0], errors
 
 
-def near(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+def near(got: Tensors, want: Tensors) -> None:
     """Every element within 1e-6; the largest is 0.2."""
     assert got.keys() >= want.keys()
     worst = {name: (got[name] - want[name]).abs().max().item() for name in want}
@@ -127,9 +242,9 @@ def near(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert max(gradient.abs().max() for gradient in want.values()) > 0.1
 
 
-@pytest.mark.parametrize("family", (*UPDATED, SPREAD_NORMS))
+@pytest.mark.parametrize("family", ALL_UPDATED)
 def test_gradients_equal_those_of_a_hand_built_loss_without_the_masked_tokens(
-    alone: dict[tuple[str, bool], dict], by_hand: dict[str, dict[str, torch.Tensor]], family: str
+    alone: Any, by_hand: dict[str, Tensors], family: str
 ) -> None:
     """Tokens outside the loss, those of observations, are read by the model alone."""
     (sums,) = alone[family, False]["sums"]
@@ -140,17 +255,12 @@ def test_gradients_equal_those_of_a_hand_built_loss_without_the_masked_tokens(
 
 @pytest.mark.parametrize("layout", layouts("PP2", "TP2xPP2+SP"))
 def test_gradients_and_weights_do_not_depend_on_the_layout(
-    models: dict[str, Path],
-    alone: dict[tuple[str, bool], dict],
-    by_hand: dict[str, dict[str, torch.Tensor]],
-    with_two_prompts: dict[str, dict[str, torch.Tensor]],
-    layout: str,
+    models: dict[str, Path], alone: Any, by_hand: Any, with_two_prompts: Any, layout: str
 ) -> None:
     """The norm too: it decides the clipping. Only the norm shows a shard that is counted twice or not at all."""
-    shape = policy_ranks.LAYOUTS[layout]
-    names = (*UPDATED, SPREAD_NORMS) if layout in ("TP2", "TP2xPP2+SP") else UPDATED
+    names = ALL_UPDATED if layout in ("TP2", "TP2xPP2+SP") else UPDATED
     folders = {family: models[family] for family in names}
-    for results in worlds.run(policy_ranks.updates, shape[0], folders=folders, pairs=PAIRS, layout=shape, micro=2):
+    for results in updates(LAYOUTS[layout].world, folders=folders, layout=LAYOUTS[layout]):
         for (family, distributed), got in results.items():
             want = alone[family, distributed]
             if not distributed:
@@ -170,16 +280,9 @@ def test_gradients_and_weights_do_not_depend_on_the_layout(
 
 @pytest.mark.parametrize("micro", [1, pytest.param(3, marks=pytest.mark.soak), 6])
 def test_micro_batches_and_packing_change_nothing(
-    models: dict[str, Path],
-    alone: dict[tuple[str, bool], dict],
-    by_hand: dict[str, dict[str, torch.Tensor]],
-    with_two_prompts: dict[str, dict[str, torch.Tensor]],
-    micro: int,
+    models: dict[str, Path], alone: Any, by_hand: Any, with_two_prompts: Any, micro: int
 ) -> None:
-    folders = {family: models[family] for family in UPDATED}
-    results = worlds.run(
-        policy_ranks.updates, 1, folders=folders, pairs=PAIRS, layout=policy_ranks.LAYOUTS["1"], micro=micro
-    )[0]
+    [results] = updates(1, folders={family: models[family] for family in UPDATED}, layout=LAYOUTS["1"], micro=micro)
     for key, got in results.items():
         near(got["gradients"], by_hand[key[0]])
         close(got["gradients"], alone[key]["gradients"], 2 * EXACT)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import worlds
+from tests.worlds import ranks
 
 N, HIDDEN, VOCAB = 11, 16, 37
 
@@ -34,6 +34,7 @@ def whole(scale: float, temperature: float) -> dict[str, torch.Tensor]:
     return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad}  # type: ignore[dict-item]
 
 
+@ranks()
 def parallel(tp: int, chunk: int, scale: float, temperature: float) -> dict[str, torch.Tensor]:
     """On `tp` ranks, each with its rows of the padded weight. Padding rows are huge, so that using one would show."""
     import torch.distributed as dist
@@ -78,7 +79,7 @@ def parallel(tp: int, chunk: int, scale: float, temperature: float) -> dict[str,
 def test_equals_the_definition(tp: int, chunk: int, scale: float, temperature: float) -> None:
     """scale 250: logits around +-1000, where exp without the maximum subtracted overflows."""
     want = whole(scale, temperature)
-    for got in worlds.run(parallel, tp, tp=tp, chunk=chunk, scale=scale, temperature=temperature):
+    for got in parallel(tp, tp=tp, chunk=chunk, scale=scale, temperature=temperature):
         tolerance = 1e-6 if scale == 1 else 1e-4  # softmax of float32 logits near 1000 is exact to 1e-4
         for name in ("logprobs", "entropy", "hidden", "weight"):
             size = max(4 * scale, want[name].abs().max().item())  # float32 logits are exact to 6e-8 of their size

@@ -14,17 +14,33 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from grpo_megatron.models.lora.merge import MERGE_ELEMENTS, merge
-from tests import tiny, worlds
+from grpo_megatron.models.lora.peft_folder import save_peft
+from grpo_megatron.models.lora.table import lora_rows
+from grpo_megatron.models.weights.hf_folder import Serving
+from grpo_megatron.models.weights.sharded_state import load_sharded, save_sharded
+from grpo_megatron.models.weights.stream import global_parameters, served
+from tests import tiny
 from tests.convert.folders import convert, same_bits, tensors_of
-from tests.models import lora_ranks
-from tests.models.gradients import transformers_backward
-from tests.models.lora_ranks import LAYOUTS, RECOMPUTE
-from tests.models.policy_ranks import loss
+from tests.models.policies import (
+    LAYOUTS,
+    RECOMPUTE,
+    Layout,
+    Tensors,
+    build,
+    close,
+    local_batch,
+    loss,
+    named_gradients,
+    stream,
+    transformers_backward,
+)
 from tests.models.test_moe import MODELS as EXPERTS
 from tests.stored import same_stored, stored
+from tests.worlds import ranks
 
 PAIRS = tiny.make_sequences(6)
 ALL = {"rank": 3, "alpha": 5.0}
@@ -42,7 +58,7 @@ CASES = {  # layout -> (family, mode, override)
     "TP2+SP": DENSE + LATENT,
     "TP2": DENSE[:3],
     "PP2": [DENSE[0], DENSE[3]],
-    "TP4+SP": [DENSE[0], DENSE[1], *WHOLE[1:]],  # 2 groups of heads
+    "TP4": [DENSE[0], DENSE[1], *WHOLE[1:]],  # 2 groups of heads
     "DP2": DENSE,
     "EP2": LATENT,
     "TP2xPP2+SP": DENSE + WHOLE,
@@ -50,6 +66,103 @@ CASES = {  # layout -> (family, mode, override)
 OFTEN = ("1", "TP2+SP", "PP2", "EP2")
 MARKS = {name: [pytest.mark.slow] for name in OFTEN}
 EVERY_LAYOUT = [pytest.param(name, marks=MARKS.get(name, [pytest.mark.soak])) for name in CASES]
+
+
+# -- the ranks ---------------------------------------------------------------------------------------------------------
+
+
+def whole_factors(policy: Any, local: Tensors) -> Tensors:
+    """Canonical factors from every rank's, of this pipeline stage's or all. Collective. Replicas must be equal."""
+    gathered: list[Any] = [None] * policy.mesh.world_size
+    dist.all_gather_object(gathered, (policy.mesh.tp_rank, local))
+    out: Tensors = {}
+    for name, row in lora_rows(policy.arch, policy.actor.lora).items():
+        shards: dict[int, torch.Tensor] = {}
+        for tp_rank, held in gathered:
+            if name in held:
+                place = tp_rank if row.split_dim is not None else 0  # a whole factor is the same on all ranks
+                assert torch.equal(shards.setdefault(place, held[name]), held[name]), f"{name} differs between replicas"
+        out.update(zip(row.hf, row.merge([shards[t] for t in sorted(shards)], policy.arch), strict=True))
+    return out
+
+
+def factors(policy: Any) -> Tensors:
+    parameters = global_parameters(policy.ddp)
+    return whole_factors(policy, {name: parameters[name].detach().clone() for name in policy.lora.rows})
+
+
+@ranks()
+def passes(
+    folders: dict[str, Path], layout: Layout, values: dict[str, Tensors], cases: list[Any]
+) -> list[dict[str, Any]]:
+    """For each (family, lora, override): what the model computes, first with initial factors, then with `values`."""
+    results = []
+    for family, lora, override in cases:
+        megatron = {"override_transformer_config": override, "use_distributed_optimizer": False}
+        policy = build(folders[family], layout, lora=lora, megatron=megatron)
+        batch, one = local_batch(PAIRS, policy.mesh), tiny.make_batch(PAIRS, [[[0, 1], [2], [], [3, 4, 5]]])
+        result: dict[str, Any] = {"initial": factors(policy), "served at first": stream(policy)}
+        result["first"] = policy.logprobs(one)
+        parameters, mesh = global_parameters(policy.ddp), policy.mesh
+        with torch.no_grad():
+            for name, row in policy.lora.rows.items():
+                parameters[name].copy_(row.shard(values[family].__getitem__, policy.arch, mesh.tp_rank, mesh.tp))
+        policy.optimizer.reload_model_params()
+        with policy.lora.reading({}):
+            result |= {"base": policy.logprobs(one), "served base": stream(policy)}
+        result |= {"logprobs": policy.logprobs(one), "served": stream(policy)}
+        policy.forward_backward(batch, batch.mini_batches[0], loss)
+        result["gradients"] = whole_factors(policy, named_gradients(policy))
+        result["trained"] = {name for name, p in policy.ddp.named_parameters() if p.requires_grad}
+        result["norm"] = policy.update(batch, loss)[1]["actor/grad_norm"]
+        results.append(result)
+    return results
+
+
+@ranks()
+def chain(folder: Path, layout: Layout, out: Path, done: int | None, count: int) -> dict[str, Any]:
+    """`count` updates, each saved as `out`/number; after the checkpoint of `done` updates, if any, which is saved again.
+
+    `done` None: nothing is loaded or saved.
+    """
+    policy = build(folder, layout, lora=SOME)
+    result: dict[str, Any] = {"initial": factors(policy), "updates": []}
+    if done:
+        load_sharded(policy, out / f"{done}" / "state", same_world=False)
+        save_sharded(policy, out / f"{done} again" / "state")
+    batch = local_batch(PAIRS, policy.mesh)
+    for number in range(count):
+        _, metrics = policy.update(batch, loss)
+        result["updates"].append({"norm": metrics["actor/grad_norm"], "factors": factors(policy)})
+        if done is not None:
+            save_sharded(policy, out / f"{done + number + 1}" / "state")
+    return result
+
+
+@ranks()
+def bfloat16(folder: Path, layout: Layout, lora: Any, out: Path) -> tuple[Tensors, dict[str, bool]]:
+    """The served weights of adapters from `lora.path`; for each adapted weight, whether the module multiplies by them.
+
+    The adapters are exported to `out`.
+    """
+    policy = build(folder, layout, lora=lora, dtype="bfloat16")
+    stored, now = (
+        policy.lora.stored(lora["path"], policy.arch, policy.mesh),
+        policy.lora.copies(),
+    )  # a reference reads them
+    assert all(torch.equal(a, b) for name, pair in now.items() for a, b in zip(pair, stored[name], strict=True))
+    save_peft(policy, folder, folder, out, Serving(end_token_ids=[2]))
+    parameters, seen = global_parameters(policy.ddp), {}
+    for name, module in policy.lora.modules.items():
+        used: list[torch.Tensor] = []
+        base = type(module).__mro__[2]
+        with mock.patch.object(base, "forward", lambda own, x, used=used: (used.append(own.weight), (x, None))[1]):
+            module(torch.zeros(1))
+        seen[name] = torch.equal(used[0], served(parameters[name])) and not torch.equal(used[0], module.weight)
+    return stream(policy), seen
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +205,7 @@ def peft_model(folder: Path, lora: dict[str, Any]) -> tuple[Any, dict[str, torch
                 parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
                 values[name.replace(".default", "")] = parameter.detach().clone()
 
-    model = transformers_backward(folder, PAIRS, loss, adapt=adapt)
+    model = transformers_backward(folder, PAIRS, adapt=adapt)
     gradients = {name.replace(".default", ""): p.grad for name, p in wrapped.named_parameters() if p.grad is not None}
     model.expected_gradients = gradients
     sums = {}
@@ -113,18 +226,14 @@ def test_values_and_gradients_equal_peft(models: dict[str, Path], expected: dict
     """The base is the files, bit for bit: at first, and without adapters. Recomputed layers have gradients on every stage."""
     cases = [(family, {**FAMILIES[family], "mode": mode}, override) for family, mode, override in CASES[layout]]
     values = {family: expected[family][1] for family in FAMILIES}
-    arguments: dict[str, Any] = {"folders": models, "pairs": PAIRS, "values": values, "cases": cases}
-    for results in worlds.run(lora_ranks.passes, LAYOUTS[layout][0], layout=LAYOUTS[layout], **arguments):
+    shape = LAYOUTS[layout]
+    for results in passes(shape.world, folders=models, layout=shape, values=values, cases=cases):
         for (family, _, _), result in zip(cases, results, strict=True):
             model, factors, sums = expected[family]
-            for row, (_, response) in enumerate(PAIRS):
-                want = model.expected_logprobs[row, : len(response)]
-                torch.testing.assert_close(result["logprobs"][row, : len(want)], want, rtol=0, atol=1e-5)
+            torch.testing.assert_close(result["logprobs"], model.expected_logprobs, rtol=0, atol=1e-5)
             gradients = model.expected_gradients
             assert gradients.keys() == factors.keys() == result["gradients"].keys() == result["initial"].keys()
-            for name, want in gradients.items():
-                error = (result["gradients"][name] - want).abs().max() / want.abs().max()
-                assert error < 1e-5, f"{family} {name}: {error:.1e}"
+            close(result["gradients"], gradients, 1e-5)
             norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
             assert result["norm"] == pytest.approx(norm, rel=1e-5)
             assert torch.equal(result["first"], result["base"]) and not torch.equal(result["logprobs"], result["base"])
@@ -159,7 +268,7 @@ def test_the_bits_of_a_merged_weight_do_not_depend_on_its_cut() -> None:
     assert torch.equal(merge(tall, a, b, 1.0)[2050:], merge(tall[2050:], a, b[2050:], 1.0))
 
 
-CHAIN = ["1", "TP2+SP", "DP2", "PP2", "TP4+SP"]
+CHAIN = ["1", "TP2+SP", "DP2", "PP2", "TP4"]
 
 
 @pytest.mark.slow
@@ -168,12 +277,10 @@ def test_a_checkpoint_of_adapters_resumes_in_other_layouts(models: dict[str, Pat
 
     The last updates must be those of one rank that is never stopped. Factors are drawn from their names: the same anywhere.
     """
-    common = {"folder": models["qwen2"], "pairs": PAIRS, "lora": SOME, "out": tmp_path}
-    [alone] = worlds.run(lora_ranks.chain, 1, layout=LAYOUTS["1"], done=None, count=len(CHAIN), **common)
+    common: dict[str, Any] = {"folder": models["qwen2"], "out": tmp_path}
+    [alone] = chain(1, layout=LAYOUTS["1"], done=None, count=len(CHAIN), **common)
     for done, layout in enumerate(CHAIN):
-        for got in worlds.run(
-            lora_ranks.chain, LAYOUTS[layout][0], layout=LAYOUTS[layout], done=done, count=1, **common
-        ):
+        for got in chain(LAYOUTS[layout].world, layout=LAYOUTS[layout], done=done, count=1, **common):
             [got_update], want = got["updates"], alone["updates"][done]
             assert done or all(torch.equal(tensor, alone["initial"][name]) for name, tensor in got["initial"].items())
             assert got_update["norm"] == pytest.approx(want["norm"], rel=1e-5)
@@ -211,8 +318,7 @@ def test_adapters_of_peft_are_imported_exported_and_merged_bit_by_bit(
     for layout in ("1", "TP2xPP2+SP"):
         out, whole = tmp_path / layout, tmp_path / f"{layout} whole"
         lora = {**SOME, "path": tmp_path / "given"}
-        arguments = {"folder": base, "layout": LAYOUTS[layout], "lora": lora, "out": out}
-        results = worlds.run(lora_ranks.bfloat16, LAYOUTS[layout][0], **arguments)
+        results = bfloat16(LAYOUTS[layout].world, folder=base, layout=LAYOUTS[layout], lora=lora, out=out)
         same_bits(given, load_file(out / "adapter_model.safetensors"))
         assert convert("merge", out, whole, "--quiet") == 0
         for weights, own in results:

@@ -10,13 +10,15 @@ import torch
 
 from grpo_megatron.models.families import architecture_of, hf_shapes
 from grpo_megatron.models.weights.stream import model_rows
-from tests import tiny, worlds
+from tests import tiny
+from tests.worlds import ranks
 
 
 def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+@ranks(1)
 def attend(length: int, heads: int) -> float:
     """How many MiB one attention over `length` tokens, forward and backward, adds to this process's peak."""
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -34,7 +36,7 @@ def attend(length: int, heads: int) -> float:
 
 def test_attention_keeps_no_scores() -> None:
     """4096^2 float32 scores of 8 heads would be 512 MiB. Queries, outputs and gradients are 4 MiB each."""
-    (added,) = worlds.run(attend, 1, length=4096, heads=8)
+    (added,) = attend(length=4096, heads=8)
     assert added < 100
 
 

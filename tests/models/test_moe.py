@@ -7,6 +7,7 @@ transformers has experts fused in memory, but writes the hub's format, one tenso
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,37 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_megatron.checks.layout import engine_expert_problems
-from grpo_megatron.config import Config
+from grpo_megatron.config import Config, RolloutConfig
 from grpo_megatron.models.families import architecture_of, read_config, table_of
+from grpo_megatron.models.weights import sharded_state
+from grpo_megatron.models.weights.stream import engine_tensors, global_parameters
 from grpo_megatron.models.weights.table import expand_table
 from grpo_megatron.planning.layout import world_problems
+from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.rollout.build import build_engine
+from grpo_megatron.rollout.engine import Request, sample_seed
 from grpo_megatron.rollout.vllm import process as vllm_process
 from grpo_megatron.rollout.vllm.process import computes_latents_on_cpu, divides_experts_on_cpu
-from tests import tiny, worlds
-from tests.models import moe_ranks
-from tests.models.gradients import transformers_backward
-from tests.models.policy_ranks import loss
-from tests.models.test_layouts import close
+from tests import tiny
+from tests.colocated import colocate
+from tests.models import policies
+from tests.models.grouped import grouped_experts
+from tests.models.policies import (
+    Layout,
+    Tensors,
+    build,
+    close,
+    close_rows,
+    local_batch,
+    loss,
+    named_gradients,
+    same,
+    stream,
+    transformers_backward,
+    whole,
+)
 from tests.runs import texts
+from tests.worlds import ranks
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -74,18 +94,97 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
     },
 }
-LAYOUTS: dict[str, moe_ranks.Layout] = {  # world, tp, pp, ep
-    "1": (1, 1, 1, 1),
-    "DP2": (2, 1, 1, 1),
-    "TP2+SP": (2, 2, 1, 1),
-    "PP2": (2, 1, 2, 1),
-    "EP2xDP2": (2, 1, 1, 2),
-    "EP2xDP4": (4, 1, 1, 2),
-    "EP2xPP2": (4, 1, 2, 2),
-}
+LAYOUTS = {
+    name: layout._replace(sp=None) for name, layout in policies.LAYOUTS.items()
+}  # Megatron-Core wants it with experts
+LAYOUTS |= {"EP2xDP2": Layout(2, ep=2, sp=None)}
 IN_THE_SOAK = ("DP2", "TP2+SP", "PP2", "EP2xPP2", "EP2xDP4")
-EVERY_LAYOUT = [pytest.param(name, marks=[pytest.mark.soak] * (name in IN_THE_SOAK)) for name in LAYOUTS]
+NAMES = ("1", "DP2", "TP2+SP", "PP2", "EP2xDP2", "EP2xDP4", "EP2xPP2")
+EVERY_LAYOUT = [pytest.param(name, marks=[pytest.mark.soak] * (name in IN_THE_SOAK)) for name in NAMES]
 PAIRS = tiny.make_sequences(6)
+
+
+# -- the ranks ---------------------------------------------------------------------------------------------------------
+
+
+@ranks()
+def everything(folders: list[Path], layout: Layout, is_grouped: bool = False) -> list[dict[str, Any]]:
+    """Per model: logprobs, the stream after loading, gradients of one backward pass, the stream after two updates."""
+    results = []
+    for folder in folders:
+        with grouped_experts(is_grouped):
+            policy = build(folder, layout)
+            batch = local_batch(PAIRS, policy.mesh)
+            result: dict[str, Any] = {"loaded": stream(policy)}
+            result["logprobs"] = policy.logprobs(tiny.make_batch(PAIRS, [[[0, 1], [2], [], [3, 4, 5]]]))
+            result["norms"] = [policy.update(batch, loss)[1]["actor/grad_norm"] for _ in range(2)]
+            result["updated"] = stream(policy)
+            policy = build(folder, layout, megatron={"use_distributed_optimizer": False})  # leaves whole gradients
+            policy.forward_backward(batch, batch.mini_batches[0], loss)
+            result["gradients"] = whole(policy, named_gradients(policy))
+            names = {name for name, _ in policy.model.named_parameters() if ".experts." in name}
+            is_in_one = [re.search(r"experts\.linear_fc[12]\.weight\d+$", name) is not None for name in names]
+            assert is_in_one == [is_grouped] * len(names), names
+            result["shapes"] = {name: tuple(p.shape) for name, p in global_parameters(policy.model).items()}
+        results.append(result)
+    return results
+
+
+@ranks()
+def streamed(folder: Path, layout: Layout) -> Tensors:
+    """The stream after loading."""
+    return stream(build(folder, layout))
+
+
+@ranks()
+def bfloat16(folder: Path, layout: Layout) -> tuple[Tensors, float]:
+    policy = build(folder, layout, dtype="bfloat16")
+    return stream(policy), policy.update(local_batch(PAIRS, policy.mesh), loss)[1]["actor/grad_norm"]
+
+
+@ranks()
+def engine_cycles(folder: Path, layout: Layout, rollout_tp: int, rollout_ep: int) -> list[float]:
+    """Twice: sync, generate, compute the policy's logprobs of the same tokens, update. The largest difference per cycle."""
+    policy = build(folder, layout, rollout_tp=rollout_tp)
+    sizes = {"tensor_model_parallel_size": rollout_tp, "expert_parallel_size": rollout_ep}
+    rollout = RolloutConfig(**sizes, engine_options={"kv_cache_gib": 0.03})
+    limits: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "eos_token_ids": [2]}
+    tensors = engine_tensors(policy.arch, rollout_tp, reads_shards=True, rollout_ep=rollout_ep)
+    engine = build_engine(rollout, folder, policy.mesh, policy.device, **limits, tensors=tensors)
+    colocation, worst = colocate(policy, engine, tensors), []
+    batch, prompts = local_batch(PAIRS, policy.mesh, micro=len(PAIRS)), [p for p, _ in tiny.make_sequences(6, seed=7)]
+    requests = [Request(tuple(p), sample_seed(1, 0, str(i), 0), max_tokens=12) for i, p in enumerate(prompts)]
+    for cycle in range(2):
+        with colocation.rollout(cycle, Metrics()):
+            completions = engine.generate(requests, cycle)
+        sampled = [(prompt, c.response_ids) for prompt, c in zip(prompts, completions, strict=True)]
+        expected = policy.logprobs(tiny.make_batch(sampled, [[list(range(len(sampled)))]]))
+        gaps = [(expected[i, : len(c.logprobs)] - torch.tensor(c.logprobs)).abs() for i, c in enumerate(completions)]
+        worst.append(torch.cat(gaps).max().item())
+        policy.update(batch, loss)
+    return worst
+
+
+@ranks()
+def checkpointed(
+    folder: Path, layout: Layout, save_to: Path | None, load_from: Path | None, is_grouped: bool = False
+) -> dict[str, Any]:
+    """Update once, or load a checkpoint of any layout; save; update once more. The streams before and after the last update."""
+    with grouped_experts(is_grouped):
+        policy = build(folder, layout)
+    batch = local_batch(PAIRS, policy.mesh)
+    if load_from is not None:
+        sharded_state.load_sharded(policy, load_from, same_world=False)
+    else:
+        policy.update(batch, loss)
+    before = stream(policy)
+    if save_to is not None:
+        sharded_state.save_sharded(policy, save_to)
+    policy.update(batch, loss)
+    return {"before": before, "after": stream(policy)}
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +200,7 @@ def expected(folders: list[Path]) -> list[list[torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def single(folders: list[Path]) -> list[dict[str, Any]]:
-    return worlds.run(moe_ranks.everything, 1, folders=folders, pairs=PAIRS, layout=LAYOUTS["1"])[0]
+    return everything(1, folders=folders, layout=LAYOUTS["1"])[0]
 
 
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
@@ -110,16 +209,12 @@ def test_every_layout_is_the_same_model(
 ) -> None:
     """Logprobs equal transformers', the stream after loading equals the files bitwise, training equals one rank's."""
     shape = LAYOUTS[layout]
-    ranks = [single]
-    if layout != "1":
-        ranks = worlds.run(moe_ranks.everything, shape[0], folders=folders, pairs=PAIRS, layout=shape)
-    for results in ranks:
+    for results in [single] if layout == "1" else everything(shape.world, folders=folders, layout=shape):
         for folder, wanted, one, got in zip(folders, expected, single, results, strict=True):
-            for row, want in enumerate(wanted):
-                torch.testing.assert_close(got["logprobs"][row, : len(want)], want, rtol=0, atol=1e-5)
+            close_rows(got["logprobs"], wanted, folder.name)
             files = load_file(folder / "model.safetensors")
             assert got["loaded"].keys() == files.keys()
-            assert all(torch.equal(got["loaded"][name], tensor) for name, tensor in files.items())
+            same(got["loaded"], files)
             close(got["gradients"], one["gradients"], 1e-5)
             close(got["updated"], one["updated"], 1e-5)
             constants = [name for name in files if name.endswith("e_score_correction_bias")]
@@ -132,19 +227,19 @@ def test_every_layout_is_the_same_model(
 def test_a_sync_takes_experts_from_the_ranks_that_have_them(folders: list[Path]) -> None:
     """Expert-parallel ranks alternate over the replicas: with EP2 x DP4 ranks 0 and 2 have the first half of the experts."""
     files = load_file(folders[0] / "model.safetensors")
-    for got in worlds.run(moe_ranks.streamed, 4, folder=folders[0], layout=LAYOUTS["EP2xDP4"]):
+    for got in streamed(4, folder=folders[0], layout=LAYOUTS["EP2xDP4"]):
         assert got.keys() == files.keys()
-        assert all(torch.equal(got[name], tensor) for name, tensor in files.items())
+        same(got, files)
 
 
 @pytest.mark.parametrize("layout", ["EP2xDP2", pytest.param("TP2+SP", marks=pytest.mark.soak)])
 def test_grouped_experts_are_the_same_model(folders: list[Path], single: list[dict[str, Any]], layout: str) -> None:
     """Transformer Engine's form (a stand-in computes its products): loaded, streamed and trained as one MLP per expert."""
-    for results in worlds.run(moe_ranks.grouped, 2, folders=folders[:1], pairs=PAIRS, layout=LAYOUTS[layout]):
+    for results in everything(2, folders=folders[:1], layout=LAYOUTS[layout], is_grouped=True):
         got, one, files = results[0], single[0], load_file(folders[0] / "model.safetensors")
-        assert all(torch.equal(got["loaded"][name], tensor) for name, tensor in files.items())
+        same(got["loaded"], files)
         arch = architecture_of(read_config(folders[0]))
-        tp, ep = LAYOUTS[layout][1], LAYOUTS[layout][3]
+        tp, ep = LAYOUTS[layout].tp, LAYOUTS[layout].ep
         rows = {row.megatron: row for row in expand_table(table_of(arch), arch)}
         experts = {name: shape for name, shape in got["shapes"].items() if ".experts." in name}
         assert len(experts) == arch.num_layers * arch.num_experts // ep * 2
@@ -165,10 +260,10 @@ def test_each_form_of_experts_reads_the_checkpoints_of_the_other(folders: list[P
         if paths[number + 1] is not None:
             paths[number + 1].mkdir()
         files = {"load_from": paths[number], "save_to": paths[number + 1]}
-        arguments = {"folder": folders[0], "pairs": PAIRS, "layout": layout, "is_grouped": number == 1, **files}
-        for got in worlds.run(moe_ranks.checkpointed, layout[0], **arguments):
+        arguments = {"folder": folders[0], "layout": layout, "is_grouped": number == 1, **files}
+        for got in checkpointed(layout.world, **arguments):
             want = before or got
-            assert all(torch.equal(got["before"][key], tensor) for key, tensor in want["before"].items())
+            same(got["before"], want["before"])
             close(got["after"], want["after"], 1e-5)
         before = got
 
@@ -176,7 +271,7 @@ def test_each_form_of_experts_reads_the_checkpoints_of_the_other(folders: list[P
 def test_gradients_equal_transformers(folders: list[Path], single: list[dict[str, Any]]) -> None:
     """The other tests compare layouts with each other. This one compares router and experts with another backward."""
     for folder, one in zip(folders, single, strict=True):
-        model = transformers_backward(folder, PAIRS, loss)
+        model = transformers_backward(folder, PAIRS)
         layer = model.model.layers[1]
         block, gradients = layer.mlp, one["gradients"]
         mixtral = "mixtral" in folder.name
@@ -194,10 +289,10 @@ def test_bfloat16_trains_and_streams_what_it_loaded(folders: list[Path]) -> None
     """Through Float16Module too. The stream after loading is the files, rounded once, and a router's bias not at all."""
     files = load_file(folders[4] / "model.safetensors")
     wanted = {n: t if n.endswith("correction_bias") else t.bfloat16() for n, t in files.items()}
-    results = worlds.run(moe_ranks.bfloat16, 2, folder=folders[4], layout=LAYOUTS["EP2xDP2"])
+    results = bfloat16(2, folder=folders[4], layout=LAYOUTS["EP2xDP2"])
     for loaded, norm in results:
         assert all(loaded[name].dtype == tensor.dtype for name, tensor in wanted.items())
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in wanted.items())
+        same(loaded, wanted)
         assert 0 < norm < 100
     assert results[0][1] == results[1][1]
 
@@ -222,7 +317,7 @@ def test_engine_agrees_after_every_sync(
         pytest.skip("the installed vLLM has no expert parallelism on the CPU")
     shape = LAYOUTS[layout]
     sizes = {"rollout_tp": rollout_tp, "rollout_ep": rollout_ep}
-    for worst in worlds.run(moe_ranks.engine_cycles, shape[0], folder=folders[model], layout=shape, **sizes):
+    for worst in engine_cycles(shape.world, folder=folders[model], layout=shape, **sizes):
         assert max(worst) <= 1e-5
 
 
@@ -233,14 +328,12 @@ def test_a_checkpoint_is_read_in_every_layout(folders: list[Path], tmp_path: Pat
     DeepSeek-V3, written with two stages: the first has no experts, and its part of the optimizer no parameters.
     """
     tmp_path.joinpath("state").mkdir()
-    kwargs: dict[str, Any] = {"folder": folders[4], "pairs": PAIRS}
-    writer = LAYOUTS["PP2"]
     path = tmp_path / "state"
-    want = worlds.run(moe_ranks.checkpointed, 2, layout=writer, save_to=path, load_from=None, **kwargs)[0]
+    want = checkpointed(2, folder=folders[4], layout=LAYOUTS["PP2"], save_to=path, load_from=None)[0]
     for name in ("1", "TP2+SP", "PP2", "EP2xDP2"):
         shape = LAYOUTS[name]
-        for got in worlds.run(moe_ranks.checkpointed, shape[0], layout=shape, save_to=None, load_from=path, **kwargs):
-            assert all(torch.equal(got["before"][key], tensor) for key, tensor in want["before"].items())
+        for got in checkpointed(shape.world, folder=folders[4], layout=shape, save_to=None, load_from=path):
+            same(got["before"], want["before"])
             close(got["after"], want["after"], 1e-5)
 
 

@@ -14,15 +14,18 @@ from unittest import mock
 import pytest
 import torch
 
-from grpo_megatron.config import RolloutConfig
+from grpo_megatron.config import Config, RolloutConfig
 from grpo_megatron.device import Device
-from grpo_megatron.models.optimizer import HostBuffer, OffloadedTensors
+from grpo_megatron.models.optimizer import HostBuffer, OffloadedTensors, state_tensors
+from grpo_megatron.models.policy import Reference
+from grpo_megatron.models.weights import sharded_state
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.vllm.arguments import VllmOptions, runner_environment, vllm_arguments
 from grpo_megatron.rollout.vllm.engine import VllmEngine
-from grpo_megatron.training.colocation import Colocation
-from tests import tiny, worlds
-from tests.models import policy_ranks
+from grpo_megatron.training import colocation
+from tests import tiny
+from tests.models.policies import LAYOUTS, build, loss, same, share, stream
+from tests.worlds import ranks
 
 
 @pytest.mark.parametrize("block", [HostBuffer.BLOCK, 8])
@@ -63,29 +66,29 @@ def test_the_buffer_has_powers_of_two_and_loses_less_than_a_mebibyte(size: int) 
     assert 0 <= sum(map(len, buffer.blocks)) - size < HostBuffer.SMALLEST
 
 
+@ranks(2)
 def trained(folder: Path, dtype: str, distributed: bool) -> dict[str, Any]:
     """Weights after three updates, with and without offloading between them, and the offloaded bytes."""
     out: dict[str, Any] = {}
     for offload in (False, True):
         megatron = {"offload_optimizer": offload, "use_distributed_optimizer": distributed}
-        policy = policy_ranks.build(folder, 1, 1, False, dtype=dtype, megatron=megatron, optim={"lr": 1e-3})
-        batch = tiny.make_batch(tiny.make_sequences(6), [[[0, 1, 2]]], policy_ranks.share(6, policy.mesh.dp_rank, 2))
+        policy = build(folder, LAYOUTS["1"], dtype=dtype, megatron=megatron, optim={"lr": 1e-3})
+        batch = tiny.make_batch(tiny.make_sequences(6), [[[0, 1, 2]]], share(6, policy.mesh.dp_rank, 2))
         for _ in range(3):
-            policy.update(batch, policy_ranks.loss)
+            policy.update(batch, loss)
             gradients = policy.ddp.buffers[0].grad_data.untyped_storage()
             before = gradients.nbytes()
             policy.offload()
             out["offloaded bytes"] = policy._offloaded.num_bytes
             assert gradients.nbytes() == (0 if offload else before)
-            copies = next(policy.ddp.modules())._fp8_workspaces = {
-                "weight": torch.ones(1)
-            }  # as Transformer Engine's layers have
+            copies = {"weight": torch.ones(1)}  # as Transformer Engine's layers have
+            next(policy.ddp.modules())._fp8_workspaces = copies
             out[f"logprobs {offload}"] = policy.logprobs(batch)
             assert not copies, "the FP8 copies of weights are freed after each pass"
             list(policy.hf_weights(1))
             policy.onload()
             assert gradients.nbytes() == before
-        out[f"weights {offload}"] = policy_ranks.stream(policy)
+        out[f"weights {offload}"] = stream(policy)
     out["parameters"] = sum(p.numel() for p in policy.ddp.parameters())
     out["reference"] = referred(folder, policy, batch)
     return out
@@ -93,8 +96,6 @@ def trained(folder: Path, dtype: str, distributed: bool) -> dict[str, Any]:
 
 def referred(folder: Path, policy: Any, batch: Any) -> dict[str, Any]:
     """An offloaded reference gives the same logprobs as one on the device, before and after `copy_from`."""
-    from grpo_megatron.models.policy import Reference
-
     out = []
     for offload in (False, True):
         megatron = policy.actor.megatron.model_copy(update={"offload_reference": offload})
@@ -118,9 +119,9 @@ def referred(folder: Path, policy: Any, batch: Any) -> dict[str, Any]:
 def test_offloading_changes_no_bit_of_the_training(tmp_path: Path, dtype: str, distributed: bool) -> None:
     """Per parameter, float32 has two moments and bfloat16 also a float32 copy. The distributed optimizer halves each."""
     folder = tiny.make_model(tmp_path / "model", "qwen2")
-    for result in worlds.run(trained, 2, folder=folder, dtype=dtype, distributed=distributed):
+    for result in trained(folder=folder, dtype=dtype, distributed=distributed):
         without, with_offload = result["weights False"], result["weights True"]
-        assert all(torch.equal(without[name], with_offload[name]) for name in without)
+        same(with_offload, without)
         assert torch.equal(result["logprobs False"], result["logprobs True"])
         numbers = (2 if dtype == "float32" else 3) * (0.5 if distributed else 1.0) * result["parameters"]
         assert result["offloaded bytes"] == pytest.approx(4 * numbers, rel=0.02)
@@ -132,20 +133,16 @@ def test_offloading_changes_no_bit_of_the_training(tmp_path: Path, dtype: str, d
         }
 
 
+@ranks(1)
 def started(folder: Path) -> list[dict[str, Any]]:
     """Bytes on the device when the engine is constructed, and weights after two updates, with a checkpoint in between.
 
     Three policies: not beside an engine and not saved; beside one without, and with, `offload_optimizer`.
     """
-    from grpo_megatron.config import Config
-    from grpo_megatron.models.optimizer import state_tensors
-    from grpo_megatron.models.weights import sharded_state
-    from grpo_megatron.training import colocation
-
     out = []
     for beside_engine, offload in ((False, False), (True, False), (True, True)):
         megatron = {"offload_optimizer": offload}
-        policy = policy_ranks.build(folder, 1, 1, False, dtype="bfloat16", megatron=megatron, optim={"lr": 1e-3})
+        policy = build(folder, LAYOUTS["1"], dtype="bfloat16", megatron=megatron, optim={"lr": 1e-3})
         held: dict[str, Any] = {}
 
         def construct(*arguments: Any, policy: Any = policy, held: dict[str, Any] = held) -> Any:
@@ -161,11 +158,11 @@ def started(folder: Path) -> list[dict[str, Any]]:
             with mock.patch.object(colocation, "build_rollout_engine", construct):
                 colocation.build_colocation(config, SimpleNamespace(), policy)  # type: ignore[arg-type]
         batch = tiny.make_batch(tiny.make_sequences(6), [[[0, 1, 2]]])
-        policy.update(batch, policy_ranks.loss)
+        policy.update(batch, loss)
         if beside_engine:
             sharded_state.save_sharded(policy, folder.parent / f"checkpoint {offload}")
-        policy.update(batch, policy_ranks.loss)
-        held["trained"] = policy_ranks.stream(policy)
+        policy.update(batch, loss)
+        held["trained"] = stream(policy)
         held["parameters"] = sum(p.numel() for p in policy.ddp.parameters())
         out.append(held)
     return out
@@ -176,7 +173,7 @@ def test_the_engine_is_constructed_while_only_weights_are_on_the_device(tmp_path
 
     Without `offload_optimizer` everything is still there: 4 bytes of gradients and 12 of optimizer per parameter.
     """
-    (results,) = worlds.run(started, 1, folder=tiny.make_model(tmp_path / "model", "qwen2"))
+    (results,) = started(folder=tiny.make_model(tmp_path / "model", "qwen2"))
     plain, without, with_offload = results
     numbers = plain["parameters"]
     assert (with_offload["gradients"], with_offload["optimizer"]) == (0, 0)
@@ -185,7 +182,7 @@ def test_the_engine_is_constructed_while_only_weights_are_on_the_device(tmp_path
     assert with_offload["weights"] == without["weights"] == 2 * numbers
     assert (without["slept"], with_offload["slept"]) == (False, True)
     for other in (without, with_offload):
-        assert all(torch.equal(plain["trained"][name], other["trained"][name]) for name in plain["trained"])
+        same(other["trained"], plain["trained"])
 
 
 class Recorder:
@@ -206,12 +203,12 @@ def test_the_order_frees_memory_before_it_is_needed() -> None:
     policy: Any = Recorder("policy", calls, arch=SimpleNamespace(vocab_size=50), device=device)
     engine: Any = Recorder("engine", calls)
     nothing: Any = SimpleNamespace()
-    colocation = Colocation(policy, engine, nothing, probe=nothing, provenance=nothing)
-    colocation._sync = lambda *args: calls.append("sync")  # type: ignore[method-assign,assignment,func-returns-value]
-    colocation._probe = lambda *args: calls.append("probe")  # type: ignore[method-assign,assignment,func-returns-value]
+    beside = colocation.Colocation(policy, engine, nothing, probe=nothing, provenance=nothing)
+    beside._sync = lambda *args: calls.append("sync")  # type: ignore[method-assign,assignment,func-returns-value]
+    beside._probe = lambda *args: calls.append("probe")  # type: ignore[method-assign,assignment,func-returns-value]
     assert calls == ["engine.sleep"]  # at construction: a warmup trains before the first rollout
     calls.clear()
-    with contextlib.suppress(KeyError), colocation.rollout(0, Metrics()):
+    with contextlib.suppress(KeyError), beside.rollout(0, Metrics()):
         calls.append("generate")
     assert calls == [
         *("policy.offload", "device.empty_cache", "engine.wake_weights", "sync"),
@@ -225,15 +222,8 @@ def test_the_engine_sleeps_and_wakes_in_halves(level: int) -> None:
     """The calls to vLLM on a GPU, weights first. An engine that slept has no version, at either level."""
     calls: list[tuple[str, Any]] = []
     engine = VllmEngine.__new__(VllmEngine)
-    engine.__dict__.update(
-        _can_sleep=True,
-        _sleep_level=level,
-        _asleep=set(),
-        _version=3,
-        _device=SimpleNamespace(is_cuda=True),
-        _broken=None,
-        _queue=[],
-    )
+    state = {"_can_sleep": True, "_sleep_level": level, "_asleep": set(), "_version": 3, "_broken": None, "_queue": []}
+    engine.__dict__.update(state, _device=SimpleNamespace(is_cuda=True))
     engine._llm = SimpleNamespace(
         sleep=lambda level: calls.append(("sleep", level)), wake_up=lambda tags: calls.append(("wake", tags))
     )

@@ -3,19 +3,62 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests import tiny, worlds
+from grpo_megatron.config import RewardModelConfig, ScoringModel
+from grpo_megatron.device import Device
+from grpo_megatron.models.heads.reward_folder import read_reward_folder
+from grpo_megatron.models.heads.scalar import FrozenScalar, ScalarReader, last_token
+from grpo_megatron.models.weights.sharded_state import save_sharded
+from grpo_megatron.models.weights.stream import unwrapped
+from grpo_megatron.parallel.exchange import gather_groups
+from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.training.reward_model import (
+    FrozenReward,
+    LearningReward,
+    PreferencePair,
+    Scorer,
+    pair_batch,
+    pair_loss,
+    update_pairs,
+)
+from grpo_megatron.types import Prompt, Sample
+from tests import tiny
 from tests.convert.folders import convert, same_bits, tensors_of
-from tests.models import policy_ranks
-from tests.models import reward_ranks as reward
-from tests.models.test_layouts import close
+from tests.models.policies import (
+    LAYOUTS,
+    OPTIM,
+    Layout,
+    actor,
+    close,
+    named_gradients,
+    same,
+    scalar,
+    stream,
+    whole_scalar,
+    world,
+)
+from tests.worlds import ranks
 
-PAIRS = reward.make_pairs()
+
+def make_pairs(count: int = 5, *, seed: int = 0) -> Any:
+    """Pairs of various lengths: each prompt of `tiny.make_sequences` with its own and another prompt's response."""
+    drawn = tiny.make_sequences(2 * count, seed=seed)
+    pairs = []
+    for (prompt, chosen), (_, rejected) in zip(drawn[:count], drawn[count:], strict=True):
+        both = [torch.tensor([*prompt, *response], dtype=torch.int32) for response in (chosen, rejected)]
+        pairs.append(PreferencePair(len(prompt), *both))
+    return pairs
+
+
+PAIRS = make_pairs()
+CHOSEN = [(p.chosen[: p.prompt_length].tolist(), p.chosen[p.prompt_length :].tolist()) for p in PAIRS]
 PAD = 99
 SEQUENCES = [*tiny.make_sequences(5), ([5, 6], [7, PAD, 8, PAD, PAD])]  # the last is read at the 8
 CLASSIFIERS: dict[str, dict[str, Any]] = {
@@ -29,6 +72,109 @@ CLASSIFIERS: dict[str, dict[str, Any]] = {
 def make_classifier(folder: Path, family: str, **changes: Any) -> Path:
     """A random *ForSequenceClassification of transformers' own, norms and biases perturbed as in `tiny`."""
     return tiny.make_classifier(folder, "Sequence", family, seed=1, **changes)
+
+
+# -- the ranks ---------------------------------------------------------------------------------------------------------
+
+
+def build(folder: Path, layout: Layout, **options: Any) -> Any:
+    """A reward model that learns."""
+    return scalar(folder, "outcome", layout, places=last_token(read_reward_folder(folder)), **options)
+
+
+def frozen(folder: Path, layout: Layout, kind: Any = "outcome") -> Any:
+    """A model that is not trained. Its weights are on the host before and after each batch."""
+    device, mesh = world(layout)
+    limits = actor(layout, megatron={"offload_reference": True}, ppo_max_token_len_per_gpu=120)
+    model = FrozenScalar(read_reward_folder(folder, kind), "float32", limits, mesh, device)
+
+    def check(forward: Any) -> Any:
+        def checked(*args: Any) -> Any:
+            assert all(p.untyped_storage().nbytes() == 0 for p in model.model.parameters() if p.numel() > 1)
+            out = forward(*args)
+            assert all(p.untyped_storage().nbytes() == 0 for p in model.model.parameters() if p.numel() > 1)
+            return out
+
+        return checked
+
+    model.forward_batch = check(model.forward_batch)
+    return model
+
+
+@ranks()
+def scores(
+    folders: dict[str, Path], sequences: Any, layout: Layout, steps: dict[str, Path] | None = None, ends: Any = None
+) -> dict[str, torch.Tensor]:
+    """Family -> scores, in micro-batches of different sizes, one of them empty. `steps`: folders of process reward models."""
+    batch = tiny.make_batch(sequences, [[[0, 1], [2], [], [3, 4, 5]]])
+    out = {family: build(folder, layout).numbers(batch)[:, 0] for family, folder in folders.items()}
+    out |= {f"frozen {family}": frozen(folder, layout).numbers(batch)[:, 0] for family, folder in folders.items()}
+    places = [[batch.prompt_lengths[row] + end for end in of_row] for row, of_row in enumerate(ends or ())]
+    return out | {
+        name: frozen(folder, layout, "process").numbers(batch, places) for name, folder in (steps or {}).items()
+    }
+
+
+@ranks()
+def update(folder: Path, layout: Layout) -> dict[str, Any]:
+    """Whole gradients of one backward pass. Then, with the distributed optimizer, metrics and weights of an update."""
+    model = build(folder, layout, megatron={"use_distributed_optimizer": False})  # leaves whole gradients on every rank
+    batch = pair_batch(PAIRS, model.actor, model.mesh.dp_rank, model.mesh.dp)
+    model.forward_backward(batch, batch.mini_batches[0], pair_loss(len(PAIRS)))
+    gradients = whole_scalar(model, named_gradients(model))
+    model = build(folder, layout)
+    metrics = update_pairs(model, batch, len(PAIRS))
+    return {"gradients": gradients, "metrics": metrics, "weights": stream(model)}
+
+
+@ranks()
+def saved(folder: Path, layout: Layout, target: Path, dtype: str = "float32") -> torch.Tensor:
+    """Two updates, then a Hugging Face folder and, beside it, a checkpoint. Returns the scores of the chosen sequences."""
+    model = build(folder, layout, dtype=dtype)
+    batch = pair_batch(PAIRS, model.actor, model.mesh.dp_rank, model.mesh.dp)
+    for _ in range(2):
+        assert update_pairs(model, batch, len(PAIRS))["reward_model/grad_norm"] > 0
+    model.save_hf(target, folder)
+    save_sharded(model, target.parent / "reward_model" / "state")
+    return model.numbers(tiny.make_batch(CHOSEN, [[[i] for i in range(len(CHOSEN))]]))[:, 0]
+
+
+@ranks(2)
+def poisoned(folder: Path) -> dict[str, Any]:
+    """In the second update the weights of rank 1 give NaN."""
+    model = build(folder, LAYOUTS["DP2"])
+    batch = pair_batch(PAIRS, model.actor, model.mesh.dp_rank, 2)
+    first = update_pairs(model, batch, len(PAIRS))
+    before = stream(model)
+    head = unwrapped(model.ddp).score.weight
+    if model.mesh.rank == 1:
+        good, head.data = head.data, head.data * float("nan")
+    second = update_pairs(model, batch, len(PAIRS))
+    if model.mesh.rank == 1:
+        head.data = good
+    same(stream(model), before)
+    return {"norms": [first["reward_model/grad_norm"], second["reward_model/grad_norm"]]}
+
+
+@ranks(1)
+def read_at(cp: int) -> list[int]:
+    """The token at which each of three sequences is read, from the shares of `cp` ranks."""
+    tokens = [list(range(10, 10 + n)) for n in (2, 6, 9)]
+    batch = tiny.make_batch([(t[:1], t[1:]) for t in tokens], [])
+    found = torch.zeros(3, dtype=torch.int64)
+    for cp_rank in range(cp):
+        scorer = ScalarReader.__new__(ScalarReader)  # the index arithmetic needs no model
+        scorer.mesh = SimpleNamespace(cp=cp, cp_rank=cp_rank)  # type: ignore[assignment]
+        scorer.device, scorer.multiple, scorer.temperature, scorer.chunk = Device("cpu"), 2 * cp, 1.0, 8
+        scorer.routers, scorer.arch = [], SimpleNamespace(vision=None)  # type: ignore[assignment]
+        scorer.places = last_token(SimpleNamespace(pad_token_id=None))  # type: ignore[arg-type]
+        (pack,) = scorer.packs(batch, [[0, 1, 2]])
+        assert pack.share is not None and pack.share.num_targets == 3
+        found[pack.share.target_indices] += pack.tokens[0, pack.targets.state_indices]
+    return found.tolist()
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +238,9 @@ def test_scores_of_every_kind_equal_transformers(
         want[name] = torch.zeros(len(SEQUENCES), 3)
         for row, scores in enumerate(transformers_steps(folder, SEQUENCES, ENDS)):
             want[name][row, : len(scores)] = torch.tensor(scores)
-    shape = policy_ranks.LAYOUTS[layout]
+    shape = LAYOUTS[layout]
     inputs = {"folders": models, "steps": step_models, "ends": ENDS, "sequences": SEQUENCES, "layout": shape}
-    for got in worlds.run(reward.scores, shape[0], **inputs):
+    for got in scores(shape.world, **inputs):
         assert got.keys() == want.keys()
         for family, scores in got.items():
             assert scores.std() > 0.1
@@ -103,7 +249,7 @@ def test_scores_of_every_kind_equal_transformers(
 
 @pytest.fixture(scope="module")
 def alone(models: dict[str, Path]) -> dict[str, Any]:
-    return worlds.run(reward.update, 1, folder=models["qwen2"], pairs=PAIRS, layout=policy_ranks.LAYOUTS["1"])[0]
+    return update(1, folder=models["qwen2"], layout=LAYOUTS["1"])[0]
 
 
 def test_gradients_equal_those_of_the_loss_over_transformers(models: dict[str, Path], alone: dict[str, Any]) -> None:
@@ -122,8 +268,8 @@ def test_gradients_equal_those_of_the_loss_over_transformers(models: dict[str, P
 @pytest.mark.parametrize("layout", ["DP2", "TP2+SP", "TP2xPP2+SP"])
 def test_the_layout_changes_nothing(models: dict[str, Path], alone: dict[str, Any], layout: str) -> None:
     """The norm too: only the norm shows a head that every tensor-parallel rank counts."""
-    shape = policy_ranks.LAYOUTS[layout]
-    for got in worlds.run(reward.update, shape[0], folder=models["qwen2"], pairs=PAIRS, layout=shape):
+    shape = LAYOUTS[layout]
+    for got in update(shape.world, folder=models["qwen2"], layout=shape):
         close(got["gradients"], alone["gradients"], 1e-5)
         close(got["weights"], alone["weights"], 1e-5)
         assert got["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
@@ -132,10 +278,9 @@ def test_the_layout_changes_nothing(models: dict[str, Path], alone: dict[str, An
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trained_language_model_is_saved_as_a_classifier(language_model: Path, tmp_path: Path, dtype: str) -> None:
     """Two updates of a model with a new head. transformers and another layout compute the same scores from its folder."""
-    layout, target = policy_ranks.LAYOUTS["TP2xPP2+SP"], tmp_path / "hf"
-    results = worlds.run(reward.saved, 4, folder=language_model, pairs=PAIRS, layout=layout, target=target, dtype=dtype)
-    sequences = [(p.chosen[:1].tolist(), p.chosen[1:].tolist()) for p in PAIRS]
-    want = transformers_scores(target, sequences)
+    layout, target = LAYOUTS["TP2xPP2+SP"], tmp_path / "hf"
+    results = saved(4, folder=language_model, layout=layout, target=target, dtype=dtype)
+    want = transformers_scores(target, CHOSEN)
     assert want.abs().min() > 1e-3  # the head is no longer zero
     tolerance = 1e-5 if dtype == "float32" else 2**-7 * float(want.abs().max())
     for got in results:
@@ -143,9 +288,7 @@ def test_a_trained_language_model_is_saved_as_a_classifier(language_model: Path,
     config = json.loads((target / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]
     check_conversion(tmp_path, language_model, config)
-    read = worlds.run(
-        reward.scores, 1, folders={"m": target}, sequences=[*sequences, ([1], [2])], layout=(1, 1, 1, False)
-    )
+    read = scores(1, folders={"m": target}, sequences=[*CHOSEN, ([1], [2])], layout=LAYOUTS["1"])
     torch.testing.assert_close(read[0]["m"][: len(want)], want, rtol=0, atol=1e-5)
 
 
@@ -178,16 +321,104 @@ def test_sequences_are_read_at_their_ends_under_context_parallelism() -> None:
 
     In place of a score the test reads the token, which shows where the score would be read.
     """
-    assert worlds.run(reward.read_at, 1, cp=2)[0] == [11, 15, 18]
+    assert read_at(cp=2)[0] == [11, 15, 18]
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(models: dict[str, Path]) -> None:
-    for result in worlds.run(reward.poisoned, 2, folder=models["qwen2"]):
+    for result in poisoned(folder=models["qwen2"]):
         first, second = result["norms"]
-        assert first < float("inf") and second == float("inf") and result["same"]
+        assert first < float("inf") and second == float("inf")
 
 
-# -- the loop ----------------------------------------------------------------------------------------------------------
+# -- the loop: samples in, rewards out, training after each outer iteration ---------------------------------------------
+
+
+def decoded(ids: Any) -> str:
+    """Token 7 ends a step; token 2 is a special token, which has no text."""
+    return "".join("" if token == 2 else ";" if token == 7 else "x" for token in ids)
+
+
+@ranks()
+def frozen_loop(outcome: Path, process: Path, layout: Layout, combine: str) -> dict[str, Any]:
+    """A step rewarded by the sum of two frozen models: 2 x the outcome model's score, 0.5 x that of the process model."""
+    config = RewardModelConfig.model_validate({"path": outcome, "coefficient": 2.0, "combine": combine})
+    steps = ScoringModel.model_validate({"path": process, "coefficient": 0.5, "step_separator": ";", "kind": "process"})
+    _, mesh = world(layout)
+    limits = actor(layout, ppo_max_token_len_per_gpu=120)
+    scorers = [
+        Scorer("", config, frozen(outcome, layout), limits),
+        Scorer("prm", steps, frozen(process, layout, "process"), limits, decoded),
+    ]
+    samples = make_samples(mesh, 0)
+    table = gather_groups(samples, mesh)
+    metrics = Metrics()
+    rewarded = FrozenReward(config, scorers).reward(0, samples, table, metrics)
+    whole = [(list(s.prompt.prompt_ids), s.response_ids) for part in mesh.all_gather(samples) for s in part]
+    order = [(s.prompt_index, s.index) for part in mesh.all_gather(samples) for s in part]
+    sequences = [pair for _, pair in sorted(zip(order, whole, strict=True))]
+    reduced = metrics.reduce(mesh.all_gather)
+    return {"table": rewarded, "rules": table.reward, "sequences": sequences, "metrics": reduced}
+
+
+def make_samples(mesh: Any, step: int, *, prompts: int = 4, n: int = 4, good: int = 7) -> list[Any]:
+    """This rank's share of a step's samples. The reward is 1 if token `good` is at least twice in the response."""
+    samples = []
+    for p in range(prompts):
+        generator = torch.Generator().manual_seed(1000 * step + p)
+        ids = torch.randint(10, 100, (3 + p % 5,), generator=generator).tolist()
+        prompt = Prompt(uid=f"{p}", prompt_ids=tuple(ids), text="", answer="", source="", reward="")
+        for i in range(n):
+            response = torch.randint(0, 100, (int(torch.randint(6, 12, (), generator=generator)),), generator=generator)
+            often = torch.rand(len(response), generator=generator) < (0.5 if i % 2 else 0.1)
+            response = response.masked_fill(often, good).tolist()
+            sample = Sample(prompt, p, i, response, [-1.0] * len(response), "stop", step)
+            sample.reward = float(response.count(good) >= 2)
+            samples.append(sample)
+    return samples[mesh.rank :: mesh.world_size]
+
+
+@ranks()
+def loop(
+    folder: Path,
+    layout: Layout,
+    during: range,
+    *,
+    load: Path | None = None,
+    save: Path | None = None,
+    prompts: int = 4,
+    megatron: Any = None,
+    dtype: str = "float32",
+    **config: Any,
+) -> dict[str, Any]:
+    """Outer iterations of two steps. Returns rewards and metrics of every step, and the final weights."""
+    settings = {"steps": 3, "train_batch_size": 4, "history_size": 8, "start_iteration": 1, **config}
+    model = build(folder, layout, megatron=megatron, dtype=dtype)
+    rewards = LearningReward(
+        model_config(folder, settings), model, model.actor, iteration_steps=2, total_steps=8, seed=5
+    )
+    if load is not None:
+        rewards.load(load, same_world=True)
+    out: dict[str, Any] = {"rewards": [], "rules": [], "metrics": []}
+    for step in during:
+        samples = make_samples(model.mesh, step, prompts=prompts)
+        table = gather_groups(samples, model.mesh)
+        metrics = Metrics()
+        rewarded = rewards.reward(step, samples, table, metrics)
+        if (step + 1) % 2 == 0:
+            rewards.learn(step, metrics)
+        out["rules"].append(table.reward)
+        out["rewards"].append(rewarded.reward)
+        out["metrics"].append(metrics.reduce(model.mesh.all_gather))
+        assert replace(rewarded, reward=table.reward) == table
+    if save is not None:
+        rewards.save(save)
+    out["weights"] = stream(model)
+    out["pairs"] = [number for number, *_ in rewards.history.state()["kept"]]
+    return out
+
+
+def model_config(folder: Path, settings: dict[str, Any]) -> Any:
+    return RewardModelConfig.model_validate({"path": folder, "optim": {**OPTIM, "weight_decay": 0.0}, **settings})
 
 
 @pytest.mark.parametrize("combine", ["replace", "add"])
@@ -200,9 +431,9 @@ def test_frozen_models_reward_a_step_in_every_layout(
     """
     process = step_models["two labels"]
     for name in ("1", "DP2", "TP2xPP2+SP") if combine == "replace" else ("1",):
-        shape = policy_ranks.LAYOUTS[name]
+        shape = LAYOUTS[name]
         inputs = {"outcome": models["qwen2"], "process": process, "layout": shape, "combine": combine}
-        for got in worlds.run(reward.frozen_loop, shape[0], **inputs):
+        for got in frozen_loop(shape.world, **inputs):
             sequences, table = got["sequences"], got["table"]
             ends = [[end for end, _ in row] for row in table.step_rewards]
             assert ends == [expected_ends(response) for _, response in sequences] and max(map(len, ends)) > 2
@@ -235,7 +466,7 @@ def expected_ends(response: list[int]) -> list[int]:
 
 def test_iterations_are_the_same_in_every_layout(language_model: Path) -> None:
     """Steps 0 and 1 are rewarded by rules, 2 and 3 by the model trained on their pairs. Its second training has replay."""
-    want = worlds.run(reward.loop, 1, folder=language_model, layout=policy_ranks.LAYOUTS["1"], during=range(4))[0]
+    want = loop(1, folder=language_model, layout=LAYOUTS["1"], during=range(4))[0]
     assert want["rewards"][:2] == want["rules"][:2]
     assert all(set(rules) <= {0.0, 1.0} for rules in want["rules"])
     assert all(len(set(rewards)) == 16 for rewards in want["rewards"][2:])
@@ -248,8 +479,8 @@ def test_iterations_are_the_same_in_every_layout(language_model: Path) -> None:
     assert want["metrics"][1]["reward_model/loss/first"] == pytest.approx(0.693147, abs=1e-6)  # a head of zeros
     assert len(want["pairs"]) == 8 and max(want["pairs"]) >= 8  # bounded, and of both iterations
     for name in ("DP2", "TP2xPP2+SP"):
-        shape = policy_ranks.LAYOUTS[name]
-        for got in worlds.run(reward.loop, shape[0], folder=language_model, layout=shape, during=range(4)):
+        shape = LAYOUTS[name]
+        for got in loop(shape.world, folder=language_model, layout=shape, during=range(4)):
             assert got["rules"] == want["rules"] and got["pairs"] == want["pairs"]
             for rewards, expected in zip(got["rewards"], want["rewards"], strict=True):
                 assert rewards == pytest.approx(expected, abs=1e-5)
@@ -262,12 +493,12 @@ def test_a_stop_in_the_middle_of_an_iteration_changes_no_bit(language_model: Pat
     The two runs with the stop offload the optimizer between updates; the run without the stop does not. In bfloat16 a group
     of the optimizer has the float32 head beside main copies. tests/e2e/test_reward_models.py resumes in float32.
     """
-    shape = policy_ranks.LAYOUTS["DP2xTP2"]
+    shape = LAYOUTS["DP2xTP2"]
     common = {"folder": language_model, "layout": shape, "dtype": "bfloat16"}
-    whole = worlds.run(reward.loop, 4, during=range(6), **common)
+    whole = loop(4, during=range(6), **common)
     common["megatron"] = {"offload_optimizer": True}
-    worlds.run(reward.loop, 4, during=range(3), save=tmp_path, **common)
-    resumed = worlds.run(reward.loop, 4, during=range(3, 6), load=tmp_path, **common)
+    loop(4, during=range(3), save=tmp_path, **common)
+    resumed = loop(4, during=range(3, 6), load=tmp_path, **common)
     for want, got in zip(whole, resumed, strict=True):
         assert got["rewards"] == want["rewards"][3:]
         assert got["pairs"] == want["pairs"]

@@ -5,6 +5,8 @@ The routes here are drawn at random, so an error of one token or one layer anywh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,28 +14,241 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
 
 from grpo_megatron.checks import layout as checks
 from grpo_megatron.checks.layout import route_problems
-from grpo_megatron.config import Config
+from grpo_megatron.config import ActorConfig, Config, RolloutConfig
+from grpo_megatron.device import Device
 from grpo_megatron.models.families import architecture_of
+from grpo_megatron.models.forward import pack
+from grpo_megatron.models.heads.reward_folder import read_reward_folder
+from grpo_megatron.models.heads.scalar import ValueModel
 from grpo_megatron.models.layers.routes import routes_of
+from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.planning.phases import route_bytes
-from grpo_megatron.rollout.build import engine_problems
-from grpo_megatron.rollout.engine import continued
+from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.rollout.build import build_engine, engine_problems
+from grpo_megatron.rollout.engine import Request, continued
 from grpo_megatron.rollout.vllm.process import divides_experts_on_cpu
-from tests import tiny, worlds
-from tests.models import route_ranks
-from tests.models.gradients import transformers_backward
-from tests.models.policy_ranks import loss
-from tests.models.test_layouts import close
-from tests.models.test_moe import LAYOUTS, MODELS, QWEN3
+from tests import tiny
+from tests.colocated import colocate
+from tests.models import policies
+from tests.models.policies import (
+    RECOMPUTE,
+    Layout,
+    close,
+    close_rows,
+    local_batch,
+    loss,
+    named_gradients,
+    share,
+    transformers_backward,
+    whole,
+)
+from tests.models.test_moe import LAYOUTS, MODELS, NAMES, QWEN3
 from tests.runs import texts
+from tests.worlds import ranks
 
 FORCED = {"qwen3_moe": (2, 8, 3), "mixtral": (2, 4, 2), "deepseek_v3": (1, 8, 3)}  # layers with experts, experts, k
 _SEQUENCES = tiny.make_sequences(6)
 PAIRS = [(_SEQUENCES[row - row % 2][0], response) for row, (_, response) in enumerate(_SEQUENCES)]  # prompts in twos
 IN_THE_SOAK = ("DP2", "TP2+SP", "PP2", "EP2xDP4", "EP2xPP2")
+
+
+# -- the ranks ---------------------------------------------------------------------------------------------------------
+
+
+def random_routes(pairs: Any, layers: int, experts: int, k: int) -> list[torch.Tensor]:
+    """[T, layers x k] for each pair: any experts, and at every fifth token none. Those of a prompt depend on the prompt only."""
+    made = []
+    for prompt, response in pairs:
+        routes = []
+        for ids in (prompt, prompt + response):
+            generator = torch.Generator().manual_seed(sum(ids))
+            draws = [torch.randperm(experts, generator=generator)[:k] for _ in range(len(ids) * layers)]
+            routes.append(torch.stack(draws).view(len(ids), layers * k).to(torch.int8))
+        routes[1][: len(prompt)] = routes[0]
+        routes[1][4::5] = -1
+        made.append(routes[1])
+    return made
+
+
+class Forced(TorchFunctionMode):
+    """transformers' routers take `routes` [T, layers x k] of the sequence under way, layer by layer."""
+
+    def __init__(self, experts: int, k: int) -> None:
+        super().__init__()
+        self.experts, self.k, self.layer = experts, k, 0
+        self.routes: torch.Tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if (
+            func is not torch.topk
+            or args[0].shape[-1] != self.experts
+            or kwargs.get("k", args[1:2]) not in (self.k, (self.k,))
+        ):
+            return found
+        scores, wanted = args[0], self.routes[:, self.layer * self.k : (self.layer + 1) * self.k].long()
+        self.layer += 1
+        chosen = torch.where(wanted >= 0, wanted, found.indices)
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+@contextmanager
+def forced(model: Any, routes: list[torch.Tensor], experts: int, k: int) -> Iterator[None]:
+    """Inside, calls of `model` compute the sequences in turn, with their routes."""
+    mode, waiting, plain = Forced(experts, k), iter(routes), model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        mode.routes, mode.layer = next(waiting), 0
+        with mode:
+            result = plain(*args, **kwargs)
+        assert mode.layer * k == mode.routes.shape[1], f"{mode.layer} routers"
+        return result
+
+    model.forward = forward
+    yield
+
+
+def build(folder: Path, layout: Layout, replay: str, recomputed: bool = False, rollout_tp: int = 1) -> Any:
+    """A backward pass leaves whole gradients on every rank."""
+    megatron = {"use_distributed_optimizer": False, "override_transformer_config": RECOMPUTE if recomputed else {}}
+    return policies.build(folder, layout, megatron=megatron, moe={"route_replay": replay}, rollout_tp=rollout_tp)
+
+
+@ranks()
+def replayed(folders: list[Path], routes: list[list[torch.Tensor]], layout: Layout) -> list[dict[str, Any]]:
+    """Per model: log-probabilities and gradients with `routes`, in several packs, as trees, and with recomputed layers."""
+    results = []
+    for folder, of_pairs in zip(folders, routes, strict=True):
+        result: dict[str, Any] = {}
+        for recomputed in (False, True):
+            policy = build(folder, layout, "engine", recomputed)
+            batch = tiny.make_batch(PAIRS, [[[0, 1], [2], [], [3, 4, 5]]])
+            batch.routes = of_pairs
+            for batch.shares_prompts in (False, policy.arch.latent is None):  # latent attention has no trees
+                result[f"logprobs {batch.shares_prompts}"] = policy.logprobs(batch)
+            local = local_batch(PAIRS, policy.mesh)
+            local.routes = [of_pairs[row] for row in share(len(PAIRS), policy.mesh.dp_rank, policy.mesh.dp)]
+            policy.forward_backward(local, local.mini_batches[0], loss)
+            result[f"gradients {recomputed}"] = whole(policy, named_gradients(policy))
+            result["counts"] = [sum(part) for part in zip(*policy.mesh.all_gather(local.route_counts), strict=True)]
+        results.append(result)
+    return results
+
+
+@ranks()
+def own_routes(folders: list[Path], layout: Layout) -> list[bool]:
+    """Per model: whether a replay of the policy's own routes has the bits of the plain pass, gradients too."""
+    found = []
+    for folder in folders:
+        plain, old = (build(folder, layout, replay) for replay in ("none", "old"))
+        gradients, logprobs = [], []
+        batch, other = (local_batch(PAIRS, plain.mesh) for _ in range(2))
+        [micros] = batch.mini_batches
+        batch.recorded_routes = {}
+        for policy in (plain, old, old):  # the third pass replays what the second one has recorded
+            logprobs.append(policy.logprobs(batch))
+            policy.forward_backward(batch, micros, loss)
+            gradients.append(named_gradients(policy))
+        same = all(torch.equal(logprobs[0], other) for other in logprobs)
+        same = same and all(torch.equal(gradients[0][n], other[n]) for n in gradients[0] for other in gradients)
+        assert not plain.model.training or batch.recorded_routes.keys() == {tuple(micro) for micro in micros}
+        with torch.no_grad():  # with other routers, the recorded routes stay
+            for name, parameter in old.ddp.named_parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.3 * name.endswith("router.weight"))
+        before = [{n: t.clone() for n, t in routes.items()} for routes in batch.recorded_routes.values()]
+        moved, fresh = old.logprobs(batch), old.logprobs(other)
+        stay = [
+            torch.equal(routes[n], t)
+            for routes, earlier in zip(batch.recorded_routes.values(), before, strict=True)
+            for n, t in earlier.items()
+        ]
+        found.append(same and all(stay) and not torch.equal(moved, fresh))
+    return found
+
+
+@ranks()
+def engine_routes(folder: Path, layout: Layout, rollout_tp: int, rollout_ep: int = 1) -> dict[str, Any]:
+    """What the engine has recorded of requests that share prompts, join late and continue each other.
+
+    And the agreement of the policy's routers with these routes, and with the same shifted by one token and by one layer.
+    """
+    policy = build(folder, layout, "engine", rollout_tp=rollout_tp)
+    sizes = {"tensor_model_parallel_size": rollout_tp, "expert_parallel_size": rollout_ep}
+    rollout = RolloutConfig(**sizes, max_num_seqs=4, engine_options={"kv_cache_gib": 0.03})
+    tensors = engine_tensors(policy.arch, rollout_tp, reads_shards=True, rollout_ep=rollout_ep)
+    limits: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "eos_token_ids": [2], "record_routes": True}
+    engine = build_engine(rollout, folder, policy.mesh, policy.device, **limits, tensors=tensors)
+    colocation = colocate(policy, engine, tensors)
+    long = tuple(20 + n % 60 for n in range(140))  # a block of the cache on the CPU has 128 tokens
+    with colocation.rollout(0, Metrics()):
+        first = [Request(long[: 140 - n % 2], n, 5 + 3 * n) for n in range(7)]
+        sampled = list(zip(first, engine.generate(first, 0), strict=True))
+        ids = [(*request.prompt_ids, *completion.response_ids) for request, completion in sampled]
+        second = [Request((*tokens, 9, 8, 7), 50 + n, 6) for n, tokens in enumerate(ids)]
+        again = engine.generate(second, 0)
+        cached = engine.cache_statistics()[1]
+    pairs, routes = [], []
+    for (request, earlier), later in zip(sampled, again, strict=True):
+        pairs.append((list(request.prompt_ids), [*earlier.response_ids, 9, 8, 7, *later.response_ids]))
+        whole_routes = continued(earlier.routes, later.routes)
+        assert whole_routes is not None and len(whole_routes) == sum(map(len, pairs[-1])) - 1
+        assert earlier.routes is not None and (whole_routes[: len(earlier.routes)] == earlier.routes).all()
+        routes.append(torch.nn.functional.pad(torch.from_numpy(whole_routes), (0, 0, 0, 1), value=-1))
+    found: dict[str, Any] = {"routes": routes, "cached": cached}
+    shifts = {"own": (0, 0), "token": (1, 0), "layer": (0, policy.arch.experts_per_token)}
+    for name, (tokens, columns) in shifts.items():
+        batch = tiny.make_batch(pairs, [[list(range(len(pairs)))]])
+        batch.routes = [part.roll((tokens, columns), (0, 1)) for part in routes]
+        policy.forward_backward(batch, batch.mini_batches[0], loss)
+        chosen, known = (sum(part) for part in zip(*policy.mesh.all_gather(batch.route_counts), strict=True))
+        found[name] = chosen / known
+    return found
+
+
+@ranks(1)
+def finite_differences(folder: Path, routes: list[torch.Tensor]) -> list[tuple[float, float]]:
+    """For each router: the change of the summed log-probabilities along its gradient, by differences and by the gradient."""
+    policy = build(folder, LAYOUTS["1"], "engine")
+    batch = tiny.make_batch(PAIRS, [[list(range(len(PAIRS)))]])
+    batch.routes = routes
+    policy.forward_backward(batch, batch.mini_batches[0], lambda inputs: (inputs.logprobs.mul(inputs.mask).sum(), {}))
+    found = []
+    for name, gradient in named_gradients(policy).items():
+        if not name.endswith("router.weight"):
+            continue
+        weight = dict(policy.ddp.module.named_parameters())[name]
+        direction, values = gradient / gradient.norm(), []
+        start = weight.detach().clone()
+        for step in (1e-2, -1e-2, 0):
+            with torch.no_grad():
+                weight.copy_(start + step * direction)
+            values.append(policy.logprobs(batch).double().sum().item())
+        found.append(((values[0] - values[1]) / 2e-2, gradient.norm().item()))
+    return found
+
+
+@ranks(1)
+def critic_values(folder: Path, routes: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A critic's values where the policy replays nothing, the engine's routes and recorded ones."""
+    device, mesh = policies.world(LAYOUTS["1"])
+    values = []
+    for replay in ("none", "engine", "old"):
+        actor = ActorConfig.model_validate({"moe": {"route_replay": replay}})
+        model = ValueModel(read_reward_folder(folder, "value"), "float32", actor, mesh, device)
+        batch = tiny.make_batch(PAIRS, [[list(range(len(PAIRS)))]])
+        batch.routes, batch.recorded_routes = routes, {}
+        values.append(model.numbers(batch))
+        assert batch.recorded_routes == {}
+    return values
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +266,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def routes() -> list[list[torch.Tensor]]:
-    return [route_ranks.random_routes(PAIRS, *sizes) for sizes in FORCED.values()]
+    return [random_routes(PAIRS, *sizes) for sizes in FORCED.values()]
 
 
 def _forced(folders: list[Path]) -> list[Path]:
@@ -60,27 +275,24 @@ def _forced(folders: list[Path]) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def single(folders: list[Path], routes: Any) -> list[dict[str, Any]]:
-    arguments = {"folders": _forced(folders), "pairs": PAIRS, "routes": routes, "layout": LAYOUTS["1"]}
-    return worlds.run(route_ranks.replayed, 1, **arguments)[0]
+    return replayed(1, folders=_forced(folders), routes=routes, layout=LAYOUTS["1"])[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.soak] * (n in IN_THE_SOAK)) for n in LAYOUTS])
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.soak] * (n in IN_THE_SOAK)) for n in NAMES])
 def test_every_layout_computes_the_given_experts(
     folders: list[Path], routes: Any, single: list[dict[str, Any]], layout: str
 ) -> None:
     """Packs, shared prompts, recomputed layers, unknown routes: log-probabilities equal transformers' with these routes."""
-    ranks = [single]
+    found, shape = [single], LAYOUTS[layout]
     if layout != "1":
-        arguments = {"folders": _forced(folders), "pairs": PAIRS, "routes": routes, "layout": LAYOUTS[layout]}
-        ranks = worlds.run(route_ranks.replayed, LAYOUTS[layout][0], **arguments)
+        found = replayed(shape.world, folders=_forced(folders), routes=routes, layout=shape)
     for number, folder in enumerate(_forced(folders)):
         wanted = forced_logprobs(folder, routes[number], *FORCED[folder.name][1:])
-        for results in ranks:
+        for results in found:
             got, one = results[number], single[number]
-            for row, want in enumerate(wanted):
-                for name in got.keys() & {"logprobs False", "logprobs True"}:
-                    torch.testing.assert_close(got[name][row, : len(want)], want, rtol=0, atol=1e-5)
+            for name in got.keys() & {"logprobs False", "logprobs True"}:
+                close_rows(got[name], wanted, name)
             close(got["gradients False"], one["gradients False"], 1e-5)
             close(got["gradients True"], one["gradients False"], 1e-5)
             share = got["counts"][0] / got["counts"][1]
@@ -88,11 +300,9 @@ def test_every_layout_computes_the_given_experts(
 
 
 def forced_logprobs(folder: Path, routes: list[torch.Tensor], experts: int, k: int) -> list[torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
-    with torch.no_grad(), route_ranks.forced(model, routes, experts, k):
+    with torch.no_grad(), forced(model, routes, experts, k):
         for prompt, response in PAIRS:
             logp = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
             found.append(logp.gather(1, torch.tensor(response)[:, None])[:, 0])
@@ -107,9 +317,9 @@ def test_gradients_equal_transformers_with_the_same_routes(
     for folder, of_pairs, one in zip(_forced(folders), routes, single, strict=True):
 
         def adapt(model: Any, folder: Path = folder, of_pairs: Any = of_pairs) -> None:
-            route_ranks.forced(model, of_pairs, *FORCED[folder.name][1:]).__enter__()
+            forced(model, of_pairs, *FORCED[folder.name][1:]).__enter__()
 
-        layer = transformers_backward(folder, PAIRS, loss, adapt=adapt).model.layers[1]
+        layer = transformers_backward(folder, PAIRS, adapt=adapt).model.layers[1]
         prefix = f"model.layers.1.{'block_sparse_moe' if folder.name == 'mixtral' else 'mlp'}."
         want = {prefix + "gate.weight": layer.mlp.gate.weight.grad}
         want |= {f"model.layers.1.self_attn.{name}": p.grad for name, p in layer.self_attn.named_parameters()}
@@ -121,8 +331,7 @@ def test_gradients_equal_transformers_with_the_same_routes(
 @pytest.mark.parametrize("layout", ["1", pytest.param("EP2xPP2", marks=pytest.mark.soak)])
 def test_a_replay_of_its_own_routes_has_the_bits_of_the_plain_pass(folders: list[Path], layout: str) -> None:
     """All families, by `route_replay: old`. With other routers, the recorded experts stay."""
-    arguments = {"folders": folders, "pairs": PAIRS, "layout": LAYOUTS[layout]}
-    for found in worlds.run(route_ranks.own_routes, LAYOUTS[layout][0], **arguments):
+    for found in own_routes(LAYOUTS[layout].world, folders=folders, layout=LAYOUTS[layout]):
         assert found == [True] * len(MODELS)
 
 
@@ -144,7 +353,7 @@ def test_the_engine_records_the_experts_that_it_computes(
         pytest.skip("the installed vLLM's routers cannot be recorded on the CPU")
     folder = next(folder for folder in folders if folder.name == model)
     arguments = {"layout": LAYOUTS[layout], "rollout_tp": rollout_tp, "rollout_ep": rollout_ep}
-    for found in worlds.run(route_ranks.engine_routes, LAYOUTS[layout][0], folder=folder, **arguments):
+    for found in engine_routes(LAYOUTS[layout].world, folder=folder, **arguments):
         assert (found["cached"] > 0 or "deepseek" in model) and all(
             int(routes[:-1].min()) >= 0 for routes in found["routes"]
         )
@@ -158,7 +367,7 @@ def test_gradients_of_the_routers_meet_finite_differences(folders: list[Path], r
     """With fixed experts the log-probabilities have no jumps."""
     folder, (layers, _, k) = _forced(folders)[0], FORCED["qwen3_moe"]
     known = [torch.where(part < 0, torch.arange(k).repeat(layers), part) for part in routes[0]]
-    [found] = worlds.run(route_ranks.finite_differences, 1, folder=folder, pairs=PAIRS, routes=known)
+    [found] = finite_differences(folder=folder, routes=known)
     assert len(found) == layers
     for difference, gradient in found:
         assert difference == pytest.approx(gradient, rel=0.01) and gradient > 0.01
@@ -228,9 +437,6 @@ def test_what_cannot_be_replayed_is_refused(
 @pytest.mark.parametrize("cp", [1, 2])
 def test_routes_stay_beside_their_tokens_in_a_pack(shares_prompts: bool, cp: int) -> None:
     """A token's route is its id here; padding has none. Context parallelism cuts both alike."""
-    from grpo_megatron.device import Device
-    from grpo_megatron.models.forward import pack
-
     if shares_prompts and cp > 1:
         pytest.skip("a pack of trees is not cut")
     batch = tiny.make_batch(PAIRS, [])
@@ -261,5 +467,5 @@ def test_a_critic_chooses_its_own_experts(tmp_path: Path, routes: Any) -> None:
     """And records none in the batch of the policy."""
     sizes = {**QWEN3, "num_hidden_layers": 2, "max_position_embeddings": 512}
     folder = tiny.make_classifier(tmp_path / "critic", "Token", "llama2", seed=2, **sizes)
-    [values] = worlds.run(route_ranks.critic_values, 1, folder=folder, pairs=PAIRS, routes=routes[0])
+    [values] = critic_values(folder=folder, routes=routes[0])
     assert values[0].abs().max() > 0 and all(torch.equal(values[0], other) for other in values)

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tiny, worlds
-from tests.models import policy_ranks
-from tests.models.gradients import named_gradients
-from tests.models.policy_ranks import Layout
-from tests.models.reward_ranks import scalar, whole
-from tests.models.test_layouts import close
+from grpo_megatron.algo.losses import policy_losses, total_loss
+from grpo_megatron.algo.plan import make_plan
+from grpo_megatron.config import ActorConfig, AlgorithmConfig
+from grpo_megatron.models.heads.scalar import response_tokens
+from grpo_megatron.parallel.exchange import exchange, gather_groups
+from grpo_megatron.types import Prompt, Sample
+from tests import tiny
+from tests.models.policies import LAYOUTS, Layout, close, named_gradients, scalar, whole_scalar
 from tests.models.test_reward_model import make_classifier, make_step_classifier
+from tests.worlds import ranks
 
 Row = tuple[list[int], list[int], list[tuple[int, float]]]  # prompt, response, (scored token, advantage)
 SEQUENCES = tiny.make_sequences(8, longest=20)
@@ -35,18 +38,11 @@ STEPS: list[Row] = [
 
 
 def build(folder: Path, kind: Any, layout: Layout, **megatron: Any) -> Any:
-    from grpo_megatron.models.heads.scalar import response_tokens
-
     return scalar(folder, kind, layout, places=response_tokens, megatron=megatron)
 
 
 def batch_of(rows: list[Row], paired: bool, policy: Any) -> Any:
     """The plan's batch of this replica, as a step of the trainer makes it."""
-    from grpo_megatron.algo.plan import make_plan
-    from grpo_megatron.config import AlgorithmConfig
-    from grpo_megatron.parallel.exchange import exchange, gather_groups
-    from grpo_megatron.types import Prompt, Sample
-
     samples = []
     for i, (prompt, response, labels) in enumerate(rows):
         mask = [int(token in dict(labels)) for token in range(len(response))]
@@ -71,21 +67,19 @@ def batch_of(rows: list[Row], paired: bool, policy: Any) -> Any:
 
 
 def loss_of(paired: bool) -> Any:
-    from grpo_megatron.algo.losses import policy_losses, total_loss
-    from grpo_megatron.config import ActorConfig
-
     config = ActorConfig(use_kl_loss=False)
     mode = policy_losses.get("bradley_terry" if paired else "step_labels")
     return lambda inputs: total_loss(inputs, config, mode, None)
 
 
+@ranks()
 def update(folder: Path, rows: list[Row], paired: bool, layout: Layout, target: Path | None = None) -> dict[str, Any]:
     """Whole gradients and this rank's loss of one backward pass. With `target`: an update, and the folder it is saved as."""
     kind = "outcome" if paired else "process"
     policy = build(folder, kind, layout, use_distributed_optimizer=False)
     batch = batch_of(rows, paired, policy)
     sums = [policy.forward_backward(batch, micro_batches, loss_of(paired)).sums for micro_batches in batch.mini_batches]
-    out: dict[str, Any] = {"gradients": whole(policy, named_gradients(policy))}
+    out: dict[str, Any] = {"gradients": whole_scalar(policy, named_gradients(policy))}
     first = policy.mesh.is_first_replica_rank
     out["metrics"] = {name: float(part.total) if first else 0.0 for name, part in (sums[0] if sums else {}).items()}
     if target is not None:
@@ -136,9 +130,9 @@ def test_gradients_equal_those_of_the_loss_over_transformers(
     loss, gradients = want(folders[paired], paired)
     rows = PAIRS if paired else STEPS
     for name in ("1", "DP2", "TP2xPP2+SP"):
-        shape, target = policy_ranks.LAYOUTS[name], tmp_path / name
+        shape, target = LAYOUTS[name], tmp_path / name
         inputs: dict[str, Any] = {"folder": folders[paired], "rows": rows, "paired": paired, "layout": shape}
-        results = worlds.run(update, shape[0], **inputs, target=None if name == "DP2" else target)
+        results = update(shape.world, **inputs, target=None if name == "DP2" else target)
         for got in results:
             close(got["gradients"], gradients, 1e-5)
         total = sum(got["metrics"].get("actor/pg_loss", 0.0) for got in results)

@@ -6,19 +6,205 @@ those of test_layouts.py.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests import tiny, vision, worlds
-from tests.models import policy_ranks, vision_ranks
-from tests.models.vision_ranks import PAIRS, ROWS
+from grpo_megatron.config import RolloutConfig
+from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.policy import Reference
+from grpo_megatron.models.weights.sharded_state import load_sharded, save_sharded
+from grpo_megatron.models.weights.stream import engine_tensors, new_weight_sync, unwrapped
+from grpo_megatron.rollout.build import build_engine
+from grpo_megatron.rollout.engine import Request
+from tests import tiny, vision
+from tests.models.policies import (
+    LAYOUTS,
+    RECOMPUTE,
+    Layout,
+    Tensors,
+    actor,
+    backward_over_logits,
+    build,
+    close,
+    close_rows,
+    loss,
+    named_gradients,
+    share,
+    stream,
+    whole,
+    world,
+)
+from tests.worlds import ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.both_stacks]
-EXACT = 1e-5
-TRAINED = {"vision": {"freeze_tower": False, "freeze_merger": False}}
+ROWS = vision.make_prompts()
+PAIRS = [(prompt, response) for prompt, _, response in ROWS]
+TRAINED = {"freeze_tower": False, "freeze_merger": False}
+
+
+# -- the ranks ---------------------------------------------------------------------------------------------------------
+
+
+def batch_of(mini_batches: Any, rows: list[int] | None = None) -> Any:
+    """A Batch of `rows` of ROWS, with their images."""
+    rows = list(range(len(ROWS))) if rows is None else rows
+    batch = tiny.make_batch(PAIRS, mini_batches, rows)
+    batch.images = [ROWS[row][1] for row in rows]
+    return batch
+
+
+def features_of(policy: Any) -> Any:
+    """The features of the images on this rank's stage, or None."""
+    return unwrapped(policy.model).features
+
+
+@ranks()
+def gradients_of(folder: Path, layout: Layout, recompute: bool) -> dict[str, Any]:
+    """Log-probabilities and gradients by name, as whole Hugging Face tensors, of whole rows and of shared prompts."""
+    megatron = {"use_distributed_optimizer": False, "override_transformer_config": RECOMPUTE if recompute else {}}
+    policy = build(folder, layout, megatron=megatron, vision=TRAINED, optim={"clip_grad": 0.5})
+    mine = share(len(ROWS), policy.mesh.dp_rank, policy.mesh.dp)
+    local = list(range(len(mine)))
+    # The last micro-batch has no image; one is empty.
+    micros = [[row for row in local if mine[row] != 1], [], [row for row in local if mine[row] == 1]]
+    batch = batch_of([micros], mine)
+    found: dict[str, Any] = {"logprobs": dict(zip(mine, policy.logprobs(batch), strict=True)), "packings": {}}
+    for batch.shares_prompts in (False, True):
+        policy.forward_backward(batch, micros, loss)
+        found["packings"][batch.shares_prompts] = whole(policy, named_gradients(policy))
+    found["norm"] = policy.update(batch, loss)[1]["actor/grad_norm"]
+    return found
+
+
+@ranks(1)
+def freezing(folder: Path) -> dict[str, Any]:
+    """What is trained, computed and changed, by which parts are frozen."""
+    found: dict[str, Any] = {}
+    for tower, merger in itertools.product((True, False), repeat=2):
+        frozen = {"freeze_tower": tower, "freeze_merger": merger}
+        policy = build(folder, vision=frozen, optim={"lr": 1e-2})
+        batch = batch_of([[[0, 1], [2, 3]]])
+        before = policy.logprobs(batch)
+        policy.update(batch, loss)
+        found[tower, merger] = {"before": before, "weights": stream(policy), "after": policy.logprobs(batch)}
+        found[tower, merger]["trained"] = {n for n in named_gradients(policy) if n.startswith("visual.")}
+        found[tower, merger]["computed"] = features_of(policy).num_computed
+    return found
+
+
+@ranks(1)
+def reference(folder: Path) -> int:
+    """How many images a reference that is off the device between its passes computes in three of them."""
+    (device, mesh), limits = world(LAYOUTS["1"]), actor(LAYOUTS["1"], megatron={"offload_reference": True})
+    model = Reference.load(folder, "float32", read_architecture(folder), limits, mesh, device)
+    batch = batch_of([[[0, 1], [2, 3]]])
+    first = model.logprobs(batch)
+    assert all(torch.equal(model.logprobs(batch), first) for _ in range(2))
+    return int(features_of(model).num_computed)
+
+
+@ranks(1)
+def rates(folder: Path) -> dict[str, list[float]]:
+    """Part of the model -> its learning rates after each of three updates, warmed up and decayed."""
+    optim = {"lr": 1e-2, "min_lr": 1e-3, "lr_decay_style": "linear", "lr_warmup_steps": 1}
+    policy = build(folder, vision={"freeze_tower": False, "lr": 1e-4}, optim=optim)
+    policy.set_optimizer(policy.actor.optim, 3)
+    out: dict[str, list[float]] = {"tower": [], "others": []}
+    for _ in range(3):
+        policy.update(batch_of([[[0, 1]]]), loss)
+        seen = {"tower": set(), "others": set()}
+        for group in policy.optimizer.param_groups:
+            if group["params"]:
+                seen["tower" if group["max_lr"] == 1e-4 else "others"].add(group["lr"])
+        for part, found in seen.items():
+            [rate] = found
+            out[part].append(rate)
+    return out
+
+
+@ranks(1)
+def low_precision(folder: Path) -> dict[str, Any]:
+    """Log-probabilities in bfloat16, and the types of the tower's parameters and of its other tensors."""
+    policy = build(folder, dtype="bfloat16")
+    tower: Any = unwrapped(policy.ddp).visual
+    others = {value.dtype for module in tower.modules() for value in vars(module).values() if torch.is_tensor(value)}
+    parameters = {parameter.dtype for parameter in tower.parameters()}
+    return {"logprobs": policy.logprobs(batch_of([[[0, 1, 2, 3]]])), "types": (parameters, others)}
+
+
+@ranks()
+def lora(folder: Path, layout: Layout, mode: str) -> dict[str, Any]:
+    """An update of adapters, with recomputed layers: norm of the gradient on every stage, log-probabilities after it."""
+    values = {"lora": {"rank": 4, "alpha": 32, "mode": mode}, "optim": {"lr": 1e-2, "eps": 1e-4}}
+    policy = build(folder, layout, megatron={"override_transformer_config": RECOMPUTE}, **values)
+    batch = batch_of([[[0, 1], [2, 3]]])
+    before = policy.logprobs(batch)
+    norm, names = policy.update(batch, loss)[1]["actor/grad_norm"], set(named_gradients(policy))
+    return {"before": before, "after": policy.logprobs(batch), "norm": norm, "names": names, "weights": stream(policy)}
+
+
+@ranks()
+def checkpoint(folder: Path, layout: Layout, load: Path | None, save: Path) -> Tensors:
+    """Load a checkpoint of any layout, update once, save. The tower is trained."""
+    policy = build(folder, layout, optim={"lr": 1e-3, "eps": 1e-4}, vision=TRAINED)
+    if load is not None:
+        load_sharded(policy, load, same_world=False)
+    mine = share(len(ROWS), policy.mesh.dp_rank, policy.mesh.dp)
+    policy.update(batch_of([[list(range(len(mine)))]], mine), loss)
+    save_sharded(policy, save)
+    return stream(policy)
+
+
+@ranks()
+def serve(folder: Path, layout: Layout) -> dict[str, Any]:
+    """The engine `transformers` after a sync of an updated policy: its log-probabilities and the policy's, and its samples."""
+    policy = build(folder, layout, optim={"lr": 1e-2}, vision={"freeze_tower": False})
+    tensors = engine_tensors(policy.arch, 1, reads_shards=False)
+    sizes: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "bucket_megabytes": 1}
+    weight_sync = new_weight_sync(policy.arch, policy.mesh, policy.stage_of, tensors, **sizes)
+    parts = RolloutConfig(engine="transformers"), folder, policy.mesh, policy.device
+    limits: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "eos_token_ids": [vision.EOS]}
+    engine, batch, found = build_engine(*parts, tensors=tensors, **limits), batch_of([[[0, 1], [2, 3]]]), []
+    for version in range(2):
+        engine.load_weights(policy.engine_weights(weight_sync, version), version)
+        policy.expected_digests(weight_sync)
+        got = engine.logprobs([tokens.tolist() for tokens in batch.tokens], batch.images)
+        own = policy.logprobs(batch)
+        for row, (prompt, response) in enumerate(PAIRS):
+            difference = torch.tensor(got[row][len(prompt) - 1 :]) - own[row, : len(response)]
+            found.append(difference.abs().max().item())
+        policy.update(batch, loss)
+    weights = stream(policy)
+    engine.load_weights(policy.engine_weights(weight_sync, 2), 2)
+    requests = [Request(tuple(p), seed, 12, images=images) for p, images, _ in ROWS for seed in (1, 2)]
+    requests.append(Request(tuple(ROWS[0][0]), 1, 12, images=(vision.placed(77, ROWS[0][1][0].first),)))
+    together = engine.generate(requests, 2)
+    alone = [engine.generate([request], 2)[0] for request in requests]
+    assert together == alone, "a sample depends on the other requests"
+    for outside in (-1, len(ROWS[0][0]) - 3):
+        beyond = replace(requests[0], images=(vision.placed(1, outside),))
+        with pytest.raises(ValueError, match=f"at the tokens {outside} to {outside + 3} is outside the prompt of 9"):
+            engine.submit("beyond", beyond, 2)
+    first = replace(requests[0], max_tokens=5)
+    begun = engine.generate([first], 2)[0]
+    on = replace(first, prompt_ids=(*first.prompt_ids, *begun.response_ids), num_written=5, seed=9, temperature=0.0)
+    rest = engine.generate([on], 2)[0]
+    return {
+        "differences": found,
+        "samples": [
+            (r.prompt_ids, r.images, c.response_ids, c.logprobs) for r, c in zip(requests, together, strict=True)
+        ],
+        "continued": (on.prompt_ids, on.images, rest.response_ids, rest.logprobs),
+        "weights": weights,
+    }
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -33,31 +219,19 @@ def expected(models: dict[str, Path]) -> dict[str, tuple[list[torch.Tensor], dic
     return {family: oracle(folder) for family, folder in models.items()}
 
 
-def oracle(folder: Path) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    from torch.nn.functional import pad
-
-    from grpo_megatron.algo.losses import LossInputs
-
-    model, batch = vision.load(folder), tiny.make_batch(PAIRS, [])
-    width, logprobs, entropies = batch.response_mask.shape[1], [], []
-    for prompt, images, response in ROWS:
-        log_p = vision.logits(model, [*prompt, *response], images)[len(prompt) - 1 : -1].log_softmax(-1)
-        padding = (0, width - len(response))
-        logprobs.append(pad(log_p.gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1), padding))
-        entropies.append(pad(-(log_p.exp() * log_p).sum(-1), padding))
-    names = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "token_weights")
-    given = {name: getattr(batch, name) for name in names}
-    inputs = LossInputs(logprobs=torch.stack(logprobs), entropy=torch.stack(entropies), mask=batch.loss_mask, **given)
-    policy_ranks.loss(inputs)[0].backward()
+def oracle(folder: Path) -> tuple[list[torch.Tensor], Tensors]:
+    model = vision.load(folder)
+    logits = [vision.logits(model, [*prompt, *response], images) for prompt, images, response in ROWS]
+    logprobs = backward_over_logits(logits, PAIRS, tiny.make_batch(PAIRS, []))
     gradients = {vision.in_file(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return [row.detach() for row in logprobs], gradients
+    return [row[: len(response)] for row, (_, response) in zip(logprobs, PAIRS, strict=True)], gradients
 
 
-def close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    """Relative to each tensor's largest entry."""
-    for name, tensor in got.items():
-        worst = ((tensor - want[name]).abs().max() / want[name].abs().max()).item()
-        assert worst <= EXACT, f"{name}: {worst}"
+def logprobs_of(folder: Path, weights: Tensors) -> list[torch.Tensor]:
+    """The log-probabilities of every row by transformers with other weights."""
+    model = vision.load(folder)
+    model.load_state_dict({name: weights[vision.in_file(name)] for name in model.state_dict()})
+    return [vision.logprobs(model, *row).detach() for row in ROWS]
 
 
 OF_EVERY_RUN = [("qwen2_5_vl", "1"), ("qwen2_vl", "1"), ("qwen2_5_vl", "TP2xPP2+SP"), ("qwen2_5_vl", "TP2")]
@@ -72,24 +246,20 @@ def test_logprobs_and_gradients_equal_transformers(
     models: dict[str, Path], expected: dict[str, Any], family: str, layout: str
 ) -> None:
     """The tower is trained. Its gradients are whole on the first stage, and in the norm once. TP2 recomputes."""
-    shape = policy_ranks.LAYOUTS[layout]
+    shape = LAYOUTS[layout]
     logprobs, gradients = expected[family]
     norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
-    given: dict[str, Any] = {"folder": models[family], "layout": shape, "recompute": layout == "TP2", **TRAINED}
-    for result in worlds.run(vision_ranks.gradients, shape[0], **given):
+    for result in gradients_of(shape.world, folder=models[family], layout=shape, recompute=layout == "TP2"):
         for row, got in result["logprobs"].items():
-            torch.testing.assert_close(
-                got[: len(PAIRS[row][1])], logprobs[row][: len(PAIRS[row][1])], rtol=0, atol=1e-5
-            )
+            close_rows(got[None], [logprobs[row]], str(row))
         for packing in result["packings"].values():
-            assert packing.keys() == gradients.keys()
-            close(packing, gradients)
+            close(packing, gradients, 1e-5)
         assert result["norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
 def test_what_is_frozen_stays_and_is_computed_once(models: dict[str, Path]) -> None:
     """A frozen tower computes each of the four images once for three passes, a trained one at every pass."""
-    (found,) = worlds.run(vision_ranks.freezing, 1, folder=models["qwen2_5_vl"])
+    (found,) = freezing(folder=models["qwen2_5_vl"])
     first = vision.load(models["qwen2_5_vl"]).state_dict()
     before = {vision.in_file(name): tensor for name, tensor in first.items()}
     for (tower, merger), result in found.items():
@@ -101,26 +271,22 @@ def test_what_is_frozen_stays_and_is_computed_once(models: dict[str, Path]) -> N
             is_frozen = name.startswith("visual.") and (merger if ".merger." in name else tower)
             assert torch.equal(tensor, before[name]) == is_frozen, name
     # The log-probabilities after the update are those of the new weights, also of the tower's.
-    model = vision.load(models["qwen2_5_vl"])
-    model.load_state_dict({name: found[False, False]["weights"][vision.in_file(name)] for name in first})
-    for row, (prompt, images, response) in enumerate(ROWS):
-        want = vision.logprobs(model, prompt, images, response).detach()
-        torch.testing.assert_close(found[False, False]["after"][row, : len(response)], want, rtol=0, atol=1e-5)
+    close_rows(found[False, False]["after"], logprobs_of(models["qwen2_5_vl"], found[False, False]["weights"]))
 
 
 def test_a_reference_off_the_device_keeps_its_features(models: dict[str, Path]) -> None:
-    assert worlds.run(vision_ranks.reference, 1, folder=models["qwen2_vl"]) == [4]
+    assert reference(folder=models["qwen2_vl"]) == [4]
 
 
 def test_the_tower_has_its_own_learning_rate(models: dict[str, Path]) -> None:
     """A hundredth of the others' at every step of the schedule: warm-up to the maximum, then a line to a tenth of it."""
-    (found,) = worlds.run(vision_ranks.rates, 1, folder=models["qwen2_5_vl"])
+    (found,) = rates(folder=models["qwen2_5_vl"])
     assert found["others"] == pytest.approx([1e-2, 5.5e-3, 1e-3])
     assert found["tower"] == pytest.approx([rate / 100 for rate in found["others"]])
 
 
 def test_bfloat16_keeps_the_angles_of_the_tower_in_float32(models: dict[str, Path], expected: dict[str, Any]) -> None:
-    (found,) = worlds.run(vision_ranks.low_precision, 1, folder=models["qwen2_5_vl"])
+    (found,) = low_precision(folder=models["qwen2_5_vl"])
     assert found["types"] == ({torch.bfloat16}, {torch.float32})
     for row, (_, response) in enumerate(PAIRS):
         want = expected["qwen2_5_vl"][0][row][: len(response)]
@@ -133,21 +299,15 @@ def test_adapters_of_the_decoder_learn_beside_a_frozen_tower(
 ) -> None:
     """In every layout the same, with recomputed layers, whose gradients a frozen embedding would lose without a word."""
     results = [
-        worlds.run(vision_ranks.lora, layout[0], folder=models["qwen2_5_vl"], layout=layout, mode=mode)[0]
-        for layout in (policy_ranks.LAYOUTS[name] for name in ("1", "TP2+SP", "PP2"))
+        lora(layout.world, folder=models["qwen2_5_vl"], layout=layout, mode=mode)[0]
+        for layout in (LAYOUTS[name] for name in ("1", "TP2+SP", "PP2"))
     ]
     for result in results:
-        for row, (_, response) in enumerate(PAIRS):
-            want = expected["qwen2_5_vl"][0][row][: len(response)]
-            torch.testing.assert_close(result["before"][row, : len(response)], want, rtol=0, atol=1e-5)
+        close_rows(result["before"], expected["qwen2_5_vl"][0])
         assert all(name.endswith(("lora_a", "lora_b")) and name.startswith("decoder.") for name in result["names"])
         assert result["norm"] == pytest.approx(results[0]["norm"], rel=1e-5) and result["norm"] > 0
         torch.testing.assert_close(result["after"], results[0]["after"], rtol=0, atol=1e-4)
-    model = vision.load(models["qwen2_5_vl"])
-    model.load_state_dict({n: results[0]["weights"][vision.in_file(n)] for n in model.state_dict()})
-    for row, (prompt, images, response) in enumerate(ROWS):
-        want = vision.logprobs(model, prompt, images, response).detach()
-        torch.testing.assert_close(results[0]["after"][row, : len(response)], want, rtol=0, atol=1e-5)
+    close_rows(results[0]["after"], logprobs_of(models["qwen2_5_vl"], results[0]["weights"]))
 
 
 def test_a_checkpoint_goes_through_changes_of_layout(models: dict[str, Path], tmp_path: Path) -> None:
@@ -156,9 +316,8 @@ def test_a_checkpoint_goes_through_changes_of_layout(models: dict[str, Path], tm
     for number, names in enumerate((("1", "1", "1"), ("TP2+SP", "PP2", "DP2xTP2"))):
         load = None
         for step, name in enumerate(names):
-            layout, save = policy_ranks.LAYOUTS[name], tmp_path / f"{number}-{step}"
-            arguments: dict[str, Any] = {"folder": models["qwen2_5_vl"], "layout": layout, "load": load, "save": save}
-            (result, *_) = worlds.run(vision_ranks.checkpoint, layout[0], **arguments)
+            layout, save = LAYOUTS[name], tmp_path / f"{number}-{step}"
+            (result, *_) = checkpoint(layout.world, folder=models["qwen2_5_vl"], layout=layout, load=load, save=save)
             load = save
         weights.append(result)
     before = vision.load(models["qwen2_5_vl"]).state_dict()
@@ -170,14 +329,14 @@ def test_a_checkpoint_goes_through_changes_of_layout(models: dict[str, Path], tm
 
 @pytest.mark.parametrize("layout", [pytest.param("1", marks=pytest.mark.soak), "TP2+SP", "PP2"])
 def test_the_transformers_engine_computes_what_the_policy_does(models: dict[str, Path], layout: str) -> None:
-    """After each of three syncs of a policy whose tower is trained. Draws are those of each request alone."""
-    shape = policy_ranks.LAYOUTS[layout]
-    for result in worlds.run(vision_ranks.serve, shape[0], folder=models["qwen2_5_vl"], layout=shape):
+    """After each of three syncs of a policy whose tower is trained. Samples are those of each request alone."""
+    shape = LAYOUTS[layout]
+    for result in serve(shape.world, folder=models["qwen2_5_vl"], layout=shape):
         assert max(result["differences"]) <= 1e-5
         model = vision.load(models["qwen2_5_vl"])
         model.load_state_dict({n: result["weights"][vision.in_file(n)] for n in model.state_dict()})
-        for prompt, images, response, logprobs in [*result["draws"], result["continued"]]:
+        for prompt, images, response, logprobs in [*result["samples"], result["continued"]]:
             want = vision.logprobs(model, prompt, images, response).detach()
             torch.testing.assert_close(torch.tensor(logprobs), want, rtol=0, atol=1e-5)
-        draws = [response for _, _, response, _ in result["draws"]]
-        assert draws[0] != draws[-1]  # equal text and seed, another image
+        samples = [response for _, _, response, _ in result["samples"]]
+        assert samples[0] != samples[-1]  # equal text and seed, another image

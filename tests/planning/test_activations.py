@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests import tiny, worlds
-from tests.models import policy_ranks
+from tests.models import policies
 
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
@@ -51,21 +51,18 @@ def peaks(folders: dict[str, Path], cases: list[tuple[str, str, dict[str, Any]]]
 def peak(folder: Path, dtype: str, recompute: dict[str, Any], tokens: int) -> tuple[tuple[float, float], ...]:
     from grpo_megatron.planning.parameters import forward_bytes, head_bytes, kept_bytes, working_bytes
 
-    policy = policy_ranks.build(
+    policy = policies.build(
         folder,
-        1,
-        1,
-        False,
         dtype=dtype,
         megatron={"override_transformer_config": recompute},
         logprob_chunk_size=128,
         ppo_max_token_len_per_gpu=tokens,
-        entropy_coeff=policy_ranks.ENTROPY_COEF,
+        entropy_coeff=policies.ENTROPY_COEF,
     )
     batch = tiny.make_batch([([1] * 8, [3] * (tokens // 2 - 8))] * 2, [[[0, 1]]])
 
     def backward() -> None:
-        policy.forward_backward(batch, [[0, 1]], policy_ranks.loss)
+        policy.forward_backward(batch, [[0, 1]], policies.loss)
 
     backward()  # what is allocated once is no activation
     itemsize, layers = 4 if dtype == "float32" else 2, policy.arch.num_layers

@@ -22,7 +22,7 @@ from grpo_megatron.planning.parameters import RunModels, memory_of_stages, param
 from grpo_megatron.planning.phases import Phase, host_parts, image_bytes, memory_phases
 from grpo_megatron.planning.traffic import planned_for
 from tests import vision, worlds
-from tests.models import policy_ranks
+from tests.models import policies
 from tests.planning import published
 from tests.planning.test_activations import peak_bytes
 
@@ -69,7 +69,7 @@ def test_adapters_are_of_the_decoder() -> None:
 
 def built(folder: Path, tp: int, pp: int, frozen: list[dict[str, bool]]) -> None:
     for values in frozen:
-        policy_ranks.build(folder, tp, pp, False, vision=values)  # compares the counts
+        policies.build(folder, policies.Layout(tp * pp, tp, pp), vision=values)  # compares the counts
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from grpo_megatron.planning.cost import Workload
 from grpo_megatron.planning.parameters import RunModels, memory_of_stages
 from grpo_megatron.planning.traffic import border_traffic, expert_lines, kept_by_syncs, weight_sync_lines
 from tests import tiny, worlds
-from tests.models import policy_ranks
+from tests.models import policies
 from tests.planning import published
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +121,7 @@ def test_groups_over_nodes_are_counted() -> None:
 
 def sent(folder: Path, lengths: list[int]) -> int:
     """Bytes of the floating-point messages that this rank sends during `policy.update`, at pp 2 on 2 ranks."""
-    policy = policy_ranks.build(folder, 1, 2, False, ppo_max_token_len_per_gpu=64)
+    policy = policies.build(folder, policies.LAYOUTS["PP2"], ppo_max_token_len_per_gpu=64)
     pairs = [([1] * 4, [3] * (length - 4)) for length in lengths]
     batch = tiny.make_batch(pairs, [[[index] for index in range(len(pairs))]])
     count, send = 0, dist.ProcessGroup.send
@@ -132,7 +132,7 @@ def sent(folder: Path, lengths: list[int]) -> int:
         return send(self, tensors, *args, **kwargs)
 
     dist.ProcessGroup.send = counting  # type: ignore[assignment,method-assign]
-    policy.update(batch, policy_ranks.loss)
+    policy.update(batch, policies.loss)
     dist.ProcessGroup.send = send  # type: ignore[method-assign]
     return count
 

@@ -36,9 +36,9 @@ def _damage(root: Path) -> None:
 def checkpoints(model: Path, out: Path) -> dict[str, Any]:
     from grpo_megatron.config import Config, ConfigError, OptimConfig
     from grpo_megatron.training.checkpoint import Checkpoints
-    from tests.models.policy_ranks import build
+    from tests.models.policies import build
 
-    policy = build(model, 1, 1, False)
+    policy = build(model)
     policy.set_optimizer(OptimConfig(), 10)
     mesh, config = policy.mesh, Config.model_validate({"model": {"path": model}})
     warnings: list[str] = []

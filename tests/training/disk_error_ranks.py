@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 
-LAYOUT = (2, 1, 1, False)
 TIMEOUT_S = 60.0  # of a collective that the other rank does not reach
 
 
@@ -61,14 +60,15 @@ def _build(folder: Path) -> tuple[Any, Any]:
     from grpo_megatron.device import Device
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.training.reward_model import LearningReward
-    from tests.models import policy_ranks, reward_ranks
+    from tests.models import policies, test_reward_model
 
-    mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1, timeout_s=TIMEOUT_S)
-    policy_ranks._meshes[1, 1] = mesh
-    policy = policy_ranks.build(folder, 1, 1, False)
+    device = Device("cpu")
+    mesh = build_mesh(device, tp=1, pp=1, rollout_tp=1, timeout_s=TIMEOUT_S)
+    policies.world = lambda *layout: (device, mesh)  # type: ignore[assignment]
+    policy = policies.build(folder)
     policy.set_optimizer(OptimConfig(), 10)
-    model = reward_ranks.build(folder, LAYOUT)
-    config = reward_ranks.model_config(folder, {"steps": 1, "train_batch_size": 4, "history_size": 8})
+    model = test_reward_model.build(folder, policies.LAYOUTS["DP2"])
+    config = test_reward_model.model_config(folder, {"steps": 1, "train_batch_size": 4, "history_size": 8})
     return policy, LearningReward(config, model, model.actor, iteration_steps=2, total_steps=8, seed=5)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests import tiny
-from tests.models import policy_ranks
+from tests.models import policies
 
 ACTOR = {"kl_loss_coef": 0.1, "entropy_coeff": 0.05, "optim": {"lr": 1e-3}}
 
@@ -31,18 +31,17 @@ def config_of(folder: Path, out: Path, **guards: Any) -> Any:
 class Run:
     """One policy in a layout, and a batch of six rows with one mini-batch."""
 
-    def __init__(self, folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> None:
+    def __init__(self, folder: Path, out: Path, layout: policies.Layout) -> None:
         from grpo_megatron.training.correction import build_loss
 
-        _, tp, pp, sp = layout
         self.folder, self.out = folder, out
         self.config = config_of(folder, out)
-        self.policy = policy_ranks.build(folder, tp, pp, sp, **ACTOR, max_skipped_steps=100)
+        self.policy = policies.build(folder, layout, **ACTOR, max_skipped_steps=100)
         self.mesh, self.loss = self.policy.mesh, build_loss(self.config.actor)
         self.forward_backward = self.policy.forward_backward
 
     def batch(self) -> Any:
-        rows = policy_ranks.share(6, self.mesh.dp_rank, self.mesh.dp)
+        rows = policies.share(6, self.mesh.dp_rank, self.mesh.dp)
         micros = [[i] for i in range(len(rows))]
         batch = tiny.make_batch(tiny.make_sequences(6), [micros], rows, masked=True)
         batch.rows = rows
@@ -92,7 +91,7 @@ class Run:
         }
 
 
-def faults(folder: Path, out: Path, layout: tuple[int, int, int, bool]) -> dict[str, dict[str, Any]]:
+def faults(folder: Path, out: Path, layout: policies.Layout) -> dict[str, dict[str, Any]]:
     """Fault -> what the update did. Each has its own step number, from which its dump is named."""
     run = Run(folder, out, layout)
     last = run.mesh.world_size - 1

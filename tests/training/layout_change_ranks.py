@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,19 +9,15 @@ from unittest import mock
 import torch
 
 from tests import tiny
-from tests.models import moe_ranks
-from tests.models.policy_ranks import loss, share
+from tests.models.policies import LAYOUTS, Layout, build, loss, share, stream
 
-OPTIM = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "lr_decay_style": "linear"}  # eps: see policy_ranks.update
-
-
-_world = functools.cache(moe_ranks.world)  # a process has one layout for its whole life
+OPTIM = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "lr_decay_style": "linear"}  # eps: see tests/models/policies.py
 
 
-def _build(model: Path, layout: moe_ranks.Layout, num_updates: int, **optim: Any) -> Any:
+def _build(model: Path, layout: Layout, num_updates: int, **optim: Any) -> Any:
     from grpo_megatron.config import OptimConfig
 
-    policy = moe_ranks.build(model, *_world(layout))
+    policy = build(model, layout)
     policy.set_optimizer(OptimConfig.model_validate({**OPTIM, **optim}), num_updates)
     return policy
 
@@ -44,7 +39,7 @@ def _update(policy: Any, pairs: Any) -> dict[str, Any]:
         "loss": sum(parts),
         "norm": metrics["actor/grad_norm"],
         "lr": metrics["actor/lr"],
-        "weights": moe_ranks.stream(policy),
+        "weights": stream(policy),
     }
 
 
@@ -52,15 +47,13 @@ def whole_run(model: Path, pairs: Any, out: Path, num_updates: int) -> list[dict
     """`num_updates` updates on one rank; saves after the first."""
     from grpo_megatron.training.checkpoint import Checkpoints
 
-    policy = _build(model, (1, 1, 1, 1), num_updates)
+    policy = _build(model, LAYOUTS["1"], num_updates)
     results = [_update(policy, pairs)]
     Checkpoints(out, policy.mesh, keep=None).save(1, policy, _config(model))
     return results + [_update(policy, pairs) for _ in range(1, num_updates)]
 
 
-def one_update(
-    model: Path, pairs: Any, out: Path, layout: moe_ranks.Layout, done: int, num_updates: int
-) -> dict[str, Any]:
+def one_update(model: Path, pairs: Any, out: Path, layout: Layout, done: int, num_updates: int) -> dict[str, Any]:
     """Load the checkpoint of `done` updates, save it again as it is (into out/again), update once, save."""
     from grpo_megatron.training.checkpoint import Checkpoints
 
@@ -79,12 +72,12 @@ def changed_settings(model: Path, pairs: Any, out: Path) -> list[dict[str, Any]]
     """Two updates of a run of two; then three of the same run, extended to five with other settings."""
     from grpo_megatron.training.checkpoint import Checkpoints
 
-    policy = _build(model, (1, 1, 1, 1), 2)
+    policy = _build(model, LAYOUTS["1"], 2)
     mesh = policy.mesh
     first = [_used(policy, pairs) for _ in range(2)]
     path = Checkpoints(out, mesh, keep=None).save(2, policy, _config(model))
     changes = {"lr": 2e-3, "min_lr": 5e-4, "weight_decay": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}
-    policy = _build(model, (1, 1, 1, 1), 5, **changes)
+    policy = _build(model, LAYOUTS["1"], 5, **changes)
     Checkpoints(out, mesh, keep=None).load(path, policy)
     return first + [_used(policy, pairs) for _ in range(3)]
 
@@ -110,7 +103,7 @@ def positions(model: Path) -> list[int]:
     """The place in the schedule after 6 updates, 2 per training step, with 2, 4 and 1 updates per training step."""
     from grpo_megatron.config import OptimConfig
 
-    policy = _build(model, (1, 1, 1, 1), 20)
+    policy = _build(model, LAYOUTS["1"], 20)
     state = {"schedule": {"num_steps": 6, "period": 2}, "num_skipped_in_a_row": 0}
     found = []
     for period in (2, 4, 1):
@@ -129,7 +122,7 @@ def alone(model: Path, pairs: Any, out: Path, num_updates: int) -> dict[str, Any
     }
 
 
-def in_both_ways(model: Path, pairs: Any, out: Path, layout: moe_ranks.Layout) -> None:
+def in_both_ways(model: Path, pairs: Any, out: Path, layout: Layout) -> None:
     """A checkpoint in pieces, and one that Megatron gathers; then each is loaded by the other's reader, and saved again."""
     import contextlib
 

@@ -18,7 +18,7 @@ from grpo_megatron.config import Config
 from grpo_megatron.training.dump import Incident, mini_batch_tensors
 from grpo_megatron.training.replay import Dump, _batch
 from tests import vision, worlds
-from tests.models.vision_ranks import batch_of
+from tests.models.test_vision import batch_of
 
 
 def read_back(folder: Path, *batches: Any) -> Any:

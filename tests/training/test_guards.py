@@ -22,7 +22,7 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.training.dump import mini_batch_tensors
 from grpo_megatron.training.replay import read_dump
 from tests import tiny, worlds
-from tests.models.policy_ranks import LAYOUTS
+from tests.models.policies import LAYOUTS
 from tests.training import guard_ranks
 
 pytestmark = pytest.mark.slow

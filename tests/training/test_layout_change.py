@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import tiny, worlds
-from tests.models.moe_ranks import Layout
+from tests.models.policies import Layout
 from tests.stored import same_stored
 from tests.training import layout_change_ranks
 
@@ -25,13 +25,13 @@ QWEN3_MOE: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
-CHAIN: list[Layout] = [  # world, tp, pp, ep; the first checkpoint is of one rank
-    (2, 2, 1, 1),
-    (2, 1, 1, 2),
-    (2, 1, 2, 1),
-    (4, 2, 2, 1),
-    (4, 1, 1, 1),
-    (4, 1, 2, 2),
+CHAIN: list[Layout] = [  # the first checkpoint is of one rank
+    Layout(2, tp=2, sp=None),
+    Layout(2, ep=2),
+    Layout(2, pp=2),
+    Layout(4, tp=2, pp=2, sp=None),
+    Layout(4),
+    Layout(4, pp=2, ep=2),
 ]
 PAIRS = tiny.make_sequences(6, longest=16)
 
@@ -99,7 +99,7 @@ def test_changed_settings_are_used_and_other_mini_batches_keep_the_training_step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(2, 1, 1, 1), (4, 2, 1, 1), (4, 1, 2, 2)])
+@pytest.mark.parametrize("layout", [Layout(2), Layout(4, tp=2, sp=None), Layout(4, pp=2, ep=2)])
 def test_every_rank_writes_its_share_of_what_megatron_would_gather(model: Path, tmp_path: Path, layout: Layout) -> None:
     """Both kinds of checkpoint have the same tensors, and both readers read both. Older checkpoints are of the second kind."""
     worlds.run(layout_change_ranks.in_both_ways, layout[0], model=model, pairs=PAIRS, out=tmp_path, layout=layout)
