@@ -104,12 +104,12 @@ def _conversion(
         with model.checked(not options.no_hashes):
             with Progress(f"to-{kind}", total, options.quiet) as progress:
                 yield folder, hashes, progress
-            of_hf = folder / "hf" if kind == "megatron" else folder
-            of_hf.mkdir(exist_ok=True)
-            (of_hf / "config.json").write_bytes(model.config_text(wanted))
+            hf_folder = folder / "hf" if kind == "megatron" else folder
+            hf_folder.mkdir(exist_ok=True)
+            (hf_folder / "config.json").write_bytes(model.config_text(wanted))
             for origin in (model.hf_folder, model.tokenizer_folder)[not isinstance(model, AdaptedModel) :]:
-                _copy_companions(origin, of_hf)
-            model.complete(of_hf)
+                _copy_companions(origin, hf_folder)
+            model.complete(hf_folder)
         write_manifest(folder, kind, hashes)
 
 
@@ -174,20 +174,20 @@ def _part_hint(path: Path) -> str:
     step = path.parent
     if path.name not in PART_FOLDERS or not (step / STEP_FILE).exists():
         return ""
-    found = [step, *(step / name for name in PART_FOLDERS if (step / name).is_dir())]
-    return f": its run saved no {path.name}; name {' or '.join(repr(str(folder)) for folder in found)}"
+    existing = [step, *(step / name for name in PART_FOLDERS if (step / name).is_dir())]
+    return f": its run saved no {path.name}; name {' or '.join(repr(str(folder)) for folder in existing)}"
 
 
 def model_layout_problems(arch: Architecture, tp: int = 1, pp: int = 1, ep: int = 1) -> list[str]:
     """Returns the reasons why the model cannot be divided over such a layout."""
-    found = split_problems(arch, tp)
+    problems = split_problems(arch, tp)
     if arch.num_layers % pp:
-        found.append(f"{arch.num_layers} layers over {pp} stages leave {arch.num_layers % pp}")
+        problems.append(f"{arch.num_layers} layers over {pp} stages leave {arch.num_layers % pp}")
     if (arch.num_experts or 1) % ep:
-        found.append(f"{arch.num_experts} experts over {ep} ranks leave {arch.num_experts % ep}")
+        problems.append(f"{arch.num_experts} experts over {ep} ranks leave {arch.num_experts % ep}")
     if ep > 1 and not arch.num_experts:
-        found.append(f"ep {ep}: the model has no experts")
-    return found
+        problems.append(f"ep {ep}: the model has no experts")
+    return problems
 
 
 def check_model_layout(arch: Architecture, tp: int, pp: int, ep: int) -> None:
@@ -207,8 +207,8 @@ def companions(folder: Path) -> list[Path]:
     """Returns the files that are neither weights nor code. config.json is not among them: its dtype may change."""
     files = [p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.startswith(".")]
     files += sorted((folder / "chat_templates").glob("*.jinja"))  # where transformers puts named templates
-    kept = (p for p in files if p.suffix not in WEIGHTS | CODE and p.name not in WRITTEN_ANEW)
-    return [p for p in kept if not p.name.endswith(".index.json")]
+    copied = (p for p in files if p.suffix not in WEIGHTS | CODE and p.name not in WRITTEN_ANEW)
+    return [p for p in copied if not p.name.endswith(".index.json")]
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -108,8 +108,8 @@ class HFFolder(Source):
         tensors: dict[str, _Stored] = {}
         for file in files:
             try:  # with torch's restricted unpickler, which accepts tensors and containers only
-                held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-                tensors.update({published_name(n): _Stored(t.dtype, tuple(t.shape), t) for n, t in held.items()})
+                table = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+                tensors.update({published_name(n): _Stored(t.dtype, tuple(t.shape), t) for n, t in table.items()})
             except (RuntimeError, pickle.UnpicklingError, AttributeError, OSError, EOFError) as error:
                 raise ConvertError(f"{file}: not a readable table of tensors ({str(error).splitlines()[0]})") from error
         self.num_files = len(files)
@@ -176,10 +176,10 @@ def write_shards(
     dtypes = source.result_dtypes(dtype)
     shards = plan_shards(source.shapes(), dtypes, shard_bytes)
     with HashedFiles(folder) as files:
-        for file_name, held in shards.items():
+        for file_name, shard in shards.items():
             files.begin(file_name)
-            files.write(safetensors_header(held, dtypes))
-            for name, shape in held.items():
+            files.write(safetensors_header(shard, dtypes))
+            for name, shape in shard.items():
                 tensor = source.read(name)
                 for first, last in row_blocks(shape):
                     block = tensor[first:last].to(dtypes[name]).contiguous().view(-1).view(torch.uint8)
@@ -189,7 +189,7 @@ def write_shards(
                 del tensor, block  # before the next one is read
     if len(shards) > 1:
         total = source.num_bytes(dtype)
-        weight_map = {name: file_name for file_name, held in shards.items() for name in held}
+        weight_map = {name: file_name for file_name, shard in shards.items() for name in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return files.hashes

@@ -189,19 +189,19 @@ def extra_state_keys(rows: list[WeightRow], arch: Architecture) -> list[str]:
 
     Local specs read those of the linear layers; Transformer Engine's modules also read the others.
     """
-    found: dict[str, None] = {}
+    keys: dict[str, None] = {}
     for row in rows:
         if row.megatron.endswith(".weight") and row.megatron.startswith("decoder."):
             bare = next(p for p in places(row, arch) if not p.key.endswith("layer_norm_weight"))
-            found[_object(bare.key.removesuffix("weight"), bare)] = None
+            keys[_object(bare.key.removesuffix("weight"), bare)] = None
     for layer in range(arch.num_layers):
         if arch.num_dense_layers:
-            found[_object(f"decoder.layers.{layer}.self_attention.core_attention.", Place(""))] = None
+            keys[_object(f"decoder.layers.{layer}.self_attention.core_attention.", Place(""))] = None
         else:
-            found[_object("decoder.layers.self_attention.core_attention.", Place("", (layer,), (arch.num_layers,)))] = (
+            keys[_object("decoder.layers.self_attention.core_attention.", Place("", (layer,), (arch.num_layers,)))] = (
                 None
             )
-    return list(found)
+    return list(keys)
 
 
 def _object(module: str, place: Place) -> str:

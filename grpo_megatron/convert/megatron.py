@@ -250,8 +250,8 @@ class MegatronFolder(Source):
 
     def _check_format(self) -> None:
         try:
-            found = read_json(self.data_folder / FORMAT_FILE)
-            backend, version = found["sharded_backend"], found["sharded_backend_version"]
+            metadata = read_json(self.data_folder / FORMAT_FILE)
+            backend, version = metadata["sharded_backend"], metadata["sharded_backend_version"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             what = f"no Megatron-Core distributed checkpoint ({FORMAT_FILE}: {error})"
             raise ConvertError(f"{self.folder}: {what}") from error
@@ -283,8 +283,8 @@ class MegatronFolder(Source):
             used |= {p.key for p in known}
             self._where[row.megatron] = place
             problems += self._wrong_shape(row, place)
-        of_model = {key for key in self._sizes if key.startswith(OF_THE_MODEL)}
-        problems += [f"unexpected {key}" for key in sorted(of_model - used)]
+        model_keys = {key for key in self._sizes if key.startswith(OF_THE_MODEL)}
+        problems += [f"unexpected {key}" for key in sorted(model_keys - used)]
         ends: dict[str, int] = {}  # file -> the byte after its last chunk: the least size that it can have
         for info in self._used().values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -323,13 +323,13 @@ class MegatronFolder(Source):
 
     def _chunks_by_layer(self) -> dict[Place, list[ChunkStorageMetadata]]:
         """Key and index along the stacked axes -> the chunks that overlap it. A search among all would be quadratic."""
-        found: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]] = {}
+        chunks: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]] = {}
         for key, depth in {place.key: len(place.stack) for place in self._where.values()}.items():
             for chunk in self._sizes[key].chunks:
                 ranges = (range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True))
                 for index in itertools.product(*ranges):
-                    found.setdefault((key, index), []).append(chunk)
-        return {place: found.get((place.key, place.index), []) for place in self._where.values()}
+                    chunks.setdefault((key, index), []).append(chunk)
+        return {place: chunks.get((place.key, place.index), []) for place in self._where.values()}
 
     def _used(self) -> dict[MetadataIndex, _StorageInfo]:
         """Returns the stored chunks of the model; a training step has those of its optimizer besides."""
@@ -401,14 +401,16 @@ class _Into(DefaultLoadPlanner):
         pass
 
 
-def _hf_tensors(row: WeightRow, whole: Tensor, arch: Architecture) -> list[Tensor]:
+def _hf_tensors(row: WeightRow, full: Tensor, arch: Architecture) -> list[Tensor]:
     """Does `row.merge` of one rank's tensor, without a copy where a Hugging Face tensor is a run of its rows."""
     if isinstance(row, HeadRow):
-        return row.merge([whole], arch)
+        return row.merge([full], arch)
     owners, counts = zip(*row.segments(arch), strict=True)
-    runs = whole.split(list(counts))
-    of_part = [[run for run, owner in zip(runs, owners, strict=True) if owner == part] for part in range(len(row.hf))]
-    return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in of_part]
+    runs = full.split(list(counts))
+    runs_of_parts = [
+        [run for run, owner in zip(runs, owners, strict=True) if owner == part] for part in range(len(row.hf))
+    ]
+    return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in runs_of_parts]
 
 
 def _has_valid_checksums(folder: Path, info: _StorageInfo) -> bool:
@@ -456,7 +458,7 @@ def write_checkpoint(source: Source, folder: Path, dtype: torch.dtype, progress:
             results[-1].append(WriteResult(item.index, stored.length, stored))
             progress.add(value.nbytes if isinstance(value, Tensor) else 0)
             del value, archive  # before the next one is made
-    _, contents = create_default_global_save_plan([SavePlan(of_file) for of_file in items])
+    _, contents = create_default_global_save_plan([SavePlan(file_items) for file_items in items])
     writer = FileSystemWriter(folder, sync_files=False)  # fsync comes before the folder's rename
     writer.finish(contents, results)
     torch.save(common_state(source.arch), folder / "common.pt")

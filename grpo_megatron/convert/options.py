@@ -13,10 +13,10 @@ PICKLE_HELP = "read *.bin weights: unpickling can run code of their author, whom
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+)([KMG]?)i?B?", text.strip(), re.IGNORECASE)
-    if not found or not int(found[1]):
+    match = re.fullmatch(r"(\d+)([KMG]?)i?B?", text.strip(), re.IGNORECASE)
+    if not match or not int(match[1]):
         raise ValueError(f"{text!r} is not a size such as 500M or 5G")
-    return int(found[1]) * UNITS[found[2].upper()]
+    return int(match[1]) * UNITS[match[2].upper()]
 
 
 _Dtype = Literal["float32", "bfloat16", "float16"]

@@ -126,9 +126,9 @@ def _sums(hidden: Tensor, weight: Tensor, columns: Tensor, temperature: float, g
     top = logits.amax(dim=1) if weight.shape[0] else logits.new_full((len(logits),), -torch.inf)
     _all_reduce(top, dist.ReduceOp.MAX, group)
     logits -= top[:, None]
-    rows, own_columns = _local_targets(logits, columns)
+    rows, local_columns = _local_targets(logits, columns)
     at_target = logits.new_zeros(len(logits))
-    at_target[rows] = logits[rows, own_columns]
+    at_target[rows] = logits[rows, local_columns]
     exp = logits.exp()
     return top, torch.stack([exp.sum(1), (exp * logits).sum(1), at_target])
 
@@ -147,28 +147,28 @@ def _fused_sums(
     return top, torch.stack([shift.exp() * total, shift.exp() * (weighted + shift * total), at_target])
 
 
-def _gradient(hidden: Tensor, weight: Tensor, temperature: float, of_tokens: _ChunkResults) -> Tensor:
+def _gradient(hidden: Tensor, weight: Tensor, temperature: float, results: _ChunkResults) -> Tensor:
     """Returns the gradient of this rank's logits before the temperature [n, v], in the weight's type."""
-    columns, entropy, lse, grad_logprobs, grad_entropy = of_tokens
+    columns, entropy, lse, grad_logprobs, grad_entropy = results
     logp = _logits(hidden, weight, temperature) - lse[:, None]
     p = logp.exp()
     grad = torch.zeros_like(p)
     if grad_logprobs is not None:
         grad -= p * grad_logprobs[:, None]
-        rows, own_columns = _local_targets(p, columns)
-        grad[rows, own_columns] += grad_logprobs[rows]
+        rows, local_columns = _local_targets(p, columns)
+        grad[rows, local_columns] += grad_logprobs[rows]
     if grad_entropy is not None:
         grad -= grad_entropy[:, None] * p * (logp + entropy[:, None])
     return (grad / temperature).to(weight.dtype)
 
 
-def _fused_gradient(hidden: Tensor, weight: Tensor, temperature: float, of_tokens: _ChunkResults) -> Tensor:
+def _fused_gradient(hidden: Tensor, weight: Tensor, temperature: float, results: _ChunkResults) -> Tensor:
     """Computes `_gradient` by a kernel that writes it over the logits."""
     from grpo_megatron.models.layers.head_kernel import write_gradient
 
-    logits, (columns, entropy, lse, *grads) = hidden @ weight.T, of_tokens
-    of_logprobs, of_entropy = (torch.zeros_like(lse) if grad is None else grad.contiguous() for grad in grads)
-    write_gradient(logits, columns, lse, entropy, of_logprobs, of_entropy, temperature)
+    logits, (columns, entropy, lse, *grads) = hidden @ weight.T, results
+    logprob_grads, entropy_grads = (torch.zeros_like(lse) if grad is None else grad.contiguous() for grad in grads)
+    write_gradient(logits, columns, lse, entropy, logprob_grads, entropy_grads, temperature)
     return logits
 
 
@@ -240,9 +240,9 @@ class LogprobModel(GPTModel):
         """Puts images in their places. Takes a token's angle from its position id in a pack of trees, where Megatron-Core
         would take it from its place; with M-RoPE it takes all angles from position ids."""
         if self.features is not None:
-            whole = self.embedding(input_ids=inputs["input_ids"], position_ids=None)
+            embeddings = self.embedding(input_ids=inputs["input_ids"], position_ids=None)
             is_cut, placed = self.config.sequence_parallel, packed_seq_params.images
-            inputs["decoder_input"] = with_images(whole, placed, self.visual, self.features, is_cut=is_cut)
+            inputs["decoder_input"] = with_images(embeddings, placed, self.visual, self.features, is_cut=is_cut)
         outputs = super()._preprocess(position_ids=position_ids, packed_seq_params=packed_seq_params, **inputs)
         if not isinstance(packed_seq_params, TreeParams) or position_ids.dim() == 3:
             return outputs
@@ -279,7 +279,7 @@ class LogprobModel(GPTModel):
 def _mark_parameters(model: torch.nn.Module, arch: Architecture) -> None:
     """Mark which parameters are cut over tensor-parallel ranks, and which belong to experts.
 
-    Megatron marks cut parameters while it draws initial weights, which this project skips. Without the marks, the gradient
+    Megatron marks cut parameters while it samples initial weights, which this project skips. Without the marks, the gradient
     norm (and so the clipping) would silently count only the first rank's shards.
     Megatron marks expert parameters under expert parallelism only. Here they are always marked. Experts then always have
     their own optimizer, and a checkpoint can be read with another ep.
@@ -355,7 +355,7 @@ def build_model(
             exact.make_exact(model.decoder, RMSNorm, PackedAttention)
         if arch.vision is not None and model.pre_process:
             recomputes = config.recompute_granularity == "full"
-            with device.preserve_rng():  # torch draws initial weights
+            with device.preserve_rng():  # torch samples initial weights
                 parts = arch.vision, arch.hidden_size, config.params_dtype, device.torch_device
                 model.visual = build_tower(*parts, recomputes=recomputes)
             model.features = Features(arch.vision, config.params_dtype)

@@ -33,20 +33,20 @@ def find_family(name: str) -> ModelFamily:
     if name in FAMILIES or ":" not in name:
         return _family_of(name)
     try:
-        found: Any = import_function(name)
+        family: Any = import_function(name)
     except ValueError as error:
         raise UnsupportedModel(f"model family {error}") from error
     except Exception as error:  # whatever the user's module raises while it is imported
         raise UnsupportedModel(
             f"model family {name!r}: importing it raised {type(error).__name__}: {cut(str(error))}; fix the module"
         ) from error
-    lacking = [part for part in ("architecture_from", "weight_table") if not callable(getattr(found, part, None))]
+    lacking = [part for part in ("architecture_from", "weight_table") if not callable(getattr(family, part, None))]
     if lacking:
         raise UnsupportedModel(
             f"model family {name!r} has no function {' and no '.join(lacking)}; name a"
             " grpo_megatron.models.families.ModelFamily"
         )
-    return found  # type: ignore[no-any-return]
+    return family  # type: ignore[no-any-return]
 
 
 def _family_of(model_type: object) -> ModelFamily:
@@ -83,12 +83,12 @@ def architecture_of(config: dict[str, Any], family: str | None = None) -> Archit
 
     `family`: `package.module:FAMILY`, or None for the one that model_type names.
     """
-    found = _family_of(config.get("model_type")) if family is None else find_family(family)
+    reader = _family_of(config.get("model_type")) if family is None else find_family(family)
     for key in SWITCHES:
         if config.get(key) not in (None, True, False):  # bool("false") is true
             raise UnsupportedModel(f"config.json gives {key}={shown(config[key])}, not true or false")
     try:
-        arch = found.architecture_from(config)
+        arch = reader.architecture_from(config)
     except UnsupportedModel:
         raise
     except KeyError as error:

@@ -91,7 +91,7 @@ def _num_labels(config: dict[str, Any]) -> int:
 
 
 def check_reward_weights(folder: RewardFolder) -> None:
-    """Raise WeightsError unless the folder holds exactly this model's tensors."""
+    """Raise WeightsError unless the folder has exactly this model's tensors."""
     with SafetensorsFolder(folder.path) as files:
         check_files(files, folder)
 

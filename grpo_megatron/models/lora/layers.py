@@ -53,12 +53,12 @@ class Lora:
         """Returns the factors of a PEFT folder, for a later `reading`. No communication. Raises WeightsError."""
         with SafetensorsFolder(folder) as files:
             rows = {name: row.shard(files.slice, arch, mesh.tp_rank, mesh.tp) for name, row in self.rows.items()}
-        found: Factors = {}
+        factors: Factors = {}
         for name, module in self.modules.items():
             pair = (rows[f"{name.removesuffix('weight')}{factor}"] for factor in (LORA_A, LORA_B))
             a, b = (factor.to(module.lora_a) for factor in pair)
-            found[name] = a, b
-        return found
+            factors[name] = a, b
+        return factors
 
     @contextlib.contextmanager
     def reading(self, factors: Factors) -> Iterator[None]:

@@ -84,12 +84,14 @@ class PeftFolder:
             raise WeightsError(f"{file}: {found} are no rank and scale of adapters") from error
 
     def _check_supported(self, settings: Mapping[str, Any], file: Path) -> None:
-        found = [key for key in UNSUPPORTED if settings.get(key)]
-        found += ["peft_type"] if settings.get("peft_type") != "LORA" else []
-        found += ["bias"] if settings.get("bias", "none") != "none" else []
-        found += ["init_lora_weights"] if str(settings.get("init_lora_weights")).startswith(CHANGE_THE_BASE) else []
-        if found:
-            given = ", ".join(f"{key}={shown(settings.get(key))}" for key in found)
+        unsupported = [key for key in UNSUPPORTED if settings.get(key)]
+        unsupported += ["peft_type"] if settings.get("peft_type") != "LORA" else []
+        unsupported += ["bias"] if settings.get("bias", "none") != "none" else []
+        unsupported += (
+            ["init_lora_weights"] if str(settings.get("init_lora_weights")).startswith(CHANGE_THE_BASE) else []
+        )
+        if unsupported:
+            given = ", ".join(f"{key}={shown(settings.get(key))}" for key in unsupported)
             raise WeightsError(f"{file}: {given}: only W0 + s B A of linear layers is supported, without more")
 
     def check(self, arch: Architecture, lora: LoraConfig | None = None) -> None:

@@ -185,7 +185,7 @@ def _read_index(path: Path) -> dict[str, str] | None:
 
 
 def check_hf(folder: Path, arch: Architecture) -> None:
-    """Raise WeightsError unless the folder holds exactly this architecture's tensors. Reads headers only."""
+    """Raise WeightsError unless the folder has exactly this architecture's tensors. Reads headers only."""
     with SafetensorsFolder(folder) as files:
         files.check_model(arch)
 

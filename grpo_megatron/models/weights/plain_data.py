@@ -66,9 +66,9 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in self._names:
             return super().find_class(module, name)
         if module in self._records:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:  # defined in that module, not imported by it
-                return found
+            member = super().find_class(module, name)
+            if isinstance(member, type) and member.__module__ == module:  # defined in that module, not imported by it
+                return member
         raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
 
 
@@ -79,7 +79,7 @@ def read_table(path: Path) -> Any:
 
 
 def check_plain(folder: Path, part: int = 0, parts: int = 1) -> None:
-    """Raise StorageError when a distributed checkpoint holds anything but plain data. Runs no code from it.
+    """Raise StorageError when a distributed checkpoint has anything but plain data. Runs no code from it.
 
     Of its objects, rank `part` of `parts` checks every `parts`-th one.
     """
@@ -136,11 +136,11 @@ def _refusing(reason: str) -> Iterator[None]:
 
 
 def _load_contents(file: Any) -> Any:
-    found = _Unpickler(io.BytesIO(file.read()), _RECORDS, _NAMES).load()
-    for table in (found.state_dict_metadata, found.storage_data):
+    contents = _Unpickler(io.BytesIO(file.read()), _RECORDS, _NAMES).load()
+    for table in (contents.state_dict_metadata, contents.storage_data):
         if not isinstance(table, dict):
             raise TypeError(f"a table is {type(table).__name__}, not a dict")
-    return found
+    return contents
 
 
 def _load_archive(content: bytes) -> Any:
@@ -152,15 +152,15 @@ def check_object(name: str, archive: bytes) -> None:
     """Raise UnpicklingError when a stored object is more than plain data; `name` is its key in the checkpoint."""
     pending = [_load_archive(archive)]
     while pending and "_extra_state" in name:
-        found = pending.pop()
-        if isinstance(found, dict):
-            pending += found.values()
-        elif isinstance(found, list | tuple):
-            pending += found
-        elif isinstance(found, io.BytesIO) and found.getbuffer().nbytes:
-            _check_state(found.getvalue())
-        elif isinstance(found, torch.Tensor) and found.dtype == torch.uint8 and found.numel():
-            _check_state(bytes(found.tolist()))
+        value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, list | tuple):
+            pending += value
+        elif isinstance(value, io.BytesIO) and value.getbuffer().nbytes:
+            _check_state(value.getvalue())
+        elif isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.numel():
+            _check_state(bytes(value.tolist()))
 
 
 def _check_state(raw: bytes) -> None:

@@ -251,7 +251,7 @@ def _without_unknown_extra_state(model: dict[str, Any], folder: Path) -> dict[st
 def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
     """Read back the state of `save_sharded`. Collective. `same_world`: the world size is unchanged; restore random states.
 
-    Raises RankError on every rank when the checkpoint holds anything but plain data.
+    Raises RankError on every rank when the checkpoint has anything but plain data.
     """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 

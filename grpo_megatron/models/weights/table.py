@@ -49,9 +49,9 @@ class WeightRow(ABC):
         """Returns whether a layer has the parameter of this row of a table."""
         return self.layers == "all" or (self.layers == "dense") == (layer < arch.num_dense_layers)
 
-    def dtype(self, of_model: torch.dtype) -> torch.dtype:
-        """Returns the dtype of this parameter in a model whose weights are `of_model`."""
-        return torch.float32 if self.is_constant else of_model
+    def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype of this parameter in a model whose weights are `model_dtype`."""
+        return torch.float32 if self.is_constant else model_dtype
 
     def expand(self, layer: int, expert: int | None = None) -> Self:
         """Returns the row of one layer (and expert). Both numbers count from 0 over the whole model."""
