@@ -10,8 +10,11 @@ from unittest import mock
 
 import pytest
 
-from tests.browser import Browser, missing
-from tests.files import DATA, WHOLE
+from tests import shapes
+
+shapes.install()  # before anything imports the checked modules
+from tests.browser import Browser, missing  # noqa: E402
+from tests.files import DATA, WHOLE  # noqa: E402
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"

@@ -25,7 +25,7 @@ SOURCES = {
 }
 
 ROOMS = (  # a room imports only rooms that stand before it
-    *("types", "registry", "imports", "transformer_engine", "untrusted", "config"),  # the ground
+    *("shapes", "types", "registry", "imports", "transformer_engine", "untrusted", "config"),  # the ground
     *("storage", "processes", "rewards", "algo", "data"),  # no process group is visible here
     *("device", "parallel", "sync", "exact", "environments"),
     *("models", "rollout"),  # siblings
@@ -34,7 +34,7 @@ ROOMS = (  # a room imports only rooms that stand before it
 )
 FORBIDDEN = {("rollout", "models")}  # arrows that the order alone would allow
 WITHOUT_TORCH = {
-    *("types", "registry", "imports", "untrusted", "config", "storage", "processes", "rewards"),
+    *("shapes", "types", "registry", "imports", "untrusted", "config", "storage", "processes", "rewards"),
     *("environments", "data", "report", "migration", "cli", "__main__"),
 }
 FENCED = ("rewards.math",)  # other rooms import this folder only through the module of this name

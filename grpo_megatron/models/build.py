@@ -29,6 +29,7 @@ from grpo_megatron.models.layers.spec import (
 )
 from grpo_megatron.models.vision import Features, build_tower, with_images
 from grpo_megatron.models.weights.stream import global_parameters, model_rows
+from grpo_megatron.shapes import Float, Int
 
 # -- Log-probabilities and entropy from hidden states and this rank's rows of the output head --------------------------
 #
@@ -173,9 +174,9 @@ def _fused_gradient(hidden: Tensor, weight: Tensor, temperature: float, results:
 
 
 def vocab_parallel_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    hidden: Float[Tensor, "N h"],
+    weight: Float[Tensor, "V_local h"],
+    targets: Int[Tensor, " N"],
     *,
     vocab_size: int,
     tp_rank: int,
@@ -183,7 +184,7 @@ def vocab_parallel_logprobs(
     temperature: float = 1.0,
     chunk: int = 1024,
     is_fused: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Returns log-probabilities [N] of `targets` and entropies [N], float32, identical on every rank of `group`.
 
     hidden [N, h] is whole on every rank. weight [padded vocabulary / tp, h] is this rank's part, rows in vocabulary order.

@@ -36,6 +36,7 @@ from grpo_megatron.models.vision import PLACED
 from grpo_megatron.models.weights.hf_folder import load_hf
 from grpo_megatron.models.weights.stream import hf_weights, sent_parameters, stage_owners, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
+from grpo_megatron.shapes import Float, Int
 from grpo_megatron.sync.digest import Expected
 from grpo_megatron.sync.weight_sync import WeightSync
 from grpo_megatron.types import Batch, WeightBucket
@@ -212,12 +213,12 @@ def _sequences(batch: Batch, rows: list[int], cp: int, has_images: bool) -> Iter
             size += len(tokens)
 
 
-def _with_unknown(routes: Tensor, size: int) -> Tensor:
+def _with_unknown(routes: Int[Tensor, "T layers*k"], size: int) -> Int[Tensor, "size layers*k"]:
     """Pads routes [T, layers x k] to [size, layers x k]. Those of padding are unknown."""
     return torch.nn.functional.pad(routes, (0, 0, 0, size - len(routes)), value=-1)
 
 
-def unpack(flat: Tensor, lengths: list[int], width: int) -> Tensor:
+def unpack(flat: Float[Tensor, " N"], lengths: list[int], width: int) -> Float[Tensor, "rows width"]:
     """Maps [N] in pack order to [len(lengths), width], zeros after each row's end. Differentiable."""
     columns = torch.arange(width, device=flat.device)
     mask = columns < torch.tensor(lengths, device=flat.device).unsqueeze(1)
@@ -242,7 +243,7 @@ def num_padding_tokens(lengths: list[int], multiple: int, cp: int = 1) -> int:
 # The index arithmetic is plain torch and tested. The attention itself was not run on a GPU yet.
 
 
-def local_tokens(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
+def local_tokens(lengths: Sequence[int], cp: int, cp_rank: int) -> Int[Tensor, " T_local"]:
     """Returns the indices of rank `cp_rank`'s tokens in the pack, int64 [T / cp], in the order in which it computes them.
 
     The pack is sequences of `lengths`, end to end. Each length is a multiple of 2 cp.
@@ -257,7 +258,7 @@ def local_tokens(lengths: Sequence[int], cp: int, cp_rank: int) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
-def target_share(state_indices: Tensor, tokens: Tensor) -> TargetShare:
+def target_share(state_indices: Int[Tensor, " N"], tokens: Int[Tensor, " T_local"]) -> TargetShare:
     """Returns the targets whose hidden states, `state_indices` [N] in the pack, are among a rank's `tokens` [T / cp]."""
     sizes = [int(indices.max()) + 1 for indices in (state_indices, tokens) if len(indices)]
     local_index = torch.full((max(sizes, default=0),), -1, dtype=torch.int64)  # index in the pack -> among `tokens`
@@ -287,7 +288,7 @@ class _GatherTargets(torch.autograd.Function):
         return grads[0][target_indices], None, None, None
 
 
-def gather_targets(values: Tensor, share: TargetShare, group: Any) -> Tensor:
+def gather_targets(values: Float[Tensor, " n"], share: TargetShare, group: Any) -> Float[Tensor, " N"]:
     """Gathers all ranks' values [N] from each rank's [n]. Collective over the context-parallel `group`."""
     return _GatherTargets.apply(values, share.target_indices, share.num_targets, group)  # type: ignore[no-any-return]
 
@@ -386,7 +387,7 @@ class LossPass:
             forward_backward(model, packs[cut:], self._consume, device=device, forward_only=True)
         forward_backward(model, packs[:cut], self._consume, device=device, forward_only=False)
 
-    def host_logprobs(self) -> Tensor:
+    def host_logprobs(self) -> Float[Tensor, "B R"]:
         """Returns the log-probability of every response token [B, R], float32 on the host; 0 in rows without a pack."""
         out = torch.zeros(self.batch.response_mask.shape)
         for rows, part in self.logprobs:
@@ -405,7 +406,9 @@ class LossPass:
         return value, None
 
 
-def loss_inputs(batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor) -> LossInputs:
+def loss_inputs(
+    batch: Batch, rows: list[int], logprobs: Float[Tensor, "rows R"], entropy: Float[Tensor, "rows R"]
+) -> LossInputs:
     """Returns the inputs of a loss on `rows`. `logprobs` and `entropy` [len(rows), R] are the model's.
 
     Where the batch has no old log-probabilities, they are the model's own.
@@ -557,7 +560,7 @@ class LanguageModel(ShardedModel):
         load_hf(model, folder, arch, mesh)
         return cls(model, arch, actor, mesh, device, temperature)
 
-    def logprobs(self, batch: Batch, temperature: float | None = None) -> Tensor:
+    def logprobs(self, batch: Batch, temperature: float | None = None) -> Float[Tensor, "B R"]:
         """Returns the log-probability of every response token [B, R], float32 on the host, 0 after the end. Collective."""
         width = batch.response_mask.shape[1]
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from grpo_megatron.exact import rowwise
 from grpo_megatron.imports import replaced
+from grpo_megatron.shapes import Float
 
 
 class RMSNorm(torch.nn.Module):
@@ -104,7 +105,9 @@ class TreeParams(PackedSeqParams):
     branches: list[Branch] = field(default_factory=list)
 
 
-def tree_attention(query: Tensor, key: Tensor, value: Tensor, branches: list[Branch]) -> Tensor:
+def tree_attention(
+    query: Float[Tensor, "t H d"], key: Float[Tensor, "t G d"], value: Float[Tensor, "t G v"], branches: list[Branch]
+) -> Float[Tensor, "t H v"]:
     """Causal attention of every branch over its prefix and itself: query [t, H, d], key [t, G, d], value [t, G, v].
 
     Neighbours of equal length with one prefix share their kernel calls.
@@ -170,14 +173,14 @@ class PackedAttention(torch.nn.Module):
 
     def forward(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "t H d"],
+        key: Float[Tensor, "t G d"],
+        value: Float[Tensor, "t G v"],
         attention_mask: Tensor | None,
         *args: Any,
         packed_seq_params: PackedSeqParams,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Float[Tensor, "t H v"]:
         """Attends: query [t, H, d], key [t, G, d] and value [t, G, v], all sequences end to end -> [t, H, v]."""
         if isinstance(tree := packed_seq_params, TreeParams):
             return tree_attention(query, key, value, tree.branches)
