@@ -1,7 +1,7 @@
 """Megatron-Core's DDP, optimizer and learning-rate schedule, and tensors that may be offloaded to the host.
 
-Also four corrections that saving and loading an optimizer need without Transformer Engine and Apex: `prepare_for_load`,
-`load_optimizer`, `steps_of_empty_parts` and `_install_step_correction`.
+Also three corrections that saving and loading an optimizer need without Transformer Engine and Apex: `load_optimizer`,
+`steps_of_empty_parts` and `_install_step_correction`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _correct_order_in_mixed_groups(optimizer: MegatronOptimizer) -> None:
 def _initialize_state(optimizer: MegatronOptimizer) -> None:
     """Create the state that Adam would create at its first step.
 
-    Megatron cannot save an optimizer without state, and there is none as long as every update is skipped.
+    Megatron cannot save an optimizer without state, nor load into it, and there is none until the first update.
     """
     for part in _parts_with_state(optimizer):
         if (inner := part.optimizer) is None:
@@ -171,13 +171,6 @@ def copy_main_parameters(old: MegatronOptimizer, new: MegatronOptimizer) -> None
             target.copy_(source)
 
 
-def prepare_for_load(optimizer: MegatronOptimizer) -> None:
-    """Give a new torch Adam a state. The load overwrites all of it."""
-    for part in _parts_with_state(optimizer):
-        if isinstance(part, DistributedOptimizer):
-            part._init_optimizer_states_with_dummy_values()
-
-
 @contextlib.contextmanager
 def steps_of_empty_parts(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Gives a part without parameters the step count of the others inside the block.
@@ -207,7 +200,7 @@ def group_settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
 
 
 def load_optimizer(optimizer: MegatronOptimizer, state: Any) -> None:
-    """Load Megatron's state after `prepare_for_load`. The settings stay those of the config, not of the checkpoint.
+    """Load Megatron's state. The settings stay those of the config, not of the checkpoint.
 
     All parameters then share one `step` tensor. Each update would increment it once per parameter, so it is copied.
     """

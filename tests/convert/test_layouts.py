@@ -168,24 +168,8 @@ def loaded(tasks: list[tuple[tuple[Path, Path], int, int, int]]) -> list[dict[st
     return results if mesh is not None and mesh.rank == 0 else None
 
 
-SAME_NAMES = (  # of Megatron-LM's arguments and of Megatron-Core's TransformerConfig
-    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "normalization"),
-    *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "attention_dropout", "hidden_dropout"),
-)
-SAME_OF_EXPERTS = (
-    *("moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk", "moe_router_pre_softmax"),
-    *("moe_shared_expert_intermediate_size", "moe_router_score_function", "moe_router_enable_expert_bias"),
-    *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
-)
-SAME_OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-
-
 def assert_describes(args: Any, config: Any) -> None:
-    """The arguments in common.pt are those of the model that the checkpoint loads into."""
-    names = [*SAME_NAMES, *(SAME_OF_EXPERTS if config.num_moe_experts else ["ffn_hidden_size"])]
-    names += SAME_OF_LATENTS if config.multi_latent_attention else []
-    for name in names:
-        assert getattr(args, name) == getattr(config, name), name
+    """The arguments in common.pt are those of the model that the checkpoint loads into (the others: `megatron_fields`)."""
     assert getattr(args, "num_experts", None) == config.num_moe_experts
     assert args.norm_epsilon == config.layernorm_epsilon and args.swiglu == config.gated_linear_unit
 

@@ -107,10 +107,7 @@ def _round_trip(source: Policy, target: Policy, folder: Path) -> bool:
         for parameter in source.ddp.parameters():
             parameter.add_(1)
     save_sharded(source, folder)
-    from transformer_engine.pytorch.optimizers import fused_adam
-
-    with mock.patch.object(fused_adam, "multi_tensor_applier", lambda *args: None):  # a kernel, in a step of zeros
-        load_sharded(target, folder, same_world=True)
+    load_sharded(target, folder, same_world=True)
     written, read = stream(source), stream(target)
     return written.keys() == read.keys() and all(torch.equal(written[name], read[name]) for name in written)
 

@@ -29,11 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.device import Device
 from grpo_megatron.models.lora.state import sharded_factors
-from grpo_megatron.models.optimizer import (
-    load_optimizer,
-    prepare_for_load,
-    steps_of_empty_parts,
-)
+from grpo_megatron.models.optimizer import load_optimizer, steps_of_empty_parts
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.local_shards import divide_among_replicas, optimizer_as_local_shards
 from grpo_megatron.models.weights.plain_data import check_plain, plain_data_only
@@ -259,7 +255,6 @@ def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
     check = functools.partial(check_plain, folder, mesh.rank, mesh.world_size)
     on_every_rank(mesh, f"cannot read checkpoint {folder}", check)
     with policy.device.megatron():
-        prepare_for_load(policy.optimizer)
         wanted = _sharded(policy, is_loading=True)
         if same_world:
             wanted["rng"] = _rng(policy, None)
