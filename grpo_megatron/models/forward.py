@@ -213,7 +213,7 @@ def _sequences(batch: Batch, rows: list[int], cp: int, has_images: bool) -> Iter
             size += len(tokens)
 
 
-def _with_unknown(routes: Int[Tensor, "T layers*k"], size: int) -> Int[Tensor, "size layers*k"]:
+def _with_unknown(routes: Int[Tensor, "T routes"], size: int) -> Int[Tensor, "size routes"]:
     """Pads routes [T, layers x k] to [size, layers x k]. Those of padding are unknown."""
     return torch.nn.functional.pad(routes, (0, 0, 0, size - len(routes)), value=-1)
 

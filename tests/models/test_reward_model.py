@@ -102,7 +102,7 @@ def frozen(folder: Path, layout: Layout, kind: Any = "outcome") -> Any:
 
 
 @ranks()
-def scores(
+def all_scores(
     folders: dict[str, Path], sequences: Any, layout: Layout, steps: dict[str, Path] | None = None, ends: Any = None
 ) -> dict[str, torch.Tensor]:
     """Family -> scores, in micro-batches of different sizes, one of them empty. `steps`: folders of process reward models."""
@@ -240,7 +240,7 @@ def test_scores_of_every_kind_equal_transformers(
             want[name][row, : len(scores)] = torch.tensor(scores)
     shape = LAYOUTS[layout]
     inputs = {"folders": models, "steps": step_models, "ends": ENDS, "sequences": SEQUENCES, "layout": shape}
-    for got in scores(shape.world, **inputs):
+    for got in all_scores(shape.world, **inputs):
         assert got.keys() == want.keys()
         for family, scores in got.items():
             assert scores.std() > 0.1
@@ -288,7 +288,7 @@ def test_a_trained_language_model_is_saved_as_a_classifier(language_model: Path,
     config = json.loads((target / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]
     check_conversion(tmp_path, language_model, config)
-    read = scores(1, folders={"m": target}, sequences=[*CHOSEN, ([1], [2])], layout=LAYOUTS["1"])
+    read = all_scores(1, folders={"m": target}, sequences=[*CHOSEN, ([1], [2])], layout=LAYOUTS["1"])
     torch.testing.assert_close(read[0]["m"][: len(want)], want, rtol=0, atol=1e-5)
 
 
