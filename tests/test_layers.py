@@ -57,6 +57,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "tokenizers": ("data.", "starting."),
     "pydantic": ("config", "cli.", "data.", "rollout.", "evaluation.", "convert."),
     "pydantic_core": ("config",),
+    "jaxtyping": ("shapes",),
     "yaml": ("untrusted", "cli.plan", "training."),
     "jinja2": ("report.", "starting."),
     "numpy": ("data.", "types", "report.metrics"),

@@ -21,7 +21,7 @@ from grpo_megatron.types import Draw, Sample
 from tests import tiny, worlds
 from tests.distributed.sync_ranks import build
 from tests.fakes import LoneMesh, prompt
-from tests.models.policy_ranks import loss
+from tests.models.policies import loss
 from tests.models.test_moe import MODELS
 from tests.tiny import make_batch, make_sequences
 
