@@ -157,7 +157,7 @@ COMMANDS = {  # in the order of --help: as a user meets them
     "evaluate tasks": Command(None, "evaluation.options:TasksOptions", "evaluation.evaluate:list_tasks"),
     "generate": Command(
         "answers of a model to your prompts, or a chat",
-        "evaluation.generate_options:GenerateOptions",
+        "evaluation.options:GenerateOptions",
         "evaluation.generate:generate",
         starts_ranks=True,
     ),

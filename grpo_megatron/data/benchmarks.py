@@ -172,7 +172,7 @@ def problem_prompts(
     return prompts
 
 
-# -- validation in training: tasks by name as prompts for the live engine (`data.val_tasks`) ---------------------------
+# -- Validation in training (`data.val_tasks`) -------------------------------------------------------------------------
 # Rendered as those of training, sampled by `rollout.val_kwargs`, and reported as `val-core/<task>/acc/mean@n`. Few-shot
 # examples and stop texts belong to the scripted evaluation.
 

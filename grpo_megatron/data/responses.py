@@ -29,7 +29,7 @@ from grpo_megatron.untrusted import cut, shown
 
 
 class Tokens(tuple[int, ...]):
-    """Token ids of a part of a plain text, as they are: no template, no further end token."""
+    """The token ids of a part of a plain text, as they are: no template, no further end token."""
 
 
 Written = str | Messages | Tokens  # a response in a data file
@@ -37,7 +37,7 @@ Written = str | Messages | Tokens  # a response in a data file
 
 @dataclass(frozen=True)
 class WrittenResponse:
-    """Token ids with the end-of-sequence token. `turns` is empty if the assistant wrote all of it.
+    """A response as token ids, with the end-of-sequence token. `turns` is empty if the assistant wrote all of it.
 
     `labels`: (token, label) where a scalar head is trained (below). Then only these tokens are in the loss.
     """
@@ -60,11 +60,11 @@ class WrittenResponse:
 
     @property
     def num_loss_tokens(self) -> int:
-        """How many tokens are in the loss."""
+        """The number of tokens in the loss."""
         return sum(end - start for start, end in self.loss_spans)
 
     def loss_mask(self) -> list[int]:
-        """One number per token: 1 for one in the loss."""
+        """Make the mask: one number per token, 1 for one in the loss."""
         mask = [0] * len(self.ids)
         for start, end in self.loss_spans:
             mask[start:end] = [1] * (end - start)
@@ -72,7 +72,7 @@ class WrittenResponse:
 
 
 def read_written(row: dict[str, Any], fields: Sequence[str]) -> tuple[Question, list[Written]]:
-    """The question and the responses of a row.
+    """Read the question and the responses of a row.
 
     A row has "prompt" and the named fields, each a text or a list of messages that begins and ends with the assistant's
     turn. Where the only field is "response", it may have "messages" instead: the whole conversation. Raises ValueError.
@@ -94,7 +94,7 @@ def read_written(row: dict[str, Any], fields: Sequence[str]) -> tuple[Question, 
 
 
 def _render_turns(messages: Sequence[Mapping[str, Any]], renderer: TurnRenderer) -> WrittenResponse:
-    """The tokens of turns that begin and end with the assistant's. Raises ConfigError when the template fails."""
+    """Tokenise turns that begin and end with the assistant's. Raises ConfigError when the template fails."""
     ids: list[int] = []
     turns: list[Turn] = []
     for is_assistant, run in itertools.groupby(messages, key=lambda message: message["role"] == "assistant"):
@@ -139,8 +139,8 @@ def _check_turns(messages: list[dict[str, Any]], name: str) -> list[dict[str, An
     return messages
 
 
-# -- Written groups: rows with responses as token ids ------------------------------------------------------------------
-# As prompts (prompts.py), all rows are checked and measured before the run, and a group is made when it is read.
+# -- Written groups ----------------------------------------------------------------------------------------------------
+# As prompts, all rows are checked and measured before the run, and a group is made when it is read.
 
 # A question, its responses, a reward (or labels) of each.
 WrittenGroup = tuple[Question | Tokens, list[Written], Sequence[Any]]
@@ -155,7 +155,7 @@ def load_offline_groups(
     renderer: TurnRenderer | None = None,
     end_token_ids: Sequence[int] = (),
 ) -> Sequence[OfflineGroup]:
-    """Prompts with responses from the file. A row has "prompt" and one response in each of `fields` (name -> reward).
+    """Load prompts with responses from the files. A row has "prompt" and one response in each of `fields` (name -> reward).
 
     `fields` is {"response": 1.0} for supervised training, with rows {"prompt", "response"}, {"messages"} or {"text"}, and
     {"chosen": 1.0, "rejected": 0.0} for preferences. Rows over data.max_prompt_length or data.max_response_length tokens are
@@ -175,7 +175,7 @@ def load_offline_groups(
 
 
 def text_parts(text: str, tokenizer: Any, longest: int) -> list[tuple[Tokens, list[Written]]]:
-    """A plain text in parts of at most `longest` tokens, each after one token of context. Raises ValueError.
+    """Cut a plain text into parts of at most `longest` tokens, each after one token of context. Raises ValueError.
 
     Every token is in the loss of one part, the end-of-sequence token too, but for the first: the beginning-of-sequence
     token, or the text's own where the tokenizer has none. A part's context is its last token before.
@@ -197,9 +197,10 @@ def _load_groups(
     renderer: TurnRenderer | None = None,
     end_token_ids: Sequence[int] = (),
 ) -> Sequence[OfflineGroup]:
-    """As `load_offline_groups`. `read` makes any number of groups of a row; `label(response, reward)` completes a response.
+    """Load groups as `load_offline_groups`. `read` makes any number of groups of a row.
 
-    `label` may raise ValueError. With `label` the reward in the file may be anything; that of the group is then the mean label.
+    `label(response, reward)` completes a response, or raises ValueError. With it the rewards in the file
+    may be anything; that of the group is then the mean label.
     """
     task = get_task(data.task)
     rows = RowSet(files, task.name, image_format(tokenizer))
@@ -234,14 +235,14 @@ def _load_groups(
 
 @dataclass(frozen=True)
 class GroupReader(RowRenderer):
-    """Makes the groups of a RowSet: the arguments of `_load_groups`. `ends`: the tokens that end a response."""
+    """A maker of the groups of a RowSet, with the arguments of `_load_groups`. `ends`: the tokens that end a response."""
 
     where = "row "
     label: Callable[[WrittenResponse, Any], WrittenResponse] | None
     ends: Set[int]
 
     def fit_groups(self, written: list[tuple[int, WrittenGroup]]) -> list[bool]:
-        """Whether the prompt and all responses of each (row number, group) have at most the configured lengths, in tokens."""
+        """Tell for each (row number, group) whether no prompt and no response is too long."""
         longest = self.data.max_response_length
         measured = iter(self.fit([(number, group[0]) for number, group in written if not isinstance(group[0], Tokens)]))
         fits = [isinstance(group[0], Tokens) or next(measured) for _, group in written]
@@ -251,14 +252,14 @@ class GroupReader(RowRenderer):
         return fits
 
     def _certainly_short(self, responses: Sequence[Written]) -> bool:
-        """By the bytes of the texts. Labels are checked by their tokens, and turns by their rendering."""
+        """Bound the lengths by the bytes of the texts. Labels are checked by their tokens, and turns by their rendering."""
         longest = self.data.max_response_length - 1  # the end-of-sequence token
         return self.label is None and all(
             isinstance(one, Tokens) or (isinstance(one, str) and most_tokens(one) <= longest) for one in responses
         )
 
     def group(self, number: int, written: WrittenGroup) -> OfflineGroup:
-        """The group of a row. Raises ConfigError."""
+        """Make the group of a row. Raises ConfigError."""
         question, [responses] = written[0], self.responses([(number, written)])
         prompt = self._prompt(number, question)
         if self.label is None:
@@ -272,7 +273,7 @@ class GroupReader(RowRenderer):
         return self.prompt(number, question, **named)
 
     def responses(self, written: list[tuple[int, WrittenGroup]]) -> list[list[WrittenResponse]]:
-        """The responses of each (row number, group). Raises ConfigError."""
+        """Tokenise the responses of each (row number, group). Raises ConfigError."""
         rendered = iter(self._rendered([one for _, (_, ones, _) in written for one in ones]))
         found = []
         for number, (_, ones, rewards) in written:
@@ -286,7 +287,7 @@ class GroupReader(RowRenderer):
         return found
 
     def _rendered(self, written: list[Written]) -> list[WrittenResponse]:
-        """The responses in order. Turns end with the template's end of turn.
+        """Tokenise responses in order. Turns end with the template's end of turn.
 
         A text gets the tokenizer's end-of-sequence token, unless an end token is its last one already.
         """
@@ -317,7 +318,7 @@ class GroupReader(RowRenderer):
         return responses
 
 
-# -- Rows that a reward model learns from: pairs of responses, or responses with labelled steps ------------------------
+# -- Rows for reward models --------------------------------------------------------------------------------------------
 # {"prompt", "chosen", "rejected"[, "margin"]}     one pair; margin >= 0: by how much the chosen response should score higher
 # the same with lists of texts in all three        several pairs of one prompt: chosen[i] beats rejected[i]
 # {"prompt", "completions": [...], "labels": [...]}    the steps of one response, and whether each is right (TRL's form)
@@ -327,7 +328,7 @@ class GroupReader(RowRenderer):
 
 
 def step_labels(ids: Sequence[int], labels: Sequence[bool], decode: Decode, separator: str) -> list[tuple[int, float]]:
-    """(last token of a step, 1.0 if it is right, else 0.0). Raises ValueError unless there are as many steps as labels."""
+    """Label each step: (its last token, 1.0 if it is right, else 0.0). Raises ValueError: other counts."""
     ends = step_ends(ids, decode, separator)
     if len(ends) != len(labels):
         raise ValueError(
@@ -350,7 +351,10 @@ def load_pairs(
     pad_token_id: int | None,
     renderer: TurnRenderer | None = None,
 ) -> Sequence[OfflineGroup]:
-    """One group per pair: chosen with reward 1 + margin, rejected with 0. `pad_token_id` is the model's. Raises ConfigError."""
+    """Load one group per pair: chosen with reward 1 + margin, rejected with 0. Raises ConfigError.
+
+    `pad_token_id`: the model's.
+    """
 
     def label(response: WrittenResponse, reward: float) -> WrittenResponse:
         ends = [token for token, token_id in enumerate(response.ids) if token_id != pad_token_id]
@@ -364,7 +368,7 @@ def load_pairs(
 
 
 def load_steps(data: DataConfig, files: Sequence[Path], tokenizer: Any, separator: str) -> Sequence[OfflineGroup]:
-    """One group per response, whose reward is the share of right steps. Raises ConfigError."""
+    """Load one group per response, with the share of right steps as its reward. Raises ConfigError."""
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
@@ -376,7 +380,7 @@ def load_steps(data: DataConfig, files: Sequence[Path], tokenizer: Any, separato
 
 
 def read_pairs(row: dict[str, Any]) -> list[WrittenGroup]:
-    """The pairs of a row, with rewards [1 + margin, 0]. Raises ValueError."""
+    """Read the pairs of a row, with rewards [1 + margin, 0]. Raises ValueError."""
     names = ("chosen", "rejected")
     lists = [name for name in names if isinstance(row.get(name), list) and not _are_messages(row[name])]
     if not lists:
@@ -394,7 +398,7 @@ def read_pairs(row: dict[str, Any]) -> list[WrittenGroup]:
 
 
 def read_steps(row: dict[str, Any], separator: str) -> WrittenGroup:
-    """A row with labelled steps, as one response and its labels. Raises ValueError."""
+    """Read a row with labelled steps, as one response and its labels. Raises ValueError."""
     question, steps = read_question(row), _texts(row, "completions")
     if "labels" not in row:
         raise missing_field(["labels"], row)

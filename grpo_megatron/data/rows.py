@@ -1,14 +1,10 @@
-"""Rows of data files, by number, and their fields. No format is held in memory as a whole, but those that have no other way.
+"""Rows of data files, by number, and their fields. A row that cannot be parsed is a ValueError in its place.
 
-    .jsonl         the offset of each row is held, 8 bytes per row
-    .arrow         memory-mapped
-    .parquet       row groups are decoded when their rows are read, and the latest KEPT_BYTES are kept
-    .json, .csv    held in memory, up to MAX_WHOLE bytes; the values of a .csv file are texts
-    a folder       the files of one split of a Hugging Face data set (`files_of_split`)
-
-A row that cannot be parsed is a ValueError in its place, so that a check can report all of them. A RowSet numbers the rows of
-several files. A uid is "source/label/row number". The label of a file is its name without extension. Files of equal names
-get as many of their parent folders as tell them apart: a/train.jsonl and b/train.jsonl are "a.train" and "b.train".
+.jsonl         8 bytes per row are in memory: its offset
+.arrow         memory-mapped
+.parquet       row groups are decoded when their rows are read; the latest KEPT_BYTES stay in memory
+.json, .csv    in memory, up to MAX_WHOLE bytes; the values of a .csv file are texts
+a folder       the files of one split of a Hugging Face data set (`files_of_split`)
 """
 
 from __future__ import annotations
@@ -68,14 +64,14 @@ SHOWN_FROM = 8  # chunks from which on a progress bar is shown
 SHOWN_PROBLEMS = 5  # wrong rows of a file that a message shows
 BOM = b"\xef\xbb\xbf"
 
-# -- Fields of a row: texts, questions, and what identifies a problem. They raise ValueError with the field's name -----
+# -- Fields of a row. The readers raise ValueError with the field's name -------------------------------------------------
 
 Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
 Question = str | Messages
 
 
 def text_field(row: dict[str, Any], field: str, empty: bool = False) -> str:
-    """The string `row[field]`. Raises ValueError when it is missing, of another type, or blank (unless `empty`)."""
+    """Read the string `row[field]`. Raises ValueError when it is missing, of another type, or blank (unless `empty`)."""
     value = row.get(field)
     if not isinstance(value, str):
         if field not in row:
@@ -91,14 +87,14 @@ def text_field(row: dict[str, Any], field: str, empty: bool = False) -> str:
 
 
 def missing_field(fields: Sequence[str], row: dict[str, Any]) -> ValueError:
-    """The error for a row that has none of `fields`."""
+    """Make the error for a row that has none of `fields`."""
     shown = ", ".join(map(repr, dict.fromkeys(fields)))
     what = f"field {shown} is missing" if len(fields) == 1 else f"none of the fields {shown} is there"
     return ValueError(f"{what} (fields: {', '.join(map(repr, row)) or 'none'})"[:300])
 
 
 def type_name(value: Any) -> str:
-    """The type of a JSON value, for messages."""
+    """Name the type of a JSON value, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", type(None): "null"}
     return names.get(type(value), type(value).__name__)
 
@@ -121,14 +117,14 @@ def read_question(row: dict[str, Any], field: str = "prompt") -> Question:
 
 
 def question_text(question: Question) -> str:
-    """The question as text; of a chat, the contents of its messages."""
+    """Write the question as text; of a chat, the contents of its messages."""
     if isinstance(question, str):
         return question
     return "\n\n".join(message["content"] for message in question)
 
 
 def problem_digest(question: Question, answer: str, images: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Identifies a problem in data files, rollout files and evaluations: 32 hexadecimal digits.
+    """Identify a problem in data files, rollout files and evaluations: 32 hexadecimal digits.
 
     Row numbers change when a file is filtered, and an evaluation may render the same question by another template.
     The digest is equal for the same question as text and as a chat of one message. `images`: the facts of a row's images,
@@ -148,16 +144,16 @@ class RowFile:
         raise NotImplementedError
 
     def rows(self, start: int, stop: int) -> Iterator[Any]:
-        """The values of rows [start, stop) in order; a ValueError for a row that cannot be parsed. Raises ConfigError."""
+        """Yield the values of rows [start, stop) in order; a ValueError for a row that cannot be parsed. Raises ConfigError."""
         raise NotImplementedError
 
     def place(self, number: int) -> str:
-        """Where a row stands, for messages: "line 17"."""
+        """Name the place of a row, for messages: "line 17"."""
         return f"row {number}"
 
 
 class LineFile(RowFile):
-    """One JSON value per line, of at most `max_row` bytes. Blank lines are no rows. Raises ReadError, OSError.
+    """A file with one JSON value per line, of at most `max_row` bytes. Blank lines are no rows. Raises ReadError, OSError.
 
     A file that changes while it is in use raises ConfigError: the offsets would point into other rows.
     """
@@ -195,11 +191,11 @@ class LineFile(RowFile):
         return f"line {count}"
 
     def line(self, number: int) -> str:
-        """A row as it is written."""
+        """Read a row as it is written."""
         return next(self._lines(number, number + 1)).decode()
 
     def _lines(self, start: int, stop: int) -> Iterator[bytes]:
-        """The lines of rows; of one that is too long, its beginning."""
+        """Yield the lines of rows; of one that is too long, its beginning."""
         with self.path.open("rb") as file:
             if _identity(os.fstat(file.fileno())) != self._identity:
                 raise ConfigError(f"data file {str(self.path)!r} was changed while it was in use; start again")
@@ -276,7 +272,7 @@ class JoinedRows(RowFile):
 
 
 def open_rows(path: Path) -> RowFile:
-    """The rows of a file, or of a folder with one split. Raises ConfigError: not there, unreadable, without rows."""
+    """Open the rows of a file, or of a folder with one split. Raises ConfigError: not there, unreadable, without rows."""
     with _readable(path):
         opened = [_open(file) for file in files_of_split(path)]
     rows = opened[0] if len(opened) == 1 else JoinedRows(opened)
@@ -287,7 +283,7 @@ def open_rows(path: Path) -> RowFile:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """What a file cannot give is a ConfigError with its name. pyarrow raises errors of many types."""
+    """Turn the errors of reading a file into a ConfigError with its name. pyarrow raises many types."""
     try:
         yield
     except ConfigError:
@@ -317,7 +313,7 @@ def _open(path: Path) -> RowFile:
         return _open_arrow(path)
     if (size := path.stat().st_size) > MAX_WHOLE:
         raise ReadError(
-            f"has {size:,} bytes; a {path.suffix} file is held in memory, so at most {MAX_WHOLE:,} are read: write it as"
+            f"has {size:,} bytes; a {path.suffix} file is read into memory, so at most {MAX_WHOLE:,} are read: write it as"
             " .jsonl or .parquet, whose rows are read when they are drawn"
         )
     return _open_list(path) if path.suffix == ".json" else _open_table(path)
@@ -386,7 +382,7 @@ def _check_group(number: int, size: int) -> None:
 
 
 def _decoded(file: Any, number: int) -> Any:
-    """A row group, decoded in batches: a value that is repeated a million times is noticed before it fills the memory."""
+    """Decode a row group in batches: a value that is repeated a million times is noticed before it fills the memory."""
     import pyarrow as pa
 
     group = file.metadata.row_group(number)
@@ -404,28 +400,27 @@ class _RowGroups:
     """The decoded row groups of all Parquet files that were read last."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[Any, int], Any] = {}  # (open file, group); the one that was read last is the last one
+        self._tables: dict[tuple[Any, int], Any] = {}  # (open file, group) -> table; the latest read is the last one
         self._bytes, self._has_warned, self._lock = 0, False, threading.Lock()
 
     def read(self, file: Any, group: int) -> Any:
-        with self._lock:  # rank 0 hashes images in threads (checks/digests.py)
+        """Get a decoded row group. Rank 0 hashes images in threads (checks/digests.py)."""
+        with self._lock:
             return self._read(file, group)
 
     def _read(self, file: Any, group: int) -> Any:
         key = (file, group)
-        table = self._kept.pop(key, None)
+        table = self._tables.pop(key, None)
         if table is None:
             table = _decoded(file, group)
             self._bytes += table.nbytes
-        self._kept[key] = table
-        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
-            self._bytes -= self._kept.pop(next(iter(self._kept))).nbytes
+        self._tables[key] = table
+        while self._bytes > KEPT_BYTES and len(self._tables) > 1:
+            self._bytes -= self._tables.pop(next(iter(self._tables))).nbytes
             if table.nbytes > LARGE_GROUP and not self._has_warned:
                 self._has_warned = True
-                text = (
-                    "a drawn row decodes its Parquet row group of %d MiB, because all together exceed %d MiB; write the"
-                )
-                text += " files with small row groups (pyarrow: write_table(table, path, row_group_size=1000)), or as .jsonl"
+                text = "a row that is read decodes its Parquet row group of %d MiB, because all together exceed %d MiB; write"
+                text += " the files with small row groups (pyarrow: write_table(table, path, row_group_size=1000)), or .jsonl"
                 logger.warning(text, table.nbytes >> 20, KEPT_BYTES >> 20)
         return table
 
@@ -449,7 +444,7 @@ def _identity(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-# -- folders of Hugging Face data sets ---------------------------------------------------------------------------------
+# -- Folders of Hugging Face data sets ---------------------------------------------------------------------------------
 
 SHARD = re.compile(r"(?P<split>[A-Za-z0-9_.]+?)(-\d{5}-of-\d{5}(-[0-9a-f]+)?)?\.(parquet|arrow|jsonl|json|csv)")
 STATE, SPLITS = "state.json", "dataset_dict.json"
@@ -457,7 +452,7 @@ OTHER_FILES = ("dataset_info", "dataset_infos", "state", "dataset_dict")  # .jso
 
 
 def files_of_split(path: Path) -> list[Path]:
-    """The files with the rows of `path`: itself, or those of a folder's only split, or of the split that it names.
+    """List the files with the rows of `path`: itself, or those of a folder's only split, or of the split that it names.
 
         FOLDER of `Dataset.save_to_disk`        state.json names its .arrow files; it is one split
         FOLDER of `DatasetDict.save_to_disk`    one such folder per split: FOLDER/train
@@ -468,13 +463,11 @@ def files_of_split(path: Path) -> list[Path]:
     if path_problem(path) or path.suffix in FORMATS or path.is_file() or not (path.is_dir() or path.parent.is_dir()):
         return [path]
     if not path.exists():
-        found = _splits_of(path.parent)
-        if path.name in found:
-            return found[path.name]
-        if not found:
-            return [path]  # reported where it is opened
+        splits = _splits_of(path.parent)
+        if path.name in splits or not splits:
+            return splits.get(path.name, [path])  # a missing file is reported where it is opened
         raise ConfigError(
-            f"data folder {shown(str(path.parent))} has no split {path.name!r}; it has {', '.join(sorted(found))}"
+            f"data folder {shown(str(path.parent))} has no split {path.name!r}; it has {', '.join(sorted(splits))}"
         )
     splits = _splits_of(path)
     if not splits:
@@ -489,14 +482,14 @@ def files_of_split(path: Path) -> list[Path]:
 
 
 def is_there(path: Path) -> bool:
-    """Whether the file, folder or split exists."""
+    """Tell whether the file, folder or split exists."""
     if path_problem(path):
         return False
     return path.exists() or (path.parent.is_dir() and path.name in _splits_of(path.parent))
 
 
 def _splits_of(folder: Path) -> dict[str, list[Path]]:
-    """Split -> its files, in order."""
+    """Find the splits of a folder: split -> its files, in order."""
     if (folder / STATE).is_file():
         state = read_json(folder / STATE)
         names = [entry.get("filename") for entry in state.get("_data_files") or []] if isinstance(state, dict) else []
@@ -518,11 +511,11 @@ def _splits_of(folder: Path) -> dict[str, list[Path]]:
     return found
 
 
-# -- several files under one numbering ---------------------------------------------------------------------------------
+# -- Several files under one numbering. A uid is "source/label/row number" ----------------------------------------------
 
 
 class RowSet(JoinedRows):
-    """Raises ConfigError with every file that cannot be read, without files, or for a file that is named twice."""
+    """The rows of several files. Raises ConfigError: no files, unreadable ones (all are named), or a file named twice."""
 
     def __init__(self, paths: Sequence[Path], source: str = "", images: ImageFormat | None = None) -> None:
         """`images`: how the model reads images. Without it, rows are given as they are, with images or without."""
@@ -537,17 +530,17 @@ class RowSet(JoinedRows):
         super().__init__([file for file in files if file is not None])
 
     def uid(self, number: int) -> str:
-        """Identifies a row over all runs that read a file of this name."""
+        """Identify a row over all runs that read a file of this name."""
         file, row = self.locate(number)
         return f"{self.source}/{self.labels[file]}/{row}"
 
     def row(self, number: int) -> dict[str, Any]:
-        """A row that is known to be right."""
+        """Read a row that `parsed` has given."""
         with self._naming(number):
             return self._plain(number, self._raw(number))
 
     def images(self, number: int, places: Sequence[int]) -> tuple[PromptImage, ...]:
-        """The images of a row that `parsed` has given. `places`: of their first tokens. Decodes them at every call."""
+        """Decode the images of a row that `parsed` has given. `places`: of their first tokens. Decodes them at every call."""
         if self._format is None or number not in self.image_sizes:
             return ()
         with self._naming(number):
@@ -565,7 +558,7 @@ class RowSet(JoinedRows):
         return self._format.plain(row, self._folder(number), self.image_sizes[number])
 
     def _folder(self, number: int) -> Path:
-        """That of the row's file, to which its paths are relative."""
+        """The folder of the row's file. Its paths are relative to it."""
         path = self.paths[self.locate(number)[0]]
         return path if path.is_dir() else path.parent
 
@@ -585,25 +578,25 @@ class RowSet(JoinedRows):
         problems: list[tuple[int, str]] = []
         for chunk in self._counted():
             start, stop = chunk * ROWS_PER_CHUNK, min((chunk + 1) * ROWS_PER_CHUNK, len(self))
-            found = []
+            read = []
             with collection_paused():  # collections took 40 % of the time of a check (measured)
                 for number, row in enumerate(self.rows(start, stop), start):
                     try:
-                        known = checked_row(row)
-                        if self._format is not None and has_images(known):
-                            self.image_sizes[number] = self._format.check(known, self._folder(number))
-                        found.append((number, parse(self._plain(number, known))))
+                        content = checked_row(row)
+                        if self._format is not None and has_images(content):
+                            self.image_sizes[number] = self._format.check(content, self._folder(number))
+                        read.append((number, parse(self._plain(number, content))))
                     except ValueError as error:
                         problems.append((number, str(error)))
-            if chunk == 0 and not found and stop < len(self):
+            if chunk == 0 and not read and stop < len(self):
                 raise self._wrong_rows(problems, stop)
             if not problems:
-                yield found
+                yield read
         if problems:
             raise self._wrong_rows(problems, len(self))
 
     def _counted(self) -> Iterable[int]:
-        """The chunks, with a progress bar on a terminal where there are many.
+        """Count the chunks, with a progress bar on a terminal where there are many.
 
         A bar that is only disabled would leave a semaphore, of which Python complains when a rank ends at once.
         """
@@ -616,33 +609,39 @@ class RowSet(JoinedRows):
         """`problems`: (row number, message), in order, among the first `checked` rows."""
         texts = []
         for path, file, first in zip(self.paths, self.files, self._starts, strict=False):
-            own = [(number - first, message) for number, message in problems if 0 <= number - first < len(file)]
-            if own:
-                lines = [f"  {file.place(number)}: {cut(message, 500)}" for number, message in own[:SHOWN_PROBLEMS]]
-                more = [f"  and {len(own) - SHOWN_PROBLEMS} more"] if len(own) > SHOWN_PROBLEMS else []
+            wrong = [(number - first, message) for number, message in problems if 0 <= number - first < len(file)]
+            if wrong:
+                lines = [f"  {file.place(number)}: {cut(message, 500)}" for number, message in wrong[:SHOWN_PROBLEMS]]
+                more = [f"  and {len(wrong) - SHOWN_PROBLEMS} more"] if len(wrong) > SHOWN_PROBLEMS else []
                 total = min(len(file), checked - first)
                 of = f"the first {total}" if total < len(file) else f"{total}"
-                texts.append("\n".join([f"data file {str(path)!r}: {len(own)} of {of} rows are wrong:", *lines, *more]))
+                texts.append(
+                    "\n".join([f"data file {str(path)!r}: {len(wrong)} of {of} rows are wrong:", *lines, *more])
+                )
         return ConfigError(*texts)
 
 
 def checked_row(row: Any) -> dict[str, Any]:
-    """The row, if it is an object. Raises ValueError, which for a row that cannot be parsed is the row itself."""
+    """Check that the row is an object. Raises ValueError, which for a row that cannot be parsed is the row itself."""
     if isinstance(row, dict):
         return row
     raise row if isinstance(row, ValueError) else ValueError(f"is {type_name(row)}, not an object")
 
 
 def distinct_labels(paths: Sequence[Path]) -> list[str]:
-    """The labels of files: see the header. Raises ConfigError for a file that is named twice."""
-    whole = [path.absolute() for path in paths]
-    if twice := next((path for number, path in enumerate(whole) if path in whole[:number]), None):
+    """Label each file by its name without extension. Raises ConfigError for a file that is named twice.
+
+    Files of equal names get as many parent folders as tell them apart: a/train.jsonl and b/train.jsonl are "a.train" and
+    "b.train".
+    """
+    full = [path.absolute() for path in paths]
+    if twice := next((path for number, path in enumerate(full) if path in full[:number]), None):
         raise ConfigError(f"data file {str(twice)!r} is named twice; name it once")
-    for length in range(1, max(len(path.parts) for path in whole) + 1):
-        labels = [".".join([*path.parts[-length:-1], path.stem]).replace("/", "") for path in whole]
+    for length in range(1, max(len(path.parts) for path in full) + 1):
+        labels = [".".join([*path.parts[-length:-1], path.stem]).replace("/", "") for path in full]
         if len(set(labels)) == len(labels):
             return labels
-    return [".".join([*path.parts[1:-1], path.name]) for path in whole]  # a.jsonl beside a.csv
+    return [".".join([*path.parts[1:-1], path.name]) for path in full]  # a.jsonl beside a.csv
 
 
 def read_rows(path: Path | str, parse: Callable[[dict[str, Any]], T]) -> list[T]:

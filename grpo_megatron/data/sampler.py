@@ -1,6 +1,6 @@
 """Sampler: which items step number s sees. A pure function of (seed, step), so a checkpoint needs only the step.
 
-The items form an endless sequence of epochs. Epoch e has its own permutation, drawn from (seed, e). Step s takes the
+The items form an endless sequence of epochs. Epoch e has its own permutation, a function of (seed, e). Step s takes the
 items at cursors s * batch_size ... (s + 1) * batch_size - 1. A batch may span two epochs. Every item comes
 exactly once per epoch; a batch holds an item twice only where two epochs meet in it.
 """
@@ -25,10 +25,10 @@ from grpo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-KEPT = 8192  # items that a table of rows holds; with their rows and tokens some 50 MB
+KEPT = 8192  # items of a table that stay in memory; with their rows and tokens some 50 MB
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
-# -- Prompts or written groups that are made when they are read. Only numbers are held for each of millions ------------
+# -- Items that are made when they are read ----------------------------------------------------------------------------
 
 
 class LazySequence(Sequence[T]):
@@ -50,12 +50,12 @@ class LazySequence(Sequence[T]):
 
 
 def one_of_each(items: Sequence[T]) -> Sequence[T]:
-    """The items that checks look at: one of each kind of a LazySequence, all of a list."""
+    """Pick the items for checks: one of each kind of a LazySequence, all of a list."""
     return [items[index] for index in items.first] if isinstance(items, LazySequence) else items
 
 
 def rewards_of(prompts: Sequence[Prompt]) -> set[str]:
-    """The names of the reward functions of all prompts."""
+    """Name the reward functions of all prompts."""
     return {prompt.reward for prompt in one_of_each(prompts)}
 
 
@@ -68,7 +68,7 @@ def keep_fitting(
     name: Callable[[int], str],
     measured: int,
 ) -> LazySequence[T]:
-    """`make(number)` of each number that `fits`. The latest KEPT are held, so a small data set is read once.
+    """Make the items of the numbers that `fits`. The latest KEPT stay in memory, so a small data set is read once.
 
     `kinds` has the kind of each number. `name(number)` is for messages, `what` says what the others are. Raises ConfigError:
     none of the `measured` items fits, or some do not and data.filter_overlong_prompts is false.
@@ -83,12 +83,12 @@ def keep_fitting(
     if not data.filter_overlong_prompts:
         raise ConfigError(f"{message}; raise data.max_prompt_length, or set data.filter_overlong_prompts=true")
     logger.warning("%s and are dropped (data.filter_overlong_prompts)", message)
-    kept = np.flatnonzero(fits)
-    return LazySequence(len(kept), lambda index: make(int(kept[index])), _first_of_each(kinds[kept]))
+    numbers = np.flatnonzero(fits)
+    return LazySequence(len(numbers), lambda index: make(int(numbers[index])), _first_of_each(kinds[numbers]))
 
 
 def _first_of_each(kinds: np.ndarray[Any, np.dtype[np.int8]]) -> list[int]:
-    """The place of the first of each number from 0 on, in order. Without a copy: there may be millions."""
+    """Find the place of the first of each number from 0 on, in order. Without a copy: there may be millions."""
     return sorted(int(np.argmax(kinds == kind)) for kind in range(int(kinds.max()) + 1) if (kinds == kind).any())
 
 
@@ -100,7 +100,7 @@ class Sampler(Generic[T]):
 
     def __init__(self, items: Sequence[T], batch_size: int, shuffle: bool = True, seed: int | str = 0) -> None:
         if not len(items) or batch_size < 1:
-            raise ValueError(f"cannot draw batches of {batch_size} from {len(items)} items")
+            raise ValueError(f"cannot make batches of {batch_size} from {len(items)} items")
         self.items = items
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -108,17 +108,17 @@ class Sampler(Generic[T]):
         self._orders: dict[int, Sequence[int]] = {}  # epoch -> the indices of its items, in order
 
     def batch(self, step: int) -> list[T]:
-        """The items of step number `step`, counted from 0."""
+        """Pick the items of step number `step`, counted from 0."""
         if step < 0:
             raise ValueError(f"step {step} is negative")
         return self.items_from(step * self.batch_size, self.batch_size)
 
     def items_from(self, start: int, count: int) -> list[T]:
-        """The items at cursors `start` ... `start + count - 1` of the endless sequence."""
+        """Pick the items at cursors `start` ... `start + count - 1` of the endless sequence."""
         return [self.items[self.index_at(cursor)] for cursor in range(start, start + count)]
 
     def index_at(self, cursor: int) -> int:
-        """The number of the item at a cursor of the endless sequence."""
+        """Find the number of the item at a cursor of the endless sequence."""
         epoch, index = divmod(cursor, len(self.items))
         if not self.shuffle:
             return index
@@ -128,26 +128,26 @@ class Sampler(Generic[T]):
         return int(self._orders[epoch][index])
 
     def epoch(self, step: int) -> float:
-        """Epochs that are complete when step number `step` begins, with the fraction of the current one."""
+        """Count the epochs that are complete when step number `step` begins, with the fraction of the current one."""
         return step * self.batch_size / len(self.items)
 
     def _order_of(self, epoch: int) -> Any:
         # Python keeps the sequence of random() after seed(str) over its versions; it does not promise that of shuffle()
         keys = random.Random(f"{self.seed}/{epoch}")
-        drawn = np.fromiter((keys.random() for _ in range(len(self.items))), np.float64, len(self.items))
-        return np.argsort(drawn, kind="stable").astype(np.uint32)  # 40 MB for 10 million items
+        numbers = np.fromiter((keys.random() for _ in range(len(self.items))), np.float64, len(self.items))
+        return np.argsort(numbers, kind="stable").astype(np.uint32)  # 40 MB for 10 million items
 
 
-# -- WeightedSampler: items in proportion to their weights. As Sampler, a pure function of (seed, step) ----------------
+# -- Sampling in proportion to weights ---------------------------------------------------------------------------------
 # Kimi k1.5 (arXiv 2501.12599, "Sampling Strategies") samples problems "proportional to 1 - s_i", s_i being the success rate: with
-# replacement. So an epoch of N items is N draws, in which an item comes N * w_i / sum(w) times on average, several times
-# or not at all. Departure: the N draws are not independent. They are a systematic sample (Madow 1949), which has the same
+# replacement. So an epoch of N items is N samples, in which an item comes N * w_i / sum(w) times on average, several times
+# or not at all. Departure: the N samples are not independent. They are a systematic sample (Madow 1949), which has the same
 # averages and less noise: the number of times is that average, rounded up or down. With equal weights every item comes
 # exactly once.
 #
 # Systematic sampling lays the items, in a random order, along a line, each as long as N times its weight. Points at
-# distance W = sum(w), the first at a random place below W, each draw the item on which they lie. Weights are integers here,
-# so that all of it is exact. Epoch e is drawn from (seed, e), then shuffled.
+# distance W = sum(w), the first at a random place below W, each pick the item on which they lie. Weights are integers here,
+# so that all of it is exact. Epoch e depends on (seed, e) only, and is shuffled.
 
 RESOLUTION = 1 << 24  # of the largest weight: smaller ones are rounded to a multiple of 1 / RESOLUTION of it
 
@@ -161,11 +161,11 @@ class WeightedSampler(Sampler[T]):
         assert len(self.weights) == len(items)
 
     def _order_of(self, epoch: int) -> list[int]:
-        return _draw_epoch(self.weights, self.seed, epoch)
+        return _sample_epoch(self.weights, self.seed, epoch)
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
-    """Proportional integers, the largest RESOLUTION. A weight above 0 stays above 0. Raises ValueError."""
+    """Scale to integers, the largest RESOLUTION. A weight above 0 stays above 0. Raises ValueError."""
     largest = max(weights, default=0.0)
     if not 0 < largest < float("inf") or not all(weight >= 0 for weight in weights):  # NaN fails both
         raise ValueError("weights must be finite numbers of 0 or more, and one of them above 0")
@@ -173,7 +173,7 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
 
 
 def systematic_counts(weights: Sequence[int], start: int) -> list[int]:
-    """How often each of N items is drawn by the N points start, start + W, ... with W = sum(weights) > start >= 0.
+    """Count how often each of N items is sampled by the N points start, start + W, ... with W = sum(weights) > start >= 0.
 
     Over all W values of `start`, the counts of item i sum to exactly N * weights[i]. So with a random `start` its count
     is N * weights[i] / W on average.
@@ -187,22 +187,22 @@ def systematic_counts(weights: Sequence[int], start: int) -> list[int]:
     return counts
 
 
-def _draw_epoch(weights: Sequence[int], seed: int | str, epoch: int) -> list[int]:
+def _sample_epoch(weights: Sequence[int], seed: int | str, epoch: int) -> list[int]:
     # Of Python's random numbers, only the sequence of random() after seed(str) is promised to stay over versions
     keys = random.Random(f"{seed}/{epoch}/weighted")
     line = [index for _, index in sorted((keys.random(), index) for index in range(len(weights)))]
     total = sum(weights)
     counts = systematic_counts([weights[index] for index in line], min(int(keys.random() * total), total - 1))
-    drawn = [index for index, count in zip(line, counts, strict=True) for _ in range(count)]
-    return [index for _, _, index in sorted((keys.random(), place, index) for place, index in enumerate(drawn))]
+    chosen = [index for index, count in zip(line, counts, strict=True) for _ in range(count)]
+    return [index for _, _, index in sorted((keys.random(), place, index) for place, index in enumerate(chosen))]
 
 
-# -- Mixture: the prompts of several sources in one run, drawn by weights that hold for every stretch of the run -------
-# Source k gets the share w_k / sum(w) of the prompts. The draws at cursors 0, 1, 2, ... are dealt out in whole numbers: of the
-# first c draws, source 1 has floor(c w_1 / W); of the c' = c - floor(c w_1 / W) others, source 2 has floor(c' w_2 / (W - w_1));
-# and so on. So each source is spread evenly over every batch, and is never a whole draw per source away from its share. The
-# source of a draw and its place among the source's own draws follow from the cursor alone: no state, and the same in every
-# layout. Each source has its own epochs, shuffled by data.seed and its name.
+# -- Mixture of several sources ----------------------------------------------------------------------------------------
+# Source k gets the share w_k / W, W = sum(w), of every stretch of the run. Cursors are dealt out in whole numbers: of the
+# first c cursors, source 1 has floor(c w_1 / W); of the c' = c - floor(c w_1 / W) others, source 2 has floor(c' w_2 / (W - w_1));
+# and so on. So each source is spread evenly over every batch, and is never a full prompt per source away from its share. The
+# source of a cursor, and its place in the source, follow from the cursor alone: no state, and the same in every layout.
+# Each source has its own epochs, shuffled by data.seed and its name.
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Mixture(LazySequence[Prompt]):
 
 
 class MixedSampler(Sampler[Prompt]):
-    """Draws from a Mixture: see the header."""
+    """A sampler of a Mixture, by the weights of its sources."""
 
     def __init__(self, mixture: Mixture, batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
         super().__init__(mixture, batch_size, shuffle, seed)
@@ -247,18 +247,18 @@ class MixedSampler(Sampler[Prompt]):
         return self.mixture.starts[source] + self.samplers[source].index_at(place)
 
     def source_at(self, cursor: int) -> tuple[int, int]:
-        """(source, place among its own draws) of a draw."""
+        """Find (source, place among its samples) of a sample."""
         left = sum(self.weights)
         for source, weight in enumerate(self.weights):
             before = cursor * weight // left
             if (cursor + 1) * weight // left > before:
                 return source, before
             cursor, left = cursor - before, left - weight
-        raise AssertionError("the last source takes every draw that is left")
+        raise AssertionError("the last source takes every cursor that is left")
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Integers in exactly the same proportion as the decimals that were written: 0.1 is 1/10."""
+    """Scale to integers in exactly the same proportion as the decimals that were written: 0.1 is 1/10."""
     exact = [Fraction(repr(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     return [int(weight * scale) for weight in exact]

@@ -68,10 +68,10 @@ class Example:
 
 
 class Fewshot(Section):
-    """Where the scripted evaluation finds worked examples, and how it draws them.
+    """The worked examples of the scripted evaluation.
 
-    `examples` are in the task itself: the first ones are used, in their order. Otherwise they are drawn from `files`.
-    `fixed`: one draw for all problems. `per-problem`: one draw per problem, from one generator, in the order of the file
+    `examples` are in the task itself: the first ones are used, in their order. Otherwise they are sampled from `files`.
+    `fixed`: one sample for all problems. `per-problem`: one sample per problem, from one generator, in the order of the file
     (`random.Random(seed).sample`, as lm-evaluation-harness draws).
     """
 
@@ -94,7 +94,7 @@ class Fewshot(Section):
 
 
 class Sampling(Section):
-    """For the scripted evaluation's samples besides the greedy one."""
+    """Sampling in the scripted evaluation, besides the greedy one."""
 
     temperature: float = Field(1.0, gt=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -102,7 +102,7 @@ class Sampling(Section):
 
 @validated_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Task:
-    """`read_row(row)` returns (question, reference answer) and raises ValueError when the row is wrong.
+    """A benchmark. `read_row(row)` returns (question, reference answer) and raises ValueError when the row is wrong.
 
     Only `name` and `read_row` are required. Raises ValueError when a field has a wrong type or value.
     """
@@ -133,7 +133,7 @@ class Task:
             object.__setattr__(self, "graders", {"accuracy": self.reward})
 
     def read_unanswered(self, row: dict[str, Any]) -> tuple[Question, str]:
-        """(question, "") of a row that needs no reference answer. Raises ValueError when the row is wrong."""
+        """Read (question, "") of a row that needs no reference answer. Raises ValueError when the row is wrong."""
         return (self.read_question(row) if self.read_question else self.read_row(row)[0]), ""
 
     @property
@@ -142,7 +142,7 @@ class Task:
         return sorted({*self.rewards.values(), *([self.reward] if self.reward else [])})
 
     def reward_of(self, row: Mapping[str, Any], answer: str) -> str:
-        """The reward of a row. Raises ValueError: none is for its source, or it cannot read the reference answer."""
+        """Choose the reward of a row. Raises ValueError: none is for its source, or it cannot read the reference answer."""
         if not self.rewards:
             return self.reward or ""
         source = row.get("data_source")
@@ -154,7 +154,7 @@ class Task:
         return name
 
     def labels(self, row: Mapping[str, Any]) -> tuple[str | None, str | None]:
-        """(subject, level) of a row; None where it has none."""
+        """Read (subject, level) of a row; None where it has none."""
         level = _first_value(self.level, row)
         if level is not None and level.isdigit():
             level = f"Level {level}"
@@ -163,7 +163,7 @@ class Task:
     def messages(
         self, question: Question, examples: Sequence[Example] = (), system_prompt: str | None = None
     ) -> Messages:
-        """The chat: system turn, worked examples as earlier turns, then the question.
+        """Make the chat: system turn, worked examples as earlier turns, then the question.
 
         `system_prompt` replaces the task's own; "" means no system turn. A system turn in the row wins over both. In a
         row that is a chat itself, `user_prompt` applies to its last turn. Raises ValueError: the task has no chat form.
@@ -185,7 +185,7 @@ class Task:
         return head + turns
 
     def plain_text(self, question: Question, examples: Sequence[Example] = ()) -> str:
-        """The prompt as text. Raises ValueError when the question is a list of chat messages."""
+        """Write the prompt as text. Raises ValueError when the question is a list of chat messages."""
         if not isinstance(question, str):
             raise ValueError("the question is a list of chat messages, and the prompt is to be plain text")
         parts = []
@@ -196,7 +196,7 @@ class Task:
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:
-    """The template with its {fields} replaced, once: braces inside the values are kept."""
+    """Replace the {fields} of a template, once: braces inside the values are kept."""
     return PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
 
 
@@ -208,14 +208,14 @@ def _first_value(fields: Sequence[str], row: Mapping[str, Any]) -> str | None:
     return next((str(row[name]) for name in fields if row.get(name) not in (None, "")), None)
 
 
-# -- RowFormat: how a row becomes a question and a reference answer, as the keys of a task file say --------------------
-# It reads every row of a run before the start, so its paths for plain rows are short.
+# -- Rows -> questions and reference answers ---------------------------------------------------------------------------
+# RowFormat reads every row of a run before the start, so its paths for plain rows are short.
 
 AnswerRule = Literal["hashes", "boxed", "unboxed", "tagged", "text", "verbatim", "number", "integer", "list", "any"]
 
 
 class AnswerField(Section):
-    """Where the reference answer stands.
+    """The place of the reference answer in a row.
 
     `hashes`: after the last ####. `boxed`: in the last \\boxed{}. `unboxed`: text, or what its last \\boxed{} holds.
     `tagged`: in the last <answer>...</answer>. `text`: text or a number. `verbatim`: text as it stands, possibly empty.
@@ -228,7 +228,7 @@ class AnswerField(Section):
 
 
 class RowFormat(Section):
-    """How a row becomes a question and a reference answer."""
+    """The keys of a task file for rows: question and reference answer."""
 
     question: list[str] = Field(min_length=1)  # templates over the row's fields; the first whose fields are all there
     answer: list[AnswerField] = Field(min_length=1)  # the first whose field is there
@@ -236,7 +236,7 @@ class RowFormat(Section):
     missing_answers: dict[str, str] = Field({})  # beginning of a question whose row holds no answer -> the answer
 
     def read(self, row: dict[str, Any]) -> tuple[Question, str]:
-        """(question, reference answer). Raises ValueError."""
+        """Read (question, reference answer). Raises ValueError."""
         question = self.read_question(row)
         found = self._find_answer(row)
         if found is None:
@@ -251,7 +251,7 @@ class RowFormat(Section):
         raise ValueError(f"field {place.field!r} holds no answer ({place.rule})")
 
     def read_question(self, row: dict[str, Any]) -> Question:
-        """The question of a row, with an answer or without. Raises ValueError."""
+        """Read the question of a row, with an answer or without. Raises ValueError."""
         templates = _with_fields(tuple(self.question))
         for is_there in (_has_content, dict.__contains__):
             for template, fields in templates:
@@ -260,7 +260,7 @@ class RowFormat(Section):
         raise missing_field([field for _, fields in templates for field in fields], row)
 
     def _find_answer(self, row: dict[str, Any]) -> tuple[AnswerField, dict[str, Any], str] | None:
-        """The first field that is there and not null, or else null: itself, the object that holds it, its name there."""
+        """Find the first field that is there and not null, or else null: itself, the object that holds it, its name there."""
         found = None
         for place in self.answer:
             holder, name = _holder_of(row, place.field)
@@ -281,7 +281,7 @@ def _with_fields(templates: tuple[str, ...]) -> list[tuple[str, list[str]]]:
 
 
 def _holder_of(row: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
-    """The object that holds a field, and its name there: "a.b" is b of the object a."""
+    """Find the object with a field, and its name there: "a.b" is b of the object a."""
     if field in row:
         return row, field
     outer, _, inner = field.partition(".")
@@ -289,7 +289,7 @@ def _holder_of(row: dict[str, Any], field: str) -> tuple[dict[str, Any], str]:
 
 
 def _has_content(row: dict[str, Any], field: str) -> bool:
-    """Whether a field has a text that is not blank, or a list that is not empty."""
+    """Tell whether a field has a text that is not blank, or a list that is not empty."""
     value = row.get(field)
     return bool(value) and isinstance(value, str | list) and not (isinstance(value, str) and value.isspace())
 
@@ -304,11 +304,8 @@ def _filled_question(template: str, fields: Sequence[str], row: dict[str, Any]) 
     return fill_template(template, values)
 
 
-# -- Answers: what the rule of a field makes of its value --------------------------------------------------------------
-
-
 def _answer_of(rule: AnswerRule, row: dict[str, Any], field: str) -> str:
-    """The reference answer, "" where there is none. Raises ValueError where the field is wrong."""
+    """Read the reference answer, "" where there is none. Raises ValueError where the field is wrong."""
     value = row[field]
     if rule == "verbatim" or (rule == "any" and isinstance(value, str)):
         return text_field(row, field, empty=True)
@@ -358,10 +355,7 @@ def _without_dollars(text: str) -> str:
     return text[1:-1] if is_one_formula else text
 
 
-# -- Tasks by name: a file in `tasks/`, the path of another YAML file, or "my.module:function" of the user's own -------
-# `data.task`, `data.val_tasks` and `grpo-megatron evaluate --tasks` take the same names and get the same objects.
-
-# -- Task files: a task as YAML, in `tasks/` or the user's own. The keys are those of `Task` and `RowFormat` -----------
+# -- Task files ---------------------------------------------------------------------------------------------------------
 # A file may extend a built-in task: `extends: gsm8k` takes every key from there that the file does not set. So a variant
 # of a benchmark (few-shot examples, the scores of another program) is a task with a name of its own. The sha256 of the
 # bytes, with those of the extended file, is printed with every result. Only results with equal sha256 are compared.
@@ -374,7 +368,7 @@ KEYS = sorted({"extends", *RowFormat.model_fields, *(f.name for f in dataclasses
 
 
 def read_task_file(path: Path) -> Task:
-    """The task that a file describes. Raises ConfigError with every mistake of the file."""
+    """Read a task file. Raises ConfigError with every mistake of the file."""
     text, table = read_yaml_table(path, "task file")
     own = {str(key): value for key, value in table.items()}
     keys, hashed = own, text.encode()
@@ -432,12 +426,12 @@ _read_built_in = cache(read_task_file)
 
 
 def task_names() -> list[str]:
-    """The built-in tasks."""
+    """List the built-in tasks."""
     return table_names(TASKS_FOLDER)
 
 
 def get_task(name: str) -> Task:
-    """The task called `name`. Raises ConfigError (a ValueError).
+    """Find the task called `name`. Raises ConfigError (a ValueError).
 
     "module:attribute" may be a Task, or a function without arguments that returns one. Exceptions raised by the import
     of the module are passed on.
@@ -450,7 +444,7 @@ def get_task(name: str) -> Task:
 
 
 def get_tasks(names: list[str]) -> list[Task]:
-    """Several tasks. Raises one ConfigError for all that are wrong."""
+    """Find several tasks. Raises one ConfigError for all that are wrong."""
     problems = ProblemList()
     found = [problems.attempt("", _imported_task, name) for name in names]
     tasks = [task for task in found if task is not None]
@@ -490,13 +484,13 @@ def source_sha256(module_name: str) -> str:
     return hashlib.sha256(Path(path).read_bytes() if path else module_name.encode()).hexdigest()
 
 
-# -- The form of data files where `data.task` is not set: verl's rows, TRL's, or others --------------------------------
+# -- The task of files where `data.task` is not set --------------------------------------------------------------------
 
 FORMS = {"verl": "reward_model.ground_truth", "trl": "prompt, and no question"}  # task -> what its rows are known by
 
 
 def recognised_task(files: Sequence[Path]) -> str | None:
-    """The task for the first row of the files; None: the default, or there is no row (which other checks report)."""
+    """Choose the task for the first row of the files; None: the default, or there is no row (which other checks report)."""
     for file in files:
         try:
             row = next(open_rows(file).rows(0, 1))
@@ -507,7 +501,7 @@ def recognised_task(files: Sequence[Path]) -> str | None:
 
 
 def form_of_row(row: Mapping[str, Any]) -> str | None:
-    """A task of FORMS, or None."""
+    """Recognise a task of FORMS, or None."""
     rule = row.get("reward_model")
     if "prompt" in row and isinstance(rule, Mapping) and "ground_truth" in rule:
         return "verl"

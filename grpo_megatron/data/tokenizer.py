@@ -25,7 +25,7 @@ END_NAMES = ("im_end", "eot", "eos", "</s>", "end")  # of end-of-sequence tokens
 
 
 def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
-    """The transformers tokenizer in folder `path`, with `data.chat_template` if one is set. Never uses the network.
+    """Load the transformers tokenizer in folder `path`, with `data.chat_template` if one is set. Never uses the network.
 
     Raises ConfigError: no such folder, no tokenizer in it, no end-of-sequence token, unreadable template.
     """
@@ -57,7 +57,7 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
 
 
 def _no_end(tokenizer: Any, folder: Path) -> str:
-    """What to write where the folder names no end-of-sequence token, as one with tokenizer.json alone."""
+    """Write the error, and its remedy, for a folder that names no end-of-sequence token, as one with tokenizer.json alone."""
     special = [token for token in tokenizer.get_added_vocab() if len(token) < 100][:12]
     likely = [token for part in END_NAMES for token in special if part in token]
     example = json.dumps({"eos_token": [*likely, *special, "</s>"][0]})
@@ -71,7 +71,7 @@ def _no_end(tokenizer: Any, folder: Path) -> str:
 
 
 def _is_sentencepiece_alone(folder: Path) -> bool:
-    """Whether the folder has SentencePiece's tokenizer.model of Llama's kind, and nothing that names a tokenizer class.
+    """Tell whether the folder has SentencePiece's tokenizer.model of Llama's kind, and nothing that names a tokenizer class.
 
     AutoTokenizer then takes a class that leaves out the space before the first word: other ids than SentencePiece's own.
     """
@@ -83,7 +83,7 @@ def _is_sentencepiece_alone(folder: Path) -> bool:
     return not config.exists() or read_json(config).get("model_type") in ("llama", "mistral", "mixtral")
 
 
-# -- EndTokens: the tokens that end an answer. One rule for training, validation, evaluation, generation and export ----
+# -- End tokens: one rule for training, validation, evaluation, generation and export -----------------------------------
 # An answer ends with the tokenizer's end-of-sequence token, or with any `eos_token_id` of config.json and of
 # generation_config.json. A chat model often has several. Llama 3 Instruct: 128001 <|end_of_text|>, 128008 <|eom_id|> and
 # 128009 <|eot_id|>. A server stops at all of them, so a policy has to be trained with all of them.
@@ -94,7 +94,7 @@ EOS_KEY = "eos_token_id"
 
 @dataclass(frozen=True)
 class EndTokens:
-    """`sources`: token id -> where it comes from, in ascending order of the ids."""
+    """The tokens that end an answer. `sources`: token id -> where it comes from, in ascending order of the ids."""
 
     sources: dict[int, tuple[str, ...]]
 
@@ -104,13 +104,13 @@ class EndTokens:
         return list(self.sources)
 
     def lines(self, tokenizer: Any) -> Iterator[str]:
-        """One line per token: id, text, and where it comes from."""
+        """Yield one line per token: id, text, and where it comes from."""
         for token, sources in self.sources.items():
             yield f"{token} {tokenizer.decode([token])!r} ({', '.join(sources)})"
 
 
 def read_end_tokens(tokenizer: Any, model_folder: Path, vocab_size: int | None = None) -> EndTokens:
-    """The end tokens of a model with this tokenizer. `model_folder` has config.json, and perhaps generation_config.json.
+    """Read the end tokens of a model with this tokenizer. `model_folder` has config.json, and perhaps generation_config.json.
 
     `vocab_size`: rows of the embedding. Raises ConfigError for a file that cannot be read, and for a value that is no token.
     """
@@ -125,7 +125,7 @@ def read_end_tokens(tokenizer: Any, model_folder: Path, vocab_size: int | None =
 
 
 def _tokens_of(path: Path, vocab_size: int | None) -> list[int]:
-    """The end tokens that a file names, each once."""
+    """Read the end tokens that a file names, each once."""
     try:
         config = read_json(path)
     except (OSError, ValueError) as error:
@@ -139,7 +139,7 @@ def _tokens_of(path: Path, vocab_size: int | None) -> list[int]:
     return list(dict.fromkeys(tokens))
 
 
-# -- Rendering by a chat template. It is a program that comes with a model, and may loop or build a text of gigabytes --
+# -- Chat templates: programs that come with a model, and may loop or build a text of gigabytes --------------------------
 
 TEMPLATE_S = 2.0  # processor seconds for one chat; a usual one takes a millisecond, and the first some 0.1 s to compile
 TEMPLATE_BYTES = 2 << 30  # that one chat may add to the memory
@@ -148,7 +148,7 @@ MAX_RENDERED = 1 << 24  # characters of one chat
 
 @contextlib.contextmanager
 def _memory_limit(size: int) -> Iterator[None]:
-    """The process may map `size` bytes more than it has mapped. No limit where /proc does not tell that."""
+    """Allow the process to map `size` bytes more than it has mapped. No limit where /proc does not tell that."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     try:
         with open("/proc/self/statm") as file:
@@ -172,7 +172,7 @@ def render_chat(
     *,
     generate: bool = True,
 ) -> str:
-    """The text that the tokenizer's chat template makes of `messages` and the tools' JSON schemas.
+    """Render by the tokenizer's chat template `messages` and the tools' JSON schemas.
 
     `generate`: up to the beginning of the assistant's turn. Raises ConfigError when the template fails or takes too long;
     `where` names the row in the message.
@@ -193,7 +193,7 @@ def render_chat(
     return text
 
 
-# -- Conversation: the token ids between the model's turns, rendered by the tokenizer's chat template ------------------
+# -- Tokens between the model's turns ----------------------------------------------------------------------------------
 # The model's own tokens are never decoded and encoded again. What an environment answers is rendered as the difference of
 # two renderings of a stand-in conversation:
 #
@@ -227,7 +227,7 @@ REMEDIES = {
 
 
 class TurnRenderer:
-    """Prompts and observations as token ids.
+    """A renderer of prompts and observations as token ids.
 
     `tools` are the JSON schemas that the template shows. `end_token_ids` are those of `EndTokens`; the tokenizer's own is
     always one of them. `stop_token_ids` are the engine's further stop tokens, which belong to the text of a turn. `where`
@@ -253,7 +253,7 @@ class TurnRenderer:
         self.stop_token_ids = self.end_token_ids | set(stop_token_ids)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Token ids of the first messages, up to the beginning of the assistant's turn. Raises ConfigError.
+        """Render the first messages, up to the beginning of the assistant's turn. Raises ConfigError.
 
         `tools`: instead of the renderer's own.
         Text that looks like a special token is broken up in them. Marks of tool calls are not: the messages may explain them.
@@ -263,7 +263,7 @@ class TurnRenderer:
         return self._encode(render_chat(_with_call_ids(safe), self.tokenizer, self.where, shown, generate=True))
 
     def answered(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """An environment's message whose texts cannot be control tokens: each such text has a space after its first character.
+        """Break control tokens in an environment's message up: each gets a space after its first character.
 
         Control tokens are the special ones, and the template's own that are no text of a language: `<tool_call>`.
         """
@@ -271,7 +271,7 @@ class TurnRenderer:
         return safe
 
     def observation(self, messages: Sequence[Mapping[str, Any]], *, ended_with_eos: bool) -> list[int]:
-        """Token ids between the end of the assistant's turn and the beginning of its next one.
+        """Render what stands between the end of the assistant's turn and the beginning of its next one.
 
         `ended_with_eos`: the last generated token is `end_of_turn`. Otherwise the observation begins with that token:
         the turn was cut, or ended by a stop text. The messages are those of `answered`, so an environment's answer cannot
@@ -287,7 +287,7 @@ class TurnRenderer:
         return ids[self._length_of_end(ids) - 1]
 
     def assistant_text(self, message: Mapping[str, Any]) -> str:
-        """The text that the model should generate for a given assistant message, without the end-of-turn token.
+        """Render the text that the model should generate for a given assistant message, without the end-of-turn token.
 
         A message without tool calls is its content. Tool calls in OpenAI's form are written as the template writes them.
         Raises ConfigError when it does not write them.
@@ -339,7 +339,7 @@ class TurnRenderer:
         self._warn_of_hidden_tools(before)
 
     def _after_turn(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What follows the stand-in's text, from the end-of-turn token to the beginning of the next turn."""
+        """Render what follows the stand-in's text, from the end-of-turn token to the beginning of the next turn."""
         turns = [QUESTION, _assistant(self._stand_in), *_with_call_ids(messages)]
         text = self._render(turns, generate=True)
         before, found, _ = self._ended.rpartition(self._stand_in)
@@ -349,7 +349,7 @@ class TurnRenderer:
         return text[start:]
 
     def _length_of_end(self, ids: Sequence[int]) -> int:
-        """How many tokens end the turn at the beginning of `ids`: white space, and the first stop token."""
+        """Count the tokens that end the turn at the beginning of `ids`: white space, and the first stop token."""
         for place, token in enumerate(ids):
             if token in self.stop_token_ids:
                 return place + 1
@@ -378,7 +378,7 @@ class TurnRenderer:
 
     @cached_property
     def _special_tokens(self) -> list[str]:
-        """Longest first, so that none is broken up as a part of another."""
+        """The special tokens, longest first, so that none is broken up as a part of another."""
         texts = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         return sorted(texts | set(self.tokenizer.all_special_tokens), key=len, reverse=True)
 
@@ -419,7 +419,7 @@ def _assistant(content: str) -> dict[str, str]:
 
 
 def _with_call_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with ids for tool calls and their results where they have none, and the calls' arguments as objects.
+    """Give ids to tool calls and their results where they have none, and the calls' arguments as objects.
 
     Mistral's templates refuse ids that are not nine letters or digits. Llama's would write arguments that are a JSON text
     (OpenAI's form) as a string within a string.
@@ -443,7 +443,7 @@ def _normal_call(call: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _broken_up(value: Any, tokens: Sequence[str]) -> Any:
-    """A message, or a part of one, with a space after the first character of each of `tokens` in all of its texts."""
+    """Put a space after the first character of each of `tokens` in all texts of a message, or of a part of one."""
     if isinstance(value, str):
         for token in tokens:
             value = value.replace(token, f"{token[:1]} {token[1:]}")

@@ -47,7 +47,7 @@ def print_comparison(options: CompareOptions) -> int:
 
 
 def compare_results(a: dict[str, Any], b: dict[str, Any], *, any_template: bool = False) -> list[dict[str, Any]]:
-    """One row per task and measure of both results; `limit` says that --limit has cut both short.
+    """Make one row per task and measure of both results; `limit` says that --limit has cut both short.
 
     Raises ConfigError where the two cannot be paired.
     """
@@ -134,7 +134,7 @@ def paired_table(rows: list[dict[str, Any]]) -> str:
 
 
 def paired_interval(differences: Sequence[float], span: float = 1.0) -> tuple[float, float]:
-    """The 95 % interval of the mean of differences in [-span, span], one for each problem. It never collapses.
+    """Compute the 95 % interval of the mean of differences in [-span, span], one for each problem. It never collapses.
 
     It is the normal interval after two problems are added, one with the difference +e and one with -e. Where each difference
     is -1, 0 or 1, e is 1, and the interval is that of Bonett and Price (J. Educ. Behav. Stat. 37, 2012, p. 479), which
@@ -151,7 +151,7 @@ def paired_interval(differences: Sequence[float], span: float = 1.0) -> tuple[fl
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
-    """The exact two-sided p-value of McNemar's test, for b problems that are right only in A and c only in B.
+    """Compute the exact two-sided p-value of McNemar's test, for b problems that are right only in A and c only in B.
 
     If A and B are equally good, each of these problems is A's or B's with probability 1/2. So the p-value is
     2 P(X <= min(b, c)) for X ~ Binomial(b + c, 1/2), at most 1.

@@ -32,7 +32,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(votes: Sequence[int | None]) -> float:
-    """The chance that the winner is RIGHT. Equal answers have equal votes; None is no vote."""
+    """Compute the chance that the winner is RIGHT. Equal answers have equal votes; None is no vote."""
     counts = Counter(vote for vote in votes if vote is not None)
     if not counts:
         return 0.0
@@ -42,12 +42,12 @@ def majority(votes: Sequence[int | None]) -> float:
 
 
 def reported_ks(n: int) -> list[int]:
-    """The k of the pass@k that are reported for n samples: powers of two up to n, and n."""
+    """List the k of the pass@k that are reported for n samples: powers of two up to n, and n."""
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the mean. Of equal values, both ends are that value."""
+    """Compute the 95 % bootstrap interval of the mean. Of equal values, both ends are that value."""
     if len(set(values)) == 1:
         return float(values[0]), float(values[0])
     generator, array = np.random.default_rng(0), np.asarray(values, dtype=np.float64)
@@ -60,14 +60,14 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def estimate(values: Sequence[float]) -> dict[str, float]:
-    """{"value", "low", "high", "problems"} of the mean over problems, rounded to 6 digits."""
+    """Estimate {"value", "low", "high", "problems"} of the mean over problems, rounded to 6 digits."""
     mean = sum(values) / len(values)
     is_share = set(values) <= {0.0, 1.0} or (len(set(values)) == 1 and 0 <= mean <= 1)
     low, high = wilson(mean, len(values)) if is_share else interval(values)
     return {"value": round(mean, 6), "low": round(low, 6), "high": round(high, 6), "problems": len(values)}
 
 
-# -- votes: which samples of a problem have the same prediction --------------------------------------------------------
+# -- Votes: which samples of a problem have the same prediction --------------------------------------------------------
 # Right predictions are one class, since each equals the answer. Wrong predictions are classes by their text without white
 # space. Texts that differ can still be equal (1/2 and 0.5), which would split their vote. Where a union of wrong
 # predictions could change the winner, and only there, the grader compares them pair by pair, for all problems in one call.
@@ -109,7 +109,7 @@ def _root(union: dict[str, str], text: str) -> str:
 
 
 def _deciding_pairs(samples: Sequence[Vote]) -> list[tuple[str, str]]:
-    """Pairs of wrong predictions whose union could change the winner."""
+    """Find pairs of wrong predictions that as one class could change the winner."""
     num_right = sum(1 for right, _ in samples if right)
     wrong = Counter(_without_spaces(text) for right, text in samples if not right and text is not None)
     most = max(wrong.values(), default=0)

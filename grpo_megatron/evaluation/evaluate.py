@@ -109,7 +109,7 @@ def _num_ranks(options: EvaluateOptions, is_rank: bool) -> int:
     return ranks
 
 
-# -- sampling ----------------------------------------------------------------------------------------------------------
+# -- Sampling ----------------------------------------------------------------------------------------------------------
 
 
 def complete_ledger(settings: EvaluationSettings, run: TaskRun, asker: Asker) -> None:
@@ -174,7 +174,7 @@ def cut_at_stop(token_ids: list[int], stop: Sequence[str], tokenizer: Any) -> tu
     return text[: min(places)], fewest, True
 
 
-# -- grading, and the other actions ------------------------------------------------------------------------------------
+# -- Grading, and the other actions ------------------------------------------------------------------------------------
 
 
 def _grade_and_report(settings: EvaluationSettings) -> None:

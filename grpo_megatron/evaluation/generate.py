@@ -17,8 +17,8 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.evaluation.ask import Asker
 from grpo_megatron.evaluation.chat import hold_chat, show, tell
 from grpo_megatron.evaluation.evaluate import StartRanks
-from grpo_megatron.evaluation.generate_options import GenerateOptions
 from grpo_megatron.evaluation.generate_settings import GenerationSettings, prepare_generation
+from grpo_megatron.evaluation.options import GenerateOptions
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.types import Sample
 from grpo_megatron.untrusted import reason_of
@@ -48,7 +48,7 @@ def generate(options: GenerateOptions, start_ranks: StartRanks | None) -> int:
 
 
 def _check_output(output: Path | None) -> None:
-    """Before a model is read. Raises ConfigError."""
+    """Check the output before a model is read. Raises ConfigError."""
     if output is None:
         return
     if output.is_dir():

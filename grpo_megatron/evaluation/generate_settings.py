@@ -18,7 +18,7 @@ from grpo_megatron.data.prompts import RowRenderer, image_format, render_prompt
 from grpo_megatron.data.rows import Question, RowSet, read_question
 from grpo_megatron.data.task import Task, get_tasks
 from grpo_megatron.evaluation.ask import AnswerSettings, AskedModel, placed_prompt, with_options
-from grpo_megatron.evaluation.generate_options import GenerateOptions
+from grpo_megatron.evaluation.options import GenerateOptions
 from grpo_megatron.storage.run_files import STEP_FILE
 from grpo_megatron.types import Prompt, PromptImage
 from grpo_megatron.untrusted import MAX_YAML, parse_yaml, read_json, read_text
@@ -32,7 +32,7 @@ MAX_INPUT = 1 << 28  # bytes of standard input, or of a file of lines
 
 @dataclass(frozen=True)
 class PromptStyle:
-    """How prompts become token ids, and what ends a response. `is_chat` None: a chat if the tokenizer has a template.
+    """The rendering of prompts, and the ends of responses. `is_chat` None: a chat if the tokenizer has a template.
 
     `run`: where these settings were found; None: nowhere. `image_limits`: the run's image_max_pixels and image_min_pixels.
     """
@@ -103,7 +103,7 @@ def prepare_generation(options: GenerateOptions) -> GenerationSettings:
 
 
 def _read_style(options: GenerateOptions) -> PromptStyle:
-    """The style of the run that `options.model` belongs to, with the options laid over it. Raises ConfigError."""
+    """Read the style of the run of `options.model`; the options win over it. Raises ConfigError."""
     found, where = _run_config(options.model)
     data, rollout = (found.get(name) or {} for name in ("data", "rollout"))
     template = options.chat_template
@@ -130,7 +130,7 @@ def _read_style(options: GenerateOptions) -> PromptStyle:
 
 
 def _run_config(model: Path) -> tuple[dict[str, Any], Path | None]:
-    """The config of the run that wrote `model`, and its file. Empty: the folder is no run's. Raises ConfigError."""
+    """Find the config of the run that wrote `model`, and its file. Empty: the folder is no run's. Raises ConfigError."""
     step, beside = model / STEP_FILE, model.resolve().parent / RUN_CONFIG
     config: Any = None
     where = step
@@ -149,7 +149,7 @@ def _run_config(model: Path) -> tuple[dict[str, Any], Path | None]:
 
 
 def _read_images(options: GenerateOptions, tokenizer: Any) -> list[PromptImage]:
-    """Those of --image, without places. Raises ConfigError."""
+    """Read the images of --image, without places. Raises ConfigError."""
     images: list[PromptImage] = []
     if options.image and image_format(tokenizer) is None:
         raise ConfigError(
@@ -195,7 +195,7 @@ def _question_of(renderer: RowRenderer, row: dict[str, Any]) -> Question:
 
 
 def _read_texts(prompt: str | None, file: Path | None) -> list[Question]:
-    """From the command line, standard input or the lines of a file, in order. Raises ConfigError."""
+    """Read prompts from the command line, standard input or the lines of a file, in order. Raises ConfigError."""
     if prompt is not None:
         text = sys.stdin.read(MAX_INPUT).rstrip("\n") if prompt == "-" else prompt
         if not text.strip():
@@ -212,7 +212,7 @@ def _read_texts(prompt: str | None, file: Path | None) -> list[Question]:
 
 
 def _lengths(options: GenerateOptions, style: PromptStyle, lengths: list[int], limit: int) -> tuple[int, int]:
-    """(tokens of an answer, of prompt and answer). Raises ConfigError: the model has no positions for them."""
+    """Choose the tokens of an answer, and of prompt and answer. Raises ConfigError: the model has no positions for them."""
     if options.chat:
         length = min(options.max_length, limit)
         return min(style.max_tokens, length - 1), length

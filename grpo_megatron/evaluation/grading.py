@@ -52,7 +52,7 @@ class Grade:
 
     @property
     def format_ok(self) -> bool:
-        """Whether the completion has a prediction in the form that the task requires, if it requires one."""
+        """The completion has a prediction in the form that the task requires, if it requires one."""
         return self.reward is not None or bool(self.prediction)
 
     @property
@@ -62,7 +62,7 @@ class Grade:
 
 
 def grader_of(task: str) -> str:
-    """The reward that grades a task. Raises ConfigError: unknown, or without a reward of its own."""
+    """Find the reward that grades a task. Raises ConfigError: unknown, or without a reward of its own."""
     try:
         name = get_task(task).reward if task in task_names() else task
         if name is None:
@@ -120,7 +120,7 @@ def grade(
 
 
 def same_answers(task: str, pairs: Sequence[tuple[str, str]], pool: RewardPool) -> list[bool]:
-    """Whether the task's grader finds the two predictions of each pair equal."""
+    """Tell for each pair of predictions whether the task's grader finds them equal."""
     spelling = SPELLING.get(grader_of(task), "%s")
     grades = grade(task, [one for one, _ in pairs], [spelling % other for _, other in pairs], pool)
     return [verdict.correct for verdict in grades]
@@ -180,7 +180,7 @@ def grade_file(task: str, rows_path: Path | str, output_path: Path | str, worker
 
 
 def _reference_answer(row: dict[str, Any]) -> str:
-    """The field "gold" (older files) or "answer" as text; a JSON number is accepted. Raises ValueError."""
+    """Read the field "gold" (older files) or "answer" as text; a JSON number is accepted. Raises ValueError."""
     field = "gold" if "gold" in row else "answer"
     value = row.get(field)
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):

@@ -56,7 +56,7 @@ class LedgerEntry:
 
 
 class Ledger:
-    """The completions of one task."""
+    """The completions of one task on disk."""
 
     def __init__(self, output: Path, task: str) -> None:
         self.folder = output / "completions" / task
@@ -100,8 +100,8 @@ def _cut_torn_line(file: BinaryIO) -> None:
     file.truncate(size)
 
 
-# -- the output folder: one process at a time, and one run for its whole life ------------------------------------------
-# OUT/run.json holds the identity of the run: everything that decides the scores. A folder with another identity is refused,
+# -- The output folder -------------------------------------------------------------------------------------------------
+# OUT/run.json has the identity of the run: everything that decides the scores. A folder with another identity is refused,
 # so the completions in a folder are always of one run. Tasks may be added.
 
 RUN_FILE = "run.json"

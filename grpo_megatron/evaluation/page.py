@@ -65,7 +65,7 @@ def _facts(task: dict[str, Any]) -> dict[str, str]:
     return facts
 
 
-# -- for the script ----------------------------------------------------------------------------------------------------
+# -- Data of the script ----------------------------------------------------------------------------------------------------
 
 
 def task_data(task: dict[str, Any], graded: list[GradedProblem], num_texts: int) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def histogram(samples: Sequence[GradedSample]) -> dict[str, Any]:
 
 
 def _problem_texts(graded: list[GradedProblem], num_texts: int, pictures: dict[str, int]) -> dict[int, dict[str, Any]]:
-    """Number of a problem -> its texts, for evenly spread problems within the budget."""
+    """Collect the texts of problems by number, for evenly spread problems within the budget."""
     count = min(num_texts, len(graded))
     while count:
         numbers = [place * len(graded) // count for place in range(count)]
@@ -128,7 +128,7 @@ def _problem_texts(graded: list[GradedProblem], num_texts: int, pictures: dict[s
 
 
 def _text_size(item: GradedProblem) -> int:
-    """Characters of the texts that the page would show of a problem."""
+    """Count the characters that the page would show of a problem."""
     lengths = (_length(sample.entry) for sample in item.samples[:SAMPLES_SHOWN])
     shown = sum(min(length, LONGEST) for length in (len(item.problem.question_text), *lengths))
     return shown + sum(map(len, item.thumbnails))
@@ -145,7 +145,7 @@ def _texts(item: GradedProblem, pictures: dict[str, int]) -> dict[str, Any]:
 
 
 def _sample(sample: GradedSample) -> dict[str, Any]:
-    """One sample: `text` of a single turn, or `turns`: pairs of a kind and a text. `cut`: characters that are not shown."""
+    """Make one sample: `text` of a single turn, or `turns`: pairs of a kind and a text. `cut`: characters that are not shown."""
     entry, verdict, left = sample.entry, sample.grades[0], LONGEST
     turns = []
     for turn in entry.turns:

@@ -106,14 +106,14 @@ def grade_task(settings: EvaluationSettings, run: TaskRun, pool: RewardPool) -> 
 
 
 def gives_fractions(graded: Sequence[GradedProblem], column: int = 0) -> bool:
-    """Whether a grader has given rewards besides 0 and 1. Then their mean is the score, and not a share of right answers."""
+    """Tell whether a grader has given rewards besides 0 and 1. Then their mean is the score, and not a share of right answers."""
     return any(sample.grades[column].score not in (0, 1) for problem in graded for sample in problem.samples)
 
 
 def grade_samples(
     grader: str, drawn: Sequence[tuple[BenchmarkProblem, str, LedgerEntry]], pool: RewardPool
 ) -> list[Grade]:
-    """One grade per (problem, prompt, sample). A `<think>` with which the prompt begins the response belongs to it."""
+    """Grade each (problem, prompt, sample). A `<think>` with which the prompt begins the response belongs to it."""
     if grader == ENVIRONMENT:
         return [Grade(entry.reward >= 1.0, None, reward=entry.reward) for _, _, entry in drawn]
     return grade(
@@ -127,7 +127,7 @@ def grade_samples(
 
 
 def grader_failures(graded: Sequence[GradedProblem]) -> Iterator[str]:
-    """A line about the first failure of a grader, if there is one."""
+    """Yield a line about the first failure of a grader, if there is one."""
     samples = (sample for problem in graded for sample in problem.samples)
     if failed := [one for one in samples if one.grades[0].status in ("error", "timeout")]:
         first = failed[0]
@@ -186,7 +186,7 @@ def _grader_scores(run: TaskRun, graded: list[GradedProblem], column: int, grade
 
 
 def _plain_scores(graded: list[GradedProblem], column: int, grader: str, is_mean: bool) -> Scores:
-    """The greedy answers' score, and the mean of the others, as far as there are any; of an environment, both kinds."""
+    """Compute the greedy answers' score, and the mean of the others, as far as there are any; of an environment, both kinds."""
     scores = {}
     for is_reward in (True, False) if is_mean and grader == ENVIRONMENT else (is_mean,):
         rows = [
@@ -207,7 +207,7 @@ def _plain_scores(graded: list[GradedProblem], column: int, grader: str, is_mean
 def _scores_by(
     run: TaskRun, graded: list[GradedProblem], label: Callable[[BenchmarkProblem], str | None]
 ) -> dict[str, Scores]:
-    """Scores per group of problems with one label; {} when there are fewer than two groups."""
+    """Compute the scores per group of problems with one label; {} when there are fewer than two groups."""
     groups: dict[str, list[GradedProblem]] = {}
     for item in graded:
         if (name := label(item.problem)) is not None:
@@ -218,7 +218,7 @@ def _scores_by(
 
 
 def _failure_rates(samples: Sequence[GradedSample]) -> dict[str, float | None]:
-    """Shares of all samples, by the first grader. One that reads no prediction knows no format errors: None."""
+    """Compute shares of all samples, by the first grader. One without predictions has no format errors: None."""
     statuses = [sample.grades[0].status for sample in samples]
     counts = {
         "format_error": sum(not sample.grades[0].format_ok for sample in samples),
@@ -231,7 +231,7 @@ def _failure_rates(samples: Sequence[GradedSample]) -> dict[str, float | None]:
 
 
 def _token_statistics(samples: Sequence[GradedSample]) -> dict[str, float | None]:
-    """Tokens per completion, its stop token included."""
+    """Summarise the tokens per completion, its stop token included."""
 
     def mean(values: list[int]) -> float | None:
         return round(sum(values) / len(values), 2) if values else None
@@ -249,7 +249,7 @@ def _token_statistics(samples: Sequence[GradedSample]) -> dict[str, float | None
 
 
 def _trajectory_statistics(samples: Sequence[GradedSample]) -> dict[str, Any]:
-    """Turns of the assistant per trajectory, and the share of trajectories by how they ended."""
+    """Summarise the assistant's turns per trajectory, and the share of trajectories by how they ended."""
     turns = [sum(turn.kind == "assistant" for turn in sample.entry.turns) for sample in samples]
     counts = Counter(sample.entry.status for sample in samples)
     statuses = {status: round(count / len(samples), 6) for status, count in sorted(counts.items())}
@@ -318,7 +318,7 @@ def _sample_row(sample: GradedSample, graders: Sequence[str]) -> dict[str, Any]:
 
 
 def read_samples(path: Path) -> list[GradedProblem]:
-    """What `write_samples` has written; the messages of graders are not in it. Raises ConfigError."""
+    """Read the file of `write_samples`; the messages of graders are not in it. Raises ConfigError."""
 
     def problem(row: dict[str, Any]) -> GradedProblem:
         try:
@@ -389,7 +389,7 @@ def result_tables(result: dict[str, Any]) -> str:
 
 
 def _percents(scores: Scores, columns: Sequence[str]) -> list[str]:
-    """Scores as `71.3 [68.9, 73.7]`, rewards as `0.530 [0.468, 0.591]`."""
+    """Write scores as `71.3 [68.9, 73.7]`, rewards as `0.530 [0.468, 0.591]`."""
     found = [(column, scores[column]) if column in scores else None for column in columns]
     return [
         "{} [{}, {}]".format(*(score_text(of[0], of[1][key]) for key in ("value", "low", "high"))) if of else ""
@@ -398,34 +398,34 @@ def _percents(scores: Scores, columns: Sequence[str]) -> list[str]:
 
 
 def score_text(measure: str, value: float) -> str:
-    """A score: percent of right answers, or a mean reward as it is."""
+    """Write a score: percent of right answers, or a mean reward as it is."""
     return f"{value:.3f}" if measure.startswith(MEAN_REWARD) else f"{100 * value:.1f}"
 
 
 def rate_text(rate: float | None) -> str:
-    """A share of all samples in percent; "-" where there is none."""
+    """Write a share of all samples in percent; "-" where there is none."""
     return "-" if rate is None else f"{100 * rate:.2f} %"
 
 
 def limited(task: dict[str, Any]) -> str:
-    """`first 100 of 1,319` for a task of results.json that --limit has cut short, otherwise ""."""
+    """Write `first 100 of 1,319` for a task of results.json that --limit has cut short, otherwise ""."""
     in_file = task.get("num_in_file", task["num_problems"])
     return "" if task["num_problems"] == in_file else f"first {task['num_problems']:,} of {in_file:,}"
 
 
 def score_columns(tasks: dict[str, Any]) -> list[str]:
-    """The measures (pass@1, avg@8, ...) of all tasks, in order of their first appearance."""
+    """List the measures (pass@1, avg@8, ...) of all tasks, in order of their first appearance."""
     scores = (scores for task in tasks.values() for scores in task["scores"].values())
     return list(dict.fromkeys(measure for of in scores for measure in of))
 
 
 def score_label(task: str, label: str) -> str:
-    """The name of a row of scores. "accuracy" is the label of the only grader of a task, and so is --reward's."""
+    """Name a row of scores. "accuracy" is the label of the only grader of a task, and so is --reward's."""
     return task if label in ("accuracy", REWARD) else f"{task} {label}"
 
 
 def sampling_text(task: dict[str, Any]) -> str:
-    """How the samples of a task of results.json were drawn, besides the greedy one."""
+    """Describe the sampling of a task of results.json, besides the greedy sample."""
     if not task["samples"]:
         return ""
     return f"{task['samples']} samples at temperature {task['temperature']:g}, top_p {task['top_p']:g}"

@@ -212,7 +212,7 @@ def prepare(options: EvaluateOptions) -> EvaluationSettings:
 
 
 def _chosen_tasks(options: EvaluateOptions) -> list[Task]:
-    """The tasks by name, or the rows of --file as a task with the file's name. Raises ConfigError."""
+    """Find the tasks by name, or the rows of --file as a task with the file's name. Raises ConfigError."""
     if options.tasks:
         tasks = get_tasks(list(options.tasks))
     else:
@@ -290,7 +290,7 @@ def _task_run(options: EvaluateOptions, dataset: Dataset, model: AskedModel, giv
 
 
 def _length_problem(run: TaskRun, limit: int) -> str | None:
-    """Prompt plus completion must fit the model. No problem is left out: the scores are of the whole benchmark."""
+    """Check that prompt plus completion fit the model. No problem is left out: the scores are of the whole benchmark."""
     length, max_tokens = run.answers.max_prompt_tokens, run.answers.max_tokens
     if length + max_tokens <= limit:
         return None

@@ -1,7 +1,6 @@
 """Files and folders that are complete or absent, also after a kill or a power failure; manifests and locks of folders.
 
-Files and folders are written under a hidden name in the same folder as their target, so that the last step is a rename within one
-file system, which is atomic. fsync comes before the rename: the new name must not be on disk before the content is.
+They are written under a hidden name beside their target, synced to the disk, and renamed, which is atomic.
 
     file    .NAME.XXXXXXXX.partial   removed when writing fails; only a kill leaves it behind
     folder  .NAME.partial            the same; the next writer of the same target replaces it
@@ -53,18 +52,18 @@ def write_file(path: Path, content: str | Iterable[str]) -> None:
 
 
 def partial_of(target: Path) -> Path:
-    """The name under which a folder is written before it becomes `target`."""
+    """Name the folder that is written before it becomes `target`."""
     return target.with_name(f".{target.name}{PARTIAL}")
 
 
 def is_partial(folder: Path) -> bool:
-    """Whether `folder` has the name of one that is still being written, or that a kill has left behind."""
+    """Tell whether `folder` has the name of one that is still being written, or that a kill has left behind."""
     return folder.name.startswith(".") and folder.name.endswith(PARTIAL)
 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """An empty folder that becomes `target`, or replaces it, when the block ends; after an error it is removed.
+    """Make an empty folder that becomes `target`, or replaces it, when the block ends; an error removes it.
 
     Parent folders are created. Raises StorageError when another process is writing the same target, and OSError.
     """
@@ -122,7 +121,7 @@ def clear_leftovers(parent: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """fsync of a file, or of a folder's list of names."""
+    """Call fsync for a file, or of a folder's list of names."""
     with _opened(path) as descriptor:
         os.fsync(descriptor)
 
@@ -148,7 +147,7 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
 
 
 def open_lock(path: Path) -> int:
-    """The descriptor of a lock's file, which is made where there is none. Raises StorageError for a folder, FIFO or device."""
+    """Open a lock's file, which is made where there is none. Raises StorageError for a folder, FIFO or device."""
     try:
         check_regular(path)
     except ReadError as error:
@@ -181,7 +180,7 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 
 def describe_space(folder: Path) -> str:
-    """For errors of libraries that do not say that the disk is full."""
+    """Describe the free space, for errors of libraries that do not say that the disk is full."""
     try:
         return f"{folder} has {_gib(_free(folder))} free"
     except OSError as error:
@@ -206,7 +205,7 @@ READ_BYTES = 1 << 20
 
 
 def sha256_of(path: Path) -> str:
-    """The digest of a file's content in hexadecimal digits. Raises OSError."""
+    """Hash a file's content: sha256 in hexadecimal digits. Raises OSError."""
     sha = hashlib.sha256()
     buffer = memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -226,7 +225,7 @@ def write_manifest(folder: Path, kind: str, known: Mapping[str, str]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """File -> {size, sha256}, or None when there is no manifest. Raises StorageError when it cannot be read."""
+    """Read file -> {size, sha256}, or None when there is no manifest. Raises StorageError when it cannot be read."""
     path = folder / MANIFEST_FILE
     if not path.exists():
         return None
@@ -244,7 +243,7 @@ def _checked_entry(name: str, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_sizes(folder: Path) -> dict[str, Any] | None:
-    """As `read_manifest`, with the presence and size of every file compared. Raises StorageError with all differences."""
+    """Read the manifest, and compare the presence and size of every file. Raises StorageError with all differences."""
     files = read_manifest(folder)
     if files is None:
         return None
@@ -267,7 +266,7 @@ def _differs(folder: Path, problems: list[str]) -> StorageError:
 
 
 class Verification:
-    """Compares the hash of every file in a thread while the caller works. Call `finish` before publishing a result."""
+    """A comparison of the hash of every file, in a thread while the caller works. Call `finish` before publishing a result."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.problems = folder, list[str]()
@@ -301,7 +300,7 @@ class Verification:
         self._stop = True
 
 
-# -- FolderLock: one run at a time writes into a folder ----------------------------------------------------------------
+# -- One run at a time writes into a folder ----------------------------------------------------------------------------
 # The lock is flock(2) on a file in the folder. The kernel releases it when its holder ends, however that happens. A network
 # file system may need a while to notice that the holder's machine has died, so a lock of the same Slurm job, which has been
 # requeued, is waited for. A file system without locks is used without one, with a warning.
@@ -313,7 +312,7 @@ JOB = "SLURM_JOB_ID"
 
 
 class FolderLock:
-    """Held from construction to `close`; a context manager. Raises StorageError while another process holds it."""
+    """A lock from construction to `close`; a context manager. Raises StorageError while another process has it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK_FILE
@@ -326,7 +325,7 @@ class FolderLock:
             raise
 
     def is_in_place(self) -> bool:
-        """False when the folder, or the lock's file, was deleted or replaced while the lock was held."""
+        """Tell whether the folder and the lock's file are still there, neither deleted nor replaced."""
         try:
             there = os.stat(self.path)
         except OSError:
@@ -366,7 +365,7 @@ class FolderLock:
 
 
 def lock_holder(folder: Path) -> str | None:
-    """Who holds the lock of `folder`; None if nobody does, or only this Slurm job, whose lock is waited for.
+    """Name the process with the lock of `folder`; None: it is free, or this Slurm job has it.
 
     Writes nothing. A folder without the lock's file, or one that cannot be read, counts as free.
     """
@@ -382,13 +381,13 @@ def lock_holder(folder: Path) -> str | None:
 
 
 def _is_free(path: Path, kind: int, flags: int = 0) -> bool:
-    """Whether nobody holds a lock of a file or folder. Raises OSError."""
+    """Tell whether the lock of a file or folder is free. Raises OSError."""
     with _opened(path, flags) as descriptor:
         return try_lock(descriptor, kind)
 
 
 def in_use_by(holder: str) -> str:
-    """A message about a folder."""
+    """Write the message about a folder that another process uses."""
     return f"it is in use by {holder or 'another process'}; wait for its end, stop it, or use another folder"
 
 
@@ -406,7 +405,7 @@ def _is_of_this_job(holder: str) -> bool:
     return JOB in os.environ and holder.endswith(_job_suffix())
 
 
-# -- What a process tree that was killed as a whole leaves on its machine, and its removal at the next start -----------
+# -- Leftovers of a killed process tree, removed at the next start ------------------------------------------------------
 # grpo_megatron-* among the temporary files    private folders of a launcher, which holds a lock on them
 # /dev/shm/sem.mp-*                            semaphores of Python's multiprocessing
 # /dev/shm/*-cpushm_*                          shared memory of vLLM on CPU
@@ -422,7 +421,7 @@ MIN_AGE_S = 60.0  # a younger one may be between its creation and its lock, or i
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new temporary folder that only this user can read; it is locked until the block ends, and then removed."""
+    """Make a temporary folder that only this user can read; it is locked until the block ends, and then removed."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
         with _opened(folder) as descriptor:
@@ -455,10 +454,10 @@ def remove_tree(folder: Path) -> None:
 
 
 def folder_until_exit() -> Path:
-    """As `private_folder`, but until this process ends. A killed process leaves it to `remove_leftovers`."""
-    held = contextlib.ExitStack()
-    atexit.register(held.close)
-    return held.enter_context(private_folder())
+    """Make a folder as `private_folder` until this process ends. A killed process leaves it to `remove_leftovers`."""
+    opened = contextlib.ExitStack()
+    atexit.register(opened.close)
+    return opened.enter_context(private_folder())
 
 
 def remove_leftovers() -> None:
@@ -486,7 +485,7 @@ def _own_and_old(parent: Path, *patterns: str) -> list[Path]:
 
 
 def _mapped_files() -> set[int]:
-    """Inodes of the files below /dev/shm that any process has mapped, of those whose maps this user can read."""
+    """Collect the inodes of the files below /dev/shm that any process has mapped, of those whose maps this user can read."""
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):

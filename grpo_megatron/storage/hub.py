@@ -15,7 +15,7 @@ OF_CONFIG = ("*.json", "*.model", "*.txt", "*.jinja")  # with the tokenizer's fi
 
 @functools.cache
 def model_folder(path: Path, *, weights: bool = True) -> Path:
-    """`path`, or the folder in the Hub's cache if there is no such folder and `path` is an id such as Qwen/Qwen2.5-7B.
+    """Find `path`, or the folder in the Hub's cache if there is no such folder and `path` is an id such as Qwen/Qwen2.5-7B.
 
     What the cache has is taken as it is, whatever the Hub has by now; else it is fetched, without `weights` only the
     files beside them. Raises ReadError.
@@ -38,7 +38,7 @@ def model_folder(path: Path, *, weights: bool = True) -> Path:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether every weight file is in the cache. An interrupted download leaves some out."""
+    """Tell whether every weight file is in the cache. An interrupted download leaves some out."""
     files = {"model.safetensors"}
     if (folder / INDEX).exists():
         files = set(read_json(folder / INDEX)["weight_map"].values())

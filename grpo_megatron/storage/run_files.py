@@ -1,12 +1,8 @@
-"""Files of a run by name: checkpoints, rollouts and events.
+"""Files of a run by name: checkpoints, rollouts and events. A launcher reads them before it imports torch.
 
-Each checkpoint has a small file that says what it holds.
-
-    output_dir/checkpoints/step_000020/trainer.json
-                                       critic/critic.json            in a run with a critic
-                                       reward_model/pairs.json       in a run whose reward model learns
-
-A launcher reads them before it imports torch.
+output_dir/checkpoints/step_000020/trainer.json
+                                   critic/critic.json            in a run with a critic
+                                   reward_model/pairs.json       in a run that trains a reward model
 """
 
 from __future__ import annotations
@@ -33,13 +29,13 @@ WARM_UP_FOLDER = "sft"  # in the output folder: a run of its own, with checkpoin
 
 
 def on_disk(output_dir: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    found = (p for p in (output_dir / "checkpoints").glob("step_*") if STEP_FOLDER.fullmatch(p.name))
-    return sorted(found, key=steps_of)
+    """List the complete checkpoints of a run, oldest first."""
+    folders = (p for p in (output_dir / "checkpoints").glob("step_*") if STEP_FOLDER.fullmatch(p.name))
+    return sorted(folders, key=steps_of)
 
 
 def steps_of(checkpoint: Path) -> int:
-    """The number of steps that a checkpoint has done, from its name."""
+    """Read the number of steps of a checkpoint from its name."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -47,12 +43,12 @@ IN_STEP_FILE: dict[str, type] = {"step": int, "config": dict, "run": dict, "poli
 
 
 def read_step(checkpoint: Path, *keys: str) -> dict[str, Any]:
-    """What a checkpoint's trainer.json holds, with these keys of IN_STEP_FILE. Raises StorageError: damaged, or not there."""
+    """Read a checkpoint's trainer.json, with these keys of IN_STEP_FILE. Raises StorageError: damaged, or not there."""
     return read_stored(checkpoint / STEP_FILE, {key: IN_STEP_FILE[key] for key in keys})
 
 
 def read_stored(path: Path, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint, with values of these kinds. Raises StorageError."""
+    """Read the JSON object in a file of a checkpoint, with values of these kinds. Raises StorageError."""
     try:
         content = read_json(path)
     except (OSError, ReadError) as error:
@@ -74,19 +70,19 @@ OWNER_FILE = "run.json"
 
 
 def rollout_file(folder: Path, step: int) -> Path:
-    """The file with the samples of a step."""
+    """Name the file with the samples of a step."""
     return folder / f"step_{step:06d}.jsonl"
 
 
 def rollout_files(folder: Path) -> list[tuple[int, Path]]:
-    """(step, file), by step. Empty if there is no such folder."""
+    """List (step, file), by step. Empty if there is no such folder."""
     if not folder.is_dir():
         return []
     return sorted((int(match[1]), path) for path in folder.iterdir() if (match := ROLLOUT_FILE.fullmatch(path.name)))
 
 
 def owner_problem(folder: Path, output_dir: Path) -> str | None:
-    """Why the run in `output_dir` must not write here: another run has."""
+    """Say why the run in `output_dir` must not write here: another run has."""
     if not rollout_files(folder):
         return None
     try:
@@ -106,7 +102,7 @@ def claim_rollout_folder(folder: Path, output_dir: Path) -> None:
 
 
 def _relative(output_dir: Path, folder: Path) -> str:
-    """The path from `folder`. A run that is moved with its rollouts inside keeps it."""
+    """Write the path from `folder`. A run that is moved with its rollouts inside keeps it."""
     return os.path.relpath(output_dir.resolve(), folder.resolve())
 
 
@@ -139,7 +135,7 @@ def add_event(output_dir: Path, kind: str, step: int | None, text: str = "") -> 
 
 
 def read_events(output_dir: Path) -> list[dict[str, Any]]:
-    """The events in file order. Damaged lines are left out; without a file there are none."""
+    """Read the events in file order. Damaged lines are left out; without a file there are none."""
     try:
         check_regular(output_dir / EVENTS_FILE)
         lines = (output_dir / EVENTS_FILE).read_bytes().splitlines()

@@ -71,7 +71,7 @@ def test_a_file_that_is_read_as_a_whole_has_a_largest_size(tmp_path: Path, monke
         monkeypatch.setattr(rows_module, "MAX_WHOLE", 10)
         assert len(open_rows(tmp_path / name)) == 1
         monkeypatch.setattr(rows_module, "MAX_WHOLE", 9)
-        with pytest.raises(ConfigError, match=f"has 10 bytes; a .{name[2:]} file is held in memory, .* as .jsonl"):
+        with pytest.raises(ConfigError, match=f"has 10 bytes; a .{name[2:]} file is read into memory, .* as .jsonl"):
             open_rows(tmp_path / name)
 
 
@@ -101,7 +101,7 @@ def test_parquet_and_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(rows_module, "KEPT_BYTES", 300)
     monkeypatch.setattr(rows_module, "_row_groups", rows_module._RowGroups())
     assert by_number(tmp_path / "a.parquet") == ROWS and not caplog.text
-    assert 0 < len(rows_module._row_groups._kept) < 7
+    assert 0 < len(rows_module._row_groups._tables) < 7
     monkeypatch.setattr(rows_module, "LARGE_GROUP", 0)
     assert by_number(tmp_path / "a.parquet") == ROWS
     assert caplog.text.count("write the files with small row groups") == 1

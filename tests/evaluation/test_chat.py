@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from grpo_megatron.evaluation.chat import HELP, TextStream, hold_chat
-from grpo_megatron.evaluation.generate_options import GenerateOptions
 from grpo_megatron.evaluation.generate_settings import prepare_generation
+from grpo_megatron.evaluation.options import GenerateOptions
 from grpo_megatron.rollout.engine import Completion, Request
 from tests.evaluation.models import FakeAsker, byte_tokenizer, make_folder
 

@@ -17,8 +17,8 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.options import parse
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.evaluation import generate as cli
-from grpo_megatron.evaluation.generate_options import GenerateOptions
 from grpo_megatron.evaluation.generate_settings import GenerationSettings, prepare_generation
+from grpo_megatron.evaluation.options import GenerateOptions
 from tests.evaluation.models import FakeAsker, TextEngine, byte_tokenizer, gsm8k_rows, make_folder
 from tests.runs import write_rows
 

@@ -16,8 +16,8 @@ from grpo_megatron.config.options import parse
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.evaluation.chat import hold_chat
 from grpo_megatron.evaluation.generate import generate
-from grpo_megatron.evaluation.generate_options import GenerateOptions
 from grpo_megatron.evaluation.generate_settings import GenerationSettings, prepare_generation
+from grpo_megatron.evaluation.options import GenerateOptions
 from grpo_megatron.rollout.engine import Request
 from tests.evaluation.models import FakeAsker, TextEngine, make_folder
 from tests.evaluation.test_images import greedy_text

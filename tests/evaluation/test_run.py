@@ -28,9 +28,8 @@ from grpo_megatron.convert import ConvertError, to_megatron
 from grpo_megatron.evaluation.ask import WEIGHTS_VERSION, Asker, engine_dtype, open_model, stream_weights
 from grpo_megatron.evaluation.evaluate import complete_ledger, evaluate, ledger_entry
 from grpo_megatron.evaluation.generate import generate
-from grpo_megatron.evaluation.generate_options import GenerateOptions
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, claim_output, write_identity
-from grpo_megatron.evaluation.options import EvaluateOptions
+from grpo_megatron.evaluation.options import EvaluateOptions, GenerateOptions
 from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
 from grpo_megatron.rollout.engine import Request, StopTexts
 from grpo_megatron.types import Sample
