@@ -65,7 +65,7 @@ def test_the_order_is_the_same_on_every_machine_and_python() -> None:
 
 
 def test_progress_and_nothing_to_draw_from() -> None:
-    with pytest.raises(ValueError, match="cannot draw batches of 4 from 0 items"):
+    with pytest.raises(ValueError, match="cannot make batches of 4 from 0 items"):
         Sampler([], 4)
     with pytest.raises(ValueError, match="step -1 is negative"):
         Sampler([1], 4).batch(-1)

@@ -1,11 +1,13 @@
-"""`generate` up to its engine: options, prompts as the run renders them, lengths and output.
+"""`generate`: options, prompts as the run renders them, images, lengths, output, and a chat, over engines without a model.
 
-tests/evaluation/test_run.py draws with the real engine.
+tests/evaluation/test_run.py samples with the real engine.
 """
 
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,17 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.options import parse
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.evaluation import generate as cli
+from grpo_megatron.evaluation.chat import HELP, TextStream, hold_chat
+from grpo_megatron.evaluation.generate import generate
 from grpo_megatron.evaluation.generate_settings import GenerationSettings, prepare_generation
 from grpo_megatron.evaluation.options import GenerateOptions
+from grpo_megatron.rollout.engine import Completion, Request
 from tests.evaluation.models import FakeAsker, TextEngine, byte_tokenizer, gsm8k_rows, make_folder
+from tests.evaluation.test_images import greedy_text
 from tests.runs import write_rows
+from tests.vision import CELL, IMAGE_PAD, draw, load, make_model
 
+pytestmark = pytest.mark.usefixtures("same_environment")
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}[assistant] "
 
 
@@ -141,3 +149,250 @@ def test_answers_go_to_standard_output_or_a_file(
     assert (tmp_path / "new" / "out.jsonl").read_text() == out
     monkeypatch.setattr("sys.stdin.read", lambda size: "From a pipe\n", raising=False)
     assert json.loads(generate("--prompt", "-", "--json")[0])["question"] == "From a pipe"
+
+
+ENGINE = ("--engine", "transformers", "--device", "cpu", "--max-tokens", 5)
+
+
+@pytest.fixture(scope="module")
+def vision_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """run/hf, a model that reads images, with the config of its run; run/0.png, run/1.png, rows and a text model."""
+    folder = tmp_path_factory.mktemp("run")
+    make_model(folder / "hf", max_position_embeddings=1024)
+    limits = {"image_max_pixels": 6 * CELL * CELL}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"data": {"task": "jsonl", **limits}, "trainer": {}}))
+    draw(0, 2 * CELL, 2 * CELL).save(folder / "0.png")
+    draw(1, 4 * CELL, 4 * CELL).save(folder / "1.png")
+    rows = [{"prompt": "Which <image>?", "answer": "", "image": "0.png"}, {"prompt": "Which <image>?", "answer": ""}]
+    write_rows(folder / "rows.jsonl", rows)
+    make_folder(folder / "text")
+    return folder
+
+
+def vision_prepared(vision_run: Path, *options: Any) -> GenerationSettings:
+    return prepare_generation(parse(GenerateOptions, list(map(str, ["--model", vision_run / "hf", *ENGINE, *options]))))
+
+
+def test_images_come_first_or_at_their_marks(vision_run: Path) -> None:
+    """The run's limit of 6 tokens makes 2 x 2 of the larger image."""
+    images = ("--image", vision_run / "0.png", "--image", vision_run / "1.png")
+    [first] = vision_prepared(vision_run, *images, "--prompt", "Which?").prompts
+    [marked] = vision_prepared(
+        vision_run, *images, "--prompt", "a<image>b<image>", "--image-max-pixels", 20 * CELL * CELL
+    ).prompts
+    assert first.text.endswith(
+        "<|vision_end|><|vision_start|><|image_pad|><|vision_end|>Which?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [image.size for image in first.images] == [(2, 2), (2, 2)]
+    assert [image.size for image in marked.images] == [(2, 2), (4, 4)] and ">b<" in marked.text
+    for prompt in (first, marked):
+        places = [place for image in prompt.images for place in range(image.first, image.first + image.num_tokens)]
+        assert [place for place, token in enumerate(prompt.prompt_ids) if token == IMAGE_PAD] == places
+
+
+def test_rows_are_rendered_as_in_training(vision_run: Path) -> None:
+    settings = vision_prepared(vision_run, "--file", vision_run / "rows.jsonl")
+    data = DataConfig(task="jsonl", image_max_pixels=6 * CELL * CELL)
+    trained = load_prompts(data, [vision_run / "rows.jsonl"], settings.model.tokenizer, "")
+    asked = [(prompt.prompt_ids, prompt.images) for prompt in settings.prompts]
+    assert asked == [(prompt.prompt_ids, prompt.images) for prompt in trained] and len(asked[0][1]) == 1
+
+
+def test_the_command_answers_as_transformers(vision_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--model", vision_run / "hf", *ENGINE, "--json", "--image", vision_run / "1.png", "--prompt", "Which?"]
+    assert generate(parse(GenerateOptions, list(map(str, argv))), lambda *_: 1) == 0
+    [prompt], tokenizer = (
+        vision_prepared(vision_run, *argv[-4:]).prompts,
+        vision_prepared(vision_run, "--prompt", "?").model.tokenizer,
+    )
+    text = greedy_text(load(vision_run / "hf"), prompt, tokenizer)
+    assert json.loads(capsys.readouterr().out)["completion"] == text
+
+
+def test_a_chat_has_its_images_in_every_turn(
+    vision_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`<image>` in an answer, or in a later question, is text. The placeholder itself is refused, and the chat goes on."""
+    settings = vision_prepared(vision_run, "--chat", "--image", vision_run / "0.png")
+    tokenizer, asked = settings.model.tokenizer, list[str]()
+
+    def script(request: Request) -> str:
+        places = [i for i, token in enumerate(request.prompt_ids) if token == IMAGE_PAD]
+        assert places == [i for image in request.images for i in range(image.first, image.first + image.num_tokens)]
+        assert [image.num_tokens for image in request.images] == [4]
+        asked.append("".join(tokenizer.convert_ids_to_tokens(request.prompt_ids)))
+        return "x"
+
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **_: "<image>" if ids else "")
+    asker = FakeAsker(settings.model, TextEngine(tokenizer, script))
+    lines: Iterator[str] = iter(["a <image> or <image>", "One", "<image>?", "<|image_pad|>", "/new", "Two", "/quit"])
+    hold_chat(settings, asker, lambda _: next(lines))
+    assert "<image> 2 times, and the row 1 images" in capsys.readouterr().err
+    first, second, new = asked
+    pads = "<|vision_start|>" + 4 * "<|image_pad|>" + "<|vision_end|>"
+    assert f"user\n{pads}One<" in first and f"{pads}One<" in second and "<image><" in second and "<image>?<" in second
+    assert f"{pads}Two<" in new and "One" not in new
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--prompt", "x", "--image", "none.png"], "--image none.png: 'none.png' cannot be read"),
+        (["--prompt", "x", "--image", "rows.jsonl"], "is no PNG, JPEG, WEBP, BMP, GIF file"),
+        (["--file", "rows.jsonl", "--image", "0.png"], "--image with --file: the rows of a file name their images"),
+        (["--prompt", "<image> <image>", "--image", "0.png"], "<image> 2 times, and the row 1 images"),
+        (["--prompt", "<|image_pad|>", "--image", "0.png"], "the prompt has '<|image_pad|>', which the chat template"),
+        (["--prompt", "x", "--image", "0.png", "--format", "text"], "has images, which a chat template places; set --format"),
+        (["--prompt", "x", "--image", "0.png", "--model", "text"], "--image 0.png: the model 'text' reads no images"),
+        (["--file", "rows.jsonl", "--model", "text"], "has images, and the model reads none; set --model to one"),
+        (["--prompt", "x", "--image", "0.png", "--max-tokens", "1020"], "exceeds the model's max_position_embeddings 1024"),
+    ],
+)  # fmt: skip
+def test_mistakes_with_images_are_named(
+    options: list[str],
+    words: str,
+    vision_run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(vision_run)
+    assert main(["generate", "--model", "hf", *map(str, ENGINE), *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
+    """What is written after each token, and at the end."""
+    written: list[str] = []
+    stream = TextStream(decode, written.append)
+    shown = []
+    for count in range(1, len(ids) + 1):
+        stream.add(ids[:count])
+        shown.append("".join(written))
+        written.clear()
+    assert stream.finish() == decode(ids)
+    return [*shown, "".join(written)]
+
+
+def test_a_character_is_shown_when_its_last_byte_is_there() -> None:
+    tokenizer = byte_tokenizer()
+    text = "a\u00e9\u65e5\U0001f389."  # of 1, 2, 3, 4 and 1 bytes
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == 11
+    expected = ["a", "", "\u00e9", "", "", "\u65e5", "", "", "", "\U0001f389", ".", ""]
+    assert pieces(tokenizer.decode, ids) == expected
+    cut = pieces(tokenizer.decode, ids[:-2])  # within the last character but one
+    assert "".join(cut[:-1]) == "a\u00e9\u65e5" and "".join(cut) == tokenizer.decode(ids[:-2])
+
+
+def test_spaces_at_the_beginning_of_a_word_are_kept() -> None:
+    """As decoders of SentencePiece: the first space of a text is dropped. Token 3 decodes to nothing, as special tokens do."""
+    words = [" The", " sum", " is", "", " 4", "2"]
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(words[one] for one in ids).removeprefix(" ")
+
+    assert pieces(decode, range(6)) == ["The", " sum", " is", "", " 4", "2", ""]
+
+
+def test_a_text_that_changes_later_is_shown_again() -> None:
+    """Some tokenizers remove a space before a full stop that comes later."""
+    assert pieces(lambda ids: "ab ."[: len(ids)].replace(" .", "."), range(4))[-1] == "\nab."
+
+
+class OneByOne:
+    """An engine of one request, which draws the answer's tokens, one per step. `steps` are called before their token."""
+
+    def __init__(self, tokenizer: Any, answers: list[str], steps: dict[int, Callable[[], None]]) -> None:
+        self._answers, self._steps, self._encode = iter(answers), steps, tokenizer
+        self.prompts: list[str] = []
+        self.limits: list[int] = []
+        self.request: Request | None = None
+
+    def submit(self, request_id: str, request: Request, version: int) -> None:
+        assert self.request is None, "the request before has not ended"
+        self.request, self._id, self._drawn = request, request_id, 0
+        self.prompts.append(self._encode.decode(request.prompt_ids))
+        self.limits.append(request.max_tokens)
+        self._ids = self._encode(next(self._answers))["input_ids"]
+
+    def poll(self) -> list[tuple[str, Completion]]:
+        assert self.request is not None and self.request.stop is not None
+        self._steps.get(self._drawn, lambda: None)()
+        self._drawn += 1
+        drawn = self._ids[: self._drawn]
+        is_stopped = self.request.stop.completed_by(drawn)
+        if not is_stopped and self._drawn < min(len(self._ids), self.request.max_tokens):
+            return []
+        reason = "stop" if is_stopped or self._drawn == len(self._ids) else "length"
+        self.request = None
+        return [(self._id, Completion(drawn, [0.0] * len(drawn), reason))]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        assert list(request_ids) == [self._id]
+        self.request = None
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model") / "folder", max_position_embeddings=512)
+
+
+def hold(
+    model: Path, lines: Iterator[Any], answers: list[str], steps: dict[int, Callable[[], None]] | None = None
+) -> OneByOne:
+    """A chat of these lines. A line that is an exception is raised."""
+    options = GenerateOptions(
+        model=model, chat=True, max_length=120, max_tokens=40, system_prompt="Be brief.", stop=("###",)
+    )
+    settings = prepare_generation(options)
+    engine = OneByOne(settings.model.tokenizer, answers, steps or {})
+    asker: Any = FakeAsker(settings.model, engine)
+
+    def read(prompt: str) -> str:
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return str(line)
+
+    hold_chat(settings, asker, read)
+    return engine
+
+
+def test_a_chat_remembers_until_a_new_one(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = iter(["Hello", "", "And?", "/new", "Again", "x" * 99, "/quit", "never"])
+    engine = hold(model, lines, ["Hi \u00e9!", "Yes ### no", "z" * 50])
+    first = "<system>Be brief.\n<user>Hello\n<assistant>"
+    assert engine.prompts == [
+        first,
+        f"{first}Hi \u00e9!\n<user>And?\n<assistant>",
+        "<system>Be brief.\n<user>Again\n<assistant>",
+    ]
+    assert next(lines) == "never" and engine.limits[0] == 40
+    printed = capsys.readouterr()
+    assert printed.out == f"Hi \u00e9!\nYes ###\n{'z' * 40}\n"
+    assert "(cut after 40 tokens)" in printed.err
+    assert "of at most 120 (--max-length); /new begins a new one" in printed.err
+
+
+def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It comes within the step that draws the fourth token: this token is still shown, and the engine goes on."""
+    before = signal.getsignal(signal.SIGINT)
+    lines = iter(["Count", "On", KeyboardInterrupt(), EOFError(), "never"])
+    pressed = {3: lambda: signal.raise_signal(signal.SIGINT)}
+    engine = hold(model, lines, ["1 2 3 4", "5"], pressed)
+    assert engine.prompts[1].endswith("<assistant>1 2 \n<user>On\n<assistant>")
+    printed = capsys.readouterr()
+    assert printed.out == "1 2 \n5\n" and "(ended by Ctrl-C after 4 tokens)" in printed.err
+    assert next(lines) == "never" and signal.getsignal(signal.SIGINT) is before
+    assert printed.err.count(HELP) == 2  # at the start, and after Ctrl-C at an empty line
+
+
+def test_a_second_ctrl_c_is_not_held_back(model: Path) -> None:
+    """An engine that hangs in its step must not need a kill."""
+
+    def twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        hold(model, iter(["Count"]), ["1 2 3"], {1: twice})

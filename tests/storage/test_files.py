@@ -1,21 +1,42 @@
-"""A file or a folder with its final name is complete, whatever happens while it is written."""
+"""Files and folders that are complete or absent, manifests, and what killed runs leave: real kills, real locks."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
+import mmap
+import multiprocessing
 import os
+import shutil
 import signal
 import stat
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_megatron.cli.main import main
 from grpo_megatron.evaluation.ledger import claim_output
 from grpo_megatron.storage import StorageError, files
-from grpo_megatron.storage.files import is_partial, new_folder, partial_of, publish_folder, write_file
+from grpo_megatron.storage.files import (
+    MANIFEST_FILE,
+    Verification,
+    check_sizes,
+    is_partial,
+    new_folder,
+    partial_of,
+    publish_folder,
+    read_manifest,
+    sha256_of,
+    write_file,
+    write_manifest,
+)
 from grpo_megatron.storage.run_files import read_step
 
 
@@ -228,3 +249,158 @@ def test_a_damaged_trainer_json_is_named(tmp_path: Path, content: str | None) ->
     os.mkfifo(tmp_path / "trainer.json") if content is None else (tmp_path / "trainer.json").write_text(content)
     with pytest.raises(StorageError, match=r"/trainer.json is (damaged: it lacks the key 'step'|not JSON|a FIFO)"):
         read_step(tmp_path, "step", "config")
+
+
+ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # of "abc", FIPS 180-2
+EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+@pytest.fixture
+def listed(tmp_path: Path) -> Path:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "sub" / "empty").write_text("")
+    write_manifest(tmp_path, "test", {})
+    return tmp_path
+
+
+def test_every_file_is_in_it(listed: Path) -> None:
+    assert json.loads((listed / MANIFEST_FILE).read_text()) == {
+        "version": 1,
+        "kind": "test",
+        "files": {"a.txt": {"size": 3, "sha256": ABC}, "sub/empty": {"size": 0, "sha256": EMPTY}},
+    }
+    assert check_sizes(listed) and Verification(listed).finish()
+
+
+def test_known_hashes_are_not_computed_again(listed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "READ_BYTES", 2)
+    assert sha256_of(listed / "a.txt") == ABC  # of several blocks
+    write_manifest(listed, "test", {"a.txt": "known"})
+    listed = read_manifest(listed)
+    assert listed is not None and listed["a.txt"]["sha256"] == "known" and listed["sub/empty"]["sha256"] == EMPTY
+
+
+def test_without_a_manifest_nothing_is_compared(tmp_path: Path) -> None:
+    assert read_manifest(tmp_path) is None and not check_sizes(tmp_path) and not Verification(tmp_path).finish()
+
+
+def test_all_that_differs_is_named(listed: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    copy = shutil.copytree(listed, tmp_path_factory.mktemp("copy"), dirs_exist_ok=True)
+    (copy / "a.txt").write_text("abd")  # of the same size
+    (listed / "a.txt").write_text("abcd")
+    (listed / "sub" / "empty").unlink()
+    (listed / "extra.safetensors").write_text("")
+    verification = Verification(copy)
+    with pytest.raises(StorageError, match=r"a\.txt: sha256 differs"):
+        verification.finish()
+    with pytest.raises(StorageError) as error:
+        check_sizes(listed)
+    assert str(error.value).splitlines() == [
+        f"{listed} is not what its manifest.json says:",
+        "  a.txt has 4 bytes, expected 3",
+        "  missing sub/empty",
+        "  extra.safetensors is not in the manifest",
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.pop("files"),
+        lambda content: content["files"].update({"../secret": {"size": 1, "sha256": ABC}}),
+        lambda content: content["files"].update({"/etc/passwd": {"size": 1, "sha256": ABC}}),
+    ],
+)
+def test_what_is_no_manifest_is_refused(listed: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads((listed / MANIFEST_FILE).read_text())
+    change(content)
+    (listed / MANIFEST_FILE).write_text(json.dumps(content))
+    with pytest.raises(StorageError, match="not a readable manifest"):
+        read_manifest(listed)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVE = """
+import sys
+from grpo_megatron.cli.ranks import start_fork_server
+start_fork_server()
+print("serving", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Temporary files of this test, and of its children, are here; so is the shared memory that is looked at."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
+    yield tmp_path
+    tempfile.tempdir = None
+
+
+def make_old(*paths: Path) -> None:
+    for path in paths:
+        os.utime(path, (time.time() - 3600,) * 2)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_fork_server(shared: Path, is_killed: bool) -> None:
+    """multiprocessing would leave a folder pymp-* with the server's socket, which nobody removes."""
+    command = [sys.executable, "-c", SERVE]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.readline() == "serving\n"
+        (private,) = shared.iterdir()
+        make_old(private)
+        files.remove_leftovers()  # leaves what is locked
+        assert private.stat().st_mode & 0o077 == 0 and any(private.iterdir())  # the socket
+        if is_killed:
+            launcher.kill()
+    if is_killed:
+        make_old(private)
+        files.remove_leftovers()
+    assert not list(shared.iterdir())
+
+
+def test_a_folder_that_was_just_made_and_those_of_others_stay(shared: Path) -> None:
+    young, other = shared / "grpo_megatron-young", shared / "grpo_megatron_other"
+    for path in (young, other):
+        path.mkdir()
+    make_old(other)
+    files.remove_leftovers()
+    assert young.exists() and other.exists()
+
+
+def test_semaphores_and_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third one is mapped under another name, as glibc does; the fourth is young, the last has nobody's name."""
+    names = ["sem.mp-lost", "29500-tp:0-[0-1]-cpushm_0", "sem.mp-used", "sem.mp-young", "sem.user"]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        monkeypatch.setattr(files, "SHARED_MEMORY", shared := Path(name))
+        paths = [shared / name for name in names]
+        for path in paths:
+            path.write_bytes(b"x" * 32)
+        make_old(paths[0], paths[1], paths[2], paths[4])
+        paths[2].rename(shared / "sem.nv1eHJ")
+        with (shared / "sem.nv1eHJ").open("r+b") as file, mmap.mmap(file.fileno(), 32):
+            (shared / "sem.nv1eHJ").rename(paths[2])
+            files.remove_leftovers()
+        assert [path.name for path in paths if path.exists()] == ["sem.mp-used", "sem.mp-young", "sem.user"]
+        files.remove_leftovers()
+        assert not paths[2].exists()
+
+
+def test_a_semaphore_that_another_process_has_yet_to_open() -> None:
+    """A real one, of multiprocessing."""
+    held = multiprocessing.get_context("spawn").Lock()
+    path = Path("/dev/shm") / f"sem.{held._semlock.name.removeprefix('/')}"  # type: ignore[attr-defined]
+    make_old(path)
+    files.remove_leftovers()
+    assert path.exists()
+
+
+def test_any_command_removes_what_killed_ones_have_left(shared: Path) -> None:
+    (left := shared / f"{files.PREFIX}left").mkdir()
+    make_old(left)
+    assert main(["generate", "--model", "no-such-model", "--prompt", "a", "--device", "cpu"]) == 2
+    assert not left.exists()
