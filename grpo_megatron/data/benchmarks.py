@@ -83,9 +83,9 @@ def read_datasets(
     unknown = sorted(set(places.files) - {task.name for task in tasks})
     problems = ProblemList()
     problems.add(f"--file {name}=...: {name!r} is not one of --tasks; add it there" for name in unknown)
-    found = [problems.attempt("", _read_dataset, task, places, num_fewshot(task), limit, images) for task in tasks]
+    datasets = [problems.attempt("", _read_dataset, task, places, num_fewshot(task), limit, images) for task in tasks]
     problems.raise_if_any()
-    return [dataset for dataset in found if dataset is not None]
+    return [dataset for dataset in datasets if dataset is not None]
 
 
 def _read_dataset(
@@ -101,7 +101,7 @@ def _read_dataset(
     if num_fewshot:
         fewshot = task.fewshot
         if fewshot is None:
-            raise ConfigError(f"task {task.name!r} has no training file to draw examples from; set --num-fewshot 0")
+            raise ConfigError(f"task {task.name!r} has no training file to sample examples from; set --num-fewshot 0")
         if fewshot.examples:
             pool = fewshot.examples[:num_fewshot]
             what, remedy = f"task {task.name!r} has {len(pool)} examples of its own", "set that or less"
@@ -187,15 +187,15 @@ def read_task_prompts(data: DataConfig, reward_kwargs: Mapping[str, Any], tokeni
     except ConfigError as error:
         raise ConfigError(f"data.val_tasks: {error}") from error
     problems = [_task_problem(task, data, reward_kwargs) for task in tasks]
-    found = [f"data.val_tasks: task {task.name!r}{text}" for task, text in zip(tasks, problems, strict=True) if text]
+    mistakes = [f"data.val_tasks: task {task.name!r}{text}" for task, text in zip(tasks, problems, strict=True) if text]
     datasets: list[Dataset] = []
     places = DataPlaces(data.val_data, {}, folder_option="data.val_data=DIR", file_option="data.val_files=[PATH]")
     try:
         datasets = read_datasets(tasks, places, lambda task: 0, data.val_max_samples, image_format(tokenizer))
     except ConfigError as error:
-        found.append(f"data.val_tasks: {error}")
-    if found:
-        raise ConfigError(*found)
+        mistakes.append(f"data.val_tasks: {error}")
+    if mistakes:
+        raise ConfigError(*mistakes)
     if tokenizer is None or (data.apply_chat_template and tokenizer.chat_template is None):
         return []  # reported where the tokenizer is read
     return [prompt for dataset in datasets for prompt in _load_prompts(dataset, data, tokenizer)]

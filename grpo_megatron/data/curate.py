@@ -336,13 +336,13 @@ def source_files(sources: Sequence[Path]) -> list[Path]:
         if not source.is_dir():
             files.append(source)
             continue
-        found = [path for _, path in rollout_files(source)] or sorted((source / "samples").glob("*.jsonl"))
-        if not found:
+        inside = [path for _, path in rollout_files(source)] or sorted((source / "samples").glob("*.jsonl"))
+        if not inside:
             raise ConfigError(
                 f"{shown(str(source))} has no rollouts (step_000000.jsonl, of trainer.rollout_data_dir) and no"
                 " samples/*.jsonl (of `evaluate`, which writes them at its end)"
             )
-        files += found
+        files += inside
     if twice := {path.resolve() for path in files if files.count(path) > 1}:
         raise ConfigError(f"{shown(str(min(twice)))} is given twice; name it once")
     return files

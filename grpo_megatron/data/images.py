@@ -101,13 +101,13 @@ class ImageFormat:
         """Read the images of a row for the model. `places`: their first tokens. Raises ValueError."""
         from PIL import Image
 
-        found = []
+        images = []
         for first, (image, (rows, columns)) in zip(places, self._decoded(row, folder), strict=True):
             edges = columns * self.cell, rows * self.cell
             pixels = (image if image.size == edges else image.resize(edges, Image.Resampling.BICUBIC)).tobytes()
             digest = hashlib.sha256(f"{rows} {columns} ".encode() + pixels).hexdigest()
-            found.append(PromptImage(digest, (rows, columns), first, pixels))
-        return tuple(found)
+            images.append(PromptImage(digest, (rows, columns), first, pixels))
+        return tuple(images)
 
     def _decoded(self, row: Mapping[str, Any], folder: Path) -> Iterator[tuple[Any, tuple[int, int]]]:
         """Yield one decoded image after the other, with its size in tokens."""
@@ -117,10 +117,10 @@ class ImageFormat:
         for number, source in enumerate(sources):
             try:
                 image = _decode(_content(located(source, folder)))
-                found = image, self.size(*image.size)
+                sized = image, self.size(*image.size)
             except ValueError as error:
                 raise ValueError(f"images[{number}] {error}") from error
-            yield found
+            yield sized
 
     def plain(self, row: Mapping[str, Any], folder: Path, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Make the row for tasks and rewards: texts in place of content parts, and facts in place of pixels."""
@@ -224,9 +224,9 @@ def write_processor(folder: Path, config: Mapping[str, Any], low: int | None, hi
         nesting.write_text(json.dumps({**content, "image_processor": settings}, indent=2) + "\n")
 
 
-def _equal(found: Any, value: Any) -> bool:
+def _equal(given: Any, value: Any) -> bool:
     try:
-        return bool(np.allclose(found, value, rtol=1e-4))
+        return bool(np.allclose(given, value, rtol=1e-4))
     except (TypeError, ValueError):
         return False
 

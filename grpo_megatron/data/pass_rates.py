@@ -38,22 +38,22 @@ class Measured:
 
 def read_pass_rates(path: Path) -> dict[str, Measured]:
     """Read the rows of the file by `problem_digest`. Raises ConfigError."""
-    found: dict[str, Measured] = {}
+    rates: dict[str, Measured] = {}
 
     def parse(row: dict[str, Any]) -> None:
         images = row.get("images") or []
         if not (isinstance(images, list) and all(isinstance(one, dict) and "name" in one for one in images)):
             raise ValueError("field 'images' is no list of objects with the name of an image")
         digest = problem_digest(read_question(row, "question"), text_field(row, "answer", empty=True), images)
-        if digest in found:
+        if digest in rates:
             raise ValueError("has the question and the answer of an earlier row; keep one of them")
         rate = _number(row, "rate")
         if rate > 1:
             raise ValueError(f"field 'rate' is {rate:g}, and a pass rate is 0 to 1")
-        found[digest] = Measured(rate, _number(row, "weight") if "weight" in row else None)
+        rates[digest] = Measured(rate, _number(row, "weight") if "weight" in row else None)
 
     read_rows(path, parse)
-    return found
+    return rates
 
 
 def _number(row: dict[str, Any], field: str) -> float:
@@ -77,22 +77,22 @@ def select_prompts(prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[
     key = f"data.sampling.pass_rates={str(sampling.pass_rates)!r}"
     measured = _measured(prompts, sampling, key)
     low, high = sampling.min_pass_rate, sampling.max_pass_rate
-    kept = [(prompt, one) for prompt, one in zip(prompts, measured, strict=True) if low <= one.rate <= high]
-    if len(kept) < len(prompts):
+    chosen = [(prompt, one) for prompt, one in zip(prompts, measured, strict=True) if low <= one.rate <= high]
+    if len(chosen) < len(prompts):
         below, above = (sum(test(one.rate) for one in measured) for test in (lambda p: p < low, lambda p: p > high))
         count = f"{below} of {len(prompts)} prompts have a pass rate below {low:g}, and {above} above {high:g}"
-        if not kept:
+        if not chosen:
             raise ConfigError(f"{key}: {count}: nothing is left; widen data.sampling.min_pass_rate to max_pass_rate")
         logger.warning("%s: they are left out (data.sampling)", count)
-    weights = [_weight(one, sampling.weight) for _, one in kept]
+    weights = [_weight(one, sampling.weight) for _, one in chosen]
     mean = sum(weights) / len(weights)
     if mean == 0:
         raise ConfigError(
-            f"{key}: data.sampling.weight={sampling.weight} is 0 for all {len(kept)} prompts; set another weight, or"
+            f"{key}: data.sampling.weight={sampling.weight} is 0 for all {len(chosen)} prompts; set another weight, or"
             " narrow data.sampling.min_pass_rate to max_pass_rate"
         )
     share, selected = sampling.uniform_share, []
-    for (prompt, one), weight in zip(kept, weights, strict=True):
+    for (prompt, one), weight in zip(chosen, weights, strict=True):
         selected.append(copy.copy(prompt))  # makes neither text nor tokens of a RowPrompt
         selected[-1].__dict__.update(pass_rate=one.rate, weight=(1 - share) * weight / mean + share)
     return selected

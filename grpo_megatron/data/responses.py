@@ -98,12 +98,12 @@ def _render_turns(messages: Sequence[Mapping[str, Any]], renderer: TurnRenderer)
     ids: list[int] = []
     turns: list[Turn] = []
     for is_assistant, run in itertools.groupby(messages, key=lambda message: message["role"] == "assistant"):
-        start, own = len(ids), list(run)
+        start, messages = len(ids), list(run)
         if is_assistant:
-            ids += renderer.tokenizer(renderer.assistant_text(own[0]), add_special_tokens=False)["input_ids"]
+            ids += renderer.tokenizer(renderer.assistant_text(messages[0]), add_special_tokens=False)["input_ids"]
             ids += [renderer.end_of_turn] if ids[start:][-1:] != [renderer.end_of_turn] else []
         else:
-            ids += renderer.observation(own, ended_with_eos=True)
+            ids += renderer.observation(messages, ended_with_eos=True)
         turns.append(Turn(start, len(ids), "assistant" if is_assistant else "observation", version=0, clock=0))
     return WrittenResponse(ids, turns)
 
@@ -275,16 +275,16 @@ class GroupReader(RowRenderer):
     def responses(self, written: list[tuple[int, WrittenGroup]]) -> list[list[WrittenResponse]]:
         """Tokenise the responses of each (row number, group). Raises ConfigError."""
         rendered = iter(self._rendered([one for _, (_, ones, _) in written for one in ones]))
-        found = []
+        groups = []
         for number, (_, ones, rewards) in written:
-            own = [next(rendered) for _ in ones]
+            responses = [next(rendered) for _ in ones]
             if self.label is not None:
                 try:
-                    own = [self.label(one, reward) for one, reward in zip(own, rewards, strict=True)]
+                    responses = [self.label(one, reward) for one, reward in zip(responses, rewards, strict=True)]
                 except ValueError as error:
                     raise ConfigError(f"row {self.rows.uid(number)}: {error}") from error
-            found.append(own)
-        return found
+            groups.append(responses)
+        return groups
 
     def _rendered(self, written: list[Written]) -> list[WrittenResponse]:
         """Tokenise responses in order. Turns end with the template's end of turn.

@@ -314,7 +314,7 @@ def _open(path: Path) -> RowFile:
     if (size := path.stat().st_size) > MAX_WHOLE:
         raise ReadError(
             f"has {size:,} bytes; a {path.suffix} file is read into memory, so at most {MAX_WHOLE:,} are read: write it as"
-            " .jsonl or .parquet, whose rows are read when they are drawn"
+            " .jsonl or .parquet, whose rows are read one by one"
         )
     return _open_list(path) if path.suffix == ".json" else _open_table(path)
 
@@ -500,15 +500,15 @@ def _splits_of(folder: Path) -> dict[str, list[Path]]:
         names = read_json(folder / SPLITS).get("splits", [])
         present = {name: _splits_of(folder / name) for name in names if (folder / name).is_dir()}
         return {name: splits[name] for name, splits in present.items() if name in splits}
-    found: dict[str, list[Path]] = {}
+    splits: dict[str, list[Path]] = {}
     for place in (folder / "data", folder):
         for file in sorted(place.glob(f"*{glob.escape('.')}*")) if place.is_dir() else []:
             match = SHARD.fullmatch(file.name)
             if match and match["split"] not in OTHER_FILES and file.is_file():
-                found.setdefault(match["split"], []).append(file)
-        if found:
+                splits.setdefault(match["split"], []).append(file)
+        if splits:
             break
-    return found
+    return splits
 
 
 # -- Several files under one numbering. A uid is "source/label/row number" ----------------------------------------------
@@ -573,7 +573,7 @@ class RowSet(JoinedRows):
         """(row number, `parse(row)`) of all rows, in chunks of ROWS_PER_CHUNK. `parse` raises ValueError for a wrong row.
 
         All rows are checked. Behind a wrong one no chunk is given any more, and the end raises ConfigError with all wrong
-        rows. If the whole first chunk is wrong, most likely by a wrong task, the others are not read.
+        rows. If the first chunk is all wrong, most likely by a wrong task, the others are not read.
         """
         problems: list[tuple[int, str]] = []
         for chunk in self._counted():

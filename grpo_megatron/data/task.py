@@ -238,10 +238,10 @@ class RowFormat(Section):
     def read(self, row: dict[str, Any]) -> tuple[Question, str]:
         """Read (question, reference answer). Raises ValueError."""
         question = self.read_question(row)
-        found = self._find_answer(row)
-        if found is None:
+        answer_place = self._find_answer(row)
+        if answer_place is None:
             return question, ""
-        place, holder, field = found
+        place, holder, field = answer_place
         answer = _answer_of(place.rule, holder, field)
         if answer or place.rule in ("verbatim", "any"):
             return question, answer
@@ -261,18 +261,18 @@ class RowFormat(Section):
 
     def _find_answer(self, row: dict[str, Any]) -> tuple[AnswerField, dict[str, Any], str] | None:
         """Find the first field that is there and not null, or else null: itself, the object that holds it, its name there."""
-        found = None
+        first = None
         for place in self.answer:
             holder, name = _holder_of(row, place.field)
             if name in holder:
                 if holder[name] is not None:
                     return place, holder, name
-                found = found or (place, holder, name)
+                first = first or (place, holder, name)
         if self.answer_is_optional:
             return None
-        if found is None:
+        if first is None:
             raise missing_field([place.field for place in self.answer], row)
-        return found
+        return first
 
 
 @functools.cache  # it is called for each row
@@ -370,15 +370,15 @@ KEYS = sorted({"extends", *RowFormat.model_fields, *(f.name for f in dataclasses
 def read_task_file(path: Path) -> Task:
     """Read a task file. Raises ConfigError with every mistake of the file."""
     text, table = read_yaml_table(path, "task file")
-    own = {str(key): value for key, value in table.items()}
-    keys, hashed = own, text.encode()
-    if "extends" in own:
-        base_text, base = _load_base(path, own["extends"])
-        keys = {**{key: value for key, value in base.items() if key not in OWN_KEYS}, **own}
+    written = {str(key): value for key, value in table.items()}
+    keys, hashed = written, text.encode()
+    if "extends" in written:
+        base_text, base = _load_base(path, written["extends"])
+        keys = {**{key: value for key, value in base.items() if key not in OWN_KEYS}, **written}
         del keys["extends"]
         hashed = base_text.encode() + b"\0" + hashed
-    problems = [f"{key}: Field required" for key in ("version", "title") if key not in own]
-    problems += [f"{key}: not a key of a task file" for key in SET_HERE if key in own]
+    problems = [f"{key}: Field required" for key in ("version", "title") if key not in written]
+    problems += [f"{key}: not a key of a task file" for key in SET_HERE if key in written]
     rows = task = None
     try:
         rows = RowFormat.model_validate({key: keys[key] for key in RowFormat.model_fields if key in keys})
@@ -446,8 +446,8 @@ def get_task(name: str) -> Task:
 def get_tasks(names: list[str]) -> list[Task]:
     """Find several tasks. Raises one ConfigError for all that are wrong."""
     problems = ProblemList()
-    found = [problems.attempt("", _imported_task, name) for name in names]
-    tasks = [task for task in found if task is not None]
+    imported = [problems.attempt("", _imported_task, name) for name in names]
+    tasks = [task for task in imported if task is not None]
     labels = [task.name for task in tasks]
     repeated = sorted({label for label in labels if labels.count(label) > 1})
     problems.add(f"task {label!r} is given twice; name it once" for label in repeated)

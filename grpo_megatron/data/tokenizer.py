@@ -114,14 +114,14 @@ def read_end_tokens(tokenizer: Any, model_folder: Path, vocab_size: int | None =
 
     `vocab_size`: rows of the embedding. Raises ConfigError for a file that cannot be read, and for a value that is no token.
     """
-    found: dict[int, list[str]] = {tokenizer.eos_token_id: ["tokenizer"]}
+    sources: dict[int, list[str]] = {tokenizer.eos_token_id: ["tokenizer"]}
     for name in ("config.json", GENERATION_FILE):
         path = model_folder / name
         if not path.exists():
             continue
         for token in _tokens_of(path, vocab_size):
-            found.setdefault(token, []).append(name)
-    return EndTokens({token: tuple(found[token]) for token in sorted(found)})
+            sources.setdefault(token, []).append(name)
+    return EndTokens({token: tuple(sources[token]) for token in sorted(sources)})
 
 
 def _tokens_of(path: Path, vocab_size: int | None) -> list[int]:
@@ -333,8 +333,8 @@ class TurnRenderer:
         if MARKER not in tail:
             raise self._refusal(f"shows nothing of a message with role {role!r}", rewrites=False)
         space = ended[len(before) :].partition(self._stand_in)[0]  # Mistral: an answer begins with a space
-        whole = self._render([*turns, answer, turns[-1], answer], generate=True)
-        if not whole.endswith(tail + space + self._stand_in + tail):
+        text = self._render([*turns, answer, turns[-1], answer], generate=True)
+        if not text.endswith(tail + space + self._stand_in + tail):
             raise self._refusal("changes earlier turns when others follow them")
         self._warn_of_hidden_tools(before)
 
@@ -342,8 +342,8 @@ class TurnRenderer:
         """Render what follows the stand-in's text, from the end-of-turn token to the beginning of the next turn."""
         turns = [QUESTION, _assistant(self._stand_in), *_with_call_ids(messages)]
         text = self._render(turns, generate=True)
-        before, found, _ = self._ended.rpartition(self._stand_in)
-        start = len(before) + len(found)
+        before, stand_in, _ = self._ended.rpartition(self._stand_in)
+        start = len(before) + len(stand_in)
         if not text.startswith(self._ended[:start]):
             raise self._refusal("changes earlier turns when others follow them")
         return text[start:]
@@ -356,9 +356,9 @@ class TurnRenderer:
             if self.tokenizer.decode([token]).strip():
                 break
         stops = [f"{token} ({self.tokenizer.decode([token])!r})" for token in sorted(self.stop_token_ids)]
-        found = f"token {ids[0]} ({self.tokenizer.decode([ids[0]])!r})" if ids else "nothing"
+        end = f"token {ids[0]} ({self.tokenizer.decode([ids[0]])!r})" if ids else "nothing"
         raise ConfigError(
-            f"{self.where}: the chat template ends the assistant's turn with {found}, and generation stops at"
+            f"{self.where}: the chat template ends the assistant's turn with {end}, and generation stops at"
             f" {', '.join(stops)}; add it to rollout.stop_token_ids, or make it the tokenizer's eos_token"
         )
 

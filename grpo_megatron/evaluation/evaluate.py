@@ -50,7 +50,7 @@ def evaluate(
     files. `samples`: per problem besides the greedy one; 1: only the greedy one. `limit`: only the first problems.
     `options`: other fields of EvaluateOptions, such as `max_tokens=256`.
 
-    Samples that `output` has are not drawn again. Raises ConfigError; RankError where memory or weights are missing.
+    Samples that `output` has are not generated again. Raises ConfigError; RankError where memory or weights are missing.
     """
     given: dict[str, Any] = {"model": model, "output": output, "data": data, "tasks": tasks}
     chosen = EvaluateOptions(**given, samples=samples, limit=limit, **options)

@@ -104,8 +104,8 @@ def prepare_generation(options: GenerateOptions) -> GenerationSettings:
 
 def _read_style(options: GenerateOptions) -> PromptStyle:
     """Read the style of the run of `options.model`; the options win over it. Raises ConfigError."""
-    found, where = _run_config(options.model)
-    data, rollout = (found.get(name) or {} for name in ("data", "rollout"))
+    config, where = _run_config(options.model)
+    data, rollout = (config.get(name) or {} for name in ("data", "rollout"))
     template = options.chat_template
     if template is None and data.get("chat_template"):
         template = Path(data["chat_template"])
@@ -219,10 +219,12 @@ def _lengths(options: GenerateOptions, style: PromptStyle, lengths: list[int], l
     length = max(lengths)
     room = limit - length
     if room < 1 or (options.max_tokens or 0) > room:
-        asked = f" + --max-tokens {options.max_tokens} = {length + options.max_tokens}" if options.max_tokens else ""
+        limit_text = (
+            f" + --max-tokens {options.max_tokens} = {length + options.max_tokens}" if options.max_tokens else ""
+        )
         remedy = f"set --max-tokens {room} or less" if room > 0 else "shorten the prompt"
         raise ConfigError(
-            f"prompt {lengths.index(length)} of {length} tokens{asked} exceeds the model's max_position_embeddings {limit};"
+            f"prompt {lengths.index(length)} of {length} tokens{limit_text} exceeds the model's max_position_embeddings {limit};"
             f" {remedy}"
         )
     max_tokens = min(style.max_tokens, room)

@@ -72,7 +72,7 @@ class Ledger:
                     entry = _read_entry(json.loads(line))
                 except (ValueError, TypeError, AttributeError) as error:
                     raise ConfigError(
-                        f"{path} line {number} is no completion ({error}); remove the file to draw its samples again"
+                        f"{path} line {number} is no completion ({error}); remove the file to generate its samples again"
                     ) from error
                 entries.setdefault(entry.key, entry)
         return entries
@@ -80,7 +80,7 @@ class Ledger:
     def append(self, block: int, completions: list[LedgerEntry]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"block_{block:04d}.jsonl"
-        data = "".join(json.dumps(asdict(drawn), ensure_ascii=True) + "\n" for drawn in completions).encode()
+        data = "".join(json.dumps(asdict(entry), ensure_ascii=True) + "\n" for entry in completions).encode()
         with path.open("a+b") as file:
             _cut_torn_line(file)
             file.write(data)

@@ -87,21 +87,20 @@ class GradedProblem:
 
 def grade_task(settings: EvaluationSettings, run: TaskRun, pool: RewardPool) -> list[GradedProblem]:
     """Grade every sample of the ledger. Raises ConfigError when some are missing."""
-    found, keys = Ledger(settings.options.folder, run.name).read(), run.keys()
-    if missing := [key for key in keys if key not in found]:
+    answered, keys = Ledger(settings.options.folder, run.name).read(), run.keys()
+    if missing := [key for key in keys if key not in answered]:
         raise ConfigError(
             f"{run.name}: {len(missing)} of {len(keys)} samples are missing; run the same command again to draw them"
         )
-    prompts = dict(zip((problem.uid for problem in run.dataset.problems), run.prompts.prompts, strict=True))
-    asked = {problem.uid: (problem, prompts[problem.uid].text) for problem in run.dataset.problems}
-    drawn = [(*asked[key[0]], found[key]) for key in keys]
-    columns = [grade_samples(grader, drawn, pool) for grader in run.graders.values()]
-    samples: dict[str, list[GradedSample]] = {uid: [] for uid in asked}
-    for (uid, index), *grades in zip(keys, *columns, strict=True):
-        samples[uid].append(GradedSample(found[uid, index], tuple(grades)))
+    asked = list(zip(run.dataset.problems, run.prompts.prompts, strict=True))
+    size = len(run.answers.indices)
+    entries = [(*asked[number // size], answered[key]) for number, key in enumerate(keys)]
+    samples = [(problem, prompt.text, entry) for problem, prompt, entry in entries]
+    columns = [grade_samples(grader, samples, pool) for grader in run.graders.values()]
+    graded = [GradedSample(entry, tuple(grades)) for (_, _, entry), *grades in zip(samples, *columns, strict=True)]
     return [
-        GradedProblem(problem, prompt, samples[uid], thumbnails(prompts[uid].images))
-        for uid, (problem, prompt) in asked.items()
+        GradedProblem(problem, prompt.text, graded[number * size :][:size], thumbnails(prompt.images))
+        for number, (problem, prompt) in enumerate(asked)
     ]
 
 
@@ -111,18 +110,18 @@ def gives_fractions(graded: Sequence[GradedProblem], column: int = 0) -> bool:
 
 
 def grade_samples(
-    grader: str, drawn: Sequence[tuple[BenchmarkProblem, str, LedgerEntry]], pool: RewardPool
+    grader: str, samples: Sequence[tuple[BenchmarkProblem, str, LedgerEntry]], pool: RewardPool
 ) -> list[Grade]:
     """Grade each (problem, prompt, sample). A `<think>` with which the prompt begins the response belongs to it."""
     if grader == ENVIRONMENT:
-        return [Grade(entry.reward >= 1.0, None, reward=entry.reward) for _, _, entry in drawn]
+        return [Grade(entry.reward >= 1.0, None, reward=entry.reward) for _, _, entry in samples]
     return grade(
         grader,
-        [problem.answer for problem, _, _ in drawn],
-        [opened_thought(prompt) + entry.text for _, prompt, entry in drawn],
+        [problem.answer for problem, _, _ in samples],
+        [opened_thought(prompt) + entry.text for _, prompt, entry in samples],
         pool,
-        rows=[problem.row for problem, _, _ in drawn],
-        prompts=[prompt for _, prompt, _ in drawn],
+        rows=[problem.row for problem, _, _ in samples],
+        prompts=[prompt for _, prompt, _ in samples],
     )
 
 
@@ -143,13 +142,13 @@ def task_result(run: TaskRun, graded: list[GradedProblem], pool: RewardPool) -> 
         "level": _scores_by(run, graded, lambda problem: problem.level),
     }
     is_mean, totals = gives_fractions(graded), [f"{problem.total():.12g}" for problem in graded]
-    own = sorted({name for name in run.graders.values() if ":" in name})
+    written = sorted({name for name in run.graders.values() if ":" in name})
     return {
         "title": run.dataset.task.title,
         **run.identity(),
         "num_in_file": run.dataset.num_in_file,
         "graders": run.graders,
-        "reward_sha256": {name: source_sha256(name.partition(":")[0]) for name in own},
+        "reward_sha256": {name: source_sha256(name.partition(":")[0]) for name in written},
         "scores": {
             name: _grader_scores(run, graded, column, grader, pool)
             for column, (name, grader) in enumerate(run.graders.items())
@@ -390,10 +389,10 @@ def result_tables(result: dict[str, Any]) -> str:
 
 def _percents(scores: Scores, columns: Sequence[str]) -> list[str]:
     """Write scores as `71.3 [68.9, 73.7]`, rewards as `0.530 [0.468, 0.591]`."""
-    found = [(column, scores[column]) if column in scores else None for column in columns]
+    shown = [(column, scores[column]) if column in scores else None for column in columns]
     return [
         "{} [{}, {}]".format(*(score_text(of[0], of[1][key]) for key in ("value", "low", "high"))) if of else ""
-        for of in found
+        for of in shown
     ]
 
 

@@ -475,21 +475,21 @@ def remove_leftovers() -> None:
 
 
 def _own_and_old(parent: Path, *patterns: str) -> list[Path]:
-    found = []
+    old = []
     for path in itertools.chain(*map(parent.glob, patterns)):
         with contextlib.suppress(OSError):
             status = path.lstat()
             if status.st_uid == os.getuid() and time.time() - status.st_mtime > MIN_AGE_S:
-                found.append(path)
-    return found
+                old.append(path)
+    return old
 
 
 def _mapped_files() -> set[int]:
     """Collect the inodes of the files below /dev/shm that any process has mapped, of those whose maps this user can read."""
-    found = set()
+    inodes = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             for line in maps.read_text(errors="replace").splitlines():
                 if str(SHARED_MEMORY) in line:
-                    found.add(int(line.split(maxsplit=5)[4]))  # address, permissions, offset, device, inode, path
-    return found
+                    inodes.add(int(line.split(maxsplit=5)[4]))  # address, permissions, offset, device, inode, path
+    return inodes
