@@ -68,13 +68,20 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_keys_of_the_method(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping) or raw.get("method") is None:
+            return raw
+        raw = {
+            name: value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
+            for name, value in raw.items()
+        }
+
         def value_of(key: str) -> Any:
             name, leaf = key.split(".")
-            default = getattr(cls.model_fields[name].default, leaf)
             section = raw.get(name, {})
-            return section.get(leaf, default) if isinstance(section, Mapping) else getattr(section, leaf, default)
+            default = getattr(cls.model_fields[name].default, leaf)
+            return section.get(leaf, default) if isinstance(section, Mapping) else default
 
-        return with_method(raw, value_of) if isinstance(raw, Mapping) else raw
+        return with_method(raw, value_of)
 
     @field_validator("method")
     @classmethod

@@ -17,7 +17,7 @@ from grpo_megatron.checks.methods import method_problems
 from grpo_megatron.checks.resume import differences
 from grpo_megatron.cli.config_file import WrongKeys, load_config, reward_defaults
 from grpo_megatron.cli.main import KeysOptions, main, print_keys
-from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config import ActorConfig, Config, ConfigError, ModelConfig, OptimConfig
 from grpo_megatron.config.methods import methods, methods_table
 from grpo_megatron.config.section import config_keys
 
@@ -81,6 +81,13 @@ def test_keys_of_the_file_override_the_block(tmp_path: Path) -> None:
     assert load_config(path, ["reward.overlong_buffer.len=null"]).reward.overlong_buffer.len is None
     assert load_config(path, ["method=null"]).actor.clip_ratio_low == 0.2
     assert load_config(path, ["method=gspo"]).actor.loss_mode == "gspo"
+
+
+def test_sections_of_python_override_the_block_by_the_keys_that_they_set() -> None:
+    actor = ActorConfig(clip_ratio_high=0.3, optim=OptimConfig(lr=1e-5))
+    config = Config(method="dapo", model=ModelConfig(path=Path("x")), actor=actor)
+    assert (config.actor.clip_ratio_high, config.actor.clip_ratio_c, config.actor.optim.lr) == (0.3, None, 1e-5)
+    assert config.actor.optim.weight_decay == OptimConfig().weight_decay
 
 
 def test_defaults_of_a_block_may_lose_their_effect() -> None:
