@@ -208,7 +208,7 @@ def _drawn_panels(runs: Sequence[RunFolder]) -> tuple[list[PagePanel], dict[str,
                 guards.setdefault(match[1], {})[match[2]] = value
     panels = []
     for panel in page_panels(names, guards):
-        # A reward that stays at 0 is shown, but not that of a run which draws nothing: it means nothing there.
+        # A reward that stays at 0 is shown, but not that of a run which generates nothing: it means nothing there.
         is_kept = panel.always and "timing_s/gen" in names
         if is_kept or not all(name in constants for name, _ in panel.curves):
             varying = [curve for curve in panel.curves if any(constants.get(curve[0], [1.0]))]

@@ -181,7 +181,7 @@ class RolloutFiles:
         score, reward           the reward before and after its penalties; null: unscorable
         advantage               the mean over the response's tokens in the loss; null: it was not trained on
         metrics, texts, failure what the reward function and the environment reported
-        step, version, weights  the step; the version and digest of the weights that drew the response
+        step, version, weights  the step; the version and digest of the weights that generated the response
         replayed                whether the file of an earlier step has the response, too (algorithm.replay)
         uid, group, index       the row of the data file; the prompt's number in the step; the sample's number in its group
         images                  the facts of each image, without pixels; absent without images
@@ -310,10 +310,6 @@ def _finite(value: float) -> float | None:
 
 
 # -- Samples on the report page ----------------------------------------------------------------------------------------
-# Two groups of a step, with the log-probabilities of engine and policy for each token. One group is the one whose rewards
-# differ most. The other is the first of the remaining ones, which nothing has selected. The ranks that drew the samples have
-# their texts, and the ranks that train on them have the policy's log-probabilities. Both go to rank 0; they are some
-# kilobytes. Token ids become text only where a report is written.
 
 MAX_SAMPLES = 8  # of a group
 HEAD, TAIL = 300, 100  # tokens of a response that are shown; those between them are left out
@@ -325,10 +321,15 @@ TokenNumbers = list[float | None]
 
 
 class ShownSamples:
-    """The samples that the page shows. `is_drawn`: an engine generated them; those of a file have only the policy's numbers."""
+    """Two groups of a step on the page, with the log-probabilities of engine and policy for each token.
 
-    def __init__(self, mesh: Mesh, tokenizer: Any, is_drawn: bool) -> None:
-        self.mesh, self.texts, self.is_drawn = mesh, TokenTexts(tokenizer), is_drawn
+    One is the group whose rewards differ most, the other the first of the rest, which nothing has selected. The ranks that
+    generated the samples send their texts, and the ranks that train on them the policy's log-probabilities, some kilobytes, to
+    rank 0. `is_generated`: an engine generated the samples; those of a file have only the policy's numbers.
+    """
+
+    def __init__(self, mesh: Mesh, tokenizer: Any, is_generated: bool) -> None:
+        self.mesh, self.texts, self.is_generated = mesh, TokenTexts(tokenizer), is_generated
 
     def gather(
         self, samples: Sequence[Sample], table: GroupTable, plan: Plan, batch: Batch
@@ -337,11 +338,11 @@ class ShownSamples:
         groups, samples_at = shown_rows(table), _by_place(samples)
         rows = {row for group in groups for row in group}
         local = {row for row in rows if table.holder[row] == self.mesh.rank}
-        drawn = {row: self._drawn(samples_at[table.prompt_index[row], table.index[row]]) for row in local}
+        described = {row: self._describe(samples_at[table.prompt_index[row], table.index[row]]) for row in local}
         for row in local & {group[0] for group in groups}:
             if images := samples_at[table.prompt_index[row], table.index[row]].prompt.images:
-                drawn[row][0]["images"] = thumbnails(images)
-        records = self.mesh.gather((drawn, self._policy(rows, batch)))
+                described[row][0]["images"] = thumbnails(images)
+        records = self.mesh.gather((described, self._policy(rows, batch)))
         if not records:
             return None
         facts = {row: fact for part, _ in records for row, fact in part.items()}
@@ -350,7 +351,7 @@ class ShownSamples:
         def shown(row: int) -> dict[str, Any]:
             about, ids, engine = facts[row][1:]
             policy_logprobs, gaps = policy.get(row, ([None] * len(ids), [None] * len(ids)))
-            logprobs = engine if self.is_drawn else policy_logprobs
+            logprobs = engine if self.is_generated else policy_logprobs
             head = self.texts.pieces(ids[:HEAD], logprobs[:HEAD], gaps[:HEAD])
             length = int(table.response_length[row])
             return {
@@ -359,7 +360,7 @@ class ShownSamples:
                 "score": _digits((table.raw_reward or table.reward)[row]),
                 "advantage": _digits(mean_advantage(plan.advantages[row], table.spans_of(row))),
                 "tokens": length,
-                "drawn": self.is_drawn,
+                "drawn": self.is_generated,
                 "pieces": head + self.texts.pieces(ids[HEAD:], logprobs[HEAD:], gaps[HEAD:]),
                 "cut": max(0, length - HEAD - TAIL),
                 "cut_at": len(head),
@@ -367,13 +368,13 @@ class ShownSamples:
 
         return lambda: [{**facts[group[0]][0], "samples": [shown(row) for row in group]} for group in groups]
 
-    def _drawn(self, sample: Sample) -> tuple[dict[str, Any], dict[str, Any], list[int], TokenNumbers]:
+    def _describe(self, sample: Sample) -> tuple[dict[str, Any], dict[str, Any], list[int], TokenNumbers]:
         """Describes a sample: its prompt, its facts, its shown tokens, and the engine's log-probabilities of them.
 
         These are None outside the loss mask, and without an engine.
         """
         places = shown_tokens(len(sample.response_ids))
-        has_engine = self.is_drawn and len(sample.rollout_logprobs) == len(sample.response_ids)
+        has_engine = self.is_generated and len(sample.rollout_logprobs) == len(sample.response_ids)
         about = {
             "index": sample.index,
             "finish_reason": sample.finish_reason,
@@ -395,7 +396,7 @@ class ShownSamples:
             if row in rows:
                 places = shown_tokens(len(batch.tokens[number]) - batch.prompt_lengths[number])
                 old, engine, mask = (column[number].tolist() for column in columns)
-                gaps = [old[place] - engine[place] if mask[place] and self.is_drawn else None for place in places]
+                gaps = [old[place] - engine[place] if mask[place] and self.is_generated else None for place in places]
                 numbers[row] = [old[place] if mask[place] else None for place in places], gaps
         return numbers
 

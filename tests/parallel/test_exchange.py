@@ -219,7 +219,7 @@ def shown_groups(held: list[Sample], table: Any, plan: Any, batch: Any, mesh: An
 
     batch.old_logprobs = batch.rollout_logprobs + 0.25
     tokenizer = SimpleNamespace(decode=lambda ids, **options: "".join(f"<{i}>" for i in ids))
-    groups = ShownSamples(mesh, tokenizer, is_drawn=True).gather(held, table, plan, batch)
+    groups = ShownSamples(mesh, tokenizer, is_generated=True).gather(held, table, plan, batch)
     batch.old_logprobs = None
     return None if groups is None else groups()
 

@@ -178,7 +178,7 @@ def test_the_group_with_the_widest_rewards_and_the_first_one_are_shown() -> None
     assert shown_rows(GroupTable([], [], [], [], [], [], [])) == []
 
 
-def gathered(is_drawn: bool, ids: list[int], mask: list[int]) -> dict[str, Any]:
+def gathered(is_generated: bool, ids: list[int], mask: list[int]) -> dict[str, Any]:
     sample = Sample(prompt(0), 0, 0, ids, [-0.5] * len(ids), "stop", 0, loss_mask=mask, reward=1.0)
     batch = tiny.make_batch([([9], ids)], [[[0]]])
     batch.rows = [0]
@@ -186,7 +186,7 @@ def gathered(is_drawn: bool, ids: list[int], mask: list[int]) -> dict[str, Any]:
     batch.rollout_logprobs = torch.full((1, len(ids)), -0.5)
     batch.old_logprobs = torch.full((1, len(ids)), -0.75)
     mesh: Any = LoneMesh()
-    groups = ShownSamples(mesh, Bytes(), is_drawn).gather(
+    groups = ShownSamples(mesh, Bytes(), is_generated).gather(
         [sample], table_of([[1.0]], len(ids)), Plan([0.25], [1.0], [[[[0]]]]), batch
     )
     assert groups is not None
