@@ -1,13 +1,11 @@
-"""Collectors provide the samples of a step. Each data source is one small class; wrappers take another collector.
+"""Collectors provide the samples of a step. Each data source is one small class; wrappers.py stacks others on them.
 
-    PolicyCollector         n samples of each of the next prompts, from the weights that the engine holds
-    PartialCollector        the same, with responses that take several steps                      partial.py
-    FileCollector           responses read from a file (SFT), or chosen and rejected ones (DPO)
-    DynamicSampling(c)      rounds of c until every group has different rewards (DAPO)            wrappers.py
-    Replay(c)               groups of earlier steps and those of c                                wrappers.py
+    PolicyCollector     n samples of each of the next prompts, from the weights that the engine has
+    PartialCollector    the same, with responses that take several steps (partial.py)
+    FileCollector       responses read from a file (SFT), or chosen and rejected ones (DPO)
 
-`sampling/wrappers.py` stacks them as the config asks. Every rank holds the same number of groups in the same order, so that
-a decision made from the gathered table is the same on all ranks.
+Every rank has the same number of groups in the same order, so that a decision made from the gathered table is the same on
+all ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Clock:
-    """Which weights draw which step: those of `lag` steps before, or the oldest that this run has.
+    """The rule which weights sample which step: those of `lag` steps before, or the oldest that this run has.
 
     A function of the step alone: how late a rank is changes nothing. `first`: the step at which the run has begun, or goes
     on. `drawn`: the steps before it had been drawn then, ahead of their training. Version v: the weights after v steps.
@@ -64,16 +62,19 @@ class Clock:
         return max(self.first, step - self.lag)
 
     def steps(self, version: int) -> range:
-        """The steps that are drawn by `version`, and none before it is there."""
+        """Returns the steps that are drawn by `version`, and none before it is there."""
         start = self.drawn if version == self.first else max(self.drawn, version + self.lag)
         return range(start, min(self.num_steps, version + self.lag + 1))
 
 
 class Collector:
-    """Provides the samples of a step. This base class has none: it serves a run without training steps."""
+    """The source of a step's samples. This base class has none: it serves a run without training steps."""
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
-        """Up to `count` groups for step `step`. Collective. The engine is awake and holds the weights that draw `step`."""
+        """Returns up to `count` groups for step `step`.
+
+        Collective. The engine is awake and holds the weights that draw `step`.
+        """
         return []
 
     def validations(self, step: int, metrics: Metrics) -> list[tuple[int, dict[str, float]]]:
@@ -81,19 +82,22 @@ class Collector:
         return []
 
     def epoch(self) -> float:
-        """Passes over the data so far, as a fractional number."""
+        """Returns the passes over the data so far, as a fractional number."""
         return 0.0
 
     def state(self) -> State:
-        """What a resumed run needs to continue with the same groups: plain JSON, the same on every rank. Collective."""
+        """Returns what a resumed run needs to continue with the same groups: plain JSON, the same on every rank.
+
+        Collective.
+        """
         return {}
 
     def load_state(self, state: State) -> None:
-        """The inverse of `state`."""
+        """Restore what `state` has returned."""
 
 
 def numbered_samples(groups: Sequence[Group]) -> list[Sample]:
-    """The samples of all groups, in order. Sets each sample's `prompt_index` to the index of its group."""
+    """Returns the samples of all groups, in order. Sets each sample's `prompt_index` to the index of its group."""
     for index, group in enumerate(groups):
         for sample in group.samples:
             sample.prompt_index = index
@@ -109,13 +113,13 @@ def groups_by_prompt(samples: Sequence[Sample], count: int, version: int) -> lis
 
 
 def select_informative(groups: Sequence[Group], mesh: Mesh) -> list[Group]:
-    """The groups whose rewards differ, over the samples of all ranks. Numbers the samples. Collective."""
+    """Returns the groups whose rewards differ, over the samples of all ranks. Numbers the samples. Collective."""
     table = gather_groups(numbered_samples(groups), mesh)
     return [groups[index] for index in informative_prompts(table)]
 
 
 def informative_prompts(table: GroupTable) -> list[int]:
-    """The indices of the prompts whose rewards differ, in increasing order."""
+    """Returns the indices of the prompts whose rewards differ, in increasing order."""
     return sorted({table.prompt_index[rows[0]] for rows in informative_groups(table)})
 
 
@@ -160,7 +164,7 @@ class PolicyCollector(Collector):
         return groups_by_prompt(samples, count, version=step)
 
     def next_prompts(self, step: int, count: int, metrics: Metrics) -> tuple[list[Prompt], int]:
-        """The next `count` prompts of the data, and the number that seeds their draws besides them."""
+        """Returns the next `count` prompts of the data, and the number that seeds their draws besides them."""
         if step != self.step:
             self.step, self.num_rounds = step, 0
             if self.prepare is not None:
@@ -192,7 +196,7 @@ class PolicyCollector(Collector):
             )
 
     def _selection(self) -> str:
-        """A digest of the selected prompts and their weights; empty if all are drawn alike."""
+        """Returns a digest of the selected prompts and their weights; empty if all are drawn alike."""
         if self.data.sampling.pass_rates is None:
             return ""
         selected = [[prompt.uid, prompt.weight] for prompt in self.prompts.items]
@@ -200,7 +204,7 @@ class PolicyCollector(Collector):
 
 
 class FileCollector(Collector):
-    """Groups read from a file: each entry is a prompt, its responses, and their rewards."""
+    """The groups of a file: each entry is a prompt, its responses, and their rewards."""
 
     def __init__(self, entries: Sampler[OfflineGroup], mesh: Mesh) -> None:
         self.entries, self.mesh = entries, mesh
@@ -251,7 +255,7 @@ PackedGroup = dict[str, Any]
 
 
 def pack_groups(groups: Sequence[Group], mesh: Mesh) -> list[PackedGroup]:
-    """Every group with the samples of all ranks, as plain JSON, the same on every rank. Collective."""
+    """Returns every group with the samples of all ranks, as plain JSON, the same on every rank. Collective."""
     held = [index for index, group in enumerate(groups) if group.samples and mesh.is_block_leader]
     own = {index: _packed(groups[index].samples) for index in held}
     packed: list[PackedGroup] = [{"version": group.version, "samples": [], "pixels": {}} for group in groups]
@@ -264,7 +268,7 @@ def pack_groups(groups: Sequence[Group], mesh: Mesh) -> list[PackedGroup]:
 
 
 def unpack_groups(packed: Sequence[PackedGroup], mesh: Mesh) -> list[Group]:
-    """The inverse of `pack_groups`: every num_rollout_blocks-th group is whole in this block, the others are empty."""
+    """Unpack groups: every num_rollout_blocks-th one is complete in this block, the others are empty."""
     groups = [Group(entry["version"], []) for entry in packed]
     for index in range(mesh.rollout_block, len(packed), mesh.num_rollout_blocks):
         of_group = packed[index]
@@ -276,7 +280,7 @@ def unpack_groups(packed: Sequence[PackedGroup], mesh: Mesh) -> list[Group]:
 
 
 def _packed(samples: Sequence[Sample]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The samples of a group, and digest -> pixels of the images, which it stores once."""
+    """Returns the samples of a group, and digest -> pixels of the images, which it stores once."""
     images = [image for sample in samples for image in sample.prompt.images]  # held, so that each is decoded once
     pixels = {image.digest: image.pixels for image in images}
     texts = {digest: base64.b64encode(zlib.compress(own, 1)).decode() for digest, own in pixels.items()}
@@ -284,7 +288,10 @@ def _packed(samples: Sequence[Sample]) -> tuple[list[dict[str, Any]], dict[str, 
 
 
 def pack_sample(sample: Sample) -> dict[str, Any]:
-    """Long columns are stored as base64: JSON numbers would take several times the space. Images are without pixels."""
+    """Pack a sample as JSON.
+
+    Long columns are base64: JSON numbers would take several times the space. Images are without pixels.
+    """
     packed = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
     is_graded = sample.finish_reason != UNFINISHED
     packed["prompt"] = asdict(without_row(sample.prompt) if is_graded else sample.prompt)
@@ -300,12 +307,12 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
 
 
 def without_row(prompt: Prompt) -> Prompt:
-    """The prompt of a sample that is graded: of the row of its data file, rollout files have the facts of its images."""
+    """Returns the prompt without its data file's row, but for the facts of images: those of a sample that is graded."""
     return replace(prompt, columns={n: v for n, v in prompt.columns.items() if n == "images"}, messages=None)
 
 
 def unpack_sample(packed: dict[str, Any], pixels: Mapping[str, bytes] | None = None) -> Sample:
-    """The sample that `pack_sample` has packed. `pixels`: of its images, by digest."""
+    """Returns the sample that `pack_sample` has packed. `pixels`: of its images, by digest."""
     prompt = dict(packed["prompt"])
     prompt["prompt_ids"] = tuple(prompt["prompt_ids"])
     prompt["images"] = tuple(
@@ -330,7 +337,7 @@ def unpack_sample(packed: dict[str, Any], pixels: Mapping[str, bytes] | None = N
 
 
 def _rewards(pairs: Sequence[Sequence[float]]) -> list[tuple[int, float]]:
-    """(token, reward) pairs, which JSON has as lists."""
+    """Returns (token, reward) pairs, which JSON has as lists."""
     return [(int(token), float(reward)) for token, reward in pairs]
 
 

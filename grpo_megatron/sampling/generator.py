@@ -27,7 +27,10 @@ from grpo_megatron.types import BY_MODEL, GREEDY, Prompt, Sample
 
 @dataclass(frozen=True)
 class Draws:
-    """What one `Generator.draw` draws. Sample number k is response k mod len(indices) to prompt k // len(indices)."""
+    """The samples of one `Generator.draw`.
+
+    Sample number k is response k mod len(indices) to prompt k // len(indices).
+    """
 
     prompts: Sequence[Prompt]
     uids: list[str]  # of the prompts, different from each other
@@ -40,18 +43,18 @@ class Draws:
     run_seed: int
 
     def seed(self, number: int) -> int:
-        """The seed of a sample's draws."""
+        """Returns the seed of a sample's draws."""
         place, index = self.of(number)
         return sample_seed(self.run_seed, self.draw_id, self.uids[place], index)
 
     def of(self, number: int) -> tuple[int, int]:
-        """The place of the prompt and the index of the response."""
+        """Returns the place of the prompt and the index of the response."""
         place, i = divmod(number, len(self.indices))
         return place, self.indices[i]
 
 
 class Generator:
-    """Draws and rewards n samples of every prompt, spread over the rollout blocks. Serves training and validation.
+    """The generator of samples and rewards, spread over the rollout blocks. It serves training and validation.
 
     `pool` is None on ranks that are not the leader of their rollout block. `weights_digest` tells what the engine holds.
     """
@@ -90,7 +93,7 @@ class Generator:
         history: LengthHistory | None = None,
         metrics: Metrics,
     ) -> list[Sample]:
-        """This block's samples, in (prompt, index) order. Collective. Only the block's leader knows their rewards.
+        """Sample n responses per prompt. Returns this block's, in (prompt, index) order; its leader has rewards.
 
         `draw_id` (the step) and the prompt's uid seed the draws. A prompt that is in `prompts` twice gets different
         seeds, unless `uids` says what seeds each prompt's draws. `greedy` adds one greedy response per prompt, with index
@@ -163,7 +166,10 @@ class Generator:
         top_p: float,
         written: Sequence[int] = (),
     ) -> Request:
-        """The engine's request for sample `index`, which goes on with `written`. It ends as all responses of the run do."""
+        """Returns the engine's request for sample `index`, which goes on with `written`.
+
+        It ends as all responses of the run do.
+        """
         return Request(
             prompt_ids=(*prompt.prompt_ids, *written),
             seed=seed,
@@ -196,12 +202,12 @@ class Generator:
 
 
 def sample_indices(n: int, *, greedy: bool) -> list[int]:
-    """The indices of the responses to one prompt, in order."""
+    """Returns the indices of the responses to one prompt, in order."""
     return [*([GREEDY] if greedy else []), *range(n)]
 
 
 def distinct_uids(prompts: Sequence[Prompt]) -> list[str]:
-    """Each prompt's uid with its number of earlier occurrences in the list."""
+    """Returns each prompt's uid with its number of earlier occurrences in the list."""
     seen: Counter[str] = Counter()
     uids = []
     for prompt in prompts:
@@ -215,18 +221,21 @@ MAX_REMEMBERED = 65_536  # prompts; the oldest are forgotten
 
 @dataclass
 class LengthHistory:
-    """Mean tokens of the last responses to each prompt, by uid. The same on every rank."""
+    """The mean tokens of the last responses to each prompt, by uid. The same on every rank."""
 
     lengths: dict[str, float] = field(default_factory=dict)
 
     def expected(self, prompts: Sequence[Prompt]) -> list[float]:
-        """Tokens per response. Prompts without a history count as the mean of the others; all as 0 if none has one."""
+        """Returns tokens per response.
+
+        Prompts without a history count as the mean of the others; all as 0 if none has one.
+        """
         known = [self.lengths[prompt.uid] for prompt in prompts if prompt.uid in self.lengths]
         mean = sum(known) / len(known) if known else 0.0
         return [self.lengths.get(prompt.uid, mean) for prompt in prompts]
 
     def learn(self, prompts: Sequence[Prompt], num_tokens: Sequence[int], n: int) -> None:
-        """`num_tokens`: of all n responses of each prompt together, on all ranks."""
+        """Learn the lengths. `num_tokens`: of all n responses of each prompt together, on all ranks."""
         for prompt, total in zip(prompts, num_tokens, strict=True):
             self.lengths.pop(prompt.uid, None)  # to the end of the order
             self.lengths[prompt.uid] = total / n
@@ -243,7 +252,10 @@ class LengthHistory:
 def assign_samples(
     num_prompts: int, per_prompt: int, num_blocks: int, expected: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """For each block the numbers of its samples, in the order to draw them. Sample i of prompt p is p * per_prompt + i."""
+    """Returns for each block the numbers of its samples, in the order to draw them.
+
+    Sample i of prompt p is p * per_prompt + i.
+    """
     total = num_prompts * per_prompt
     if expected is None or len(set(expected)) <= 1 or num_prompts < num_blocks:
         cuts = [block * total // num_blocks for block in range(num_blocks + 1)]
@@ -314,7 +326,10 @@ def stream_shared(
 def _moved(
     waiting: Sequence[Sequence[int]], num_waiting: Sequence[int], num_drawn: Sequence[int], capacity: int
 ) -> list[list[int]]:
-    """The queues after the moves. A block takes its own from the front, so that the last `num_waiting` of its list are left."""
+    """Returns the queues after the moves.
+
+    A block takes its own from the front, so that the last `num_waiting` of its list are left.
+    """
     queues = [list(queue[len(queue) - left :]) for queue, left in zip(waiting, num_waiting, strict=True)]
     loads = [left + drawn for left, drawn in zip(num_waiting, num_drawn, strict=True)]
     while True:

@@ -27,7 +27,10 @@ FAILED = ("error", "timeout")  # of RewardResult.status; "none" is no failure
 
 
 class Grading:
-    """`begin`, then `add` each complete sample and call `serve` often, then `finish`. Without a pool it does nothing."""
+    """The grading of one draw: `begin`, then `add` each complete sample and call `serve` often, then `finish`.
+
+    Without a pool it does nothing.
+    """
 
     def __init__(self, pool: RewardPool | None, tokenizer: Any) -> None:
         self.pool, self.tokenizer = pool, tokenizer
@@ -39,7 +42,10 @@ class Grading:
         self._kept = FirstFailure(pool)
 
     def begin(self, rewards: Iterable[str], num_samples: int) -> None:
-        """Before the first sample. `rewards` names all reward functions of the draw, `num_samples` are to be graded here."""
+        """Prepare for the first sample.
+
+        `rewards` names all reward functions of the draw, `num_samples` are to be graded here.
+        """
         self._samples, self._waiting, self._kept.text = [], [], None
         self._functions = frozenset(rewards) - {BY_MODEL}
         seconds = self._seconds_per_sample.get(self._functions, math.inf)
@@ -90,7 +96,7 @@ class Grading:
 
     @property
     def _worth_overlap(self) -> float:
-        """Seconds of all workers together."""
+        """Returns the seconds of all workers together."""
         return 0.0 if self.pool is None else WORTH_OVERLAP_S * self.pool.num_workers
 
     def _submit(self, sample: Sample) -> None:
@@ -101,7 +107,7 @@ class Grading:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _step_tokens(self, sample: Sample, steps: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-        """(end of the step in the text, reward) -> (index of the token that completes it, reward).
+        """Converts (end of the step in the text, reward) -> (index of the token that completes it, reward).
 
         See `tokens_at`. Steps that end within one token become one step, with their mean reward.
         """
@@ -122,7 +128,7 @@ class Grading:
 
 
 class TurnGrading(Grading):
-    """Grades trajectories. `pool` is also None where the environment gives the rewards."""
+    """The grading of trajectories. `pool` is also None where the environment gives the rewards."""
 
     def __init__(self, pool: RewardPool | None, tokenizer: Any, *, gives_rewards: bool) -> None:
         super().__init__(pool, tokenizer)
@@ -187,5 +193,5 @@ def check_failures(what: str, samples: Sequence[Sample], max_failed_ratio: float
 
 
 def is_declined(sample: Sample) -> bool:
-    """Whether the reward function has declined to score the sample (TRL's None). That is no failure."""
+    """Returns whether the reward function has declined to score the sample (TRL's None). That is no failure."""
     return math.isnan(sample.reward) and sample.reward_metrics.get("ok") == 1.0

@@ -5,21 +5,7 @@ A trajectory is the turns of one sample over one token sequence, as a state mach
     begin(answer) -> [request() -> generated(completion) -> answered(answer)] ... -> ended
 
 Token in, token out: the prompt of the next turn is the prompt, the response so far and the observation, as token ids.
-Nothing is decoded and encoded again, so the policy trains on exactly the tokens that the engine has seen.
-
-How a trajectory ends, as (status, finish_reason):
-
-    ok, stop             the environment said `done`
-    turn_limit, length   its last allowed turn was answered without `done`
-    length, length       a turn was cut off, or the observation left no room for one more token
-    prompt_length, length    the environment's first messages are longer than a prompt may be; there is no response
-    timeout, died, raised, flooded, memory with stop    the environment failed; what was generated before is kept
-
-An agent may begin another conversation (endpoint.py). What was there is then a branch: a sample of its own with the reward of the
-trajectory's end, and its advantage (algo/plan.py). It has no reward function, no metrics and no part in validation.
-
-The leader of a rollout block has the worker processes of its environments. It renders the answers that are due and sends the
-tokens to the other ranks of the block, which wait for them at the same tick.
+Nothing is decoded and encoded again, so the policy trains on exactly the tokens that the engine has read.
 """
 
 from __future__ import annotations
@@ -69,7 +55,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class TrajectoryLimits:
-    """Lengths in tokens. `response` counts generated and observation tokens."""
+    """The lengths in tokens. `response` counts generated and observation tokens."""
 
     prompt: int
     response: int
@@ -78,7 +64,22 @@ class TrajectoryLimits:
 
 @dataclass
 class Trajectory:
-    """`row` and `environment_seed` are those of the environment's reset; `seed` is that of the first turn's draws."""
+    """One sample in play.
+
+    `row` and `environment_seed` are those of the environment's reset; `seed` is that of the first turn's draws.
+
+    How a trajectory ends, as (status, finish_reason):
+
+        ok, stop                 the environment said `done`
+        turn_limit, length       its last allowed turn was answered without `done`
+        length, length           a turn was cut off, or the observation left no room for one more token
+        prompt_length, length    the environment's first messages are longer than a prompt may be; there is no response
+        timeout, died, raised, flooded, memory with stop    the environment failed; what was generated before stays
+
+    An agent may begin another conversation (endpoint.py). The earlier part is then a branch: a sample of its own with the
+    reward of the trajectory's end, and its advantage (algo/plan.py). It has no reward function, no metrics and no part in
+    validation.
+    """
 
     key: str  # different for all trajectories that are played at once
     row: Mapping[str, Any]
@@ -120,11 +121,11 @@ class Trajectory:
         return next(((t.start, t.end) for t in reversed(self.turns) if t.kind == "assistant"), None)
 
     def loss_mask(self) -> list[int]:
-        """1 at generated tokens, 0 at those of observations."""
+        """Returns 1 at generated tokens, 0 at those of observations."""
         return [int(turn.kind == "assistant") for turn in self.turns for _ in range(turn.start, turn.end)]
 
     def begin(self, answer: Answer) -> None:
-        """The environment's first messages are the prompt."""
+        """Take the environment's first messages as the prompt."""
         self.prompt_ids = answer.token_ids
         if answer.status != "ok":
             self._fail(answer)
@@ -132,7 +133,7 @@ class Trajectory:
             self._end("prompt_length", "length")
 
     def request(self) -> Request:
-        """The next turn: it may fill what is left of the response."""
+        """Returns the next turn: it may fill what is left of the response."""
         number, room = self.num_generated, self.limits.response - len(self.response_ids)
         return Request(
             prompt_ids=(*self.prompt_ids, *self.response_ids),
@@ -145,7 +146,10 @@ class Trajectory:
         )
 
     def generated(self, completion: Completion, clock: int) -> None:
-        """The engine has finished a turn. One that has filled the response is not shown to the environment."""
+        """Append the turn that the engine has finished.
+
+        One that has filled the response is not shown to the environment.
+        """
         self._append("assistant", completion.response_ids, completion.logprobs, clock)
         self.routes = continued(self.routes, completion.routes)
         self.last_finish = completion.finish_reason
@@ -153,7 +157,7 @@ class Trajectory:
             self._end("length", "length")
 
     def answered(self, answer: Answer, clock: int) -> None:
-        """The environment's answer to the last turn."""
+        """Take the environment's answer to the last turn."""
         for name, value in answer.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         if answer.status != "ok":
@@ -198,7 +202,7 @@ class Trajectory:
 
 
 def shorten(text: str, tokenizer: Any, max_tokens: int, side: Side) -> str:
-    """`text` if it has at most `max_tokens` tokens; else its first (right), last (left) or outer (middle) tokens.
+    """Cut `text` to `max_tokens` tokens: its first (right), last (left) or outer (middle) ones.
 
     The cut is between characters of the text, at the borders of tokens. Texts are cut before they are rendered: the
     template's own tokens stay whole.
@@ -219,7 +223,7 @@ class EnvironmentsLost(RuntimeError):
 
 @dataclass
 class Times:
-    """Wall-clock seconds, which differ between equal runs and are therefore no part of any sample."""
+    """The wall-clock seconds, which differ between equal runs and are therefore no part of any sample."""
 
     calls: int = 0  # of reset and step
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by what took them
@@ -271,7 +275,7 @@ class EnvironmentAnswers:
         return answers
 
     def end(self, trajectories: Sequence[Trajectory]) -> None:
-        """Their environments are no longer needed."""
+        """Release their environments."""
         self._kept.attempt(lambda pool: pool.end([trajectory.key for trajectory in trajectories]))
 
     def _answer(self, trajectory: Trajectory, outcome: Outcome) -> Answer:
@@ -324,7 +328,7 @@ class EnvironmentAnswers:
         return self._stops.get(texts)
 
     def _text(self, trajectory: Trajectory) -> str:
-        """The last turn as an environment reads it: special tokens included, without the one that ended it."""
+        """Returns the last turn as an environment reads it: special tokens included, without the one that ended it."""
         assert trajectory.last_turn is not None
         start, end = trajectory.last_turn
         ids, tokenizer = trajectory.response_ids[start:end], self.renderer.tokenizer
@@ -401,7 +405,7 @@ def play(
 
 
 class TrajectoryGenerator(Generator):
-    """Draws samples of several turns, where `rollout.multi_turn.environment` is set.
+    """The generator of samples of several turns, where `rollout.multi_turn.environment` is set.
 
     The prompt of a sample is what its environment's reset gives. The seed of reset is a hash of the run's seed, the draw and
     the prompt's uid, so that all samples of a group have the same prompt. `parts` and `named` are Generator's; `pool` is also
@@ -460,7 +464,7 @@ class TrajectoryGenerator(Generator):
         )
 
     def _samples_of(self, wanted: Draws, number: int, trajectory: Trajectory) -> list[Sample]:
-        """The sample that has the end, and then those of its branches. A greedy response is a baseline only."""
+        """Returns the sample that has the end, and then those of its branches. A greedy response is a baseline only."""
         sample = self._ended(wanted, number, trajectory)
         fate: Any = {"status": trajectory.status, "finish_reason": trajectory.finish_reason}
         parts = [replace(part, **fate) for part in trajectory.branches if sample.index != GREEDY]

@@ -1,21 +1,8 @@
 """PartialCollector: responses that take several steps, so that no step waits for the longest (`rollout.partial`).
 
-A step keeps over_sample x as many prompts in progress as its batch has. All their responses grow in rounds of `chunk_tokens`
-tokens. After a round in which enough groups are complete, the step takes these. The others wait: the next step goes on
-with them under its own weights. Each token keeps the log-probability and the version of the weights that drew it
-(Sample.draws), so that the rollout correction covers every step's age.
-
-A response that has been drawn to its token t goes on as a request whose prompt is prompt and response so far. It has a seed of
-its own, made of run, draw, prompt, sample and t: not of the step, the rank, or what else is drawn. The first chunk has the seed
-of a response that is drawn at once.
-
-A round is a tick of a logical clock: what is cut, and where, follows from lengths of responses only. It depends neither on
-the time that anything takes, nor on the layout, nor on where a run was resumed. Ranks wait for each other at the end of a
-round only.
-
-With `rollout.lag` the weights of a step are those of as many steps before (Clock).
-
-A group that began `max_staleness` steps ago is completed in this step, whatever it takes, and trained on before others.
+A step keeps over_sample x as many prompts in progress as its batch has. All their responses grow in rounds of
+`chunk_tokens` tokens. After a round in which enough groups are complete, the step takes these; the next step goes on with
+the others under its own weights. What is cut, and where, follows from lengths of responses only.
 """
 
 from __future__ import annotations
@@ -45,12 +32,20 @@ class _InProgress:
     images: tuple[PromptImage, ...] = ()  # held, so that they are decoded once for all rounds
 
     def unfinished(self) -> list[Sample]:
-        """The unfinished samples that this rank holds."""
+        """Returns the unfinished samples that this rank holds."""
         return [sample for sample in self.samples if sample.finish_reason == UNFINISHED]
 
 
 class PartialCollector(PolicyCollector):
-    """Goes on with the unfinished responses of earlier steps. See the header."""
+    """The collector that goes on with the unfinished responses of earlier steps.
+
+    Each token keeps the log-probability and the version of its weights (Sample.draws), so that the rollout correction covers
+    every step's age. A response of t tokens goes on as a request whose prompt is prompt and response so far, with a seed made
+    of run, draw, prompt, sample and t: not of the step, the rank, or what else is generated. The first chunk has the seed of a
+    response that is generated at once. A round is a tick of a logical clock: it depends neither on the time that anything
+    takes, nor on the layout, nor on where a run was resumed. Ranks wait for each other at the end of a round only. A group
+    that began `max_staleness` steps ago is completed in this step, whatever it takes, and trained on before others.
+    """
 
     def __init__(self, *parts: Any, **named: Any) -> None:
         super().__init__(*parts, **named)
@@ -102,7 +97,7 @@ class PartialCollector(PolicyCollector):
         ]
 
     def _begin(self, step: int, count: int, metrics: Metrics) -> list[_InProgress]:
-        """New groups, for a full complement. Each goes to the block with the fewest unfinished responses."""
+        """Begin new groups, for a full complement. Each goes to the block with the fewest unfinished responses."""
         prompts, draw_id = self.next_prompts(
             step, max(0, ceil(count * self.partial.over_sample) - len(self.waiting)), metrics
         )
@@ -122,7 +117,7 @@ class PartialCollector(PolicyCollector):
         return begun
 
     def _advance(self, in_progress: Sequence[_InProgress], step: int) -> None:
-        """One round. What becomes complete goes to the reward workers at once.
+        """Generate one round. What becomes complete goes to the reward workers at once.
 
         Collective: then every rank knows how many responses of each group are unfinished.
         """

@@ -19,7 +19,7 @@ AskedPrompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 def prompt_of(
     question: AskedPrompt, data: DataConfig, tokenizer: Any, reward: str | None, renderer: TurnRenderer | None = None
 ) -> Prompt:
-    """The prompt of a text, of chat messages (both without a reward), or of a row of `data.task`, rendered as its files are.
+    """Render the prompt of a text, of chat messages (both without a reward), or of a row of `data.task`.
 
     Its uid, which seeds the sampling, is a hash of its text. `reward` replaces that of the task. `renderer`: of an
     environment's turns. Raises ValueError for a row that the task cannot read, for images, and for a prompt of more than

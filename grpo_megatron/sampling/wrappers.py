@@ -1,20 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): draw prompts until the batch is full of informative groups.
-
-A group is informative when its rewards differ; the raw reward decides, before any penalty. A round draws up to
-`gen_batch_size` prompts. After `max_num_gen_batches` rounds the step trains on the groups that it has, even on none:
-every denominator counts only these.
-
-Departure from DAPO: groups beyond the batch are left over for later steps instead of being thrown away. A left-over
-group is off-policy, so its age is bounded: once it is more than `max_staleness` steps old it is dropped and never
-trained on. The rollout correction sees the age, because a sample keeps the log-probabilities it was drawn with.
-
-A round draws no more prompts than can be useful: with B prompts per batch, m groups missing from it and a share p of
-informative groups in the last round,
-
-    prompts = min(gen_batch_size, ceil((m + max_staleness * B) / p))
-
-so that a round is expected to yield at most what this step and the next `max_staleness` steps can train on.
-"""
+"""Collectors around other collectors: dynamic sampling and replay; and the stack of collectors that a config asks for."""
 
 from __future__ import annotations
 
@@ -44,7 +28,20 @@ from grpo_megatron.types import Prompt
 
 
 class DynamicSampling(Collector):
-    """`round_size` is in prompts, `max_staleness` in steps (0: left-over groups are never used)."""
+    """The collector of DAPO's rounds.
+
+    `round_size` is in prompts, `max_staleness` in steps (0: left-over groups are never used).
+
+    DAPO, arXiv:2503.14476, section 3.2: generate rounds until the batch is full of informative groups, those whose raw
+    rewards differ. After `max_rounds` rounds the step trains on the groups that it has, even on none: every denominator
+    counts only these. Departure: groups beyond the batch are left over for later steps instead of being thrown away. A
+    left-over group is dropped once it is more than `max_staleness` steps old. With B prompts per batch, m groups missing
+    from it and a share p of informative groups in the last round, a round has
+
+        prompts = min(round_size, ceil((m + max_staleness * B) / p))
+
+    so that it yields about what this step and the next `max_staleness` steps can train on.
+    """
 
     def __init__(self, inner: Collector, mesh: Mesh, *, round_size: int, max_rounds: int, max_staleness: int) -> None:
         self.inner, self.mesh = inner, mesh
@@ -70,7 +67,10 @@ class DynamicSampling(Collector):
         return batch
 
     def _num_prompts(self, missing: int, batch_size: int) -> int:
-        """Prompts of the next round: see the module's header. A full round if the last round had no informative group."""
+        """Returns the prompts of the next round: see the class.
+
+        A full round if the last round had no informative group.
+        """
         informative, drawn = self.last_round
         if not informative:
             return self.round_size
@@ -106,7 +106,7 @@ class DynamicSampling(Collector):
 
 
 class Replay(Collector):
-    """Takes up to `replay.ratio` of a step's groups from a buffer, and the others from `inner`."""
+    """A collector that takes up to `replay.ratio` of a step's groups from a buffer, and the others from `inner`."""
 
     def __init__(self, inner: Collector, replay: ReplayConfig, mesh: Mesh) -> None:
         self.inner, self.replay, self.mesh = inner, replay, mesh
@@ -187,7 +187,7 @@ def build_collector(
 
 
 def prompt_sampler(prompts: Sequence[Prompt], data: DataConfig) -> Sampler[Prompt]:
-    """Every prompt once per epoch; with weights of prompts or sources, in proportion to them."""
+    """Returns every prompt once per epoch; with weights of prompts or sources, in proportion to them."""
     if isinstance(prompts, Mixture):
         return MixedSampler(prompts, data.train_batch_size, data.shuffle, data.seed)
     if data.sampling.weight == "uniform":

@@ -1,23 +1,9 @@
 """Checkpoints: one folder per saved step. It is complete or absent, and it is verified before a run resumes from it.
 
-    output_dir/checkpoints/step_000020/
-        state/          Megatron-Core distributed checkpoint: policy, optimizer, random state of every rank
-        reward_model/   a reward model that learns: plain values in a JSON file, weights and optimizer in state/
-        critic/         the same for the critic of PPO
-        trainer.json    step, place in the schedule, config, world size, data position, stored groups, KL coefficient
-        manifest.json   size and sha256 of every file above; written last
-
-All ranks write into a hidden folder, which rank 0 renames when every rank is done (storage/files.py). With
-`trainer.async_save` the state is copied to the host, and a thread of each rank writes it while the run goes on. Between steps
-the ranks compare whether all threads are done; the main threads then complete the checkpoint. At most one save is under way:
-the next one, a request to stop and the end of the run wait for it.
-
-Before a run resumes, it looks for lost, truncated and changed files. A damaged checkpoint is renamed to
-step_000020.damaged, with a warning, and the checkpoint before it is used. The ranks share the hashing. At a save, each
-rank hashes the files that it has written, which are still in its page cache. At a resume, rank r of n hashes every n-th
-file. sha256 reads about 1.5 GB/s per core. A 70B model with Adam has 1 TB (2 + 12 bytes per parameter), which is 15 GB
-for each of 64 ranks: about 10 s at a save. A resume reads the whole checkpoint once more from the file system;
-trainer.verify_checkpoints=sizes avoids that.
+state/                   Megatron-Core distributed checkpoint: policy, optimizer, random state of every rank
+reward_model/, critic/   a model that is trained beside the policy: plain values in a JSON file, and its own state/
+trainer.json             step, schedule, config, world size, data position, stored groups, KL coefficient
+manifest.json            size and sha256 of every file above; written last
 """
 
 from __future__ import annotations
@@ -72,15 +58,18 @@ class TrainedModel:
     file_name: str
 
     def content(self) -> Any:
-        """The plain values that the JSON file holds."""
+        """Returns the plain values that the JSON file holds."""
         return self.model.state()
 
     def restore(self, content: Any) -> None:
-        """The inverse of `content`."""
+        """Restore what `content` has returned."""
         self.model.load_state(content)
 
     def save(self, folder: Path, writes: Writes | None = None) -> None:
-        """Collective: write a new folder inside the existing `folder`. `writes`: see `save_sharded`. Raises RankError."""
+        """Write a new folder inside the existing `folder`.
+
+        Collective. `writes`: see `save_sharded`. Raises RankError.
+        """
         target, content = folder / self.folder_name, self.content()
 
         def write() -> None:
@@ -92,7 +81,7 @@ class TrainedModel:
             save_sharded(self.model, target / "state", writes)
 
     def load(self, folder: Path, *, same_world: bool) -> None:
-        """Collective: the inverse of `save`, in any layout. Raises RankError."""
+        """Restore what `save` has written, in any layout. Collective. Raises RankError."""
         target = folder / self.folder_name
         task, file = f"cannot read checkpoint {target}", target / self.file_name
         content = on_every_rank(self.model.mesh, task, lambda: read_stored(file, {}))
@@ -101,13 +90,13 @@ class TrainedModel:
         self.restore(content)
 
     def save_hf(self, target: Path, tokenizer_path: Path) -> None:
-        """Collective: write a Hugging Face folder, which `reward_model.path` or `critic.path` accepts."""
+        """Write a Hugging Face folder, which `reward_model.path` or `critic.path` accepts. Collective."""
         with self.model.in_use():
             self.model.save_hf(target, tokenizer_path)
 
 
 class PendingSave(threading.Thread):
-    """Writes this rank's files of one checkpoint from copies, while the run goes on. It does not communicate."""
+    """A writer of this rank's files of one checkpoint from copies, while the run goes on. It does not communicate."""
 
     def __init__(self, step: int, writes: Writes, task: str, complete: Callable[[], None]) -> None:
         super().__init__(name="checkpoint writer", daemon=True)
@@ -122,7 +111,17 @@ class PendingSave(threading.Thread):
 
 
 class Checkpoints:
-    """The checkpoints of one output folder. The newest `keep` are kept; None keeps all. `in_background`: see the header."""
+    """The checkpoints of one output folder. The newest `keep` are kept; None keeps all.
+
+    All ranks write into a hidden folder, which rank 0 renames when every rank is done. `in_background`: the state is copied
+    to the host, and a thread of each rank writes it while the run goes on. Between steps the ranks compare whether all
+    threads are done; the main threads then complete the checkpoint. At most one save is under way.
+
+    A resume looks for lost, truncated and changed files. A damaged checkpoint is renamed to step_000020.damaged, and the one
+    before it is used. The ranks share the hashing: at a save each hashes the files that it has written, at a resume every
+    n-th file. sha256 reads about 1.5 GB/s per core. A 70B model with Adam has 1 TB, 15 GB for each of 64 ranks: about 10 s
+    at a save. A resume reads the checkpoint once more; trainer.verify_checkpoints=sizes avoids that.
+    """
 
     def __init__(
         self,
@@ -141,7 +140,10 @@ class Checkpoints:
     # -- finding -------------------------------------------------------------------------------------------------------
 
     def newest(self) -> Path | None:
-        """Collective: the newest undamaged checkpoint; None if there is none at all. Raises ConfigError if all are damaged."""
+        """Returns the newest undamaged checkpoint; None if there is none at all.
+
+        Collective. Raises ConfigError if all are damaged.
+        """
         for path in self._seen_by_first_rank(lambda: on_disk(self.root.parent)[::-1]):
             problems = self._damage(path)
             if not problems:
@@ -156,7 +158,10 @@ class Checkpoints:
         return None
 
     def _damage(self, path: Path) -> list[str]:
-        """Collective: the differences from the manifest that any rank has found. The list is the same on every rank."""
+        """Returns the differences from the manifest that any rank has found.
+
+        The list is the same on every rank. Collective.
+        """
         found: list[str] = []
         try:
             files = read_manifest(path) or {}
@@ -181,7 +186,7 @@ class Checkpoints:
             path.rename(aside)
 
     def _seen_by_first_rank(self, look: Callable[[], list[Path]]) -> list[Path]:
-        """Collective: what rank 0 finds. A shared file system may show the other ranks an older state."""
+        """Returns what rank 0 finds. A shared file system may show the other ranks an older state. Collective."""
         return self.mesh.broadcast(look() if self.mesh.rank == 0 else [])
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -195,7 +200,7 @@ class Checkpoints:
         parts: Sequence[TrainedModel] = (),
         target: Path | None = None,
     ) -> Path:
-        """Collective: write the state after `step` steps, unless this run has saved it already. Returns its folder.
+        """Write the state after `step` steps, unless this run has saved it already. Returns its folder. Collective.
 
         `target`: a folder elsewhere, which is written in any case and never removed.
 
@@ -240,7 +245,10 @@ class Checkpoints:
         return final
 
     def poll(self) -> None:
-        """Collective: complete the save that is under way, if all ranks have written their files. Raises as `save` does."""
+        """Complete the save that is under way, if all ranks have written their files.
+
+        Collective. Raises as `save` does.
+        """
         if self.pending is None:
             return
         is_written = not self.pending.is_alive()
@@ -254,7 +262,7 @@ class Checkpoints:
             raise
 
     def wait(self) -> None:
-        """Collective: wait until no save is under way. Raises as `save` does."""
+        """Wait until no save is under way. Collective. Raises as `save` does."""
         if self.pending is not None:
             self.pending.join()
             self.poll()
@@ -281,7 +289,7 @@ class Checkpoints:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def load(self, path: Path, policy: Policy, parts: Sequence[TrainedModel] = ()) -> int:
-        """Collective: restore the policy and the parts. Returns the number of steps that the checkpoint has done."""
+        """Restore the policy and the parts. Returns the number of steps that the checkpoint has done. Collective."""
         content = on_every_rank(self.mesh, f"cannot read checkpoint {path}", lambda: read_step(path, *IN_STEP_FILE))
         same_world = content["world_size"] == self.mesh.world_size
         load_sharded(policy, path / "state", same_world=same_world)
@@ -293,7 +301,7 @@ class Checkpoints:
 
 
 def checkpoint_bytes(arch: Architecture, dtype: str, lora: LoraConfig) -> int:
-    """The size of a policy's checkpoint with optimizer: 14 bytes per trained parameter in bfloat16.
+    """Returns the size of a policy's checkpoint with optimizer: 14 bytes per trained parameter in bfloat16.
 
     A reward model or critic is extra.
     """
@@ -302,5 +310,5 @@ def checkpoint_bytes(arch: Architecture, dtype: str, lora: LoraConfig) -> int:
 
 
 def run_state(path: Path) -> dict[str, Any]:
-    """The `run` that was passed to `Checkpoints.save`."""
+    """Returns the `run` that was passed to `Checkpoints.save`."""
     return read_step(path, "run")["run"]  # type: ignore[no-any-return]

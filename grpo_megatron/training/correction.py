@@ -34,7 +34,7 @@ from grpo_megatron.types import Batch, GroupTable
 
 
 class Correction:
-    """Corrects batches for the rollout mismatch and for the KL in the reward, whose coefficient `kl` has."""
+    """The correction of batches for the rollout mismatch and for the KL in the reward, whose coefficient `kl` has."""
 
     def __init__(self, algorithm: AlgorithmConfig, actor: ActorConfig, mesh: Mesh, data: DataConfig) -> None:
         self.algorithm, self.mesh = algorithm, mesh
@@ -67,7 +67,10 @@ class Correction:
         return self._correct(batch, replica_metrics) if self.is_corrected else None
 
     def _column(self, local_values: dict[int, Any], defaults: list[Any]) -> list[Any]:
-        """Collective: a table column from every rank's {row: value}; rows that no rank trains on get their default."""
+        """Returns a table column from every rank's {row: value}; rows that no rank trains on get their default.
+
+        Collective.
+        """
         values = gather_rows(local_values, self.mesh)
         return [values.get(row, default) for row, default in enumerate(defaults)]
 
@@ -89,7 +92,7 @@ class Correction:
         return dict(zip(batch.rows, kept.sum(1).tolist(), strict=True))
 
     def _penalise(self, batch: Batch, num_samples: int, metrics: Metrics) -> dict[int, list[float]]:
-        """coefficient * KL at every response token of this rank's rows, 0 outside the loss.
+        """Returns coefficient * KL at every response token of this rank's rows, 0 outside the loss.
 
         Collective. Updates the coefficient for the next step.
         """
@@ -111,7 +114,7 @@ class Correction:
 def build_loss(
     actor: ActorConfig, algorithm: AlgorithmConfig | None = None, policy_loss: PolicyLoss | None = None
 ) -> LossFunction:
-    """The total loss of one micro-batch as a function of its inputs: policy loss, KL penalty and entropy of the config.
+    """Build the total loss of one micro-batch from the config: policy loss, KL penalty and entropy.
 
     `algorithm`: with its rollout correction. `bypass_mode` takes the ratio to the engine's log-probabilities. Inputs
     without factors of the policy loss get them here, from the log-probabilities of this pass. `policy_loss`: in place

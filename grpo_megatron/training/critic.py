@@ -31,7 +31,7 @@ from grpo_megatron.types import Batch, GroupTable, Plan, rows_of_mini_batch
 
 
 class Critic(TrainedModel):
-    """Its learning-rate schedule covers the whole run."""
+    """The value model in training. Its learning-rate schedule covers the whole run."""
 
     model: ValueModel
     folder_name, file_name = CRITIC_FOLDER, CRITIC_FILE
@@ -110,7 +110,10 @@ class Critic(TrainedModel):
 
 
 def build_critic(config: Config, checked: Checked, mesh: Mesh, device: Device) -> Critic | None:
-    """The value model, if the estimator reads values. Collective. Without `critic.path` it starts as the policy does."""
+    """Returns the value model, if the estimator reads values.
+
+    Collective. Without `critic.path` it starts as the policy does.
+    """
     if not has_critic(config.algorithm):
         return None
     folder = checked.critic_folder or read_reward_folder(policy_start(config), "value")

@@ -1,14 +1,11 @@
-"""A dumped mini-batch: what its loss was computed from, as plain data that one CPU process can compute it from again.
+"""A dumped mini-batch: the inputs of its loss as plain data, from which one CPU process computes it again (replay.py).
 
     output_dir/dumps/step_000012_gradients/
-        dump.json                  step, update, guard, what it found, the metrics of the mini-batch, the whole config
-        batch_00001.safetensors    the rows of data-parallel rank 1: tokens, masks, advantages, weights, log-probabilities,
-                                   and each of their images once
+        dump.json                  step, update, guard, its findings, the metrics of the mini-batch, the config
+        batch_00001.safetensors    the rows of data-parallel rank 1, and each of their images once
         weights/                   the policy before this update, a Hugging Face folder
 
-The folder is complete or absent. `loss` is the total that the gradient belongs to: pg_loss + kl_loss_coef * kl_loss -
-entropy_coeff * entropy_loss, each summed over all ranks. Numbers that are not finite are strings in dump.json.
-The command `replay` (tools/replay) reads it.
+The folder is complete or absent. Numbers that are not finite are strings in dump.json.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ OPTIONAL_COLUMNS = ("old_logprobs", "ref_logprobs", "correction")
 
 @dataclass(frozen=True)
 class Incident:
-    """Why a mini-batch is dumped. `update` counts the optimizer steps of the training step, from 1."""
+    """The reason for which a mini-batch is dumped. `update` counts the optimizer steps of the training step, from 1."""
 
     step: int
     update: int
@@ -56,7 +53,7 @@ def write_dump(
     mesh: Mesh,
     save_weights: Callable[[Path], None],
 ) -> None:
-    """Collective: write the mini-batch with these micro-batches. `sums` are this rank's metric sums of it.
+    """Write the mini-batch with these micro-batches. Collective. `sums` are this rank's metric sums of it.
 
     Raises RankError on every rank when any rank cannot write.
     """
@@ -92,7 +89,7 @@ def write_dump(
 
 
 def mini_batch_tensors(batch: Batch, micro_batches: list[list[int]]) -> dict[str, Tensor]:
-    """The rows of the mini-batch in the order of their micro-batches."""
+    """Returns the rows of the mini-batch in the order of their micro-batches."""
     rows = rows_of_mini_batch(micro_batches)
     tokens = [batch.tokens[row] for row in rows]
     tensors = {
@@ -118,7 +115,7 @@ def mini_batch_tensors(batch: Batch, micro_batches: list[list[int]]) -> dict[str
 
 
 def metric_parts(sums: Mapping[str, MetricSum]) -> dict[str, tuple[float, float | None]]:
-    """One rank's part of a mini-batch's metrics: name -> (total, number of tokens)."""
+    """Returns one rank's part of a mini-batch's metrics: name -> (total, number of tokens)."""
     return {
         name: (float(part.total), None if part.num_tokens is None else float(part.num_tokens))
         for name, part in sums.items()
@@ -126,7 +123,10 @@ def metric_parts(sums: Mapping[str, MetricSum]) -> dict[str, tuple[float, float 
 
 
 def metric_values(totals: list[dict[str, tuple[float, float | None]]], actor: ActorConfig) -> dict[str, float]:
-    """The metrics of a mini-batch, and its `loss`, from every rank's {name: (total, number of tokens)}."""
+    """Returns the metrics of a mini-batch, and its `loss`, from every rank's {name: (total, number of tokens)}.
+
+    The gradient belongs to loss = pg_loss + kl_loss_coef * kl_loss - entropy_coeff * entropy_loss, summed over all ranks.
+    """
     values: dict[str, float] = {}
     for name in sorted({name for rank in totals for name in rank}):
         parts = [rank[name] for rank in totals if name in rank]

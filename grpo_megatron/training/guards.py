@@ -1,21 +1,10 @@
 """Guards: numbers that must be finite or within a band, checked before every optimizer step, with one decision for all ranks.
 
-    guard            what is checked                                      decided          actions
-    rewards          infinite rewards in the step's table                 before the step  warn, skip, stop
-    logprobs         old, reference and rollout log-probabilities of      before the step  warn, skip, stop
-                     the mini-batch's loss tokens, and its loss
-    gradients        the gradient's norm                                  before the step  skip, stop
-    route_agreement, grad_norm, entropy, kl, response_length,             before the step  warn, skip, stop
-    rollout_gap (bands)
-    weights          all weights after the training step                  after the step   warn, stop
-
-Skipping changes nothing: weights, Adam's state and the schedule stay bit for bit. Every rank adds its findings to one small
-vector, whose sum over the world decides. That sum takes the place of the one that compared gradients for being
-finite, so a guard costs no further synchronisation. The weights' flag travels with the metrics of the step, and a run that
-stops for it saves no checkpoint of them. `guards/NAME` counts the optimizer steps of a training step in which a guard fired
-(weights: 1 or 0); guards that are off have no count.
-
-A mini-batch for which a guard fires is written to output_dir/dumps/step_000012_NAME (dump.py), at most `max_dumps` of them.
+rewards                infinite rewards in the step's table                                     warn, skip, stop
+logprobs               log-probabilities of the mini-batch's loss tokens, and its loss          warn, skip, stop
+gradients              the gradient's norm                                                      skip, stop
+route_agreement, ...   the bands of BANDS                                                       warn, skip, stop
+weights                all weights, after the training step                                     warn, stop
 """
 
 from __future__ import annotations
@@ -65,9 +54,15 @@ class GuardStop(RankError):
 
 
 class Guards:
-    """Call `begin` with every step's table, pass this object to `Policy.update`, then call `record`; all on every rank.
+    """The guards of a run: call `begin` with every step's table, this object per optimizer step, then `record`; on every rank.
 
     `save_weights` writes the policy's weights as a Hugging Face folder, collectively. `phase(name)` is entered around a dump.
+
+    Skipping changes nothing: weights, Adam's state and the schedule stay bit for bit. Every rank adds its findings to one
+    small vector, whose sum decides; it replaces the sum that compares gradients for being finite, so a guard costs no
+    further synchronisation. The flag of the weights travels with the metrics of the step, and a run that stops for it saves
+    no checkpoint of them. `guards/NAME` counts the optimizer steps in which a guard fired. A mini-batch for which a guard
+    fires is dumped (dump.py), at most `max_dumps` of them.
     """
 
     def __init__(
@@ -90,7 +85,7 @@ class Guards:
         self.agreement = [0.0, 0.0]  # of the step: num_agreeing and num_routes of all ranks
 
     def begin(self, step: int, table: GroupTable) -> None:
-        """The rewards and lengths of step `step`."""
+        """Take the rewards and lengths of step `step`."""
         self.step, self.num_updates, self.dumped, self.agreement = step, 0, set(), [0.0, 0.0]
         self.num_infinite = sum(map(math.isinf, table.reward))
         self.mean_length = sum(table.response_length) / max(1, len(table))
@@ -100,7 +95,7 @@ class Guards:
     def __call__(
         self, batch: Batch, micro_batches: list[list[int]], sums: Mapping[str, MetricSum], norm: float
     ) -> bool:
-        """Whether the optimizer step is made. Collective. Raises GuardStop. See `models.policy.Guard`."""
+        """Returns whether the optimizer step is made. Collective. Raises GuardStop. See `models.policy.Guard`."""
         own = self._findings(batch, rows_of_mini_batch(micro_batches), sums, norm)
         total = Detected(*self.mesh.total(own))
         problems = self._problems(total)
@@ -131,7 +126,7 @@ class Guards:
         metrics.max("guards/weights", float(not has_finite_weights))
 
     def check_weights(self, reduced: Mapping[str, float]) -> None:
-        """The guard of the weights, from the reduced metrics of the step. Raises GuardStop on every rank."""
+        """Check the weights, from the reduced metrics of the step. Raises GuardStop on every rank."""
         if not reduced.get("guards/weights"):
             return
         self._report(
@@ -149,7 +144,7 @@ class Guards:
             logger.warning(text)
 
     def _ranks_with(self, is_found: bool) -> str:
-        """Collective: where it was found, as text."""
+        """Says where it was found. Collective."""
         ranks = [rank for rank, found in enumerate(self.mesh.all_gather(is_found)) if found]
         return " on all ranks" if len(ranks) == self.mesh.world_size else f" on rank {', '.join(map(str, ranks))}"
 
@@ -194,7 +189,7 @@ class Guards:
         return found
 
     def _problems(self, total: Detected) -> dict[str, str]:
-        """Guard -> what it has found, in the order of ORDER. The same on every rank."""
+        """Returns guard -> what it has found, in the order of ORDER. The same on every rank."""
         problems = {}
         if self.num_infinite:
             problems["rewards"] = f"{self.num_infinite} rewards of the step are infinite"

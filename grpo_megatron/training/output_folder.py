@@ -31,7 +31,7 @@ WRITTEN_INTO = (".", "checkpoints", "iterations")  # where temporary names may b
 
 
 class OutputFolder:
-    """Collective. The folder exists afterwards, is locked by this run, and holds no temporary names of a killed one.
+    """The output folder of this run: it exists, is locked, and has no temporary names of a killed run. Collective.
 
     With resume_mode=disable it holds nothing of an earlier run; `moved_to` is where that is. `inputs` are the paths that
     the run reads. A context manager: leaving it releases the lock. Raises ConfigError on every rank.
@@ -82,7 +82,7 @@ class OutputFolder:
         self.moved_to = target
 
     def check_space(self, needed: int) -> None:
-        """Collective: raise RankError on every rank when a checkpoint of `needed` bytes does not fit."""
+        """Raise RankError on every rank when a checkpoint of `needed` bytes does not fit. Collective."""
         task = f"cannot save in {self.path}; set another trainer.output_dir, or trainer.save_freq=-1"
         on_first_rank(self.mesh, task, lambda: check_space(self.path, needed, "a checkpoint"))
 
@@ -110,7 +110,7 @@ CONFIG_FILE, ATTEMPTS_FOLDER = "config.yaml", "config_attempts"
 
 
 def record_config(output_dir: Path, mesh: Mesh, config: dict[str, Any], *, resumed: bool) -> None:
-    """Collective. `config` is plain JSON. Raises RankError on every rank when rank 0 cannot write."""
+    """Write the config, plain JSON. Collective. Raises RankError on every rank when rank 0 cannot write."""
     first = output_dir / CONFIG_FILE
 
     def write_first() -> None:
@@ -137,7 +137,7 @@ def _write_attempt(first: Path, config: dict[str, Any]) -> None:
 
 
 def _nested(original: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The differences as sections, so that they can be laid over the original. A removed key is null."""
+    """Returns the differences as sections, so that they can be laid over the original. A removed key is null."""
     changed: dict[str, Any] = {}
     for difference in differences(original, config):
         *sections, name = difference.key.split(".")

@@ -138,7 +138,7 @@ class Colocated:
 def build_placement(
     config: Config, checked: Checked, policy: Policy, cadence: Cadence, opened: contextlib.ExitStack
 ) -> Placement:
-    """The placement of the config. `opened` will close worker processes. Collective. Raises RankError."""
+    """Build the placement of the config. `opened` will close worker processes. Collective. Raises RankError."""
     if policy.mesh.bridge is not None:
         return RolloutRanks(config, policy, cadence if checked.val_prompts else None)
     colocation = build_colocation(config, checked, policy)
@@ -175,7 +175,7 @@ def join_world(config: Config, device: Device) -> Mesh:
 
 
 def with_engine_sequences(config: Config, checked: Checked, mesh: Mesh) -> Config:
-    """The config with the number of sequences that an engine decodes at a time, where `rollout.max_num_seqs` is null."""
+    """Returns the config with the sequences that an engine decodes at a time, where `rollout.max_num_seqs` is null."""
     length = config.data.max_prompt_length + config.data.max_response_length
     memory = device_bytes(config.trainer.device)
     return config.with_values(
@@ -191,7 +191,7 @@ def build_generator(
     weights_digest: Callable[[], str],
     opened: contextlib.ExitStack,
 ) -> Generator:
-    """The generator of samples and rewards. `opened` will close its worker processes. Collective over the ranks that sample.
+    """Build the generator of samples and rewards. `opened` will close its workers. Collective over the ranks that sample.
 
     Raises RuntimeError when a reward function of any prompt fails its test.
     """
@@ -224,7 +224,7 @@ def local_collector(
     sync_initial: Callable[[int, Metrics], None] | None = None,
     clock: Clock | None = None,
 ) -> Collector:
-    """The collectors that the config asks for, over this rank's generator. See `build_collector`."""
+    """Build the collectors that the config asks for, over this rank's generator. See `build_collector`."""
     return build_collector(
         config.algorithm,
         config.data,

@@ -26,7 +26,7 @@ MAX_ROWS = 60  # of the table
 
 
 class Profiler:
-    """Records `steps`. `note` shows text on the console."""
+    """The recorder of `steps`. `note` shows text on the console."""
 
     def __init__(
         self, steps: range, metrics: Metrics, mesh: Mesh, output_dir: Path, note: Callable[[str], None]
@@ -35,7 +35,10 @@ class Profiler:
         self.folder = output_dir / PROFILE_FOLDER
 
     def over(self, steps: range) -> Iterator[int]:
-        """The steps of the run, in order; those of the profile are recorded until the next one is asked for. Collective."""
+        """Yields the steps of the run, in order; those of the profile are recorded until the next one is asked for.
+
+        Collective.
+        """
         wanted = range(max(self.steps.start, steps.start), self.steps.stop)
         if not wanted:
             self.note(f"no profile: the run starts at step {steps.start}, after the last step of --profile")

@@ -1,12 +1,9 @@
-"""References: the frozen model of the KL term (or the model that a run draws from), and its renewal.
+"""References: the frozen model of the KL term, or the model that a run samples from, and its renewal.
 
-It starts as `ref.path`, or as the model that the run starts from (after the warm-up). Iterative GRPO (DeepSeekMath,
-arXiv:2402.03300, algorithm 1) replaces it with the current policy every `algorithm.iteration_steps` steps. Each time a copy
-is kept in `output_dir/iterations/step_000040/` as a Hugging Face folder, or of adapters as a PEFT folder, so that a run resumed
-within an iteration has the same reference. Copies that no checkpoint needs are removed.
-
-Where the policy has LoRA and starts from the reference's weights, both are one model: the reference is its base, or has the
-adapters of an earlier time: those of `actor.lora.path`, or of the iteration's start.
+It starts as `ref.path`, or as the policy after the warm-up. Iterative GRPO (DeepSeekMath, arXiv:2402.03300, algorithm 1)
+replaces it with the current policy every `algorithm.iteration_steps` steps, and keeps a copy in
+`output_dir/iterations/step_000040/`, so that a run resumed within an iteration has the same reference. A policy with LoRA
+that starts from the reference's weights shares one model with it: its base, or the adapters of an earlier time.
 """
 
 from __future__ import annotations
@@ -31,12 +28,12 @@ WARMUP_FOLDER = "warmup"  # in the output folder: the model after the warm-up, w
 
 
 def policy_start(config: Config) -> Path:
-    """The model that the policy starts from: the warm-up's result, if there is one."""
+    """Returns the model that the policy starts from: the warm-up's result, if there is one."""
     return config.trainer.output_dir / WARMUP_FOLDER if config.sft.steps else config.model.path
 
 
 class References:
-    """Build on every rank at the same point, after the warm-up. Raises ConfigError if a resumed run lacks its copy.
+    """The reference of a run. Build it on every rank after the warm-up. Raises ConfigError if a resumed run lacks its copy.
 
     The reference of step 0 is `ref.path`, or what the policy starts from. Copies of renewed ones are in `iterations`.
     """
@@ -66,7 +63,7 @@ class References:
             self.reference = Reference.load(*parts, temperature=config.rollout.temperature, exact=config.model.exact)
 
     def logprobs(self, batch: Batch) -> Tensor | None:
-        """None where nothing reads them: the run only draws from the reference. Collective."""
+        """Returns None where nothing reads them: the run only draws from the reference. Collective."""
         return self.reference.logprobs(batch) if self.is_read else None
 
     def renew(self, step: int, policy: Policy, save_hf: Callable[..., None]) -> None:
@@ -83,7 +80,10 @@ class References:
                     remove_folder(copy)
 
     def _copy_for(self, first_step: int) -> Path | None:
-        """The copy to load when a run begins at `first_step`. None: it is the start's, or renewed before that step."""
+        """Returns the copy to load when a run begins at `first_step`.
+
+        None: it is the start's, or renewed before that step.
+        """
         start = self.cadence.iteration_start(first_step)
         if start in (0, first_step):
             return None

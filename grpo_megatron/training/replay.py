@@ -47,7 +47,7 @@ class Dump:
 
 
 def read_dump(folder: Path) -> Dump:
-    """Raises ConfigError when the folder is no dump, or a newer one."""
+    """Read a dump. Raises ConfigError when the folder is none, or a newer one."""
     try:
         content = json.loads((folder / DUMP_FILE).read_text())
         if content["format"] != DUMP_FORMAT:
@@ -71,7 +71,7 @@ def read_dump(folder: Path) -> Dump:
 
 
 def _batch(parts: list[dict[str, Tensor]]) -> Batch:
-    """The rows of all ranks as one batch with one mini-batch, in the micro-batches of the run."""
+    """Returns the rows of all ranks as one batch with one mini-batch, in the micro-batches of the run."""
     width = max(part["loss_mask"].shape[1] for part in parts)
     lengths = [part["lengths"].tolist() for part in parts]
     tokens = [row for part, own in zip(parts, lengths, strict=True) for row in part["tokens"].split(own)]
@@ -101,7 +101,7 @@ def _batch(parts: list[dict[str, Tensor]]) -> Batch:
 
 
 def _images(rank: int, part: dict[str, Tensor]) -> list[tuple[PromptImage, ...]]:
-    """The images of each row of a rank."""
+    """Returns the images of each row of a rank."""
     rows: list[list[PromptImage]] = [[] for _ in part["lengths"]]
     if "images" in part:
         pixels = [one.numpy().tobytes() for one in part["pixels"].split(part["pixel_counts"].tolist())]
@@ -126,14 +126,17 @@ class Comparison(NamedTuple):
     recomputed: float
 
     def is_equal(self, tolerance: float) -> bool:
-        """Within `tolerance`, relative above 1; NaN equals NaN, and infinities equal themselves."""
+        """Returns whether both are equal within `tolerance`, relative above 1; NaN and infinities equal themselves."""
         if not math.isfinite(self.recorded) or not math.isfinite(self.recomputed):
             return str(self.recorded) == str(self.recomputed)
         return abs(self.recomputed - self.recorded) <= tolerance * max(1.0, abs(self.recorded))
 
 
 def recompute(dump: Dump) -> list[Comparison]:
-    """The loss first, then the gradient's norm and the other metrics. Needs a process without process groups."""
+    """Returns the loss first, then the gradient's norm and the other metrics.
+
+    Needs a process without process groups.
+    """
     device, config = Device("cpu"), dump.config
     mesh = build_mesh(device, tp=1, pp=1, rollout_tp=1, seed=config.trainer.seed)
     norms: list[float] = []

@@ -1,12 +1,7 @@
 """Reward models in the loop: they reward the samples of each step. One may be trained after each outer iteration.
 
-Iterative GRPO (DeepSeekMath, arXiv:2402.03300, algorithm 1). The labels come from the rule-based reward: of two samples
-of one prompt, the one with the higher reward is preferred. Every step adds its pairs. After `iteration_steps` steps the
-model is trained further on the collected pairs, with 10 % replay of earlier ones. The paper does not say which earlier
-pairs. Here they come from a bounded uniform sample of all earlier pairs. Every rank holds the same pairs and draws the same
-batches.
-
-The main model's metrics are `reward_model/...`, those of `reward_models.NAME` are `reward_model/NAME/...`.
+Iterative GRPO, DeepSeekMath, arXiv:2402.03300, algorithm 1. Metrics are `reward_model/...`, and `reward_model/NAME/...` of
+`reward_models.NAME`.
 """
 
 from __future__ import annotations
@@ -60,7 +55,10 @@ class Scorer:
         self.decode = decode
 
     def score(self, samples: Sequence[Sample], table: GroupTable) -> ModelScores:
-        """Collective: one score per response, or per step, on every rank. Rows are balanced over the ranks by length."""
+        """Compute one score per response, or per step, on every rank.
+
+        Rows are balanced over the ranks by length. Collective.
+        """
         # A response without a token is scored too, at its prompt's end.
         mesh = self.model.mesh
         batch = exchange(samples, table, scoring_plan(table.sequence_lengths(), self.actor, mesh.dp), mesh)
@@ -72,7 +70,7 @@ class Scorer:
         return process_scores(scores, self.config.coefficient)
 
     def _steps(self, batch: Batch, decode: Decode) -> list[list[tuple[int, float]]]:
-        """(last token of the step in the response, its score) of every step, by row."""
+        """Returns (last token of the step in the response, its score) of every step, by row."""
         rows = list(zip(batch.tokens, batch.prompt_lengths, strict=True))
         ends = [step_ends(tokens[start:].tolist(), decode, self.config.step_separator) for tokens, start in rows]
         places = [[start + end for end in of_row] for (_, start), of_row in zip(rows, ends, strict=True)]
@@ -101,7 +99,7 @@ class FrozenReward:
         self.config, self.scorers = config, scorers
 
     def reward(self, step: int, samples: Sequence[Sample], table: GroupTable, metrics: Metrics) -> GroupTable:
-        """The table with the models' rewards. Collective; `step` is not used."""
+        """Returns the table with the models' rewards. Collective; `step` is not used."""
         labels = table.raw_reward or table.reward
         pairs = pairs_of(table, labels, self.config.max_pairs_per_group)
         with metrics.phase("reward_model"):
@@ -113,11 +111,17 @@ class FrozenReward:
         return combined(table, scores, adds_rule=self.config.combine == "add")
 
     def learn(self, step: int, metrics: Metrics) -> None:
-        """Does nothing: the models are frozen."""
+        """Do nothing: the models are frozen."""
 
 
 class LearningReward(TrainedModel, FrozenReward):
-    """The reward model of iterative GRPO, beside frozen ones. Its learning-rate schedule covers the run of `total_steps`."""
+    """The reward model of iterative GRPO, beside frozen ones. Its learning-rate schedule covers the run of `total_steps`.
+
+    The labels come from the rule-based reward: of two samples of one prompt, the one with the higher reward is preferred.
+    Every step adds its pairs. After `iteration_steps` steps the model is trained on the collected pairs, with 10 % replay of
+    earlier ones. The paper does not say which: here they come from a bounded uniform sample of all earlier pairs. Every
+    rank has the same pairs and makes the same batches.
+    """
 
     folder_name, file_name = REWARD_MODEL_FOLDER, PAIRS_FILE
 
@@ -143,7 +147,7 @@ class LearningReward(TrainedModel, FrozenReward):
         self.fresh = self._new_pairs()
 
     def _new_pairs(self) -> PairHistory:
-        """An empty collection for the pairs of one iteration: as many as its updates can use."""
+        """Returns an empty collection for the pairs of one iteration: as many as its updates can use."""
         return PairHistory(self.config.steps * self.config.train_batch_size, self.seed)
 
     def reward(self, step: int, samples: Sequence[Sample], table: GroupTable, metrics: Metrics) -> GroupTable:
@@ -160,7 +164,7 @@ class LearningReward(TrainedModel, FrozenReward):
         return super().reward(step, samples, table, metrics)
 
     def learn(self, step: int, metrics: Metrics) -> None:
-        """After the last step of an outer iteration: train on its pairs and the history, then add them to the history.
+        """Train on the pairs of an outer iteration, after its last step, and on the history; then add them to the history.
 
         Collective. Nothing is trained if there is no fresh pair: for each prompt all rewards were equal.
         """
@@ -188,18 +192,21 @@ class LearningReward(TrainedModel, FrozenReward):
             metrics.constant(f"{name}/last", values[-1])
 
     def content(self) -> Any:
-        """The schedule of the model, and both collections of pairs."""
+        """Returns the schedule of the model, and both collections of pairs."""
         return {"model": self.model.state(), "history": self.history.state(), "fresh": self.fresh.state()}
 
     def restore(self, content: Any) -> None:
-        """The inverse of `content`."""
+        """Restore what `content` has returned."""
         self.model.load_state(content["model"])
         self.history.load_state(content["history"])
         self.fresh.load_state(content["fresh"])
 
 
 def build_reward_model(config: Config, checked: Checked, mesh: Mesh, device: Device) -> FrozenReward | None:
-    """Frozen reward models, or one that is trained after each outer iteration beside frozen ones; None without. Collective."""
+    """Build frozen reward models, or one that is trained after each outer iteration beside frozen ones; None without.
+
+    Collective.
+    """
     section, actor, dtype = config.reward_model, config.actor, config.model.dtype
 
     def frozen(name: str, model: ScoringModel, folder: RewardFolder) -> Scorer:
@@ -227,7 +234,7 @@ def build_reward_model(config: Config, checked: Checked, mesh: Mesh, device: Dev
 
 
 def update_pairs(model: ScalarPolicy, batch: Batch, num_pairs: int) -> dict[str, float]:
-    """One optimizer step on the batch's one mini-batch (see `pair_loss`). Collective; the same metrics on every rank.
+    """Make one optimizer step on the batch (see `pair_loss`). Collective; the same metrics on every rank.
 
     Like `Policy.update`, skips the step if the gradient on any rank is not finite. Raises TooManySkippedSteps.
     """
@@ -240,7 +247,7 @@ def update_pairs(model: ScalarPolicy, batch: Batch, num_pairs: int) -> dict[str,
 
 
 def pair_loss(num_pairs: int) -> LossFunction:
-    """-log sigmoid(chosen - rejected), summed over pairs and divided by `num_pairs`, which counts the pairs of all ranks.
+    """Returns the loss: -log sigmoid(chosen - rejected), summed over pairs and divided by `num_pairs`, those of all ranks.
 
     The divisor is fixed before batching, so the layout cannot change the gradient. Rows 2i (chosen) and 2i + 1 (rejected)
     are neighbours in one micro-batch. The metrics are sums over pairs: loss, correct pairs, margins.
@@ -274,7 +281,7 @@ class PreferencePair:
 
 
 def pairs_of(table: GroupTable, labels: Sequence[float], limit: int | None) -> list[tuple[int, int]]:
-    """(chosen, rejected) rows of every group. Rows without a response are left out."""
+    """Returns the (chosen, rejected) rows of every group. Rows without a response are left out."""
     return [
         pair
         for group in table.groups()
@@ -285,7 +292,7 @@ def pairs_of(table: GroupTable, labels: Sequence[float], limit: int | None) -> l
 def _gather_pairs(
     samples: Sequence[Sample], table: GroupTable, pairs: Sequence[tuple[int, int]], mesh: Mesh
 ) -> list[PreferencePair]:
-    """Collective: the tokens of the rows in `pairs`, gathered on every rank from the ranks that hold them."""
+    """Returns the tokens of the rows in `pairs`, gathered on every rank from the ranks that hold them. Collective."""
     local_samples = {(sample.prompt_index, sample.index): sample for sample in samples}
     local_tokens = {}
     for row in sorted({row for pair in pairs for row in pair}):
@@ -325,12 +332,12 @@ class PairHistory:
         self._kept = sorted(candidates[: self.size], key=lambda entry: entry[0])
 
     def state(self) -> dict[str, Any]:
-        """Plain numbers, which JSON can hold."""
+        """Returns plain numbers, which JSON can hold."""
         kept = [[i, pair.prompt_length, pair.chosen.tolist(), pair.rejected.tolist()] for i, pair in self._kept]
         return {"num_seen": self.num_seen, "kept": kept}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Restore what `state` has returned."""
         self.num_seen = state["num_seen"]
         self._kept = []
         for number, prompt_length, *sequences in state["kept"]:
@@ -348,7 +355,7 @@ def mixed_batch(
     iteration: int,
     step: int,
 ) -> list[PreferencePair]:
-    """The pairs of update number `step` of an outer iteration: a pure function of its arguments.
+    """Returns the pairs of update number `step` of an outer iteration: a pure function of its arguments.
 
     Each epoch over the fresh pairs has a new order and uses every pair once. Replayed pairs are drawn from `history`
     without replacement; over many updates they are `replay_ratio` of all pairs, at any batch size. With few fresh pairs
@@ -365,7 +372,7 @@ def mixed_batch(
 
 
 def pair_batch(pairs: Sequence[PreferencePair], actor: ActorConfig, dp_rank: int, dp: int) -> Batch:
-    """This replica's share of the pairs as one mini-batch. Rows 2i (chosen) and 2i + 1 (rejected) share a micro-batch.
+    """Returns this replica's pairs as one mini-batch. Rows 2i (chosen) and 2i + 1 (rejected) share a micro-batch.
 
     A pair is planned as one unit, as long as its two sequences together. `actor` gives the limits of a micro-batch.
     """
@@ -394,5 +401,5 @@ def pair_batch(pairs: Sequence[PreferencePair], actor: ActorConfig, dp_rank: int
 
 
 def _rows(pair_numbers: Sequence[int]) -> list[int]:
-    """The two rows of each pair: 2i (chosen) and 2i + 1 (rejected)."""
+    """Returns the two rows of each pair: 2i (chosen) and 2i + 1 (rejected)."""
     return [row for number in pair_numbers for row in (2 * number, 2 * number + 1)]

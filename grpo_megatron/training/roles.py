@@ -1,24 +1,11 @@
-"""Two roles, one clock: the ranks that draw, as the ranks that train see them (`rollout.placement: separate`).
+"""Two roles, one clock: the ranks that sample, as the ranks that train see them (`rollout.placement: separate`).
 
-The last `rollout.num_nodes` nodes (or `num_ranks` ranks) of one job only draw, the others only train. rollout_rank.py is the
-program of the former; the trainer's step is that of a colocated run, with `RolloutRanks` in the place of engine, collector and
-validation. Weights W and samples S cross the bridge (parallel/bridge.py). With `rollout.lag` L, version v draws step v + L:
+    training      W0       S0 update W1 S1 update W2 S2 update ...    W: weights, S: samples, which cross the bridge
+    rollout, L=0  W0 gen 0 S0        W1 ...                           the colocated run, bit for bit
+    rollout, L=1  W0 gen 0 S0 gen 1  W1 S1 gen 2 W2 S2 gen 3 ...      both roles work all the time
 
-    training      W0       S0 update W1 S1 update W2 S2 update ...
-    rollout, L=0  W0 draw0 S0        W1 ...                        the colocated run, bit for bit
-    rollout, L=1  W0 draw0 S0 draw1  W1 S1 draw2 W2 S2 draw3 ...   both roles work all the time
-
-Which weights draw a token follows from step and L (`Clock`), never from the time: a rank that draws waits for the version that
-it needs, and takes no newer one. So the run is the same, bit for bit, whatever is delayed. L > 1 lets the two roles drift apart
-by more than a step, for steps of very different lengths.
-
-Weights are copied to the host, and sent while the next update and the current draws go on; they are loaded between two steps,
-attested by digests and probed. Every token keeps its version and its log-probability mu. The old log-probabilities pi_old are
-those of the policy at the step's start (or the update's own), so that the clipped ratio is pi / pi_old, and the rollout
-correction weighs a token by pi_old / mu: the decoupled objective of AReaL (arXiv:2505.24298, equation 5).
-
-A checkpoint after s steps holds the samples of the steps s to s + L - 1, which earlier weights draw, and the state of the
-collector after them. Not run on a GPU yet.
+Which weights sample a token follows from the step and the lag L (`Clock`), never from the time, so that delays change no bit.
+rollout_rank.py is the program of the other role; docs/design.md has the rest. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -94,7 +81,10 @@ class Drawn:
 
 
 def is_validated(version: int, clock: Clock, cadence: Cadence | None) -> bool:
-    """Whether a version is validated, before it draws. The last `lag` ones draw nothing, and only they may be in vain."""
+    """Returns whether a version is validated, before it samples.
+
+    The last `lag` ones draw nothing, and only they may be in vain.
+    """
     if cadence is None:
         return False
     if version == clock.num_steps:
@@ -104,7 +94,7 @@ def is_validated(version: int, clock: Clock, cadence: Cadence | None) -> bool:
 
 
 class StepsAhead(Collector):
-    """First the steps that a checkpoint holds, drawn ahead of their training; `inner` draws the others (a colocated run)."""
+    """The collector of the steps that a checkpoint has, sampled ahead of their training; `inner` samples the others."""
 
     def __init__(self, inner: Collector, mesh: Mesh) -> None:
         self.inner, self.mesh = inner, mesh
@@ -157,6 +147,11 @@ class RolloutRanks(StepsAhead):
     """The placement of samples on other ranks, and on every rank that trains the collector and the validation, too.
 
     It sends the policy's weights to the ranks that sample, and receives their samples and results.
+
+    Weights are copied to the host, and sent while the next update and the current generation go on. The ranks that sample
+    load them between two steps, attested by digests and probed. Every token keeps its version and its log-probability mu:
+    the rollout correction weighs it by pi_old / mu, the decoupled objective of AReaL (arXiv:2505.24298, equation 5). A
+    checkpoint after s steps has the samples of the steps s to s + L - 1, and the state of the collector after them.
     """
 
     generator = None
@@ -212,7 +207,7 @@ class RolloutRanks(StepsAhead):
     # -- samples -------------------------------------------------------------------------------------------------------
 
     def validations(self, step: int, metrics: Metrics) -> list[tuple[int, dict[str, float]]]:
-        """Waits for them. Collective."""
+        """Wait for the results that are due. Collective."""
         self._wait(metrics, self._due if step == self.clock.num_steps - 1 else not self._arrived)
         return super().validations(step, metrics)
 
@@ -240,7 +235,7 @@ class RolloutRanks(StepsAhead):
         return self._with_ahead(self._answer())
 
     def close(self, exit_code: int = 0) -> None:
-        """The ranks that draw end, too. Collective."""
+        """Returns the ranks that draw end, too. Collective."""
         self._send(End(exit_code))
         self.bridge.flush()
 
@@ -252,7 +247,7 @@ class RolloutRanks(StepsAhead):
             self.bridge.flush(keep=2 * self.lag + 4)  # these may wait for the end of a step; the others have been read
 
     def _answer(self) -> Any:
-        """The next value of the first rank that draws, on every rank. Collective."""
+        """Returns the next value of the first rank that draws, on every rank. Collective."""
         return self.mesh.broadcast(self.bridge.receive(self.bridge.num_training) if self.mesh.rank == 0 else None)
 
     def _wait(self, metrics: Metrics, count: int) -> None:
@@ -278,7 +273,7 @@ class RolloutRanks(StepsAhead):
 
 
 def _record_staleness(groups: list[Group], step: int, metrics: Metrics) -> None:
-    """How many steps older the weights were that drew the tokens of a step."""
+    """Record how many steps older the weights were that drew the tokens of a step."""
     for sample in (sample for group in groups for sample in group.samples):
         whole = Draw(0, len(sample.response_ids), sample.version, "")
         for draw in sample.draws or [whole]:

@@ -29,7 +29,7 @@ from grpo_megatron.training.validation import Validator
 
 
 class RolloutRank:
-    """Build on every rank that draws, `run` once. Collective over these ranks."""
+    """The program of a rank that only samples. Build it on every such rank, `run` once. Collective over these ranks."""
 
     weights: EngineWeights
 
@@ -89,7 +89,7 @@ class RolloutRank:
                 self._draw(message)
 
     def _draw(self, new: NewWeights) -> None:
-        """Everything that these weights draw."""
+        """Generate everything that these weights sample."""
         version = new.header.version
         steps = self.clock.steps(version)
         self.heartbeat.step = steps.start if steps else version

@@ -1,16 +1,11 @@
-"""Stopping early: the requests to stop, the ranks' agreement on one step, and the record of how the run ended.
+"""Stopping early: requests to stop, the ranks' agreement on one step, the record of how the run ended; and the calendar.
 
-After a step the run saves and ends, with exit code 75 or, after Ctrl-C, 130, when
-    trainer.stop_file exists              created by a batch script on its scheduler's signal, or by hand
-    SIGUSR1, SIGTERM or SIGINT has come   to the launcher or to a rank; the second one ends the run at once
-    trainer.stop_at is near               a step as long as the longest so far would end after it
+After a step the run saves and ends, with exit code 75 (130 after Ctrl-C), when `trainer.stop_file` exists, a signal has
+come (SIGUSR1, SIGTERM, SIGINT; the second one ends the run at once), or a step as long as the longest so far would end
+after `trainer.stop_at`. One number per step is reduced over the world, so that all ranks stop at the same step.
 
-Rank 0 checks the file and the clock. One number per step is reduced over the world, so that all ranks stop at the same
-step.
-
-    output_dir/heartbeat       steps done, rewritten after every step; its age shows whether the run makes progress
-    output_dir/outcome.json    {"state": "done" | "stopped", "steps_done": 12, "checkpoint": ..., "exit_code": ...};
-                               absent during a run and after a failure
+    output_dir/heartbeat       steps done, rewritten after every step
+    output_dir/outcome.json    state, steps_done, checkpoint, exit_code; absent during a run and after a failure
 """
 
 from __future__ import annotations
@@ -58,7 +53,7 @@ ANNOUNCEMENT = "{}: the run stops after this step and saves; a second signal end
 
 
 class _Listener:
-    """Keeps the signals of this process. The lock is held while signals are read, by the thread or by `requested`."""
+    """The signals of this process. The lock is held while signals are read, by the thread or by `requested`."""
 
     def __init__(self, must_end: Callable[[], bool], announces: bool) -> None:
         self.must_end, self.announces = must_end, announces
@@ -103,7 +98,7 @@ _listener: _Listener | None = None
 
 
 def listen(must_end: Callable[[], bool] = lambda: False, announces: bool = False) -> None:
-    """Makes signals requests, from now on. Call this in the main thread, before anything slow: by default they end a process.
+    """Make signals requests, from now on. Call this in the main thread before anything slow: by default they end a process.
 
     `must_end` says that the run is lost, so that a signal ends the process at once. `announces`: print the first request.
     """
@@ -114,7 +109,7 @@ def listen(must_end: Callable[[], bool] = lambda: False, announces: bool = False
 
 
 def requested() -> str:
-    """The name of the signal that has reached this process, or our launcher; "" if there was none."""
+    """Returns the name of the signal that has reached this process, or our launcher; "" if there was none."""
     if _listener is not None:
         _listener.read()
         if _listener.request:
@@ -142,7 +137,7 @@ def forget_outcome(output_dir: Path) -> None:
 
 
 def is_done(config: TrainerConfig) -> bool:
-    """Whether an earlier attempt has done all steps and written its results, so that nothing is left to do."""
+    """Returns whether an earlier attempt has done all steps and written its results, so that nothing is left to do."""
     if config.resume_mode != "auto":
         return False
     try:
@@ -156,7 +151,7 @@ def is_done(config: TrainerConfig) -> bool:
 
 
 class Stopping:
-    """Decides after every step whether the run stops. Call `after` on every rank after every step.
+    """The decision after every step whether the run stops. Call `after` on every rank after every step.
 
     `lock`: of the output folder, on the rank that holds it. A run whose folder is gone ends with an error.
     """
@@ -166,7 +161,7 @@ class Stopping:
         self._longest, self._last = 0.0, float("inf")
 
     def after(self, steps_done: int, save: Callable[[int], Path]) -> None:
-        """Collective: write the heartbeat; if a stop was requested, call `save(steps_done)` and raise Stopped.
+        """Write the heartbeat; if a stop was requested, call `save(steps_done)` and raise Stopped. Collective.
 
         Raises RankError on every rank when the output folder was deleted or replaced since the run began.
         """
@@ -237,23 +232,23 @@ def record(output_dir: Path, state: str, steps_done: int, checkpoint: Path | Non
 
 
 class Cadence:
-    """`iteration_steps` None: the run has no outer iterations."""
+    """The calendar of a run. `iteration_steps` None: it has no outer iterations."""
 
     def __init__(self, trainer: TrainerConfig, iteration_steps: int | None) -> None:
         self.trainer, self.iteration_steps = trainer, iteration_steps
 
     def validates_before(self, step: int) -> bool:
-        """Every `test_freq` steps, and before step 0 if `val_before_train`."""
+        """Returns every `test_freq` steps, and before step 0 if `val_before_train`."""
         if step == 0:
             return self.trainer.val_before_train
         return self.trainer.test_freq > 0 and step % self.trainer.test_freq == 0
 
     def validates_at_end(self) -> bool:
-        """Whether the final weights are validated: in every run that validates at all."""
+        """Returns whether the final weights are validated: in every run that validates at all."""
         return self.trainer.test_freq > 0 or self.trainer.val_before_train
 
     def saves_after(self, steps_done: int) -> bool:
-        """Every `save_freq` steps and after the last one; never if `save_freq` is -1."""
+        """Returns every `save_freq` steps and after the last one; never if `save_freq` is -1."""
         if self.trainer.save_freq == -1:
             return False
         return steps_done % self.trainer.save_freq == 0 or steps_done == self.trainer.total_training_steps
@@ -265,5 +260,5 @@ class Cadence:
         return self.iteration_steps is not None and (step + 1) % self.iteration_steps == 0
 
     def iteration_start(self, step: int) -> int:
-        """The first step of the outer iteration that holds `step`; 0 without outer iterations."""
+        """Returns the first step of the outer iteration that holds `step`; 0 without outer iterations."""
         return 0 if self.iteration_steps is None else step - step % self.iteration_steps

@@ -1,18 +1,4 @@
-"""Validation on held-out problems, which the run's engine answers, and on held-out rows, whose loss is computed.
-
-Validator: the task's own reward grades the answers. The seeds never change.
-
-ValidationLoss: the loss of held-out supervised rows, or of held-out pairs, under the current weights.
-
-    val/loss/FILE           responses: mean over the loss tokens of all rows; pairs: mean over the pairs
-    val/dpo_accuracy/FILE   and whatever else the loss reports, under its own name, with the same mean
-    val/ece/FILE, val/brier/FILE    of a scalar head: calibration over held-out pairs or steps (algo/reward_models.py)
-    val/step_accuracy/FILE          of a scalar head's steps; that of pairs, val/pair_accuracy/FILE, is reported by the loss
-
-FILE is the name in `data.val_loss_files` without its extension. The numbers do not depend on the layout. Every rank adds up
-its rows in float64, and the sums of all ranks are divided once. A mean of means, of ranks or of micro-batches, would be
-another number wherever these have different numbers of tokens.
-"""
+"""Validation on held-out problems, which the run's engine answers (Validator), and on held-out rows, whose loss is computed."""
 
 from __future__ import annotations
 
@@ -72,7 +58,7 @@ class PromptValidation(Protocol):
         ...
 
     def run(self, version: int, metrics: Metrics) -> dict[str, float]:
-        """The metrics of the weights `version`, the same on every rank. Collective."""
+        """Returns the metrics of the weights `version`, the same on every rank. Collective."""
         ...
 
 
@@ -91,7 +77,7 @@ class NoValidation:
 
 
 class Validator:
-    """Validates with `prompts`, as `rollout.val_kwargs` says."""
+    """The validation with `prompts`, as `rollout.val_kwargs` says."""
 
     is_on = True
 
@@ -153,7 +139,7 @@ def _write_examples(path: Path, rows: Sequence[ValidationRow]) -> None:
 
 
 def _example(sample: Sample, value: float, is_truncated: bool) -> str:
-    """A sample as text, with what the reward function reports."""
+    """Returns a sample as text, with what the reward function reports."""
     score = "-" if math.isnan(value) else f"{value:g}"
     about = f"{len(sample.response_ids)} tokens{', truncated' if is_truncated else ''}, scored {score}"
     notes = [f"{name}: {text}\n" for name, text in sample.reward_texts.items()]
@@ -166,7 +152,7 @@ def _example(sample: Sample, value: float, is_truncated: bool) -> str:
 
 
 def summarize(rows: Sequence[ValidationRow], n: int) -> dict[str, float]:
-    """Per source: mean over samples, unbiased pass@n for 0/1 values, lengths, truncation, failures of the reward.
+    """Compute per source: mean, unbiased pass@n of 0/1 values, lengths, truncation, failures of the reward.
 
     A sample whose reward failed counts as wrong (0), and as a failure. Where all failed there is no mean.
     """
@@ -200,7 +186,16 @@ CALIBRATION_FILE = "calibration.txt"  # in the output folder: the newest table o
 
 
 class ValidationLoss:
-    """The metrics of the header. `groups` are the rows of `data.val_loss_files`. `is_scored`: of a trained scalar head."""
+    """The loss of held-out supervised rows, or pairs. `groups` are the rows of `data.val_loss_files`. `is_scored`: of a trained scalar head.
+
+        val/loss/FILE                   responses: mean over the loss tokens of all rows; pairs: mean over the pairs
+        val/dpo_accuracy/FILE           and what else the loss reports, under its own name, with the same mean
+        val/ece/FILE, val/brier/FILE    of a scalar head: calibration over held-out pairs or steps (algo/reward_models.py)
+        val/step_accuracy/FILE          of a scalar head's steps; the loss reports that of pairs, val/pair_accuracy/FILE
+
+    FILE is the name in `data.val_loss_files` without its extension. Every rank adds up its rows in float64, and the sums of
+    all ranks are divided once: a mean of means of ranks or micro-batches would depend on the layout.
+    """
 
     def __init__(
         self,
@@ -221,7 +216,7 @@ class ValidationLoss:
         self.files = {file: Sampler(rows, len(rows), shuffle=False) for file, rows in files.items()}
 
     def run(self, metrics: Metrics) -> dict[str, float]:
-        """The metrics of the header, the same on every rank. Collective."""
+        """Compute the metrics of all files, the same on every rank. Collective."""
         results: dict[str, float] = {}
         for file, rows in self.files.items():
             with metrics.phase("testing"):
@@ -255,7 +250,7 @@ class ValidationLoss:
         return means | (self._calibration(file, batch, logprobs) if self.is_scored else {})
 
     def _sums(self, batch: Batch, logprobs: Tensor) -> dict[str, float]:
-        """Sums over this rank's rows, with the token weights, and the sum of these weights."""
+        """Returns sums over this rank's rows, with the token weights, and the sum of these weights."""
         sums: dict[str, float] = {}
         for rows in [micro for mini in batch.mini_batches for micro in mini if micro]:
 
@@ -280,7 +275,7 @@ class ValidationLoss:
         return sums
 
     def _calibration(self, file: str, batch: Batch, logprobs: Tensor) -> dict[str, float]:
-        """How far the probabilities of the scalar head can be trusted. Collective."""
+        """Measure how far the probabilities of the scalar head can be trusted. Collective."""
         local = {
             row: list(zip(logprobs[i][mask].tolist(), batch.advantages[i][mask].tolist(), strict=True))
             for i, (row, mask) in enumerate(zip(batch.rows, batch.loss_mask, strict=True))
@@ -310,7 +305,10 @@ class ValidationLoss:
 
 
 def _supervised(config: Config) -> tuple[str, AlgorithmConfig, ActorConfig]:
-    """The loss, and a plan of one mini-batch whose weights add up to 1. A loss of samples is replaced by that of SFT."""
+    """Returns the loss, and a plan of one mini-batch whose weights add up to 1.
+
+    A loss of samples is replaced by that of SFT.
+    """
     facts = policy_losses.facts(config.actor.loss_mode)
     mode = config.actor.loss_mode if facts.is_likelihood else "sft"
     changes: dict[str, Any] = {"ppo_mini_batch_size": None, "entropy_coeff": 0.0, "use_kl_loss": False}
@@ -324,7 +322,7 @@ def _supervised(config: Config) -> tuple[str, AlgorithmConfig, ActorConfig]:
 def build_validation_loss(
     config: Config, checked: Checked, policy: Policy, references: References | None
 ) -> ValidationLoss | None:
-    """The loss of held-out rows; None without any."""
+    """Returns the loss of held-out rows; None without any."""
     if not checked.val_loss_groups:
         return None
     return ValidationLoss(checked.val_loss_groups, config, policy, references, checked.scored_folder is not None)

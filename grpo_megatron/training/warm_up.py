@@ -37,7 +37,7 @@ STAGE_NAME = "warm-up"  # on the console
 
 
 def stage_config(config: Config) -> Config:
-    """The warm-up as a run from a file: token-mean of the negative log-likelihood, one optimizer step per training step.
+    """Returns the warm-up as a run from a file: the token-mean of the negative log-likelihood, one update per step.
 
     The guards' bands are those of GRPO, so they are off here.
     """
@@ -75,7 +75,7 @@ def warm_up(
     save_hf: Callable[[Path], None],
     inputs: InputDigests | None,
 ) -> None:
-    """`sft.steps` supervised updates, rows in file order; then save the model. Sets its own optimizer. Collective.
+    """Make `sft.steps` supervised updates, rows in file order; then save the model. Sets its own optimizer. Collective.
 
     `note(text)` shows progress, about ten times. Raises Stopped when a stop was requested, after a checkpoint.
     """
@@ -139,7 +139,7 @@ def warm_up(
 
 
 def _rows(checked: Checked) -> Sequence[OfflineGroup]:
-    """The rows of the warm-up as rows of a file source."""
+    """Returns the rows of the warm-up as rows of a file source."""
 
     def row(number: int) -> OfflineGroup:
         prompt, responses, rewards = checked.supervised_rows[number]
