@@ -186,7 +186,7 @@ CALIBRATION_FILE = "calibration.txt"  # in the output folder: the newest table o
 
 
 class ValidationLoss:
-    """The loss of held-out supervised rows, or pairs. `groups` are the rows of `data.val_loss_files`. `is_scored`: of a trained scalar head.
+    """The loss of held-out rows `groups`, those of `data.val_loss_files`. `is_scored`: of a trained scalar head.
 
         val/loss/FILE                   responses: mean over the loss tokens of all rows; pairs: mean over the pairs
         val/dpo_accuracy/FILE           and what else the loss reports, under its own name, with the same mean
