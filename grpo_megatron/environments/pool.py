@@ -43,7 +43,7 @@ class EnvironmentPool(PoolClient):
     ) -> None:
         self._timeout_s, self._max_characters = timeout_s, max_characters
         self._starts: dict[str, dict[str, Any]] = {}  # key -> its first request, with all completions so far
-        self._outcomes: dict[str, Outcome | None] = {}  # key -> what nobody has read yet; None: not there yet
+        self._outcomes: dict[str, Outcome | None] = {}  # key -> an outcome to be read; None: not there yet
         settings = {
             "name": name,
             "kwargs": dict(kwargs or {}),
@@ -115,7 +115,7 @@ def find_environment(name: str) -> type[Environment]:
         return environment_class(name)
     except ValueError as error:
         raise ConfigError(f"{_KEY}: {error}") from error
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except Exception as error:  # any error of the user's module
         raise ConfigError(f"{_KEY}={name!r}: importing it raised {describe(error)}; correct the module") from error
 
 
@@ -133,7 +133,7 @@ def make_environment(multi_turn: MultiTurnConfig) -> Environment:
     environment, kwargs = find_environment(multi_turn.environment), environment_kwargs(multi_turn)
     try:
         return environment(**kwargs)
-    except Exception as error:  # whatever the user's class raises
+    except Exception as error:  # any error of the user's class
         raise ConfigError(
             f"{_KEY}={multi_turn.environment!r} cannot be made with {kwargs}: {describe(error)}; correct"
             " rollout.multi_turn.kwargs, or the class"

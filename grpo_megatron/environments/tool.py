@@ -134,7 +134,7 @@ class Tool:
             load(**self.options)
 
     async def call(self, arguments: dict[str, Any]) -> Any:
-        """Calls the function. Raises whatever it raises."""
+        """Calls the function. Its exceptions pass through."""
         returned = self.function(**arguments, **self.options)
         return await returned if inspect.isawaitable(returned) else returned
 

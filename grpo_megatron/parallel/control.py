@@ -199,8 +199,8 @@ def received_message(receive: Callable[[Tensor], object]) -> Tensor:
 
 
 # -- the store through which torch.distributed exchanges addresses -----------------------------------------------------
-# A TCPStore has no authentication, and torchrun's agent unpickles what it finds in one: whoever reaches its port can run
-# code as the user. Therefore:
+# A TCPStore has no authentication, and torchrun's agent unpickles what it finds in one: a process that reaches its port can
+# run code as the user. Therefore:
 # one machine    a file in a private folder, or the memory of a world of one; the sockets of gloo, NCCL and vLLM listen on
 #                the loopback interface only
 # srun           rank 0's TCPStore listens on the address of MASTER_ADDR only, with keys that begin with GRPO_MEGATRON_RUN_ID

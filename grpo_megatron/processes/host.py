@@ -326,7 +326,7 @@ def run_guest(open_session: OpenSession, connection: socket.socket, output: int,
             connection.sendall(dumps(_answer(serve, json.loads(line))).encode() + b"\n")
     except MemoryError:
         code = OUT_OF_MEMORY
-    except BaseException:  # noqa: BLE001 - the connection is lost: nobody could be told
+    except BaseException:  # noqa: BLE001 - the connection is lost
         code = 1
     finally:
         os._exit(code)  # does not wait for threads of the user

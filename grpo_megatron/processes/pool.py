@@ -326,8 +326,8 @@ class ProcessPool:
 
     def _replace(self, host: _HostLink, problem: str) -> None:
         """Gives the keys of a lost host to a new one."""
-        ending = host.kill()
-        ending = problem or ending
+        ended = host.kill()
+        ending = problem or ended
         if not host.is_ready:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:

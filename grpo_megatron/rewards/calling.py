@@ -1,12 +1,9 @@
-"""The program of a reward worker: it calls reward functions and answers one result per sample (processes/host.py runs
-it).
+"""The program of a reward worker: it calls reward functions and answers one result per sample (processes/host.py runs it).
 
-{"name": "gsm8k", "is_test": false, "samples": [{"completion": "...", "answer": "72"}], "timeout_s": 10.0} -> for each
-sample the fields of a RewardResult. A call without samples imports the reward. The self-test has no `reward.kwargs`.
-
-Several samples are one call of a batched reward, async calls that wait at the same time, or several calls of a quick
-one. A reward of this package may map MEMORY_LIMIT bytes more than were mapped before it; a user's own has no such
-limit.
+{"name": "gsm8k", "is_test": false, "samples": [{"completion": "...", "answer": "72"}], "timeout_s": 10.0} -> the fields of a
+RewardResult for each sample. A call without samples imports the reward. The self-test has no `reward.kwargs`. Several samples
+are one call of a batched reward, async calls that wait at the same time, or several calls of a quick one. A reward of this
+package may map MEMORY_LIMIT bytes more than were mapped before it; a user's own has no such limit.
 """
 
 from __future__ import annotations

@@ -71,12 +71,12 @@ def _chain(run: str, before: str, after: str) -> list[bool]:
     if sides and (not sides[-1] or _continues_right(run.rstrip(), after)):
         sides = sides[:-1]
     values = [value_of(side) for side in sides]
-    holds: list[bool] = []
+    verdicts: list[bool] = []
     for left, right, first, second in zip(sides, sides[1:], values, values[1:], strict=False):
         if first is None or second is None or not (_is_compound(left) or _is_compound(right)):
             continue
-        holds.append(_equal(left, right, first, second))
-    return [all(holds)] if holds else []
+        verdicts.append(_equal(left, right, first, second))
+    return [all(verdicts)] if verdicts else []
 
 
 def _equal(left: str, right: str, first: Fraction, second: Fraction) -> bool:
@@ -127,7 +127,7 @@ def _small_power(base: Fraction, exponent: Fraction) -> Fraction:
 
 def value_of(text: str) -> Fraction | None:
     """Computes an arithmetic expression; None when it is malformed, divides by zero, or is too large."""
-    numbers = [Fraction(1, 100)]  # the expression for Python's parser holds their places
+    numbers = [Fraction(1, 100)]  # the expression for Python's parser has their places
     expression: list[str] = []
     position = 0
     text = text.rstrip()
@@ -181,9 +181,8 @@ def arithmetic_steps_reward(completion: str, answer: str, outcome: str = "gsm8k"
     steps: list[tuple[int, float]] = []
     end = 0
     for end, text in split_steps(completion):
-        holds = equations(text)
-        if holds:
-            steps.append((end, float(all(holds))))
+        if verdicts := equations(text):
+            steps.append((end, float(all(verdicts))))
         if len(steps) >= MAX_STEPS - 1:
             break
     if steps:

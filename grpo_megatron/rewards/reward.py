@@ -53,7 +53,7 @@ def opened_thought(prompt: str) -> str:
 # -- how a reward function is called: it gets what it names ------------------------------------------------------------
 # form       recognised by            called as
 # ours       (anything else)          f(completion=..., answer=..., COLUMN=..., step=...), each only if it is named
-# position   neither of ours' names   f(completion, answer, ...): the first two parameters, whatever they are called
+# position   neither of ours' names   f(completion, answer, ...): the first two parameters, by any name
 # verl       solution_str             f(data_source=, solution_str=, ground_truth=, extra_info=)
 # verl list  solution_strs            f(data_sources=, solution_strs=, ground_truths=, extra_infos=), lists
 # TRL        completions              f(prompts=, completions=, completion_ids=, COLUMN=, trainer_state=), lists
@@ -250,7 +250,7 @@ def check_reward(name: str, kwargs: Kwargs | None = None, columns: Iterable[str]
         function = rewards.get(name)
     except ValueError:
         raise
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except Exception as error:  # any error of the user's module
         raise ValueError(f"reward {name!r}: importing it raised {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ValueError(f"reward {name!r} is {type(function).__name__}, not a function")

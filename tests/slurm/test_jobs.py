@@ -189,7 +189,7 @@ APART = {"placement": "separate", "num_ranks": 1}
 def test_a_heterogeneous_job_has_a_component_for_each_role(lab: Lab, workspace: Path, tmp_path: Path) -> None:
     """The script makes two roles of two components. Both pass the pre-flight, and are queued again together."""
     worlds.run(run_ranks.train_in_roles, 2, raw=in_roles(workspace, tmp_path / "reference", 6, 0.0, **APART))
-    second = (":", "--job-name=draws", "--exclusive", "--nodes=1", "--ntasks-per-node=1", "--nodelist=node4")
+    second = (":", "--job-name=rollout", "--exclusive", "--nodes=1", "--ntasks-per-node=1", "--nodelist=node4")
     raw = in_roles(workspace, tmp_path / "run", 6, 0.2)
     run = Run(lab, tmp_path, raw, nodes=1, second=second, PREFLIGHT="1", **PATIENT)
     run.after(2)
@@ -204,7 +204,7 @@ def test_a_heterogeneous_job_has_a_component_for_each_role(lab: Lab, workspace: 
 
 @pytest.mark.soak
 def test_two_roles_on_two_nodes(lab: Lab, workspace: Path, tmp_path: Path) -> None:
-    """Pre-empted, then without its drawing rank, then without its drawing node."""
+    """Pre-empted, then without its rollout rank, then without its rollout node."""
     worlds.run(run_ranks.train_in_roles, 2, raw=in_roles(workspace, tmp_path / "reference", 12, 0.0, **APART))
     raw = in_roles(workspace, tmp_path / "run", 12, 0.2, placement="separate", num_nodes=1)
     run = Run(lab, tmp_path, raw, nodes=2)

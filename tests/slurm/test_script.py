@@ -237,7 +237,7 @@ def test_gpus_and_versions_are_looked_at(preflight: ModuleType) -> None:
         "GPU 2: 3 uncorrected ECC errors",
         "GPU 3: hardware slowdown (heat or power)",
     ]
-    gpus = ("H100", "H100", "L40S", "L40S")  # of two nodes that train, and of two that draw
+    gpus = ("H100", "H100", "L40S", "L40S")  # of two nodes that train, and of two that generate
     facts = [
         {"node": f"n{i}", "draws": i > 1, "versions": {"torch": "2.13.0", "gpu": gpu}} for i, gpu in enumerate(gpus)
     ]

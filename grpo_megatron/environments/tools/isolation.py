@@ -28,7 +28,7 @@ from grpo_megatron.storage.files import private_folder
 
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 READABLE_PATHS = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")  # and the folders of this Python
-FOLDER_FILES = 4  # the folder in memory holds so many times the largest file
+FOLDER_FILES = 4  # the folder in memory has space for so many of the largest files
 MIB = 1 << 20
 MAX_PRINTED = 1 << 20  # bytes of output that the model is shown; of more, none is right
 PROBE = "import fractions; print(fractions.Fraction(2, 4))"  # imports Python and C that sandbox.py does not
@@ -82,7 +82,7 @@ def run_program(code: str, limits: ProgramLimits, kind: str) -> tuple[str, str]:
             command = [str(bwrap), *_bwrap_options(FOLDER_FILES * limits.file_mib * MIB), *command]
         else:
             folder = _working_folder(opened.enter_context(private_folder()), uid)
-        # files: a program that prints without end meets the limit on files, and nobody waits for a pipe
+        # files: a program that prints without end meets the limit on files, and no pipe is waited for
         program, printed = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         program.write(code.encode("utf-8", "replace"))
         program.seek(0)

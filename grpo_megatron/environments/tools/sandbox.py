@@ -135,7 +135,7 @@ def _limit(cpu_s: int, memory: int, size: int) -> None:
 # -- files: Landlock -----------------------------------------------------------------------------------------------------
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-RIGHTS = (0, 13, 14, 15, 15, 16)  # kinds of access that each version of Landlock knows, as bits of a mask
+RIGHTS = (0, 13, 14, 15, 15, 16)  # kinds of access of each version of Landlock, as bits of a mask
 WRITE_FILE, READ_FILE, READ_DIR = 2, 4, 8
 
 
