@@ -441,7 +441,7 @@ def reward_item(prompt: Prompt, response: str, response_ids: Sequence[int] = (),
 # -- Steps of a response -----------------------------------------------------------------------------------------------
 # A step ends where the separator is complete in the decoded text, and at the end of the response. Its last token is the
 # one that completes the separator: the last token of the shortest prefix of tokens whose text reaches that place. So a step
-# ends on a token boundary, also where one token holds the end of a step, the separator and the beginning of the next step.
+# ends on a token boundary, also where one token has the end of a step, the separator and the beginning of the next step.
 # Steps that end within one token are one step. Blank steps are none: of "a\n\nb\n" with the separator "\n" the steps are
 # "a" and "b".
 #

@@ -2,7 +2,7 @@
 
 The items form an endless sequence of epochs. Epoch e has its own permutation, a function of (seed, e). Step s takes the
 items at cursors s * batch_size ... (s + 1) * batch_size - 1. A batch may span two epochs. Every item comes
-exactly once per epoch; a batch holds an item twice only where two epochs meet in it.
+exactly once per epoch; a batch has an item twice only where two epochs meet in it.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Fewshot(Section):
 
     `examples` are in the task itself: the first ones are used, in their order. Otherwise they are sampled from `files`.
     `fixed`: one sample for all problems. `per-problem`: one sample per problem, from one generator, in the order of the file
-    (`random.Random(seed).sample`, as lm-evaluation-harness draws).
+    (`random.Random(seed).sample`, as lm-evaluation-harness does).
     """
 
     files: list[str] = Field([])
@@ -260,7 +260,7 @@ class RowFormat(Section):
         raise missing_field([field for _, fields in templates for field in fields], row)
 
     def _find_answer(self, row: dict[str, Any]) -> tuple[AnswerField, dict[str, Any], str] | None:
-        """Find the first field that is there and not null, or else null: itself, the object that holds it, its name there."""
+        """Find the first field that is there and not null, or else null: itself, the object with it, its name there."""
         first = None
         for place in self.answer:
             holder, name = _holder_of(row, place.field)

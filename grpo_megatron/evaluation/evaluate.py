@@ -81,7 +81,7 @@ def run_evaluation(options: EvaluateOptions, start_ranks: StartRanks | None) -> 
         if not is_rank and all(
             set(run.keys()) <= Ledger(options.folder, run.name).read().keys() for run in settings.runs
         ):
-            print("every sample was drawn before: no engine is started", flush=True)
+            print("every sample is in the folder already: no engine is started", flush=True)
         elif start_ranks is not None and not is_rank and num_ranks > 1:
             if code := start_ranks(num_ranks, options.device):
                 return code
@@ -119,7 +119,7 @@ def complete_ledger(settings: EvaluationSettings, run: TaskRun, asker: Asker) ->
     done = mesh.broadcast(set(ledger.read()) if mesh.rank == 0 else set())
     total, num_done = len(run.keys()), len(done & set(run.keys()))
     if num_done and mesh.rank == 0:
-        print(f"{run.name}: {num_done} of {total} samples were drawn before", flush=True)
+        print(f"{run.name}: {num_done} of {total} samples are in the folder already", flush=True)
     start = last = time.monotonic()
     num_tokens, size = 0, options.batch_size * mesh.num_rollout_blocks
     for batch, samples in asker.ask(run.prompts.prompts, run.answers, size, done):
@@ -132,7 +132,7 @@ def complete_ledger(settings: EvaluationSettings, run: TaskRun, asker: Asker) ->
         if mesh.rank == 0 and (time.monotonic() - last >= REPORT_EVERY_S or num_done == total):
             last = time.monotonic()
             rate = num_tokens / (last - start)
-            print(f"{run.name}: {num_done} of {total} samples, {rate:,.0f} tokens/s per block", flush=True)
+            print(f"{run.name}: {num_done} of {total} samples, {rate:,.0f} tokens/s per replica", flush=True)
     mesh.barrier()
 
 
@@ -169,7 +169,7 @@ def cut_at_stop(token_ids: list[int], stop: Sequence[str], tokenizer: Any) -> tu
     places = [text.find(one) for one in stop if one in text]
     if not places:
         return text, len(token_ids), False
-    lengths = range(len(token_ids) + 1)  # the fewest tokens whose text holds a stop text
+    lengths = range(len(token_ids) + 1)  # the fewest tokens with a stop text
     fewest = bisect.bisect_left(lengths, True, key=lambda length: any(one in decoded(length) for one in stop))
     return text[: min(places)], fewest, True
 

@@ -1,6 +1,6 @@
 """Ledger: the completions of a run on disk, appended as batches finish, so that a killed run continues.
 
-    OUT/completions/TASK/block_0000.jsonl   one completion per line, one file per rollout block
+    OUT/completions/TASK/block_0000.jsonl   one completion per line, one file per engine replica
 
 A batch is one write, flushed and synced. A kill may leave a last line without its end; opening the file for writing cuts
 it off. Reading takes every file, whatever layout wrote it, and the first of two lines for the same sample.
@@ -109,7 +109,7 @@ RUN_FILE = "run.json"
 
 @contextmanager
 def claim_output(output: Path) -> Iterator[None]:
-    """Lock the output folder for this process. Raises ConfigError when another evaluation holds the lock."""
+    """Lock the output folder for this process. Raises ConfigError when another evaluation has the lock."""
     output.mkdir(parents=True, exist_ok=True)
     with os.fdopen(open_lock(output / LOCK_FILE), "r+") as file:
         if not try_lock(file.fileno()):
@@ -120,7 +120,7 @@ def claim_output(output: Path) -> Iterator[None]:
 
 
 def write_identity(output: Path, identity: dict[str, Any]) -> None:
-    """Write run.json, and keep the tasks that it holds already."""
+    """Write run.json, and keep the tasks in it."""
     path = output / RUN_FILE
     if path.exists():
         identity = {**identity, "tasks": {**read_json(path)["tasks"], **identity["tasks"]}}

@@ -80,7 +80,7 @@ class EvaluateOptions(EngineOptions):
     epilog = """
 one greedy sample per problem:
   grpo-megatron evaluate --model HF_DIR --tasks gsm8k,math500 --data DATA
-and 16 drawn samples, for avg, pass@k and maj@16:
+and 16 other samples, for avg, pass@k and maj@16:
   grpo-megatron evaluate --model HF_DIR --tasks math500 --data DATA --samples 16
 a training step, on 4 copies of tp 4; a task of one file; your rows and reward:
   grpo-megatron evaluate --model outputs/run/checkpoints/step_000020 \\
@@ -120,7 +120,7 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
     ] = None
     samples: Annotated[
         int,
-        sampling("drawn samples per problem besides the greedy one; 1: only the greedy one", "N", ge=1, le=65_536),
+        sampling("samples per problem besides the greedy one; 1: only the greedy one", "N", ge=1, le=65_536),
     ] = 1
     no_greedy: Annotated[bool, sampling("without the greedy sample")] = False
     temperature: Annotated[float | None, sampling("default: the task's", "T")] = None
@@ -166,7 +166,7 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
                 " 0 (or leave it to the task), or --samples 1"
             )
         if self.no_greedy and self.samples == 1 and not self.temperature:
-            yield "--no-greedy leaves nothing to draw; set --samples 2 or more, or --temperature above 0"
+            yield "--no-greedy leaves nothing to sample; set --samples 2 or more, or --temperature above 0"
 
 
 class GenerateOptions(EngineOptions):

@@ -90,7 +90,7 @@ def grade_task(settings: EvaluationSettings, run: TaskRun, pool: RewardPool) -> 
     answered, keys = Ledger(settings.options.folder, run.name).read(), run.keys()
     if missing := [key for key in keys if key not in answered]:
         raise ConfigError(
-            f"{run.name}: {len(missing)} of {len(keys)} samples are missing; run the same command again to draw them"
+            f"{run.name}: {len(missing)} of {len(keys)} samples are missing; run the same command again to generate them"
         )
     asked = list(zip(run.dataset.problems, run.prompts.prompts, strict=True))
     size = len(run.answers.indices)
@@ -256,7 +256,7 @@ def _trajectory_statistics(samples: Sequence[GradedSample]) -> dict[str, Any]:
 
 
 def whole_result(settings: EvaluationSettings, tasks: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Make the content of results.json; `tasks` holds the `task_result` of each."""
+    """Make the content of results.json; `tasks` has the `task_result` of each."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -136,7 +136,7 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Take the lock (flock) of an open file. False while another process holds it. Raises OSError for other reasons."""
+    """Take the lock (flock) of an open file. False while another process has it. Raises OSError for other reasons."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -406,7 +406,7 @@ def _is_of_this_job(holder: str) -> bool:
 
 
 # -- Leftovers of a killed process tree, removed at the next start ------------------------------------------------------
-# grpo_megatron-* among the temporary files    private folders of a launcher, which holds a lock on them
+# grpo_megatron-* among the temporary files    private folders of a launcher, which has a lock on them
 # /dev/shm/sem.mp-*                            semaphores of Python's multiprocessing
 # /dev/shm/*-cpushm_*                          shared memory of vLLM on CPU
 #

@@ -377,7 +377,7 @@ def test_a_run_with_other_settings_is_refused(
         (["--file", "aime="], "--file 'aime=' is not of the form TASK=PATH"),
         (["--file", "aime"], "--file aime names no task; with several, write TASK=PATH"),
         (["--tasks", ""], "nothing to evaluate; set --tasks A,B, or --file val.jsonl with --reward module:function"),
-        (["--samples", "1", "--no-greedy"], "--no-greedy leaves nothing to draw"),
+        (["--samples", "1", "--no-greedy"], "--no-greedy leaves nothing to sample"),
         (["--tasks", "jsonl", "--file", "jsonl=x.jsonl"], "task 'jsonl' has no grader; set --reward module:function"),
         (["--tasks", "boxed"], "task 'boxed' names no data file; set --file boxed=PATH"),
         (["--format", "text", "--system-prompt", "x"], "--system-prompt needs a chat, and task 'gsm8k' is plain text"),
