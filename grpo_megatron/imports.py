@@ -54,8 +54,8 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
     Process-wide, like the attributes. Raises AttributeError where `owner` has no such attribute: another version of it.
     """
-    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    for name in values.keys() - own.keys():
+    present = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name in values.keys() - present.keys():
         getattr(owner, name)  # inherited; AttributeError otherwise
     for name, value in values.items():
         setattr(owner, name, value)
@@ -63,8 +63,8 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
         yield
     finally:
         for name in values:
-            if name in own:
-                setattr(owner, name, own[name])
+            if name in present:
+                setattr(owner, name, present[name])
             else:
                 delattr(owner, name)
 

@@ -174,12 +174,12 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ReadError(f"has the key {shown(twice)} twice in one object; keep one")
-    return found
+    return table
 
 
 def _integer(digits: str) -> int:

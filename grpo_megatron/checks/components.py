@@ -97,15 +97,17 @@ class SourceFiles:
 def sources_of(config: Config) -> list[SourceFiles]:
     """Lists `data.sources`, then the data set of `data.train_files` and `data.val_files`, if they are set."""
     data = config.data
-    found = []
+    sources = []
     for number, source in enumerate(data.sources):
         task, system = source.task or data.task, source.system_prompt
-        own = data.model_copy(update={"task": task, **({} if system is None else {"system_prompt": system})})
+        source_data = data.model_copy(update={"task": task, **({} if system is None else {"system_prompt": system})})
         key = f"{marked('data.sources')}[{number}] ({source.name})"
-        found.append(SourceFiles(key, source.name, own, source.files, source.val_files, source.reward, source.weight))
-    if data.train_files or data.val_files or not found:
-        found.append(SourceFiles("data", None, data, data.train_files, data.val_files, None, None))
-    return found
+        sources.append(
+            SourceFiles(key, source.name, source_data, source.files, source.val_files, source.reward, source.weight)
+        )
+    if data.train_files or data.val_files or not sources:
+        sources.append(SourceFiles("data", None, data, data.train_files, data.val_files, None, None))
+    return sources
 
 
 def with_recognised_tasks(config: Config) -> Config:
@@ -264,12 +266,12 @@ def component_problems(config: Config) -> Problems:
         yield f"{components}: all weights are 0, and the reward would be 0 for every sample; set one"
     names = [part.name for part in reward.components]
     for number, part in enumerate(reward.components):
-        found = [*_function_problems(part, config), *_gate_problems(part, names)]
+        problems = [*_function_problems(part, config), *_gate_problems(part, names)]
         if part.name in TAKEN:
-            found.append("the name is taken by another metric; choose another one")
+            problems.append("the name is taken by another metric; choose another one")
         if part.name in names[:number]:
-            found.append("the name is given twice; choose another one")
-        yield from (f"{components}[{number}] ({part.name}): {problem}" for problem in found)
+            problems.append("the name is given twice; choose another one")
+        yield from (f"{components}[{number}] ({part.name}): {problem}" for problem in problems)
     gates = {part.name: part.gate.component for part in reward.components if part.gate}
     for circle in _circles(gates):
         yield f"{components}: the gates {' -> '.join(circle)} wait for each other; remove one of them"

@@ -175,12 +175,12 @@ def input_problems(config: Config, *, prints: bool) -> Problems:
     trainer = config.trainer
     if trainer.resume_mode != "auto":
         return
-    found = on_disk(trainer.output_dir) or on_disk(trainer.output_dir / WARM_UP_FOLDER)
-    recorded = [(path, inputs) for path in reversed(found) if (inputs := recorded_inputs(path))]
+    checkpoints = on_disk(trainer.output_dir) or on_disk(trainer.output_dir / WARM_UP_FOLDER)
+    recorded = [(path, inputs) for path in reversed(checkpoints) if (inputs := recorded_inputs(path))]
     if not recorded:
-        if found and prints:
+        if checkpoints and prints:
             print(
-                f"{found[-1]} has no digests of data, weights and code: whether they have changed is unknown",
+                f"{checkpoints[-1]} has no digests of data, weights and code: whether they have changed is unknown",
                 flush=True,
             )
         return

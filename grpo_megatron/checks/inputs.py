@@ -208,12 +208,12 @@ def read_train_prompts(
 
 def _read_val_prompts(config: Config, tokenizer: Any | None, environment: CheckedEnvironment | None) -> list[Prompt]:
     """Reads the prompts of `data.val_files` and of each source's."""
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     for source in sources_of(config):
         key = "data.val_files" if source.name is None else f"{source.key}.val_files"
         reward, most = source.reward or reward_name(config.reward), config.data.val_max_samples
-        found += _read_prompts(source, key, source.val_files, tokenizer, environment, reward, most)
-    return found
+        prompts += _read_prompts(source, key, source.val_files, tokenizer, environment, reward, most)
+    return prompts
 
 
 def _read_prompts(

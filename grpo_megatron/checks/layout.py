@@ -152,17 +152,17 @@ def lora_problems(config: Config, archs: Mapping[str, Architecture]) -> Problems
             )
         if lora.mode == "merged":
             continue
-        whole = "set mode=merged, or leave mode out"
+        remedy = "set mode=merged, or leave mode out"
         if megatron.transformer_impl == "transformer_engine":
-            yield f"{key.mode} needs Megatron-Core's layers, and {k.actor.megatron.transformer_impl}; {whole}"
+            yield f"{key.mode} needs Megatron-Core's layers, and {k.actor.megatron.transformer_impl}; {remedy}"
         if megatron.context_parallel_size > 1:
-            yield f"{key.mode} needs Megatron-Core's layers, which cannot cut a sequence over ranks; {whole}"
+            yield f"{key.mode} needs Megatron-Core's layers, which cannot cut a sequence over ranks; {remedy}"
         if archs[section].post_norms:
-            yield f"{key.mode}: this model ({archs[section].family}) has a norm between W0 x and its sum; {whole}"
+            yield f"{key.mode}: this model ({archs[section].family}) has a norm between W0 x and its sum; {remedy}"
         if any(
             name.endswith(f".{ROUTER}") for row in lora_rows(archs[section], lora).values() for name in row.layer_names
         ):
-            yield f"{key.mode}: a router's logits cannot be split from its choice of experts; {whole}"
+            yield f"{key.mode}: a router's logits cannot be split from its choice of experts; {remedy}"
         if lora.dropout and megatron.tensor_model_parallel_size > 1 and not megatron.use_sequence_parallel:
             yield (
                 f"{key.dropout}: without sequence parallelism the tensor-parallel ranks would drop different inputs; leave"

@@ -56,9 +56,9 @@ def effect_problems(config: Config) -> Problems:
 
 def _unmet(config: Config, condition: str) -> tuple[str, str] | None:
     """Returns (the other key with its value, what to set instead) of a condition; None: it is true."""
-    found = CONDITION.fullmatch(condition)
-    assert found is not None, condition
-    key, fact, sign, wanted = found.groups()
+    match = CONDITION.fullmatch(condition)
+    assert match is not None, condition
+    key, fact, sign, wanted = match.groups()
     value = config.at(key)
     if fact:
         wanted, registry = wanted or "true", FACTS[key]
@@ -96,8 +96,8 @@ def suspicions(config: Config) -> Iterator[str]:
         if len(names) > 1:
             yield f"{path.name} is in {' and in '.join(names)}: its rows are drawn as rows of each"
     for path in (*data.val_files, *(path for source in data.sources for path in source.val_files)):
-        if found := owners.get(path.absolute()):
-            yield f"{path.name}, which is validated on, is trained on, too (in {found[0]})"
+        if trained_in := owners.get(path.absolute()):
+            yield f"{path.name}, which is validated on, is trained on, too (in {trained_in[0]})"
 
 
 # -- Combinations ------------------------------------------------------------------------------------------------------

@@ -76,13 +76,13 @@ def _value_differences(key: str, old: Any, new: Any) -> Iterator[Difference]:
 
 def resume_problems(config: Config) -> Problems:
     """Yields what the newest checkpoint on disk refuses, before ranks start. A damaged one is left to training/checkpoint.py."""
-    found = on_disk(config.trainer.output_dir) if config.trainer.resume_mode == "auto" else []
-    if found:
+    checkpoints = on_disk(config.trainer.output_dir) if config.trainer.resume_mode == "auto" else []
+    if checkpoints:
         try:
-            saved = read_step(found[-1], "step", "config")
+            saved = read_step(checkpoints[-1], "step", "config")
         except StorageError:
             return
-        yield from refusals(found[-1], saved, config)
+        yield from refusals(checkpoints[-1], saved, config)
 
 
 def check_resume(checkpoint: Path, config: Config) -> list[Difference]:

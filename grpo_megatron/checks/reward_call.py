@@ -122,8 +122,8 @@ def reward_lines(config: Config, trials: Sequence[RewardTrial]) -> Iterator[tupl
             when = "" if part["gate"] is None else f" where {_condition(Gate(**part['gate']))}"
             values = f"{_value(right, part['name'])}, {_value(wrong, part['name'])}"
             yield f"  {part['name']}"[:17], f"{part['weight']:g} x {part['function']}{when}: {values}"
-        own = {part["name"] for part in parts}
-        names = [key for key in dict.fromkeys([*right.metrics, *wrong.metrics]) if key not in own]
+        components = {part["name"] for part in parts}
+        names = [key for key in dict.fromkeys([*right.metrics, *wrong.metrics]) if key not in components]
         if names:
             reported = [f"{key} {_value(right, key)}, {_value(wrong, key)}" for key in names[:SHOWN_METRICS]]
             yield "  reported", "; ".join(reported) + (" ..." if len(names) > SHOWN_METRICS else "")
@@ -167,8 +167,8 @@ def _failed(tried: TriedResponse) -> bool:
 def _adaptations(config: Config, name: str) -> Mapping[str, str]:
     """Maps the name of a function of another trainer -> how it is called, among those of a reward."""
     names = [part["function"] for part in resolved_components(config)] if name == COMPOSITE else [name]
-    found = {name: read_signature(rewards.get(name)).adaptation for name in names}
-    return {name: adaptation for name, adaptation in found.items() if adaptation}
+    adaptations = {name: read_signature(rewards.get(name)).adaptation for name in names}
+    return {name: adaptation for name, adaptation in adaptations.items() if adaptation}
 
 
 def _value(result: RewardResult, name: str | None = None) -> str:

@@ -104,10 +104,10 @@ def _read_right_keys(raw: dict[str, Any]) -> tuple[Config | None, list[Any]]:
         try:
             return Config.model_validate(raw), mistakes
         except ValidationError as error:
-            found = error.errors()
+            errors = error.errors()
         if not number:
-            mistakes, raw = found, copy.deepcopy(raw)
-        for mistake in reversed(found):  # from the last place of a list to the first
+            mistakes, raw = errors, copy.deepcopy(raw)
+        for mistake in reversed(errors):  # from the last place of a list to the first
             _take_out(raw, mistake["loc"], is_missing=mistake["type"] == "missing")
         model = raw.setdefault("model", {})
         if isinstance(model, dict):

@@ -99,8 +99,8 @@ def plan_page(
     work = Workload.of(config, models)
     machine = PlannedMachine(gpu or GPUS[REFERENCE], world_size, per_node)
     is_on_gpus = config.trainer.device != "cpu"
-    found = fit(config, models, world_size, machine.gpu.usable_bytes) if gpu is not None and is_on_gpus else None
-    cache = found.cache if found is not None else None
+    fitted = fit(config, models, world_size, machine.gpu.usable_bytes) if gpu is not None and is_on_gpus else None
+    cache = fitted.cache if fitted is not None else None
     roles = {"drawing": config.num_rollout_ranks, "lag": config.rollout.lag}
     stages = models.stages(config)
     stage = max(stage.total for stage in stages[0])
@@ -110,7 +110,7 @@ def plan_page(
         else None
     )
     itemsize, rows = DTYPE_BYTES[config.model.dtype], checked.num_trained
-    warnings = list(plan_warnings(config, models, work, machine, found, checked))
+    warnings = list(plan_warnings(config, models, work, machine, fitted, checked))
     if not elsewhere and is_for_this_machine(config):
         warnings += core_warning(config, world_size)
     phases = []
@@ -139,11 +139,11 @@ def plan_page(
         prompt="\n".join(_prompt_lines(checked)),
         phases="\n".join(phases),
         borders="\n".join(_border_lines(config, models, work, world_size)),
-        fit=found,
+        fit=fitted,
         cache=cache,
         machine=machine,
         work=work,
-        seconds=None if found is None else estimated(found, work, machine, **roles).seconds,
+        seconds=None if fitted is None else estimated(fitted, work, machine, **roles).seconds,
         warnings="\n".join(line for warning in warnings for line in wrapped_item(warning, width - 2)),
         counted=counted,
         image_tokens=image_tokens,
@@ -157,15 +157,15 @@ def plan_page(
     verdict, problem = [], None
     if host is not None and host_gib is not None:
         verdict, problem = [host.verdict(host_gib)], host.misfit(host_gib)
-    if found is None:
+    if fitted is None:
         verdict += verdict_without_gpu(config, models, world_size)
         return PlanPage(_laid_out(text, width - 2), verdict, problem)
-    verdict += verdict_lines(config, models, work, machine, found, width - 2)
+    verdict += verdict_lines(config, models, work, machine, fitted, width - 2)
     is_known = machine.gpu.name in GPUS  # not of a size alone, or this machine's, which its own check knows
     lacking = next(capability_problems(config, machine.gpu.capability), None) if is_known else None
     if lacking is not None:
         verdict[-1] = f"DOES NOT RUN ON {machine.gpu.name}: {lacking}"
-    return PlanPage(_laid_out(text, width - 2), verdict, lacking or misfit(found) or problem)
+    return PlanPage(_laid_out(text, width - 2), verdict, lacking or misfit(fitted) or problem)
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,9 @@ def _prompt_lines(checked: Checked) -> Iterator[str]:
     """Shows the prompt on which the reward was called, else the first one of the run. Nothing without prompts or a tokenizer."""
     called = [trial.prompt for trial in checked.reward_calls[:1]]
     offline = [group[0] for group in checked.offline_groups[:1]]
-    prompt = next((found[0] for found in (called, checked.train_prompts, checked.val_prompts, offline) if found), None)
+    prompt = next(
+        (prompts[0] for prompts in (called, checked.train_prompts, checked.val_prompts, offline) if prompts), None
+    )
     if prompt is None or checked.tokenizer is None:
         return
     yield f"{prompt.uid}, {counted(len(prompt.prompt_ids), 'token')}:"
@@ -391,13 +393,13 @@ BUBBLE = 0.2  # a share of the pipeline's time
 
 
 def plan_warnings(
-    config: Config, models: RunModels, work: Workload, machine: PlannedMachine, found: Fit | None, checked: Checked
+    config: Config, models: RunModels, work: Workload, machine: PlannedMachine, fitted: Fit | None, checked: Checked
 ) -> Iterator[str]:
-    """Yields warnings. `found`: the fit to a GPU, if one was named."""
+    """Yields warnings. `fitted`: the fit to a GPU, if one was named."""
     yield from suspicions(config)
     yield from _groups_over_nodes(config, work, machine)
-    if found is not None and found.cache is not None:
-        yield from _small_cache(config, work, machine, found)
+    if fitted is not None and fitted.cache is not None:
+        yield from _small_cache(config, work, machine, fitted)
     yield from _copied_cache(config, models)
     yield from _unfused_attention(config, machine)
     yield from _uneven_batches(config, work, machine)
@@ -436,21 +438,21 @@ def _rollout_tp(config: Config) -> int:
     return config.rollout.tensor_model_parallel_size if config.draws else 1
 
 
-def _small_cache(config: Config, work: Workload, machine: PlannedMachine, found: Fit) -> Iterator[str]:
-    assert found.cache is not None
-    at_once = found.cache.sequences(found.length)
-    wanted = min(found.cache.max_num_seqs, math.ceil(work.samples * _rollout_tp(config) / machine.world_size))
+def _small_cache(config: Config, work: Workload, machine: PlannedMachine, fitted: Fit) -> Iterator[str]:
+    assert fitted.cache is not None
+    at_once = fitted.cache.sequences(fitted.length)
+    wanted = min(fitted.cache.max_num_seqs, math.ceil(work.samples * _rollout_tp(config) / machine.world_size))
     share = f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization:g}"
-    if found.cache.cache <= 0 or not at_once:
+    if fitted.cache.cache <= 0 or not at_once:
         yield (
-            f"the engine's weights of {found.cache.weights / 2**30:.2f} GiB and workspace of about"
-            f" {found.cache.workspace / 2**30:.2f} GiB leave {max(0.0, found.cache.cache) / 2**30:.2f} GiB of its"
-            f" {config.rollout.gpu_memory_utilization * found.device / 2**30:.2f} GiB for the cache, less than one"
-            f" sequence of {found.length:,} tokens; raise {share} or {ROLLOUT_TP}={_rollout_tp(config)}"
+            f"the engine's weights of {fitted.cache.weights / 2**30:.2f} GiB and workspace of about"
+            f" {fitted.cache.workspace / 2**30:.2f} GiB leave {max(0.0, fitted.cache.cache) / 2**30:.2f} GiB of its"
+            f" {config.rollout.gpu_memory_utilization * fitted.device / 2**30:.2f} GiB for the cache, less than one"
+            f" sequence of {fitted.length:,} tokens; raise {share} or {ROLLOUT_TP}={_rollout_tp(config)}"
         )
     elif at_once < wanted / 2:
         yield (
-            f"the engine's cache holds {at_once:,} sequences of {found.length:,} tokens, and {wanted:,} are to be drawn"
+            f"the engine's cache holds {at_once:,} sequences of {fitted.length:,} tokens, and {wanted:,} are to be drawn"
             f" at once: long responses wait or are computed again; raise {share} or {ROLLOUT_TP}={_rollout_tp(config)}"
         )
 
@@ -533,44 +535,44 @@ def _looped_requests(config: Config, models: RunModels) -> Iterator[str]:
 
 
 def verdict_lines(
-    config: Config, models: RunModels, work: Workload, machine: PlannedMachine, found: Fit, width: int = PAGE_WIDTH
+    config: Config, models: RunModels, work: Workload, machine: PlannedMachine, fitted: Fit, width: int = PAGE_WIDTH
 ) -> Iterator[str]:
     """Yields the lines for a named GPU. The last line is the verdict itself."""
     if machine.gpu.remark:
         yield machine.gpu.remark
-    problems = [shortage(config, phase, found.device) for phase in found.full_phases]
-    if not found.has_cache:
-        problems.append(f"the engine's cache does not hold one sequence of {found.length:,} tokens (see the warnings)")
-    if not found.fits:
+    problems = [shortage(config, phase, fitted.device) for phase in fitted.full_phases]
+    if not fitted.has_cache:
+        problems.append(f"the engine's cache does not hold one sequence of {fitted.length:,} tokens (see the warnings)")
+    if not fitted.fits:
         yield (
             "too large even without the estimated parts:"
-            if found.is_impossible
+            if fitted.is_impossible
             else "too large by the estimated parts (~):"
         )
     for problem in problems:
         yield from wrapped_item(problem, width)
-    if not found.fits:
+    if not fitted.fits:
         near = nearest_layouts(config, models, work, machine)
         yield "nearest layouts that fit, with their estimated step:" if near else "no layout that was tried fits"
         for planned in near:
             yield from _described(planned, config)
-    yield _verdict(machine.gpu, found)
+    yield _verdict(machine.gpu, fitted)
 
 
-def _verdict(gpu: Gpu, found: Fit) -> str:
-    name, size = found.fullest
+def _verdict(gpu: Gpu, fitted: Fit) -> str:
+    name, size = fitted.fullest
     room = f"{gpu.name}, {round(gpu.usable_gib, 2):g} GiB usable" if "GiB" not in gpu.name else gpu.name
     fullest = f"fullest phase: {name}, {size / GIB:.2f} GiB"
-    return f"{'FITS' if found.fits else 'DOES NOT FIT'} {room} ({fullest})"
+    return f"{'FITS' if fitted.fits else 'DOES NOT FIT'} {room} ({fullest})"
 
 
-def misfit(found: Fit) -> str | None:
+def misfit(fitted: Fit) -> str | None:
     """Says what is wrong, for the end of a dry run; None unless the exact parts alone are too large."""
-    if not found.is_impossible:
+    if not fitted.is_impossible:
         return None
-    names = ", ".join(phase.name for phase in found.full_phases) or "rollout"
+    names = ", ".join(phase.name for phase in fitted.full_phases) or "rollout"
     return (
-        f"the run does not fit a GPU of {found.device / GIB:.2f} GiB, even without the estimated parts (phase {names});"
+        f"the run does not fit a GPU of {fitted.device / GIB:.2f} GiB, even without the estimated parts (phase {names});"
         " the plan's verdict says what to change"
     )
 

@@ -126,8 +126,8 @@ class Config(Section):
     def max_staleness(self) -> int:
         """Steps that a sample may be older than the step that trains on it, whatever keeps it."""
         algorithm, rollout = self.algorithm, self.rollout
-        kept = (algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness, rollout.partial.max_staleness)
-        return rollout.lag + max(kept)
+        ages = (algorithm.filter_groups.max_staleness, algorithm.replay.max_staleness, rollout.partial.max_staleness)
+        return rollout.lag + max(ages)
 
     @property
     def colocates(self) -> bool:

@@ -42,13 +42,13 @@ class PassThrough:
 
     def owned_by(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the given names that are in `owned`, and their values."""
-        found = {}
+        values_of_names = {}
         for name in self.owned:
             table, _, key = name.rpartition(".")
             values = given.get(table) if table else given
             if isinstance(values, Mapping) and key in values:
-                found[name] = values[key]
-        return found
+                values_of_names[name] = values[key]
+        return values_of_names
 
 
 def _fields(package: str, sources: Mapping[str, str]) -> set[str]:
@@ -60,7 +60,7 @@ def _fields(package: str, sources: Mapping[str, str]) -> set[str]:
     if spec is None or not spec.submodule_search_locations:
         return set()
     folder = Path(next(iter(spec.submodule_search_locations)))
-    found: set[str] = set()
+    names: set[str] = set()
     for file, name in sources.items():
         try:
             tree = ast.parse((folder / file).read_text(encoding="utf-8"))
@@ -71,8 +71,8 @@ def _fields(package: str, sources: Mapping[str, str]) -> set[str]:
         fields = {target.id for target in targets if isinstance(target, ast.Name)}
         if not fields:
             return set()
-        found |= fields
-    return found
+        names |= fields
+    return names
 
 
 # -- The table `actor.megatron.override_transformer_config`: which of its keys may go to Megatron-Core -----------------

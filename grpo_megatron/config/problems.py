@@ -77,9 +77,9 @@ class ProblemList:
 
         `keys`: those that a plain text is about. Rooms that know no keys of a config yield plain texts.
         """
-        found = [Problem.of(given, *keys) for given in problems]
-        self.problems += found
-        return not found
+        added = [Problem.of(given, *keys) for given in problems]
+        self.problems += added
+        return not added
 
     def attempt(self, key: str, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Calls `read(...)`. If it raises ConfigError, adds its problems and returns None.

@@ -117,8 +117,8 @@ def _expanded(value: Any) -> Any:
         return value
     expanded: list[Any] = []
     for path in paths:
-        found = _matches(str(path)) if isinstance(path, str | Path) else []
-        expanded += found or [path]
+        matches = _matches(str(path)) if isinstance(path, str | Path) else []
+        expanded += matches or [path]
     return expanded
 
 
@@ -180,17 +180,17 @@ def config_keys(
     """
     for name, field in config.model_fields.items():
         inner = field.annotation
-        kept = resume or next((mark.kind for mark in field.metadata if isinstance(mark, Resume)), None)
+        resume_class = resume or next((mark.kind for mark in field.metadata if isinstance(mark, Resume)), None)
         needed = tuple(mark.any_of for mark in field.metadata if isinstance(mark, Needs)) or needs
         is_required = field.default is PydanticUndefined
         default = getattr(defaults, name) if defaults else None if is_required else field.default
         if isinstance(inner, type) and issubclass(inner, Section):
-            yield from config_keys(inner, f"{prefix}{name}.", kept, needed, default)
+            yield from config_keys(inner, f"{prefix}{name}.", resume_class, needed, default)
             continue
         needed = tuple(re.sub(r"(?<![\w.])\.", prefix, text) for text in needed)
         needed = tuple(text for text in needed if re.split("[:=!>]", text)[0] != prefix + name)  # not itself
         kind, description = _type_name(inner), " ".join((field.description or "").split())
-        yield ConfigKey(prefix + name, kind, default, is_required, description, kept or "applies", needed)
+        yield ConfigKey(prefix + name, kind, default, is_required, description, resume_class or "applies", needed)
 
 
 def _type_name(kind: Any) -> str:

@@ -58,17 +58,17 @@ class _Script:
         is_linked = False  # behind `&&` or `||`
         while self.at < len(self.text):
             words, start = found_commands[-1], self.at
-            if found := HERE.match(self.text, self.at):
-                self.at = found.end()
-                self._until(f"\n{found[2]}")
-            elif found := BETWEEN.match(self.text, self.at):
-                self.at = found.end()
-            elif found := END.match(self.text, self.at):
-                self.at, is_linked = found.end(), bool(found[1])
+            if match := HERE.match(self.text, self.at):
+                self.at = match.end()
+                self._until(f"\n{match[2]}")
+            elif match := BETWEEN.match(self.text, self.at):
+                self.at = match.end()
+            elif match := END.match(self.text, self.at):
+                self.at, is_linked = match.end(), bool(match[1])
                 found_commands += [[]] if words else []
-            elif (found := ASSIGNMENT.match(self.text, self.at)) and DECLARES.issuperset(words):
-                self.at = found.end()
-                self._assign(found[1], is_added=bool(found[2]), is_sure=not (self.branches or is_linked))
+            elif (match := ASSIGNMENT.match(self.text, self.at)) and DECLARES.issuperset(words):
+                self.at = match.end()
+                self._assign(match[1], is_added=bool(match[2]), is_sure=not (self.branches or is_linked))
             else:
                 words += self._words()
                 if len(words) == 1 and (written := self.text[start : self.at]) in KEYWORDS:
@@ -93,8 +93,8 @@ class _Script:
         words: list[str] = []
         self.at += 1
         while self.at < len(self.text) and self.text[self.at] != ")":
-            if found := BETWEEN.match(self.text, self.at) or END.match(self.text, self.at):
-                self.at = found.end()
+            if match := BETWEEN.match(self.text, self.at) or END.match(self.text, self.at):
+                self.at = match.end()
             else:
                 words += self._words()
         self.at += 1
@@ -105,9 +105,9 @@ class _Script:
         start = self.at
         value = self._text(END_OF_WORD)
         written = self.text[start : self.at]
-        if (found := ARRAY.fullmatch(written)) and found[1] in self.arrays:
-            self._spend(sum(len(word) + 1 for word in self.arrays[found[1]]))
-            return self.arrays[found[1]]
+        if (match := ARRAY.fullmatch(written)) and match[1] in self.arrays:
+            self._spend(sum(len(word) + 1 for word in self.arrays[match[1]]))
+            return self.arrays[match[1]]
         return value.split() if WHOLE.fullmatch(written) else [value] if value or written[0] in "\"'" else []
 
     def _text(self, ends: str, *, is_quoted: bool = False) -> str:
@@ -132,13 +132,13 @@ class _Script:
 
     def _until(self, end: str) -> str:
         """Reads the text up to `end`, which is passed, too."""
-        start, found = self.at, self.text.find(end, self.at)
-        if found < 0:
+        start, place = self.at, self.text.find(end, self.at)
+        if place < 0:
             raise ReadError(
                 f"No closing quotation: {end!r} is missing behind {self.text[max(0, start - 20) : start]!r}"
             )
-        self.at = found + len(end)
-        return self.text[start:found]
+        self.at = place + len(end)
+        return self.text[start:place]
 
     def _dollar(self, *, is_quoted: bool) -> str:
         """Reads the value of what stands behind a `$`; what has none stays as it is written."""
@@ -150,17 +150,17 @@ class _Script:
             self._pass("()")
             if self.text.startswith("((", start):
                 value = self._computed(self.text[start + 2 : self.at - 2])
-        elif found := PARAMETER.match(self.text, start):
-            self.at = found.end()
-            other, value = self._text("}", is_quoted=is_quoted), self.variables.get(found[1])
+        elif match := PARAMETER.match(self.text, start):
+            self.at = match.end()
+            other, value = self._text("}", is_quoted=is_quoted), self.variables.get(match[1])
             self._until("}")
-            has_value = bool(value) if found[2] else value is not None
-            if found[3] == "+" or (found[3] in ("-", "=") and not has_value):
-                value = other if has_value == (found[3] == "+") else ""
+            has_value = bool(value) if match[2] else value is not None
+            if match[3] == "+" or (match[3] in ("-", "=") and not has_value):
+                value = other if has_value == (match[3] == "+") else ""
         elif self.text.startswith("{", start):
             self._pass("{}")
-        elif found := NAME.match(self.text, start):
-            self.at, value = found.end(), self.variables.get(found[0])
+        elif match := NAME.match(self.text, start):
+            self.at, value = match.end(), self.variables.get(match[0])
         self.depth -= 1
         self._spend(len(value or ""))
         return f"${self.text[start : self.at]}" if value is None else value
@@ -168,10 +168,10 @@ class _Script:
     def _pass(self, pair: str) -> None:
         """Go behind a text in brackets."""
         level = 0
-        for found in re.compile(f"[{re.escape(pair)}]").finditer(self.text, self.at):
-            level += 1 if found[0] == pair[0] else -1
+        for match in re.compile(f"[{re.escape(pair)}]").finditer(self.text, self.at):
+            level += 1 if match[0] == pair[0] else -1
             if level == 0:
-                self.at = found.end()
+                self.at = match.end()
                 return
         raise ReadError(f"{pair[1]!r} is missing behind {self.text[self.at : self.at + 20]!r}")
 

@@ -275,10 +275,10 @@ def _literal(node: ast.expr, names: Mapping[str, str]) -> Any:
 
 def _shell(text: str, given: dict[str, str]) -> Settings:
     """Reads the settings of the command that has the most. A value with an unknown variable stays as written."""
-    found = sorted(map(_arguments, commands(text, given)), key=len)
-    if len(found) > 1 and len(found[-2]) > len(found[-1]) / 2:
-        found[-1] |= {"another command of the script": next(iter(found[-2].items()))}
-    return found[-1] if found else {}
+    by_size = sorted(map(_arguments, commands(text, given)), key=len)
+    if len(by_size) > 1 and len(by_size[-2]) > len(by_size[-1]) / 2:
+        by_size[-1] |= {"another command of the script": next(iter(by_size[-2].items()))}
+    return by_size[-1] if by_size else {}
 
 
 def _arguments(words: list[str]) -> Settings:
@@ -378,9 +378,9 @@ def known_elsewhere(key: str) -> str | None:
     if key in SECTIONS_OF:
         return f"`grpo-megatron import {SECTIONS_OF[key]} FILE` writes a config of {SECTIONS_OF[key]} in this program's terms"
     names = [name.name for name in config_keys(Config)]
-    own = key.removeprefix(VERL_PREFIX)
+    local_key = key.removeprefix(VERL_PREFIX)
     for trainer in OTHER_TRAINERS.values():
-        if trainer is TRL and own != key and own in names:  # verl's section, without a rule of its own
+        if trainer is TRL and local_key != key and local_key in names:  # verl's section, without a rule of its own
             break
         for name in dict.fromkeys([key, f"{ACTOR}{key.removeprefix('actor.')}", key.rpartition(".")[2]]):
             if name in trainer.rules and name not in SECTIONS:
@@ -390,8 +390,8 @@ def known_elsewhere(key: str) -> str | None:
                     if rule.ours
                     else f"{trainer.name}'s {name}: {rule.note}"
                 )
-    if own in names:
-        return f"here it is {own!r}"
+    if local_key in names:
+        return f"here it is {local_key!r}"
     section, _, leaf = key.rpartition(".")
     same = [name for name in names if section and name.endswith(f".{leaf}")]
     same = [name for name in same if name.startswith(f"{section.partition('.')[0]}.")] or same

@@ -86,13 +86,13 @@ def suggest(config: Config, arch: Architecture, machine: Machine) -> PlannedLayo
     assert machine.gpu is not None
     models = RunModels(arch)
     planned = PlannedMachine(machine.gpu, machine.ranks, machine.per_node)
-    found = search(config, models, Workload.of(config, models), planned).layouts
-    if not found:
+    layouts = search(config, models, Workload.of(config, models), planned).layouts
+    if not layouts:
         raise ConfigError(
             f"{arch.num_parameters() / 1e9:.2f}e9 parameters on {machine.ranks} GPUs of {machine.gpu.usable_gib:g} GiB: no layout"
             " fits; give more --gpus, or another --gpu"
         )
-    return found[0]
+    return layouts[0]
 
 
 # -- The text of a new config: new_config.yaml.jinja, with a comment for each choice -----------------------------------
@@ -168,14 +168,14 @@ def _write_value(lines: list[str], override: str) -> None:
             return
         written = lines[place].partition(" # ")[0].removeprefix(start).strip()
         if depth == len(names) - 1 or written:  # in a mapping on one line: {lr: 1.0e-6}
-            whole = parse_yaml(f"{name}: {written}")
-            table = whole
+            line_value = parse_yaml(f"{name}: {written}")
+            table = line_value
             for part in names[depth:-1]:
                 table = table.setdefault(part, {})
                 if not isinstance(table, dict):
                     raise ConfigError(f"{shown(override)}: {shown(part)} is a value, not a section")
             table[names[-1]] = given
-            lines[place] = f"{start} {json.dumps(whole[name])}"
+            lines[place] = f"{start} {json.dumps(line_value[name])}"
             return
         begin = place + 1
         end = next(

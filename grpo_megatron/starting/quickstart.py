@@ -26,8 +26,8 @@ FOLDERS = ("examples", "slurm")
 
 def examples_folder(name: str) -> Path:
     """Finds one of FOLDERS."""
-    own = PACKAGE_FOLDER / name
-    return own if own.is_dir() else PACKAGE_FOLDER.parent / name
+    packaged = PACKAGE_FOLDER / name
+    return packaged if packaged.is_dir() else PACKAGE_FOLDER.parent / name
 
 
 class ExamplesOptions(Options):
