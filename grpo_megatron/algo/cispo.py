@@ -7,10 +7,11 @@ from torch import Tensor
 
 from grpo_megatron.algo.losses import LossInputs, LossMetrics, policy_losses, ratio_metrics, ratio_of
 from grpo_megatron.config import ActorConfig
+from grpo_megatron.shapes import Float
 
 
 @policy_losses.register("cispo", is_proportional=True)
-def cispo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+def cispo(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
     """Computes REINFORCE with a bounded importance weight (arXiv 2506.13585): a clipped token keeps its gradient.
 
         -sg(clamp(rho, 1 - cispo_clip_ratio_low, 1 + clip_ratio_high)) A logprobs
@@ -25,7 +26,7 @@ def cispo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]
 
 
 @policy_losses.register("sapo", is_proportional=True, aggregation=("seq-mean-token-mean",))
-def sapo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+def sapo(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
     """Computes a sigmoid gate in place of the clip (arXiv 2511.20347).
 
         -A 4/tau sigmoid(tau (rho - 1)),   tau = tau_pos where A > 0, else tau_neg

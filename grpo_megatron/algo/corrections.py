@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grpo_megatron.algo.losses import ratio_of
 from grpo_megatron.config import RolloutCorrection
+from grpo_megatron.shapes import Bool, Float
 
 # Records for `Metrics`, name -> (method, values): call `Metrics.<method>(name, values)` for each.
 Method = Literal["mean_of", "population_std", "effective_sample_size", "max", "min"]
@@ -109,7 +110,9 @@ def rejection_mask(
     return remaining, {"rollout_corr/rollout_rs_masked_fraction": ("mean_of", (mask & ~remaining)[mask].double())}
 
 
-def _log_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+def _log_ratios(
+    old_logprobs: Float[Tensor, "B R"], rollout_logprobs: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"]
+) -> Float[Tensor, "B R"]:
     """Computes log w_t in float64, unclamped but finite; 0 where masked, and where both log-probabilities are -inf."""
     difference = old_logprobs.double() - rollout_logprobs.double()
     return torch.nan_to_num(difference, nan=0.0, posinf=1e6, neginf=-1e6).masked_fill(~mask, 0.0)
@@ -129,7 +132,7 @@ def _raw_and_applied(log_ratios: Tensor, mask: Tensor, config: RolloutCorrection
     return raw, raw.clamp(max=high)
 
 
-def _weights_at_level(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:
+def _weights_at_level(log_ratios: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], level: str) -> Float[Tensor, "B _"]:
     """Computes w per token [B, R], or per response [B, 1]."""
     if level == "sequence":
         log_ratios = log_ratios.sum(-1, keepdim=True)

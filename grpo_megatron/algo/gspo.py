@@ -21,10 +21,11 @@ from grpo_megatron.algo.losses import (
     sequence_mean,
 )
 from grpo_megatron.config import ActorConfig
+from grpo_megatron.shapes import Float
 
 
 @policy_losses.register("gspo", is_proportional=True, aggregation=SEQUENCE_MEAN)
-def gspo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+def gspo(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
     """Clips one ratio per sequence, s = exp(mean of d_t), in the form of `vanilla` without the dual clip (arXiv 2507.18071).
 
     The ratio of whole sequences is exp(sum of d_t). GSPO takes the mean, as its paper defines it: for independent d_t of
@@ -38,7 +39,7 @@ def gspo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
 
 
 @policy_losses.register("gspo_token", is_proportional=True, aggregation=SEQUENCE_MEAN)
-def gspo_token(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+def gspo_token(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
     """Clips s_t = sg(s) exp(logprobs - sg(logprobs)): the sequence's ratio with each token's own gradient (2507.18071).
 
     The value is that of `gspo`, and the gradient too where A is one number for the sequence. A may differ between tokens.
@@ -49,7 +50,7 @@ def gspo_token(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMet
 
 
 @policy_losses.register("gmpo", "geo_mean", is_proportional=True, aggregation=SEQUENCE_MEAN, geometric_correction=True)
-def gmpo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+def gmpo(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
     """Computes -A exp(mean of g_t), the geometric mean of ratios that are clipped in log space (arXiv 2507.20673).
 
     g_t = the smaller of d_t and clamp(d_t, -clip_ratio_low, clip_ratio_high) where A > 0, the larger elsewhere; A is the mean

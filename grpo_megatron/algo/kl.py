@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_megatron.algo.losses import KlPenalty, clamp_log_ratio
 from grpo_megatron.config import KlCtrl
 from grpo_megatron.registry import Registry
+from grpo_megatron.shapes import Bool, Float
 
 VALUE_CLAMP = 10.0
 
@@ -25,12 +26,16 @@ VALUE_CLAMP = 10.0
 kl_penalties: Registry[KlPenalty] = Registry("KL estimator")
 
 
-def k2(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def k2(
+    logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]
+) -> tuple[Float[Tensor, "*shape"], dict[str, Tensor]]:
     """Computes half the squared log-ratio."""
     return 0.5 * (logprobs - ref_logprobs).square(), {}
 
 
-def k3(logprobs: Tensor, ref_logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def k3(
+    logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]
+) -> tuple[Float[Tensor, "*shape"], dict[str, Tensor]]:
     """Computes Schulman's low-variance estimate e^d - 1 - d, clamped as in verl; it is never negative.
 
     d is clamped to +-20, then the value to at most 10, which also sets the gradient to 0: for tokens more than about 13.6 times
@@ -66,7 +71,12 @@ for _names, _penalty in _PENALTIES.items():
 
 
 @torch.no_grad()
-def reward_penalty(kl_penalty: KlPenalty, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+def reward_penalty(
+    kl_penalty: KlPenalty,
+    old_logprobs: Float[Tensor, "B R"],
+    ref_logprobs: Float[Tensor, "B R"],
+    mask: Bool[Tensor, "B R"],
+) -> Float[Tensor, "B R"]:
     """Computes the KL estimate of every loss token, before the coefficient; 0 where masked. All [B, R]; `mask` is the loss mask.
 
     `algorithm.use_kl_in_reward` subtracts coefficient * this from each token's reward, instead of a KL in the loss. It is taken
@@ -77,7 +87,7 @@ def reward_penalty(kl_penalty: KlPenalty, old_logprobs: Tensor, ref_logprobs: Te
     return value.masked_fill(~mask, 0.0)
 
 
-def sequence_kl(penalty: Tensor, mask: Tensor) -> Tensor:
+def sequence_kl(penalty: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"]) -> Float[Tensor, " rows"]:
     """Computes the mean over each row's loss tokens: [rows with one]. `mask` is the loss mask, bool [B, R]."""
     num_tokens = mask.sum(-1)
     return penalty.double().sum(-1)[num_tokens > 0] / num_tokens[num_tokens > 0]

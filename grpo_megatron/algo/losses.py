@@ -17,6 +17,7 @@ from torch import Tensor
 from grpo_megatron.algo.advantages import FAMILY_MODULES, advantage_estimators
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
 from grpo_megatron.registry import FactRegistry
+from grpo_megatron.shapes import Bool, Float
 
 LOG_RATIO_CLAMP = 20.0  # one token cannot overflow exp, as in verl: no product with e^20 = 4.9e8 overflows float32
 SEQUENCE_MEAN = ("seq-mean-token-mean",)
@@ -42,15 +43,15 @@ class MaskedInputs:
 class LossInputs(MaskedInputs):
     """The inputs of a loss: one micro-batch of B whole responses, all `[B, R]`, column t = response token t."""
 
-    logprobs: Tensor  # current policy; carries the gradient
-    entropy: Tensor  # current policy, nats
-    old_logprobs: Tensor  # the policy at the start of the update
-    rollout_logprobs: Tensor  # of the rollout engine
-    ref_logprobs: Tensor | None  # None: no reference model
-    advantages: Tensor
-    mask: Tensor  # bool, the loss mask: true at a token of the loss
-    token_weights: Tensor
-    correction: Tensor | None = None  # multiplies the policy loss alone; None: 1
+    logprobs: Float[Tensor, "B R"]  # current policy; carries the gradient
+    entropy: Float[Tensor, "B R"]  # current policy, nats
+    old_logprobs: Float[Tensor, "B R"]  # the policy at the start of the update
+    rollout_logprobs: Float[Tensor, "B R"]  # of the rollout engine
+    ref_logprobs: Float[Tensor, "B R"] | None  # None: no reference model
+    advantages: Float[Tensor, "B R"]
+    mask: Bool[Tensor, "B R"]  # the loss mask: true at a token of the loss
+    token_weights: Float[Tensor, "B R"]
+    correction: Float[Tensor, "B R"] | None = None  # multiplies the policy loss alone; None: 1
 
 
 class MetricSum(NamedTuple):
@@ -114,17 +115,17 @@ def ratio_metrics(log_ratio: Tensor, clipped: Tensor, lower: Tensor | None = Non
     }
 
 
-def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+def clamp_log_ratio(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Clamps `log_ratio` to +-LOG_RATIO_CLAMP, elementwise. `actor/ratio_clamp_frac` counts the clamped tokens."""
     return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 
-def ratio_of(log_ratio: Tensor) -> Tensor:
+def ratio_of(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Computes exp of the clamped log-ratio, elementwise."""
     return clamp_log_ratio(log_ratio).exp()
 
 
-def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+def sequence_mean(values: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"]) -> Float[Tensor, "B 1"]:
     """Computes the mean over each row's loss tokens, [B, R] -> [B, 1]; 0 for a row without any. Masked entries must be 0."""
     return values.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 

@@ -30,11 +30,12 @@ from grpo_megatron.algo.losses import (
 )
 from grpo_megatron.algo.reinforce import token_rewards, whitened_advantages
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
+from grpo_megatron.shapes import Bool, Float
 from grpo_megatron.types import GroupTable
 
 
 @policy_losses.register("vanilla", is_proportional=True)
-def vanilla(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+def vanilla(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
     """Computes PPO's clipped surrogate (arXiv 1707.06347), with two bounds and the dual clip.
 
         max(-A rho, -A clamp(rho, 1 - clip_ratio_low, 1 + clip_ratio_high))
@@ -160,14 +161,14 @@ def _rewards(table: GroupTable, row: int) -> list[float]:
 class ValueInputs(MaskedInputs):
     """The inputs of the value loss: one micro-batch of B whole responses, all `[B, R]`."""
 
-    values: Tensor  # of the current critic; carries the gradient
-    old_values: Tensor
-    returns: Tensor
-    mask: Tensor  # bool, the loss mask
-    token_weights: Tensor
+    values: Float[Tensor, "B R"]  # of the current critic; carries the gradient
+    old_values: Float[Tensor, "B R"]
+    returns: Float[Tensor, "B R"]
+    mask: Bool[Tensor, "B R"]  # the loss mask
+    token_weights: Float[Tensor, "B R"]
 
 
-def value_loss(inputs: ValueInputs, cliprange: float | None) -> tuple[Tensor, dict[str, MetricSum]]:
+def value_loss(inputs: ValueInputs, cliprange: float | None) -> tuple[Float[Tensor, ""], dict[str, MetricSum]]:
     """Computes the squared error with a bounded move per step, as PPO's reference implementation and verl do.
 
         v'   = clamp(v, v_old - c, v_old + c)

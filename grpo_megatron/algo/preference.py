@@ -14,6 +14,7 @@ from grpo_megatron.algo.advantages import Advantages, advantage_estimators, is_i
 from grpo_megatron.algo.losses import SEQUENCE_MEAN, LossInputs, LossMetrics, MetricSum, policy_losses
 from grpo_megatron.algo.reinforce import policy_gradient
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
+from grpo_megatron.shapes import Bool, Float
 from grpo_megatron.types import GroupTable
 
 
@@ -30,7 +31,7 @@ def rft(table: GroupTable, config: AlgorithmConfig) -> Advantages:
 
 
 @policy_losses.register("sft", is_proportional=True, is_likelihood=True)
-def log_likelihood(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+def log_likelihood(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
     """Computes -A logprobs on samples from any source. Where A = 1, this is maximum likelihood."""
     return policy_gradient(inputs, config)
 
@@ -53,7 +54,7 @@ def best_worst(table: GroupTable, config: AlgorithmConfig) -> Advantages:
 
 
 @policy_losses.register("dpo", is_likelihood=True, paired=True, needs_reference=True, aggregation=SEQUENCE_MEAN)
-def dpo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+def dpo(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
     """Computes -log sigmoid(dpo_beta * margin) of each pair (arXiv 2305.18290), at every token of both its rows.
 
     margin = sum of (logprobs - ref_logprobs) of the chosen response (row 2i, advantage 1) minus the same of the rejected one
@@ -75,7 +76,7 @@ def dpo(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
     }
 
 
-def per_token(pair_values: Tensor, mask: Tensor) -> Tensor:
+def per_token(pair_values: Float[Tensor, " pairs"], mask: Bool[Tensor, "B R"]) -> Float[Tensor, "B R"]:
     """Repeats each pair's value at every token of both its rows: [B / 2] -> [B, R]."""
     return pair_values.repeat_interleave(2)[:, None].expand_as(mask)
 

@@ -27,13 +27,14 @@ from grpo_megatron.algo.advantages import (
 )
 from grpo_megatron.algo.losses import LossInputs, LossMetrics, policy_losses
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
+from grpo_megatron.shapes import Float
 from grpo_megatron.types import GroupTable
 
 VARIANCE_EPSILON = 1e-8
 
 
 @policy_losses.register("gpg", is_proportional=True)
-def policy_gradient(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+def policy_gradient(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
     """Computes -A logprobs: the plain policy gradient on the policy's own samples, without a ratio (arXiv 2504.02546)."""
     return -inputs.advantages * inputs.logprobs, {}
 

@@ -18,11 +18,12 @@ from grpo_megatron.algo.advantages import Advantages, advantage_estimators, chec
 from grpo_megatron.algo.losses import SEQUENCE_MEAN, LossInputs, LossMetrics, policy_losses, sequence_mean
 from grpo_megatron.algo.preference import best_worst, pair_mean, per_token
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
+from grpo_megatron.shapes import Float
 from grpo_megatron.types import GroupTable
 
 
 @policy_losses.register("bradley_terry", is_likelihood=True, paired=True, scores="response", aggregation=SEQUENCE_MEAN)
-def bradley_terry(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+def bradley_terry(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
     """Computes -log sigmoid(s_chosen - s_rejected - margin) of each pair (arXiv 2203.02155, equation 1; margin: 2307.09288).
 
     Rows 2i (chosen, advantage 1 + margin) and 2i + 1 (rejected) are a pair. The total is a mean over the pairs of the optimizer
@@ -44,7 +45,7 @@ def bradley_terry(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, Loss
 @policy_losses.register(
     "step_labels", is_likelihood=True, scores="step", aggregation=("token-mean", "seq-mean-token-mean")
 )
-def step_label_loss(inputs: LossInputs, config: ActorConfig) -> tuple[Tensor, LossMetrics]:
+def step_label_loss(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
     """Computes -log sigmoid(s) of a right step, -log sigmoid(-s) of a wrong one (Math-Shepherd, arXiv 2312.08935).
 
     This is binary cross entropy with the probability sigmoid(s) that the step is right. The advantage of a scored token is 1
@@ -89,7 +90,7 @@ def labels_of_steps(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     return advantages
 
 
-def pairwise_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+def pairwise_loss(chosen: Float[Tensor, " pairs"], rejected: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
     """Computes -log sigmoid(chosen - rejected) of scores [pairs] -> [pairs], exact for any margin.
 
     Bradley-Terry: P(chosen beats rejected) = sigmoid(s_chosen - s_rejected). InstructGPT (arXiv 2203.02155, equation 1) and
