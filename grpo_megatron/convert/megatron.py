@@ -477,8 +477,8 @@ def _chunks(source: Source, dtype: torch.dtype) -> Iterator[tuple[WriteItem, Any
         shape, tensors = whole_shape(row, source.arch), [source.read(name) for name in row.hf]
         for place in written_places(row, source.arch):
             for first, last in row_blocks(shape):
-                pieces = row.pieces_within(source.arch, first, last)
-                block = torch.cat([tensors[piece.tensor][piece.start : piece.stop] for piece in pieces])
+                slices = row.slices_within(source.arch, first, last)
+                block = torch.cat([tensors[shard.tensor][shard.start : shard.stop] for shard in slices])
                 data = block.to(row.dtype(dtype)).view(*(1 for _ in place.index), *block.shape)
                 offsets = torch.Size((*place.index, first, *(0 for _ in shape[1:])))
                 info = TensorWriteData(

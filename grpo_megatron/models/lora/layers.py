@@ -267,10 +267,10 @@ def _adapt(
     base = row_a.base
     is_local = base.split_dim is None and transformer.sequence_parallel  # the gradient is of local tokens
     sums = (base.split_dim == 0 or is_local, base.split_dim == 1 or is_local) if mesh.tp > 1 else (False, False)
-    pieces = row_b.pieces(arch, mesh.tp_rank, mesh.tp)
+    slices = row_b.slices(arch, mesh.tp_rank, mesh.tp)
     rows: list[Any] = []
     for number in range(len(row_b.targets)):
-        runs = [torch.arange(p.stop - p.start) + p.local_start for p in pieces if p.tensor == number]
+        runs = [torch.arange(p.stop - p.start) + p.local_start for p in slices if p.tensor == number]
         places = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
         rows.append(slice(int(places[0]), int(places[-1]) + 1) if len(runs) == 1 else places.to(module.weight.device))
     keeps_merged = (transformer.recompute_granularity, transformer.recompute_method) == ("full", "uniform")

@@ -23,15 +23,15 @@ def sharded_factors(model: torch.nn.Module, lora: Lora, arch: Architecture, mesh
 
 
 def _entry(row: Factor, parameter: Tensor, arch: Architecture, mesh: Mesh) -> ShardedTensorFactory:
-    pieces, shapes = row.pieces(arch, mesh.tp_rank, mesh.tp), row.hf_shapes(arch)
+    slices, shapes = row.slices(arch, mesh.tp_rank, mesh.tp), row.hf_shapes(arch)
     replica = (0, mesh.tp_rank if row.split_dim is None else 0, mesh.dp_rank)
 
     def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
         found = []
-        for piece in pieces:
-            part = tensor.narrow(row.axis, piece.local_start, piece.stop - piece.start)
-            shown, shape = row.hf[piece.tensor], shapes[piece.tensor]
-            offset = (0,) * row.axis + (piece.start,) + (0,) * (1 - row.axis)
+        for shard in slices:
+            part = tensor.narrow(row.axis, shard.local_start, shard.stop - shard.start)
+            shown, shape = row.hf[shard.tensor], shapes[shard.tensor]
+            offset = (0,) * row.axis + (shard.start,) + (0,) * (1 - row.axis)
             layout = {"local_shape": tuple(part.shape), "global_shape": shape, "global_offset": offset}
             found.append(
                 ShardedTensor(shown, part, part.dtype, **layout, axis_fragmentations=None, replica_id=replica_id)
@@ -40,9 +40,9 @@ def _entry(row: Factor, parameter: Tensor, arch: Architecture, mesh: Mesh) -> Sh
 
     def merge(parts: list[Tensor]) -> Tensor:
         out = torch.zeros_like(parameter)
-        for piece, part in zip(pieces, parts, strict=True):
-            out.narrow(row.axis, piece.local_start, piece.stop - piece.start).copy_(part)
+        for shard, part in zip(slices, parts, strict=True):
+            out.narrow(row.axis, shard.local_start, shard.stop - shard.start).copy_(part)
         return out
 
-    parameter.has_unused_rows = sum(p.stop - p.start for p in pieces) < parameter.shape[row.axis]  # type: ignore[attr-defined]
+    parameter.has_unused_rows = sum(p.stop - p.start for p in slices) < parameter.shape[row.axis]  # type: ignore[attr-defined]
     return ShardedTensorFactory(row.megatron, parameter, build, merge, replica)

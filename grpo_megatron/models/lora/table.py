@@ -52,9 +52,9 @@ class FactorA(Factor):
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
         return tuple((self.rank, self.base.hf_shapes(arch)[index][1]) for index in self.targets)
 
-    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
+    def slices(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
         if self.split_dim is not None:
-            return super().pieces(arch, tp_rank, tp)
+            return super().slices(arch, tp_rank, tp)
         return tuple(Shard(number, 0, self.rank, number * self.rank) for number in range(len(self.targets)))
 
 
@@ -71,13 +71,13 @@ class FactorB(Factor):
     def local_shape(self, arch: Architecture, tp: int) -> tuple[int, ...]:
         return (self.base.local_shape(arch, tp)[0], self.rank)
 
-    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
+    def slices(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
         if self.split_dim is None:
-            return super().pieces(arch, tp_rank, tp)
+            return super().slices(arch, tp_rank, tp)
         return tuple(
-            Shard(self.targets.index(piece.tensor), piece.start, piece.stop, piece.local_start)
-            for piece in self.base.pieces(arch, tp_rank, tp)
-            if piece.tensor in self.targets
+            Shard(self.targets.index(shard.tensor), shard.start, shard.stop, shard.local_start)
+            for shard in self.base.slices(arch, tp_rank, tp)
+            if shard.tensor in self.targets
         )
 
 

@@ -155,7 +155,7 @@ def sync_parameters(
             tensors=tuple(SyncTensor(n, s, row.axis) for n, s in zip(row.hf, row.hf_shapes(arch), strict=True)),
             stages=(stage_of[row.megatron], *copies.get(row.megatron, ())),
             ep_rank=row.ep_rank(arch, grid.ep),
-            shards=tuple(row.pieces(arch, tp_rank, grid.tp) for tp_rank in range(grid.tp)),
+            shards=tuple(row.slices(arch, tp_rank, grid.tp) for tp_rank in range(grid.tp)),
         )
         for row in (model_rows(arch).values() if rows is None else rows)
         if not row.is_constant

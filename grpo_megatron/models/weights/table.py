@@ -2,7 +2,7 @@
 
 A weight table has one row per kind of parameter, with the placeholders {layer} and {expert} in its names. An expanded row is one
 parameter of the model. A kind of row defines the shapes of its Hugging Face tensors, and the order of their parts in Megatron's
-tensor (`segments`, `pieces`). Loading (`shard`), export (`merge`), the converter and the plan of the engine sync follow from
+tensor (`segments`, `slices`). Loading (`shard`), export (`merge`), the converter and the plan of the engine sync follow from
 these, so they cannot disagree.
 """
 
@@ -79,7 +79,7 @@ class WeightRow(ABC):
         """Returns (index in `hf`, number of rows) from top to bottom of the full Megatron tensor (tp 1, no padding rows)."""
         return ((i, shape[0]) for i, shape in enumerate(self.hf_shapes(arch)))
 
-    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
+    def slices(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
         """Returns the parts of the Hugging Face tensors in this rank's parameter, along the dimension that is cut.
 
         Padding rows are in none.
@@ -89,10 +89,10 @@ class WeightRow(ABC):
         size = self.local_shape(arch, tp)[self.split_dim]
         if self.split_dim == 1:
             return (Shard(0, tp_rank * size, (tp_rank + 1) * size, 0),)
-        return tuple(self.pieces_within(arch, tp_rank * size, (tp_rank + 1) * size))
+        return tuple(self.slices_within(arch, tp_rank * size, (tp_rank + 1) * size))
 
-    def pieces_within(self, arch: Architecture, first: int, last: int) -> Iterator[Shard]:
-        """Yields the pieces in rows [first, last) of the full Megatron tensor, which `segments` describes."""
+    def slices_within(self, arch: Architecture, first: int, last: int) -> Iterator[Shard]:
+        """Yields the slices in rows [first, last) of the full Megatron tensor, which `segments` describes."""
         row, done = 0, [0] * len(self.hf)  # rows passed: of the Megatron tensor, of each Hugging Face tensor
         for tensor, length in self.segments(arch):
             low, high = max(first, row), min(last, row + length)
@@ -105,23 +105,23 @@ class WeightRow(ABC):
         """Builds this rank's parameter from Hugging Face tensors. Reads only its part of them. Padding rows are zeros."""
         shape, axis = self.local_shape(arch, tp), self.split_dim or 0
         out = None
-        for piece in self.pieces(arch, tp_rank, tp):
-            cut = (slice(None),) * axis + (slice(piece.start, piece.stop),)
-            part = read(self.hf[piece.tensor])[cut]
+        for shard in self.slices(arch, tp_rank, tp):
+            cut = (slice(None),) * axis + (slice(shard.start, shard.stop),)
+            part = read(self.hf[shard.tensor])[cut]
             if tuple(part.shape) == shape:
                 return part  # type: ignore[no-any-return]
             out = part.new_zeros(shape) if out is None else out
-            out.narrow(axis, piece.local_start, piece.stop - piece.start).copy_(part)
+            out.narrow(axis, shard.local_start, shard.stop - shard.start).copy_(part)
         return read(self.hf[0])[0:0].new_zeros(shape) if out is None else out  # None: nothing but padding
 
     def merge(self, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
         """Merges all ranks' parameters to full Hugging Face tensors, in the order of `hf`. They own their memory."""
         out, axis, tp = [shards[0].new_empty(shape) for shape in self.hf_shapes(arch)], self.split_dim or 0, len(shards)
         for tp_rank in range(tp) if self.split_dim is not None else (0,):
-            for piece in self.pieces(arch, tp_rank, tp):
-                length = piece.stop - piece.start
-                part = shards[tp_rank].narrow(axis, piece.local_start, length)
-                out[piece.tensor].narrow(axis, piece.start, length).copy_(part)
+            for shard in self.slices(arch, tp_rank, tp):
+                length = shard.stop - shard.start
+                part = shards[tp_rank].narrow(axis, shard.local_start, length)
+                out[shard.tensor].narrow(axis, shard.start, length).copy_(part)
         return out
 
 
@@ -198,7 +198,7 @@ class GateUp(WeightRow):
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
         return ((getattr(arch, self.size), arch.hidden_size),) * 2
 
-    def pieces(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
+    def slices(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
         size = getattr(arch, self.size) // tp
         return tuple(Shard(i, tp_rank * size, (tp_rank + 1) * size, i * size) for i in (0, 1))
 
