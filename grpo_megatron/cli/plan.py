@@ -54,7 +54,7 @@ from grpo_megatron.planning.search import Fit, PlannedLayout, estimated, fit, ne
 from grpo_megatron.planning.traffic import border_traffic, kept_by_syncs, weight_sync_lines
 from grpo_megatron.report.kit import text_page
 from grpo_megatron.rollout.vllm.arguments import loops_over_requests
-from grpo_megatron.rollout.vllm.process import installed_vllm
+from grpo_megatron.rollout.vllm.versions import installed_vllm
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.transformer_engine import FLASH_ATTENTION, attention_gap
 from grpo_megatron.untrusted import reason_of

@@ -1,8 +1,8 @@
 """From `rollout.engine` to an engine: the registry of engine classes, their checks, and the one builder.
 
 rollout:
-  engine: vllm                            # a registered name, or package.module:Class of the user's own
-  engine_options: {sleep_level: 1}        # validated by the class's own section type, `Options`
+  engine: vllm                            # a registered name, or package.module:Class of the user
+  engine_options: {sleep_level: 1}        # validated by the class's section type, `Options`
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_megatron.registry import Registry, did_you_mean
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.rollout.transformers_engine import TransformersEngine
 from grpo_megatron.rollout.vllm.engine import VllmEngine
-from grpo_megatron.rollout.vllm.process import computes_exactly
+from grpo_megatron.rollout.vllm.versions import is_newest
 
 engines: Registry[type[RolloutEngine]] = Registry("rollout engine")
 engines.register("vllm")(VllmEngine)
@@ -28,26 +28,26 @@ engines.register("transformers")(TransformersEngine)
 
 
 def find_engine(name: str) -> type[RolloutEngine]:
-    """The engine class that `rollout.engine` names. Raises ConfigError."""
+    """Returns the engine class that `rollout.engine` names. Raises ConfigError."""
     try:
-        found = engines.get(name)
+        engine = engines.get(name)
     except ValueError as error:
         raise ConfigError(f"rollout.engine: {error}") from error
     except Exception as error:  # whatever the user's module raises while it is imported
         raise ConfigError(
             f"rollout.engine={name!r}: importing it raised {type(error).__name__}: {error}; fix the module"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, RolloutEngine)):
+    if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
         raise ConfigError(
             f"rollout.engine={name!r} is no subclass of grpo_megatron.rollout.engine.RolloutEngine; name one"
         )
-    if found.__abstractmethods__:
-        raise ConfigError(f"rollout.engine={name!r} lacks {', '.join(sorted(found.__abstractmethods__))}; define them")
-    return found
+    if engine.__abstractmethods__:
+        raise ConfigError(f"rollout.engine={name!r} lacks {', '.join(sorted(engine.__abstractmethods__))}; define them")
+    return engine
 
 
 def read_options(engine: type[RolloutEngine], given: Mapping[str, Any]) -> Section:
-    """The table `rollout.engine_options` as the engine's own section. Raises ConfigError with one line per wrong key."""
+    """Reads the table `rollout.engine_options` as the engine's section. Raises ConfigError with one line per wrong key."""
     try:
         return engine.Options.model_validate(dict(given))
     except ValidationError as error:
@@ -65,7 +65,7 @@ def _explain(error: Any, known: list[str]) -> str:
 
 
 def engine_problems(rollout: RolloutConfig, *, replays: bool = False, has_images: bool = False) -> Iterator[str]:
-    """What is wrong with the engine's part of the config. Runs before any rank starts; imports no engine package.
+    """Yields what is wrong with the engine's part of the config. Runs before any rank starts; imports no engine package.
 
     `replays`: the trainer replays the routes of the engine. `has_images`: the model reads images.
     """
@@ -99,7 +99,7 @@ def engine_problems(rollout: RolloutConfig, *, replays: bool = False, has_images
 
 
 def engine_packages(rollout: RolloutConfig) -> dict[str, str]:
-    """The packages that the engine needs: module -> what `pip install` calls it. Empty for an unknown engine."""
+    """Returns the packages that the engine needs: module -> name for `pip install`. Empty for an unknown engine."""
     try:
         return dict(find_engine(rollout.engine).requires)
     except ConfigError:
@@ -109,15 +109,18 @@ def engine_packages(rollout: RolloutConfig) -> dict[str, str]:
 def build_engine(
     rollout: RolloutConfig, model_path: Path | str, mesh: Mesh, device: Device, **arguments: Any
 ) -> RolloutEngine:
-    """The engine of the `rollout` section. Collective over the world; arguments as in `RolloutEngine`. Raises ConfigError."""
+    """Builds the engine of the `rollout` section. Collective over the world; arguments as in `RolloutEngine`.
+
+    Raises ConfigError.
+    """
     engine = find_engine(rollout.engine)
     options = read_options(engine, rollout.engine_options)
     return engine(model_path, rollout, mesh, device, options=options, **arguments)
 
 
 def exact_engine_problem(engine: str) -> str | None:
-    """Why `rollout.engine` cannot compute the policy's bits (`model.exact`), or None."""
-    if engine == "vllm" and not computes_exactly():
+    """Returns why `rollout.engine` cannot compute the policy's bits (`model.exact`), or None."""
+    if engine == "vllm" and not is_newest():
         return "rollout.engine=vllm: the layers of vllm 0.26 are others; install vllm 0.32.*, or set rollout.engine=transformers"
     if ":" not in engine and not find_engine(engine).has_exact_rows:
         return f"rollout.engine={engine} computes with kernels of its own; set rollout.engine=transformers"

@@ -1,19 +1,10 @@
 """RolloutEngine: the interface between the trainer and a rollout engine, with the request and completion types.
 
-Each rank holds one engine object. `rollout_tp` neighbouring ranks form a block that serves the same requests together;
-blocks never wait for each other to generate. Lengths are tokens, log-probabilities are natural logarithms.
-
-The life of an engine within a step:
-
-    wake_weights() -> load_weights(stream, step) -> wake_kv_cache() -> generate(requests, step) ... -> sleep()
-
-`generate` draws a whole list. `stream` does so too, and gives each response as soon as it is complete. A caller whose
-requests depend on earlier responses submits them one by one, and polls for what has finished in one step of the engine:
-
-    submit(id, request, step) ... -> poll() -> [(id, completion), ...]
+Each rank has one engine object. `rollout_tp` neighbouring ranks are one replica of the engine and serve the same requests
+together; replicas never wait for each other to generate. Lengths are tokens, log-probabilities are natural logarithms.
 
 To add an engine, write a subclass and name it in the config: `rollout.engine: my.module:MyEngine`. Nothing in this package
-has to change. `vllm.py` is the example.
+has to change. transformers_engine.py is the shorter example.
 """
 
 from __future__ import annotations
@@ -38,19 +29,18 @@ if TYPE_CHECKING:
     from grpo_megatron.parallel.mesh import Mesh
 
 
-# Last characters of " .", " n't" and the like, where the clean-up of a tokenizer removes a space.
-_CLEANED = ".?!,'tmse "
-_MARGIN = 8  # characters: what decodes differently at the beginning of a window (parts of a character, a space)
+_CLEANED = ".?!,'tmse "  # last characters of " .", " n't" and the like: the clean-up of a tokenizer removes their space
+_MARGIN = 8  # characters that may decode differently at the beginning of a window (parts of a character, a space)
 
 
 class StopTexts:
-    """Texts that end a response. `token_ids` are those which are one token of the vocabulary, special tokens too.
+    """Texts that end a response. `token_ids`: the texts that are one token of the vocabulary, special tokens too.
 
     Token t completes a text when it is the first token for which decode(ids[: t + 1]) contains the text. Special tokens are left
     out of the decoded text. Decoding all tokens again after each token would be quadratic, so most tokens are ruled out by
-    what they decode to alone: the last character of a stop text is always part of the token that completes it. For the others
-    the end of the response is decoded. A text found there is confirmed in the whole response, because the beginning of a
-    window may decode to something else. One tokenizer and no other state: all ranks decide the same.
+    their own text: the last character of a stop text is always part of the token that completes it. For the others the end of
+    the response is decoded. A text found there is confirmed in the full response, because the beginning of a window may decode
+    to something else. One tokenizer and no other state: all ranks decide the same.
     """
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
@@ -70,7 +60,7 @@ class StopTexts:
         self._lengths: dict[int, int] = {}  # token id -> characters; 0: it cannot complete a text
 
     def completed_by(self, response_ids: Sequence[int]) -> bool:
-        """Whether the last token completes a text. To be called after each token, until it does."""
+        """Returns True if the last token completes a text. To be called after each token, until it does."""
         token = response_ids[-1]
         if token not in self._lengths:
             text = self._decode([token, token])  # twice: a tokenizer may drop the space that begins the first token
@@ -80,7 +70,7 @@ class StopTexts:
         return length > 0 and self._is_near_end(response_ids, length) and self._is_in(self._decode(response_ids))
 
     def _is_near_end(self, response_ids: Sequence[int], last_length: int) -> bool:
-        """Whether the last tokens contain a text. They decode to enough characters for each that the last can complete."""
+        """Returns True if the last tokens contain a text. They decode to enough characters for each possible text."""
         length = self._longest + last_length + _MARGIN
         size = self._longest + _MARGIN
         while len(text := self._decode(response_ids[-size:])) < length and size < len(response_ids):
@@ -96,7 +86,7 @@ class StopTexts:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to draw. Only `seed` decides the draws: not the other requests, their order, or the rank."""
+    """One response to sample. Only `seed` decides the tokens: not the other requests, their order, or the rank."""
 
     prompt_ids: tuple[int, ...]
     seed: int
@@ -114,32 +104,45 @@ class Request:
         """The response so far."""
         return self.prompt_ids[len(self.prompt_ids) - self.num_written :]
 
+    @property
+    def all_stop_token_ids(self) -> tuple[int, ...]:
+        """The request's stop tokens, and the stop texts that are one token."""
+        return (*self.stop_token_ids, *(self.stop.token_ids if self.stop else ()))
+
 
 @dataclass(frozen=True)
 class Completion:
-    """One response. `logprobs[t]` belongs to `response_ids[t]`, under the distribution that it was drawn from: after
-    temperature, top_p and top_k. The token that stopped the response, or completed a stop text, is its last one."""
+    """One response. The token that stopped it, or completed a stop text, is its last one."""
 
     response_ids: list[int]
-    logprobs: list[float]
+    logprobs: list[
+        float
+    ]  # of each token under the distribution that it was sampled from, after temperature, top_p, top_k
     finish_reason: str  # "stop" | "length"
-    # of prompt and response, without the last token, which it did not read
-    routes: TokenRoutes = field(default=None, compare=False)
+    routes: TokenRoutes = field(default=None, compare=False)  # of prompt and response without the last, unread token
 
 
 def continued(known: TokenRoutes, new: TokenRoutes) -> TokenRoutes:
-    """The routes of a sequence that has grown: each token's are those of the engine that first computed it."""
+    """Merges the routes of a sequence that has grown: each token keeps those of the engine that first computed it."""
     if known is None or new is None:
         return known if new is None else new
-    whole = new.copy()
-    whole[: len(known)] = np.where(known >= 0, known, new[: len(known)])
-    return whole
+    merged = new.copy()
+    merged[: len(known)] = np.where(known >= 0, known, new[: len(known)])
+    return merged
 
 
 class RolloutEngine(ABC):
-    """One rank's engine. Methods that draw or compute are collective over a block, all others over the world.
+    """One rank's engine. Methods that generate or compute are collective over a replica, all others over the world.
 
-    All ranks of a block make the same calls of `generate`, `submit`, `poll`, `abort` and `logprobs` in the same order.
+    All ranks of a replica make the same calls of `generate`, `submit`, `poll`, `abort` and `logprobs` in the same order. In a
+    step:
+
+        wake_weights() -> load_weights(stream, step) -> wake_kv_cache() -> generate(requests, step) ... -> sleep()
+
+    `generate` serves a list; `stream` yields each response as soon as it is complete. A caller with requests that depend on
+    earlier responses submits them one by one, and polls for those that finish in a step of the engine:
+
+        submit(id, request, step) ... -> poll() -> [(id, completion), ...]
 
     The class attributes and `problems` are read before any rank starts, also on a machine without the engine's packages:
     the module of an engine class must not import them at its top.
@@ -147,14 +150,14 @@ class RolloutEngine(ABC):
 
     Options: ClassVar[type[Section]] = Section  # the type of the section `rollout.engine_options`
     requires: ClassVar[Mapping[str, str]] = {}  # package to import -> what `pip install` calls it
-    reads_shards: ClassVar[bool] = False  # True: of each tensor it reads only its rank's part (`engine_tensors`)
+    reads_shards: ClassVar[bool] = False  # True: of each tensor it reads only its rank's shard (`engine_tensors`)
     has_exact_rows: ClassVar[bool] = False  # True: it takes `exact`, of `model.exact`
     records_routes: ClassVar[bool] = False  # True: it takes `record_routes`, of `actor.moe.route_replay=engine`
     reads_images: ClassVar[bool] = False  # True: it serves models with images; `logprobs` has the argument `images`
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: Any) -> Iterator[str]:
-        """Settings of the `rollout` section that this engine does not support: key, value and remedy, one line each."""
+        """Yields settings of the `rollout` section that this engine does not support: key, value and remedy, in one line."""
         yield from ()
 
     @abstractmethod
@@ -171,11 +174,11 @@ class RolloutEngine(ABC):
         eos_token_ids: list[int],
         tensors: EngineTensors,
     ) -> None:
-        """Built on every rank at the same point, after the process group.
+        """Builds the engine, on every rank at the same point, after the process group.
 
-        `model_path` need only hold a config.json: weights come from `load_weights`. `options` is a validated `Options`.
+        `model_path` needs no more than a config.json: weights come from `load_weights`. `options` is a validated `Options`.
         `max_model_len` bounds prompt plus response. `eos_token_ids` end a response. `dtype` is "float32" or "bfloat16".
-        `tensors` has every Hugging Face tensor of a complete weight stream, and the parts of them that are filled.
+        `tensors` has every Hugging Face tensor of a complete weight stream, and the shards of them that are filled.
         """
 
     @property
@@ -185,22 +188,22 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
-        """Replace all weights. Reads `stream` to its end, whatever happens: other ranks may depend on it.
+        """Replaces all weights. Reads `stream` to its end, whatever happens: other ranks may depend on it.
 
-        Tensors have their whole shape. Where `reads_shards`, only this rank's part of each has contents. Raises RankError
+        Tensors have their full shape. Where `reads_shards`, only this rank's shard of each has contents. Raises RankError
         on every rank if anything is wrong on any rank, unfinished requests included; `version` is then None.
         """
 
     def digests(self) -> Mapping[str, int] | None:
-        """Name -> digest of this rank's part of the tensor in the engine's own memory (`sync.digest.slice_digest`).
+        """Returns name -> digest of this rank's shard of the tensor in the engine's memory (`sync.digest.slice_digest`).
 
-        Called after `load_weights`. A tensor that was not loaded is absent. None: the engine cannot tell.
+        Called after `load_weights`. A tensor that was not loaded is absent. None: the engine has no digests.
         """
         return None
 
     @abstractmethod
     def submit(self, request_id: str, request: Request, version: int) -> None:
-        """Queue a request. It is served by the following calls of `poll`, together with all others.
+        """Queues a request. The following calls of `poll` serve it together with all others.
 
         Raises RuntimeError as `require` does, and ValueError for a request that cannot be served exactly, or for an id
         that is still unfinished. Nothing is queued then.
@@ -208,36 +211,36 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def poll(self) -> list[tuple[str, Completion]]:
-        """Run one step of the engine. Returns what has finished in it, in order of submission: often nothing.
+        """Runs one step of the engine. Returns what has finished in it, in order of submission: often nothing.
 
         Returns at once when nothing is unfinished. After an exception the engine is unusable: `version` is None.
         """
 
     @abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Forget unfinished requests; they get no completion. Raises ValueError for an id that is not unfinished."""
+        """Removes unfinished requests; they get no completion. Raises ValueError for an id that is not unfinished."""
 
     @property
     @abstractmethod
     def num_unfinished(self) -> int:
-        """How many requests are submitted, and neither finished nor aborted."""
+        """The number of requests that are submitted, and neither finished nor aborted."""
 
     def cache_statistics(self) -> tuple[int, int]:
-        """(prompt tokens, those of them found in the prefix cache) of the requests that finished since the last call."""
+        """Counts (prompt tokens, hits of the prefix cache among them) of the requests that finished since the last call."""
         return 0, 0
 
     def require(self, version: int) -> None:
-        """Raise RuntimeError at once, instead of hanging, unless the engine can draw from the weights of `version`."""
+        """Raises RuntimeError at once, instead of hanging, unless the engine can sample from the weights of `version`."""
         if version != self.version:
             raise RuntimeError(f"samples are wanted from weights of version {version}, the engine has {self.version}")
 
     def generate(self, requests: Sequence[Request], version: int) -> list[Completion]:
-        """Completions in the order of `requests`. Raises as `stream` does."""
+        """Returns completions in the order of `requests`. Raises as `stream` does."""
         finished = dict(pair for step in self.stream(requests, version) for pair in step)
         return [finished[number] for number in range(len(requests))]
 
     def stream(self, requests: Sequence[Request], version: int) -> Iterator[list[tuple[int, Completion]]]:
-        """One list per step of the engine: (index in `requests`, its completion) of what has finished in this step.
+        """Yields one list per step of the engine: (index in `requests`, its completion) of what has finished in this step.
 
         Raises as `submit` and `poll` do, and RuntimeError while other requests are unfinished. When it is left early, by
         an exception too, nothing stays queued.
@@ -258,30 +261,30 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def logprobs(self, sequences: list[list[int]], images: Sequence[tuple[PromptImage, ...]] = ()) -> list[list[float]]:
-        """Log-probabilities at temperature 1 of the tokens 1, 2, ... of each sequence, given the tokens before them.
+        """Computes log-probabilities at temperature 1 of the tokens 1, 2, ... of each sequence, given those before them.
 
         `images`: of each sequence; empty: none has any.
         """
 
     @abstractmethod
     def sleep(self) -> None:
-        """Free the device memory. The weights are lost: `version` becomes None. RuntimeError: requests are unfinished."""
+        """Frees the device memory. The weights are lost: `version` becomes None. RuntimeError: requests are unfinished."""
 
     @abstractmethod
     def wake_weights(self) -> None:
-        """Allocate the weights again. Their contents are undefined until `load_weights`."""
+        """Allocates the weights again. Their contents are undefined until `load_weights`."""
 
     @abstractmethod
     def wake_kv_cache(self) -> None:
-        """Allocate the key-value cache again, after `load_weights`."""
+        """Allocates the key-value cache again, after `load_weights`."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Release everything. The engine cannot be used afterwards."""
+        """Releases everything. The engine cannot be used afterwards."""
 
 
 def sample_seed(run_seed: int, step: int, prompt_uid: str, sample_index: int) -> int:
-    """Seed in [0, 2**63) of one sample's draws. It does not depend on the rank, nor on what else is drawn.
+    """Returns the seed in [0, 2**63) of one sample. It does not depend on the rank, nor on the other samples.
 
     A stable hash: Python's own changes between processes. CPU generators keep only the low 32 bits, which are uniform.
     """
@@ -289,7 +292,7 @@ def sample_seed(run_seed: int, step: int, prompt_uid: str, sample_index: int) ->
 
 
 def stable_hash(text: str) -> int:
-    """A hash in [0, 2**63) that is the same in every process."""
+    """Hashes a text into [0, 2**63), equally in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -299,11 +302,11 @@ BROKEN = "the engine is broken and must be built again"
 
 
 class StatefulEngine(RolloutEngine):
-    """The states of an engine with a queue of its own, and what it refuses in each.
+    """The states of an engine with a queue, and the calls that it refuses in each.
 
     An engine is asleep or awake, has a complete set of weights or none, and is broken for ever once a call has left its
-    queue in an unknown state. A subclass sets the attributes that have no value below in its constructor. `_queue` has
-    `len`, `in` for ids, `step`, `abort` and `cache_statistics`.
+    queue in an unknown state. The constructor of a subclass sets the attributes that have no value below. `_queue` has `len`,
+    `in` for ids, `step`, `abort` and `cache_statistics`.
     """
 
     _queue: Any
@@ -316,13 +319,13 @@ class StatefulEngine(RolloutEngine):
 
     @abstractmethod
     def _working(self) -> contextlib.AbstractContextManager[Any]:
-        """Around every call of the queue that computes or frees something."""
+        """Surrounds every call of the queue that computes or frees something."""
 
     def _free_memory(self) -> None:
-        """Called when the engine falls asleep."""
+        """Frees the device memory when the engine falls asleep."""
 
     def _allocate(self, part: str) -> None:
-        """Called when "weights" or "kv_cache" wake up."""
+        """Allocates "weights" or "kv_cache" when they wake up."""
 
     @property
     def version(self) -> int | None:
@@ -330,7 +333,7 @@ class StatefulEngine(RolloutEngine):
 
     @property
     def num_unfinished(self) -> int:
-        """How many requests are unfinished; 0 for a broken engine, of which nothing will ever finish."""
+        """The number of unfinished requests; 0 for a broken engine, which will never finish any."""
         return 0 if self._broken is not None else len(self._queue)
 
     def poll(self) -> list[tuple[str, Completion]]:
@@ -338,8 +341,7 @@ class StatefulEngine(RolloutEngine):
         if not self._queue:
             return []
         with self._breaking(), self._working():
-            finished: list[tuple[str, Completion]] = self._queue.step()
-        return finished
+            return self._queue.step()  # type: ignore[no-any-return]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if self._broken is not None:
@@ -350,11 +352,10 @@ class StatefulEngine(RolloutEngine):
             self._queue.abort(request_ids)
 
     def cache_statistics(self) -> tuple[int, int]:
-        counts: tuple[int, int] = self._queue.cache_statistics()
-        return counts
+        return self._queue.cache_statistics()  # type: ignore[no-any-return]
 
     def sleep(self) -> None:
-        """Free the device memory; nothing if `rollout.free_cache_engine` is off. On CPU only the state changes."""
+        """Frees the device memory; nothing if `rollout.free_cache_engine` is off. On CPU only the state changes."""
         if not self._can_sleep or self._asleep:
             return
         self._require_idle("sleep")
@@ -380,7 +381,7 @@ class StatefulEngine(RolloutEngine):
         super().require(version)
 
     def _require_new(self, request_id: str, request: Request) -> None:
-        """Raise ValueError for an id that is unfinished, or a request that does not fit the model."""
+        """Raises ValueError for an id that is unfinished, or a request that does not fit the model."""
         if request_id in self._queue:
             raise ValueError(f"request {request_id!r} is submitted already, and unfinished")
         if not 1 <= len(request.prompt_ids) <= self._max_model_len - request.max_tokens:
@@ -388,8 +389,7 @@ class StatefulEngine(RolloutEngine):
                 f"a prompt of {len(request.prompt_ids)} tokens with max_tokens {request.max_tokens} does not fit"
                 f" max_model_len {self._max_model_len} (or is empty)"
             )
-        own = request.stop.token_ids if request.stop else ()
-        self._require_vocabulary([*request.prompt_ids, *request.stop_token_ids, *own])
+        self._require_vocabulary([*request.prompt_ids, *request.all_stop_token_ids])
         self._require_inside(request.images, len(request.prompt_ids))
 
     def _require_inside(self, images: Sequence[PromptImage], length: int) -> None:
@@ -401,7 +401,7 @@ class StatefulEngine(RolloutEngine):
     def _require_sequences(
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[PromptImage, ...]] = ()
     ) -> None:
-        """Raise unless the engine is idle, and can compute the log-probabilities of all of these."""
+        """Raises unless the engine is idle, and can compute the log-probabilities of all sequences."""
         self._require_usable()
         self._require_idle("logprobs")
         for ids in sequences:
@@ -410,8 +410,8 @@ class StatefulEngine(RolloutEngine):
                     f"cannot compute logprobs of {len(ids)} tokens: max_model_len is {self._max_model_len}"
                 )
             self._require_vocabulary(ids)
-        for ids, own in zip(sequences, images, strict=False):
-            self._require_inside(own, len(ids))
+        for ids, sequence_images in zip(sequences, images, strict=False):
+            self._require_inside(sequence_images, len(ids))
 
     def _require_vocabulary(self, ids: Sequence[int]) -> None:
         if not 0 <= min(ids) <= max(ids) < self._vocab_size:
@@ -422,17 +422,17 @@ class StatefulEngine(RolloutEngine):
             raise RuntimeError(f"{call}: {problem}")
 
     def _unfinished(self) -> str | None:
-        """Why the weights and the cache must stay as they are."""
+        """Returns why the weights and the cache must stay as they are."""
         count = self.num_unfinished
         return f"{count} submitted requests are unfinished: poll or abort them first" if count else None
 
     def _unloadable(self) -> str | None:
-        """Why weights cannot be loaded now."""
+        """Returns why weights cannot be loaded now."""
         asleep = "the weights are asleep: call wake_weights" if "weights" in self._asleep else None
         return self._broken or asleep or self._unfinished()
 
     def _require_usable(self, *, awake: bool = True) -> None:
-        """Raise unless the engine works, is awake (if `awake`), and has a complete set of weights."""
+        """Raises unless the engine works, is awake (if `awake`), and has a complete set of weights."""
         if self._broken is not None:
             raise RuntimeError(self._broken)
         if awake and self._asleep:
@@ -442,7 +442,7 @@ class StatefulEngine(RolloutEngine):
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Around calls that leave the queue in an unknown state when they fail, or are interrupted."""
+        """Surrounds calls that leave the queue in an unknown state when they fail, or are interrupted."""
         try:
             yield
         except BaseException as error:
@@ -462,11 +462,11 @@ def load_verified(
     load: Callable[[WeightBucket], str | None],
     problem: str | None = None,
 ) -> str | None:
-    """Read `stream` to its end, and `load` every bucket up to the first problem. Returns the first problem, or None.
+    """Reads `stream` to its end, and loads every bucket up to the first problem. Returns the first problem, or None.
 
-    Problems are unknown, repeated and missing names, wrong shapes, and what `load` returns. `problem`: of this rank, known
-    before; nothing is loaded then. Never raises, and never stops early: the other ranks may wait for what this rank's
-    stream sends them. Not collective; the caller lets the ranks agree on their problems after their streams.
+    Problems are unknown, repeated and missing names, wrong shapes, and what `load` returns. `problem`: of this rank, from
+    before the stream; nothing is loaded then. Never raises, and never stops early: the other ranks may wait for what this
+    rank's stream sends them. Not collective; the caller lets the ranks agree on their problems after their streams.
     """
     arrived: set[str] = set()
     try:

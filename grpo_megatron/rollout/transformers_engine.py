@@ -2,14 +2,9 @@
 
 vLLM on CPU spends some 4 ms per step on its scheduler and on Python for each token (measured with 64 sequences); the step of a
 model of 0.4 M parameters takes 1.5 ms. This engine has a static list of rows instead of pages, computes a prompt once for all
-of its samples, and draws with one uniform number per token. Larger models are faster in vLLM, whose kernels have packed weights.
-Every rank holds the whole model and serves its own requests. There is no tensor parallelism, no quantisation and no GPU path.
-
-The bits of a row's logits do not depend on the other rows. Measured with torch 2.11 and 2.13, float32, one thread: a matrix
-product computes a row in the same way for any number of rows from 4 on (one AVX-512 processor) or from 16 on (another, with AMX:
-4 is enough for 64 columns, 16 from 512 on). Attention is the same for any padding that keeps the number of keys a multiple of
-16. So there are never fewer than FEWEST_ROWS rows, and prompts and caches are padded to a multiple of 32 (exact/rowwise.py).
-tests/rollout/test_transformers.py compares the bits.
+of its samples, and samples with one uniform number per token. Larger models are faster in vLLM, whose kernels have packed
+weights. Every rank has the full model and serves its requests alone. There is no tensor parallelism, no quantisation and no
+GPU path.
 """
 
 from __future__ import annotations
@@ -17,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,32 +39,28 @@ Images = tuple[PromptImage, ...]  # of one prompt
 _ATTENTION, _EXACT_ATTENTION = "grpo_megatron_rows", "grpo_megatron_exact"
 
 
-# -- The model: prefills prompts, and decodes rows of different lengths together ---------------------------------------
-
-
 class PromptCache:
-    """Keys and values that a pass over whole prompts computes. transformers' attention calls `update` once per layer."""
+    """Keys and values of a pass over full prompts. transformers' attention calls `update` once per layer."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[Tensor, Tensor]] = []  # keys and values [prompts, heads, tokens, dimensions]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Attention over the prompts themselves."""
+        """Stores a layer's keys and values, and returns them: the prompts attend to themselves."""
         assert layer == len(self.layers)
         self.layers.append((keys, values))
         return keys, values
 
     def token_bytes(self) -> int:
-        """Keys and values of one token, in all layers."""
-        parts = [part for pair in self.layers for part in pair]
-        return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
+        """Returns the bytes of one token's keys and values in all layers."""
+        return sum(part.shape[1] * part.shape[3] * part.element_size() for pair in self.layers for part in pair)
 
 
 class RowCache:
     """Keys and values of each layer, [rows, heads, tokens, dimensions]. Memory beyond a row's length is finite, and masked.
 
-    transformers' own dynamic cache copies all keys and values at every token. Here a row keeps its place, and has its own
-    length. The lengths that a step reads are rounded up to whole blocks and masked.
+    transformers' dynamic cache copies all keys and values at every token. Here a row keeps its place and its length. The
+    lengths that a step reads are rounded up to full blocks and masked.
     """
 
     def __init__(self) -> None:
@@ -78,12 +70,12 @@ class RowCache:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(rows, tokens) that there is memory for."""
+        """The (rows, tokens) that there is memory for."""
         keys = self._layers[0][0] if self._layers else torch.empty(0, 0, 0, 0)
         return keys.shape[0], keys.shape[2]
 
     def reserve(self, rows: int, tokens: int, prompts: PromptCache) -> None:
-        """Make room for rows of up to `tokens` tokens, of the kind of `prompts`. Keeps what is there."""
+        """Makes room for rows of up to `tokens` tokens, of the kind of `prompts`. Keeps what is there."""
         old_rows, old_tokens = self.size
         if rows <= old_rows and tokens <= old_tokens:
             return
@@ -97,14 +89,14 @@ class RowCache:
             self._layers.append((grown[0], grown[1]))
 
     def insert(self, first: int, prompts: PromptCache, sources: Sequence[int]) -> None:
-        """Rows from `first` on become copies of the prompts with these indices."""
+        """Copies the prompts with the indices `sources` into the rows from `first` on."""
         index = torch.tensor(sources)
-        for mine, given in zip(self._layers, prompts.layers, strict=True):
-            for part, prompt in zip(mine, given, strict=True):
+        for rows, computed in zip(self._layers, prompts.layers, strict=True):
+            for part, prompt in zip(rows, computed, strict=True):
                 part[first : first + len(sources), :, : prompt.shape[2]] = prompt[index]
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy rows over others."""
+        """Copies rows over others."""
         if sources:
             from_rows, to_rows = torch.tensor(sources), torch.tensor(targets)
             for pair in self._layers:
@@ -112,7 +104,7 @@ class RowCache:
                     part[to_rows] = part[from_rows]
 
     def begin(self, positions: Tensor) -> Tensor:
-        """Before a step of the first rows, whose new tokens stand at `positions` [n]. The step's mask [n, 1, 1, tokens]."""
+        """Begins a step of the first rows, with new tokens at `positions` [n]. Returns its mask [n, 1, 1, tokens]."""
         self._count = len(positions)
         self._rows, self._positions = torch.arange(self._count), positions
         self._length = aligned(int(positions.max()) + 1)
@@ -120,11 +112,11 @@ class RowCache:
         return _mask(is_hidden, self._layers[0][0].dtype)[:, None, None]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store the keys and values [n, heads, 1, dimensions] of a step's tokens; returns those of the whole rows."""
-        own_keys, own_values = self._layers[layer]
-        own_keys[self._rows, :, self._positions] = keys[:, :, 0]
-        own_values[self._rows, :, self._positions] = values[:, :, 0]
-        return own_keys[: self._count, :, : self._length], own_values[: self._count, :, : self._length]
+        """Stores the keys and values [n, heads, 1, dimensions] of a step's tokens; returns those of the full rows."""
+        all_keys, all_values = self._layers[layer]
+        all_keys[self._rows, :, self._positions] = keys[:, :, 0]
+        all_values[self._rows, :, self._positions] = values[:, :, 0]
+        return all_keys[: self._count, :, : self._length], all_values[: self._count, :, : self._length]
 
 
 def _mask(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -132,10 +124,20 @@ def _mask(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class RowModel:
-    """`module` is the transformers model, with undefined weights. Raises ConfigError for a model that it cannot compute."""
+    """A model of transformers that prefills prompts, and decodes rows of different lengths together.
+
+    The bits of a row's logits do not depend on the other rows. Measured with torch 2.11 and 2.13, float32, one thread: a matrix
+    product computes a row in the same way for any number of rows from 4 on (one AVX-512 processor) or from 16 on (another, with
+    AMX: 4 is enough for 64 columns, 16 from 512 on). Attention is the same for any padding that keeps the number of keys a
+    multiple of 16. So there are never fewer than FEWEST_ROWS rows, and prompts and caches are padded to a multiple of 32
+    (exact/rowwise.py). tests/rollout/test_transformers.py compares the bits.
+    """
 
     def __init__(self, folder: Path | str, dtype: str, *, exact: bool = False) -> None:
-        """`exact`: the expressions of `model.exact`."""
+        """Builds `module` with undefined weights. `exact`: the expressions of `model.exact`.
+
+        Raises ConfigError for a model that it cannot compute.
+        """
         from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         AttentionInterface.register(_ATTENTION, _attention)
@@ -153,14 +155,8 @@ class RowModel:
             attention = {"text_config": attention, "vision_config": "sdpa"}
         built: Any = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
         self.module: Any = built.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
-        for name, layer in self.module.named_modules() if exact else ():
-            if isinstance(layer, torch.nn.Linear):
-                is_cut = name.endswith((".o_proj", ".down_proj"))
-                layer.forward = functools.partial(_cut_product if is_cut else _product, layer)  # type: ignore[method-assign]
-            elif type(layer).__name__.endswith("RMSNorm"):
-                layer.forward = functools.partial(_norm, layer)
-            elif hasattr(layer, "act_fn"):
-                layer.act_fn.forward = rowwise.silu
+        if exact:
+            _use_exact_expressions(self.module)
         self.module.eval().requires_grad_(False)
         self.vocab_size: int = text.vocab_size
         self.log_softmax = rowwise.log_softmax if exact else functools.partial(torch.log_softmax, dim=-1)
@@ -168,22 +164,18 @@ class RowModel:
         self._embed = self.module.get_input_embeddings()
         self._tower: Any = getattr(self.module.base_model, "visual", None)
         self._vision: Any = vision
-        self.features: dict[str, Tensor] = {}  # of images by digest; to be emptied when the weights change
+        self.features: dict[str, Tensor] = {}  # image's digest -> features; to be emptied when the weights change
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live weights, by their names in files. transformers has other names in memory for a model with a tower."""
+        """Returns the live weights by their names in files. In memory a model with a tower has other names."""
         state = self.module.state_dict()
         if self._tower is None:
             return state  # type: ignore[no-any-return]
-        parts = {"model.visual.": "visual.", "model.language_model.": "model.", "lm_head.": "lm_head."}
-        named = {}
-        for name, tensor in state.items():
-            [own] = [part for part in parts if name.startswith(part)]
-            named[parts[own] + name.removeprefix(own)] = tensor
-        return named
+        prefix = re.compile(r"^model\.(?=visual\.)|(?<=^model\.)language_model\.")
+        return {prefix.sub("", name): tensor for name, tensor in state.items()}
 
     def prefill(self, prompts: Sequence[Sequence[int]], images: Sequence[Images] = ()) -> tuple[Tensor, PromptCache]:
-        """The logits [n, V] after each prompt, and the prompts' keys and values. `images`: of each; empty: none."""
+        """Computes the logits [n, V] after each prompt, and the prompts' keys and values. `images`: of each; empty: none."""
         cache = PromptCache()
         hidden = self._hidden(prompts, cache, images)  # [n, T, h]
         last = torch.tensor([len(ids) - 1 for ids in prompts])
@@ -192,18 +184,18 @@ class RowModel:
     def decode(
         self, tokens: Sequence[int], positions: Sequence[int], cache: RowCache, shifts: Sequence[int] | None = None
     ) -> Tensor:
-        """The logits [n, V] after one more token in each of the first n rows of `cache`, at `positions`.
+        """Computes the logits [n, V] after one more token in each of the first n rows of `cache`, at `positions`.
 
-        `shifts`: how far the number that turns a row's new tokens is from their position (`_shift`); None: not at all.
+        `shifts`: RoPE's position of a row's new tokens, less their position (`_rope_shift`); None: zero.
         """
         fill = [0] * (FEWEST_ROWS - len(tokens))
         input_ids, places = torch.tensor([[*tokens, *fill]]).T, torch.tensor([*positions, *fill])  # [n, 1], [n]
-        turns = places if shifts is None else places + torch.tensor([*shifts, *fill])
-        states = self._states(self._embed(input_ids), turns.unsqueeze(1), cache.begin(places), cache)
+        rotations = places if shifts is None else places + torch.tensor([*shifts, *fill])
+        states = self._states(self._embed(input_ids), rotations.unsqueeze(1), cache.begin(places), cache)
         return self._logits(states[:, 0])[: len(tokens)]
 
     def logprobs(self, sequences: Sequence[Sequence[int]], images: Sequence[Images] = ()) -> list[list[float]]:
-        """Log-probabilities of the tokens 1, 2, ... of each sequence."""
+        """Computes log-probabilities of the tokens 1, 2, ... of each sequence."""
         hidden = self._hidden(sequences, PromptCache(), images)
         rows = []
         for state, ids in zip(hidden, sequences, strict=True):
@@ -217,15 +209,15 @@ class RowModel:
         embeddings, positions = self._embed(tokens), torch.arange(length)
         # Causal: no real token sees the padding after it.
         mask = _mask(positions > positions.unsqueeze(1), self.module.dtype)[None, None]
-        turns = positions.expand(len(sequences), -1)
+        rotations = positions.expand(len(sequences), -1)
         if any(images):
-            turns = torch.stack([torch.from_numpy(rope_positions(length, own)) for own in images], dim=1)  # [3, n, T]
-            for row, image in ((row, image) for row, own in enumerate(images) for image in own):
+            per_row = [torch.from_numpy(rope_positions(length, row_images)) for row_images in images]
+            rotations = torch.stack(per_row, dim=1)  # [3, n, T]
+            for row, image in ((row, image) for row, row_images in enumerate(images) for image in row_images):
                 embeddings[row, image.first : image.first + image.num_tokens] = self._features(image)
-        return self._states(embeddings, turns, mask, cache)
+        return self._states(embeddings, rotations, mask, cache)
 
     def _features(self, image: PromptImage) -> Tensor:
-        """[tokens, h]."""
         if image.digest not in self.features:
             merge = self._vision.spatial_merge_size
             patches = torch.from_numpy(image_patches(image, self._vision.patch_size, merge)).to(self.module.dtype)
@@ -233,15 +225,15 @@ class RowModel:
             self.features[image.digest] = getattr(output, "pooler_output", output)
         return self.features[image.digest]
 
-    def _states(self, embeddings: Tensor, turns: Tensor, mask: Tensor, cache: PromptCache | RowCache) -> Tensor:
-        """Hidden states [n, T, h]. `turns` [n, T], or [3, n, T] with images: the numbers by which RoPE turns a token."""
+    def _states(self, embeddings: Tensor, rotations: Tensor, mask: Tensor, cache: PromptCache | RowCache) -> Tensor:
+        """Computes hidden states [n, T, h]. `rotations`: RoPE's positions [n, T], or [3, n, T] with images."""
         states: Tensor = self._decoder(
-            inputs_embeds=embeddings, position_ids=turns, attention_mask=mask, past_key_values=cache, use_cache=True
+            inputs_embeds=embeddings, position_ids=rotations, attention_mask=mask, past_key_values=cache, use_cache=True
         ).last_hidden_state
         return states
 
     def _logits(self, states: Tensor) -> Tensor:
-        """[n, h] -> [n, V], float32."""
+        """Computes [n, h] -> [n, V], float32."""
         count = len(states)
         if count < FEWEST_ROWS:
             states = torch.nn.functional.pad(states, (0, 0, 0, FEWEST_ROWS - count))
@@ -249,13 +241,13 @@ class RowModel:
         return logits
 
 
-def _shift(request: Request) -> int:
-    """The number that turns a token after the images, less its position: an image counts as its longer edge in tokens."""
+def _rope_shift(request: Request) -> int:
+    """Returns RoPE's position of a token after the images, less its position: an image counts as its longer edge."""
     return sum(max(image.size) - image.num_tokens for image in request.images)
 
 
 def import_transformers() -> None:
-    """Import what this engine needs of transformers. Once, in the process that CPU ranks are forked from."""
+    """Imports the modules of transformers that this engine needs. Once, in the process that CPU ranks are forked from."""
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401 - what other families import too
 
@@ -269,7 +261,7 @@ def _attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' own function copies the heads that a group shares; torch's reads them where they are."""
+    """Computes attention without a copy of the heads that a group shares, which transformers' function makes."""
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -285,7 +277,7 @@ def _exact_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`_attention` of `model.exact`. A prompt is longer than one token: it is padded to whole blocks."""
+    """Computes attention of `model.exact`. A prompt is longer than one token: it is padded to full blocks."""
     if query.shape[2] > 1:
         output = rowwise.attention(query, key, value, scale=scaling)
     else:
@@ -294,36 +286,45 @@ def _exact_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _product(layer: torch.nn.Linear, x: Tensor) -> Tensor:
-    return rowwise.product(x, layer.weight, layer.bias)
+def _use_exact_expressions(module: torch.nn.Module) -> None:
+    """Replaces the layers' computations by the expressions of `model.exact`."""
+
+    def row_parallel(layer: Any, x: Tensor) -> Tensor:  # no family has a bias there
+        return rowwise.partial_product(x, layer.weight).to(x.dtype)
+
+    def product(layer: Any, x: Tensor) -> Tensor:
+        return rowwise.product(x, layer.weight, layer.bias)
+
+    def norm(layer: Any, x: Tensor) -> Tensor:
+        return rowwise.rms_norm(x, layer.weight, layer.variance_epsilon)
+
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            expression = row_parallel if name.endswith((".o_proj", ".down_proj")) else product
+            layer.forward = functools.partial(expression, layer)  # type: ignore[method-assign]
+        elif type(layer).__name__.endswith("RMSNorm"):
+            layer.forward = functools.partial(norm, layer)
+        elif hasattr(layer, "act_fn"):
+            layer.act_fn.forward = rowwise.silu  # type: ignore[union-attr]
 
 
-def _norm(layer: Any, x: Tensor) -> Tensor:
-    return rowwise.rms_norm(x, layer.weight, layer.variance_epsilon)
-
-
-def _cut_product(layer: torch.nn.Linear, x: Tensor) -> Tensor:
-    """Of a layer whose inputs tensor parallelism cuts. None of the families has a bias there."""
-    return rowwise.partial_product(x, layer.weight).to(x.dtype)
-
-
-# -- Drawing one token for each row by inverting its cumulative distribution: one uniform number per token -------------
+# -- Sampling ----------------------------------------------------------------------------------------------------------
 
 _BELOW_ONE = 1 - 2.0**-50  # times a sum, it stays below the sum
 
 
-def draw_tokens(
+def sample_tokens(
     logits: Tensor,
     requests: Sequence[Request],
     uniform: Sequence[Callable[[], float]],
     log_softmax: Callable[[Tensor], Tensor] = functools.partial(torch.log_softmax, dim=-1),  # noqa: B008
 ) -> tuple[list[int], list[float]]:
-    """(tokens, their log-probabilities) for logits [n, V], by the temperature, top_k and top_p of each row's request.
+    """Samples one token for each row of logits [n, V], by the temperature, top_k and top_p of the row's request.
 
-    `uniform[row]` gives the next number of the row's generator in [0, 1). It is not called for a greedy row (temperature
-    0), whose token is the most likely one and whose log-probability is that at temperature 1. A row is computed for
-    itself: what it draws does not depend on the others. The sums are in float64, so that a vocabulary of 10^5 tokens
-    loses nothing.
+    Inverts the cumulative distribution at one uniform number per token. `uniform[row]` gives the next number of the row's
+    generator in [0, 1). A greedy row (temperature 0) uses none: it gets the most likely token and its log-probability at
+    temperature 1. Rows do not depend on each other. The sums are in float64, so that a vocabulary of 10^5 tokens loses
+    nothing. Returns the tokens and their log-probabilities.
     """
     temperatures = [request.temperature or 1.0 for request in requests]
     if set(temperatures) != {1.0}:
@@ -342,7 +343,7 @@ def draw_tokens(
 
 
 def _cut(logits: Tensor, request: Request) -> Tensor:
-    """Logits [V] with minus infinity outside the top_k most likely, then outside the fewest that have top_p together."""
+    """Puts minus infinity outside the top_k most likely of logits [V], then outside the fewest that have top_p together."""
     if 0 < request.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(request.top_k).values[-1], float("-inf"))
     if request.top_p < 1:
@@ -359,7 +360,7 @@ def _cut(logits: Tensor, request: Request) -> Tensor:
 
 @dataclass
 class _Entry:
-    """One unfinished request, and what it has drawn so far."""
+    """One unfinished request, and its response so far."""
 
     number: int  # of its submission
     request_id: str
@@ -370,7 +371,7 @@ class _Entry:
     logprobs: list[float] = field(default_factory=list)
 
     def finish_reason(self) -> str | None:
-        """Why the last token ends the response, or None."""
+        """Returns why the last token ends the response, or None."""
         stop, written = self.request.stop, self.request.written
         if self.response_ids[-1] in self.stops:
             return "stop"
@@ -380,7 +381,7 @@ class _Entry:
 
 
 def _prompt(request: Request) -> tuple[Any, ...]:
-    """What decides the keys and values of a prompt."""
+    """Returns everything that the keys and values of a prompt depend on."""
     return (request.prompt_ids, *((image.digest, image.first) for image in request.images))
 
 
@@ -406,27 +407,28 @@ class RunningBatch:
         return any(entry.request_id == request_id for entry in (*self._waiting, *self._running))
 
     def add(self, request_id: str, request: Request) -> None:
-        """Queue a request."""
-        own = request.stop.token_ids if request.stop else ()
-        stops = self._eos_token_ids.union(request.stop_token_ids, own)
-        generator = random.Random(request.seed)
+        """Queues a request."""
+        stops, generator = self._eos_token_ids.union(request.all_stop_token_ids), random.Random(request.seed)
         self._waiting.append(_Entry(self._num_submitted, request_id, request, stops, generator))
         self._num_submitted += 1
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Forget requests."""
+        """Removes requests."""
         names = set(request_ids)
         self._waiting = deque(entry for entry in self._waiting if entry.request_id not in names)
         self._leave([row for row, entry in enumerate(self._running) if entry.request_id in names])
 
     def cache_statistics(self) -> tuple[int, int]:
-        """See RolloutEngine: tokens of prompts that were computed for another request of the same step."""
+        """See RolloutEngine; hits are tokens of prompts that were computed for another request of the same step."""
         counts = self._prompt_tokens, self._shared_tokens
         self._prompt_tokens = self._shared_tokens = 0
         return counts
 
     def step(self) -> list[tuple[str, Completion]]:
-        """One token for each running request, and the first one for those that join; what finished, in order of submission."""
+        """Samples a token for each running request, and the first one for those that join.
+
+        Returns what has finished, in order of submission.
+        """
         finished = self._decode() if self._running else []
         for joining in self._joining():
             finished += self._prefill(joining)
@@ -437,7 +439,7 @@ class RunningBatch:
         ]
 
     def _joining(self) -> Iterable[list[_Entry]]:
-        """The waiting requests that there is room for, in groups of prompts with one aligned length."""
+        """Removes waiting requests while there is room, in groups of prompts with one aligned length."""
         groups: dict[int, list[_Entry]] = {}
         prompts: set[Any] = set()
         room, tokens = self._max_rows - len(self._running), 0
@@ -454,7 +456,7 @@ class RunningBatch:
         return groups.values()
 
     def _prefill(self, joining: list[_Entry]) -> list[_Entry]:
-        """Compute each different prompt once, and draw the first tokens."""
+        """Computes each different prompt once, and samples the first tokens."""
         different = {_prompt(entry.request): entry.request for entry in joining}
         number_of = {prompt: number for number, prompt in enumerate(different)}
         sources = [number_of[_prompt(entry.request)] for entry in joining]
@@ -468,19 +470,19 @@ class RunningBatch:
         tokens = sum(len(entry.request.prompt_ids) for entry in joining)
         self._prompt_tokens += tokens
         self._shared_tokens += tokens - sum(map(len, prompts))
-        return self._draw(first, logits[sources])
+        return self._sample(first, logits[sources])
 
     def _decode(self) -> list[_Entry]:
         tokens = [entry.response_ids[-1] for entry in self._running]
         positions = [len(entry.request.prompt_ids) + len(entry.response_ids) - 1 for entry in self._running]
-        shifts = [_shift(entry.request) for entry in self._running]
-        return self._draw(0, self._model.decode(tokens, positions, self._cache, shifts if any(shifts) else None))
+        shifts = [_rope_shift(entry.request) for entry in self._running]
+        return self._sample(0, self._model.decode(tokens, positions, self._cache, shifts if any(shifts) else None))
 
-    def _draw(self, first: int, logits: Tensor) -> list[_Entry]:
-        """The next token of the running requests from row `first` on. Those that finish leave, and are returned."""
+    def _sample(self, first: int, logits: Tensor) -> list[_Entry]:
+        """Adds a token to the running requests from row `first` on. Removes and returns those that finish."""
         entries = self._running[first:]
         requests, numbers = [e.request for e in entries], [e.generator.random for e in entries]
-        tokens, logprobs = draw_tokens(logits, requests, numbers, self._model.log_softmax)
+        tokens, logprobs = sample_tokens(logits, requests, numbers, self._model.log_softmax)
         done = []
         for row, (entry, token, logprob) in enumerate(zip(entries, tokens, logprobs, strict=True), start=first):
             entry.response_ids.append(token)
@@ -490,7 +492,7 @@ class RunningBatch:
         return self._leave(done)
 
     def _leave(self, rows: list[int]) -> list[_Entry]:
-        """Remove rows. Rows from the end take the places of those before it."""
+        """Removes rows. Rows from the end take the places of those before it."""
         if not rows:
             return []
         gone = set(rows)
@@ -558,7 +560,7 @@ class TransformersEngine(StatefulEngine):
                 "rollout.engine=transformers has no GPU path; set rollout.engine=vllm or trainer.device=cpu"
             )
         self._mesh, self._tensors, self._max_model_len = mesh, tensors, max_model_len
-        with device.preserve_rng():  # transformers draws initial weights
+        with device.preserve_rng():  # transformers samples initial weights
             self._model = RowModel(model_path, dtype, exact=exact)
         self._vocab_size = self._model.vocab_size
         self._weights = self._model.tensors()
@@ -573,7 +575,7 @@ class TransformersEngine(StatefulEngine):
         self._can_sleep = rollout.free_cache_engine
 
     def _num_rows(self, options: TransformersOptions) -> int:
-        """How many rows of the largest length fit into the cache."""
+        """Counts the rows of the largest length that fit into the cache."""
         with torch.inference_mode():
             token_bytes = self._model.prefill([[0]])[1].token_bytes()
         row_bytes = token_bytes * aligned(self._max_model_len)
@@ -601,7 +603,7 @@ class TransformersEngine(StatefulEngine):
             self._weights[name].copy_(tensor)
 
     def digests(self) -> dict[str, int]:
-        """See RolloutEngine. The live memory of every parameter, which is whole on each rank."""
+        """See RolloutEngine. Digests the live memory of every parameter, which is complete on each rank."""
         self._require_usable(awake=False)
         digests = [slice_digest(self._weights[name], tensor, 0) for name, tensor in self._tensors.tensors.items()]
         return dict(zip(self._tensors.tensors, torch.stack(digests).tolist(), strict=True))

@@ -10,7 +10,7 @@ from grpo_megatron.checks import layout as families
 from grpo_megatron.checks.layout import family_problems
 from grpo_megatron.config import Config
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.rollout.vllm import process as vllm_process
+from grpo_megatron.rollout.vllm import versions
 from tests import tiny
 from tests.models.test_moe import MODELS
 from tests.runs import texts
@@ -33,7 +33,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
 def test_what_a_part_of_the_run_cannot_compute(
     model: dict[str, Any], changes: dict[str, Any], message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(families, "computes_latents_on_cpu", lambda: True)
+    monkeypatch.setattr(families, "is_newest", lambda: True)
     problems = _problems(model, changes)
     assert len(problems) == (message is not None)
     assert message is None or message in problems[0]
@@ -47,7 +47,7 @@ def _problems(model: dict[str, Any], changes: dict[str, Any]) -> list[str]:
 
 def test_an_older_vllm_has_no_latent_attention_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM 0.26 raises "MLA is not supported on CPU." while it is built."""
-    monkeypatch.setattr(vllm_process, "_installed", lambda *names: "0.26.0")
+    monkeypatch.setattr(versions, "_installed", lambda *names: "0.26.0")
     [problem] = _problems(V3, {})
     assert "the installed vLLM has no latent attention there, as this model (deepseek_v3) needs" in problem
     assert _problems(V3, {"trainer": {"device": "cuda"}}) == _problems(OLMO, {}) == []

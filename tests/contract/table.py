@@ -30,6 +30,7 @@ OBJECTS: dict[str, dict[str, str]] = {
         "step:output": "vllm:RequestOutput",
     },
     "rollout/vllm/process.py": {"llm": LLM},
+    "rollout/vllm/versions.py": {"llm": LLM},
     "rollout/vllm/routes.py": {
         "llm": LLM,
         "self._runner": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
@@ -56,16 +57,15 @@ OBJECTS: dict[str, dict[str, str]] = {
 # "file:function" -> the class or function that takes the string keys of the function's dicts as keyword arguments.
 FIELDS: dict[str, str] = {
     "rollout/vllm/arguments.py:vllm_arguments": "vllm:EngineArgs",
-    "rollout/vllm/process.py:image_arguments": "vllm:EngineArgs",
+    "rollout/vllm/versions.py:image_arguments": "vllm:EngineArgs",
     "models/layers/spec.py:transformer_config": CONFIG,
     "models/layers/spec.py:expert_config": CONFIG,
-    "models/layers/spec.py:routing_config": CONFIG,
     "models/layers/spec.py:latent_config": "megatron.core.transformer.transformer_config:MLATransformerConfig",
     "models/layers/precision.py:fp8_settings": CONFIG,
     "models/layers/spec.py:settings": CONFIG,
 }
 
-# Target -> the vLLM series that have it, for what rollout/vllm/process.py asks of one series only.
+# Target -> the vLLM series that have it, for what rollout/vllm/versions.py uses of one series only.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "call vllm:LLM.finish_weight_update 0 weight_version": ("0.32",),
     "field vllm:EngineArgs mm_device_do_normalize": ("0.32",),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.rollout.vllm.process import SERIES
+from grpo_megatron.rollout.vllm.versions import SERIES
 from tests.contract.record import OURS, RECORDED, all_uses, installed, package_of
 from tests.contract.sources import Package, problem
 from tests.contract.table import FIELDS, NOT_IN_TE, OBJECTS, ONLY_IN, UNDEFINED_WITHOUT_TE

@@ -25,7 +25,7 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config
 from grpo_megatron.data.task import get_task
 from grpo_megatron.rewards.reward import rewards
-from grpo_megatron.rollout.vllm.process import divides_experts_on_cpu
+from grpo_megatron.rollout.vllm.versions import is_newest
 from tests import tiny, vision, worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_examples import ROOT
@@ -243,7 +243,7 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
     config = load_config(recipe, [])
     batch = 4
     ep = min(2, config.actor.megatron.expert_model_parallel_size)
-    engine_ep = ep if divides_experts_on_cpu() else 1
+    engine_ep = ep if is_newest() else 1
     overrides = [
         f"model.path={model}",
         "model.dtype=float32",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_megatron.rollout.vllm.process import divides_experts_on_cpu
+from grpo_megatron.rollout.vllm.versions import is_newest
 from grpo_megatron.training.guards import GuardStop
 from tests import tiny, worlds
 from tests.e2e import run_ranks, test_roles, test_trajectories
@@ -22,9 +22,7 @@ from tests.training import guard_ranks
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not divides_experts_on_cpu(), reason="the installed vLLM's routers cannot be recorded on the CPU"
-    ),
+    pytest.mark.skipif(not is_newest(), reason="the installed vLLM's routers cannot be recorded on the CPU"),
 ]
 REPLAY: dict[str, Any] = {"moe": {"route_replay": "engine"}, "optim": {"lr": 0.0}}
 
@@ -79,15 +77,15 @@ def test_old_routes_are_replayed_in_a_run(workspace: Path, tmp_path: Path) -> No
 
 def shifted(raw: dict[str, Any], tokens: int, columns: int) -> str:
     """Train on routes that are some tokens or columns off."""
-    from grpo_megatron.rollout.vllm.engine import routes as vllm_routes
+    from grpo_megatron.rollout.vllm.routes import RouteTable
 
-    plain = vllm_routes.RouteTable.of
+    plain = RouteTable.routes
 
     def wrong(*arguments: Any) -> Any:
         routes = plain(*arguments)
         return np.roll(routes, (tokens, columns), (0, 1))
 
-    vllm_routes.RouteTable.of = wrong  # type: ignore[method-assign]
+    RouteTable.routes = wrong  # type: ignore[method-assign]
     try:
         run_ranks.train(raw, keep_weights=False)
     except GuardStop as error:

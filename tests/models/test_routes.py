@@ -31,7 +31,7 @@ from grpo_megatron.planning.phases import route_bytes
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.build import build_engine, engine_problems
 from grpo_megatron.rollout.engine import Request, continued
-from grpo_megatron.rollout.vllm.process import divides_experts_on_cpu
+from grpo_megatron.rollout.vllm.versions import is_newest
 from tests import tiny
 from tests.colocated import colocate
 from tests.models import policies
@@ -349,7 +349,7 @@ def test_the_engine_records_the_experts_that_it_computes(
     folders: list[Path], model: str, layout: str, rollout_tp: int, rollout_ep: int
 ) -> None:
     """vLLM's routes, also of prompts that its prefix cache has, are those of the policy. Shifted ones are not."""
-    if not divides_experts_on_cpu():
+    if not is_newest():
         pytest.skip("the installed vLLM's routers cannot be recorded on the CPU")
     folder = next(folder for folder in folders if folder.name == model)
     arguments = {"layout": LAYOUTS[layout], "rollout_tp": rollout_tp, "rollout_ep": rollout_ep}
@@ -423,7 +423,7 @@ def test_what_cannot_be_replayed_is_refused(
 ) -> None:
     sections = dict(changes)
     is_older = sections.pop("vllm", "0.32.0") == "0.26.0"
-    monkeypatch.setattr(checks, "divides_experts_on_cpu", lambda: not is_older)
+    monkeypatch.setattr(checks, "is_newest", lambda: not is_older)
     actor = {"moe": {"route_replay": replay}, "megatron": sections.pop("megatron", {})}
     actor["ppo_mini_batch_size"] = sections.pop("mini", 16)
     config = config_of(actor=actor, **sections)

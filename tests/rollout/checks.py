@@ -17,7 +17,7 @@ import torch
 from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.rollout.engine import Completion, Request, StopTexts, sample_seed
-from grpo_megatron.rollout.vllm import process as vllm_process
+from grpo_megatron.rollout.vllm.process import inside_vllm
 from grpo_megatron.types import WeightBucket
 from tests.rollout import tiny
 from tests.rollout.worlds import World, raises, requests, rng_state
@@ -53,7 +53,7 @@ def generate_gives_what_vllm_itself_gives(world: World) -> None:
     some = [r for r, n in zip(requests(12), [3, 16, 9] * 4, strict=True) for r in [replace(r, max_tokens=n)]]
     engine = world.engine
     prompts, params = [{"prompt_token_ids": list(r.prompt_ids)} for r in some], [engine._queue.params(r) for r in some]
-    with vllm_process.inside(world.device):
+    with inside_vllm(world.device):
         expected = engine._llm.generate(prompts, params, use_tqdm=False)
     for completion, output in zip(world.draw(some), expected, strict=True):
         assert completion.response_ids == list(output.outputs[0].token_ids)

@@ -16,7 +16,7 @@ from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout.build import build_engine
-from grpo_megatron.rollout.vllm.process import computes_latents_on_cpu
+from grpo_megatron.rollout.vllm.versions import is_newest
 from grpo_megatron.sync.digest import DigestSlice, Expected, compare, expected_digests, group_digests
 from grpo_megatron.sync.plan import Interval, SyncTensor
 from grpo_megatron.types import WeightBucket
@@ -54,7 +54,7 @@ CASES = {
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_wrong_weights_are_named_and_good_ones_never(tp: int, tmp_path: Path) -> None:
-    cases = [case for case in CASES[tp] if computes_latents_on_cpu() or case[0] != "deepseek-v3"]
+    cases = [case for case in CASES[tp] if is_newest() or case[0] != "deepseek-v3"]
     run(attest, tp, folder=tmp_path, tp=tp, cases=cases)
 
 

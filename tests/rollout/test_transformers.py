@@ -23,7 +23,7 @@ from grpo_megatron.exact.rowwise import FEWEST_ROWS
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
 from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.rollout.engine import Request
-from grpo_megatron.rollout.transformers_engine import RowCache, RowModel, RunningBatch, draw_tokens
+from grpo_megatron.rollout.transformers_engine import RowCache, RowModel, RunningBatch, sample_tokens
 from tests import worlds
 from tests.rollout import checks, tiny
 from tests.rollout.worlds import World, raises, requests, run_checks
@@ -34,7 +34,7 @@ from tests.rollout.worlds import World, raises, requests, run_checks
 def draw(logits: torch.Tensor, seed: int = 0, **settings: Any) -> tuple[list[int], list[float]]:
     request = Request((1,), 0, max_tokens=1, **settings)
     generator = random.Random(seed)
-    return draw_tokens(logits, [request] * len(logits), [generator.random] * len(logits))
+    return sample_tokens(logits, [request] * len(logits), [generator.random] * len(logits))
 
 
 def test_tokens_have_the_frequencies_of_their_distribution() -> None:
@@ -68,8 +68,8 @@ def test_top_k_and_top_p_renormalise_and_greedy_takes_the_most_likely() -> None:
     assert set(tokens) == {1} and math.exp(logprobs[0]) == pytest.approx(0.4)
     # A token of probability zero is never drawn. 1 - 2**-53 times the sum may round to the sum: 1 stands for that.
     row = torch.tensor([[0.0, 0.3, float("-inf")]])
-    assert draw_tokens(row, [Request((1,), 0, 1)], [lambda: 1.0])[0] == [1]
-    assert draw_tokens(row.flip(1), [Request((1,), 0, 1)], [lambda: 0.0])[0] == [1]
+    assert sample_tokens(row, [Request((1,), 0, 1)], [lambda: 1.0])[0] == [1]
+    assert sample_tokens(row.flip(1), [Request((1,), 0, 1)], [lambda: 0.0])[0] == [1]
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

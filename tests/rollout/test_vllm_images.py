@@ -25,7 +25,7 @@ from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout.build import build_engine, engine_problems
 from grpo_megatron.rollout.engine import Completion, Request
-from grpo_megatron.rollout.vllm import process as vllm_process
+from grpo_megatron.rollout.vllm import versions
 from tests import vision
 from tests.rollout.tiny import assert_close
 from tests.rollout.worlds import _console, run_checks
@@ -224,7 +224,7 @@ def patches_are_normalised_once(world: World) -> None:
     """vLLM 0.32 does so again on the device, without a word, unless it is told not to. Then every check above would fail."""
     from vllm.config import ModelConfig
 
-    if vllm_process.is_older():
+    if versions.is_older():
         return
     world.engine.shutdown()
     with mock.patch.object(ModelConfig, "_resolve_mm_device_do_normalize", lambda self, value: True):

@@ -25,7 +25,7 @@ from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout.build import build_engine
 from grpo_megatron.rollout.engine import Completion, Request, sample_seed
-from grpo_megatron.rollout.vllm import process as vllm_process
+from grpo_megatron.rollout.vllm.process import UNUSED_BY_VLLM
 from tests.rollout import tiny
 
 
@@ -53,7 +53,7 @@ class World:
             self.mesh.barrier()
             foreign.unlink(missing_ok=True)
         facts["cached_classes"] = [path.name for path in cache.rglob("*.json")]
-        facts["unused_packages"] = [name for name in vllm_process.UNUSED_BY_VLLM if name in sys.modules]
+        facts["unused_packages"] = [name for name in UNUSED_BY_VLLM if name in sys.modules]
         after = host_state()
         facts["host_changes"] = [key for key in before if before[key] != after[key]]
 

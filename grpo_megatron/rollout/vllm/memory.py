@@ -1,24 +1,14 @@
-"""EngineMemory: digests of what a vLLM worker holds, per Hugging Face tensor, as loaded: fused, cut, not yet quantised.
+"""EngineMemory: digests of the memory of a vLLM worker, per Hugging Face tensor, as loaded: fused, cut, not yet quantised.
 
 One linear layer of all experts is one parameter of vLLM. It is loaded in one call, once the last expert has arrived, and
-digested in one (sync/groups.py).
-
-vLLM loads a layer, then its `quant_method` processes it: on CPU a linear layer is packed and its parameter emptied, on a
-GPU it may be quantised. Three cases:
-- Layers without such a method (norms), and unquantised ones whose parameter keeps its shape: the live memory is digested,
-  after the update.
-- Packed and quantised layers: the parameter is digested when it is handed to `process_weights_after_loading`.
-- Other layers whose parameter keeps shape and bits through the first update (experts): from then on as in the first case.
-The method must have been called since the update began, or the layer counts as not loaded.
-
-Works with vLLM 0.26 and 0.32, whose fused parameters and calls are the same.
+digested in one (sync/groups.py). vLLM 0.26 and 0.32 have the same fused parameters and calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,43 +36,24 @@ _KEEP_BITS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # if the
 _HOOKED = "_grpo_megatron_hooked"
 
 
-class ExpertStack(NamedTuple):
-    """One linear layer of this worker's experts, for `layer`'s weight loader. `tensor` [experts, *shape of one, whole]."""
-
-    name: str  # as in EngineTensors.groups
-    layer: nn.Module
-    parameter: str
-    half: str
-    first_expert: int  # counted over the whole model
-    tensor: Tensor
-
-    def load(self) -> None:
-        """Call the weight loader, which takes a matrix of one expert or a stack of all. Raises RuntimeError."""
-        parameter: Any = getattr(self.layer, self.parameter)
-        names = {"shard_id": self.half, "expert_id": self.first_expert, "return_success": True}
-        if not parameter.weight_loader(parameter, self.tensor, self.parameter, **names):
-            raise RuntimeError(f"vLLM did not take {self.name} of {len(self.tensor)} experts")
-
-
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where this worker keeps its span of a tensor, or of each of a stack (`name`): `parameter` from `offset` of `axis` on.
+    """The place of this worker's span of a tensor, or of each tensor of a stack of experts, in a parameter of vLLM.
 
-    `offset` None: from the middle on, which padding may have moved. `half`: vLLM's name for this part of a stack's parameter;
-    its first dimension is that of the experts, which are counted from `first_expert` on. None: one tensor, no stack.
+    A stack's parameter has the experts as its first dimension.
     """
 
     name: str
     layer: nn.Module
     parameter: str
-    offset: int | None
+    offset: int | None  # of the span in the parameter; None: from the middle on, which padding may have moved
     tensors: Sequence[SyncTensor]
     span: tuple[int, int]
-    half: str | None = None
-    first_expert: int = 0
+    half: str | None = None  # vLLM's name for this part of a stack's parameter; None: one tensor, no stack
+    first_expert: int = 0  # counted over the full model
 
     def digests(self, parameter: Tensor) -> Tensor:
-        """The digests [n] of this worker's span of each tensor, in the type in which it was sent."""
+        """Computes the digests [n] of this worker's span of each tensor, in the type in which it was sent."""
         (start, stop), axis = self.span, self.tensors[0].axis + 1
         stack = self._as_sent(parameter.detach())
         stack = stack[None] if self.half is None else stack[: len(self.tensors)]
@@ -90,7 +61,7 @@ class _Place:
         return group_digests(stack.narrow(axis, offset, stop - start), self.tensors[0], start)
 
     def stacked(self, arrived: dict[str, Tensor]) -> Tensor:
-        """The tensors as one: a view where they are neighbours, otherwise a copy of what this worker reads."""
+        """Returns the tensors as one: a view where they are neighbours, otherwise a copy of what this worker reads."""
         tensors = [arrived[tensor.name] for tensor in self.tensors]
         view = group_view(tensors)
         if view is None:
@@ -100,8 +71,15 @@ class _Place:
             copy_all(list(zip(targets, (t.narrow(axis, start, stop - start) for t in tensors), strict=True)))
         return view
 
+    def load(self, stack: Tensor) -> None:
+        """Calls the weight loader, which takes a stack [experts, *full shape of one]. Raises RuntimeError."""
+        parameter: Any = getattr(self.layer, self.parameter)
+        names = {"shard_id": self.half, "expert_id": self.first_expert, "return_success": True}
+        if not parameter.weight_loader(parameter, stack, self.parameter, **names):
+            raise RuntimeError(f"vLLM did not take {self.name} of {len(stack)} experts")
+
     def _as_sent(self, tensor: Tensor) -> Tensor:
-        """On a CPU with AMX, vLLM keeps the biases of small layers in float32. A value that was not sent stays as it is."""
+        """Undoes the cast of a bias to float32, in small layers of vLLM on a CPU with AMX, unless it would change a value."""
         dtype = getattr(self.layer, "params_dtype", tensor.dtype)
         if self.parameter != "bias" or tensor.dtype == dtype:
             return tensor
@@ -114,14 +92,25 @@ class _Place:
 
     @property
     def method(self) -> Any:
-        """What processes the layer after loading, or None."""
+        """The object that processes the layer after loading, or None."""
         return getattr(self.layer, "quant_method", None)
 
 
 class EngineMemory:
-    """`model` is the worker's vLLM model, `engine_rank` its tensor-parallel rank. Raises RuntimeError for unknown names."""
+    """Digests of a worker's memory.
+
+    vLLM loads a layer, then its `quant_method` processes it: on CPU a linear layer is packed and its parameter emptied, on a
+    GPU it may be quantised. Three cases:
+    - Layers without such a method (norms), and unquantised ones with a parameter that keeps its shape: the live memory is
+      digested, after the update.
+    - Packed and quantised layers: the parameter is digested when it is handed to `process_weights_after_loading`.
+    - Other layers with a parameter that keeps shape and bits through the first update (experts): from then on as in the first
+      case.
+    The method must have been called since the update began, or the layer counts as not loaded.
+    """
 
     def __init__(self, model: nn.Module, engine: EngineTensors, engine_rank: int) -> None:
+        """`model`: the worker's vLLM model; `engine_rank`: its tensor-parallel rank. Raises RuntimeError for unknown names."""
         self._places = list(_places(model, engine, engine_rank))
         self._of_expert = {t.name: place for place in self._places if place.half for t in place.tensors}
         self._elsewhere = engine.groups.keys() - self._of_expert.keys()  # experts of other ranks
@@ -134,14 +123,13 @@ class EngineMemory:
         self._at_hook: dict[_Place, Tensor] = {}
         self._shapes: dict[tuple[int, str], torch.Size] = {}  # as loaded
 
-    def take(self, bucket: WeightBucket) -> tuple[WeightBucket, list[ExpertStack]]:
-        """What vLLM is given now: the tensors of the bucket that are not experts', and the stacks that are complete with it.
+    def load(self, bucket: WeightBucket, load_others: Callable[[WeightBucket], Any]) -> None:
+        """Loads the tensors of the bucket that are not experts', then the stacks that are complete with it.
 
-        It must not get experts of other ranks: when a layer has all of its own experts it is complete, and 0.26 fails at a
-        further one.
+        vLLM must not get experts of other ranks: a layer with all of its experts is complete, and 0.26 fails at a further one.
         """
         others: WeightBucket = []
-        stacks = []
+        complete: list[tuple[_Place, Tensor]] = []
         for name, tensor in bucket:
             place = self._of_expert.get(name)
             if place is None:
@@ -150,13 +138,13 @@ class EngineMemory:
             arrived = self._arrived.setdefault(place, {})
             arrived[name] = tensor
             if len(arrived) == len(place.tensors):
-                stack = place.stacked(self._arrived.pop(place))
-                call = place.name, place.layer, place.parameter, str(place.half), place.first_expert
-                stacks.append(ExpertStack(*call, stack))
-        return others, stacks
+                complete.append((place, place.stacked(self._arrived.pop(place))))
+        load_others(others)
+        for place, stack in complete:
+            place.load(stack)
 
     def begin(self) -> None:
-        """Before a weight update: forget the last one, and watch the layers' methods."""
+        """Begins a weight update: forgets the last one, and hooks the layers' methods."""
         self._arrived.clear()
         self._processed.clear()
         self._at_hook.clear()
@@ -176,7 +164,7 @@ class EngineMemory:
         setattr(method, _HOOKED, True)
 
     def _see(self, layer: nn.Module) -> None:
-        """A layer has been loaded and not been processed yet."""
+        """Digests a layer that has been loaded and not been processed yet."""
         if id(layer) in self._processed:
             return
         self._processed.add(id(layer))
@@ -187,22 +175,22 @@ class EngineMemory:
                 self._at_hook[place] = place.digests(parameter)
 
     def digests(self) -> dict[str, int]:
-        """Name -> digest of this worker's span, after a complete update. What was not loaded is absent."""
+        """Returns name -> digest of this worker's span, after a complete update. What was not loaded is absent."""
         self._decide()
         names: list[str] = []
-        found: list[Tensor] = []
+        digests: list[Tensor] = []
         for place in self._places:
             if place.method is not None and id(place.layer) not in self._processed:
                 continue
             names += [tensor.name for tensor in place.tensors]
             if self._is_live.get(place.key, False):
-                found.append(place.digests(getattr(place.layer, place.parameter)))
+                digests.append(place.digests(getattr(place.layer, place.parameter)))
             else:
-                found.append(self._at_hook[place])
-        return dict(zip(names, torch.cat(found).tolist() if found else [], strict=True))
+                digests.append(self._at_hook[place])
+        return dict(zip(names, torch.cat(digests).tolist() if digests else [], strict=True))
 
     def _decide(self) -> None:
-        """Find out which parameters are live, of those that are not known yet."""
+        """Decides which parameters are live, of those that are undecided."""
         undecided: dict[tuple[int, str], list[_Place]] = {}
         for place in self._places:
             if place.key not in self._is_live and (place.method is None or place.key in self._shapes):
@@ -237,7 +225,7 @@ def _places(model: nn.Module, engine: EngineTensors, engine_rank: int) -> Iterat
 def _find(
     modules: dict[str, nn.Module], name: str, engine: EngineTensors, engine_rank: int
 ) -> tuple[nn.Module, str, int]:
-    """(layer, parameter, offset) of a Hugging Face tensor. Raises RuntimeError if vLLM's model lacks it."""
+    """Finds (layer, parameter, offset) of a Hugging Face tensor. Raises RuntimeError if vLLM's model lacks it."""
     module, parameter = name.rsplit(".", 1)
     if module in modules:
         return modules[module], parameter, 0
@@ -255,7 +243,7 @@ def _find(
 def _expert_place(
     modules: dict[str, nn.Module], stack: str, tensors: Sequence[SyncTensor], span: tuple[int, int]
 ) -> _Place:
-    """The place of a stack, for example model.layers.0.mlp.experts.gate_proj.weight. A worker's experts are neighbours."""
+    """Finds the place of a stack: model.layers.0.mlp.experts.gate_proj.weight. A worker's experts are neighbours."""
     module, kind, _ = stack.rsplit(".", 2)
     layer = modules.get(module)
     if layer is None or not hasattr(layer, "w13_weight"):

@@ -1,11 +1,10 @@
 """The experts that vLLM's routers choose, per token and layer, for the trainer to replay (`actor.moe.route_replay: engine`).
 
-On a GPU vLLM records them itself (`enable_return_routed_experts`), for all layers, and returns them with a finished request. One
-that a stop text of several tokens ends is aborted, so its routes are unknown. Not run on a GPU yet.
+On a GPU vLLM records them itself (`enable_return_routed_experts`), for all layers, and returns them with a finished request. A
+request that a stop text of several tokens ends is aborted, so its routes are unknown. Not run on a GPU yet.
 
-On the CPU that recorder does not run: it needs Triton. Here every router gives its choices to a table with one row for each slot
-of the key-value cache, which are written and shared as the keys are. So a prompt that the prefix cache has needs no second
-computation to have routes. When a request finishes, its slots are still its own: vLLM gives them away in the next step.
+On the CPU that recorder does not run: it needs Triton. Here every router writes its choices to a table with one row for each
+slot of the key-value cache. Prompts in the prefix cache so have routes already.
 """
 
 from __future__ import annotations
@@ -45,10 +44,11 @@ class RouteTable:
             is_token = slots >= 0
             self._table[slots[is_token].numpy(), number] = experts[is_token].numpy()
 
-    def of(self, engine_id: str, output: Any, num_tokens: int) -> TokenRoutes:
-        """The routes of a request's first tokens: int8 or int16 [num_tokens, layers x k]. To be called in its last step.
+    def routes(self, engine_id: str, output: Any, num_tokens: int) -> TokenRoutes:
+        """Returns the routes of a request's first tokens: int8 or int16 [num_tokens, layers x k].
 
-        `engine_id`: vLLM's own name of the request. `output`: its CompletionOutput.
+        To be called in the request's last step: in the next one vLLM gives its slots away. `engine_id`: vLLM's name of the
+        request. `output`: its CompletionOutput.
         """
         if self._on_cuda:
             if output.routed_experts is None:
@@ -65,5 +65,5 @@ class RouteTable:
 
 
 def _layer(name: str) -> int:
-    """model.layers.7.mlp.experts -> 7."""
+    """Reads the layer's number: model.layers.7.mlp.experts -> 7."""
     return next(int(part) for part in name.split(".") if part.isdigit())
