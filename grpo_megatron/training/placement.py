@@ -83,22 +83,19 @@ class NoRollouts:
         self.config, self.mesh, self.provenance = config, mesh, Provenance(mesh, 0)
 
     def rollout(self, version: int, metrics: Metrics) -> contextlib.AbstractContextManager[None]:
-        """See Placement."""
         return contextlib.nullcontext()
 
     def build_collector(self, checked: Checked, references: References | None, has_steps_ahead: bool) -> Collector:
-        """See Placement."""
         return local_collector(self.config, checked, self.mesh, None)
 
     def build_validation(self, checked: Checked) -> PromptValidation:
-        """See Placement."""
         return NoValidation()
 
     def begin(self, first_step: int, num_steps: int) -> None:
-        """See Placement."""
+        pass
 
     def close(self, exit_code: int = 0) -> None:
-        """See Placement."""
+        pass
 
 
 class Colocated:
@@ -109,7 +106,6 @@ class Colocated:
         self.mesh, self.provenance, self.rollout = colocation.mesh, colocation.provenance, colocation.rollout
 
     def build_collector(self, checked: Checked, references: References | None, has_steps_ahead: bool) -> Collector:
-        """See Placement."""
 
         def sync_initial(step: int, metrics: Metrics) -> None:
             assert references is not None, "algorithm.source=initial has a reference"
@@ -119,7 +115,6 @@ class Colocated:
         return StepsAhead(collector, self.mesh) if has_steps_ahead else collector
 
     def build_validation(self, checked: Checked) -> PromptValidation:
-        """See Placement."""
         return (
             Validator(self.generator, checked.val_prompts, self.config, self.cadence)
             if checked.val_prompts
@@ -127,7 +122,7 @@ class Colocated:
         )
 
     def begin(self, first_step: int, num_steps: int) -> None:
-        """See Placement."""
+        pass
 
     def close(self, exit_code: int = 0) -> None:
         """See Placement. After an early stop the process ends with the engine."""

@@ -170,11 +170,9 @@ class RolloutRanks(StepsAhead):
         self._has_sent = False
 
     def build_collector(self, checked: Checked, references: References | None, has_steps_ahead: bool) -> Collector:
-        """See Placement."""
         return self
 
     def build_validation(self, checked: Checked) -> RolloutRanks:
-        """See Placement."""
         return self
 
     def begin(self, first_step: int, num_steps: int) -> None:

@@ -68,11 +68,9 @@ class NoValidation:
     is_on = False
 
     def before(self, step: int, metrics: Metrics) -> list[tuple[int, dict[str, float]]]:
-        """See PromptValidation."""
         return []
 
     def run(self, version: int, metrics: Metrics) -> dict[str, float]:
-        """See PromptValidation."""
         return {}
 
 
@@ -88,7 +86,6 @@ class Validator:
         self.folder, self.num_logged_samples = trainer.output_dir / "samples", trainer.num_logged_samples
 
     def before(self, step: int, metrics: Metrics) -> list[tuple[int, dict[str, float]]]:
-        """See PromptValidation."""
         return [(step, self.run(step, metrics))] if self.cadence.validates_before(step) else []
 
     def run(self, version: int, metrics: Metrics) -> dict[str, float]:

@@ -18,7 +18,7 @@ from tests.e2e import run_ranks, test_roles, test_trajectories
 from tests.e2e.test_recipes import EXPERTS
 from tests.soak.soak import make_workspace
 from tests.stored import metric_rows
-from tests.training import guard_ranks
+from tests.training.test_guards import replayed
 
 pytestmark = [
     pytest.mark.slow,
@@ -102,5 +102,5 @@ def test_routes_of_other_tokens_or_layers_stop_the_run(
     [message] = worlds.run(shifted, 1, raw=raw, tokens=tokens, columns=columns)
     assert "guards.route_agreement=stop: step 0, update 1: route_agreement 0." in message
     assert "the engine's routes are those of other tokens, layers or weights" in message
-    [(code, text)] = worlds.run(guard_ranks.replayed, 1, dumps=[tmp_path / "dumps/step_000000_route_agreement"])[0]
+    [(code, text)] = replayed(1, dumps=[tmp_path / "dumps/step_000000_route_agreement"])[0]
     assert code == 0 and "the loss is that of the run" in text  # a dump has the routes, too

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from tests import tiny, worlds
-from tests.models.policies import Layout
+from tests import tiny
+from tests.models.policies import LAYOUTS, Layout, build, loss, share, stream
 from tests.stored import same_stored
-from tests.training import layout_change_ranks
+from tests.worlds import ranks
 
 QWEN3_MOE: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -36,6 +37,155 @@ CHAIN: list[Layout] = [  # the first checkpoint is of one rank
 PAIRS = tiny.make_sequences(6, longest=16)
 
 
+# -- The programs of the ranks -----------------------------------------------------------------------------------------
+
+OPTIM = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4, "lr_decay_style": "linear"}  # eps: see tests/models/policies.py
+
+
+def _build(model: Path, layout: Layout, num_updates: int, **optim: Any) -> Any:
+    from grpo_megatron.config import OptimConfig
+
+    policy = build(model, layout)
+    policy.set_optimizer(OptimConfig.model_validate({**OPTIM, **optim}), num_updates)
+    return policy
+
+
+def _config(model: Path) -> Any:
+    from grpo_megatron.config import Config
+
+    return Config.model_validate({"model": {"path": model}})
+
+
+def _update(policy: Any, pairs: Any) -> dict[str, Any]:
+    """The loss over all ranks, the gradient norm, the learning rate, and the weights after the update."""
+    rows = share(len(pairs), policy.mesh.dp_rank, policy.mesh.dp)
+    batch = tiny.make_batch(pairs, [[[i] for i in range(len(rows))]], rows)
+    (sums,), metrics = policy.update(batch, loss)
+    counts = policy.mesh.is_first_replica_rank
+    parts = policy.mesh.all_gather(float(sums["actor/pg_loss"].total) if counts else 0.0)
+    return {
+        "loss": sum(parts),
+        "norm": metrics["actor/grad_norm"],
+        "lr": metrics["actor/lr"],
+        "weights": stream(policy),
+    }
+
+
+def whole_run(model: Path, pairs: Any, out: Path, num_updates: int) -> list[dict[str, Any]]:
+    """`num_updates` updates on one rank; saves after the first."""
+    from grpo_megatron.training.checkpoint import Checkpoints
+
+    policy = _build(model, LAYOUTS["1"], num_updates)
+    results = [_update(policy, pairs)]
+    Checkpoints(out, policy.mesh, keep=None).save(1, policy, _config(model))
+    return results + [_update(policy, pairs) for _ in range(1, num_updates)]
+
+
+@ranks()
+def one_update(model: Path, pairs: Any, out: Path, layout: Layout, done: int, num_updates: int) -> dict[str, Any]:
+    """Load the checkpoint of `done` updates, save it again as it is (into out/again), update once, save."""
+    from grpo_megatron.training.checkpoint import Checkpoints
+
+    policy = _build(model, layout, num_updates)
+    checkpoints = Checkpoints(out, policy.mesh, keep=None)
+    newest = checkpoints.newest()
+    assert newest is not None and checkpoints.load(newest, policy) == done
+    config = _config(model)
+    Checkpoints(out / "again", policy.mesh, keep=None).save(done, policy, config)
+    result = _update(policy, pairs)
+    checkpoints.save(done + 1, policy, config)
+    return result
+
+
+def changed_settings(model: Path, pairs: Any, out: Path) -> list[dict[str, Any]]:
+    """Two updates of a run of two; then three of the same run, extended to five with other settings."""
+    from grpo_megatron.training.checkpoint import Checkpoints
+
+    policy = _build(model, LAYOUTS["1"], 2)
+    mesh = policy.mesh
+    first = [_used(policy, pairs) for _ in range(2)]
+    path = Checkpoints(out, mesh, keep=None).save(2, policy, _config(model))
+    changes = {"lr": 2e-3, "min_lr": 5e-4, "weight_decay": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}
+    policy = _build(model, LAYOUTS["1"], 5, **changes)
+    Checkpoints(out, mesh, keep=None).load(path, policy)
+    return first + [_used(policy, pairs) for _ in range(3)]
+
+
+def _used(policy: Any, pairs: Any) -> dict[str, Any]:
+    """The settings of each parameter group inside the optimizer's step, and Adam's step count after it."""
+    from grpo_megatron.models.optimizer import each_optimizer, group_settings
+
+    seen: dict[str, Any] = {}
+    step = policy.optimizer.step
+
+    def watched() -> Any:
+        seen["groups"] = [dict(group) for group in group_settings(policy.optimizer)]
+        return step()
+
+    with mock.patch.object(policy.optimizer, "step", watched):
+        _update(policy, pairs)
+    states = [state for part in each_optimizer(policy.optimizer) for state in part.optimizer.state.values()]
+    return {**seen, "steps": {float(torch.as_tensor(state["step"])) for state in states}}
+
+
+def positions(model: Path) -> list[int]:
+    """The place in the schedule after 6 updates, 2 per training step, with 2, 4 and 1 updates per training step."""
+    from grpo_megatron.config import OptimConfig
+
+    policy = _build(model, LAYOUTS["1"], 20)
+    state = {"schedule": {"num_steps": 6, "period": 2}, "num_skipped_in_a_row": 0}
+    found = []
+    for period in (2, 4, 1):
+        policy.set_optimizer(OptimConfig(), 20, period=period)
+        policy.load_state(state)
+        found.append(policy.num_updates)
+    return found
+
+
+@ranks()
+def one_rank(model: Path, pairs: Any, out: Path, num_updates: int) -> dict[str, Any]:
+    """All that one rank does, in one world."""
+    return {
+        "updates": whole_run(model, pairs, out, num_updates),
+        "settings": changed_settings(model, pairs, out / "settings"),
+        "positions": positions(model),
+    }
+
+
+@ranks()
+def in_both_ways(model: Path, pairs: Any, out: Path, layout: Layout) -> None:
+    """A checkpoint in pieces, and one that Megatron gathers; then each is loaded by the other's reader, and saved again."""
+    import contextlib
+
+    from grpo_megatron.models.weights import sharded_state
+    from grpo_megatron.training.checkpoint import Checkpoints
+
+    @contextlib.contextmanager
+    def gathered() -> Any:
+        whole = {
+            "optimizer_as_local_shards": contextlib.nullcontext,
+            "divide_among_replicas": lambda model, mesh: model,
+        }
+        with mock.patch.multiple(sharded_state, **whole):
+            yield
+
+    policy, config = _build(model, layout, 2), _config(model)
+    _update(policy, pairs)
+    for name, way in (("pieces", contextlib.nullcontext), ("whole", gathered)):
+        with way():
+            Checkpoints(out / name, policy.mesh, keep=None).save(1, policy, config)
+    for name, way in (("whole", contextlib.nullcontext), ("pieces", gathered)):
+        checkpoints, other = Checkpoints(out / name, policy.mesh, keep=None), _build(model, layout, 2)
+        newest = checkpoints.newest()
+        assert newest is not None
+        with way():
+            checkpoints.load(newest, other)
+        Checkpoints(out / f"{name} again", policy.mesh, keep=None).save(1, other, config)
+
+
+# -- Tests -------------------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("layouts") / "model", "llama2", num_hidden_layers=2, **QWEN3_MOE)
@@ -50,15 +200,14 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(model: Path, out: Path) -> dict[str, Any]:
     """One rank: the run that is never stopped, which leaves the first checkpoint in `out`, and the changed settings."""
     arguments: dict[str, Any] = {"model": model, "pairs": PAIRS, "out": out, "num_updates": 1 + len(CHAIN)}
-    (result,) = worlds.run(layout_change_ranks.alone, 1, **arguments)
+    (result,) = one_rank(1, **arguments)
     return dict(result)
 
 
 @pytest.mark.slow
 def test_six_changes_of_layout(model: Path, out: Path, alone: dict[str, Any]) -> None:
     for done, layout in enumerate(CHAIN, start=1):
-        results = worlds.run(
-            layout_change_ranks.one_update,
+        results = one_update(
             layout[0],
             model=model,
             pairs=PAIRS,
@@ -102,7 +251,7 @@ def test_changed_settings_are_used_and_other_mini_batches_keep_the_training_step
 @pytest.mark.parametrize("layout", [Layout(2), Layout(4, tp=2, sp=None), Layout(4, pp=2, ep=2)])
 def test_every_rank_writes_its_share_of_what_megatron_would_gather(model: Path, tmp_path: Path, layout: Layout) -> None:
     """Both kinds of checkpoint have the same tensors, and both readers read both. Older checkpoints are of the second kind."""
-    worlds.run(layout_change_ranks.in_both_ways, layout[0], model=model, pairs=PAIRS, out=tmp_path, layout=layout)
+    in_both_ways(layout[0], model=model, pairs=PAIRS, out=tmp_path, layout=layout)
 
     def written(name: str) -> list[int]:
         folder = tmp_path / name / "checkpoints/step_000001/state"

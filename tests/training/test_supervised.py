@@ -9,23 +9,161 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests import worlds
+from grpo_megatron.config import Config
 from tests.soak.soak import make_workspace
 from tests.stored import rows_without
-from tests.training import guard_ranks, supervised_ranks
+from tests.training.test_guards import replayed
+from tests.worlds import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
+
+
+# -- The programs of the ranks -----------------------------------------------------------------------------------------
+
+SFT = {"algorithm": {"source": "file", "adv_estimator": "constant"}, "actor": {"loss_mode": "sft"}}
+DPO = {
+    "algorithm": {"source": "file", "adv_estimator": "best_worst"},
+    "actor": {"loss_mode": "dpo", "loss_agg_mode": "seq-mean-token-mean"},
+}
+
+
+def settings(root: Path, output: Path, method: dict[str, Any], tp: int = 1, **sections: Any) -> dict[str, Any]:
+    """Two ranks, 16 rows in batches of 5: two epochs are six steps. Held out: the rows of `root`/held_out.jsonl."""
+    raw: dict[str, Any] = {
+        "model": {"path": str(root / "model"), "dtype": "float32"},
+        "data": {
+            "task": "arithmetic",
+            "train_files": [str(root / "data/written.jsonl")],
+            "val_loss_files": [str(root / "held_out.jsonl")],
+            "apply_chat_template": False,
+            "train_batch_size": 5,
+            "max_prompt_length": 32,
+            "max_response_length": 32,
+        },
+        **method,
+        "trainer": {
+            "total_epochs": 2,
+            "test_freq": 3,
+            "save_freq": 2,
+            "save_hf_at_end": False,
+            "n_gpus_per_node": 2,
+            "device": "cpu",
+            "output_dir": str(output),
+            "logger": ["jsonl"],
+        },
+    }
+    megatron = {"tensor_model_parallel_size": tp}
+    raw["actor"] = {**raw["actor"], "use_kl_loss": False, "optim": {"lr": 1e-3}, "megatron": megatron}
+    raw["actor"]["ppo_max_token_len_per_gpu"] = 200
+    for section, values in sections.items():
+        raw[section] = {**raw.get(section, {}), **values}
+    return raw
+
+
+def train(
+    raw: dict[str, Any], stop_in: tuple[str, int] | None = None, kill_in_step: int | None = None
+) -> dict[str, Any]:
+    """Run the Trainer. `stop_in`: ("sft" or "task", step): the stop file appears in that step of the warm-up or the run.
+
+    `kill_in_step`: the run ends after that step's report, without a checkpoint. Returns how it ended, and the weights of a
+    finished run.
+    """
+    from grpo_megatron import run as run_module
+    from grpo_megatron.checks.validate import validate
+    from grpo_megatron.report.step import StepReport
+    from grpo_megatron.trainer import Trainer
+    from grpo_megatron.training.stopping import Stopped
+
+    stop_file = Path(raw["trainer"]["output_dir"]) / "stop"
+    config = Config.model_validate({**raw, "trainer": {**raw["trainer"], "stop_file": str(stop_file)}})
+    result: dict[str, Any] = {"ended": "done"}
+    log = StepReport.log
+
+    def watched(self: Any, step: int, metrics: Any, samples: Any, *arguments: Any, **named: Any) -> Any:
+        reduced = log(self, step, metrics, samples, *arguments, **named)
+        stage = "sft" if samples[0].prompt.uid.startswith("sft/") else "task"
+        if stop_in == (stage, step):
+            stop_file.touch()
+        if stage == "task" and step == kill_in_step:
+            raise KeyboardInterrupt
+        return reduced
+
+    with (
+        mock.patch.object(StepReport, "log", watched),
+        mock.patch.object(run_module, "destroy_mesh", lambda: None),  # the world is used again
+    ):
+        try:
+            trainer = Trainer(config, validate(config, int(os.environ["WORLD_SIZE"])))
+            trainer.run()
+            result["weights"] = {n: t.clone() for bucket in trainer.parts.policy.hf_weights(1) for n, t in bucket}
+        except Stopped as stopped:
+            result["ended"] = str(stopped.exit_code)
+        except KeyboardInterrupt:
+            result["ended"] = "killed"
+    torch.distributed.barrier()
+    stop_file.unlink(missing_ok=True)
+    return result
+
+
+def warm_up(root: Path) -> dict[str, Any]:
+    """The section `sft`: three steps of four of nine rows."""
+    files = [str(root / "data/train.sft.jsonl")]
+    return {"steps": 3, "train_files": files, "train_batch_size": 4, "optim": {"lr": 1e-3}}
+
+
+@ranks()
+def dp2(root: Path, out: Path) -> dict[str, Any]:
+    """Every run of two replicas, in one world. Between them only Megatron's groups are made anew."""
+    sft = warm_up(root)
+    results: dict[str, Any] = {}
+
+    def run(name: str, folder: str, method: dict[str, Any], sections: dict[str, Any], **options: Any) -> None:
+        results[name] = train(settings(root, out / folder, method, **sections), **options)
+        _leave_groups()
+
+    run("whole", "whole", SFT, {"sft": sft})
+    run("stopped in the warm-up", "parts", SFT, {"sft": sft}, stop_in=("sft", 1))
+    run("stopped", "parts", SFT, {"sft": sft}, stop_in=("task", 2))
+    run("killed", "parts", SFT, {"sft": sft}, kill_in_step=4)
+    if os.environ["RANK"] == "0":
+        shutil.copytree(out / "parts", out / "moved")
+    torch.distributed.barrier()
+    run("resumed", "parts", SFT, {"sft": sft})
+    rows = {"train_files": sft["train_files"], "train_batch_size": 4, "shuffle": False}
+    run("alone", "alone", SFT, {"data": rows, "trainer": {"total_epochs": None, "total_training_steps": 3}})
+    run("dpo", "dpo", DPO, {"guards": {"grad_norm": {"high": 1e-6}, "max_dumps": 1}})
+    return results
+
+
+@ranks()
+def tp2(root: Path, out: Path) -> dict[str, Any]:
+    """The killed run goes on with tensor parallelism; and the pairs from their beginning."""
+    sft = warm_up(root)
+    results = {"moved": train(settings(root, out / "moved", SFT, tp=2, sft=sft))}
+    _leave_groups()
+    return {**results, "dpo": train(settings(root, out / "dpo_tp2", DPO, tp=2))}
+
+
+def _leave_groups() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+# -- Tests -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +182,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """(output folders, results of rank 0 by run); those of `tp2` are under "tp2"."""
     out = tmp_path_factory.mktemp("runs")
-    results = worlds.run(supervised_ranks.dp2, 2, root=root, out=out)[0]
-    return out, {**results, "tp2": worlds.run(supervised_ranks.tp2, 2, root=root, out=out)[0]}
+    results = dp2(2, root=root, out=out)[0]
+    return out, {**results, "tp2": tp2(2, root=root, out=out)[0]}
 
 
 def column(folder: Path, name: str) -> dict[int, float]:
@@ -124,7 +262,7 @@ def test_pairs_have_accuracy_and_margin(runs: Any) -> None:
 def test_a_dump_of_a_supervised_run_replays(runs: Any) -> None:
     out, _ = runs
     dumps = sorted((out / "dpo/dumps").iterdir())
-    [[(code, text)]] = worlds.run(guard_ranks.replayed, 1, dumps=dumps)
+    [[(code, text)]] = replayed(1, dumps=dumps)
     assert (code, [dump.name for dump in dumps]) == (0, ["step_000000_grad_norm"]), text
 
 
@@ -144,9 +282,9 @@ sys.meta_path.insert(0, Hidden())
 def test_the_command_needs_no_vllm(root: Path, tmp_path: Path) -> None:
     """The launcher, the server that ranks are forked from, and the ranks. A second start finds nothing to do."""
     (tmp_path / "sitecustomize.py").write_text(HIDE_VLLM)
-    out, method = tmp_path / "out", supervised_ranks.SFT
+    out, method = tmp_path / "out", SFT
     trainer = {"total_epochs": 1, "save_freq": 9, "logger": ["console"]}
-    raw = supervised_ranks.settings(root, out, method, trainer=trainer)
+    raw = settings(root, out, method, trainer=trainer)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "grpo_megatron", "train", str(tmp_path / "run.yaml")]
