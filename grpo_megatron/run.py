@@ -214,10 +214,10 @@ class Run:
         if not self._is_synced or self._has_stepped:
             self.sync()
         asked = [prompt if isinstance(prompt, Prompt) else self._prompt(prompt) for prompt in prompts]
-        samples = generator.draw(
+        samples = generator.sample(
             asked,
             config.rollout.n if n is None else n,
-            draw_id=self.step + (self._num_rounds << 32),
+            round_id=self.step + (self._num_rounds << 32),
             version=self.step,
             max_tokens=config.data.max_response_length,
             temperature=config.rollout.temperature,

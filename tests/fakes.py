@@ -198,15 +198,15 @@ class FakeRewardPool:
 
 
 class FakeGenerator:
-    """Responses with the rewards `reward(prompt, index, draw_id)`; records every draw."""
+    """Responses with the rewards `reward(prompt, index, round_id)`; records every draw."""
 
     def __init__(
-        self, reward: Callable[[Prompt, int, int], float] = lambda prompt, index, draw_id: float(index)
+        self, reward: Callable[[Prompt, int, int], float] = lambda prompt, index, round_id: float(index)
     ) -> None:
         self.reward, self.mesh = reward, LoneMesh()
         self.draws: list[dict[str, Any]] = []
 
-    def draw(
+    def sample(
         self, prompts: Sequence[Prompt], n: int, *, greedy: bool = False, metrics: Any, **arguments: Any
     ) -> list[Sample]:
         self.draws.append({"uids": [p.uid for p in prompts], "n": n, "greedy": greedy, **arguments})
@@ -220,7 +220,7 @@ class FakeGenerator:
                 rollout_logprobs=[-1.0, -1.0],
                 finish_reason="stop",
                 version=arguments["version"],
-                reward=self.reward(p, index, arguments["draw_id"]),
+                reward=self.reward(p, index, arguments["round_id"]),
             )
             for place, p in enumerate(prompts)
             for index in indices
@@ -466,13 +466,13 @@ class WatchedGenerator(FakeGenerator):
         super().__init__()
         self.engine = engine
 
-    def draw(self, prompts: Any, n: int, **arguments: Any) -> Any:
+    def sample(self, prompts: Any, n: int, **arguments: Any) -> Any:
         assert arguments["version"] == self.engine.version
-        kind = "validate" if arguments["draw_id"] < 0 else "draw"
+        kind = "validate" if arguments["round_id"] < 0 else "draw"
         self.engine.events.append(
-            (kind, arguments["version"], [p.prompt_ids[0] for p in prompts], arguments["draw_id"])
+            (kind, arguments["version"], [p.prompt_ids[0] for p in prompts], arguments["round_id"])
         )
-        samples = super().draw(prompts, n, **arguments)
+        samples = super().sample(prompts, n, **arguments)
         for sample in samples:
             sample.weights_digest = self.engine.held
         return samples

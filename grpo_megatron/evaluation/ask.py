@@ -291,10 +291,10 @@ class Asker:
                     continue
                 yield (
                     batch,
-                    generator.draw(
+                    generator.sample(
                         batch,
                         answers.samples,
-                        draw_id=0,
+                        round_id=0,
                         uids=[prompt.uid for prompt in batch],
                         version=WEIGHTS_VERSION,
                         max_tokens=answers.max_tokens,

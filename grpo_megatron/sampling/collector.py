@@ -38,7 +38,7 @@ State = dict[str, Any]
 class Group:
     """The samples of one prompt that this rank's rollout block holds: all of them, some, or none.
 
-    `version` is the step for which they were drawn. Every rank knows it, also where `samples` is empty.
+    `version` is the step for which they were sampled. Every rank knows it, also where `samples` is empty.
     """
 
     version: int
@@ -50,7 +50,7 @@ class Clock:
     """The rule which weights sample which step: those of `lag` steps before, or the oldest that this run has.
 
     A function of the step alone: how late a rank is changes nothing. `first`: the step at which the run has begun, or goes
-    on. `drawn`: the steps before it had been drawn then, ahead of their training. Version v: the weights after v steps.
+    on. `drawn`: the steps before it had been sampled then, ahead of their training. Version v: the weights after v steps.
     """
 
     lag: int = 0  # rollout.lag
@@ -62,7 +62,7 @@ class Clock:
         return max(self.first, step - self.lag)
 
     def steps(self, version: int) -> range:
-        """Returns the steps that are drawn by `version`, and none before it is there."""
+        """Returns the steps that are sampled by `version`, and none before it is there."""
         start = self.drawn if version == self.first else max(self.drawn, version + self.lag)
         return range(start, min(self.num_steps, version + self.lag + 1))
 
@@ -126,7 +126,7 @@ def informative_prompts(table: GroupTable) -> list[int]:
 class PolicyCollector(Collector):
     """The next prompts of the data, answered by the weights that the engine holds.
 
-    `prepare(step, metrics)` is called once per step, before anything is drawn: with algorithm.source=initial (RFT) it streams
+    `prepare(step, metrics)` is called once per step, before anything is sampled: with algorithm.source=initial (RFT) it streams
     the model that the run started from into the engine, which keeps these weights until the next step's rollout begins,
     however many rounds of dynamic sampling a step takes.
     """
@@ -145,15 +145,15 @@ class PolicyCollector(Collector):
         self.generator, self.prompts, self.data, self.rollout, self.greedy = generator, prompts, data, rollout, greedy
         self.prepare, self.clock = prepare, clock or Clock()
         self.cursor = 0  # prompts taken from the data so far
-        self.step, self.num_rounds = -1, 0  # the last step, and the number of draws for it
+        self.step, self.num_rounds = -1, 0  # the last step, and the rounds for it
         self.lengths = LengthHistory()
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
-        prompts, draw_id = self.next_prompts(step, count, metrics)
-        samples = self.generator.draw(
+        prompts, round_id = self.next_prompts(step, count, metrics)
+        samples = self.generator.sample(
             prompts,
             self.rollout.n,
-            draw_id=draw_id,
+            round_id=round_id,
             version=self.clock.version(step),
             max_tokens=self.data.max_response_length,
             temperature=self.rollout.temperature,
@@ -164,7 +164,7 @@ class PolicyCollector(Collector):
         return groups_by_prompt(samples, count, version=step)
 
     def next_prompts(self, step: int, count: int, metrics: Metrics) -> tuple[list[Prompt], int]:
-        """Returns the next `count` prompts of the data, and the number that seeds their draws besides them."""
+        """Returns the next `count` prompts of the data, and the round's number, which is in their seeds."""
         if step != self.step:
             self.step, self.num_rounds = step, 0
             if self.prepare is not None:
@@ -172,10 +172,10 @@ class PolicyCollector(Collector):
         prompts = self.prompts.items_from(self.cursor, count)
         if self.data.sampling.pass_rates is not None:
             metrics.mean_of("data/pass_rate/mean", [prompt.pass_rate or 0.0 for prompt in prompts])
-        draw_id = step + (self.num_rounds << 32)  # a prompt that returns in a later round gets new seeds
+        round_id = step + (self.num_rounds << 32)  # a prompt that returns in a later round gets new seeds
         self.cursor += count
         self.num_rounds += 1
-        return prompts, draw_id
+        return prompts, round_id
 
     def epoch(self) -> float:
         return self.cursor / len(self.prompts.items)
@@ -196,7 +196,7 @@ class PolicyCollector(Collector):
             )
 
     def _selection(self) -> str:
-        """Returns a digest of the selected prompts and their weights; empty if all are drawn alike."""
+        """Returns a digest of the selected prompts and their weights; empty if all are sampled alike."""
         if self.data.sampling.pass_rates is None:
             return ""
         selected = [[prompt.uid, prompt.weight] for prompt in self.prompts.items]

@@ -1,11 +1,7 @@
 """Generator: prompts -> samples -> rewards, for this rollout block's share of them.
 
-Which block draws which samples, and in which order: without any history the samples are ordered by prompt and cut into one
-contiguous range per block, of nearly equal length. Once lengths of earlier responses are known, whole prompts are dealt out by
-expected length instead: longest first, each to the block with the fewest expected tokens (Graham's LPT rule), which draws them
-in this order. So no block begins its longest responses last. A prompt's samples stay together and share its cached prefix,
-except where a cut falls. A block without work takes waiting requests of others. Every request has its own seed: which block
-draws it, and when, changes no sample. Each response goes to the reward workers when it is complete, while the others are drawn.
+Every request has its own seed, so which block generates it, and when, changes no sample. A block without work takes
+waiting requests of others. Each response goes to the reward workers when it is complete, while the engine goes on.
 """
 
 from __future__ import annotations
@@ -26,8 +22,8 @@ from grpo_megatron.types import BY_MODEL, GREEDY, Prompt, Sample
 
 
 @dataclass(frozen=True)
-class Draws:
-    """The samples of one `Generator.draw`.
+class SamplingRound:
+    """The samples of one `Generator.sample`.
 
     Sample number k is response k mod len(indices) to prompt k // len(indices).
     """
@@ -35,7 +31,7 @@ class Draws:
     prompts: Sequence[Prompt]
     uids: list[str]  # of the prompts, different from each other
     indices: list[int]  # of the responses to one prompt
-    draw_id: int
+    round_id: int
     version: int
     max_tokens: int
     temperature: float
@@ -43,9 +39,9 @@ class Draws:
     run_seed: int
 
     def seed(self, number: int) -> int:
-        """Returns the seed of a sample's draws."""
+        """Returns the seed of a sample."""
         place, index = self.of(number)
-        return sample_seed(self.run_seed, self.draw_id, self.uids[place], index)
+        return sample_seed(self.run_seed, self.round_id, self.uids[place], index)
 
     def of(self, number: int) -> tuple[int, int]:
         """Returns the place of the prompt and the index of the response."""
@@ -59,7 +55,9 @@ class Generator:
     `pool` is None on ranks that are not the leader of their rollout block. `weights_digest` tells what the engine holds.
     """
 
-    shares_work = True  # earlier lengths decide which block draws a sample, and idle blocks take the requests of others
+    shares_work = (
+        True  # earlier lengths decide which block generates a sample, and idle blocks take the requests of others
+    )
 
     def __init__(
         self,
@@ -78,12 +76,12 @@ class Generator:
         self.stop_token_ids, self.capacity = tuple(rollout.stop_token_ids), rollout.sequences
         self.weights_digest, self.max_failed_ratio = weights_digest, max_failed_ratio
 
-    def draw(
+    def sample(
         self,
         prompts: Sequence[Prompt],
         n: int,
         *,
-        draw_id: int,
+        round_id: int,
         version: int,
         max_tokens: int,
         temperature: float,
@@ -95,8 +93,8 @@ class Generator:
     ) -> list[Sample]:
         """Sample n responses per prompt. Returns this block's, in (prompt, index) order; its leader has rewards.
 
-        `draw_id` (the step) and the prompt's uid seed the draws. A prompt that is in `prompts` twice gets different
-        seeds, unless `uids` says what seeds each prompt's draws. `greedy` adds one greedy response per prompt, with index
+        `round_id` (the step) and the prompt's uid seed the responses. A prompt that is in `prompts` twice gets different
+        seeds, unless `uids` names what seeds each prompt. `greedy` adds one greedy response per prompt, with index
         `GREEDY`. `version` is that of the engine's weights. `max_tokens` bounds a response, with the observations of its
         environment. `history` knows how long earlier responses were, and learns how long these are; one of several turns does
         not read it. Raises RankError on every rank when the workers of any rank cannot run at all, or when more than
@@ -104,7 +102,7 @@ class Generator:
         """
         indices = sample_indices(n, greedy=greedy)
         names = distinct_uids(prompts) if uids is None else list(uids)
-        wanted = Draws(prompts, names, indices, draw_id, version, max_tokens, temperature, top_p, self.seed)
+        wanted = SamplingRound(prompts, names, indices, round_id, version, max_tokens, temperature, top_p, self.seed)
         if not self.shares_work:
             history = None
         expected = None if history is None else history.expected(prompts)
@@ -124,10 +122,12 @@ class Generator:
             for sample in drawn if self.mesh.is_block_leader else ():
                 tokens[sample.prompt_index] += len(sample.response_ids)
             history.learn(prompts, self.mesh.total(tokens), len(indices))
-        self.finish_grading(drawn, draw_id, version, metrics)
+        self.finish_grading(drawn, round_id, version, metrics)
         return drawn
 
-    def _finished(self, wanted: Draws, queues: list[list[int]], metrics: Metrics) -> Iterator[list[tuple[int, Sample]]]:
+    def _finished(
+        self, wanted: SamplingRound, queues: list[list[int]], metrics: Metrics
+    ) -> Iterator[list[tuple[int, Sample]]]:
         """Yields what this block completes: one list of (number, sample) per engine step. `queues[b]`: the numbers of block b."""
 
         def request(number: int) -> Request:
@@ -142,7 +142,7 @@ class Generator:
         for finished in stream_shared(self.engine, queues, request, wanted.version, self.mesh, capacity):
             yield [(number, self._sample(wanted, number, completion)) for number, completion in finished]
 
-    def _sample(self, wanted: Draws, number: int, completion: Completion) -> Sample:
+    def _sample(self, wanted: SamplingRound, number: int, completion: Completion) -> Sample:
         place, index = wanted.of(number)
         return Sample(
             prompt=wanted.prompts[place],
@@ -182,11 +182,11 @@ class Generator:
             images=prompt.images,
         )
 
-    def finish_grading(self, samples: Sequence[Sample], draw_id: int, version: int, metrics: Metrics) -> None:
-        """Wait for the rewards of `samples`, all that this block has drawn. Collective. Raises RankError as `draw` does."""
+    def finish_grading(self, samples: Sequence[Sample], round_id: int, version: int, metrics: Metrics) -> None:
+        """Wait for the rewards of `samples`, all that this block has sampled. Collective. Raises RankError as `sample` does."""
         with metrics.phase("reward"):  # what is left of the grading
             self.mesh.agree(self.grading.finish())
-            what = f"step {version}" if draw_id >= 0 else f"the validation before step {version}"
+            what = f"step {version}" if round_id >= 0 else f"the validation before step {version}"
             known = samples if self.mesh.is_block_leader else []
             check_failures(what, known, self.max_failed_ratio, self.mesh)
 
@@ -252,9 +252,12 @@ class LengthHistory:
 def assign_samples(
     num_prompts: int, per_prompt: int, num_blocks: int, expected: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Returns for each block the numbers of its samples, in the order to draw them.
+    """Returns for each block the numbers of its samples, in its order. Sample i of prompt p is p * per_prompt + i.
 
-    Sample i of prompt p is p * per_prompt + i.
+    Without `expected`, the samples are cut in order of prompts into one range per block, of nearly equal length. With
+    expected tokens per response, complete prompts go longest first to the block with the fewest expected tokens (Graham's
+    LPT rule), so that no block begins its longest responses last. A prompt's samples stay together and share its cached
+    prefix, except where a cut falls.
     """
     total = num_prompts * per_prompt
     if expected is None or len(set(expected)) <= 1 or num_prompts < num_blocks:
@@ -274,9 +277,9 @@ def assign_samples(
 #
 # An engine decodes `capacity` sequences at a time. A block hands its engine no more than that; its other requests wait here.
 # Every ROUND engine steps, as long as any request waits anywhere, the blocks tell each other how many wait and how many are
-# being drawn. From these numbers every rank computes the same moves: requests at the end of the longest queue go to blocks
+# being sampled. From these numbers every rank computes the same moves: requests at the end of the longest queue go to blocks
 # with free places. Nothing is sent, because every rank knows all prompts; and nothing depends on how long a step takes, so
-# that the same requests are drawn together in every run.
+# that the same requests are sampled together in every run.
 
 ROUND = 32  # engine steps: at most so long a block without work waits for the others
 

@@ -1,11 +1,8 @@
-"""Grading: the rewards of the samples of one draw. The reward workers grade what is complete while the engine draws the rest.
+"""Grading: the rewards of the samples of one round. Workers grade what is complete while the engine generates the rest.
 
-Where grading should take less than WORTH_OVERLAP_S of a worker's time, it waits until all is drawn: workers that wake up for
-microseconds would only take the engine's processor. The expected time is that of a sample in the last draw with the same reward
-functions: those of validation may differ from those of training. The rewards are the same either way. A reward that compares the
-samples of its batch gets them all, by prompt and sample, when the last one is drawn.
-
-A problem of the workers is kept until `finish` (processes/pool.py).
+Where grading should take less than WORTH_OVERLAP_S of a worker's time, as in the last round with the same functions, it
+waits until all is generated: workers that wake up for microseconds would only take the engine's processor. The rewards are
+the same either way. A reward that compares the samples of its batch gets them all at the end.
 """
 
 from __future__ import annotations
@@ -27,24 +24,24 @@ FAILED = ("error", "timeout")  # of RewardResult.status; "none" is no failure
 
 
 class Grading:
-    """The grading of one draw: `begin`, then `add` each complete sample and call `serve` often, then `finish`.
+    """The grading of one round: `begin`, then `add` each complete sample and call `serve` often, then `finish`.
 
     Without a pool it does nothing.
     """
 
     def __init__(self, pool: RewardPool | None, tokenizer: Any) -> None:
         self.pool, self.tokenizer = pool, tokenizer
-        self._functions: frozenset[str] = frozenset()  # of this draw
-        self._seconds_per_sample: dict[frozenset[str], float] = {}  # in the last draw with these functions
+        self._functions: frozenset[str] = frozenset()  # of this round
+        self._seconds_per_sample: dict[frozenset[str], float] = {}  # in the last round with these functions
         self._overlaps = True
         self._samples: list[Sample] = []  # in the order in which the pool got them
-        self._waiting: list[Sample] = []  # for the last one to be drawn
+        self._waiting: list[Sample] = []  # for the last one to be sampled
         self._kept = FirstFailure(pool)
 
     def begin(self, rewards: Iterable[str], num_samples: int) -> None:
         """Prepare for the first sample.
 
-        `rewards` names all reward functions of the draw, `num_samples` are to be graded here.
+        `rewards` names all reward functions of the round, `num_samples` are to be graded here.
         """
         self._samples, self._waiting, self._kept.text = [], [], None
         self._functions = frozenset(rewards) - {BY_MODEL}
@@ -136,7 +133,7 @@ class TurnGrading(Grading):
         self._last_turns: list[tuple[Sample, Turn, Sample]] = []  # trajectory, its last turn, that turn as a sample
 
     def begin(self, rewards: Iterable[str], num_samples: int) -> None:
-        """Forget the trajectories of the last draw, then begin as `Grading` does."""
+        """Forget the trajectories of the last round, then begin as `Grading` does."""
         self._last_turns = []
         super().begin(rewards, num_samples)
 

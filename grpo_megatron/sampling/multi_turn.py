@@ -26,7 +26,7 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.processes.pool import FirstFailure
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, continued, stable_hash
-from grpo_megatron.sampling.generator import Draws, Generator
+from grpo_megatron.sampling.generator import Generator, SamplingRound
 from grpo_megatron.sampling.grading import TurnGrading
 from grpo_megatron.types import BRANCH, FAILURES, GREEDY, Sample, TokenRoutes, Turn
 
@@ -66,7 +66,7 @@ class TrajectoryLimits:
 class Trajectory:
     """One sample in play.
 
-    `row` and `environment_seed` are those of the environment's reset; `seed` is that of the first turn's draws.
+    `row` and `environment_seed` are those of the environment's reset; `seed` is that of the first turn's samples.
 
     How a trajectory ends, as (status, finish_reason):
 
@@ -407,7 +407,7 @@ def play(
 class TrajectoryGenerator(Generator):
     """The generator of samples of several turns, where `rollout.multi_turn.environment` is set.
 
-    The prompt of a sample is what its environment's reset gives. The seed of reset is a hash of the run's seed, the draw and
+    The prompt of a sample is what its environment's reset gives. The seed of reset is a hash of the run's seed, the round and
     the prompt's uid, so that all samples of a group have the same prompt. `parts` and `named` are Generator's; `pool` is also
     None where the environment gives the rewards. `max_prompt_length` is in tokens.
     """
@@ -421,7 +421,9 @@ class TrajectoryGenerator(Generator):
         self.answers, self.max_prompt_length = answers, max_prompt_length
         self.grading = TurnGrading(self.grading.pool, self.tokenizer, gives_rewards=gives_rewards)
 
-    def _finished(self, wanted: Draws, queues: list[list[int]], metrics: Metrics) -> Iterator[list[tuple[int, Sample]]]:
+    def _finished(
+        self, wanted: SamplingRound, queues: list[list[int]], metrics: Metrics
+    ) -> Iterator[list[tuple[int, Sample]]]:
         """See Generator. Raises RankError on every rank when the environments of any rank are lost."""
         own = queues[self.mesh.rollout_block]
         trajectories = [self._trajectory(wanted, number) for number in own]
@@ -446,14 +448,14 @@ class TrajectoryGenerator(Generator):
             text = "%d of %d environments failed (%s); the first: %s"
             logger.warning(text, len(failed), len(trajectories), kinds, failed[0].message)
 
-    def _trajectory(self, wanted: Draws, number: int) -> Trajectory:
+    def _trajectory(self, wanted: SamplingRound, number: int) -> Trajectory:
         place, index = wanted.of(number)
-        draw_id, uid = wanted.draw_id, wanted.uids[place]
+        round_id, uid = wanted.round_id, wanted.uids[place]
         turns = self.answers.multi_turn.max_assistant_turns
         return Trajectory(
-            key=json.dumps([draw_id, uid, index]),
+            key=json.dumps([round_id, uid, index]),
             row=wanted.prompts[place].extra["row"],  # type: ignore[arg-type]
-            environment_seed=stable_hash(json.dumps(["environment", self.seed, draw_id, uid])),
+            environment_seed=stable_hash(json.dumps(["environment", self.seed, round_id, uid])),
             seed=wanted.seed(number),
             limits=TrajectoryLimits(self.max_prompt_length, wanted.max_tokens, turns),
             temperature=0.0 if index == GREEDY else wanted.temperature,
@@ -463,7 +465,7 @@ class TrajectoryGenerator(Generator):
             stop_token_ids=self.stop_token_ids,
         )
 
-    def _samples_of(self, wanted: Draws, number: int, trajectory: Trajectory) -> list[Sample]:
+    def _samples_of(self, wanted: SamplingRound, number: int, trajectory: Trajectory) -> list[Sample]:
         """Returns the sample that has the end, and then those of its branches. A greedy response is a baseline only."""
         sample = self._ended(wanted, number, trajectory)
         fate: Any = {"status": trajectory.status, "finish_reason": trajectory.finish_reason}
@@ -471,7 +473,7 @@ class TrajectoryGenerator(Generator):
         branches = [self._ended(wanted, number, part) for part in parts]
         return [sample, *(replace(one, index=sample.index + b * BRANCH) for b, one in enumerate(branches, start=1))]
 
-    def _ended(self, wanted: Draws, number: int, trajectory: Trajectory) -> Sample:
+    def _ended(self, wanted: SamplingRound, number: int, trajectory: Trajectory) -> Sample:
         place, index = wanted.of(number)
         prompt = wanted.prompts[place]
         is_masked = self.answers.multi_turn.failed == "mask" and trajectory.status in FAILURES
@@ -495,9 +497,9 @@ class TrajectoryGenerator(Generator):
             routes=trajectory.routes,
         )
 
-    def finish_grading(self, samples: Sequence[Sample], draw_id: int, version: int, metrics: Metrics) -> None:
+    def finish_grading(self, samples: Sequence[Sample], round_id: int, version: int, metrics: Metrics) -> None:
         """See Generator. Also sets the texts of the samples, turn by turn, with special tokens."""
-        super().finish_grading([s for s in samples if s.index < BRANCH], draw_id, version, metrics)
+        super().finish_grading([s for s in samples if s.index < BRANCH], round_id, version, metrics)
         ends = {(sample.prompt_index, sample.index): sample.reward for sample in samples}
         for sample in samples:
             if sample.index >= BRANCH:

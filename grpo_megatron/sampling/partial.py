@@ -23,7 +23,7 @@ from grpo_megatron.types import UNFINISHED, Draw, PromptImage, Sample
 class _InProgress:
     """A group in progress, known on every rank. Its samples are on the ranks of one rollout block."""
 
-    draw_id: int
+    round_id: int
     uid: str
     version: int  # the step in which it began
     block: int
@@ -76,7 +76,7 @@ class PartialCollector(PolicyCollector):
 
     def state(self) -> State:
         groups = [Group(group.version, group.samples) for group in self.waiting]
-        draws = [[group.draw_id, group.uid] for group in self.waiting]
+        draws = [[group.round_id, group.uid] for group in self.waiting]
         return {**super().state(), "waiting": pack_groups(groups, self.mesh), "draws": draws}
 
     def load_state(self, state: State) -> None:
@@ -84,21 +84,21 @@ class PartialCollector(PolicyCollector):
         groups = unpack_groups(state["waiting"], self.mesh)
         self.waiting = [
             _InProgress(
-                draw_id,
+                round_id,
                 uid,
                 group.version,
                 block=number % self.mesh.num_rollout_blocks,  # where unpack_groups puts it
                 num_unfinished=sum(sample["finish_reason"] == UNFINISHED for sample in packed["samples"]),
                 samples=group.samples,
             )
-            for number, (group, packed, (draw_id, uid)) in enumerate(
+            for number, (group, packed, (round_id, uid)) in enumerate(
                 zip(groups, state["waiting"], state["draws"], strict=True)
             )
         ]
 
     def _begin(self, step: int, count: int, metrics: Metrics) -> list[_InProgress]:
         """Begin new groups, for a full complement. Each goes to the block with the fewest unfinished responses."""
-        prompts, draw_id = self.next_prompts(
+        prompts, round_id = self.next_prompts(
             step, max(0, ceil(count * self.partial.over_sample) - len(self.waiting)), metrics
         )
         indices = sample_indices(self.rollout.n, greedy=self.greedy)
@@ -113,7 +113,7 @@ class PartialCollector(PolicyCollector):
             version = self.clock.version(step)
             samples = [Sample(prompt, 0, index, [], [], UNFINISHED, version) for index in indices] if mine else []
             images = prompt.images if mine else ()
-            begun.append(_InProgress(draw_id, uid, step, block, len(indices), samples, images))
+            begun.append(_InProgress(round_id, uid, step, block, len(indices), samples, images))
         return begun
 
     def _advance(self, in_progress: Sequence[_InProgress], step: int) -> None:
@@ -144,7 +144,7 @@ class PartialCollector(PolicyCollector):
         return self.generator.request(
             sample.prompt,
             sample.index,
-            sample_seed(self.generator.seed, group.draw_id, uid, sample.index),
+            sample_seed(self.generator.seed, group.round_id, uid, sample.index),
             min(self.partial.chunk_tokens, self.data.max_response_length - start),
             self.rollout.temperature,
             top_p=1.0,

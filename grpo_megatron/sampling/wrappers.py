@@ -47,7 +47,7 @@ class DynamicSampling(Collector):
         self.inner, self.mesh = inner, mesh
         self.round_size, self.max_rounds, self.max_staleness = round_size, max_rounds, max_staleness
         self.left_over: list[Group] = []  # oldest first
-        self.last_round = (0, 0)  # informative groups, drawn groups
+        self.last_round = (0, 0)  # informative groups, sampled groups
 
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
         kept = [group for group in self.left_over if step - group.version <= self.max_staleness]
@@ -101,7 +101,7 @@ class DynamicSampling(Collector):
 # groups whose rewards differ enter the buffer. Groups leave it when they are too old, or when it holds more than `size`.
 #
 # The ratio of the surrogate loss is taken against the policy's log-probabilities at the start of the update. The
-# rollout correction covers the difference between those and the log-probabilities that a sample was drawn with, for old and
+# rollout correction covers the difference between those and the log-probabilities of its own weights, for old and
 # fresh samples alike.
 
 
@@ -159,7 +159,7 @@ def build_collector(
 ) -> Collector:
     """`sync_initial(step, metrics)` streams the initial model into the engine (algorithm.source=initial). `clock` None: no lag.
 
-    `generator` is None in a run that draws nothing.
+    `generator` is None in a run that samples nothing.
     `prompts` and `offline_groups` are both empty in a run without training steps.
     """
     size = data.train_batch_size

@@ -63,7 +63,7 @@ class References:
             self.reference = Reference.load(*parts, temperature=config.rollout.temperature, exact=config.model.exact)
 
     def logprobs(self, batch: Batch) -> Tensor | None:
-        """Returns None where nothing reads them: the run only draws from the reference. Collective."""
+        """Returns None where nothing reads them: the run only samples from the reference. Collective."""
         return self.reference.logprobs(batch) if self.is_read else None
 
     def renew(self, step: int, policy: Policy, save_hf: Callable[..., None]) -> None:

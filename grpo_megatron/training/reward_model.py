@@ -357,7 +357,7 @@ def mixed_batch(
 ) -> list[PreferencePair]:
     """Returns the pairs of update number `step` of an outer iteration: a pure function of its arguments.
 
-    Each epoch over the fresh pairs has a new order and uses every pair once. Replayed pairs are drawn from `history`
+    Each epoch over the fresh pairs has a new order and uses every pair once. Replayed pairs come from `history`
     without replacement; over many updates they are `replay_ratio` of all pairs, at any batch size. With few fresh pairs
     the batch is smaller than `size`. A pair is twice in one batch only if an epoch ends inside the batch.
     """

@@ -32,7 +32,7 @@ from grpo_megatron.training.references import References
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Draw
 
-# -- What rank 0 of the training sends to the first rank that draws, which shares it with the others -------------------
+# -- What rank 0 of the training sends to the first rank that samples, which shares it with the others -------------------
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,11 @@ class End:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A step's draws, without the samples. `versions`: of the groups (Group.version); None: a validation alone.
+class SampledStep:
+    """The numbers of a step, whose samples are sent separately.
 
-    `validation`: the version that was validated just before, and the results.
+    `versions`: of the groups (Group.version); None: a validation alone. `validation`: the version that was validated just
+    before, and the results.
     """
 
     versions: list[int] | None
@@ -98,8 +99,10 @@ class StepsAhead(Collector):
 
     def __init__(self, inner: Collector, mesh: Mesh) -> None:
         self.inner, self.mesh = inner, mesh
-        self._arrived: deque[tuple[Drawn, list[Group]]] = deque()  # not trained on yet, with the samples for this rank
-        self._validated: dict[int, dict[str, float]] = {}  # results of versions that have drawn nothing
+        self._arrived: deque[tuple[SampledStep, list[Group]]] = (
+            deque()
+        )  # not trained on yet, with the samples for this rank
+        self._validated: dict[int, dict[str, float]] = {}  # results of versions that have sampled nothing
         self._state: State = {}  # that the collector begins with
         self._epoch = 0.0
 
@@ -140,7 +143,7 @@ class StepsAhead(Collector):
             drawn = {name: value for name, value in packed.items() if name != "groups"}
             if drawn["validation"] is not None:
                 drawn["validation"] = tuple(drawn["validation"])  # a list in JSON
-            self._arrived.append((Drawn(**drawn), unpack_groups(packed["groups"], self.mesh)))
+            self._arrived.append((SampledStep(**drawn), unpack_groups(packed["groups"], self.mesh)))
 
 
 class RolloutRanks(StepsAhead):
@@ -245,7 +248,7 @@ class RolloutRanks(StepsAhead):
             self.bridge.flush(keep=2 * self.lag + 4)  # these may wait for the end of a step; the others have been read
 
     def _answer(self) -> Any:
-        """Returns the next value of the first rank that draws, on every rank. Collective."""
+        """Returns the next value of the first rank that samples, on every rank. Collective."""
         return self.mesh.broadcast(self.bridge.receive(self.bridge.num_training) if self.mesh.rank == 0 else None)
 
     def _wait(self, metrics: Metrics, count: int) -> None:
@@ -255,7 +258,7 @@ class RolloutRanks(StepsAhead):
                     self._receive()
 
     def _receive(self) -> None:
-        drawn: Drawn = self._answer()
+        drawn: SampledStep = self._answer()
         self._due -= 1
         if drawn.versions is None:
             assert drawn.validation is not None

@@ -1,4 +1,4 @@
-"""RolloutRank: the program of a rank that only draws (`rollout.placement: separate`). roles.py has the other side.
+"""RolloutRank: the program of a rank that only samples (`rollout.placement: separate`). roles.py has the other side.
 
 for each version of the weights, when it has arrived:
     load it, checked                  the next version may arrive from now on
@@ -23,7 +23,7 @@ from grpo_megatron.sampling.collector import Group, without_row
 from grpo_megatron.sync.attest import EngineWeights
 from grpo_megatron.training.colocation import build_probe, build_rollout_engine, build_weight_sync
 from grpo_megatron.training.placement import build_generator, join_world, local_collector, with_engine_sequences
-from grpo_megatron.training.roles import Begin, Drawn, End, NewWeights, StateWanted, is_validated
+from grpo_megatron.training.roles import Begin, End, NewWeights, SampledStep, StateWanted, is_validated
 from grpo_megatron.training.stopping import Cadence, Stopped
 from grpo_megatron.training.validation import Validator
 
@@ -86,9 +86,9 @@ class RolloutRank:
             if isinstance(message, StateWanted):
                 self._send(self.collector.state())
             else:
-                self._draw(message)
+                self._sample_with(message)
 
-    def _draw(self, new: NewWeights) -> None:
+    def _sample_with(self, new: NewWeights) -> None:
         """Generate everything that these weights sample."""
         version = new.header.version
         steps = self.clock.steps(version)
@@ -119,7 +119,7 @@ class RolloutRank:
     def _send_step(self, groups: list[Group] | None, validation: tuple[int, dict[str, float]] | None) -> None:
         numbers = self.metrics.reduce(self.mesh.all_gather)
         versions = None if groups is None else [group.version for group in groups]
-        self._send(Drawn(versions, numbers, self.collector.epoch(), validation))
+        self._send(SampledStep(versions, numbers, self.collector.epoch(), validation))
         if groups and self.mesh.is_block_leader:
             prompts = {id(sample.prompt): without_row(sample.prompt) for group in groups for sample in group.samples}
             groups = [Group(g.version, [replace(s, prompt=prompts[id(s.prompt)]) for s in g.samples]) for g in groups]

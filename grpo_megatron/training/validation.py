@@ -30,7 +30,7 @@ from grpo_megatron.training.references import References
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import BRANCH, Batch, Prompt, Sample
 
-VALIDATION_DRAW = -1  # a draw id that no training step has
+VALIDATION_ROUND = -1  # a round id that no training step has
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Validator:
         """Draw, grade, and return the `val-core/...` and `val-aux/...` metrics, the same on every rank. Collective."""
         discarded = Metrics()  # generation here counts as `testing`, not as the step's `gen`
         with metrics.phase("testing"):
-            samples = self.generator.draw(
+            samples = self.generator.sample(
                 self.prompts,
                 self.val.n,
-                draw_id=VALIDATION_DRAW,
+                round_id=VALIDATION_ROUND,
                 version=version,
                 max_tokens=self.max_tokens,
                 temperature=self.val.temperature,

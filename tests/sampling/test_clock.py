@@ -9,7 +9,7 @@ import pytest
 
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import Clock, pack_groups
-from grpo_megatron.training.roles import Drawn, StepsAhead
+from grpo_megatron.training.roles import SampledStep, StepsAhead
 from tests.fakes import LoneMesh, ScriptedCollector
 
 STEPS = 9
@@ -50,7 +50,7 @@ def test_a_colocated_run_trains_first_on_the_steps_of_its_checkpoint(resume_at: 
         groups = pack_groups(drawing.groups(step, 3, None), LoneMesh())
         numbers = {"timing_s/gen": 2.0, "train/num_gen_batches": step}
         versions = [group["version"] for group in groups]
-        ahead.append(vars(Drawn(versions, numbers, step / 10, validation)) | {"groups": groups})
+        ahead.append(vars(SampledStep(versions, numbers, step / 10, validation)) | {"groups": groups})
     collector = build({**drawing.state(), "ahead": ahead, "validated": [[3, {"val/a": 0.3}]]})
     for step, found in ((4, [(2, {"val/a": 0.2})]), (5, [(3, {"val/a": 0.3})]), (6, [])):
         if step == resume_at:

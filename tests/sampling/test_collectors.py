@@ -109,7 +109,7 @@ def test_each_step_draws_its_own_prompts_with_its_own_seeds_and_weights() -> Non
     collector = policy_collector(generator)
     collect(collector, range(3), count=2)
     assert [draw["uids"] for draw in generator.draws] == [["p/0", "p/1"], ["p/2", "p/3"], ["p/4", "p/0"]]
-    assert [draw["draw_id"] for draw in generator.draws] == [0, 1, 2]  # the step seeds the draws
+    assert [draw["round_id"] for draw in generator.draws] == [0, 1, 2]  # the step seeds the draws
     assert [draw["version"] for draw in generator.draws] == [0, 1, 2]  # and the engine holds its weights
     assert generator.draws[0]["temperature"] == 0.5 and generator.draws[0]["max_tokens"] == 7
     assert collector.epoch() == 6 / 5
@@ -120,7 +120,7 @@ def test_rounds_of_one_step_have_seeds_of_their_own() -> None:
     collector = policy_collector(generator)
     for step in (0, 0, 3, 3, 3, 4):
         collector.groups(step, 2, Metrics())
-    assert [draw["draw_id"] for draw in generator.draws] == [0, 1 << 32, 3, 3 + (1 << 32), 3 + (2 << 32), 4]
+    assert [draw["round_id"] for draw in generator.draws] == [0, 1 << 32, 3, 3 + (1 << 32), 3 + (2 << 32), 4]
     assert [draw["version"] for draw in generator.draws] == [0, 0, 3, 3, 3, 4]
 
 
@@ -156,14 +156,14 @@ def test_without_pass_rates_nothing_is_reported_and_the_state_is_the_position() 
 def test_the_initial_model_is_streamed_once_per_step() -> None:
     """Once, however many rounds the step takes, and before its first draw: the engine then still holds the policy."""
     events: list[str] = []
-    generator = FakeGenerator(reward=lambda prompt, index, draw_id: float(prompt.prompt_ids[0] == 0 and index == 0))
-    draw = generator.draw
+    generator = FakeGenerator(reward=lambda prompt, index, round_id: float(prompt.prompt_ids[0] == 0 and index == 0))
+    sample = generator.sample
 
     def noted(*arguments: Any, **named: Any) -> list[Sample]:
         events.append(f"draw {named['version']}")
-        return draw(*arguments, **named)
+        return sample(*arguments, **named)
 
-    generator.draw = noted  # type: ignore[method-assign]
+    generator.sample = noted  # type: ignore[method-assign]
     inner = policy_collector(generator)
     inner.prepare = lambda step, metrics: events.append(f"sync {step}")
     dynamic = DynamicSampling(inner, LoneMesh(), round_size=2, max_rounds=3, max_staleness=1)
@@ -277,7 +277,7 @@ def test_the_age_of_a_replayed_group_counts_from_its_draw() -> None:
 
 
 def numbered_rewards() -> FakeGenerator:
-    return FakeGenerator(reward=lambda prompt, index, draw_id: float(draw_id + index))
+    return FakeGenerator(reward=lambda prompt, index, round_id: float(round_id + index))
 
 
 RESUMED: dict[str, tuple[Callable[[], Any], int]] = {  # collector, groups per step

@@ -27,8 +27,8 @@ def draw(
     engine: Any = SeedEngine()
     rollout = RolloutConfig(seed=9, **(rollout or {}))
     generator = Generator(engine, None, Letters(), mesh or LoneMesh(), rollout, weights_digest=lambda: "d9")
-    arguments: dict[str, Any] = {"draw_id": 4, "version": 4, "max_tokens": 8, "temperature": 0.7, "metrics": Metrics()}
-    return generator.draw([prompt(i) for i in numbers], n, **{**arguments, **changes}), engine
+    arguments: dict[str, Any] = {"round_id": 4, "version": 4, "max_tokens": 8, "temperature": 0.7, "metrics": Metrics()}
+    return generator.sample([prompt(i) for i in numbers], n, **{**arguments, **changes}), engine
 
 
 def test_a_seed_is_of_the_run_the_draw_the_prompt_and_the_sample() -> None:
@@ -44,7 +44,7 @@ def test_a_seed_is_of_the_run_the_draw_the_prompt_and_the_sample() -> None:
 
 
 def test_other_steps_other_rounds_and_repeated_prompts_draw_anew() -> None:
-    seeds = [r.seed for draw_id in (0, 1, 1 + (1 << 32)) for r in draw([3, 5, 3], draw_id=draw_id)[1].requests]
+    seeds = [r.seed for round_id in (0, 1, 1 + (1 << 32)) for r in draw([3, 5, 3], round_id=round_id)[1].requests]
     assert len(set(seeds)) == 3 * 6
 
 
@@ -77,7 +77,7 @@ def draw_and_grade(pool: FakeRewardPool) -> tuple[list[Sample], SeedEngine]:
     generator = Generator(engine, pool, Letters(), LoneMesh(), RolloutConfig(seed=9), lambda: "")  # type: ignore[arg-type]
     prompts = [prompt(i) for i in range(4)]
     arguments: dict[str, Any] = {"version": 0, "max_tokens": 8, "temperature": 1.0, "metrics": Metrics()}
-    return generator.draw(prompts, 2, draw_id=0, **arguments), engine
+    return generator.sample(prompts, 2, round_id=0, **arguments), engine
 
 
 def test_slow_rewards_of_a_validation_are_graded_while_it_draws_although_those_of_training_are_quick() -> None:
@@ -257,8 +257,8 @@ def test_what_is_no_failure_never_stops() -> None:
     check_failures("step 0", [*declined, *graded(1.0)], 0.0, LoneMesh())
 
 
-@pytest.mark.parametrize(("draw_id", "what"), [(4, "step 4: 1 of 4"), (-1, "the validation before step 4: 1 of 4")])
-def test_a_draw_stops_and_says_why(draw_id: int, what: str) -> None:
+@pytest.mark.parametrize(("round_id", "what"), [(4, "step 4: 1 of 4"), (-1, "the validation before step 4: 1 of 4")])
+def test_a_draw_stops_and_says_why(round_id: int, what: str) -> None:
     """The first of four samples fails: 25 %."""
     failed = RewardResult(NAN, status="error", message="reward 'm:f': KeyError: 'x'")
     pool: Any = FakeRewardPool(lambda text, number: RewardResult(1.0) if number else failed)
@@ -269,7 +269,7 @@ def test_a_draw_stops_and_says_why(draw_id: int, what: str) -> None:
         arguments: dict[str, Any] = {"version": 4, "max_tokens": 8, "temperature": 0.7, "metrics": Metrics()}
         if stops:
             with pytest.raises(RankError, match=re.escape(what) + ".*first failure: reward 'm:f': KeyError: 'x'"):
-                generator.draw([prompt(1), prompt(2)], 2, draw_id=draw_id, **arguments)
+                generator.sample([prompt(1), prompt(2)], 2, round_id=round_id, **arguments)
         else:
-            drawn = generator.draw([prompt(1), prompt(2)], 2, draw_id=draw_id, **arguments)
+            drawn = generator.sample([prompt(1), prompt(2)], 2, round_id=round_id, **arguments)
             assert sorted(sample.reward_failure for sample in drawn) == ["", "", "", "reward 'm:f': KeyError: 'x'"]

@@ -55,15 +55,15 @@ def draw(
         gives_rewards=pool is None,
         max_prompt_length=8,
     )
-    arguments: dict[str, Any] = {"draw_id": 4, "version": 3, "max_tokens": 40, "temperature": 0.7, **changes}
+    arguments: dict[str, Any] = {"round_id": 4, "version": 3, "max_tokens": 40, "temperature": 0.7, **changes}
     metrics = Metrics()
-    samples = generator.draw(prompts(*numbers), n, metrics=metrics, **arguments)
+    samples = generator.sample(prompts(*numbers), n, metrics=metrics, **arguments)
     assert not answers.open
     return samples, engine, metrics
 
 
-def key(number: int, index: int, draw_id: int = 4) -> str:
-    return f'[{draw_id}, "p/{number}#0", {index}]'
+def key(number: int, index: int, round_id: int = 4) -> str:
+    return f'[{round_id}, "p/{number}#0", {index}]'
 
 
 def ends(sample: Sample) -> list[int]:
@@ -78,10 +78,10 @@ def test_a_group_shares_its_environments_seed() -> None:
             seeds.update({t.key: t.environment_seed for t in trajectories})
             super().start(trajectories)
 
-    for draw_id in (4, 5):
+    for round_id in (4, 5):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"{__name__}.FakeAnswers", Watched)
-            draw(1, 2, 1, draw_id=draw_id, greedy=True)
+            draw(1, 2, 1, round_id=round_id, greedy=True)
     assert len(seeds) == 2 * 3 * 3
     assert len(set(seeds.values())) == 2 * 3  # per draw: two prompts, one of them twice
     assert seeds[key(1, 0)] == seeds[key(1, 1)] == seeds[key(1, GREEDY)] != seeds[key(2, 0)]

@@ -81,7 +81,7 @@ def test_every_step_draws_with_the_weights_before_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stale", "message"), [("policy after 1", "step 2 cannot train on 4 of 4"), ("", "unknown")])
 def test_a_step_refuses_samples_of_other_weights(tmp_path: Path, stale: str, message: str) -> None:
     """The engine draws with the weights of step 1 at step 2, and with nothing at all."""
-    draw = fakes.WatchedGenerator.draw
+    draw = fakes.WatchedGenerator.sample
 
     def stale_draw(self: Any, *arguments: Any, **named: Any) -> Any:
         samples = draw(self, *arguments, **named)
@@ -89,7 +89,7 @@ def test_a_step_refuses_samples_of_other_weights(tmp_path: Path, stale: str, mes
             sample.weights_digest = stale
         return samples
 
-    with mock.patch.object(fakes.WatchedGenerator, "draw", stale_draw), pytest.raises(RankError, match=message):
+    with mock.patch.object(fakes.WatchedGenerator, "sample", stale_draw), pytest.raises(RankError, match=message):
         run(tmp_path)
 
 

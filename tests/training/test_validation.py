@@ -68,7 +68,7 @@ def test_every_validation_draws_alike_and_is_timed_as_testing(tmp_path: Path) ->
     assert part.run(0, metrics) == part.run(5, metrics)
     first, second = generator.draws
     assert first == {**second, "version": 0} and second["version"] == 5
-    assert (first["draw_id"], first["n"], first["max_tokens"], first["top_p"]) == (-1, 2, 9, 0.9)
+    assert (first["round_id"], first["n"], first["max_tokens"], first["top_p"]) == (-1, 2, 9, 0.9)
     assert set(metrics.reduce()) == {"timing_s/testing"}
 
 
@@ -88,7 +88,7 @@ def changed(generator: FakeGenerator, change: Callable[[Sample], None]) -> FakeG
 
 def test_the_first_problems_are_written_as_text(tmp_path: Path) -> None:
     """Two of three problems, the first sample of each."""
-    validator(tmp_path, FakeGenerator(reward=lambda prompt, index, draw_id: 0.5)).run(7, Metrics())
+    validator(tmp_path, FakeGenerator(reward=lambda prompt, index, round_id: 0.5)).run(7, Metrics())
     (file,) = (tmp_path / "samples").iterdir()
     assert file.name == "step_000007.txt"
     text = file.read_text()
@@ -114,7 +114,7 @@ def test_a_failed_score_is_a_dash(tmp_path: Path) -> None:
     def failing(sample: Sample) -> None:
         sample.reward_failure, sample.reward_texts = "reward 'm:f': KeyError", {"prediction": "\ud800 42"}
 
-    generator = FakeGenerator(reward=lambda prompt, index, draw_id: math.nan)
+    generator = FakeGenerator(reward=lambda prompt, index, round_id: math.nan)
     validator(tmp_path, changed(generator, failing)).run(0, Metrics())
     text = (tmp_path / "samples" / "step_000000.txt").read_text()
     assert "--- response (2 tokens, scored -)\n" in text
@@ -129,7 +129,7 @@ def test_a_declined_sample_and_a_branch_are_left_out(tmp_path: Path, what: str) 
         elif sample.index == 0:
             sample.index = BRANCH
 
-    generator = changed(FakeGenerator(reward=lambda prompt, index, draw_id: 1.0 if index else math.nan), change)
+    generator = changed(FakeGenerator(reward=lambda prompt, index, round_id: 1.0 if index else math.nan), change)
     metrics = validator(tmp_path, generator).run(0, Metrics())
     assert {value for name, value in metrics.items() if "/reward/mean@" in name} == {1.0}
     assert {value for name, value in metrics.items() if "failed_ratio" in name} == {0.0}

@@ -115,7 +115,7 @@ def prompts_of(args: argparse.Namespace, reward: str) -> list[Any]:
     return [Prompt(f"p/{i}", (3 + i % 60, 5, 7), "", "", "", f"slow_reward:{reward}") for i in range(args.prompts)]
 
 
-DRAW: dict[str, Any] = {"draw_id": 0, "version": 0, "max_tokens": MAX_TOKENS, "temperature": 1.0}
+DRAW: dict[str, Any] = {"round_id": 0, "version": 0, "max_tokens": MAX_TOKENS, "temperature": 1.0}
 
 
 def step(alone: Any, both: Any, pool: Any, args: argparse.Namespace) -> dict[str, list[float]]:
@@ -125,11 +125,11 @@ def step(alone: Any, both: Any, pool: Any, args: argparse.Namespace) -> dict[str
     prompts = prompts_of(args, "reward")
     for _ in range(args.repeats + 1):
         begin = time.perf_counter()
-        drawn = alone.draw(prompts, SAMPLES, **DRAW, metrics=Metrics())
+        drawn = alone.sample(prompts, SAMPLES, **DRAW, metrics=Metrics())
         generated = time.perf_counter()
         results = pool.grade([(s.prompt.reward, Numbers().decode(s.response_ids, True), "") for s in drawn])
         graded, metrics = time.perf_counter(), Metrics()
-        overlapped = both.draw(prompts, SAMPLES, **DRAW, metrics=metrics)
+        overlapped = both.sample(prompts, SAMPLES, **DRAW, metrics=metrics)
         seconds["overlapped"].append(time.perf_counter() - graded)
         seconds["tail"].append(metrics.reduce()["timing_s/reward"])
         seconds["generate"].append(generated - begin)
@@ -161,7 +161,7 @@ def validation(alone: Any, both: Any, folder: Path, args: argparse.Namespace) ->
         def draw(self, *arguments: Any, **options: Any) -> Any:
             nonlocal in_draw
             begin = time.perf_counter()
-            samples = both.draw(*arguments, **options)
+            samples = both.sample(*arguments, **options)
             in_draw += time.perf_counter() - begin
             return samples
 
@@ -173,7 +173,7 @@ def validation(alone: Any, both: Any, folder: Path, args: argparse.Namespace) ->
     }
     for _ in range(args.repeats + 1):
         for name, validator in validators.items():
-            both.draw(quick, 1, **DRAW, metrics=Metrics())
+            both.sample(quick, 1, **DRAW, metrics=Metrics())
             if name == "afterwards":
                 both.grading._seconds_per_sample.clear()
                 both.grading._seconds_per_sample[frozenset({"slow_reward:reward"})] = 0.0
