@@ -155,7 +155,7 @@ def recompute(dump: Dump) -> list[Comparison]:
         parts = (folder, config.model.dtype, arch, actor, mesh, device)
         policy = Policy.load(*parts, temperature=temperature, exact=config.model.exact)
         policy.set_optimizer(actor.optim, 1)
-        (sums,), _ = policy.update(dump.batch, build_loss(actor, config.algorithm), guard=measure)
+        (sums,), _ = policy.update(dump.batch, build_loss(actor), guard=measure)
     finally:
         destroy_mesh()
     values = metric_values([metric_parts(sums)], actor) | {"grad_norm": norms[0]}

@@ -74,7 +74,7 @@ def test_every_validation_draws_alike_and_is_timed_as_testing(tmp_path: Path) ->
 
 def changed(generator: FakeGenerator, change: Callable[[Sample], None]) -> FakeGenerator:
     """The generator, with its samples changed."""
-    draw = generator.draw
+    draw = generator.sample
 
     def changing(*args: Any, **kwargs: Any) -> list[Sample]:
         samples = draw(*args, **kwargs)
@@ -82,7 +82,7 @@ def changed(generator: FakeGenerator, change: Callable[[Sample], None]) -> FakeG
             change(sample)
         return samples
 
-    generator.draw = changing  # type: ignore[method-assign]
+    generator.sample = changing  # type: ignore[method-assign]
     return generator
 
 
