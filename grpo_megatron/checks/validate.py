@@ -14,58 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from grpo_megatron.checks.components import (
-    CheckedEnvironment,
-    check_environment,
-    environment_problems,
-    name_problems,
-    reward_name_problems,
-    source_problems,
-    task_problem,
-    with_recognised_tasks,
-)
-from grpo_megatron.checks.digests import input_problems
-from grpo_megatron.checks.inputs import (
-    RunRows,
-    has_tokenizer,
-    missing_keys,
-    only_present,
-    read_tokenizer,
-)
-from grpo_megatron.checks.layout import (
-    batch_problems,
-    engine_expert_problems,
-    family_problems,
-    length_problems,
-    lora_problems,
-    placement_problems,
-    route_problems,
-)
-from grpo_megatron.checks.machine import device_problems, in_use_problems, output_problems, package_problems
-from grpo_megatron.checks.methods import (
-    epoch_problems,
-    method_problems,
-    profile_problems,
-    rollout_file_problems,
-    schedule_problems,
-    sharing_problems,
-    suspicions,
-    with_total_steps,
-)
-from grpo_megatron.checks.models import (
-    CRITIC,
-    MAIN,
-    OTHERS,
-    ModelFolders,
-    beside_problems,
-    has_weights,
-    score_head_problems,
-    second_layout_problems,
-    vision_problems,
-    with_hub_models,
-)
-from grpo_megatron.checks.resume import resume_problems
-from grpo_megatron.checks.reward_call import RewardTrial, call_rewards, column_problems, play_episode, report_trials
+from grpo_megatron.checks import components, digests, inputs, layout, machine, methods, models, resume, reward_call
+from grpo_megatron.checks.components import CheckedEnvironment
+from grpo_megatron.checks.inputs import RunRows
+from grpo_megatron.checks.models import CRITIC, MAIN, OTHERS, ModelFolders
+from grpo_megatron.checks.reward_call import RewardTrial
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.passthrough import transformer_problems
 from grpo_megatron.config.problems import Problem, ProblemList, Problems
@@ -149,11 +102,11 @@ class Validation:
         self.problems = ProblemList()
         self.problems.add(start.problems)
         self.failed: set[str] = set()  # names of checks with a problem, or left out
-        self.config = config = with_hub_models(with_recognised_tasks(config), weights=not dry_run)
+        self.config = config = models.with_hub_models(components.with_recognised_tasks(config), weights=not dry_run)
         self.folders = ModelFolders.read(config, self.problems)
         self.arch = self.folders.arch
-        self.has_task = task_problem(config) is None
-        self.has_weights = has_weights(config.model.path)
+        self.has_task = components.task_problem(config) is None
+        self.has_weights = models.has_weights(config.model.path)
         self.tokenizer: Any = None
         self.end_tokens: EndTokens | None = None
         self.environment: CheckedEnvironment | None = None
@@ -174,7 +127,9 @@ class Validation:
     @property
     def memory_is_known(self) -> bool:
         """Says if all that the arithmetic of memory reads is right, and its verdict is not that of the plan."""
-        others = (second_layout_problems(self.config, self.training, one.arch) for one in self.folders.beside.values())
+        others = (
+            models.second_layout_problems(self.config, self.training, one.arch) for one in self.folders.beside.values()
+        )
         is_wanted = self.folders.are_complete and self.start.knows(*SHORTAGE_KEYS)
         return is_wanted and bool(self.problems.problems or not self.dry_run) and not any(map(any, others))
 
@@ -201,15 +156,17 @@ class Validation:
         """Reads the tokenizer, its end tokens, and the environment that renders with it."""
         config, attempt = self.config, self.problems.attempt
         is_reported = self.arch is None and config.model.tokenizer_path is None  # the folder is missing
-        if is_reported or (self.elsewhere and not has_tokenizer(config)):
+        if is_reported or (self.elsewhere and not inputs.has_tokenizer(config)):
             return
-        self.tokenizer = attempt("model.tokenizer_path", read_tokenizer, config, self.arch)
+        self.tokenizer = attempt("model.tokenizer_path", inputs.read_tokenizer, config, self.arch)
         if self.tokenizer is None:
             return
         size = self.arch.vocab_size if self.arch else None
         self.end_tokens = attempt("model.path", read_end_tokens, self.tokenizer, config.model.path, size)
         if config.rollout.multi_turn.environment is not None:
-            self.environment = attempt("rollout.multi_turn", check_environment, config, self.tokenizer, self.end_ids)
+            self.environment = attempt(
+                "rollout.multi_turn", components.check_environment, config, self.tokenizer, self.end_ids
+            )
 
     @property
     def end_ids(self) -> list[int]:
@@ -218,23 +175,25 @@ class Validation:
 
     def read_rows(self) -> None:
         """Reads the data files; without those that are missing on this machine, where the plan is for another one."""
-        self.config = only_present(self.config) if self.elsewhere else self.config
+        self.config = inputs.only_present(self.config) if self.elsewhere else self.config
         is_launcher = self.world_size > 1 and "RANK" not in os.environ  # its ranks measure all prompts
-        inputs = self.config, self.problems, self.tokenizer, self.environment, self.end_ids
-        self.rows = RunRows.read(*inputs, is_plan=self.dry_run or is_launcher)
+        read = self.config, self.problems, self.tokenizer, self.environment, self.end_ids
+        self.rows = RunRows.read(*read, is_plan=self.dry_run or is_launcher)
 
     def count_steps(self) -> Problems:
         """Checks total_epochs and sets the number of steps."""
-        yield from epoch_problems(self.config, self.rows.num_trained)
-        self.config = with_total_steps(self.config, self.rows.num_trained)
+        yield from methods.epoch_problems(self.config, self.rows.num_trained)
+        self.config = methods.with_total_steps(self.config, self.rows.num_trained)
 
     def call_rewards(self) -> None:
         """Calls the reward functions on rows of the data."""
-        self.calls = self.problems.attempt("reward.function", call_rewards, self.config, self.rows.examples)
+        self.calls = self.problems.attempt("reward.function", reward_call.call_rewards, self.config, self.rows.examples)
 
     def play_episode(self) -> None:
         """Plays the environment on a row of the data."""
-        self.episode = self.problems.attempt("rollout.multi_turn", play_episode, self.config, self.rows.first_of_each)
+        self.episode = self.problems.attempt(
+            "rollout.multi_turn", reward_call.play_episode, self.config, self.rows.first_of_each
+        )
 
     def checked(self) -> Checked:
         """Returns what was read. Raises ConfigError with every problem, one per line."""
@@ -281,45 +240,49 @@ def _is_rehearsed_run(v: Validation) -> bool:
 
 
 CHECKS = (  # in the order in which problems are found
-    Check("placement", lambda v: placement_problems(v.config, v.world_size)),
+    Check("placement", lambda v: layout.placement_problems(v.config, v.world_size)),
     Check("world", lambda v: world_problems(v.config, v.training, v.arch), needs=("placement",)),
-    Check("experts", lambda v: engine_expert_problems(v.config, v.arch)),
-    Check("routes", lambda v: route_problems(v.config, v.arch), "actor.moe.route_replay"),
+    Check("experts", lambda v: layout.engine_expert_problems(v.config, v.arch)),
+    Check("routes", lambda v: layout.route_problems(v.config, v.arch), "actor.moe.route_replay"),
     Check("override", lambda v: transformer_problems(v.config.at(OVERRIDES)), OVERRIDES),
-    Check("family", lambda v: family_problems(v.config, v.arch)),
-    Check("vision", lambda v: vision_problems(v.config, v.arch)),
-    Check("lora", lambda v: lora_problems(v.config, v.folders.lora_archs)),
-    Check("batches", lambda v: batch_problems(v.config)),
-    Check("lengths", lambda v: length_problems(v.config, v.arch)),
-    Check("names", lambda v: name_problems(v.config)),
-    Check("sources", lambda v: source_problems(v.config), when=lambda v: v.has_task),
-    Check("score head", lambda v: score_head_problems(v.config)),
-    Check("rollout files", lambda v: rollout_file_problems(v.config)),
-    Check("shared prompts", lambda v: sharing_problems(v.config, v.arch)),
-    Check("environment", lambda v: environment_problems(v.config)),
-    Check("output", lambda v: output_problems(v.config, is_plan=v.dry_run)),
+    Check("family", lambda v: layout.family_problems(v.config, v.arch)),
+    Check("vision", lambda v: models.vision_problems(v.config, v.arch)),
+    Check("lora", lambda v: layout.lora_problems(v.config, v.folders.lora_archs)),
+    Check("batches", lambda v: layout.batch_problems(v.config)),
+    Check("lengths", lambda v: layout.length_problems(v.config, v.arch)),
+    Check("names", lambda v: components.name_problems(v.config)),
+    Check("sources", lambda v: components.source_problems(v.config), when=lambda v: v.has_task),
+    Check("score head", lambda v: models.score_head_problems(v.config)),
+    Check("rollout files", lambda v: methods.rollout_file_problems(v.config)),
+    Check("shared prompts", lambda v: methods.sharing_problems(v.config, v.arch)),
+    Check("environment", lambda v: components.environment_problems(v.config)),
+    Check("output", lambda v: machine.output_problems(v.config, is_plan=v.dry_run)),
     Check("precision", lambda v: precision_problems(v.config, v.arch), "actor.megatron.fp8"),
     Check("exact", Validation.exact_engine_problems, "model.exact"),
     Check("engine", Validation.engine_problems, "rollout.engine", when=lambda v: v.config.draws),
-    Check("needed keys", lambda v: missing_keys(v.config)),
-    Check("models beside", lambda v: beside_problems(v.config, v.training, v.folders)),
-    Check("rewards", lambda v: reward_name_problems(v.config)),
-    Check("packages", lambda v: package_problems(v.config), when=_is_run),
-    Check("devices", lambda v: device_problems(v.config, v.world_size), when=_is_run),
+    Check("needed keys", lambda v: inputs.missing_keys(v.config)),
+    Check("models beside", lambda v: models.beside_problems(v.config, v.training, v.folders)),
+    Check("rewards", lambda v: components.reward_name_problems(v.config)),
+    Check("packages", lambda v: machine.package_problems(v.config), when=_is_run),
+    Check("devices", lambda v: machine.device_problems(v.config, v.world_size), when=_is_run),
     Check("hardware", lambda v: hardware_problems(v.config), "actor.megatron", when=_is_run),
     Check("weights", lambda v: v.folders.check_weights(v.config, v.problems, policy=v.has_weights or not v.dry_run)),
     Check("tokenizer", Validation.read_tokenizer),
     Check("rows", Validation.read_rows, when=lambda v: v.has_task and v.start.knows("data.task", "data.sources")),
-    Check("columns", lambda v: column_problems(v.config, v.rows.examples)),
+    Check("columns", lambda v: reward_call.column_problems(v.config, v.rows.examples)),
     Check("epochs", Validation.count_steps),
-    Check("method", lambda v: method_problems(v.config)),
-    Check("schedule", lambda v: schedule_problems(v.config), when=lambda v: v.num_steps_is_known),
-    Check("resume", lambda v: resume_problems(v.config), when=lambda v: v.num_steps_is_known and not v.elsewhere),
-    Check("profile", lambda v: profile_problems(v.config, v.start.profiled), when=lambda v: v.num_steps_is_known),
-    Check("in use", lambda v: in_use_problems(v.config), when=_is_rehearsed_run),
+    Check("method", lambda v: methods.method_problems(v.config)),
+    Check("schedule", lambda v: methods.schedule_problems(v.config), when=lambda v: v.num_steps_is_known),
+    Check(
+        "resume", lambda v: resume.resume_problems(v.config), when=lambda v: v.num_steps_is_known and not v.elsewhere
+    ),
+    Check(
+        "profile", lambda v: methods.profile_problems(v.config, v.start.profiled), when=lambda v: v.num_steps_is_known
+    ),
+    Check("in use", lambda v: machine.in_use_problems(v.config), when=_is_rehearsed_run),
     Check(
         "changed inputs",
-        lambda v: input_problems(v.config, prints=not v.dry_run),
+        lambda v: digests.input_problems(v.config, prints=not v.dry_run),
         when=lambda v: v.rehearsed and not (v.elsewhere or v.start.wrong_keys),
     ),
     Check(
@@ -362,10 +325,14 @@ def validate(
         validation.run(check)
     checked = validation.checked()
     if not dry_run:
-        report_trials(checked.config, checked.reward_calls)
+        reward_call.report_trials(checked.config, checked.reward_calls)
     if rehearsed and not dry_run:
         failing = [f"rollout.multi_turn: {text}" for who, text in checked.episode if who == "WARNING"]
-        print("".join(f"WARNING: {text}\n" for text in (*suspicions(checked.config), *failing)), end="", flush=True)
+        print(
+            "".join(f"WARNING: {text}\n" for text in (*methods.suspicions(checked.config), *failing)),
+            end="",
+            flush=True,
+        )
     return checked
 
 
