@@ -147,7 +147,7 @@ def test_one_process_of_a_run_compares_before_ranks_start(begun: Path) -> None:
 
 
 def test_every_checkpoint_has_the_digests(tmp_path: Path) -> None:
-    """Those of the warm-up, too. A resumed run takes the digests of weights of an unchanged size from its checkpoint."""
+    """Also those of the warm-up. A resumed run takes the digests of weights of an unchanged size from its checkpoint."""
     model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
     model.mkdir()
     for path in (model / "model.safetensors", model / "config.json", rows):

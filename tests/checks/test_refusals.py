@@ -266,7 +266,7 @@ def config_of(folder: Path, overrides: str) -> Config:
 
 
 def problems(config: Config) -> list[str]:
-    """What all checks find that read the config alone."""
+    """Runs all checks that read the config alone."""
     checks = (method_problems, name_problems, reward_name_problems, schedule_problems, batch_problems)
     found = [problem for check in (*checks, environment_problems, score_head_problems) for problem in check(config)]
     found += placement_problems(config, world := config.trainer.nnodes * config.trainer.n_gpus_per_node)

@@ -35,7 +35,7 @@ def explain(folder: Path, exit_codes: dict[int, int]) -> int:
 
 
 def report(folder: Path, rank: int, time_ns: int, *, is_expected: bool = False, is_symptom: bool = False) -> None:
-    """What rank `rank` would leave: its message is its number."""
+    """Makes the report of rank `rank`: its message is its number."""
     content = failures.FailureReport(rank, 1, f"E{rank}", f"text {rank}\n", is_expected, is_symptom, time_ns)
     (folder / str(rank)).mkdir()
     (folder / str(rank) / "error.json").write_text(json.dumps({"report": vars(content)}))

@@ -194,7 +194,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 600) -> None:
 
 
 def _is_running(process: Path) -> bool:
-    """Whether the process exists and is not a zombie."""
+    """Says if the process exists and is not a zombie."""
     try:
         return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
