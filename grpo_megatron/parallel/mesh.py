@@ -1,15 +1,9 @@
-"""Mesh: the frozen grid of ranks, and the groups that our own code communicates over.
+"""Mesh: the frozen grid of ranks, and the groups that the package's code communicates over.
 
-The training layout is tp x cp x dp x pp; cp ranks share the tokens of each sequence and have the same weights. In
-Megatron's default order, tensor-parallel ranks are contiguous, then context-parallel, data-parallel and pipeline ranks:
-
-    rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank))
-
-Experts are spread over `ep` neighbouring ranks of the cp x dp grid (ep divides cp * dp). All other weights are the same on
-these ranks.
-
-The rollout layout is blocks of `rollout_tp` contiguous ranks, one engine per block. A block spans neighbouring
-tensor-, context- and data-parallel ranks, and several pipeline stages only if rollout_tp exceeds tp * cp * dp.
+The training layout is tp x cp x dp x pp in Megatron's default order: tensor-parallel ranks are contiguous, then context-parallel,
+data-parallel and pipeline ranks. cp ranks share the tokens of each sequence and have the same weights. The rollout layout
+has one engine replica for each `rollout_tp` contiguous ranks; a replica spans several pipeline stages only if rollout_tp
+exceeds tp * cp * dp.
 """
 
 from __future__ import annotations
@@ -41,15 +35,17 @@ from grpo_megatron.parallel.control import (
 from grpo_megatron.parallel.control import RankError as RankError
 from grpo_megatron.storage import StorageError
 
-# -- Grid: the layout of a world in plain numbers. Mesh is one rank's view of it, with process groups ------------------
-
 
 @dataclass(frozen=True)
 class Grid:
-    """Training layout tp x replicas x pp (replicas = cp * dp), rollout blocks of `rollout_tp`, nodes of `ranks_per_node`.
+    """The layout of a world in plain numbers. Mesh is one rank's view of it, with process groups.
 
-    rank = tp_rank + tp * (replica + replicas * pp_rank); experts are spread over `ep` neighbouring replicas.
-    With `num_drawing` the last so many ranks have the engines alone, and the others the training layout.
+    Training layout tp x replicas x pp (replicas = cp * dp), engine replicas of `rollout_tp`, nodes of `ranks_per_node`:
+
+        rank = tp_rank + tp * (replica + replicas * pp_rank)
+
+    Experts are spread over `ep` neighbouring replicas. With `num_drawing` the last so many ranks have the engines alone, and
+    the others the training layout.
     """
 
     world_size: int
@@ -85,7 +81,7 @@ class Grid:
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same shard of everything but experts."""
+        """The number of ranks with the same shard of everything but experts."""
         return self.num_training // (self.tp * self.pp)
 
     @property
@@ -93,7 +89,7 @@ class Grid:
         return -(-self.num_training // self.ranks_per_node) - (-self.num_drawing // self.ranks_per_node)
 
     def nodes(self) -> list[range]:
-        """The ranks of each node. Ranks of two roles on one machine count as two: nothing is shared between them."""
+        """Lists the ranks of each node. Ranks of two roles on one machine count as two nodes: they share nothing."""
         borders = (0, self.num_training, self.world_size)
         return [
             range(first, min(first + self.ranks_per_node, end))
@@ -102,17 +98,17 @@ class Grid:
         ]
 
     def node(self, rank: int) -> int:
-        """The index of the rank's node in `nodes`."""
+        """Returns the index of the rank's node in `nodes`."""
         if rank < self.num_training:
             return rank // self.ranks_per_node
         return -(-self.num_training // self.ranks_per_node) + (rank - self.num_training) // self.ranks_per_node
 
     def stage(self, rank: int) -> int:
-        """The pipeline stage."""
+        """Returns the rank's pipeline stage."""
         return rank // (self.tp * self.replicas)
 
     def ranks(self, tp_rank: int, pp_rank: int, ep_rank: int | None) -> list[int]:
-        """The ranks that hold one shard of one stage, in order. `ep_rank` None: of a weight that is no expert's."""
+        """Lists the ranks with one shard of one stage, in order. `ep_rank` None: of a weight that is no expert's."""
         return [
             tp_rank + self.tp * (replica + self.replicas * pp_rank)
             for replica in range(self.replicas)
@@ -120,7 +116,7 @@ class Grid:
         ]
 
     def engine_rank(self, rank: int) -> int:
-        """The tensor-parallel rank within the rank's engine; -1 on a rank without one."""
+        """Returns the tensor-parallel rank within the rank's engine; -1 on a rank without one."""
         return (rank - self.first_drawing) % self.rollout_tp if rank >= self.first_drawing else -1
 
 
@@ -133,7 +129,7 @@ def _pickled(value: object) -> bytes:
 
 
 def all_gather_values(value: T, group: Any) -> list[T]:
-    """Collective over `group`: the values of all its ranks, in the group's order. Small host-side values: they are pickled."""
+    """Gathers the values of all ranks of `group`, in the group's order. Collective. Small host-side values: they are pickled."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -142,6 +138,11 @@ def all_gather_values(value: T, group: Any) -> list[T]:
 @dataclass(frozen=True)
 class Mesh:
     """Sizes, the coordinates of this rank, and process groups.
+
+        rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank))
+
+    Experts are spread over `ep` neighbouring ranks of the cp x dp grid (ep divides cp * dp). All other weights are the same
+    on these ranks.
 
     `control` is a gloo group of the whole world for small host-side messages, on any device. In it a rank sends to its
     neighbours only (control.py).
@@ -165,9 +166,7 @@ class Mesh:
     cp_rank: int = 0
     ranks_per_node: int = 1
     seed: int = 42  # trainer.seed
-    bridge: Bridge | None = (
-        None  # to the ranks of the other role, where there are two; then this mesh has one role's ranks
-    )
+    bridge: Bridge | None = None  # to the ranks of the other role; then this mesh has one role's ranks
 
     @property
     def run_rank(self) -> int:
@@ -180,11 +179,11 @@ class Mesh:
 
     @property
     def role(self) -> str:
-        """Before the number of a rank in messages: "training ", "rollout ", or "" where every rank does both."""
+        """The prefix of a rank's number in messages: "training ", "rollout ", or "" where every rank does both."""
         return "" if self.bridge is None else "rollout " if self.bridge.draws else "training "
 
     def grid(self) -> Grid:
-        """The same layout without this rank's view."""
+        """Returns the same layout without this rank's view."""
         return Grid(self.world_size, self.tp, self.pp, self.ep, self.rollout_tp, self.ranks_per_node)
 
     @property
@@ -210,20 +209,20 @@ class Mesh:
 
     @property
     def is_block_leader(self) -> bool:
-        """True on one rank per rollout block: the rank that grades and reports the block's samples."""
+        """True on one rank per engine replica: the rank that grades and reports the replica's samples."""
         return self.rank % self.rollout_tp == 0
 
     def stage_rank(self, pp_rank: int) -> int:
-        """The global rank on pipeline stage `pp_rank` with this rank's tp, cp and dp coordinates."""
+        """Returns the global rank on pipeline stage `pp_rank` with this rank's tp, cp and dp coordinates."""
         return self.tp_rank + self.tp * (self.cp_rank + self.cp * (self.dp_rank + self.dp * pp_rank))
 
     def ranks_of_replica(self, dp_rank: int) -> list[int]:
-        """The global ranks with data-parallel coordinate `dp_rank`, in order."""
+        """Lists the global ranks with data-parallel coordinate `dp_rank`, in order."""
         width = self.tp * self.cp
         return [i + width * (dp_rank + self.dp * stage) for stage in range(self.pp) for i in range(width)]
 
     def agree(self, problem: str | None) -> None:
-        """Collective: if any rank has a problem, raise RankError with the problems of all ranks on every rank.
+        """Raises RankError with the problems of all ranks on every rank, if any rank has one. Collective.
 
         If a rank has died, the others raise LostRank with their own problems.
         """
@@ -241,37 +240,37 @@ class Mesh:
             raise RankError("; ".join(named))
 
     def total(self, values: Sequence[N]) -> list[N]:
-        """Collective: the sums of the values over all ranks, added in rank order."""
+        """Sums the values over all ranks, in rank order. Collective."""
         return [sum(column) for column in zip(*self.all_gather(values), strict=True)]  # type: ignore[misc]
 
     def all_gather(self, value: T) -> list[T]:
-        """Collective: the values of all ranks, in rank order. Small host-side values: they are pickled."""
+        """Gathers the values of all ranks, in rank order. Collective. Small host-side values: they are pickled."""
         return [
             pickle.loads(part) for part in over(gather_all(self.rank, self.world_size, _pickled(value)), self.control)
         ]
 
     def gather(self, value: T) -> list[T]:
-        """Collective: the values of all ranks, in rank order, on rank 0; an empty list on the others. They are pickled."""
+        """Gathers the values of all ranks, in rank order, on rank 0; returns an empty list on the others. Collective."""
         parts = over(gather_first(self.rank, self.world_size, _pickled(value)), self.control)
         return [pickle.loads(part) for part in parts]
 
     def route(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Collective: the parcels of all ranks that this rank is a destination of, by source."""
+        """Exchanges parcels: returns those of all ranks with this rank as a destination, by source. Collective."""
         return over(route(self.rank, self.world_size, parcels), self.control)
 
     def broadcast(self, value: T) -> T:
-        """Collective: the value of rank 0, on every rank."""
+        """Returns the value of rank 0 on every rank. Collective."""
         return over(share_first(self.rank, self.world_size, value), self.control)
 
     def block_broadcast(self, value: T) -> T:
-        """Collective over the rollout block: the value of its leader. Small host-side values: they are pickled."""
+        """Returns the leader's value on every rank of the engine replica. Collective over it. The value is pickled."""
         place = self.rank % self.rollout_tp
         return over(share_first(place, self.rollout_tp, value), self.control, first=self.rank - place)
 
     def relay(self, holder: int, make: Callable[[], bytes]) -> bytes | None:
-        """`make()` of rank `holder`, called there only, on rank 0; None on the others.
+        """Calls `make` on rank `holder` only, and returns its result on rank 0; None on the others.
 
-        A gather would hold the parts of all ranks in the memory of rank 0. Only the ranks between the two communicate.
+        A gather would need the memory for all ranks' results on rank 0. Only the ranks between the two communicate.
         """
         return over(relay(self.rank, holder, make), self.control)
 
@@ -291,10 +290,10 @@ def build_mesh(
     timeout_s: float = 1800.0,
     num_drawing: int = 0,
 ) -> Mesh:
-    """Join the world of torchrun's environment (without torchrun, a world of one) and make Megatron's groups. Collective.
+    """Joins the world of torchrun's environment (without torchrun, a world of one) and makes Megatron's groups. Collective.
 
     Sizes must have been validated: tp * cp * pp, tp * pp * ep and rollout_tp divide the world size. `num_drawing`: the last
-    so many ranks draw, in blocks of `rollout_tp`, and the others train. The mesh is that of the rank's role.
+    so many ranks generate, in replicas of `rollout_tp`, and the others train. The mesh is that of the rank's role.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -305,7 +304,7 @@ def build_mesh(
         if bridge.draws:
             tp = pp = ep = cp = 1
         else:
-            rollout_tp = 1  # the rank that receives a sample holds it as if it had drawn it
+            rollout_tp = 1  # a rank that receives a sample treats it as its own engine's
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert world_size % (tp * cp * pp) == 0 and world_size % (tp * pp * ep) == 0 and world_size % rollout_tp == 0
     with device.megatron():
@@ -341,7 +340,7 @@ def build_mesh(
 
 
 def destroy_mesh() -> None:
-    """Leave the world. This process may then call `build_mesh` again."""
+    """Leaves the world. This process may then call `build_mesh` again."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -349,13 +348,13 @@ def destroy_mesh() -> None:
         dist.destroy_process_group()
 
 
-# -- Disk work between collectives: an error on one rank is raised on every rank ---------------------------------------
+# -- Disk work between collectives -------------------------------------------------------------------------------------
 # A rank that fails alone skips the collectives that the other ranks enter, and they wait until the timeout. So every
 # action on the disk ends with one `agree`, which all ranks reach. The actions themselves must not communicate.
 
 
 def on_every_rank(mesh: Mesh, task: str, action: Callable[[], T]) -> T:
-    """Collective: this rank's result of `action`. Raises RankError on every rank, "`task`: why", when one rank fails."""
+    """Runs `action` on every rank. Raises RankError on every rank, "`task`: why", when one rank fails. Collective."""
     problem = None
     try:
         result = action()
@@ -366,5 +365,5 @@ def on_every_rank(mesh: Mesh, task: str, action: Callable[[], T]) -> T:
 
 
 def on_first_rank(mesh: Mesh, task: str, action: Callable[[], object]) -> None:
-    """Collective: rank 0 runs `action`, the other ranks wait for it. Raises RankError on every rank when it fails."""
+    """Runs `action` on rank 0, while the other ranks wait. Raises RankError on every rank when it fails. Collective."""
     on_every_rank(mesh, task, action if mesh.rank == 0 else lambda: None)

@@ -23,12 +23,12 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
-from grpo_megatron.rollout.build import build_engine, engine_problems
+from grpo_megatron.rollout.build import engine_problems
 from grpo_megatron.rollout.engine import Completion, Request
 from grpo_megatron.rollout.vllm import versions
 from tests import vision
 from tests.rollout.tiny import assert_close
-from tests.rollout.worlds import _console, run_checks
+from tests.rollout.worlds import World, _console, run_checks
 from tests.worlds import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.both_stacks, pytest.mark.timeout(900)]
@@ -36,11 +36,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.both_stacks, pytest.mark.timeout(900
 MAX_MODEL_LEN = 512
 
 
-class World:
+class ImageWorld(World):
     """What a check gets: an engine, transformers' model of the same weights, and prompts with 1, 0, 2, 1 images."""
 
+    max_model_len, eos = MAX_MODEL_LEN, (vision.EOS,)
+
     def __init__(self, folder: Path, tp: int) -> None:
-        self.folder, self.mesh = folder, build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=tp)
+        self.device, self.folder = Device("cpu"), str(folder)
+        self.mesh = build_mesh(self.device, tp=1, pp=1, rollout_tp=tp)
         self.tensors = engine_tensors(read_architecture(folder), tp, reads_shards=True)
         self.weights, self.model = load_file(folder / "model.safetensors"), vision.load(folder)
         self.prompts = vision.make_prompts()
@@ -50,20 +53,11 @@ class World:
         assert [line for line in lines if "NUMA binding" not in line] == []  # as in test_vllm.py
 
     def build(self, **kwargs: Any) -> Any:
-        engine = build_engine(
-            RolloutConfig(tensor_model_parallel_size=self.mesh.rollout_tp, **kwargs),
-            self.folder,
-            self.mesh,
-            Device("cpu"),
-            dtype="float32",
-            max_model_len=MAX_MODEL_LEN,
-            eos_token_ids=[vision.EOS],
-            tensors=self.tensors,
-        )
-        self.push(engine, 0)
+        engine = super().build(**kwargs)
+        self.load(engine, 0)
         return engine
 
-    def push(self, engine: Any, version: int, **changed: torch.Tensor) -> None:
+    def load(self, engine: Any, version: int, **changed: torch.Tensor) -> None:
         items = list({**self.weights, **changed}.items())
         engine.load_weights(iter([items[i : i + 9] for i in range(0, len(items), 9)]), version)
 
@@ -73,11 +67,8 @@ class World:
             for seed, (ids, images, _) in enumerate(self.prompts)
         ]
 
-    def draw(self, requests: list[Request]) -> list[Completion]:
-        return self.engine.generate(requests, self.engine.version)  # type: ignore[no-any-return]
-
     @torch.no_grad()
-    def assert_samples_from(self, model: Any, requests: list[Request]) -> list[Completion]:
+    def assert_samples_from(self, model: Any, requests: list[Request]) -> list[Completion]:  # type: ignore[override]
         drawn = self.draw(requests)
         for request, completion in zip(requests, drawn, strict=True):
             text = request.prompt_ids, request.images, completion.response_ids
@@ -85,7 +76,7 @@ class World:
         return drawn
 
 
-def drawn_tokens_equal_transformers(world: World) -> None:
+def drawn_tokens_equal_transformers(world: ImageWorld) -> None:
     """Also at another temperature. Neighbours and their order change no bit."""
     drawn = world.assert_samples_from(world.model, world.requests())
     world.assert_samples_from(world.model, world.requests(temperature=0.7))
@@ -94,7 +85,7 @@ def drawn_tokens_equal_transformers(world: World) -> None:
 
 
 @torch.no_grad()
-def given_tokens_equal_transformers(world: World) -> None:
+def given_tokens_equal_transformers(world: ImageWorld) -> None:
     """Each response has a placeholder, as if the policy had drawn it. Without its images a prompt has other values."""
     sequences = [[*ids, *response] for ids, _, response in world.prompts]
     assert all(vision.IMAGE_PAD in response for _, _, response in world.prompts)
@@ -107,7 +98,7 @@ def given_tokens_equal_transformers(world: World) -> None:
         assert (max(abs(a - b) for a, b in zip(values, other, strict=True)) > 0.1) == bool(own)
 
 
-def placeholders_are_ordinary_tokens(world: World) -> None:
+def placeholders_are_ordinary_tokens(world: ImageWorld) -> None:
     """Drawn until there is one, then read again as a part of a prompt: the responses go on where they ended."""
     pads = 0
     for seed in range(40):
@@ -126,7 +117,7 @@ def placeholders_are_ordinary_tokens(world: World) -> None:
     raise AssertionError(f"only {pads} responses with a placeholder")
 
 
-def continuations_go_on(world: World) -> None:
+def continuations_go_on(world: ImageWorld) -> None:
     """Prompt + response so far, with the same images: what is drawn then has the positions of one response."""
     requests = world.requests(temperature=0.0)
     whole = world.draw(requests)
@@ -140,13 +131,13 @@ def continuations_go_on(world: World) -> None:
         world.assert_samples_from(world.model, [replace(request, temperature=1.0) for request in later])
 
 
-def equal_texts_with_different_images_are_not_mixed(world: World) -> None:
+def equal_texts_with_different_images_are_not_mixed(world: ImageWorld) -> None:
     """More than a block of 128 tokens is in the prefix cache, with a border inside the image; equal images share it."""
     engine, (ids, _, _) = world.engine, world.prompts[0]
     images = [vision.placed(seed, 3, 12, 20) for seed in (50, 51)]
     prompt = (*ids[:3], *[vision.IMAGE_PAD] * 240, *ids[-3:])
     requests = [Request(prompt, 0, max_tokens=4, images=(image,)) for image in images]
-    world.push(engine, engine.version + 1)
+    world.load(engine, engine.version + 1)
     engine.cache_statistics()
     first = world.assert_samples_from(world.model, requests)
     assert engine.cache_statistics() == (2 * len(prompt), 0)
@@ -155,32 +146,32 @@ def equal_texts_with_different_images_are_not_mixed(world: World) -> None:
     assert first[0].logprobs != first[1].logprobs
 
 
-def features_are_computed_once_per_image_and_version(world: World) -> None:
+def features_are_computed_once_per_image_and_version(world: ImageWorld) -> None:
     """A sync that changes the tower alone changes what is drawn at once, as it does in transformers."""
     [runs] = world.engine._llm.apply_model(
         lambda model: mock.patch.object(model, "embed_multimodal", wraps=model.embed_multimodal)
     )
     requests = [request for request in world.requests(max_tokens=4) if request.images]
     name = "visual.merger.mlp.0.weight"
-    world.push(world.engine, world.engine.version + 1)
+    world.load(world.engine, world.engine.version + 1)
     with runs as calls:
         before = world.draw([*requests, *requests])
         assert calls.call_count == 1 and len(calls.call_args.kwargs["image_grid_thw"]) == 4
         world.draw(requests)
         assert calls.call_count == 1
-        model = vision.load(world.folder)
+        model = vision.load(Path(world.folder))
         changed = torch.randn(world.weights[name].shape, generator=torch.Generator().manual_seed(9)) * 0.1
         dict(model.named_parameters())["model." + name].data.copy_(changed)
-        world.push(world.engine, world.engine.version + 1, **{name: changed})
+        world.load(world.engine, world.engine.version + 1, **{name: changed})
         after = world.assert_samples_from(model, requests)
         assert calls.call_count == 2
     for old, new in zip(before, after, strict=False):
         assert abs(old.logprobs[0] - new.logprobs[0]) > 1e-3
-    world.push(world.engine, world.engine.version + 1)
+    world.load(world.engine, world.engine.version + 1)
     assert world.draw(requests) == before[: len(requests)]
 
 
-def a_step_has_room_for_its_images(world: World) -> None:
+def a_step_has_room_for_its_images(world: ImageWorld) -> None:
     """A prompt cannot be divided on CPU. 512 tokens per step: the third and fourth image (2 x 240 tokens) take the place of
     the first two among 512 features, but not in the prefix cache. Then 2 x 118 tokens and an image of 100 are to be computed,
     which need the features of 2 x 240 + 100. An image may fill a prompt."""
@@ -197,7 +188,7 @@ def a_step_has_room_for_its_images(world: World) -> None:
         world.assert_samples_from(world.model, some)
 
 
-def the_tower_is_measured(world: World) -> None:
+def the_tower_is_measured(world: ImageWorld) -> None:
     """As vLLM does on CUDA, to know how much memory is left for the key-value cache."""
     [model] = world.engine._llm.apply_model(lambda model: model)
     runner = world.engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -220,7 +211,7 @@ CHECKS = [
 ]
 
 
-def patches_are_normalised_once(world: World) -> None:
+def patches_are_normalised_once(world: ImageWorld) -> None:
     """vLLM 0.32 does so again on the device, without a word, unless it is told not to. Then every check above would fail."""
     from vllm.config import ModelConfig
 
@@ -236,7 +227,7 @@ def patches_are_normalised_once(world: World) -> None:
     assert abs(completion.logprobs[0] - float(expected)) > 1e-2
 
 
-WORLDS: dict[str, tuple[str, int, list[Callable[[World], None]]]] = {
+WORLDS: dict[str, tuple[str, int, list[Callable[[ImageWorld], None]]]] = {
     "qwen2_5_vl": ("qwen2_5_vl", 1, [*CHECKS, the_tower_is_measured, patches_are_normalised_once]),
     "block": ("qwen2_5_vl", 2, CHECKS),
     "published config": ("qwen2_vl", 1, CHECKS[:4]),
@@ -244,8 +235,8 @@ WORLDS: dict[str, tuple[str, int, list[Callable[[World], None]]]] = {
 }
 
 
-def serve(folder: Path, tp: int, checks: list[Callable[[World], None]]) -> dict[str, str | None]:
-    return run_checks(World(folder, tp), checks)  # type: ignore[arg-type]
+def serve(folder: Path, tp: int, checks: list[Callable[[ImageWorld], None]]) -> dict[str, str | None]:
+    return run_checks(ImageWorld(folder, tp), checks)  # type: ignore[arg-type]
 
 
 def test_what_the_engine_sets_for_images_cannot_be_set() -> None:

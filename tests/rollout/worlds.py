@@ -32,6 +32,8 @@ from tests.rollout import tiny
 class World:
     """What a check gets: an engine, and random models of one kind whose weights can be loaded."""
 
+    max_model_len, eos = tiny.MAX_MODEL_LEN, tuple(tiny.EOS)
+
     def __init__(self, kind: str, folder: str, tp: int, facts: dict[str, Any]) -> None:
         self.kind, self.folder = kind, folder
         self.device = Device("cpu")
@@ -64,8 +66,8 @@ class World:
             self.mesh,
             self.device,
             dtype="float32",
-            max_model_len=tiny.MAX_MODEL_LEN,
-            eos_token_ids=tiny.EOS,
+            max_model_len=self.max_model_len,
+            eos_token_ids=list(self.eos),
             tensors=self.tensors,
         )
 
