@@ -482,7 +482,7 @@ def _unfused_attention(config: Config, machine: PlannedMachine) -> Iterator[str]
 def _uneven_batches(config: Config, work: Workload, machine: PlannedMachine) -> Iterator[str]:
     dp = data_parallel_size(config, machine.world_size)
     shares = [("each optimizer step", work.samples * work.epochs // work.updates, dp, "data-parallel ranks")]
-    if work.draws:
+    if work.generates:
         shares.append(("a step", work.samples, machine.world_size // _rollout_tp(config), "engines"))
     for what, samples, parts, noun in shares:
         most = math.ceil(samples / parts)

@@ -80,7 +80,7 @@ class Workload:
     epochs: int = 1
     updates: int = 1  # optimizer steps, of all epochs together
     critic_share: float = 0.0  # parameters of the critic / the policy's
-    draws: bool = True
+    generates: bool = True
     itemsize: int = 2
     max_num_seqs: int = 256
     is_fp8: bool = False
@@ -141,7 +141,7 @@ class Workload:
             epochs=actor.ppo_epochs,
             updates=actor.num_updates(1, data.train_batch_size),
             critic_share=models.critic.num_parameters() / size if models.critic is not None else 0.0,
-            draws=config.draws and algorithm.source != "file",
+            generates=config.draws and algorithm.source != "file",
             itemsize=DTYPE_BYTES[config.model.dtype],
             max_num_seqs=config.rollout.max_num_seqs or MOST_SEQUENCES,  # `estimated` has the derived number
             is_fp8=actor.megatron.fp8.recipe is not None,
@@ -313,7 +313,7 @@ def update_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> f
     replicas = layout.replicas(machine.world_size)
     state = 12 * local / (replicas if layout.distributed_optimizer else 1)
     adam = machine.read_seconds(2 * state + 8 * local) * work.updates
-    offload = machine.host_seconds(2 * state) if layout.offload_optimizer and work.draws else 0.0
+    offload = machine.host_seconds(2 * state) if layout.offload_optimizer and work.generates else 0.0
     return (work.epochs * one + gradients + adam + offload) * (1 + work.critic_share)
 
 
@@ -346,10 +346,10 @@ class StepSeconds:
 def step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, cache_tokens: float) -> StepSeconds:
     """Estimates a step. `cache_tokens`: room in the cache of one engine; not read if nothing is generated."""
     return StepSeconds(
-        generate=generation_seconds(work, layout, machine, cache_tokens) if work.draws else 0.0,
+        generate=generation_seconds(work, layout, machine, cache_tokens) if work.generates else 0.0,
         score=scoring_seconds(work, layout, machine),
         update=update_seconds(work, layout, machine),
-        sync=sync_seconds(work, layout, machine) if work.draws else 0.0,
+        sync=sync_seconds(work, layout, machine) if work.generates else 0.0,
     )
 
 

@@ -46,7 +46,7 @@ class StageParameters:
         return self.dense + self.experts
 
     @property
-    def held(self) -> int:
+    def with_adapters(self) -> int:
         """The number of parameters with adapters."""
         return self.total + (self.adapters or 0)
 
@@ -219,12 +219,12 @@ def memory_of_stages(
         reward_training = _training(config, world_size, reward_models[0][number]) if learns else 0.0
         critic_weights = critic_training = critic_trained = 0.0
         if critic is not None:
-            critic_weights = critic[number].held * itemsize
+            critic_weights = critic[number].with_adapters * itemsize
             critic_trained = critic[number].trained.total * itemsize
             critic_training = _training(config, world_size, critic[number].trained)
         out.append(
             StageMemory(
-                weights=stage.held * itemsize,
+                weights=stage.with_adapters * itemsize,
                 gradients=stage.trained.total * GRADIENT_BYTES,
                 optimizer=_optimizer(config, world_size, stage.trained),
                 reference=(stage.total * has_reference + (stage.adapters or 0) * keeps_adapters) * itemsize,

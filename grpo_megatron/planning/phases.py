@@ -347,7 +347,7 @@ def num_node_peers(config: Config, world_size: int) -> int:
 # save        the rank's shard of weights and optimizer on its way to the disk; in the background, that of all models
 # A load reads one stored rectangle of a tensor at a time into tensors that exist: less than a save.
 
-PROCESS_BYTES = 4 * GIB  # an assumption: modules, CUDA's own host memory, prompts and samples, staging of the sync
+PROCESS_BYTES = 4 * GIB  # an assumption: modules, CUDA's host memory, prompts and samples, staging of the sync
 
 
 def host_parts(config: Config, world_size: int, memory: StageMemory) -> dict[str, float]:

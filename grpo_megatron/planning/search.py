@@ -109,7 +109,7 @@ def estimated(fit: Fit, work: Workload, machine: PlannedMachine, *, drawing: int
     tokens, layout = fit.cache.tokens if fit.cache is not None else 0, fit.layout
     if fit.cache is not None:
         work = replace(work, max_num_seqs=fit.cache.max_num_seqs)
-    seconds = step_seconds(replace(work, draws=work.draws and not drawing), layout, machine, tokens)
+    seconds = step_seconds(replace(work, generates=work.generates and not drawing), layout, machine, tokens)
     if drawing:
         generate = generation_seconds(work, layout, replace(machine, world_size=drawing), tokens)
         generate, copied = with_copies(generate, work, layout, machine)
@@ -135,15 +135,15 @@ def nearest_layouts(
     """
     now = Layout.of(config)
     candidates = sorted(_candidates(config, models, machine), key=lambda layout: layout.distance(now))
-    found: list[PlannedLayout] = []
+    nearest: list[PlannedLayout] = []
     for layout in candidates[:LARGEST_SEARCH]:
-        if len(found) >= count and layout.distance(now) > found[count - 1].layout.distance(now):
+        if len(nearest) >= count and layout.distance(now) > nearest[count - 1].layout.distance(now):
             break
         fit = proposed_fit(layout.applied(config), models, machine.world_size, machine.gpu.usable_bytes)
         if fit.has_margin and fit.layout != now:
-            found.append(estimated(fit, work, machine))
-            found.sort(key=lambda planned: (planned.layout.distance(now), planned.seconds.step))
-    return found[:count]
+            nearest.append(estimated(fit, work, machine))
+            nearest.sort(key=lambda planned: (planned.layout.distance(now), planned.seconds.step))
+    return nearest[:count]
 
 
 def _candidates(config: Config, models: RunModels, machine: PlannedMachine) -> Iterator[Layout]:
@@ -182,7 +182,7 @@ def search(config: Config, models: RunModels, work: Workload, machine: PlannedMa
     for shape in shapes(config, models.arch, machine.world_size, machine.per_node):
         replicas, engines = shape.replicas(machine.world_size), machine.world_size // shape.rollout_tp
         per_update = work.samples * work.epochs / work.updates
-        if replicas > per_update or (work.draws and engines > work.samples):
+        if replicas > per_update or (work.generates and engines > work.samples):
             continue
         fitting = []
         for layout in variants(shape, config):
@@ -234,7 +234,7 @@ def search_splits(
             continue
         seconds, split = min(generate.items(), key=lambda item: item[0])
         training = replace(machine, world_size=world - drawing)
-        if layouts := search(split, models, replace(work, draws=False), training).layouts:
+        if layouts := search(split, models, replace(work, generates=False), training).layouts:
             _, copied = with_copies(0.0, work, layouts[0].layout, machine)
             both_roles = replace(layouts[0].seconds, generate=seconds, sync=copied, overlaps=True)
             yield split, replace(layouts[0], seconds=both_roles, drawing=drawing)
@@ -258,7 +258,7 @@ def search_page(
     top: int | None = None,
     mean_response: int | None = None,
 ) -> str:
-    """Returns the page for a config, whose own layout may be invalid. Raises ConfigError."""
+    """Returns the page for a config. Its layout may be invalid. Raises ConfigError."""
     if config.trainer.device == "cpu":
         raise ConfigError("plan --search is for GPUs, and trainer.device=cpu; add trainer.device=auto")
     longest = config.data.max_response_length
@@ -274,7 +274,7 @@ def search_page(
     work = Workload.of(config, models, mean_response)
     result = search(config, models, work, machine)
     lines = [*_head(config, work, machine, result), "", *_table(config, work, machine, result.layouts[: top or _TOP])]
-    if work.draws and config.algorithm.source == "policy":
+    if work.generates and config.algorithm.source == "policy":
         lines += ["", *_splits(config, models, work, machine, result)]
     return "\n".join(lines)
 

@@ -196,7 +196,7 @@ def border_traffic(config: Config, models: RunModels, work: Workload, world_size
         BorderTraffic(
             "tensor", hidden * _tensor(models, grid, grid.tp) * (forward + 2 * backward + repeated), is_exact=False
         ),
-        BorderTraffic("engines", hidden * _tensor(models, grid, grid.rollout_tp) * work.draws, is_exact=False),
+        BorderTraffic("engines", hidden * _tensor(models, grid, grid.rollout_tp) * work.generates, is_exact=False),
         BorderTraffic("samples", _samples(config, grid, work), is_exact=False),
     ]
     return [traffic for traffic in all_traffic if traffic.size]

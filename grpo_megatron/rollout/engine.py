@@ -94,7 +94,7 @@ class Request:
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = -1  # -1: all
-    stop_token_ids: tuple[int, ...] = ()  # in addition to the engine's own end-of-sequence tokens
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the engine's end-of-sequence tokens
     stop: StopTexts | None = None  # the response ends with the token that completes one of these texts
     num_written: int = 0  # the last so many tokens of the prompt are the response so far: a stop text may begin there
     images: tuple[PromptImage, ...] = ()  # of the prompt, in the order of their places
@@ -286,7 +286,7 @@ class RolloutEngine(ABC):
 def sample_seed(run_seed: int, step: int, prompt_uid: str, sample_index: int) -> int:
     """Returns the seed in [0, 2**63) of one sample. It does not depend on the rank, nor on the other samples.
 
-    A stable hash: Python's own changes between processes. CPU generators keep only the low 32 bits, which are uniform.
+    A stable hash: Python's changes between processes. CPU generators keep only the low 32 bits, which are uniform.
     """
     return stable_hash(json.dumps([run_seed, step, prompt_uid, sample_index]))
 

@@ -98,7 +98,7 @@ def check_counts(policy: Any, has_output_head: bool = True) -> None:
     parts = policy.arch, policy.actor.megatron
     stage = parameters_from_table(*parts, has_output_head=has_output_head, **chosen)[policy.mesh.pp_rank]
     parameters = [parameter for name, parameter in policy.ddp.named_parameters() if "score." not in name]
-    assert sum(parameter.numel() for parameter in parameters) == stage.held
+    assert sum(parameter.numel() for parameter in parameters) == stage.with_adapters
     assert sum(parameter.numel() for parameter in parameters if parameter.requires_grad) == stage.trained.total
     if policy.lora is not None:
         of_layer: dict[str, list[int]] = {}

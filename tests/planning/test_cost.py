@@ -135,7 +135,7 @@ def test_a_layout_changes_its_part_of_the_step(layout: Layout, part: str, is_fas
 def test_what_does_not_happen_costs_nothing() -> None:
     none = replace(WORK, scoring_passes=0.0)
     assert scoring_seconds(none, LAYOUT, H100) == 0
-    supervised = step_seconds(replace(none, draws=False), LAYOUT, H100, 0)
+    supervised = step_seconds(replace(none, generates=False), LAYOUT, H100, 0)
     assert (supervised.generate, supervised.score, supervised.sync) == (0, 0, 0) and supervised.update > 0
     assert supervised.step == supervised.update
 

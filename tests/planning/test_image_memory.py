@@ -64,7 +64,7 @@ def test_adapters_are_of_the_decoder() -> None:
     lora = LoraConfig(rank=8)
     (text,) = parameters_from_table(published.architecture("Qwen2.5-7B-Instruct"), MegatronConfig(), lora=lora)
     (stage,) = parameters_from_table(ARCH, MegatronConfig(), lora=lora)
-    assert stage.trained.total == text.trained.total and stage.held == text.held + TOWER
+    assert stage.trained.total == text.trained.total and stage.with_adapters == text.with_adapters + TOWER
 
 
 def built(folder: Path, tp: int, pp: int, frozen: list[dict[str, bool]]) -> None:

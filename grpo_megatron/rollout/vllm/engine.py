@@ -40,7 +40,7 @@ class _Entry:
     num_written: int  # tokens of `response_ids` that were part of the prompt
     response_ids: list[int]  # complete only with stop texts: vLLM then returns each token
     logprobs: list[float] = field(default_factory=list)
-    engine_id: str = ""  # vLLM's own name of the request
+    engine_id: str = ""  # vLLM's name of the request
 
 
 class VllmQueue:
@@ -245,7 +245,7 @@ class VllmEngine(StatefulEngine):
             return self._memory.digests()
 
     def _agree(self, problem: str | None) -> None:
-        """Collective. Raises RankError if any rank has a problem. An engine that is broken on one rank is so on all."""
+        """Raises RankError if any rank has a problem. An engine that is broken on one rank is so on all. Collective."""
         try:
             self._mesh.agree(problem)
         except LostRank:

@@ -110,7 +110,7 @@ class EngineMemory:
     """
 
     def __init__(self, model: nn.Module, engine: EngineTensors, engine_rank: int) -> None:
-        """`model`: the worker's vLLM model; `engine_rank`: its tensor-parallel rank. Raises RuntimeError for unknown names."""
+        """Finds the places in a worker's `model`, for its tensor-parallel rank. Raises RuntimeError for unknown names."""
         self._places = list(_places(model, engine, engine_rank))
         self._of_expert = {t.name: place for place in self._places if place.half for t in place.tensors}
         self._elsewhere = engine.groups.keys() - self._of_expert.keys()  # experts of other ranks
