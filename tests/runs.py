@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -104,3 +106,18 @@ if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in
 def stand_in_trainer(folder: Path, body: str) -> None:
     """With `folder` on PYTHONPATH, the ranks of a training program run `body` instead of the trainer, without validation."""
     (folder / "sitecustomize.py").write_text(STAND_INS.format(body=textwrap.indent(textwrap.dedent(body), " " * 12)))
+
+
+def cases(table: str, **short: str) -> list[tuple[list[str], list[str]]]:
+    """Reads (overrides, parts of the message) of lines `a=1 b=2 => one part | another`; indented lines go on.
+
+    `short`: words that stand for others. Lines with # are comments.
+    """
+    found = []
+    for line in table.replace("\n    ", " ").splitlines():
+        for word, text in short.items():
+            line = re.sub(rf"\b{word}\b", text, line)
+        overrides, arrow, message = f"{line} ".partition(" => ")
+        if arrow:
+            found.append((shlex.split(overrides), [part.strip() for part in message.split(" | ") if part.strip()]))
+    return found

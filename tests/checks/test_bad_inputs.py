@@ -23,7 +23,8 @@ from grpo_megatron.cli import main, ranks
 from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.lora.peft_folder import factor_shapes, write_peft
-from tests.checks.test_reward_model import changed
+from tests.checks.test_models import changed
+from tests.runs import cases
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
 OVERRIDE = "actor.megatron.override_transformer_config"
@@ -59,114 +60,66 @@ def refused(
     return call
 
 
-# overrides -> parts of the message: key, value, arithmetic, remedy
-CASES: list[tuple[list[str], list[str]]] = [
-    # the world
-    (["trainer.n_gpus_per_node=12", f"{TP}=4", f"{PP}=2"], [f"{TP}=4 x {PP}=2 = 8", "world size 12", f"set {PP}=1"]),
-    ([f"{PP}=4"], [f"{PP}=4 = 4 does not divide the world size 2", f"set {PP}=2", "multiple of 4 ranks"]),
-    (["rollout.tensor_model_parallel_size=4"], ["rollout.tensor_model_parallel_size=4", "world size 2", "=2"]),
-    (["trainer.nnodes=2"], ["trainer.nnodes=2", "torchrun --nnodes 2 --nproc-per-node 2", "set trainer.nnodes=1"]),
-    # the model's sizes
-    (
-        ["trainer.n_gpus_per_node=3", f"{TP}=3"],
-        [f"{TP}=3 cannot cut", "8 attention heads over 3 leave 2", "1, 2, 4", "4 key-value heads and 3 ranks"],
-    ),
-    (["trainer.n_gpus_per_node=3", f"{PP}=3"], [f"{PP}=3 does not divide the model's 4 layers", "one of 1, 2, 4"]),
-    ([f"{PP}=2", f"{OVERRIDE}.num_layers_in_first_pipeline_stage=4"], ["stage=4", "cannot cut 4 layers", "change"]),
-    (["actor.megatron.sequence_parallel=true"], [f"sequence_parallel=true needs {TP} > 1", "leave"]),
-    # lengths
-    (["data.max_response_length=128"], ["=16 + data.max_response_length=128 = 144", "embeddings 128; lower"]),
-    (["actor.ppo_max_token_len_per_gpu=31"], ["actor.ppo_max_token_len_per_gpu=31", "= 32", "set it to 32 or more"]),
-    (
-        ["rollout.max_num_batched_tokens=100", "rollout.max_num_seqs=256"],
-        ["max_num_batched_tokens=100", "max_num_seqs=256", "=256 or more"],
-    ),
-    (
-        [
-            "rollout.max_num_batched_tokens=20",
-            "rollout.max_num_seqs=8",
-            "rollout.engine_kwargs.enable_chunked_prefill=false",
-        ],
-        ["rollout.max_num_batched_tokens=20", "= 32", "set it to 32 or more"],
-    ),
-    # batches
-    (["actor.ppo_mini_batch_size=16"], ["actor.ppo_mini_batch_size=16", "data.train_batch_size=8", "set it to 8"]),
-    (["actor.ppo_mini_batch_size=3"], ["=3 does not divide data.train_batch_size=8", "leaves 2", "set it to 2"]),
-    # sampling
-    (
-        ["rollout.stop_token_ids=[100,101,-1]"],
-        ["rollout.stop_token_ids=[100, 101, -1]: 101, -1 is outside", "vocabulary of 0 to 100", "rollout.stop"],
-    ),
-    # names
-    (["actor.loss_mode=no_such_module:loss"], ["cannot import module 'no_such_module'", "PYTHONPATH"]),
-    (["actor.loss_mode=sys:maxsize"], ["actor.loss_mode='sys:maxsize' is not a function", "set the name of one"]),
-    (["reward.kwargs.strict=true"], ["reward.function", "cannot be called", "reward.kwargs", "strict"]),
-    # optimizers
-    (["actor.optim.min_lr=1"], ["actor.optim.min_lr=1", "actor.optim.lr=1e-06", "or less"]),
-    (
-        ["actor.optim.lr_warmup_steps=16", "actor.ppo_mini_batch_size=4", "actor.ppo_epochs=2"],
-        ["4 x 2 mini-batches x 2 epochs = 16 updates", "set it to 15 or less"],
-    ),
-    (["actor.optim.lr_decay_style=WSD"], ["actor.optim.lr_decay_style=WSD needs actor.optim.lr_wsd_decay_steps"]),
-    (
-        ["sft.steps=5", "sft.optim.lr_decay_style=WSD", "sft.optim.lr_wsd_decay_steps=6"],
-        ["sft.optim.lr_wsd_decay_steps=6 is more than sft.steps=5", "set it to 5 or less"],
-    ),
-    # adapters
-    (
-        ["actor.lora.rank=4", "actor.lora.target_modules=[q_proj,qkv_proj]"],
-        ["actor.lora.target_modules: 'qkv_proj' matches no linear layer", "has down_proj, gate_proj, k_proj, o_proj"],
-    ),
-    (["actor.lora.rank=4", "actor.lora.target_modules='(q'"], ["'(q' is no regular expression", "set a list"]),
-    (
-        ["actor.lora.rank=4", "actor.lora.exclude_modules=.*"],
-        ["actor.lora.exclude_modules='.*' leaves no layer with an adapter", "exclude less"],
-    ),
-    (
-        [
-            "actor.lora={rank: 4, mode: split, dropout: 0.1}",
-            f"{TP}=2",
-            "actor.megatron.sequence_parallel=false",
-        ],
-        ["actor.lora.dropout=0.1: without sequence parallelism", "dropout=0"],
-    ),
-    (
-        ["actor.lora.rank=4", "actor.lora.mode=split", "actor.megatron.transformer_impl=transformer_engine"],
-        ["actor.lora.mode=split needs Megatron-Core's layers", "set mode=merged"],
-    ),
-    (
-        ["actor.lora.rank=4", "rollout.sync=delta", "rollout.free_cache_engine=false"],
-        ["rollout.sync=delta with actor.lora.rank=4: a sync sends the adapters alone", "set rollout.sync=full"],
-    ),
-    # pass-through tables
-    ([f"{OVERRIDE}.recompute_granularty=full"], [f"{OVERRIDE}.recompute_granularty", "mean 'recompute_granularity'?"]),
-    ([f"{OVERRIDE}.calculate_per_token_loss=false"], ["calculate_per_token_loss=False cannot be set", "leave it out"]),
-    ([f"{OVERRIDE}.tensor_model_parallel_size=2"], [f"{OVERRIDE}.tensor_model_parallel_size=2", f"set {TP}"]),
-    (["rollout.engine_kwargs.tensor_parallel_size=2"], ["set rollout.tensor_model_parallel_size"]),
-    # files that are not given
-    (["data.train_files=[]"], ["trainer.total_training_steps=4 needs prompts", "set data.train_files"]),
-    (["data.val_files=[]"], ["val_before_train=true", "needs data.val_files", "val_before_train=false"]),
-    (["data.val_files=[]", "trainer.val_before_train=false"], ["trainer.test_freq=5", "test_freq=-1"]),
-    (["sft.steps=3", "sft.train_files=[]"], ["sft.steps=3", "set sft.train_files"]),
-    (["data.train_files=[nowhere.jsonl]"], ["data.train_files: cannot read data file 'nowhere.jsonl'", "No such file"]),
-    (
-        ["model.path=Qwen/Qwen2.5-0.5B"],
-        ["'Qwen/Qwen2.5-0.5B': it is not a folder, and as an id of the Hub", "HF_HUB_OFFLINE"],
-    ),
-    (["model.tokenizer_path=nowhere"], ["'nowhere' does not exist", "model.tokenizer_path"]),
-    # prompts
-    (["sft.steps=3", "data.max_response_length=1"], ["sft.train_files", "1 response tokens", "nothing is left"]),
-    (
-        ["algorithm.source=file", "actor.loss_mode=sft", "algorithm.adv_estimator=constant"],
-        ["data.train_files: ", "'response' is missing", 'reads rows {"prompt", "response"} or {"messages"})'],
-    ),
-    # the rest
-    (["trainer.logger=[wandb]"], ["trainer.logger=['wandb']", "pip install wandb"]),
-    (["ref.path=nowhere"], ["ref.path='nowhere': it is not a folder"]),
-]
+CASES = r"""
+trainer.n_gpus_per_node=12 TP=4 PP=2 => TP=4 x PP=2 = 8 | world size 12 | set PP=1
+PP=4 => PP=4 = 4 does not divide the world size 2 | set PP=2 | multiple of 4 ranks
+rollout.tensor_model_parallel_size=4 => rollout.tensor_model_parallel_size=4 | world size 2 | =2
+trainer.nnodes=2 => trainer.nnodes=2 | torchrun --nnodes 2 --nproc-per-node 2 | set trainer.nnodes=1
+trainer.n_gpus_per_node=3 TP=3
+    => TP=3 cannot cut | 8 attention heads over 3 leave 2 | 1, 2, 4 | 4 key-value heads and 3 ranks
+trainer.n_gpus_per_node=3 PP=3 => PP=3 does not divide the model's 4 layers | one of 1, 2, 4
+PP=2 OVERRIDE.num_layers_in_first_pipeline_stage=4 => stage=4 | cannot cut 4 layers | change
+actor.megatron.sequence_parallel=true => sequence_parallel=true needs TP > 1 | leave
+data.max_response_length=128 => =16 + data.max_response_length=128 = 144 | embeddings 128; lower
+actor.ppo_max_token_len_per_gpu=31 => actor.ppo_max_token_len_per_gpu=31 | = 32 | set it to 32 or more
+rollout.max_num_batched_tokens=100 rollout.max_num_seqs=256
+    => max_num_batched_tokens=100 | max_num_seqs=256 | =256 or more
+rollout.max_num_batched_tokens=20 rollout.max_num_seqs=8 rollout.engine_kwargs.enable_chunked_prefill=false
+    => rollout.max_num_batched_tokens=20 | = 32 | set it to 32 or more
+actor.ppo_mini_batch_size=16 => actor.ppo_mini_batch_size=16 | data.train_batch_size=8 | set it to 8
+actor.ppo_mini_batch_size=3 => =3 does not divide data.train_batch_size=8 | leaves 2 | set it to 2
+rollout.stop_token_ids=[100,101,-1]
+    => rollout.stop_token_ids=[100, 101, -1]: 101, -1 is outside | vocabulary of 0 to 100 | rollout.stop
+actor.loss_mode=no_such_module:loss => cannot import module 'no_such_module' | PYTHONPATH
+actor.loss_mode=sys:maxsize => actor.loss_mode='sys:maxsize' is not a function | set the name of one
+reward.kwargs.strict=true => reward.function | cannot be called | reward.kwargs | strict
+actor.optim.min_lr=1 => actor.optim.min_lr=1 | actor.optim.lr=1e-06 | or less
+actor.optim.lr_warmup_steps=16 actor.ppo_mini_batch_size=4 actor.ppo_epochs=2
+    => 4 x 2 mini-batches x 2 epochs = 16 updates | set it to 15 or less
+actor.optim.lr_decay_style=WSD => actor.optim.lr_decay_style=WSD needs actor.optim.lr_wsd_decay_steps
+sft.steps=5 sft.optim.lr_decay_style=WSD sft.optim.lr_wsd_decay_steps=6
+    => sft.optim.lr_wsd_decay_steps=6 is more than sft.steps=5 | set it to 5 or less
+actor.lora.rank=4 actor.lora.target_modules=[q_proj,qkv_proj]
+    => actor.lora.target_modules: 'qkv_proj' matches no linear layer | has down_proj, gate_proj, k_proj, o_proj
+actor.lora.rank=4 'actor.lora.target_modules='"'"'(q'"'"'' => '(q' is no regular expression | set a list
+actor.lora.rank=4 'actor.lora.exclude_modules=.*'
+    => actor.lora.exclude_modules='.*' leaves no layer with an adapter | exclude less
+'actor.lora={rank: 4, mode: split, dropout: 0.1}' TP=2 actor.megatron.sequence_parallel=false
+    => actor.lora.dropout=0.1: without sequence parallelism | dropout=0
+actor.lora.rank=4 actor.lora.mode=split actor.megatron.transformer_impl=transformer_engine
+    => actor.lora.mode=split needs Megatron-Core's layers | set mode=merged
+actor.lora.rank=4 rollout.sync=delta rollout.free_cache_engine=false
+    => rollout.sync=delta with actor.lora.rank=4: a sync sends the adapters alone | set rollout.sync=full
+OVERRIDE.recompute_granularty=full => OVERRIDE.recompute_granularty | mean 'recompute_granularity'?
+OVERRIDE.calculate_per_token_loss=false => calculate_per_token_loss=False cannot be set | leave it out
+OVERRIDE.tensor_model_parallel_size=2 => OVERRIDE.tensor_model_parallel_size=2 | set TP
+rollout.engine_kwargs.tensor_parallel_size=2 => set rollout.tensor_model_parallel_size
+data.train_files=[] => trainer.total_training_steps=4 needs prompts | set data.train_files
+data.val_files=[] => val_before_train=true | needs data.val_files | val_before_train=false
+data.val_files=[] trainer.val_before_train=false => trainer.test_freq=5 | test_freq=-1
+sft.steps=3 sft.train_files=[] => sft.steps=3 | set sft.train_files
+data.train_files=[nowhere.jsonl] => data.train_files: cannot read data file 'nowhere.jsonl' | No such file
+model.path=Qwen/Qwen2.5-0.5B => 'Qwen/Qwen2.5-0.5B': it is not a folder, and as an id of the Hub | HF_HUB_OFFLINE
+model.tokenizer_path=nowhere => 'nowhere' does not exist | model.tokenizer_path
+sft.steps=3 data.max_response_length=1 => sft.train_files | 1 response tokens | nothing is left
+algorithm.source=file actor.loss_mode=sft algorithm.adv_estimator=constant
+    => data.train_files:  | 'response' is missing | reads rows {"prompt", "response"} or {"messages"})
+trainer.logger=[wandb] => trainer.logger=['wandb'] | pip install wandb
+ref.path=nowhere => ref.path='nowhere': it is not a folder
+"""
 
 
-@pytest.mark.parametrize(("overrides", "expected"), CASES, ids=lambda value: " ".join(value)[:70])
+@pytest.mark.parametrize(("overrides", "expected"), cases(CASES, TP=TP, PP=PP, OVERRIDE=OVERRIDE))
 def test_a_wrong_value_is_refused(refused: Callable[..., str], overrides: list[str], expected: list[str]) -> None:
     if "trainer.logger=[wandb]" in overrides and "wandb" in sys.modules:
         pytest.skip("wandb is installed")
