@@ -1,4 +1,4 @@
-"""What `model.exact` does not cover. Each refusal names what it would take."""
+"""Refusals of configs that `model.exact` does not cover. Each refusal names what it would take."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def block_size(vocab_size: int) -> int:
 
 
 def exponential_sums(shifted: Tensor, size: int, blocks: int) -> Tensor:
-    """Of logits [n, v] minus their row's largest one: the sums of exp and of exp * logit [2, n], over `blocks` of `size`."""
+    """Sum exp and exp * logit over `blocks` of `size`: [2, n] from logits [n, v] minus their row's largest one."""
     exp = shifted.exp()
     terms = F.pad(torch.stack([exp, exp * shifted]), (0, blocks * size - shifted.shape[1]))  # [2, n, blocks * size]
     return tree_sum([block.contiguous().sum(-1) for block in terms.split(size, -1)])

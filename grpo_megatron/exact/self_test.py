@@ -33,7 +33,7 @@ class ExactShapes:
 
 @torch.inference_mode()
 def self_test(shapes: ExactShapes, dtype: torch.dtype) -> str | None:
-    """What does not hold here, or None."""
+    """Return which equality this machine breaks, or None."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

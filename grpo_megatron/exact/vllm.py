@@ -52,7 +52,7 @@ def _product(method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> 
 
 
 def _cut_product(layer: Any, x: Tensor) -> Any:
-    """Of a layer whose inputs tensor parallelism cuts. None of the families has a bias there."""
+    """Computes one rank's share of a row-parallel product. None of the families has a bias there."""
     parts = [rowwise.partial_product(x, layer.weight, rowwise.NUM_BLOCKS // layer.tp_size)]
     if layer.tp_size > 1:
         from vllm.distributed.parallel_state import get_tp_group

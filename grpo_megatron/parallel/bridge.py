@@ -33,7 +33,7 @@ class Bridge:
 
     @property
     def draws(self) -> bool:
-        """Whether this rank draws."""
+        """True on a rank that only has an engine."""
         return self.rank >= self.num_training
 
     def name(self, rank: int) -> str:

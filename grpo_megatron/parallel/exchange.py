@@ -43,7 +43,7 @@ class TablePart:
 
 
 def table_part(samples: Sequence[Sample]) -> TablePart:
-    """What this rank tells the others about its samples."""
+    """Make the table columns of this rank's samples, for the other ranks."""
     numbers = [
         (s.prompt_index, s.index, len(s.prompt.prompt_ids), len(s.response_ids), s.finish_reason == "length")
         for s in samples
