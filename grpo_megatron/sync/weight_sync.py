@@ -273,11 +273,12 @@ class WeightSync:
     ) -> None:
         """`tensors`: what each rank of an engine reads. `bucket_megabytes`: MiB of all buffers of a rank together.
 
-        `grid`: of all ranks of the run, and `lag`: of `rollout.lag`, where the mesh is that of a role.
+        `grid`: of all ranks of the run, and `lag`: of `rollout.lag`, where the mesh is that of a role. Without a grid the
+        weights stay within the role: an export of the ranks that train.
         """
         self.mesh, self.tensors, self.dtype, self._model, self._device = mesh, tensors, dtype, model, device
         pool = Pool(dtype, device)
-        self._bridge = None if mesh.bridge is None else BridgePost(mesh.bridge, lag)
+        self._bridge = None if mesh.bridge is None or grid is None else BridgePost(mesh.bridge, lag)
         transport = Transport(point_to_point, pool)
         if self._bridge is not None:
             transport = Transport(self._bridge, Pool(dtype, torch.device("cpu")), is_staged=True)
