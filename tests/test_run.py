@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +13,15 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 
 import grpo_megatron
-from grpo_megatron import ConfigError
+from grpo_megatron import ConfigError, load_config
 from tests.runs import make_run
 from tests.stored import metric_rows
 from tests.worlds import ranks
 
+ROOT = Path(__file__).resolve().parents[1]
 OVERRIDES = [
     *(
         "rollout.engine=transformers",
@@ -178,6 +182,28 @@ def test_advantages_and_losses_of_ones_own(tmp_path: Path) -> None:
     }
     for name, text in expected.items():
         assert text in result["refused"][name], name
+
+
+@ranks(1)
+def readme_loop(folder: Path, code: str) -> list[float]:
+    """Runs the README's loop beside a grpo.yaml of one rank; returns the rewards of its last step."""
+    os.chdir(folder)
+    settings = [*OVERRIDES, "trainer.n_gpus_per_node=1", "trainer.output_dir=outputs/x"]
+    Path("grpo.yaml").write_text(yaml.safe_dump(load_config(Path("run.yaml"), settings).model_dump(mode="json")))
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return [sample.reward for sample in names["samples"]]
+
+
+def test_the_loop_of_the_readme(tmp_path: Path) -> None:
+    """Word for word but for its 100 steps, and prompts of a smaller step."""
+    make_run(tmp_path)
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    for text, other in (("range(100)", "range(2)"), ("8 * step", "4 * step"), ("step + 8", "step + 4"), ("n=8", "n=3")):
+        assert text in code
+        code = code.replace(text, other)
+    [rewards] = readme_loop(folder=tmp_path, code=code)
+    assert len(rewards) == 12 and any((tmp_path / "outputs/x").iterdir())
 
 
 def test_open_names_wrong_keys_before_anything_is_built(tmp_path: Path) -> None:
