@@ -60,7 +60,7 @@ def tower_layer_bytes(vision: Vision, itemsize: int) -> int:
     """Returns the bytes that a layer of transformers' tower keeps of a token for a backward pass. A forward pass needs less.
 
     For each patch: inputs, results and norms of both halves (norms in float32, where the MLP is gated), queries, keys, values,
-    three copies of the attention's results, and the MLP's. tests/planning/test_activations.py compares it with measured peaks.
+    three copies of the attention's results, and the MLP's. tests/planning/test_parameters.py compares it with measured peaks.
     """
     per_patch = itemsize * (11 * vision.width + (4 if vision.gated else 3) * vision.ffn_width)
     return vision.merge**2 * (per_patch + 8 * vision.width * vision.gated)

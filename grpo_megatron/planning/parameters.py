@@ -1,7 +1,7 @@
 """Bytes of one rank, before anything is built: parameters of all models per pipeline stage, and activations of a pass.
 
 Parameters are counted from the weight table and exact. Activations and logits are estimates, compared with measured peaks
-in tests/planning/test_activations.py. Not counted: the h weights of a reward model's score head.
+in tests/planning/test_parameters.py. Not counted: the h weights of a reward model's score head.
 """
 
 from __future__ import annotations

@@ -27,23 +27,23 @@ def logprobs_equal_transformers_at_temperatures(world: World) -> None:
     model = world.push(1, 0)
     world.assert_samples_from(model, requests())
     world.assert_samples_from(model, requests(temperature=0.7))
-    greedy = world.draw(requests(4, temperature=0.0, max_tokens=5))
+    greedy = world.generate(requests(4, temperature=0.0, max_tokens=5))
     for request, completion in zip(requests(4), greedy, strict=True):
         assert completion.response_ids[0] == int(model(torch.tensor([request.prompt_ids])).logits[0, -1].argmax())
 
 
-def seeds_alone_decide_the_draws(world: World) -> None:
+def seeds_alone_decide_the_samples(world: World) -> None:
     """And the generators of the host are untouched."""
     world.push(1, 0)
     some = requests(6)
     before = rng_state()
-    together = world.draw(some)
+    together = world.generate(some)
     world.engine.logprobs([[1, 2, 3]])
     assert rng_state() == before
-    assert world.draw(some) == together
-    assert [world.draw([request])[0] for request in some] == together  # bitwise with one thread
-    assert world.draw(some[::-1]) == together[::-1]
-    others = world.draw([replace(some[1], seed=sample_seed(0, 0, "prompt 1", index)) for index in range(1, 5)])
+    assert world.generate(some) == together
+    assert [world.generate([request])[0] for request in some] == together  # bitwise with one thread
+    assert world.generate(some[::-1]) == together[::-1]
+    others = world.generate([replace(some[1], seed=sample_seed(0, 0, "prompt 1", index)) for index in range(1, 5)])
     assert len({tuple(c.response_ids) for c in [together[1], *others]}) == 5  # same prompt, other samples
 
 
@@ -55,7 +55,7 @@ def generate_gives_what_vllm_itself_gives(world: World) -> None:
     prompts, params = [{"prompt_token_ids": list(r.prompt_ids)} for r in some], [engine._queue.params(r) for r in some]
     with inside_vllm(world.device):
         expected = engine._llm.generate(prompts, params, use_tqdm=False)
-    for completion, output in zip(world.draw(some), expected, strict=True):
+    for completion, output in zip(world.generate(some), expected, strict=True):
         assert completion.response_ids == list(output.outputs[0].token_ids)
         assert completion.logprobs == list(output.outputs[0].logprobs.logprobs)
         assert completion.finish_reason == output.outputs[0].finish_reason
@@ -65,7 +65,7 @@ def requests_join_and_leave_a_running_engine(world: World) -> None:
     """Each sample stays what it is alone: also one that joins later, and beside one that is aborted."""
     world.push(1, 0)
     some = [replace(r, max_tokens=n) for r, n in zip(requests(5), (12, 4, 4, 30, 4), strict=True)]
-    alone = [world.draw([request])[0] for request in some]
+    alone = [world.generate([request])[0] for request in some]
     engine, finished, sizes = world.engine, [], []
 
     def poll(times: int) -> None:
@@ -89,13 +89,13 @@ def requests_join_and_leave_a_running_engine(world: World) -> None:
     assert dict(finished) == dict(zip("abce", [alone[i] for i in (0, 1, 2, 4)], strict=True))
     assert [name for name, _ in finished if name in "ec"] == ["e", "c"]  # of one step: in order of submission
     assert 2 in sizes
-    assert world.draw(some) == alone
+    assert world.generate(some) == alone
 
 
 def greedy_answers_equal_those_of_the_transformers_engine(world: World) -> None:
     model = world.push(1, 0)
     some = requests(temperature=0.0)
-    greedy = world.draw(some)
+    greedy = world.generate(some)
     held, tensors, world.tensors = (
         world.engine,
         world.tensors,
@@ -104,7 +104,7 @@ def greedy_answers_equal_those_of_the_transformers_engine(world: World) -> None:
     world.engine = world.build(engine="transformers")
     try:
         world.engine.load_weights(iter(tiny.buckets(model)), 0)
-        for own, other in zip(world.draw(some), greedy, strict=True):
+        for own, other in zip(world.generate(some), greedy, strict=True):
             assert (own.response_ids, own.finish_reason) == (other.response_ids, other.finish_reason)
             tiny.assert_close(own.logprobs, torch.tensor(other.logprobs))
     finally:
@@ -113,7 +113,7 @@ def greedy_answers_equal_those_of_the_transformers_engine(world: World) -> None:
 
 def responses_end_with_their_stop_token(world: World) -> None:
     world.push(1, 0)
-    completions = world.draw(requests(32, max_tokens=40))
+    completions = world.generate(requests(32, max_tokens=40))
     for completion in completions:
         stops = [t for t, token in enumerate(completion.response_ids) if token in tiny.EOS]
         stopped = completion.finish_reason == "stop"
@@ -126,7 +126,7 @@ def responses_end_with_their_stop_token(world: World) -> None:
     whole = next(c for c in completions if c.finish_reason == "length")
     request = requests(32, max_tokens=40)[completions.index(whole)]
     cut = whole.response_ids.index(whole.response_ids[9]) + 1
-    stopped_early = world.draw([replace(request, stop_token_ids=(whole.response_ids[9],))])[0]
+    stopped_early = world.generate([replace(request, stop_token_ids=(whole.response_ids[9],))])[0]
     assert stopped_early == Completion(whole.response_ids[:cut], whole.logprobs[:cut], "stop")
 
 
@@ -147,7 +147,7 @@ def responses_end_with_the_token_that_completes_a_stop_text(world: World) -> Non
     """The same draws as without the text, up to that token, alone and beside other requests; also at the last token."""
     world.push(1, 0)
     some = requests(8, max_tokens=24)
-    whole = world.draw(some)
+    whole = world.generate(some)
     number = next(i for i, c in enumerate(whole) if len(c.response_ids) == 24)
     ids = whole[number].response_ids
     text = Pairs().decode(ids[9:12], skip_special_tokens=True)[1:-1]  # begins and ends within a token
@@ -155,11 +155,11 @@ def responses_end_with_the_token_that_completes_a_stop_text(world: World) -> Non
     stop = StopTexts(Pairs(), [text, "nowhere"])
     stopped = replace(some[number], stop=stop)
     expected = Completion(ids[:first], whole[number].logprobs[:first], "stop")
-    assert first <= 12 and world.draw([stopped]) == [expected]
-    assert world.draw([replace(stopped, max_tokens=first)]) == [expected]
+    assert first <= 12 and world.generate([stopped]) == [expected]
+    assert world.generate([replace(stopped, max_tokens=first)]) == [expected]
     others = [*some[:number], stopped, *some[number + 1 :]]
-    assert world.draw(others) == [*whole[:number], expected, *whole[number + 1 :]]
-    everyone = world.draw([replace(request, stop=stop) for request in some])
+    assert world.generate(others) == [*whole[:number], expected, *whole[number + 1 :]]
+    everyone = world.generate([replace(request, stop=stop) for request in some])
     for completion, unstopped in zip(everyone, whole, strict=True):
         length = len(completion.response_ids)
         assert completion.response_ids == unstopped.response_ids[:length]
@@ -167,13 +167,13 @@ def responses_end_with_the_token_that_completes_a_stop_text(world: World) -> Non
         has_text = text in Pairs().decode(completion.response_ids, skip_special_tokens=True)
         assert has_text or completion == unstopped
     own = StopTexts(Pairs(), ["whole"])  # its token is no text that the response contains: the engine must stop at it
-    for completion, unstopped in zip(world.draw([replace(r, stop=own) for r in some]), whole, strict=True):
+    for completion, unstopped in zip(world.generate([replace(r, stop=own) for r in some]), whole, strict=True):
         length = unstopped.response_ids.index(30) + 1 if 30 in unstopped.response_ids else None
         assert completion.response_ids == unstopped.response_ids[:length]
     assert any(30 in c.response_ids[:-1] for c in whole)
-    raises(ValueError, "to 160 are outside", lambda: world.draw([replace(stopped, stop_token_ids=(160,))]))
+    raises(ValueError, "to 160 are outside", lambda: world.generate([replace(stopped, stop_token_ids=(160,))]))
     greedy = replace(some[number], temperature=0.0)
-    ids = world.draw([greedy])[0].response_ids
+    ids = world.generate([greedy])[0].response_ids
     text = Pairs().decode(ids[2:5], skip_special_tokens=True)
     first = next(t for t in range(1, 25) if text in Pairs().decode(ids[:t], skip_special_tokens=True))
     start = first - 1  # the text begins in what was written before
@@ -184,8 +184,8 @@ def responses_end_with_the_token_that_completes_a_stop_text(world: World) -> Non
         stop=StopTexts(Pairs(), [text]),
         num_written=start,
     )
-    assert world.draw([later])[0].response_ids == [ids[start]]
-    assert world.draw([replace(later, num_written=0)])[0].response_ids[:1] == [ids[start]]
+    assert world.generate([later])[0].response_ids == [ids[start]]
+    assert world.generate([replace(later, num_written=0)])[0].response_ids[:1] == [ids[start]]
     world.push(2, 1)  # at once: nothing of the aborted requests holds the cache
 
 
@@ -200,7 +200,7 @@ def prompts_may_be_more_than_a_step_computes(world: World) -> None:
 def requests_that_vllm_would_alter_are_refused(world: World) -> None:
     world.push(1, 0)
     long = tuple([1] * (tiny.MAX_MODEL_LEN - 10))
-    assert len(world.draw([Request((1,), 0, max_tokens=1), Request(long, 0, max_tokens=10)])) == 2
+    assert len(world.generate([Request((1,), 0, max_tokens=1), Request(long, 0, max_tokens=10)])) == 2
     for request, words in [
         (Request(long, 0, 11), "a prompt of 374 tokens with max_tokens 11 does not fit max_model_len 384"),
         (Request((), 0, 5), "a prompt of 0 tokens .* is empty"),
@@ -208,7 +208,7 @@ def requests_that_vllm_would_alter_are_refused(world: World) -> None:
         (Request((1,), 0, 5, temperature=2.5), "temperature 2.5 is outside"),
         (Request((1, tiny.VOCAB), 0, 5), "1 to 160 are outside the vocabulary of 160"),
     ]:
-        raises(ValueError, words, lambda r=request: world.draw([*requests(3), r]))  # type: ignore[misc]
+        raises(ValueError, words, lambda r=request: world.generate([*requests(3), r]))  # type: ignore[misc]
     raises(ValueError, "cannot compute logprobs of 384", lambda: world.engine.logprobs([[1] * 384]))
     raises(ValueError, "-1 to 5 are outside", lambda: world.engine.logprobs([[5, -1]]))
     assert (
@@ -219,14 +219,14 @@ def requests_that_vllm_would_alter_are_refused(world: World) -> None:
 
 def new_weights_change_the_samples(world: World) -> None:
     world.push(1, 0)
-    before = world.draw(requests())
+    before = world.generate(requests())
     second = world.push(2, 1)
     assert world.engine.version == 1
     world.assert_samples_from(second, requests())
-    assert [c.response_ids for c in world.draw(requests())] != [c.response_ids for c in before]
+    assert [c.response_ids for c in world.generate(requests())] != [c.response_ids for c in before]
     for version in range(2, 22):  # reloads of the same weights change nothing
         world.push(1, version)
-    assert world.draw(requests()) == before
+    assert world.generate(requests()) == before
 
 
 def order_of_the_stream_does_not_matter(world: World) -> None:
@@ -241,9 +241,9 @@ def a_push_forgets_cached_prefixes(world: World) -> None:
 
     def error_after(push: Callable[[], Any]) -> float:
         world.push(1, 0)
-        world.draw([request])  # fills the cache
+        world.generate([request])  # fills the cache
         model = push()
-        completion = world.draw([request])[0]
+        completion = world.generate([request])[0]
         expected = tiny.logprobs(model, list(request.prompt_ids), completion.response_ids)
         return float((torch.tensor(completion.logprobs) - expected).abs().max())
 
@@ -265,11 +265,11 @@ def a_second_turn_costs_its_own_tokens(world: World) -> None:
 
     def two_turns() -> tuple[list[Completion], list[tuple[int, int]]]:
         world.push(1, 0)
-        drawn = (world.draw([Request(prompt, seed, max_tokens=70)])[0] for seed in range(200))
+        drawn = (world.generate([Request(prompt, seed, max_tokens=70)])[0] for seed in range(200))
         first = next(completion for completion in drawn if len(completion.response_ids) == 70)
         ids = [*prompt, *first.response_ids, *observation]
         world.engine.cache_statistics()
-        second = world.draw([Request(tuple(ids), 1, max_tokens=8)])[0]
+        second = world.generate([Request(tuple(ids), 1, max_tokens=8)])[0]
         statistics = [world.engine.cache_statistics(), world.engine.cache_statistics()]
         expected = tiny.logprobs(world.models[1], ids, second.response_ids)
         tiny.assert_close(second.logprobs, expected)
@@ -318,16 +318,16 @@ def weights_are_loaded_with_the_engines_config_set(world: World) -> None:
     assert get_current_vllm_config_or_none() is None
 
 
-def blocks_generate_independently(world: World) -> None:
+def replicas_generate_independently(world: World) -> None:
     """Ranks draw different requests, or none. The draws equal those of one rank that draws all of them."""
     model = world.push(1, 0)
-    everything = world.draw(requests())
+    everything = world.generate(requests())
     share = slice(0, 5) if world.mesh.rank == 0 else slice(5, 12)
-    assert world.draw(requests()[share]) == everything[share]
+    assert world.generate(requests()[share]) == everything[share]
     if world.mesh.rank == 1:
         world.assert_samples_from(model, requests(3))
     else:
-        assert world.draw([]) == []
+        assert world.generate([]) == []
     assert world.push(2, 1) is world.models[2]  # a collective call still works
     world.assert_samples_from(world.models[2], requests(2 + world.mesh.rank))
 
@@ -389,7 +389,7 @@ def _fault(world: World, name: str, where: str) -> None:
     """
     make, words = FAULTS[name]
     world.push(1, 0)
-    before = world.draw(requests(3, max_tokens=6))
+    before = world.generate(requests(3, max_tokens=6))
     good = tiny.buckets(world.models[2])
     bad_here = where == "all" or world.mesh.rank == world.mesh.world_size - 1
     read: list[int] = []
@@ -411,7 +411,7 @@ def _fault(world: World, name: str, where: str) -> None:
     raises(RuntimeError, "no complete set of weights", lambda: world.engine.generate(requests(1), 1))
     raises(RuntimeError, "no complete set of weights", lambda: world.engine.logprobs([[1, 2]]))
     world.push(1, 2)
-    assert world.draw(requests(3, max_tokens=6)) == before
+    assert world.generate(requests(3, max_tokens=6)) == before
 
 
 class Fault:
@@ -465,7 +465,7 @@ def unfinished_requests_keep_weights_and_cache(world: World) -> None:
     raises(ValueError, "request 'a' is submitted already", lambda: engine.submit("a", requests(1)[0], 0))
     raises(ValueError, "does not fit", lambda: engine.submit("b", requests(1, max_tokens=999)[0], 0))
     raises(RuntimeError, "weights of version 1, the engine has 0", lambda: engine.submit("b", requests(1)[0], 1))
-    raises(RuntimeError, "generate: 1 submitted requests are unfinished", lambda: world.draw(requests(1)))
+    raises(RuntimeError, "generate: 1 submitted requests are unfinished", lambda: world.generate(requests(1)))
     raises(RuntimeError, "logprobs: 1 submitted requests are unfinished", lambda: engine.logprobs([[1, 2]]))
     raises(RuntimeError, "sleep: 1 submitted requests are unfinished", engine.sleep)
     raises(ValueError, "no unfinished request has the id 'b'", lambda: engine.abort(["a", "b"]))

@@ -28,10 +28,10 @@ from tests import worlds
 from tests.rollout import checks, tiny
 from tests.rollout.worlds import World, raises, requests, run_checks
 
-# -- one draw ----------------------------------------------------------------------------------------------------------
+# -- one token ---------------------------------------------------------------------------------------------------------
 
 
-def draw(logits: torch.Tensor, seed: int = 0, **settings: Any) -> tuple[list[int], list[float]]:
+def sample(logits: torch.Tensor, seed: int = 0, **settings: Any) -> tuple[list[int], list[float]]:
     request = Request((1,), 0, max_tokens=1, **settings)
     generator = random.Random(seed)
     return sample_tokens(logits, [request] * len(logits), [generator.random] * len(logits))
@@ -41,7 +41,7 @@ def test_tokens_have_the_frequencies_of_their_distribution() -> None:
     """20,000 draws: a count has a standard deviation of sqrt(20000 p (1 - p)), at most 71. The bound is five of them."""
     row = torch.tensor([0.0, 1.0, -1.0, 2.0, float("-inf"), 0.5])
     for temperature in (1.0, 0.5):
-        tokens, logprobs = draw(row.expand(20_000, -1), temperature=temperature)
+        tokens, logprobs = sample(row.expand(20_000, -1), temperature=temperature)
         expected = (row / temperature).log_softmax(0)
         counts = Counter(tokens)
         for token, logprob in enumerate(expected.tolist()):
@@ -60,11 +60,11 @@ def test_top_k_and_top_p_renormalise_and_greedy_takes_the_most_likely() -> None:
         ({"top_k": 3, "top_p": 0.5}, {1: 0.4, 3: 0.3}),  # of 0.4 + 0.3 + 0.2, 0.4 is less than half
         ({"top_k": 9}, {0: 0.1, 1: 0.4, 2: 0.2, 3: 0.3}),
     ]:
-        tokens, logprobs = draw(row, **settings)  # type: ignore[arg-type]
+        tokens, logprobs = sample(row, **settings)  # type: ignore[arg-type]
         assert set(tokens) == set(kept)
         for token, logprob in zip(tokens, logprobs, strict=True):
             assert math.exp(logprob) == pytest.approx(kept[token] / sum(kept.values()), rel=1e-6)
-    tokens, logprobs = draw(row, temperature=0)
+    tokens, logprobs = sample(row, temperature=0)
     assert set(tokens) == {1} and math.exp(logprobs[0]) == pytest.approx(0.4)
     # A token of probability zero is never drawn. 1 - 2**-53 times the sum may round to the sum: 1 stands for that.
     row = torch.tensor([[0.0, 0.3, float("-inf")]])
@@ -204,14 +204,14 @@ def a_failure_in_a_step_breaks_the_engine(world: World) -> None:
 
 CHECKS: list[Callable[[World], None]] = [
     checks.logprobs_equal_transformers_at_temperatures,
-    checks.seeds_alone_decide_the_draws,
+    checks.seeds_alone_decide_the_samples,
     checks.requests_join_and_leave_a_running_engine,
     checks.responses_end_with_their_stop_token,
     checks.responses_end_with_the_token_that_completes_a_stop_text,
     checks.new_weights_change_the_samples,
     checks.prompts_may_be_more_than_a_step_computes,
     checks.order_of_the_stream_does_not_matter,
-    checks.blocks_generate_independently,
+    checks.replicas_generate_independently,
     checks.stale_version_is_refused,
     checks.asleep_it_refuses_work,
     checks.unfinished_requests_keep_weights_and_cache,

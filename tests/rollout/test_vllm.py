@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.both_stacks, pytest.mark.timeout(900
 
 CORRECT = [
     checks.logprobs_equal_transformers_at_temperatures,
-    checks.seeds_alone_decide_the_draws,
+    checks.seeds_alone_decide_the_samples,
     checks.generate_gives_what_vllm_itself_gives,
     checks.requests_join_and_leave_a_running_engine,
     checks.responses_end_with_their_stop_token,
@@ -71,7 +71,7 @@ WORLDS: dict[str, tuple[str, int, int, list[Callable[[World], None]]]] = {
         "qwen2",
         2,
         1,
-        [checks.blocks_generate_independently, checks.new_weights_change_the_samples, *checks.ON_LAST],
+        [checks.replicas_generate_independently, checks.new_weights_change_the_samples, *checks.ON_LAST],
     ),
 }
 
@@ -103,14 +103,14 @@ def test_check(results: Results, name: str, check: str) -> None:
         assert result["reports"][check] is None, f"rank {rank}:\n{result['reports'][check]}"
 
 
-def test_draws_do_not_depend_on_the_layout(results: Results) -> None:
-    reference = results["one"][0]["draws"]
+def test_samples_do_not_depend_on_the_layout(results: Results) -> None:
+    reference = results["one"][0]["samples"]
     for name in ("block", "blocks"):
         for result in results[name]:
-            assert [c.response_ids for c in result["draws"]] == [c.response_ids for c in reference]
-    for block, one in zip(results["block"][0]["draws"], reference, strict=True):
+            assert [c.response_ids for c in result["samples"]] == [c.response_ids for c in reference]
+    for block, one in zip(results["block"][0]["samples"], reference, strict=True):
         assert torch.allclose(torch.tensor(block.logprobs), torch.tensor(one.logprobs), atol=1e-5, rtol=0)
-    assert results["blocks"][0]["draws"] == results["blocks"][1]["draws"] == reference  # the same kernels: bitwise
+    assert results["blocks"][0]["samples"] == results["blocks"][1]["samples"] == reference  # the same kernels: bitwise
 
 
 def test_two_jobs_run_at_the_same_time_beside_leftovers_on_their_ports(results: Results) -> None:

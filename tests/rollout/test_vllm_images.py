@@ -69,7 +69,7 @@ class ImageWorld(World):
 
     @torch.no_grad()
     def assert_samples_from(self, model: Any, requests: list[Request]) -> list[Completion]:  # type: ignore[override]
-        drawn = self.draw(requests)
+        drawn = self.generate(requests)
         for request, completion in zip(requests, drawn, strict=True):
             text = request.prompt_ids, request.images, completion.response_ids
             assert_close(completion.logprobs, vision.logprobs(model, *text, request.temperature))
@@ -80,8 +80,8 @@ def drawn_tokens_equal_transformers(world: ImageWorld) -> None:
     """Also at another temperature. Neighbours and their order change no bit."""
     drawn = world.assert_samples_from(world.model, world.requests())
     world.assert_samples_from(world.model, world.requests(temperature=0.7))
-    assert world.draw(world.requests()[::-1]) == drawn[::-1]
-    assert [world.draw([request])[0] for request in world.requests()] == drawn
+    assert world.generate(world.requests()[::-1]) == drawn[::-1]
+    assert [world.generate([request])[0] for request in world.requests()] == drawn
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def placeholders_are_ordinary_tokens(world: ImageWorld) -> None:
     pads = 0
     for seed in range(40):
         requests = [replace(request, seed=100 * seed + request.seed) for request in world.requests()]
-        for request, completion in zip(requests, world.draw(requests), strict=True):
+        for request, completion in zip(requests, world.generate(requests), strict=True):
             if vision.IMAGE_PAD not in completion.response_ids[:-1]:
                 continue
             pads += bool(request.images)
@@ -120,13 +120,13 @@ def placeholders_are_ordinary_tokens(world: ImageWorld) -> None:
 def continuations_go_on(world: ImageWorld) -> None:
     """Prompt + response so far, with the same images: what is drawn then has the positions of one response."""
     requests = world.requests(temperature=0.0)
-    whole = world.draw(requests)
+    whole = world.generate(requests)
     for cut in (1, 3):
         later = [
             replace(request, prompt_ids=(*request.prompt_ids, *completion.response_ids[:cut]), max_tokens=24 - cut)
             for request, completion in zip(requests, whole, strict=True)
         ]
-        for completion, rest in zip(whole, world.draw(later), strict=True):
+        for completion, rest in zip(whole, world.generate(later), strict=True):
             assert len(completion.response_ids) > cut and rest.response_ids == completion.response_ids[cut:]
         world.assert_samples_from(world.model, [replace(request, temperature=1.0) for request in later])
 
@@ -155,9 +155,9 @@ def features_are_computed_once_per_image_and_version(world: ImageWorld) -> None:
     name = "visual.merger.mlp.0.weight"
     world.load(world.engine, world.engine.version + 1)
     with runs as calls:
-        before = world.draw([*requests, *requests])
+        before = world.generate([*requests, *requests])
         assert calls.call_count == 1 and len(calls.call_args.kwargs["image_grid_thw"]) == 4
-        world.draw(requests)
+        world.generate(requests)
         assert calls.call_count == 1
         model = vision.load(Path(world.folder))
         changed = torch.randn(world.weights[name].shape, generator=torch.Generator().manual_seed(9)) * 0.1
@@ -168,7 +168,7 @@ def features_are_computed_once_per_image_and_version(world: ImageWorld) -> None:
     for old, new in zip(before, after, strict=False):
         assert abs(old.logprobs[0] - new.logprobs[0]) > 1e-3
     world.load(world.engine, world.engine.version + 1)
-    assert world.draw(requests) == before[: len(requests)]
+    assert world.generate(requests) == before[: len(requests)]
 
 
 def a_step_has_room_for_its_images(world: ImageWorld) -> None:
@@ -221,7 +221,7 @@ def patches_are_normalised_once(world: ImageWorld) -> None:
     with mock.patch.object(ModelConfig, "_resolve_mm_device_do_normalize", lambda self, value: True):
         world.engine = world.build()
     [request] = [request for request in world.requests(max_tokens=1) if len(request.images) == 2]
-    [completion] = world.draw([request])
+    [completion] = world.generate([request])
     with torch.no_grad():
         expected = vision.logprobs(world.model, request.prompt_ids, request.images, completion.response_ids)
     assert abs(completion.logprobs[0] - float(expected)) > 1e-2

@@ -79,13 +79,13 @@ class World:
         self.engine.load_weights(iter(tiny.buckets(self.models[seed])), version)
         return self.models[seed]
 
-    def draw(self, requests: list[Request]) -> list[Completion]:
+    def generate(self, requests: list[Request]) -> list[Completion]:
         assert self.engine.version is not None
         return self.engine.generate(requests, self.engine.version)
 
     def assert_samples_from(self, model: Any, requests: list[Request]) -> None:
         """The engine's log-probabilities, of its own draws and of the same text as input, equal the model's."""
-        completions = self.draw(requests)
+        completions = self.generate(requests)
         drawn = [value for completion in completions for value in completion.logprobs]
         expected = [
             tiny.logprobs(model, list(r.prompt_ids), c.response_ids, r.temperature)
@@ -130,7 +130,7 @@ def serve(
     with _console() as console:
         world = World(kind, folder, tp, facts)
         world.push(1, 0)
-        facts["draws"] = world.draw(requests())
+        facts["samples"] = world.generate(requests())
     facts["console"] = console()
     if meet is not None:
         _meet(*meet)

@@ -1,4 +1,4 @@
-"""What a model that reads images adds to a plan: the tower's parameters, activations, and images on the host.
+"""Bytes of planning/parameters.py: activations against measured peaks, and what a model that reads images adds.
 
 Qwen2.5-VL-7B: a tower of 676,550,144 parameters, 44,574,464 of them in the merger, and a decoder of 7,615,616,512. A token of
 an image is 28 x 28 pixels in 4 patches. In bfloat16 a layer of width w = 1280 with an MLP of f = 3420 keeps for each token
@@ -8,6 +8,7 @@ an image is 28 x 28 pixels in 4 patches. In bfloat16 a layer of width w = 1280 w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,95 @@ from grpo_megatron.config import Config, LoraConfig, MegatronConfig
 from grpo_megatron.models.architecture import MAX_KEPT
 from grpo_megatron.models.engine_cache import engine_cache, engine_weights, tower_layer_bytes
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.planning.parameters import RunModels, memory_of_stages, parameters_from_table, tower_bytes
+from grpo_megatron.planning.parameters import (
+    RunModels,
+    forward_bytes,
+    head_bytes,
+    kept_bytes,
+    memory_of_stages,
+    parameters_from_table,
+    tower_bytes,
+    working_bytes,
+)
 from grpo_megatron.planning.phases import Phase, host_parts, image_bytes, memory_phases
 from grpo_megatron.planning.traffic import planned_for
-from tests import vision, worlds
+from tests import tiny, vision, worlds
 from tests.models import policies
 from tests.planning import published
-from tests.planning.test_activations import peak_bytes
+
+# -- Activations and logits against measured peaks: real Megatron-Core layers on the CPU -------------------------------
+# The profiler records every allocation of a forward and backward pass. 1,024 tokens, 4 layers of hidden size 128; the case
+# with a vocabulary of 20,000 has one layer, so that the output head decides its peak.
+
+FULL: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen2", "float32", {}),
+    ("qwen3", "bfloat16", {}),
+    ("qwen2", "bfloat16", {**FULL, "recompute_num_layers": 2}),
+    ("qwen2", "bfloat16", {**FULL, "recompute_method": "block"}),
+    ("large vocabulary", "bfloat16", {}),
+]
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """The most bytes that `call` has allocated at a time, from the profiler's record of every allocation."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def peaks(folders: dict[str, Path], cases: list[tuple[str, str, dict[str, Any]]], tokens: int) -> list[Any]:
+    """Per case (family, dtype, recomputation): the measured and the estimated peak, of an update and of log-probabilities."""
+    return [peak(folders[family], dtype, recompute, tokens) for family, dtype, recompute in cases]
+
+
+def peak(folder: Path, dtype: str, recompute: dict[str, Any], tokens: int) -> tuple[tuple[float, float], ...]:
+    policy = policies.build(
+        folder,
+        dtype=dtype,
+        megatron={"override_transformer_config": recompute},
+        logprob_chunk_size=128,
+        ppo_max_token_len_per_gpu=tokens,
+        entropy_coeff=policies.ENTROPY_COEF,
+    )
+    batch = tiny.make_batch([([1] * 8, [3] * (tokens // 2 - 8))] * 2, [[[0, 1]]])
+
+    def backward() -> None:
+        policy.forward_backward(batch, [[0, 1]], policies.loss)
+
+    backward()  # what is allocated once is no activation
+    itemsize, layers = 4 if dtype == "float32" else 2, policy.arch.num_layers
+    kept = kept_bytes(policy.arch, policy.actor, itemsize, stage=0, layers=layers)
+    working = working_bytes(policy.arch, policy.actor, itemsize, layers=layers)
+    update = kept + max(working, head_bytes(policy.arch, policy.actor, itemsize, backward=True))
+    head = head_bytes(policy.arch, policy.actor, itemsize, backward=False)
+    scoring = max(forward_bytes(policy.arch, policy.actor, itemsize), head)
+    return (peak_bytes(backward), update), (peak_bytes(lambda: policy.logprobs(batch)), scoring)
+
+
+@pytest.mark.slow
+def test_the_estimate_agrees_with_measured_peaks(tmp_path: Path) -> None:
+    shape = {"intermediate_size": 224, "max_position_embeddings": 2048}
+    folders = {family: tiny.make_model(tmp_path / family, family, **shape) for family in ("qwen2", "qwen3")}
+    large = {"num_hidden_layers": 1, "vocab_size": 20_000}
+    folders["large vocabulary"] = tiny.make_model(tmp_path / "large", "qwen2", **shape, **large)
+    (results,) = worlds.run(peaks, 1, folders=folders, cases=CASES, tokens=1024)
+    for case, ((measured, estimated), (scoring, scoring_estimate)) in zip(CASES, results, strict=True):
+        assert estimated == pytest.approx(measured, rel=0.12), case
+        assert scoring_estimate == pytest.approx(scoring, rel=0.2), case
+
+
+# -- Images ------------------------------------------------------------------------------------------------------------
 
 TOWER, MERGER, DECODER = 676_550_144, 44_574_464, 7_615_616_512
 LAYER, LAYERS, MERGED = 263_040, 8_417_280, 61_440
@@ -106,9 +189,8 @@ def test_a_towers_activations_agree_with_measured_peaks(family: str, dtype: torc
     backward()  # what is allocated once is no activation
     frozen = {"freeze_tower": False, "freeze_merger": False}
     data = {"max_prompt_length": 256, "max_response_length": 1}  # the image's tokens, and nothing else
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     actor = {"vision": frozen, "ppo_max_token_len_per_gpu": 257}
-    actor["megatron"] = {"override_transformer_config": recompute if again else {}}
+    actor["megatron"] = {"override_transformer_config": FULL if again else {}}
     kept, working = tower_bytes(config_of(actor=actor, data=data), arch, dtype.itemsize)
     assert kept + again * working == pytest.approx(peak_bytes(backward), rel=0.35 if again else 0.12)
     with torch.no_grad():
@@ -131,9 +213,8 @@ def test_what_a_trained_tower_keeps() -> None:
 
 def test_a_tower_that_is_computed_again_keeps_the_inputs_of_its_layers() -> None:
     """With recomputed layers: of 2,048 tokens the inputs of 32 layers, 1280 wide, of four patches each."""
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     actor = {"vision": {"freeze_tower": False}, "ppo_max_token_len_per_gpu": 8192}
-    config = config_of(actor={**actor, "megatron": {"override_transformer_config": recompute}})
+    config = config_of(actor={**actor, "megatron": {"override_transformer_config": FULL}})
     assert tower_bytes(config, ARCH, 2)[0] == 2048 * (32 * 4 * 1280 * 2 + MERGED)
 
 
