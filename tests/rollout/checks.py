@@ -319,7 +319,7 @@ def weights_are_loaded_with_the_engines_config_set(world: World) -> None:
 
 
 def replicas_generate_independently(world: World) -> None:
-    """Ranks draw different requests, or none. The draws equal those of one rank that draws all of them."""
+    """Ranks serve different requests, or none. The samples equal those of one rank that serves all requests."""
     model = world.push(1, 0)
     everything = world.generate(requests())
     share = slice(0, 5) if world.mesh.rank == 0 else slice(5, 12)

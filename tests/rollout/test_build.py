@@ -20,9 +20,9 @@ from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError, RolloutConfig
 from grpo_megatron.rollout.build import engine_problems, engines, find_engine, read_options
-from grpo_megatron.rollout.vllm import versions
 from grpo_megatron.rollout.vllm.arguments import VllmOptions, vllm_arguments
 from grpo_megatron.rollout.vllm.engine import VllmEngine
+from grpo_megatron.rollout.vllm.versions import SERIES, is_older
 from tests import worlds
 from tests.runs import make_run, texts
 
@@ -104,8 +104,7 @@ def test_an_engine_runs_no_code_that_the_config_names(kwargs: dict[str, Any], na
 def test_batch_invariance_is_refused_where_vllm_lacks_it(
     monkeypatch: pytest.MonkeyPatch, vllm: str, quantization: Any, words: list[str]
 ) -> None:
-    monkeypatch.setattr(versions, "_installed", lambda *names: "2.13.0" if "torch" in names else vllm)
-    monkeypatch.setattr(versions, "version_problems", lambda: iter(()))
+    install(monkeypatch, vllm=vllm, torch=f"{SERIES[vllm[:4]]}.0")
     problems = list(engine_problems(RolloutConfig(batch_invariant=True, quantization=quantization)))
     assert len(problems) == len(words) and all(word in text for word, text in zip(words, problems, strict=True))
     assert not list(engine_problems(RolloutConfig(quantization=quantization)))
@@ -185,7 +184,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
         return known[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    versions.is_older.cache_clear()
+    is_older.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -211,4 +210,4 @@ def test_only_tested_versions_pass_the_check(
         assert expected in problem
         assert "install vllm 0.26.* with torch 2.11.* or 0.32.* with torch 2.13.*" in problem  # the tested range
         with pytest.raises(ConfigError, match=re.escape(expected)):
-            versions.is_older()
+            is_older()

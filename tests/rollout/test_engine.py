@@ -1,4 +1,4 @@
-"""The seed of a draw: pinned, and different for different draws."""
+"""The seed of a sample, the checks on a stream of weights, and stop texts against their definition."""
 
 from __future__ import annotations
 
