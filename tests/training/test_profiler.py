@@ -69,10 +69,14 @@ def test_the_option_names_steps_of_the_run(
     assert parse(TrainOptions, ["run.yaml", "--profile", "3-5"]).profile == range(3, 6)
     assert parse(TrainOptions, ["run.yaml", "--profile", "3"]).profile == range(3, 4)
     assert parse(TrainOptions, ["run.yaml"]).profile is None
-    for arguments in (["5-3"], ["-1"], ["x"], ["3", "--dry-run"]):
-        with pytest.raises((SystemExit, ConfigError)):
+    for arguments, message in (
+        (["5-3"], "5-3' is not a step like 3"),
+        (["-1"], ""),
+        (["x"], "x' is not a step"),
+        (["3", "--dry-run"], ""),
+    ):
+        with pytest.raises((SystemExit, ConfigError), match=message):
             parse(TrainOptions, ["run.yaml", "--profile", *arguments])
-    assert "5-3' is not a step like 3" in capsys.readouterr().err
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "run.yaml").write_text(f"model: {{path: {tmp_path}}}\ntrainer: {{total_training_steps: 4}}\n")
     assert main.main(["train", str(tmp_path / "run.yaml"), "--profile", "2-4"]) == 2
