@@ -9,6 +9,7 @@ about the time of its import. Each test gathers all violations and shows them at
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -202,6 +203,30 @@ def test_files_are_ascii_and_have_a_header() -> None:
 def test_the_list_of_slow_tests_names_files_that_exist() -> None:
     for name in (*conftest.SLOW, *conftest.LONGEST):
         assert (ROOT / "tests" / name).exists(), f"tests/conftest.py names tests/{name}"
+
+
+def test_the_docstring_of_a_room_names_its_files() -> None:
+    """Each file by its stem, and no file that has gone."""
+    wrong = []
+    for front in sorted((ROOT / PACKAGE).glob("*/**/__init__.py")):
+        room, text = front.parent, ast.get_docstring(ast.parse(front.read_text(encoding="utf-8"))) or ""
+        stems = {path.stem for path in room.glob("*.py")} - {"__init__"}
+        missing = [stem for stem in stems if not re.search(rf"\b{stem}\b", text)]
+        gone = [name for name in re.findall(r"(?<![\w/])(\w+)\.py\b", text) if name not in stems]
+        gone = [name for name in gone if not any((ROOT / PACKAGE).rglob(f"{name}.py"))]
+        wrong += [f"{front.relative_to(ROOT)}: {sorted(missing)} not named, {gone} gone"] if missing or gone else []
+    assert not wrong, show(wrong)
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    wrong = []
+    for module, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                first = (ast.get_docstring(node) or "").split(" ")[0]
+                if first in ("What", "Whether", "Of", "Those", "Whose"):
+                    wrong.append(f"{module}:{getattr(node, 'lineno', 1)} begins with {first}")
+    assert not wrong, show(wrong)
 
 
 def test_a_test_covers_every_file() -> None:

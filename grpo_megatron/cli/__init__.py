@@ -1,0 +1,8 @@
+"""The command line.
+
+main.py          the table of commands
+config_file.py   a YAML file with overrides -> Config
+run.py           `train` and `plan`; plan.py: the printed plan
+ranks.py         starts the ranks of this machine; preload.py: what they import once
+failures.py      reports why a run failed, once
+"""

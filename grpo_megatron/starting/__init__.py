@@ -1,1 +1,6 @@
-"""What a new user starts with: generated data, models of random weights, a config for a model, the examples."""
+"""What a new user starts with.
+
+new_config.py   `init`: a commented config for a model, a task and a machine
+quickstart.py   `quickstart` and `examples`
+prepare.py      `prepare`: data and random models; generated.py: the data itself
+"""
