@@ -353,7 +353,7 @@ class Run:
         record_update(self.metrics, sums, constants, self.mesh.is_first_replica_rank)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has besides models and optimizers, as plain JSON."""
+        """Returns what a checkpoint has besides models and optimizers, as plain JSON."""
         return {
             "kl": self.correction.kl.state(),
             "inputs": self.inputs.state() if self.inputs else {},

@@ -1,4 +1,4 @@
-"""What a run reads before it starts: the tokenizer, and the rows of all data files. Every failure is a ConfigError.
+"""Inputs that a run reads before it starts: the tokenizer, and the rows of all data files. Every failure is a ConfigError.
 
 Nothing is written and no process is started.
 """

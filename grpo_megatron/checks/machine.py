@@ -1,4 +1,4 @@
-"""What a run needs from this machine: an output folder that it can write, installed packages, and CUDA devices."""
+"""Requirements on this machine: an output folder that it can write, installed packages, and CUDA devices."""
 
 from __future__ import annotations
 

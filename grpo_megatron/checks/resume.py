@@ -1,4 +1,4 @@
-"""What a resumed run changes: the differences between its config and the checkpoint's, and whether each may be made.
+"""Changes of a resumed run: the differences between its config and the checkpoint's, and whether each may be made.
 
 The class of a key is part of its type in config/. Keys that the checkpoint's config lacks are of a newer program version, and
 are not compared.

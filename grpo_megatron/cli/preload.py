@@ -1,4 +1,4 @@
-"""What a fork server imports once for all CPU ranks of its machine (ranks.py): the trainer, and the engine of the run.
+"""Imports that a fork server makes once for all CPU ranks of its machine (ranks.py): the trainer, and the engine of the run.
 
 On two cores, one step on four ranks takes 25 s in this way and 45 s under torchrun (measured), and the imported modules
 are in memory once. Ranks with GPUs are new programs: nothing has shown yet that vLLM's imports survive a fork there.

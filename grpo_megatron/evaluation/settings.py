@@ -1,4 +1,4 @@
-"""What one evaluation is: its tasks, prompts and model, read and checked before anything is started.
+"""The settings of one evaluation: its tasks, prompts and model, read and checked before anything is started.
 
 `EvaluationSettings.identity` is everything that decides the scores. The number of ranks and the batches do not affect them:
 every sample has a seed made of (seed, task, problem, sample). A task file may name an environment (docs/evaluation.md).

@@ -118,7 +118,7 @@ _last_planned = functools.lru_cache(maxsize=1)(planned_sync)  # a page of a plan
 
 
 def kept_by_syncs(config: Config, arch: Architecture, world_size: int) -> float:
-    """What a rank keeps of its engine's shard on the host, at most: where syncs send adapters only (sync/patches.py)."""
+    """Returns the host bytes of the engine's shard that a rank keeps, where syncs send adapters only (sync/patches.py)."""
     if config.actor.lora.rank is None or not config.draws:
         return 0.0
     return float(planned_for(config, arch, world_size, whole=True).received.max())
@@ -178,7 +178,7 @@ class BorderTraffic:
 
 
 def border_traffic(config: Config, models: RunModels, work: Workload, world_size: int) -> list[BorderTraffic]:
-    """What crosses borders, without what does not. Empty on one node."""
+    """Returns the bytes that cross nodes, per kind of message. Empty on one node."""
     grid = Grid.of(config, world_size)
     if grid.num_nodes == 1:
         return []
@@ -207,7 +207,7 @@ def _length(config: Config) -> int:
 
 
 def _gradients(config: Config, grid: Grid, policy: list[StageParameters]) -> Iterator[float]:
-    """Of one optimizer step, for each group of ranks with the same parameters."""
+    """Returns the bytes of one optimizer step, for each group of ranks with the same parameters."""
     gathered = DTYPE_BYTES[config.model.dtype] if config.actor.megatron.use_distributed_optimizer else GRADIENT_BYTES
     per_parameter = GRADIENT_BYTES + gathered
     for stage, parameters in enumerate(of_stage.trained for of_stage in policy):

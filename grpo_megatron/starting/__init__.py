@@ -1,4 +1,4 @@
-"""What a new user starts with.
+"""Beginnings for a new user.
 
 new_config.py   `init`: a commented config for a model, a task and a machine
 quickstart.py   `quickstart` and `examples`

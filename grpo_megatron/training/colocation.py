@@ -248,7 +248,7 @@ def build_weight_sync(
 
 
 def engine_tensors_of(config: Config, arch: Architecture) -> EngineTensors:
-    """What an engine of the config gets."""
+    """Returns the options of the engine that the config names."""
     rollout = config.rollout
     reads_shards = find_engine(rollout.engine).reads_shards
     tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size

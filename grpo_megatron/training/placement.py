@@ -41,7 +41,7 @@ from grpo_megatron.types import BY_MODEL
 
 
 class Placement(Protocol):
-    """What the loop asks of the source of samples. Every method is collective."""
+    """The protocol of a source of samples. Every method is collective."""
 
     provenance: Provenance
 
