@@ -149,7 +149,7 @@ class Run:
         sinks = build_sinks(trainer, rank=self.mesh.rank, first_step=self.first_step, run_config=raw)
         self.sinks = self._opened.enter_context(sinks)
         self.heartbeat.listener = sinks.enter
-        if self.device.is_cuda and config.rollout.max_num_seqs is None and config.draws:
+        if self.device.is_cuda and config.rollout.max_num_seqs is None and config.has_rollouts:
             count = self.effective.rollout.sequences
             sinks.note(f"an engine decodes at most {count} sequences at a time (rollout.max_num_seqs=null)")
         sinks.note(f"kernels: {choose_kernels(config.actor.megatron, self.device, config.model.dtype).describe()}")
@@ -288,7 +288,7 @@ class Run:
                 " no sample has a reward, or every token was rejected"
             )
         sums = self._compute_gradients(batch, self._loss_of(loss), mini_batch)
-        ranks = self.mesh.all_gather(metric_parts(sums) if self.mesh.is_first_replica_rank else {})
+        ranks = self.mesh.all_gather(metric_parts(sums) if self.mesh.is_replica_reporter else {})
         return metric_values(ranks, self.config.actor)
 
     def optim_step(self) -> dict[str, float]:
@@ -350,7 +350,7 @@ class Run:
                     sums.append(self._compute_gradients(batch, self.loss, mini_batch))
                     norms.append(self._step())
             constants = self.policy.update_metrics(norms)
-        record_update(self.metrics, sums, constants, self.mesh.is_first_replica_rank)
+        record_update(self.metrics, sums, constants, self.mesh.is_replica_reporter)
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint has besides models and optimizers, as plain JSON."""
@@ -444,6 +444,6 @@ class Run:
         if problem:
             raise ValueError(problem)
         merged: dict[tuple[int, int], Any] = {}
-        for part in self.mesh.all_gather(local if self.mesh.is_block_leader else {}):
+        for part in self.mesh.all_gather(local if self.mesh.is_replica_leader else {}):
             merged |= part
         return [merged[key] for key in zip(table.prompt_index, table.index, strict=True)]

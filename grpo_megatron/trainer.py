@@ -159,7 +159,7 @@ class Trainer:
     # -- after the last step -------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Validate and export the final weights, draw the curves, print the first and the last validation."""
+        """Validate and export the final weights, sample the curves, print the first and the last validation."""
         run, trainer = self.parts, self.config.trainer
         run.checkpoints.wait()
         if self.cadence.validates_at_end():

@@ -73,7 +73,7 @@ class Prompt:
     )  # None: a plain text prompt
     pass_rate: float | None = field(default=None, kw_only=True)  # of data.sampling.pass_rates
     images: tuple[PromptImage, ...] = field(default=(), kw_only=True)  # in the order of their places
-    weight: float = field(default=1.0, kw_only=True)  # how often it is drawn, relative to the other prompts
+    weight: float = field(default=1.0, kw_only=True)  # how often it is sampled, relative to the other prompts
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Response tokens [start, end), drawn by weights `version` with digest `weights_digest`."""
+class Segment:
+    """Response tokens [start, end), sampled by weights `version` with digest `weights_digest`."""
 
     start: int
     end: int
@@ -121,7 +121,7 @@ class Sample:
     rollout_logprobs: list[float]  # one per response token; not read where loss_mask is 0
     finish_reason: str  # "stop" | "length": cut off by a limit | UNFINISHED
     version: int  # of the weights that drew its first token
-    weights_digest: str = field(default="", kw_only=True)  # of these weights; "": not drawn by an engine
+    weights_digest: str = field(default="", kw_only=True)  # of these weights; "": not sampled by an engine
     text: str = ""
     reward: float = float("nan")  # NaN: unscorable (the reward raised or timed out)
     reward_metrics: dict[str, float] = field(default_factory=dict)  # what the reward function also reports
@@ -135,7 +135,7 @@ class Sample:
     reward_failure: str = field(default="", kw_only=True)  # why there is no reward
     is_replayed: bool = field(default=False, kw_only=True)  # an earlier step had it, too
     routes: TokenRoutes = field(default=None, kw_only=True, compare=False)  # of prompt and response
-    draws: list[Draw] = field(
+    segments: list[Segment] = field(
         default_factory=list, kw_only=True
     )  # of rollout.partial, in order; empty: one, of `version`
 

@@ -6,7 +6,7 @@
 #   DRY_RUN=1 bash slurm/evaluate_70b.sh MODEL            # show the commands, start nothing
 #
 # MODEL is a Hugging Face folder or a training checkpoint. An engine spans TP ranks (default 8, one node). More nodes run
-# more engines. Completions on the disk are not drawn again: a job that was pre-empted or ran out of time is requeued and
+# more engines. Completions on the disk are not sampled again: a job that was pre-empted or ran out of time is requeued and
 # continues. ranks.sh has the variables for folders and containers.
 #SBATCH --job-name=evaluate-70b
 #SBATCH --nodes=1

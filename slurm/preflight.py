@@ -120,7 +120,7 @@ def read_all(folder: Path) -> list[dict[str, Any]]:
 
 
 def odd_versions(facts: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Node -> versions that differ from those of most nodes. Nodes that draw may have other GPUs than those that train."""
+    """Node -> versions that differ from those of most nodes. Nodes that sample may have other GPUs than those that train."""
     odd: dict[str, list[str]] = {}
     names = sorted({name for node_facts in facts for name in node_facts["versions"]})
     roles = [[node_facts for node_facts in facts if node_facts["draws"] is draws] for draws in (False, True)]

@@ -25,7 +25,7 @@ if [ -n "${SLURM_JOB_ID:-}" ] && [ "$DRY_RUN" != 1 ]; then
     mapfile -t NODE_LIST < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     COMPONENTS=("$SLURM_JOB_ID")
     PARTITIONS=$SLURM_JOB_PARTITION CPUS=${SLURM_CPUS_ON_NODE:-}
-    if [ -n "${SLURM_HET_SIZE:-}" ]; then # a heterogeneous job: the nodes of its second component only draw
+    if [ -n "${SLURM_HET_SIZE:-}" ]; then # a heterogeneous job: the nodes of its second component only generate
         [ "$SLURM_HET_SIZE" = 2 ] && [ "$SLURM_NTASKS_PER_NODE_HET_GROUP_0" = "$SLURM_NTASKS_PER_NODE_HET_GROUP_1" ] ||
             die "$SLURM_HET_SIZE components; a job has one, or two with the same --ntasks-per-node"
         mapfile -t DRAWING < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
@@ -49,7 +49,7 @@ RESTARTS=${SLURM_RESTART_COUNT:-0}
 NODES=${#NODE_LIST[@]}
 RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-8}}
 RANKS=$((NODES * RANKS_PER_NODE))
-export DRAWING_NODES=${DRAWING_NODES:-0}     # how many of the last nodes draw, because their component says so
+export DRAWING_NODES=${DRAWING_NODES:-0}     # how many of the last nodes sample, because their component says so
 ROLES=() # overrides, for the jobs that train
 # shellcheck disable=SC2034 # train_70b.sh uses it
 [ "$DRAWING_NODES" -eq 0 ] || ROLES=(rollout.placement=separate rollout.num_nodes="$DRAWING_NODES")

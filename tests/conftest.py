@@ -28,7 +28,7 @@ try:
     from hypothesis import HealthCheck, settings
 except ImportError:  # a GPU host may have pytest only, for tests/gpu
     pass
-else:  # Property tests have no time limit and draw the same values in every run: neither a slow machine nor chance fails them.
+else:  # Property tests have no time limit and sample the same values in every run: neither a slow machine nor chance fails them.
     settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("suite")
 

@@ -138,7 +138,7 @@ class ScriptedCollector:
         groups = []
         for number in range(self.cursor, self.cursor + count):
             rewards = self.script[number % len(self.script)]
-            held = range(self.mesh.rollout_block, len(rewards), self.mesh.num_rollout_blocks)
+            held = range(self.mesh.engine_replica, len(rewards), self.mesh.num_engine_replicas)
             samples = [
                 Sample(
                     prompt=prompt(number),
@@ -167,7 +167,7 @@ class ScriptedCollector:
 
 
 class FakeRewardPool:
-    """Grades the n-th sample of a draw with `grade(completion, n)`. `events` tells the order of all calls."""
+    """Grades the n-th sample of a sample with `grade(completion, n)`. `events` tells the order of all calls."""
 
     num_workers = 2
 
@@ -198,7 +198,7 @@ class FakeRewardPool:
 
 
 class FakeGenerator:
-    """Responses with the rewards `reward(prompt, index, round_id)`; records every draw."""
+    """Responses with the rewards `reward(prompt, index, round_id)`; records every sample."""
 
     def __init__(
         self, reward: Callable[[Prompt, int, int], float] = lambda prompt, index, round_id: float(index)
@@ -333,7 +333,7 @@ def tiny_arch() -> Any:
 
 
 def logprob_under(weights: str) -> float:
-    """The log-probability of every token: -1, as in drawn samples, minus 0.01 per update."""
+    """The log-probability of every token: -1, as in generated samples, minus 0.01 per update."""
     kind, _, updates = weights.rpartition(" ")
     return -1.0 - 0.01 * (int(updates) if kind == "policy after" else 0)
 
@@ -460,7 +460,7 @@ class NamedEngine:
 
 
 class WatchedGenerator(FakeGenerator):
-    """Records draws among the events; the engine must hold the version that is asked for."""
+    """Records samples among the events; the engine must hold the version that is asked for."""
 
     def __init__(self, engine: NamedEngine, *_: Any, **options: Any) -> None:
         super().__init__()

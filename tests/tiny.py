@@ -77,7 +77,7 @@ def load_classifier(folder: Path) -> Any:
 
 
 def randomise(model: torch.nn.Module, seed: int, std: float, score_std: float | None = None) -> torch.Generator:
-    """Draw all parameters: around 1 in norms, around 0 elsewhere. `score_std`: of a score head. Returns the generator."""
+    """Sample all parameters: around 1 in norms, around 0 elsewhere. `score_std`: of a score head. Returns the generator."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):

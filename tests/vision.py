@@ -1,6 +1,6 @@
-"""Tiny random models that read images, as Hugging Face folders; drawn images; and transformers' log-probabilities.
+"""Tiny random models that read images, as Hugging Face folders; sampled images; and transformers' log-probabilities.
 
-transformers' own forward of such a model takes every `<|image_pad|>` for an image's token, also one that the policy has drawn.
+transformers' own forward of such a model takes every `<|image_pad|>` for an image's token, also one that the policy has sampled.
 The oracle here gives it embeddings and positions instead, so that only places count.
 """
 
@@ -122,7 +122,7 @@ def png(image: Any) -> bytes:
 
 
 def placed(seed: int, first: int, rows: int = 2, columns: int = 2) -> Any:
-    """A drawn image of rows x columns tokens, whose first token is the prompt's token `first`."""
+    """A sampled image of rows x columns tokens, whose first token is the prompt's token `first`."""
     from grpo_megatron.types import PromptImage
 
     pixels = draw(seed, columns * CELL, rows * CELL).tobytes()

@@ -58,7 +58,7 @@ def _rank_main(function: Callable[..., Any], kwargs: dict[str, Any], env: dict[s
 
 
 def free_port() -> int:
-    """A port that no other socket takes before rank 0 binds it, unless another world draws the same number."""
+    """A port that no other socket takes before rank 0 binds it, unless another world samples the same number."""
     while True:
         port = random.SystemRandom().choice(PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):

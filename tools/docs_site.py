@@ -2,7 +2,7 @@
 
 - README.md is the first page.
 - A link that leaves docs/, such as ../examples/quickstart.yaml, leads to a page that shows this file or folder.
-- Equations, $...$ and $$...$$, become MathML, which browsers draw themselves: no script and no font is fetched.
+- Equations, $...$ and $$...$$, become MathML, which browsers sample themselves: no script and no font is fetched.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def to_row(gym: Json) -> Json:
 
 
 def to_body(row: Json, url: str, key: str) -> Json:
-    """The body of `/run`: Gym's row, with the draws as the run makes them, and the address of this trajectory's model."""
+    """The body of `/run`: Gym's row, with the samples as the run makes them, and the address of this trajectory's model."""
     gym: Json = json.loads(row["gym"])
     parameters = {**gym["responses_create_params"], "temperature": TEMPERATURE, "top_p": 1.0}
     return {**gym, "responses_create_params": parameters, "policy_base_url": url, "policy_api_key": key}

@@ -113,7 +113,7 @@ def sources_of(config: Config) -> list[SourceFiles]:
 def with_recognised_tasks(config: Config) -> Config:
     """Sets the tasks of verl's and TRL's rows, where no task is set. Logs once what was recognised."""
     data = config.data
-    if "task" in data.model_fields_set or not config.draws:
+    if "task" in data.model_fields_set or not config.has_rollouts:
         return config
 
     def recognised(key: str, files: Sequence[Path], val_files: Sequence[Path]) -> dict[str, str]:
@@ -145,12 +145,12 @@ def source_problems(config: Config) -> Problems:
         yield f"{sources} beside {k.data.train_files:key}: a run has one or the other; add the files as a source"
     if config.algorithm.source == "file":
         yield (
-            f"{sources} have weights for drawing prompts, and {k.algorithm.source} reads responses in order; set"
+            f"{sources} have weights for sampling prompts, and {k.algorithm.source} reads responses in order; set"
             " data.train_files"
         )
     if data.sampling != SamplingConfig():
         yield (
-            f"data.sampling draws single prompts by their pass rates, and {sources} draw by the source's weight; set one of"
+            f"data.sampling samples single prompts by their pass rates, and {sources} sample by the source's weight; set one of"
             " them"
         )
     names = [source.name for source in data.sources]
@@ -169,7 +169,7 @@ def source_problems(config: Config) -> Problems:
 
 
 def task_problem(config: Config) -> str | None:
-    """Says why a task of the data cannot be used. None: all can, and something gives rewards for what the run draws."""
+    """Says why a task of the data cannot be used. None: all can, and something gives rewards for what the run samples."""
     return next(filter(None, (_problem_of_task(config, source) for source in sources_of(config))), None)
 
 
@@ -178,7 +178,7 @@ def _problem_of_task(config: Config, source: SourceFiles) -> str | None:
     name = source.data.task
     try:
         task = get_task(name)
-        if not config.draws:
+        if not config.has_rollouts:
             return None
         if task.multi_turn.environment and not config.rollout.multi_turn.environment:
             return (
@@ -224,7 +224,7 @@ def reward_name_problems(config: Config) -> Problems:
     if problem := task_problem(config):
         yield problem
         return
-    if grades_itself(config) or not config.draws:
+    if grades_itself(config) or not config.has_rollouts:
         return
     if config.reward.components:
         yield from component_problems(config)

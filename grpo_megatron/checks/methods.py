@@ -94,7 +94,7 @@ def suspicions(config: Config) -> Iterator[str]:
             owners.setdefault(path.absolute(), []).append(name)
     for path, names in owners.items():
         if len(names) > 1:
-            yield f"{path.name} is in {' and in '.join(names)}: its rows are drawn as rows of each"
+            yield f"{path.name} is in {' and in '.join(names)}: its rows are sampled as rows of each"
     for path in (*data.val_files, *(path for source in data.sources for path in source.val_files)):
         if trained_in := owners.get(path.absolute()):
             yield f"{path.name}, which is validated on, is trained on, too (in {trained_in[0]})"
@@ -117,14 +117,14 @@ def _names(registry: FactRegistry[Any, Any], **facts: Any) -> str:
 def _groups(config: Config) -> Problems:
     """Checks estimators that compare samples against the samples and rewards that the config provides."""
     k, facts = keys_of(config), advantage_estimators.facts(config.algorithm.adv_estimator)
-    key, is_drawn = f"{k.algorithm.adv_estimator!r}", config.algorithm.source != "file"
-    if config.rollout.n == 1 and facts.compares_group and is_drawn:
+    key, is_sampled = f"{k.algorithm.adv_estimator!r}", config.algorithm.source != "file"
+    if config.rollout.n == 1 and facts.compares_group and is_sampled:
         yield (
             f"{k.rollout.n}: {key} compares the samples of a prompt with each other, and one alone has advantage 0; set"
             " rollout.n=2 or more (8 is usual)"
         )
-    if facts.needs_greedy_reward and not is_drawn:
-        yield f"{key} needs a greedy response to every prompt, and {k.algorithm.source} draws none; set source=policy"
+    if facts.needs_greedy_reward and not is_sampled:
+        yield f"{key} needs a greedy response to every prompt, and {k.algorithm.source} samples none; set source=policy"
     # An environment may give rewards for single turns, which only a run can tell. Reward models: models.py.
     if facts.needs_step_rewards and config.rollout.multi_turn.environment is None and not config.reward_paths:
         name = reward_name(config.reward) or _task_reward(config)
@@ -193,7 +193,7 @@ def _sources(config: Config) -> Problems:
     if algorithm.replay.ratio:
         yield f"{key}: {k.algorithm.replay.ratio} keeps samples of the policy; set it to 0"
     if algorithm.source == "initial" and config.ref.path is not None:
-        yield f"{key} draws from the run's first model, and {k.ref.path:key} names another; leave ref.path out"
+        yield f"{key} samples from the run's first model, and {k.ref.path:key} names another; leave ref.path out"
     if algorithm.source != "file":
         return
     facts = advantage_estimators.facts(algorithm.adv_estimator)
@@ -207,7 +207,7 @@ def _sources(config: Config) -> Problems:
         )
     if config.rollout.temperature != 1.0:
         yield (
-            f"{key}: {k.rollout.temperature} would also divide the logits of the training, and nothing is drawn at it; leave"
+            f"{key}: {k.rollout.temperature} would also divide the logits of the training, and nothing is sampled at it; leave"
             " it out (rollout.val_kwargs.temperature is that of validation)"
         )
     if facts.makes_pairs and not loss.paired:
@@ -220,7 +220,7 @@ def _sources(config: Config) -> Problems:
         (k.algorithm.dupo, algorithm.dupo),
     ):
         if enabled:
-            yield f"{key}: {name} chooses among drawn groups, and none is drawn; set it to false"
+            yield f"{key}: {name} chooses among sampled groups, and none is sampled; set it to false"
 
 
 def _sampling(config: Config) -> Problems:
@@ -261,7 +261,7 @@ def _sampling(config: Config) -> Problems:
         yield f"{k.data.sampling.min_pass_rate} is above max_pass_rate={sampling.max_pass_rate:g}; swap them"
     if sampling.weight != "uniform" and not config.data.shuffle:
         yield (
-            f"{k.data.sampling.weight} draws prompts at random, and {k.data.shuffle} takes them in the file's order; set"
+            f"{k.data.sampling.weight} samples prompts at random, and {k.data.shuffle} takes them in the file's order; set"
             " shuffle=true, or weight=uniform"
         )
 
@@ -286,7 +286,7 @@ def _partial(config: Config) -> Problems:
         )
     if config.reward.function is not None and rewards.facts(config.reward.function).compares:
         yield (
-            f"{key}: {k.reward.function} compares the samples of a draw, which finish in different steps; leave one out"
+            f"{key}: {k.reward.function} compares a prompt's samples, which finish in different steps; leave one out"
         )
     if is_uncorrected(config):
         yield (
@@ -308,9 +308,9 @@ def _placement(config: Config) -> Problems:
         return
     key, remedy = f"{k.rollout.placement}", "set placement=colocated"
     if algorithm.source != "policy":
-        yield f"{key} draws from the policy that is trained, and {k.algorithm.source} does not; {remedy}"
-    elif not config.draws:
-        yield f"{key}: this run draws nothing; {remedy}"
+        yield f"{key} samples from the policy that is trained, and {k.algorithm.source} does not; {remedy}"
+    elif not config.has_rollouts:
+        yield f"{key}: this run samples nothing; {remedy}"
     if rollout.lag and is_uncorrected(config):
         yield (
             f"{k.rollout.lag} trains on samples of as many steps older weights, and {k.algorithm.rollout_correction:key} has"
@@ -424,7 +424,7 @@ def rollout_file_problems(config: Config) -> Problems:
         return
     key = f"{k.trainer.rollout_data_dir}"
     if config.algorithm.source == "file":
-        yield f"{key}: {k.algorithm.source} draws no responses, which could be written there; leave it out"
+        yield f"{key}: {k.algorithm.source} generates no responses, which could be written there; leave it out"
     if folder.resolve() == trainer.output_dir.resolve():
         yield f"{key} is {k.trainer.output_dir:key}; set a folder in it, such as {str(trainer.output_dir / 'rollouts')!r}"
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -316,14 +316,14 @@ def _reward_model_problems(config: Config, folders: dict[str, RewardFolder]) -> 
         (k.algorithm.filter_groups.enable, algorithm.filter_groups.enable),
         (k.algorithm.replay.ratio, algorithm.replay.ratio > 0),
     ):
-        if is_on and not config.has_rule:  # nothing is known of a group when it is drawn
+        if is_on and not config.has_rule:  # nothing is known of a group when it is sampled
             yield (
-                f"{filter_key:key} compares rewards while responses are drawn, and the reward models score them later; set"
+                f"{filter_key:key} compares rewards while responses are sampled, and the reward models score them later; set"
                 f" {k.reward.function:key}, whose reward is then compared, or switch it off"
             )
     if algorithm.adv_estimator == "remax":
         yield (
-            f"{k.algorithm.adv_estimator!r} needs the reward of a greedy response, and a reward model scores only the drawn"
+            f"{k.algorithm.adv_estimator!r} needs the reward of a greedy response, and a reward model scores only the sampled"
             " responses; set another estimator, or leave the reward models out"
         )
     has_steps = any(model.kind == "process" for model in models.values())
@@ -446,7 +446,7 @@ def score_head_problems(config: Config) -> Problems:
     estimators = " or ".join(advantage_estimators.names_with(scores=facts.scores))
     excluded = {  # what the run cannot have, and why
         f"{k.algorithm.adv_estimator} has no labels for it; set {estimators}": estimator.scores != facts.scores,
-        f"it draws no responses; set {k.algorithm.source:key}=file, with rows in data.train_files": (
+        f"it generates no responses; set {k.algorithm.source:key}=file, with rows in data.train_files": (
             algorithm.source != "file"
         ),
         f"it cannot answer {k.data.val_files:key} or {k.data.val_tasks:key}; leave them out, and set"
@@ -456,7 +456,7 @@ def score_head_problems(config: Config) -> Problems:
             actor.use_kl_loss or algorithm.use_kl_in_reward
         ),
         f"it has no entropy; set {k.actor.entropy_coeff:key}=0": actor.entropy_coeff,
-        f"{k.reward_model.path:key} or reward_models give rewards to drawn responses; leave them out": config.reward_paths,
+        f"{k.reward_model.path:key} or reward_models give rewards to sampled responses; leave them out": config.reward_paths,
         f"it reads whole sequences on each rank; set {k.actor.megatron.context_parallel_size:key}=1": (
             actor.megatron.context_parallel_size > 1
         ),

@@ -109,7 +109,7 @@ def refusals(checkpoint: Path, content: Mapping[str, Any], config: Config) -> Pr
     ahead = len((content.get("run", {}).get("collector") or {}).get("ahead", ()))
     if ahead and is_uncorrected(config):
         yield (
-            f"{checkpoint} holds {ahead} steps that earlier weights have drawn (rollout.lag), and"
+            f"{checkpoint} holds {ahead} steps that earlier weights have sampled (rollout.lag), and"
             f" {keys_of(config).algorithm.rollout_correction:key} has neither rollout_is nor rollout_rs, so that they would count"
             " as the policy's own; set rollout_is=token"
         )

@@ -259,7 +259,7 @@ CHECKS = (  # in the order in which problems are found
     Check("output", lambda v: machine.output_problems(v.config, is_plan=v.dry_run)),
     Check("precision", lambda v: precision_problems(v.config, v.arch), "actor.megatron.fp8"),
     Check("exact", Validation.exact_engine_problems, "model.exact"),
-    Check("engine", Validation.engine_problems, "rollout.engine", when=lambda v: v.config.draws),
+    Check("engine", Validation.engine_problems, "rollout.engine", when=lambda v: v.config.has_rollouts),
     Check("needed keys", lambda v: inputs.missing_keys(v.config)),
     Check("models beside", lambda v: models.beside_problems(v.config, v.training, v.folders)),
     Check("rewards", lambda v: components.reward_name_problems(v.config)),

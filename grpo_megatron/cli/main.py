@@ -147,7 +147,7 @@ COMMANDS = {  # in the order of --help: as a user meets them
         "one page of a run, or of two beside each other, from their files", "report.watch:ReportOptions", "report"
     ),
     "evaluate": Command(
-        "draw answers to GSM8K, MATH and others, grade and report them",
+        "sample answers to GSM8K, MATH and others, grade and report them",
         "evaluation.options:EvaluateOptions",
         "evaluation.evaluate:run_evaluation",
         starts_ranks=True,

@@ -101,7 +101,7 @@ def plan_page(
     is_on_gpus = config.trainer.device != "cpu"
     fitted = fit(config, models, world_size, machine.gpu.usable_bytes) if gpu is not None and is_on_gpus else None
     cache = fitted.cache if fitted is not None else None
-    roles = {"drawing": config.num_rollout_ranks, "lag": config.rollout.lag}
+    roles = {"rollout_ranks": config.num_rollout_ranks, "lag": config.rollout.lag}
     stages = models.stages(config)
     stage = max(stage.total for stage in stages[0])
     host = (
@@ -132,7 +132,7 @@ def plan_page(
         host=host,
         engine_shard=engine_weights(config.rollout, models.arch, itemsize) / GIB,
         sent=stage * itemsize / GIB,
-        weight_sync=_rows(weight_sync_lines(config, models.arch, world_size)) if config.draws else "",
+        weight_sync=_rows(weight_sync_lines(config, models.arch, world_size)) if config.has_rollouts else "",
         steps=steps_of_epochs(config, rows),
         tasks={source.name: source.data.task for source in sources_of(config)},
         sources=checked.train_prompts.sources if isinstance(checked.train_prompts, Mixture) else (),
@@ -359,13 +359,13 @@ def _phase_table(
             label = f"~ {name}" if name in ESTIMATED else name
             yield label, *("-" if size is None else f"{size / GIB:.2f}" for size in sizes)
     if device_gib is None:
-        if config.draws:
+        if config.has_rollouts:
             yield "engine's share", *(f"{p.utilization:g} x" if p.utilization else "-" for p in phases)
         yield "a device of", *(f"{phase.smallest_device / GIB:.2f}" for phase in phases)
         return
     device = device_gib * GIB
     shares = [phase.utilization * device_gib for phase in phases]
-    if config.draws:
+    if config.has_rollouts:
         yield "engine's share", *(f"{share:.2f}" if share else "-" for share in shares)
         length = config.data.max_prompt_length + config.data.max_response_length
         cache = engine_cache(config.rollout, models.arch, DTYPE_BYTES[config.model.dtype], device, length)
@@ -405,7 +405,7 @@ def plan_warnings(
     yield from _uneven_batches(config, work, machine)
     yield from _pipeline_bubble(config, work, machine)
     yield from _few_rows(config, checked)
-    if config.draws:
+    if config.has_rollouts:
         yield from _looped_requests(config, models)
 
 
@@ -435,7 +435,7 @@ def _groups_over_nodes(config: Config, work: Workload, machine: PlannedMachine) 
 
 
 def _rollout_tp(config: Config) -> int:
-    return config.rollout.tensor_model_parallel_size if config.draws else 1
+    return config.rollout.tensor_model_parallel_size if config.has_rollouts else 1
 
 
 def _small_cache(config: Config, work: Workload, machine: PlannedMachine, fitted: Fit) -> Iterator[str]:
@@ -452,7 +452,7 @@ def _small_cache(config: Config, work: Workload, machine: PlannedMachine, fitted
         )
     elif at_once < wanted / 2:
         yield (
-            f"the engine's cache holds {at_once:,} sequences of {fitted.length:,} tokens, and {wanted:,} are to be drawn"
+            f"the engine's cache holds {at_once:,} sequences of {fitted.length:,} tokens, and {wanted:,} are to be sampled"
             f" at once: long responses wait or are computed again; raise {share} or {ROLLOUT_TP}={_rollout_tp(config)}"
         )
 
@@ -525,7 +525,7 @@ def _looped_requests(config: Config, models: RunModels) -> Iterator[str]:
     is_on_gpus = rollout.engine == "vllm" and config.trainer.device != "cpu"
     if is_on_gpus and loops_over_requests(rollout, config.model.dtype, arch.family, arch.num_experts > 0, version):
         yield (
-            f"vllm {version} takes its first model runner for this run, which draws for each seeded request by a call of its"
+            f"vllm {version} takes its first model runner for this run, which samples for each seeded request by a call of its"
             " own: as many calls from the host per token as sequences are decoded (rollout.max_num_seqs); install vllm 0.32,"
             " which needs one"
         )

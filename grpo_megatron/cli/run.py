@@ -53,7 +53,10 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
     if isinstance(options, PlanOptions) and options.search:
         return _print_search(config, options)
     is_rank, by_epochs = "RANK" in os.environ, config.trainer.total_epochs is not None
-    world_size, engine = options.world_size or _world_size(config), config.rollout.engine if config.draws else None
+    world_size, engine = (
+        options.world_size or _world_size(config),
+        config.rollout.engine if config.has_rollouts else None,
+    )
     if options.dry_run:
         checked = _validate(options, argv, config)
         if failures.is_first():

@@ -132,7 +132,7 @@ class Config(Section):
     @property
     def colocates(self) -> bool:
         """Says if a rank that trains has an engine on its device."""
-        return self.draws and self.rollout.placement == "colocated"
+        return self.has_rollouts and self.rollout.placement == "colocated"
 
     @property
     def num_rollout_ranks(self) -> int:
@@ -143,7 +143,7 @@ class Config(Section):
         return rollout.num_ranks or (rollout.num_nodes or 0) * self.trainer.n_gpus_per_node
 
     @property
-    def draws(self) -> bool:
+    def has_rollouts(self) -> bool:
         """Says if the run samples responses, to train on them or to validate. Otherwise it has no engine."""
         data, trainer = self.data, self.trainer
         validates = trainer.val_before_train or trainer.test_freq > 0

@@ -12,9 +12,9 @@ from grpo_megatron.config.section import Count, Files, Fixed, Frequency, Needs, 
 
 
 class SamplingConfig(Section):
-    """How often each training prompt is drawn. The weight is a function of its pass rate p, which was measured before.
+    """How often each training prompt is sampled. The weight is a function of its pass rate p, which was measured before.
 
-    An epoch is as many draws as there are prompts (data/sampler.py).
+    An epoch is as many samples as there are prompts (data/sampler.py).
     """
 
     pass_rates: Path | None = None
@@ -22,7 +22,7 @@ class SamplingConfig(Section):
     weight: Literal["uniform", "1-p", "p(1-p)", "file"] = "uniform"
     """1-p: Kimi k1.5, arXiv 2501.12599; p(1-p): learnability, arXiv 2502.12272; file: the rows' own "weight"."""
     uniform_share: Annotated[float, Needs(".pass_rates"), Needs(".weight!=uniform")] = Field(0.0, ge=0, le=1)
-    """this share of the draws ignores the weights"""
+    """this share of the samples ignores the weights"""
     min_pass_rate: float = Field(0.0, ge=0, le=1)
     """prompts below it are left out"""
     max_pass_rate: float = Field(1.0, ge=0, le=1)
@@ -32,7 +32,7 @@ class SamplingConfig(Section):
 
 
 class DataSource(Section):
-    """One of several data sets of a run. Draws follow the weights exactly: data/sampler.py."""
+    """One of several data sets of a run. Samples follow the weights exactly: data/sampler.py."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """in metrics and uids"""

@@ -109,14 +109,14 @@ class RolloutConfig(Section):
     seed: Seed = 42
     """each sample's seed is a hash of this, the step, the prompt and the sample's index"""
     placement: Literal["colocated", "separate"] = "colocated"
-    """separate: the last ranks of the run only draw, the others only train (training/roles.py); colocated: all do
+    """separate: the last ranks of the run only generate, the others only train (training/roles.py); colocated: all do
     both"""
     num_nodes: Annotated[Count | None, Needs("rollout.placement=separate")] = None
-    """whole nodes that only draw"""
+    """whole nodes that only generate"""
     num_ranks: Annotated[Count | None, Needs("rollout.placement=separate")] = None
     """instead of num_nodes, on one node"""
     lag: Annotated[int, Needs("rollout.placement=separate")] = Field(0, ge=0, le=64)
-    """a step is drawn by the weights of so many steps before; 0: the same run as colocated, 1: both roles always
+    """a step is sampled by the weights of so many steps before; 0: the same run as colocated, 1: both roles always
     work"""
     tensor_model_parallel_size: int = Field(1, ge=1)
     expert_parallel_size: int = Field(1, ge=1)
@@ -135,7 +135,7 @@ class RolloutConfig(Section):
     quantization: Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8"] | None = None
     """of the engine"""
     batch_invariant: Annotated[bool, Needs("trainer.device!=cpu"), Needs("rollout.engine=vllm")] = False
-    """GPU: a response does not depend on what else is drawn (vLLM's VLLM_BATCH_INVARIANT, 0.32 and Hopper or newer).
+    """GPU: a response does not depend on what else is sampled (vLLM's VLLM_BATCH_INVARIANT, 0.32 and Hopper or newer).
     Slower products without split-k, for training too"""
     enable_prefix_caching: bool = True
     update_weights_bucket_megabytes: Count = 512

@@ -314,7 +314,7 @@ class Asker:
         parts = (self.engine, None, self.model.tokenizer, self.mesh, rollout, lambda: "")
         if answers.turns is None:
             return TopKGenerator(*parts, top_k=answers.top_k)
-        environments = opened.enter_context(build_pool(multi_turn)) if self.mesh.is_block_leader else None
+        environments = opened.enter_context(build_pool(multi_turn)) if self.mesh.is_replica_leader else None
         return TrajectoryGenerator(
             *parts,
             answers=EnvironmentAnswers(environments, answers.turns, multi_turn, self.mesh),

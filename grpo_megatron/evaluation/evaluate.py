@@ -121,12 +121,12 @@ def complete_ledger(settings: EvaluationSettings, run: TaskRun, asker: Asker) ->
     if num_done and mesh.rank == 0:
         print(f"{run.name}: {num_done} of {total} samples are in the folder already", flush=True)
     start = last = time.monotonic()
-    num_tokens, size = 0, options.batch_size * mesh.num_rollout_blocks
+    num_tokens, size = 0, options.batch_size * mesh.num_engine_replicas
     for batch, samples in asker.ask(run.prompts.prompts, run.answers, size, done):
         stop, tokenizer = run.answers.stop, settings.model.tokenizer
         entries = [ledger_entry(sample, stop, tokenizer) for sample in samples if sample.index < BRANCH]
-        if mesh.is_block_leader:
-            ledger.append(mesh.rollout_block, entries)
+        if mesh.is_replica_leader:
+            ledger.append(mesh.engine_replica, entries)
         num_done += sum((prompt.uid, index) not in done for prompt in batch for index in run.answers.indices)
         num_tokens += sum(entry.num_tokens for entry in entries)
         if mesh.rank == 0 and (time.monotonic() - last >= REPORT_EVERY_S or num_done == total):

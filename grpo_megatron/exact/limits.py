@@ -36,7 +36,7 @@ def _settings(config: Config, engine_problem: str | None, elsewhere: bool) -> It
             " actor.megatron.deterministic=true"
         )
     if algorithm.source != "policy":
-        yield f"algorithm.source={algorithm.source}: the policy draws nothing that it could equal; set algorithm.source=policy"
+        yield f"algorithm.source={algorithm.source}: the policy samples nothing that it could equal; set algorithm.source=policy"
     elif engine_problem is not None:
         yield engine_problem
     if correction.rollout_rs is not None or correction.rollout_is not in ("token", None) or correction.bypass_mode:

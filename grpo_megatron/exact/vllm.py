@@ -146,6 +146,6 @@ def _logprobs(logits: Tensor) -> Tensor:
 
 
 def _sample(sampler: Any, plain: Any, logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-    """vLLM's own draw, with these log-probabilities."""
+    """vLLM's own sample, with these log-probabilities."""
     drawn, logprobs = plain(sampler, logits, *arguments)
     return drawn, None if logprobs is None else _logprobs(logits)

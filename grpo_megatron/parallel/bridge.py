@@ -1,6 +1,6 @@
-"""Bridge: messages between ranks that train and ranks that draw (`rollout.placement: separate`).
+"""Bridge: messages between ranks that train and rollout ranks (`rollout.placement: separate`).
 
-The last `num_drawing` ranks of one job draw. Each role is a world of its own to torch, Megatron-Core and vLLM; only the bridge
+The last `num_rollout_ranks` ranks of one job sample. torch, Megatron-Core and vLLM see a world per role; only the bridge
 knows all ranks. Nothing on it is collective but `meet`. A sender never waits for the receiver's program, so that a late rank
 delays only what reads its message.
 
@@ -24,11 +24,11 @@ VALUES, WEIGHTS = 1, 2  # tags
 
 
 class Bridge:
-    """`rank` counts all ranks of the run: those that train first, then those that draw."""
+    """`rank` counts all ranks of the run: those that train first, then those that sample."""
 
-    def __init__(self, group: Any, num_drawing: int) -> None:
+    def __init__(self, group: Any, num_rollout_ranks: int) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.num_training, self.num_drawing = self.size - num_drawing, num_drawing
+        self.num_training, self.num_rollout_ranks = self.size - num_rollout_ranks, num_rollout_ranks
         self._sent: deque[tuple[int, list[Any]]] = deque()  # values on their way, with their receiver
 
     @property

@@ -2,7 +2,7 @@
 
 1. `gather_groups`: a few numbers per sample (prompt, index, reward, lengths, which tokens are in the loss) reach every
    rank. Then every rank can compute the same plan, with exact group statistics even where the samples of one prompt
-   were drawn on several ranks.
+   were sampled on several ranks.
 2. `exchange`: tokens and rollout log-probabilities move once, to the ranks that train on them.
 
 Both run on the host over the gloo control group, between neighbours only (control.py): a step's samples are megabytes per
@@ -60,12 +60,12 @@ def table_part(samples: Sequence[Sample]) -> TablePart:
 def gather_groups(samples: Sequence[Sample], mesh: Mesh) -> GroupTable:
     """Collective: the table of every sample of the step, the same on every rank.
 
-    Ranks of one rollout block hold the same samples; only its leader sends them. Greedy responses become a column of
-    their prompt's rows. Raises RankError on every rank if a (prompt, index) pair was drawn twice.
+    Ranks of one engine replica hold the same samples; only its leader sends them. Greedy responses become a column of
+    their prompt's rows. Raises RankError on every rank if a (prompt, index) pair was sampled twice.
     """
-    parts = mesh.all_gather(table_part(samples if mesh.is_block_leader else []))
+    parts = mesh.all_gather(table_part(samples if mesh.is_replica_leader else []))
     if twice := drawn_twice(parts):  # on every rank: all have the same parts
-        raise RankError(f"samples drawn twice: (prompt, index) {twice[:10]}")
+        raise RankError(f"samples sampled twice: (prompt, index) {twice[:10]}")
     return merge_parts(parts)
 
 
@@ -215,7 +215,7 @@ def apply_plan(batch: Batch, plan: Plan, dp_rank: int) -> None:
 
 def gather_rows(values: dict[int, Any], mesh: Mesh) -> dict[int, Any]:
     """Collective: {table row: value} of every data-parallel rank's rows, on every rank. Small values only."""
-    parts = mesh.all_gather(values if mesh.is_first_replica_rank else {})
+    parts = mesh.all_gather(values if mesh.is_replica_reporter else {})
     return {row: value for part in parts for row, value in part.items()}
 
 

@@ -44,7 +44,7 @@ class Grid:
 
         rank = tp_rank + tp * (replica + replicas * pp_rank)
 
-    Experts are spread over `ep` neighbouring replicas. With `num_drawing` the last so many ranks have the engines alone, and
+    Experts are spread over `ep` neighbouring replicas. The last `num_rollout_ranks` ranks have the engines alone, and
     the others the training layout.
     """
 
@@ -54,30 +54,30 @@ class Grid:
     ep: int = 1
     rollout_tp: int = 1
     ranks_per_node: int = 8
-    num_drawing: int = 0
+    num_rollout_ranks: int = 0
 
     @classmethod
     def of(cls, config: Config, num_training: int) -> Grid:
         """Return the grid that the config's layout makes with `num_training` ranks that train."""
-        megatron, drawing = config.actor.megatron, config.num_rollout_ranks
+        megatron, rollout_ranks = config.actor.megatron, config.num_rollout_ranks
         return cls(
-            num_training + drawing,
+            num_training + rollout_ranks,
             megatron.tensor_model_parallel_size,
             megatron.pipeline_model_parallel_size,
             megatron.expert_model_parallel_size,
             config.rollout.tensor_model_parallel_size,
-            min(config.trainer.n_gpus_per_node, num_training + drawing),
-            drawing,
+            min(config.trainer.n_gpus_per_node, num_training + rollout_ranks),
+            rollout_ranks,
         )
 
     @property
     def num_training(self) -> int:
-        return self.world_size - self.num_drawing
+        return self.world_size - self.num_rollout_ranks
 
     @property
-    def first_drawing(self) -> int:
+    def first_rollout_rank(self) -> int:
         """The first rank with an engine."""
-        return self.num_training if self.num_drawing else 0
+        return self.num_training if self.num_rollout_ranks else 0
 
     @property
     def replicas(self) -> int:
@@ -86,7 +86,7 @@ class Grid:
 
     @property
     def num_nodes(self) -> int:
-        return -(-self.num_training // self.ranks_per_node) - (-self.num_drawing // self.ranks_per_node)
+        return -(-self.num_training // self.ranks_per_node) - (-self.num_rollout_ranks // self.ranks_per_node)
 
     def nodes(self) -> list[range]:
         """Lists the ranks of each node. Ranks of two roles on one machine count as two nodes: they share nothing."""
@@ -117,7 +117,7 @@ class Grid:
 
     def engine_rank(self, rank: int) -> int:
         """Returns the tensor-parallel rank within the rank's engine; -1 on a rank without one."""
-        return (rank - self.first_drawing) % self.rollout_tp if rank >= self.first_drawing else -1
+        return (rank - self.first_rollout_rank) % self.rollout_tp if rank >= self.first_rollout_rank else -1
 
 
 T = TypeVar("T")
@@ -195,20 +195,20 @@ class Mesh:
         return self.pp_rank == self.pp - 1
 
     @property
-    def is_first_replica_rank(self) -> bool:
+    def is_replica_reporter(self) -> bool:
         """True on one rank per data-parallel replica: the rank that has the loss and reports the metrics."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
-    def num_rollout_blocks(self) -> int:
+    def num_engine_replicas(self) -> int:
         return self.world_size // self.rollout_tp
 
     @property
-    def rollout_block(self) -> int:
+    def engine_replica(self) -> int:
         return self.rank // self.rollout_tp
 
     @property
-    def is_block_leader(self) -> bool:
+    def is_replica_leader(self) -> bool:
         """True on one rank per engine replica: the rank that grades and reports the replica's samples."""
         return self.rank % self.rollout_tp == 0
 
@@ -262,7 +262,7 @@ class Mesh:
         """Returns the value of rank 0 on every rank. Collective."""
         return over(share_first(self.rank, self.world_size, value), self.control)
 
-    def block_broadcast(self, value: T) -> T:
+    def replica_broadcast(self, value: T) -> T:
         """Returns the leader's value on every rank of the engine replica. Collective over it. The value is pickled."""
         place = self.rank % self.rollout_tp
         return over(share_first(place, self.rollout_tp, value), self.control, first=self.rank - place)
@@ -288,19 +288,22 @@ def build_mesh(
     cp: int = 1,
     seed: int = 42,
     timeout_s: float = 1800.0,
-    num_drawing: int = 0,
+    num_rollout_ranks: int = 0,
 ) -> Mesh:
     """Joins the world of torchrun's environment (without torchrun, a world of one) and makes Megatron's groups. Collective.
 
-    Sizes must have been validated: tp * cp * pp, tp * pp * ep and rollout_tp divide the world size. `num_drawing`: the last
+    Sizes must have been validated: tp * cp * pp, tp * pp * ep and rollout_tp divide the world size. `num_rollout_ranks`: the last
     so many ranks generate, in replicas of `rollout_tp`, and the others train. The mesh is that of the rank's role.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     timeout, bridge = datetime.timedelta(seconds=timeout_s), None
-    if not dist.is_initialized() and (group := join_default_group(device.backend, timeout, num_drawing)) is not None:
-        bridge = Bridge(group, num_drawing)
+    if (
+        not dist.is_initialized()
+        and (group := join_default_group(device.backend, timeout, num_rollout_ranks)) is not None
+    ):
+        bridge = Bridge(group, num_rollout_ranks)
         if bridge.draws:
             tp = pp = ep = cp = 1
         else:

@@ -141,7 +141,7 @@ class Workload:
             epochs=actor.ppo_epochs,
             updates=actor.num_updates(1, data.train_batch_size),
             critic_share=models.critic.num_parameters() / size if models.critic is not None else 0.0,
-            generates=config.draws and algorithm.source != "file",
+            generates=config.has_rollouts and algorithm.source != "file",
             itemsize=DTYPE_BYTES[config.model.dtype],
             max_num_seqs=config.rollout.max_num_seqs or MOST_SEQUENCES,  # `estimated` has the derived number
             is_fp8=actor.megatron.fp8.recipe is not None,

@@ -143,11 +143,11 @@ def world_problems(config: Config, world_size: int, arch: Architecture | None) -
         )
     else:
         yield from _replica_problems(config, world_size // (tp * pp))
-    drawing = config.num_rollout_ranks
-    if (ranks := drawing or world_size) % rollout_tp:
+    rollout_ranks = config.num_rollout_ranks
+    if (ranks := rollout_ranks or world_size) % rollout_tp:
         sizes = [n for n in divisors(ranks) if arch is None or not engine_split(arch, n)]
         best = min(sizes, key=lambda n: abs(n - rollout_tp))
-        what = f"the {ranks} ranks that draw" if drawing else f"the world size {ranks}"
+        what = f"the {ranks} rollout ranks" if rollout_ranks else f"the world size {ranks}"
         yield f"{marked(ROLLOUT_TP)}={rollout_tp} does not divide {what}; set {ROLLOUT_TP}={best}"
     for key, size, split in ((TP, tp, split_problems), (ROLLOUT_TP, rollout_tp, engine_split)):
         if arch is not None and (problems := split(arch, size)):

@@ -129,7 +129,7 @@ class _Rank:
             parts["reference"] = 0.0 if megatron.offload_reference else memory.reference
             yield self._phase("rewards", {**parts, **self._forward(is_policy=False)})
         recorded = {"recorded routes": route_bytes(self.config, self.arch, self.world_size, "old")}
-        if self.config.draws or self._is_scored():
+        if self.config.has_rollouts or self._is_scored():
             yield self._phase("scoring", {**trained, **recorded, "reference": memory.reference, **self._forward()})
         trained["reference"] = 0.0 if megatron.offload_reference else memory.reference
         if memory.critic:
@@ -398,7 +398,7 @@ def phase_problems(config: Config, arch: Architecture, phases: list[Phase], devi
     for phase in phases:
         if phase.is_impossible(device):
             yield shortage(config, phase, device)
-    if not config.draws:
+    if not config.has_rollouts:
         return
     engine = engine_weights(config.rollout, arch, DTYPE_BYTES[config.model.dtype])
     budget = config.rollout.gpu_memory_utilization * device

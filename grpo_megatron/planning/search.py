@@ -69,7 +69,7 @@ def fit(config: Config, models: RunModels, world_size: int, device: float) -> Fi
     """Compares the config, whose layout must be valid, with GPUs of `device` bytes."""
     phases = memory_phases(config, models.arch, world_size, *models.stages(config))
     cache, length = None, config.data.max_prompt_length + config.data.max_response_length
-    if config.draws:
+    if config.has_rollouts:
         cache = engine_cache(config.rollout, models.arch, DTYPE_BYTES[config.model.dtype], device, length)
     return Fit(Layout.of(config), phases, cache, device, length)
 
@@ -93,28 +93,30 @@ LARGEST_SEARCH = 20_000  # layouts that are tried
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout that fits, with its estimated step. `drawing`: ranks that only generate, beside those of the layout."""
+    """A layout that fits, with its estimated step. `rollout_ranks`: ranks that only generate, beside those of the layout."""
 
     fit: Fit
     seconds: StepSeconds
-    drawing: int = 0
+    rollout_ranks: int = 0
 
     @property
     def layout(self) -> Layout:
         return self.fit.layout
 
 
-def estimated(fit: Fit, work: Workload, machine: PlannedMachine, *, drawing: int = 0, lag: int = 0) -> PlannedLayout:
-    """Estimates the step of a layout that fits. `drawing`: ranks that only generate, beside those of the machine."""
+def estimated(
+    fit: Fit, work: Workload, machine: PlannedMachine, *, rollout_ranks: int = 0, lag: int = 0
+) -> PlannedLayout:
+    """Estimates the step of a layout that fits. `rollout_ranks`: ranks that only generate, beside those of the machine."""
     tokens, layout = fit.cache.tokens if fit.cache is not None else 0, fit.layout
     if fit.cache is not None:
         work = replace(work, max_num_seqs=fit.cache.max_num_seqs)
-    seconds = step_seconds(replace(work, generates=work.generates and not drawing), layout, machine, tokens)
-    if drawing:
-        generate = generation_seconds(work, layout, replace(machine, world_size=drawing), tokens)
+    seconds = step_seconds(replace(work, generates=work.generates and not rollout_ranks), layout, machine, tokens)
+    if rollout_ranks:
+        generate = generation_seconds(work, layout, replace(machine, world_size=rollout_ranks), tokens)
         generate, copied = with_copies(generate, work, layout, machine)
         seconds = replace(seconds, generate=generate, sync=copied, overlaps=lag > 0)
-    return PlannedLayout(fit, seconds, drawing)
+    return PlannedLayout(fit, seconds, rollout_ranks)
 
 
 def with_copies(generate: float, work: Workload, layout: Layout, machine: PlannedMachine) -> tuple[float, float]:
@@ -150,7 +152,7 @@ def _candidates(config: Config, models: RunModels, machine: PlannedMachine) -> I
     now = Layout.of(config)
     switches = (
         {now.recompute, True},
-        {now.offload_optimizer, True} if config.draws else {now.offload_optimizer},
+        {now.offload_optimizer, True} if config.has_rollouts else {now.offload_optimizer},
         {now.offload_reference, True},
         {now.distributed_optimizer, True},
     )
@@ -212,39 +214,36 @@ def search_splits(
     counts = range(unit, world, unit)
     itemsize, length = DTYPE_BYTES[config.model.dtype], config.data.max_prompt_length + config.data.max_response_length
     engines = dict.fromkeys(layout.rollout_tp for layout in shapes(config, models.arch, world, machine.per_node))
-    for drawing in counts[:: -(-len(counts) // MOST_SPLITS)]:
+    for rollout_ranks in counts[:: -(-len(counts) // MOST_SPLITS)]:
         role: dict[str, Any] = {"placement": "separate", "lag": max(1, config.rollout.lag)}
-        role |= {"num_nodes": drawing // unit} if unit > 1 else {"num_ranks": drawing}
+        role |= {"num_nodes": rollout_ranks // unit} if unit > 1 else {"num_ranks": rollout_ranks}
         generate: dict[float, Config] = {}  # of each engine that fits
-        for tp in (tp for tp in engines if drawing % tp == 0 and drawing // tp <= work.samples):
+        for tp in (tp for tp in engines if rollout_ranks % tp == 0 and rollout_ranks // tp <= work.samples):
             experts = tp if config.rollout.has_whole_experts else 1
             size = {"tensor_model_parallel_size": tp, "expert_parallel_size": experts}
             values = {**role, **size, "gpu_memory_utilization": ENGINE_SHARE}
             split = config.with_values({f"rollout.{name}": value for name, value in values.items()})
             cache = engine_cache(split.rollout, models.arch, itemsize, machine.gpu.usable_bytes, length)
             if cache.sequences(length) > 0:
-                limited, rollout_ranks = (
-                    replace(work, max_num_seqs=cache.max_num_seqs),
-                    replace(machine, world_size=drawing),
-                )
-                layout = Layout.of(split)
-                seconds = generation_seconds(limited, layout, rollout_ranks, cache.tokens)
+                limited = replace(work, max_num_seqs=cache.max_num_seqs)
+                layout, engines_alone = Layout.of(split), replace(machine, world_size=rollout_ranks)
+                seconds = generation_seconds(limited, layout, engines_alone, cache.tokens)
                 generate.setdefault(with_copies(seconds, work, layout, machine)[0], split)
         if not generate:
             continue
         seconds, split = min(generate.items(), key=lambda item: item[0])
-        training = replace(machine, world_size=world - drawing)
+        training = replace(machine, world_size=world - rollout_ranks)
         if layouts := search(split, models, replace(work, generates=False), training).layouts:
             _, copied = with_copies(0.0, work, layouts[0].layout, machine)
             both_roles = replace(layouts[0].seconds, generate=seconds, sync=copied, overlaps=True)
-            yield split, replace(layouts[0], seconds=both_roles, drawing=drawing)
+            yield split, replace(layouts[0], seconds=both_roles, rollout_ranks=rollout_ranks)
 
 
 # -- The page of `plan --search` ---------------------------------------------------------------------------------------
 
 _TOP = 10
 _HEADER = (
-    *("draw", "tp", "pp", "dp", "ep", "engine", "tokens", "recompute", "offload", "share", "at once", "fullest, GiB"),
+    *("sample", "tp", "pp", "dp", "ep", "engine", "tokens", "recompute", "offload", "share", "at once", "fullest, GiB"),
     *("gen s", "score", "update", "sync", "step s", "tok/s/GPU"),
 )
 
@@ -324,7 +323,7 @@ def _splits(
     if not splits:
         yield "Two roles (rollout.placement=separate): no split fits."
         return
-    yield "Two roles: the ranks of `draw` only draw, the others only train. With a lag a step takes as long as the slower role."
+    yield "Two roles: the ranks of `sample` only generate, the others train. With a lag a step takes as long as the slower role."
     yield "`fullest` is of a rank that trains; an engine has `share` of a GPU of its own:"
     yield from _rows([planned for _, planned in splits], work, machine)
     split, best = splits[0]
@@ -352,10 +351,10 @@ def _arguments(changes: Iterable[str]) -> Iterator[str]:
 def _cells(planned: PlannedLayout, work: Workload, machine: PlannedMachine) -> list[str]:
     layout, seconds, cache = planned.layout, planned.seconds, planned.fit.cache
     name, size = planned.fit.fullest
-    sizes = (layout.tp, layout.pp, layout.replicas(machine.world_size - planned.drawing), layout.ep)
+    sizes = (layout.tp, layout.pp, layout.replicas(machine.world_size - planned.rollout_ranks), layout.ep)
     tokens_per_s = work.tokens / seconds.step / machine.world_size
     return [
-        str(planned.drawing or "-"),
+        str(planned.rollout_ranks or "-"),
         *(str(number) for number in sizes),
         f"tp {layout.rollout_tp}" if cache is not None else "-",
         f"{layout.tokens:,}",

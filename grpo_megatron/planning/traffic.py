@@ -7,7 +7,7 @@
                    each forward pass, and their gradients in each backward pass. Padding is not counted
     experts        estimated: each token's copies to experts, spread evenly over the ranks of the group, and back
     tensor         estimated: rings over a tensor-parallel group that is on several nodes
-    engines        estimated: the same while the engines draw, if one is on several nodes
+    engines        estimated: the same while the engines sample, if one is on several nodes
     samples        estimated: tokens and log-probabilities from an engine to the ranks that train on them, where each rank
                    of a replica is as likely on one node as on another
 
@@ -119,7 +119,7 @@ _last_planned = functools.lru_cache(maxsize=1)(planned_sync)  # a page of a plan
 
 def kept_by_syncs(config: Config, arch: Architecture, world_size: int) -> float:
     """Returns the host bytes of the engine's shard that a rank keeps, where syncs send adapters only (sync/patches.py)."""
-    if config.actor.lora.rank is None or not config.draws:
+    if config.actor.lora.rank is None or not config.has_rollouts:
         return 0.0
     return float(planned_for(config, arch, world_size, whole=True).received.max())
 
@@ -185,7 +185,7 @@ def border_traffic(config: Config, models: RunModels, work: Workload, world_size
     layout, tokens = Layout.of(config), work.samples * _length(config)
     hidden = tokens * models.arch.hidden_size * work.itemsize
     policy, _, _ = models.stages(config)
-    sync = float(planned_for(config, models.arch, world_size).over_borders.sum()) if config.draws else 0.0
+    sync = float(planned_for(config, models.arch, world_size).over_borders.sum()) if config.has_rollouts else 0.0
     forward, backward = work.scoring_passes + work.epochs, float(work.epochs)
     repeated = work.epochs if layout.recompute else 0
     all_traffic = [
@@ -249,7 +249,7 @@ def _tensor(models: RunModels, grid: Grid, size: int) -> float:
 
 def _samples(config: Config, grid: Grid, work: Workload) -> float:
     """4 bytes per token, 4 more per log-probability, and routes, to every rank of the replica that trains on a sample."""
-    if not config.draws:
+    if not config.has_rollouts:
         return 0.0
     per_sample = 4 * (config.data.max_prompt_length + 2 * config.data.max_response_length)
     if config.actor.moe.route_replay == "engine":

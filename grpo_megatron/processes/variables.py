@@ -64,7 +64,7 @@ def set_determinism_variables(config: Config) -> None:
     """
     if config.actor.megatron.deterministic:
         os.environ |= {TE_NONDETERMINISM: "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    if config.draws and config.rollout.batch_invariant:
+    if config.has_rollouts and config.rollout.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
 

@@ -46,7 +46,7 @@ class StepReport:
         self.kl_coef = config.actor.kl_loss_coef if config.actor.use_kl_loss else 0.0
         self.trains_tower = not config.actor.vision.is_frozen
         self.peaks = peaks(config, policy.device.name, policy.arch.num_layers)
-        self.shown = ShownSamples(self.mesh, tokenizer, config.draws)
+        self.shown = ShownSamples(self.mesh, tokenizer, config.has_rollouts)
         self.rollouts = None
         if config.trainer.rollout_data_dir is not None:
             folder, output_dir = config.trainer.rollout_data_dir, config.trainer.output_dir
@@ -69,14 +69,14 @@ class StepReport:
         """
         if self.rollouts is not None:
             self.rollouts.write(step, metrics, samples, table, plan)
-        local = metrics.when(self.mesh.is_first_replica_rank)
+        local = metrics.when(self.mesh.is_replica_reporter)
         local.mean_of("critic/advantages/mean", batch.advantages[batch.loss_mask])
         packs = [packed_lengths(batch, rows) for mini in batch.mini_batches for rows in mini]
         padding = sum(num_padding_tokens(lengths, self.policy.multiple, self.mesh.cp) for lengths in packs)
         local.mean("perf/padding_ratio", padding, padding + sum(map(sum, packs)))
         if self.policy.arch.vision is not None:
             local.sum("perf/image_tokens", sum(image.num_tokens for images in batch.images for image in images))
-        record_samples(metrics.when(self.mesh.is_block_leader), samples, has_sources=self.has_sources)
+        record_samples(metrics.when(self.mesh.is_replica_leader), samples, has_sources=self.has_sources)
         group_table_metrics(metrics, table, self.max_response_length)
         for name, value in {**plan.metrics, **self.policy.device.memory_gib()}.items():
             (metrics.max if name.startswith("perf/") else metrics.constant)(name, value)
@@ -388,7 +388,7 @@ class ShownSamples:
 
     def _policy(self, rows: set[int], batch: Batch) -> dict[int, tuple[TokenNumbers, TokenNumbers]]:
         """Looks up row -> (policy's log-probabilities, their differences from the engine's) at the kept tokens."""
-        if batch.old_logprobs is None or not self.mesh.is_first_replica_rank:
+        if batch.old_logprobs is None or not self.mesh.is_replica_reporter:
             return {}
         numbers: dict[int, tuple[TokenNumbers, TokenNumbers]] = {}
         columns = batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask

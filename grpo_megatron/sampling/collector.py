@@ -29,14 +29,14 @@ from grpo_megatron.parallel.exchange import gather_groups
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.generator import Generator, LengthHistory
-from grpo_megatron.types import UNFINISHED, Draw, GroupTable, Prompt, PromptImage, Sample, Turn
+from grpo_megatron.types import UNFINISHED, GroupTable, Prompt, PromptImage, Sample, Segment, Turn
 
 State = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt that this rank's rollout block holds: all of them, some, or none.
+    """The samples of one prompt that this rank's engine replica holds: all of them, some, or none.
 
     `version` is the step for which they were sampled. Every rank knows it, also where `samples` is empty.
     """
@@ -50,7 +50,7 @@ class Clock:
     """The rule which weights sample which step: those of `lag` steps before, or the oldest that this run has.
 
     A function of the step alone: how late a rank is changes nothing. `first`: the step at which the run has begun, or goes
-    on. `drawn`: the steps before it had been sampled then, ahead of their training. Version v: the weights after v steps.
+    on. `sampled`: the steps before it had been sampled then, ahead of their training. Version v: the weights after v steps.
     """
 
     lag: int = 0  # rollout.lag
@@ -73,7 +73,7 @@ class Collector:
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
         """Returns up to `count` groups for step `step`.
 
-        Collective. The engine is awake and holds the weights that draw `step`.
+        Collective. The engine is awake and holds the weights that sample `step`.
         """
         return []
 
@@ -213,7 +213,7 @@ class FileCollector(Collector):
     def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
         groups = [Group(step, []) for _ in range(count)]
         for index in range(count):
-            if index % self.mesh.num_rollout_blocks != self.mesh.rollout_block:
+            if index % self.mesh.num_engine_replicas != self.mesh.engine_replica:
                 continue
             prompt, responses, rewards = self.entries.items[self.entries.index_at(self.cursor + index)]
             groups[index].samples.extend(
@@ -249,14 +249,14 @@ class FileCollector(Collector):
 # Stored groups: samples that wait for a later step, as plain JSON in a checkpoint.
 #
 # A checkpoint holds every group whole, whichever ranks held its samples. After a resume, whole groups are dealt to the
-# rollout blocks in turn, so the layout may have changed.
+# engine replicas in turn, so the layout may have changed.
 
 PackedGroup = dict[str, Any]
 
 
 def pack_groups(groups: Sequence[Group], mesh: Mesh) -> list[PackedGroup]:
     """Returns every group with the samples of all ranks, as plain JSON, the same on every rank. Collective."""
-    held = [index for index, group in enumerate(groups) if group.samples and mesh.is_block_leader]
+    held = [index for index, group in enumerate(groups) if group.samples and mesh.is_replica_leader]
     own = {index: _packed(groups[index].samples) for index in held}
     packed: list[PackedGroup] = [{"version": group.version, "samples": [], "pixels": {}} for group in groups]
     for index, (samples, pixels) in itertools.chain.from_iterable(part.items() for part in mesh.all_gather(own)):
@@ -268,9 +268,9 @@ def pack_groups(groups: Sequence[Group], mesh: Mesh) -> list[PackedGroup]:
 
 
 def unpack_groups(packed: Sequence[PackedGroup], mesh: Mesh) -> list[Group]:
-    """Unpack groups: every num_rollout_blocks-th one is complete in this block, the others are empty."""
+    """Unpack groups: every num_engine_replicas-th one is complete in this replica, the others are empty."""
     groups = [Group(entry["version"], []) for entry in packed]
-    for index in range(mesh.rollout_block, len(packed), mesh.num_rollout_blocks):
+    for index in range(mesh.engine_replica, len(packed), mesh.num_engine_replicas):
         of_group = packed[index]
         pixels = {
             digest: zlib.decompress(base64.b64decode(text)) for digest, text in of_group.get("pixels", {}).items()
@@ -297,7 +297,7 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
     packed["prompt"] = asdict(without_row(sample.prompt) if is_graded else sample.prompt)
     packed["prompt"]["images"] = [[one.digest, *one.size, one.first] for one in sample.prompt.images]
     packed["turns"] = [asdict(turn) for turn in sample.turns]
-    packed["draws"] = [asdict(draw) for draw in sample.draws]
+    packed["segments"] = [asdict(segment) for segment in sample.segments]
     packed["response_ids"] = _to_base64(np.asarray(sample.response_ids, dtype="<i4"))
     packed["rollout_logprobs"] = _to_base64(np.asarray(sample.rollout_logprobs, dtype="<f8"))
     packed["loss_mask"] = _to_base64(np.packbits(np.asarray(sample.loss_mask, dtype=bool)))
@@ -326,7 +326,7 @@ def unpack_sample(packed: dict[str, Any], pixels: Mapping[str, bytes] | None = N
         "steps": _rewards(packed["steps"]),
         "turns": [Turn(**turn) for turn in packed.get("turns", [])],
         "turn_rewards": _rewards(packed.get("turn_rewards", [])),
-        "draws": [Draw(**draw) for draw in packed.get("draws", [])],
+        "segments": [Segment(**segment) for segment in packed.get("segments", [])],
     }
     if (routes := packed.get("routes")) is not None:
         rows = np.frombuffer(base64.b64decode(routes["rows"]), dtype=routes["dtype"])

@@ -1,6 +1,6 @@
-"""Generator: prompts -> samples -> rewards, for this rollout block's share of them.
+"""Generator: prompts -> samples -> rewards, for this engine replica's share of them.
 
-Every request has its own seed, so which block generates it, and when, changes no sample. A block without work takes
+Every request has its own seed, so which replica generates it, and when, changes no sample. A replica without work takes
 waiting requests of others. Each response goes to the reward workers when it is complete, while the engine goes on.
 """
 
@@ -50,13 +50,13 @@ class SamplingRound:
 
 
 class Generator:
-    """The generator of samples and rewards, spread over the rollout blocks. It serves training and validation.
+    """The generator of samples and rewards, spread over the engine replicas. It serves training and validation.
 
-    `pool` is None on ranks that are not the leader of their rollout block. `weights_digest` tells what the engine holds.
+    `pool` is None on ranks that are not the leader of their engine replica. `weights_digest` tells what the engine holds.
     """
 
     shares_work = (
-        True  # earlier lengths decide which block generates a sample, and idle blocks take the requests of others
+        True  # earlier lengths decide which replica generates a sample, and idle replicas take the requests of others
     )
 
     def __init__(
@@ -91,7 +91,7 @@ class Generator:
         history: LengthHistory | None = None,
         metrics: Metrics,
     ) -> list[Sample]:
-        """Sample n responses per prompt. Returns this block's, in (prompt, index) order; its leader has rewards.
+        """Sample n responses per prompt. Returns this replica's, in (prompt, index) order; its leader has rewards.
 
         `round_id` (the step) and the prompt's uid seed the responses. A prompt that is in `prompts` twice gets different
         seeds, unless `uids` names what seeds each prompt. `greedy` adds one greedy response per prompt, with index
@@ -106,9 +106,9 @@ class Generator:
         if not self.shares_work:
             history = None
         expected = None if history is None else history.expected(prompts)
-        queues = assign_samples(len(prompts), len(indices), self.mesh.num_rollout_blocks, expected)
+        queues = assign_samples(len(prompts), len(indices), self.mesh.num_engine_replicas, expected)
         drawn: list[Sample] = []
-        self.grading.begin((prompt.reward for prompt in prompts), len(queues[self.mesh.rollout_block]))
+        self.grading.begin((prompt.reward for prompt in prompts), len(queues[self.mesh.engine_replica]))
         with metrics.phase("gen"):
             for finished in self._finished(wanted, queues, metrics):
                 for _, sample in finished:
@@ -119,7 +119,7 @@ class Generator:
         drawn.sort(key=lambda sample: (sample.prompt_index, sample.index))
         if history is not None:
             tokens = [0] * len(prompts)
-            for sample in drawn if self.mesh.is_block_leader else ():
+            for sample in drawn if self.mesh.is_replica_leader else ():
                 tokens[sample.prompt_index] += len(sample.response_ids)
             history.learn(prompts, self.mesh.total(tokens), len(indices))
         self.finish_grading(drawn, round_id, version, metrics)
@@ -128,7 +128,7 @@ class Generator:
     def _finished(
         self, wanted: SamplingRound, queues: list[list[int]], metrics: Metrics
     ) -> Iterator[list[tuple[int, Sample]]]:
-        """Yields what this block completes: one list of (number, sample) per engine step. `queues[b]`: the numbers of block b."""
+        """Yields what this replica completes: (number, sample) pairs per engine step. `queues[b]`: the numbers of replica b."""
 
         def request(number: int) -> Request:
             place, index = wanted.of(number)
@@ -183,17 +183,17 @@ class Generator:
         )
 
     def finish_grading(self, samples: Sequence[Sample], round_id: int, version: int, metrics: Metrics) -> None:
-        """Wait for the rewards of `samples`, all that this block has sampled. Collective. Raises RankError as `sample` does."""
+        """Wait for the rewards of `samples`, all that this replica has sampled. Collective. Raises RankError as `sample` does."""
         with metrics.phase("reward"):  # what is left of the grading
             self.mesh.agree(self.grading.finish())
             what = f"step {version}" if round_id >= 0 else f"the validation before step {version}"
-            known = samples if self.mesh.is_block_leader else []
+            known = samples if self.mesh.is_replica_leader else []
             check_failures(what, known, self.max_failed_ratio, self.mesh)
 
     def record_cache(self, metrics: Metrics) -> None:
         """Record the share of prompt tokens that the engine had in its prefix cache."""
         prompt_tokens, cached_tokens = self.engine.cache_statistics()
-        metrics.when(self.mesh.is_block_leader).mean(
+        metrics.when(self.mesh.is_replica_leader).mean(
             "rollout/prefix_cache_hit_rate", float(cached_tokens), float(prompt_tokens)
         )
 
@@ -250,38 +250,38 @@ class LengthHistory:
 
 
 def assign_samples(
-    num_prompts: int, per_prompt: int, num_blocks: int, expected: Sequence[float] | None = None
+    num_prompts: int, per_prompt: int, num_replicas: int, expected: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """Returns for each block the numbers of its samples, in its order. Sample i of prompt p is p * per_prompt + i.
+    """Returns for each replica the numbers of its samples, in its order. Sample i of prompt p is p * per_prompt + i.
 
-    Without `expected`, the samples are cut in order of prompts into one range per block, of nearly equal length. With
-    expected tokens per response, complete prompts go longest first to the block with the fewest expected tokens (Graham's
-    LPT rule), so that no block begins its longest responses last. A prompt's samples stay together and share its cached
+    Without `expected`, the samples are cut in order of prompts into one range per replica, of nearly equal length. With
+    expected tokens per response, complete prompts go longest first to the replica with the fewest expected tokens (Graham's
+    LPT rule), so that no replica begins its longest responses last. A prompt's samples stay together and share its cached
     prefix, except where a cut falls.
     """
     total = num_prompts * per_prompt
-    if expected is None or len(set(expected)) <= 1 or num_prompts < num_blocks:
-        cuts = [block * total // num_blocks for block in range(num_blocks + 1)]
+    if expected is None or len(set(expected)) <= 1 or num_prompts < num_replicas:
+        cuts = [replica * total // num_replicas for replica in range(num_replicas + 1)]
         return [list(range(start, end)) for start, end in zip(cuts, cuts[1:], strict=False)]
-    queues: list[list[int]] = [[] for _ in range(num_blocks)]
-    loads = [0.0] * num_blocks
+    queues: list[list[int]] = [[] for _ in range(num_replicas)]
+    loads = [0.0] * num_replicas
     for prompt in sorted(range(num_prompts), key=lambda p: -expected[p]):
-        block = loads.index(min(loads))
-        queues[block].extend(range(prompt * per_prompt, (prompt + 1) * per_prompt))
-        loads[block] += expected[prompt] * per_prompt
+        replica = loads.index(min(loads))
+        queues[replica].extend(range(prompt * per_prompt, (prompt + 1) * per_prompt))
+        loads[replica] += expected[prompt] * per_prompt
     return queues
 
 
 # -- Sharing -----------------------------------------------------------------------------------------------------------
-# A rollout block that runs out of work takes waiting requests of the others, at logical times.
+# A engine replica that runs out of work takes waiting requests of the others, at logical times.
 #
-# An engine decodes `capacity` sequences at a time. A block hands its engine no more than that; its other requests wait here.
-# Every ROUND engine steps, as long as any request waits anywhere, the blocks tell each other how many wait and how many are
-# being sampled. From these numbers every rank computes the same moves: requests at the end of the longest queue go to blocks
+# An engine decodes `capacity` sequences at a time. A replica hands its engine no more than that; its other requests wait here.
+# Every ROUND engine steps, as long as any request waits anywhere, the replicas tell each other how many wait and how many are
+# being sampled. From these numbers every rank computes the same moves: requests at the end of the longest queue go to replicas
 # with free places. Nothing is sent, because every rank knows all prompts; and nothing depends on how long a step takes, so
 # that the same requests are sampled together in every run.
 
-ROUND = 32  # engine steps: at most so long a block without work waits for the others
+ROUND = 32  # engine steps: at most so long a replica without work waits for the others
 
 
 def stream_shared(
@@ -292,12 +292,12 @@ def stream_shared(
     mesh: Mesh,
     capacity: int,
 ) -> Iterator[list[tuple[int, Completion]]]:
-    """Yields what finishes on this block, one list per engine step. `queues[b]` numbers the requests of block b, in order.
+    """Yields what finishes on this replica, one list per engine step. `queues[b]` numbers the requests of replica b, in order.
 
-    Collective over the world while anything waits, then over the block. Raises as RolloutEngine.stream does.
+    Collective over the world while anything waits, then over the replica. Raises as RolloutEngine.stream does.
     """
-    if all(len(queue) <= capacity for queue in queues) or mesh.num_rollout_blocks == 1:
-        own = list(queues[mesh.rollout_block])
+    if all(len(queue) <= capacity for queue in queues) or mesh.num_engine_replicas == 1:
+        own = list(queues[mesh.engine_replica])
         for finished in engine.stream([request(number) for number in own], version):
             yield [(own[place], completion) for place, completion in finished]
         return
@@ -306,7 +306,7 @@ def stream_shared(
     engine.require(version)
     try:
         while any(waiting):
-            own = waiting[mesh.rollout_block]
+            own = waiting[mesh.engine_replica]
             for _ in range(ROUND):
                 while own and len(unfinished) < capacity:
                     number = own.pop(0)
@@ -314,11 +314,11 @@ def stream_shared(
                     unfinished[str(number)] = number
                 if unfinished:
                     yield [(unfinished.pop(key), completion) for key, completion in engine.poll()]
-            blocks, counts = mesh.num_rollout_blocks, [0] * (2 * mesh.num_rollout_blocks)
-            if mesh.is_block_leader:
-                counts[mesh.rollout_block], counts[blocks + mesh.rollout_block] = len(own), len(unfinished)
-            totals = mesh.total(counts)  # of every block: how many requests wait, and how many its engine has
-            waiting = _moved(waiting, totals[:blocks], totals[blocks:], capacity)
+            replicas, counts = mesh.num_engine_replicas, [0] * (2 * mesh.num_engine_replicas)
+            if mesh.is_replica_leader:
+                counts[mesh.engine_replica], counts[replicas + mesh.engine_replica] = len(own), len(unfinished)
+            totals = mesh.total(counts)  # of every replica: how many requests wait, and how many its engine has
+            waiting = _moved(waiting, totals[:replicas], totals[replicas:], capacity)
         while unfinished:
             yield [(unfinished.pop(key), completion) for key, completion in engine.poll()]
     finally:
@@ -331,13 +331,13 @@ def _moved(
 ) -> list[list[int]]:
     """Returns the queues after the moves.
 
-    A block takes its own from the front, so that the last `num_waiting` of its list are left.
+    A replica takes its own from the front, so that the last `num_waiting` of its list are left.
     """
     queues = [list(queue[len(queue) - left :]) for queue, left in zip(waiting, num_waiting, strict=True)]
     loads = [left + drawn for left, drawn in zip(num_waiting, num_drawn, strict=True)]
     while True:
         taker = loads.index(min(loads))
-        giver = max(range(len(queues)), key=lambda block: (len(queues[block]), -block))
+        giver = max(range(len(queues)), key=lambda replica: (len(queues[replica]), -replica))
         if loads[taker] >= capacity or not queues[giver] or loads[giver] - loads[taker] < 2:
             return queues
         queues[taker].append(queues[giver].pop())

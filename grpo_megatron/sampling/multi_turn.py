@@ -218,7 +218,7 @@ def shorten(text: str, tokenizer: Any, max_tokens: int, side: Side) -> str:
 
 
 class EnvironmentsLost(RuntimeError):
-    """The worker processes of environments cannot run at all. Raised on all ranks of the block."""
+    """The worker processes of environments cannot run at all. Raised on all ranks of the replica."""
 
 
 @dataclass
@@ -231,9 +231,9 @@ class Times:
 
 
 class EnvironmentAnswers:
-    """The environments of one rollout block. Every rank of the block makes the same calls in the same order.
+    """The environments of one engine replica. Every rank of the replica makes the same calls in the same order.
 
-    `pool` is None on ranks that are not the leader of their block.
+    `pool` is None on ranks that are not the leader of their replica.
     """
 
     def __init__(
@@ -259,14 +259,14 @@ class EnvironmentAnswers:
         self._kept.attempt(lambda pool: pool.step(trajectory.key, self._text(trajectory)))
 
     def take(self, trajectories: Sequence[Trajectory]) -> list[Answer]:
-        """Waits for the answers of these environments. Raises EnvironmentsLost on all ranks of the block."""
+        """Waits for the answers of these environments. Raises EnvironmentsLost on all ranks of the replica."""
         start = time.perf_counter()
         outcomes = self._kept.attempt(lambda pool: pool.wait([trajectory.key for trajectory in trajectories])) or {}
         self.times.waited += time.perf_counter() - start
         self.times.calls += len(outcomes)
         self.times.seconds["environment_call"] += sum(outcome.seconds for outcome in outcomes.values())
         answers = [self._answer(t, outcomes[t.key]) for t in trajectories if t.key in outcomes]
-        answers, problem = self.mesh.block_broadcast((answers, self._kept.text))
+        answers, problem = self.mesh.replica_broadcast((answers, self._kept.text))
         if problem is not None:
             raise EnvironmentsLost(problem)
         for trajectory, answer in zip(trajectories, answers, strict=True):
@@ -341,14 +341,14 @@ class EnvironmentAnswers:
 
 
 # -- The driver --------------------------------------------------------------------------------------------------------
-# Plays many trajectories of one rollout block at once, on a logical clock. The result does not depend on real time.
+# Plays many trajectories of one engine replica at once, on a logical clock. The result does not depend on real time.
 #
 # One tick is one `engine.poll()`. The answer to a turn that ended at tick s is due at tick s + latency, however fast the
 # environment was: a late answer is waited for, an early one waits. If nothing is being generated, the clock jumps to the
 # earliest due tick. Hence the requests that meet in the engine depend on tokens only, and delays of tools change no bit.
 # Environments work while other trajectories are generated: `latency` ticks are the time that costs nothing.
 #
-# The trajectories of one tick are answered and submitted in their order in the list. Blocks never wait for each other.
+# The trajectories of one tick are answered and submitted in their order in the list. Replicas never wait for each other.
 
 
 def play(
@@ -425,7 +425,7 @@ class TrajectoryGenerator(Generator):
         self, wanted: SamplingRound, queues: list[list[int]], metrics: Metrics
     ) -> Iterator[list[tuple[int, Sample]]]:
         """See Generator. Raises RankError on every rank when the environments of any rank are lost."""
-        own = queues[self.mesh.rollout_block]
+        own = queues[self.mesh.engine_replica]
         trajectories = [self._trajectory(wanted, number) for number in own]
         number_of = {trajectory.key: number for trajectory, number in zip(trajectories, own, strict=True)}
         problem = None
@@ -442,7 +442,7 @@ class TrajectoryGenerator(Generator):
             metrics.mean(f"timing_s/{name.removesuffix('_seconds')}", seconds, times.calls)
         metrics.max("timing_s/waiting_for_environments", times.waited)
         failed = [trajectory for trajectory in trajectories if trajectory.status in FAILURES]
-        if failed and self.mesh.is_block_leader:
+        if failed and self.mesh.is_replica_leader:
             counts = Counter(trajectory.status for trajectory in failed)
             kinds = ", ".join(f"{status} {count}" for status, count in counts.items())
             text = "%d of %d environments failed (%s); the first: %s"
@@ -504,7 +504,7 @@ class TrajectoryGenerator(Generator):
         for sample in samples:
             if sample.index >= BRANCH:
                 sample.reward = ends[sample.prompt_index, sample.index % BRANCH]
-        for sample in samples if self.mesh.is_block_leader else ():
+        for sample in samples if self.mesh.is_replica_leader else ():
             parts = [
                 f"[{t.kind}, {t.end - t.start} tokens]\n{self._decode(sample.response_ids[t.start : t.end])}"
                 for t in sample.turns

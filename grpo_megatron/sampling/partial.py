@@ -16,19 +16,19 @@ from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.engine import Completion, Request, continued, sample_seed
 from grpo_megatron.sampling.collector import Group, PolicyCollector, State, pack_groups, unpack_groups
 from grpo_megatron.sampling.generator import distinct_uids, sample_indices
-from grpo_megatron.types import UNFINISHED, Draw, PromptImage, Sample
+from grpo_megatron.types import UNFINISHED, PromptImage, Sample, Segment
 
 
 @dataclass
 class _InProgress:
-    """A group in progress, known on every rank. Its samples are on the ranks of one rollout block."""
+    """A group in progress, known on every rank. Its samples are on the ranks of one engine replica."""
 
     round_id: int
     uid: str
     version: int  # the step in which it began
-    block: int
+    replica: int
     num_unfinished: int  # responses
-    samples: list[Sample] = field(default_factory=list)  # empty on other blocks
+    samples: list[Sample] = field(default_factory=list)  # empty on other replicas
     images: tuple[PromptImage, ...] = ()  # held, so that they are decoded once for all rounds
 
     def unfinished(self) -> list[Sample]:
@@ -39,9 +39,9 @@ class _InProgress:
 class PartialCollector(PolicyCollector):
     """The collector that goes on with the unfinished responses of earlier steps.
 
-    Each token keeps the log-probability and the version of its weights (Sample.draws), so that the rollout correction covers
+    Each token keeps the log-probability and the version of its weights (Sample.samples), so that the rollout correction covers
     every step's age. A response of t tokens goes on as a request whose prompt is prompt and response so far, with a seed made
-    of run, draw, prompt, sample and t: not of the step, the rank, or what else is generated. The first chunk has the seed of a
+    of run, sample, prompt, sample and t: not of the step, the rank, or what else is generated. The first chunk has the seed of a
     response that is generated at once. A round is a tick of a logical clock: it depends neither on the time that anything
     takes, nor on the layout, nor on where a run was resumed. Ranks wait for each other at the end of a round only. A group
     that began `max_staleness` steps ago is completed in this step, whatever it takes, and trained on before others.
@@ -87,7 +87,7 @@ class PartialCollector(PolicyCollector):
                 round_id,
                 uid,
                 group.version,
-                block=number % self.mesh.num_rollout_blocks,  # where unpack_groups puts it
+                replica=number % self.mesh.num_engine_replicas,  # where unpack_groups puts it
                 num_unfinished=sum(sample["finish_reason"] == UNFINISHED for sample in packed["samples"]),
                 samples=group.samples,
             )
@@ -97,23 +97,23 @@ class PartialCollector(PolicyCollector):
         ]
 
     def _begin(self, step: int, count: int, metrics: Metrics) -> list[_InProgress]:
-        """Begin new groups, for a full complement. Each goes to the block with the fewest unfinished responses."""
+        """Begin new groups, for a full complement. Each goes to the replica with the fewest unfinished responses."""
         prompts, round_id = self.next_prompts(
             step, max(0, ceil(count * self.partial.over_sample) - len(self.waiting)), metrics
         )
         indices = sample_indices(self.rollout.n, greedy=self.greedy)
-        load = [0] * self.mesh.num_rollout_blocks
+        load = [0] * self.mesh.num_engine_replicas
         for group in self.waiting:
-            load[group.block] += group.num_unfinished
+            load[group.replica] += group.num_unfinished
         begun = []
         for prompt, uid in zip(prompts, distinct_uids(prompts), strict=True):
-            block = load.index(min(load))
-            load[block] += len(indices)
-            mine = block == self.mesh.rollout_block
+            replica = load.index(min(load))
+            load[replica] += len(indices)
+            mine = replica == self.mesh.engine_replica
             version = self.clock.version(step)
             samples = [Sample(prompt, 0, index, [], [], UNFINISHED, version) for index in indices] if mine else []
             images = prompt.images if mine else ()
-            begun.append(_InProgress(round_id, uid, step, block, len(indices), samples, images))
+            begun.append(_InProgress(round_id, uid, step, replica, len(indices), samples, images))
         return begun
 
     def _advance(self, in_progress: Sequence[_InProgress], step: int) -> None:
@@ -134,7 +134,7 @@ class PartialCollector(PolicyCollector):
                 if not is_cut:
                     generator.grading.add(sample)
             generator.grading.serve()
-        local = [len(group.unfinished()) if self.mesh.is_block_leader else 0 for group in in_progress]
+        local = [len(group.unfinished()) if self.mesh.is_replica_leader else 0 for group in in_progress]
         for group, num_unfinished in zip(in_progress, self.mesh.total(local), strict=True):
             group.num_unfinished = num_unfinished
 
@@ -153,14 +153,14 @@ class PartialCollector(PolicyCollector):
 
     def _extend(self, sample: Sample, completion: Completion, version: int) -> None:
         start, ids = len(sample.response_ids), completion.response_ids
-        if not sample.draws or sample.draws[-1].version != version:
-            sample.draws.append(Draw(start, start, version, self.generator.weights_digest()))
+        if not sample.segments or sample.segments[-1].version != version:
+            sample.segments.append(Segment(start, start, version, self.generator.weights_digest()))
         sample.response_ids.extend(ids)
         sample.rollout_logprobs.extend(completion.logprobs)
         sample.routes = continued(sample.routes, completion.routes)
         sample.loss_mask.extend([1] * len(ids))
-        sample.draws[-1] = replace(sample.draws[-1], end=len(sample.response_ids))
-        sample.weights_digest = sample.draws[0].weights_digest
+        sample.segments[-1] = replace(sample.segments[-1], end=len(sample.response_ids))
+        sample.weights_digest = sample.segments[0].weights_digest
 
     def _has_enough(self, in_progress: Sequence[_InProgress], step: int, count: int) -> bool:
         complete = [group for group in in_progress if group.num_unfinished == 0]
@@ -178,9 +178,9 @@ class PartialCollector(PolicyCollector):
         metrics.constant("rollout/partial/waiting_groups", len(self.waiting))
         metrics.constant("rollout/partial/waiting_responses", sum(group.num_unfinished for group in self.waiting))
         metrics.constant("rollout/partial/staleness_max", max((step - group.version for group in taken), default=0))
-        leader = metrics.when(self.mesh.is_block_leader)
+        leader = metrics.when(self.mesh.is_replica_leader)
         for sample in (sample for group in taken for sample in group.samples):
-            age = sum((step - draw.version) * (draw.end - draw.start) for draw in sample.draws)
-            old = sum(draw.end - draw.start for draw in sample.draws if draw.version < self.clock.version(step))
+            age = sum((step - draw.version) * (draw.end - draw.start) for draw in sample.segments)
+            old = sum(draw.end - draw.start for draw in sample.segments if draw.version < self.clock.version(step))
             leader.mean("rollout/partial/staleness_mean", age, len(sample.response_ids))  # over tokens
             leader.mean("rollout/partial/earlier_token_ratio", old, len(sample.response_ids))

@@ -167,7 +167,7 @@ def build_collector(
         return Collector()
     if algorithm.source == "file":
         return FileCollector(Sampler(offline_groups, size, data.shuffle, data.seed), mesh)
-    assert generator is not None, "a run that trains on drawn samples has an engine"
+    assert generator is not None, "a run that trains on generated samples has an engine"
     greedy = advantage_estimators.facts(algorithm.adv_estimator).needs_greedy_reward
     from_policy: type[PolicyCollector] = PartialCollector if rollout.partial.is_on else PolicyCollector
     prepare = sync_initial if algorithm.source == "initial" else None

@@ -40,7 +40,7 @@ class PrepareOptions(Options):
     action_metavar = "WHAT"
     marker: ClassVar[str] = "sft.jsonl"
     out: Annotated[Path, Argument("a new folder", "OUT")]
-    seed: Annotated[int, Option("of what is drawn (default 0)", "N", place=1)] = 0
+    seed: Annotated[int, Option("of what is sampled (default 0)", "N", place=1)] = 0
     force: Annotated[bool, Option("replace OUT if it exists", place=1)] = False
 
     def write(self, folder: Path) -> None:
@@ -137,7 +137,7 @@ def prepare_inputs(options: PrepareOptions) -> int:
     return 0
 
 
-# -- a model with random weights, drawn from a seed ---------------------------------------------------------------------
+# -- a model with random weights, sampled from a seed ---------------------------------------------------------------------
 
 # 405 k parameters: learns the sums of grpo_megatron/starting/generated.py in about two minutes on two cores
 QUICKSTART_MODEL = Path(__file__).with_name("quickstart.json")
@@ -150,7 +150,7 @@ COPIED_FILES = (*_TOKENIZER_FILES.split(), "tokenizer.model", "chat_template.jin
 def write_model(out: Path, options: ModelOptions) -> None:
     """Write config.json, model.safetensors and the tokenizer's files into the existing folder `out`.
 
-    Every tensor of two or more dimensions is normal(0, std) in float32, drawn from (seed, its name). The others keep
+    Every tensor of two or more dimensions is normal(0, std) in float32, sampled from (seed, its name). The others keep
     their initial values (biases 0, norms 1; Gemma's norms 0, which means 1). config.json is the preset, or the given file, with
     the overrides, dtype float32 and the special ids of the tokenizer. Raises ConfigError.
     """

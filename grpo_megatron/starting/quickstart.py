@@ -67,7 +67,7 @@ class QuickstartOptions(Options):
         "Train a tiny model from random weights on this CPU: two ranks, one to two minutes, in outputs/quickstart."
     )
     overrides: Annotated[tuple[str, ...], Argument("replace a value of the config", "section.key=value")] = ()
-    seed: Annotated[int, Option("another draw of everything (default 0)", "N", ge=0, le=999_999_999)] = 0
+    seed: Annotated[int, Option("another sample of everything (default 0)", "N", ge=0, le=999_999_999)] = 0
 
 
 def prepare_quickstart(options: QuickstartOptions) -> list[str]:

@@ -119,7 +119,7 @@ class Provenance:
         """
         wrong = []
         for sample in samples:
-            draws = [(draw.version, draw.weights_digest) for draw in sample.draws]
+            draws = [(draw.version, draw.weights_digest) for draw in sample.segments]
             for version, digest in draws or [(sample.version, sample.weights_digest)]:
                 if digest != self._digests.get(version, ""):
                     wrong.append((sample, version, digest))
@@ -129,7 +129,7 @@ class Provenance:
             first, version, digest = wrong[0]
             problem = (
                 f"step {step} cannot train on {len(wrong)} of {len(samples)} samples: prompt {first.prompt.uid!r}, sample "
-                f"{first.index} was drawn by weights with digest {digest or 'unknown'}, but the sync of step {version} sent"
+                f"{first.index} was sampled by weights with digest {digest or 'unknown'}, but the sync of step {version} sent"
                 f" weights with digest {self._digests.get(version) or 'unknown'}; resume from the last checkpoint"
             )
         self.mesh.agree(problem)

@@ -339,7 +339,7 @@ def _largest_intervals(
 
 def _offset(rank: int, stages: Sequence[int], grid: Grid) -> int:
     """Index in `stages` of the stage that a rank receives first: the one after its own."""
-    if grid.num_drawing:  # ranks of an engine alone have no stage: nodes alternate
+    if grid.num_rollout_ranks:  # ranks of an engine alone have no stage: nodes alternate
         return max(0, rank - grid.num_training) // grid.ranks_per_node % len(stages)
     size = grid.ranks_per_node if grid.num_nodes > 1 else grid.rollout_tp
     return bisect.bisect_right(stages, grid.stage(rank - rank % size)) % len(stages)

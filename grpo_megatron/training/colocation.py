@@ -152,7 +152,7 @@ def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[.
 
 
 def build_colocation(config: Config, checked: Checked, policy: Policy) -> Colocation | None:
-    """The policy with a sleeping engine beside it. None in a run that draws nothing, which has no engine.
+    """The policy with a sleeping engine beside it. None in a run that samples nothing, which has no engine.
 
     Collective. Raises RankError if too little memory is free.
 
@@ -160,7 +160,7 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
     buffers are, too; they are then beside the engine in every rollout, so that freeing them here would help no run.)
     The connections of the weight sync are made before: their buffers must not come out of what the engine was promised.
     """
-    if not config.draws:
+    if not config.has_rollouts:
         return None
     weight_sync = build_weight_sync(config, policy.arch, policy.mesh, policy.device, policy.stage_of)
     weight_sync.connect()

@@ -61,7 +61,7 @@ class Correction:
     def measure(self, batch: Batch, metrics: Metrics) -> dict[int, int] | None:
         """Record the mismatch, and set the correction. Returns the kept tokens of each row; None: nothing is rejected."""
         assert batch.old_logprobs is not None
-        replica_metrics = metrics.when(self.mesh.is_first_replica_rank)
+        replica_metrics = metrics.when(self.mesh.is_replica_reporter)
         if self.algorithm.source == "policy":
             rollout_mismatch(replica_metrics, batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
         return self._correct(batch, replica_metrics) if self.is_corrected else None

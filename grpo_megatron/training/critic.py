@@ -84,7 +84,7 @@ class Critic(TrainedModel):
         explained = explained_variance(table, targets)
         if explained is not None:
             metrics.constant("critic/vf_explained_var", explained)
-        local = metrics.when(self.mesh.is_first_replica_rank)
+        local = metrics.when(self.mesh.is_replica_reporter)
         local.mean_of("critic/returns/mean", batch.returns[batch.loss_mask])
         local.mean_of("critic/values/mean", batch.values[batch.loss_mask])
 
@@ -106,7 +106,7 @@ class Critic(TrainedModel):
             sums, constants = self.model.update_values(
                 batch, self.config.cliprange_value, epochs=self.config.num_epochs(self.actor)
             )
-        record_update(metrics, sums, constants, self.mesh.is_first_replica_rank)
+        record_update(metrics, sums, constants, self.mesh.is_replica_reporter)
 
 
 def build_critic(config: Config, checked: Checked, mesh: Mesh, device: Device) -> Critic | None:

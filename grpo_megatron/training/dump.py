@@ -65,7 +65,7 @@ def write_dump(
         partial.mkdir()
 
     on_first_rank(mesh, task, start)
-    is_writer = mesh.is_first_replica_rank
+    is_writer = mesh.is_replica_reporter
     totals = mesh.all_gather(metric_parts(sums) if is_writer else {})
     path = partial / f"batch_{mesh.dp_rank:05d}.safetensors"
     on_every_rank(mesh, task, lambda: save_file(mini_batch_tensors(batch, micro_batches), path) if is_writer else None)

@@ -176,7 +176,7 @@ class Guards:
             norm / self.mesh.world_size,
             *map(float, batch.route_counts),
         )
-        if not self.mesh.is_first_replica_rank:
+        if not self.mesh.is_replica_reporter:
             return found
         entropy, kl = sums.get("actor/entropy"), sums.get("actor/kl_loss")
         if entropy is not None and entropy.num_tokens is not None:

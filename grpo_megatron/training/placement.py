@@ -161,7 +161,7 @@ def join_world(config: Config, device: Device) -> Mesh:
             rollout_tp=config.rollout.tensor_model_parallel_size,
             seed=config.trainer.seed,
             timeout_s=config.trainer.timeout_s,
-            num_drawing=config.num_rollout_ranks,
+            num_rollout_ranks=config.num_rollout_ranks,
         )
     device.seed(config.trainer.seed, mesh.rank)
     if not device.is_cuda:
@@ -192,7 +192,7 @@ def build_generator(
     """
     environment, rollout, reward = checked.environment, config.rollout, config.reward
     pool, gives_rewards = None, environment is not None and environment.gives_rewards
-    if mesh.is_block_leader and not gives_rewards:
+    if mesh.is_replica_leader and not gives_rewards:
         pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs, resolved_components(config))
         opened.callback(pool.close)
         names = {name for prompts in (checked.train_prompts, checked.val_prompts) for name in rewards_of(prompts)}
@@ -200,7 +200,7 @@ def build_generator(
     parts = (engine, pool, checked.tokenizer, mesh, rollout, weights_digest)
     if environment is None:
         return Generator(*parts, max_failed_ratio=reward.max_failed_ratio)
-    environments = opened.enter_context(build_pool(rollout.multi_turn)) if mesh.is_block_leader else None
+    environments = opened.enter_context(build_pool(rollout.multi_turn)) if mesh.is_replica_leader else None
     return TrajectoryGenerator(
         *parts,
         answers=EnvironmentAnswers(environments, environment.renderer, rollout.multi_turn, mesh),

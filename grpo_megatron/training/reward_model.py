@@ -240,7 +240,7 @@ def update_pairs(model: ScalarPolicy, batch: Batch, num_pairs: int) -> dict[str,
     """
     sums, constants = model.update(batch, pair_loss(num_pairs))
     local = [float(part.total) for part in sums[0].values()] or [0.0, 0.0, 0.0]
-    totals = model.mesh.total(local if model.mesh.is_first_replica_rank else [0.0, 0.0, 0.0])
+    totals = model.mesh.total(local if model.mesh.is_replica_reporter else [0.0, 0.0, 0.0])
     metrics = {name: total / num_pairs for name, total in zip(("loss", "accuracy", "margin"), totals, strict=True)}
     metrics["grad_norm"] = constants.get("actor/grad_norm", math.inf)
     return {f"reward_model/{name}": value for name, value in metrics.items()}

@@ -30,7 +30,7 @@ from grpo_megatron.sync.weight_sync import SyncHeader
 from grpo_megatron.training.colocation import build_probe, build_weight_sync
 from grpo_megatron.training.references import References
 from grpo_megatron.training.stopping import Cadence
-from grpo_megatron.types import Draw
+from grpo_megatron.types import Segment
 
 # -- What rank 0 of the training sends to the first rank that samples, which shares it with the others -------------------
 
@@ -76,7 +76,7 @@ class SampledStep:
     """
 
     versions: list[int] | None
-    numbers: dict[str, float]  # metrics of the ranks that draw
+    numbers: dict[str, float]  # metrics of the rollout ranks
     epoch: float
     validation: tuple[int, dict[str, float]] | None
 
@@ -84,7 +84,7 @@ class SampledStep:
 def is_validated(version: int, clock: Clock, cadence: Cadence | None) -> bool:
     """Returns whether a version is validated, before it samples.
 
-    The last `lag` ones draw nothing, and only they may be in vain.
+    The last `lag` ones sample nothing, and only they may be in vain.
     """
     if cadence is None:
         return False
@@ -187,7 +187,7 @@ class RolloutRanks(StepsAhead):
 
     @contextlib.contextmanager
     def rollout(self, version: int, metrics: Metrics) -> Iterator[None]:
-        """On entry the current weights set out as `version`, if they draw or are validated. Collective. Raises RankError."""
+        """On entry the current weights set out as `version`, if they sample or are validated. Collective. Raises RankError."""
         steps = self.clock.steps(version)
         if steps or is_validated(version, self.clock, self.cadence):
             self._due += len(steps) or 1
@@ -200,7 +200,7 @@ class RolloutRanks(StepsAhead):
         expected = finite_digests("policy", policy, self.weight_sync, version, is_first=is_first)
         logprobs = probe_logprobs("policy", policy, self.probe, self.mesh)
         deque(policy.engine_weights(self.weight_sync, version), maxlen=0)
-        self.weight_sync.accept(expected.weights_digest)  # the ranks that draw stop the run where they do not
+        self.weight_sync.accept(expected.weights_digest)  # the rollout ranks stop the run where they do not
         self._send(NewWeights(self.weight_sync.header, expected, logprobs))
         self._has_sent = True
         self.provenance.record(version, expected.weights_digest)
@@ -236,7 +236,7 @@ class RolloutRanks(StepsAhead):
         return self._with_ahead(self._answer())
 
     def close(self, exit_code: int = 0) -> None:
-        """Returns the ranks that draw end, too. Collective."""
+        """Returns the rollout ranks end, too. Collective."""
         self._send(End(exit_code))
         self.bridge.flush()
 
@@ -265,9 +265,9 @@ class RolloutRanks(StepsAhead):
             self._validated |= [drawn.validation]
             return
         groups = [Group(version, []) for version in drawn.versions]
-        num_blocks = self.bridge.num_drawing // self.rollout_tp if groups else 0
-        for block in range(self.mesh.rank, num_blocks, self.mesh.world_size):
-            part: list[Group] = self.bridge.receive(self.bridge.num_training + block * self.rollout_tp)
+        num_replicas = self.bridge.num_rollout_ranks // self.rollout_tp if groups else 0
+        for replica in range(self.mesh.rank, num_replicas, self.mesh.world_size):
+            part: list[Group] = self.bridge.receive(self.bridge.num_training + replica * self.rollout_tp)
             for group, own in zip(groups, part, strict=True):
                 group.samples.extend(own.samples)
         self._arrived.append((drawn, groups))
@@ -276,8 +276,8 @@ class RolloutRanks(StepsAhead):
 def _record_staleness(groups: list[Group], step: int, metrics: Metrics) -> None:
     """Record how many steps older the weights were that drew the tokens of a step."""
     for sample in (sample for group in groups for sample in group.samples):
-        whole = Draw(0, len(sample.response_ids), sample.version, "")
-        for draw in sample.draws or [whole]:
+        whole = Segment(0, len(sample.response_ids), sample.version, "")
+        for draw in sample.segments or [whole]:
             count = draw.end - draw.start
             metrics.mean("rollout/staleness_mean", (step - draw.version) * count, count)  # over tokens
             metrics.max("rollout/staleness_max", step - draw.version)

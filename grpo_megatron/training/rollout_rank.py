@@ -3,7 +3,7 @@
 for each version of the weights, when it has arrived:
     load it, checked                  the next version may arrive from now on
     validate, when due
-    draw the steps of this version    prompts -> samples -> rewards, and send them
+    sample the steps of this version    prompts -> samples -> rewards, and send them
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RolloutRank:
             self.validator = Validator(generator, checked.val_prompts, config, self.cadence)
 
     def run(self) -> None:
-        """Draw until the trainer needs no more, and release everything. Raises Stopped when the run stops early."""
+        """Sample until the trainer needs no more, and release everything. Raises Stopped when the run stops early."""
         with self.opened, self.heartbeat.naming_timeouts():
             exit_code = self._serve()
             self.bridge.flush()
@@ -120,10 +120,10 @@ class RolloutRank:
         numbers = self.metrics.reduce(self.mesh.all_gather)
         versions = None if groups is None else [group.version for group in groups]
         self._send(SampledStep(versions, numbers, self.collector.epoch(), validation))
-        if groups and self.mesh.is_block_leader:
+        if groups and self.mesh.is_replica_leader:
             prompts = {id(sample.prompt): without_row(sample.prompt) for group in groups for sample in group.samples}
             groups = [Group(g.version, [replace(s, prompt=prompts[id(s.prompt)]) for s in g.samples]) for g in groups]
-            self.bridge.send(groups, to=self.mesh.rollout_block % self.bridge.num_training)
+            self.bridge.send(groups, to=self.mesh.engine_replica % self.bridge.num_training)
         self.bridge.flush(keep=2 * self.clock.lag + 4)  # these may wait for the end of an update; the others were read
 
     def _send(self, value: Any) -> None:

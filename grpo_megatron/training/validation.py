@@ -102,7 +102,7 @@ class Validator:
                 top_p=self.val.top_p,
                 metrics=discarded,
             )
-            graded = [s for s in samples if self.mesh.is_block_leader and s.index < BRANCH and not is_declined(s)]
+            graded = [s for s in samples if self.mesh.is_replica_leader and s.index < BRANCH and not is_declined(s)]
             ranks = self.mesh.all_gather([self._row(sample) for sample in graded])
             rows = sorted((row for of_rank in ranks for row in of_rank), key=lambda row: (row.prompt_index, row.index))
         if self.num_logged_samples:
@@ -237,7 +237,7 @@ class ValidationLoss:
         logprobs = self.policy.logprobs(batch, temperature=None if self.is_paired else 1.0)
         if self.is_paired and self.references is not None:
             batch.ref_logprobs = self.references.logprobs(batch)
-        ranks = self.mesh.all_gather(self._sums(batch, logprobs) if self.mesh.is_first_replica_rank else {})
+        ranks = self.mesh.all_gather(self._sums(batch, logprobs) if self.mesh.is_replica_reporter else {})
         names = sorted({name for sums in ranks for name in sums})
         totals = {name: math.fsum(sums.get(name, 0.0) for sums in ranks) for name in names}
         weight = totals.pop(WEIGHT)

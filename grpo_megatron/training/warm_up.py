@@ -122,7 +122,7 @@ def warm_up(
                 batch = exchange(samples, table, plan, mesh)
                 with metrics.phase("update_actor"):
                     sums, constants = policy.update(batch, loss, guard=guards)
-                record_update(metrics, sums, constants, mesh.is_first_replica_rank)
+                record_update(metrics, sums, constants, mesh.is_replica_reporter)
             reduced = report.log(step, metrics, samples, table, plan, batch, epoch=collector.epoch())
             if (step + 1) % max(1, config.sft.steps // NUM_NOTES) == 0 or step + 1 == config.sft.steps:
                 note(

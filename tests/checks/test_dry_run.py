@@ -224,7 +224,7 @@ def test_adam_is_divided_over_the_replicas(run: Path, cp: int, ep: int, sharded:
     (
         ["actor.use_kl_loss=false", "actor.loss_mode=sft", "algorithm.source=initial", "algorithm.adv_estimator=rft"],
         True,
-        "draws the responses",
+        "generates the responses",
     ),
 ])  # fmt: skip
 def test_a_reference_is_counted_where_the_method_needs_one(

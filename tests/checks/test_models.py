@@ -233,10 +233,10 @@ def checked(config: Config) -> Checked:
 
 @pytest.mark.parametrize(("rows", "kind"), [("pairs", "outcome"), ("steps", "process")])
 def test_the_defaults_of_train_reward_are_a_valid_run(pairs_run: Path, rows: str, kind: str) -> None:
-    """A language model gets a new head. Nothing is drawn, and no reference is built."""
+    """A language model gets a new head. Nothing is sampled, and no reference is built."""
     overrides = ["reward_model.kind=process", "reward_model.step_separator='='"] if kind == "process" else []
     config = reward_config(pairs_run, *overrides, rows=rows)
-    assert not config.draws
+    assert not config.has_rollouts
     found = checked(config)
     assert found.scored_folder is not None and found.scored_folder.kind == kind and not found.scored_folder.has_head
     assert len(found.offline_groups) == 9 and found.arch.tied

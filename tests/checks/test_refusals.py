@@ -125,7 +125,7 @@ algorithm.source=initial algorithm.replay.ratio=0.5 actor.loss_mode=sft => keeps
 algorithm.source=file actor.loss_mode=sft => set adv_estimator=constant (SFT), or best_worst with actor.loss_mode=dpo
 SFT algorithm.adv_estimator=OWN:plain_estimator => reads responses without rewards
 SFT PAIRS => reads pairs, and actor.loss_mode=sft takes none; set loss_mode=dpo
-SFT algorithm.dupo=true => chooses among drawn groups
+SFT algorithm.dupo=true => chooses among sampled groups
 SFT rollout.temperature=0.7 => rollout.temperature=0.7 would also divide the logits of the training
 algorithm.dupo=true algorithm.filter_groups.enable=true => fill the same places
 algorithm.adv_estimator=reinforce_plus_plus algorithm.dupo=true rollout.n=1 => compares the samples of a prompt, and rollout.n=1
@@ -134,14 +134,14 @@ PARTIAL rollout.partial.chunk_tokens=2048 => chunk_tokens=2048 is not less than 
 PARTIAL algorithm.rollout_correction.rollout_is=null => trains on tokens of up to 2 earlier steps
 PARTIAL PLAYS=tools rollout.multi_turn.tools=[calculator] => cannot wait for a later step
 ROLES rollout.lag=1 algorithm.rollout_correction.rollout_is=null => trains on samples of as many steps older weights, and
-ROLES algorithm.source=initial actor.loss_mode=sft => draws from the policy that is trained, and algorithm.source=initial does not
+ROLES algorithm.source=initial actor.loss_mode=sft => samples from the policy that is trained, and algorithm.source=initial
 ROLES algorithm.rollout_correction.bypass_mode=true => rollout_is=token would count them again; set rollout_is=null
 ROLES SFT trainer.val_before_train=false trainer.test_freq=-1 => algorithm.source=file does not; set placement=colocated
 ROLES rollout.num_ranks=8 => rollout.num_ranks=8 of 8 ranks leaves none to train; set 7 or less
 ROLES rollout.num_ranks=null rollout.num_nodes=1 => rollout.num_nodes=1 x trainer.n_gpus_per_node=8 = 8 of 8 ranks leaves none
-ROLES rollout.num_nodes=1 => one of them says how many ranks only draw
-ROLES trainer.nnodes=2 => rollout.num_ranks=2 cuts a node of trainer.n_gpus_per_node=8, whose ranks would train and draw
-ROLES rollout.tensor_model_parallel_size=4 => does not divide the 2 ranks that draw; set rollout.tensor_model_parallel_size=2
+ROLES rollout.num_nodes=1 => one of them says how many ranks generate
+ROLES trainer.nnodes=2 => rollout.num_ranks=2 cuts a node of trainer.n_gpus_per_node=8, whose ranks would train and sample
+ROLES rollout.tensor_model_parallel_size=4 => does not divide the 2 rollout ranks; set rollout.tensor_model_parallel_size=2
 ROLES actor.megatron.tensor_model_parallel_size=4 => = 4 does not divide the world size 6
 rollout.lag=1 => rollout.lag=1 has no effect with rollout.placement=colocated; set rollout.placement=separate
 data.train_batch_size=4 algorithm.replay.ratio=0.2 => set it to 0.25 or more
@@ -227,12 +227,12 @@ PLAYS=OWN:Game reward.function=gsm8k => reward.function='gsm8k' would not be cal
 PLAYS=OWN:Game 'PARTS=[{name: format}]' => reward.components would not be called
 PLAYS=OWN:Game reward_model.path=rm => reward_model.combine=replace would discard them; set combine=add
 # a model that learns to score
-SCORE algorithm.source=policy => it draws no responses; set algorithm.source=file
+SCORE algorithm.source=policy => it generates no responses; set algorithm.source=file
 SCORE data.val_tasks=[gsm8k] => cannot answer data.val_files or data.val_tasks
 SCORE actor.use_kl_loss=true => there is no KL to a reference; set actor.use_kl_loss=false
 SCORE actor.entropy_coeff=0.1 => it has no entropy
 SCORE sft.steps=3 => cannot learn from sft.steps=3
-SCORE reward_model.path=x => give rewards to drawn responses; leave them out
+SCORE reward_model.path=x => give rewards to sampled responses; leave them out
 SCORE algorithm.adv_estimator=constant => has no labels for it; set preference
 SCORE actor.loss_mode=dpo => adv_estimator=preference labels what a scalar head scores, and actor.loss_mode=dpo does
 SCORE actor.megatron.context_parallel_size=2 => it reads whole sequences on each rank
@@ -300,7 +300,7 @@ def test_the_examples_are_short_and_sound(path: Path) -> None:
 def test_the_examples_of_reward_models_are_sound(name: str) -> None:
     config = load_config(EXAMPLES / f"reward_models/{name}.yaml", defaults=None if name == "grpo" else reward_defaults)
     assert texts(score_head_problems(config)) == []
-    assert config.draws == (name == "grpo") and not (name == "grpo" and config.has_rule)
+    assert config.has_rollouts == (name == "grpo") and not (name == "grpo" and config.has_rule)
     assert trains_scores(config) == (name != "grpo")
     assert name != "process" or config.reward_model.step_separator == STEP_SEPARATOR
 
@@ -363,7 +363,7 @@ def test_coefficients_of_zero_and_keys_of_the_users_own_functions_are_no_mistake
         ("data.train_files=[t.jsonl] data.val_files=[t.jsonl]", "t.jsonl, which is validated on, is trained on, too"),
         (
             "'data.sources=[{name: a, files: [t.jsonl], weight: 1}, {name: b, files: [t.jsonl], weight: 1}]'",
-            "t.jsonl is in source a and in source b: its rows are drawn as rows of each",
+            "t.jsonl is in source a and in source b: its rows are sampled as rows of each",
         ),
     ],
 )

@@ -62,7 +62,7 @@ def test_rows_of_verl_are_recognised_and_graded_by_their_source(run: Path, caplo
     assert (first.uid, first.answer, first.data_source) == ("verl/verl/0", "2", "openai/gsm8k")
     assert first.columns == VERL and first.messages == VERL["prompt"]
     assert first.text == "user 1 + 1 = " and len(first.prompt_ids) == 4
-    # a config with the task set is not looked at again, and a run that draws nothing neither
+    # a config with the task set is not looked at again, and a run that samples nothing neither
     caplog.clear()
     assert with_recognised_tasks(found.config) == found.config and not caplog.text
 
@@ -111,7 +111,7 @@ def test_each_source_has_its_task_reward_prompt_and_share(run: Path) -> None:
 REFUSED: dict[str, tuple[list[str], str]] = {
     "both": ([SOURCES], "data.sources beside data.train_files"),
     "responses": ([*BOTH, "algorithm.source=file", "actor.loss_mode=sft"], "algorithm.source=file reads responses"),
-    "pass rates": ([*BOTH, "data.sampling.weight=1-p"], "data.sampling draws single prompts by their pass rates"),
+    "pass rates": ([*BOTH, "data.sampling.weight=1-p"], "data.sampling samples single prompts by their pass rates"),
     "a name twice": ([SOURCES.replace("name: verl", "name: sums"), *BOTH[1:]], r"\(sums\): the name is given twice"),
     "no files": ([SOURCES.replace("{run}/verl.jsonl", "[]"), *BOTH[1:]], r"\(verl\) has no files to train on"),
     "a wrong reward": ([SOURCES.replace("gsm8k", "gsm9k"), *BOTH[1:]], r"data.sources\[1\] \(verl\).reward: .*gsm9k"),

@@ -224,7 +224,7 @@ def test_pairs_are_read_as_preferences(
 
 
 def test_an_evaluation_gives_the_same_as_rollouts(folder: Path, tmp_path: Path) -> None:
-    """The greedy response is no draw from the distribution, and does not count."""
+    """The greedy response is no sample from the distribution, and does not count."""
     wanted = ["--data", folder / "data.jsonl", "--task", "arithmetic", "--sft", 2, "--pairs", "right-wrong"]
     for source in ("rollouts", "evaluation"):
         assert curate(folder / source, "--output", tmp_path / source, *wanted) == 0
@@ -271,7 +271,7 @@ def test_the_summary_counts_problems_by_pass_rate(folder: Path, tmp_path: Path, 
 
 def test_which_responses_count(prompts: list[Prompt], tmp_path: Path) -> None:
     """A truncated response is no row of any kind; an unscorable one is no failure of the model; `acc` goes
-    before score; what was replayed counts where it was drawn."""
+    before score; what was replayed counts where it was sampled."""
     prompt = prompts[0]
     first = [
         sample(prompt, 0, 0, right(prompt, 0), 1.0, finish_reason="length"),
@@ -468,7 +468,7 @@ def pictured(tmp_path_factory: pytest.TempPathFactory, image_tokenizer: Any) -> 
             pixels = {image.digest: image.pixels for image in prompt.images}
             samples.append(
                 unpack_sample(pack_sample(one), pixels) if index % 2 else one
-            )  # some were drawn before a resume
+            )  # some were sampled before a resume
     write_rollouts(pictured / "rollouts", 0, samples)
     return pictured
 

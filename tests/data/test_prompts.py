@@ -174,7 +174,7 @@ def test_real_gsm8k_with_qwens_real_tokenizer_in_chatml(source: Path, im_start: 
     assert tokenizer.eos_token_id == im_end
 
 
-# -- Which prompts are tokenised before the run: those whose bytes do not show that they fit. Draws tokenise what they draw
+# -- Which prompts are tokenised before the run: those whose bytes do not show that they fit. Samples tokenise what they sample
 
 
 class CountedTokenizer:

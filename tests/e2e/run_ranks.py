@@ -91,7 +91,7 @@ def train(
         return samples
 
     trainer.collect = recorded  # type: ignore[method-assign]
-    result: dict[str, Any] = {"samples": drawn, "rank": run.mesh.rank, "leader": run.mesh.is_block_leader}
+    result: dict[str, Any] = {"samples": drawn, "rank": run.mesh.rank, "leader": run.mesh.is_replica_leader}
     close = run.close
 
     def keep_then_close() -> None:
@@ -111,7 +111,7 @@ def train(
 
 
 def train_in_roles(raw: dict[str, Any], delays: int | None = None, die: tuple[int, str, int] | None = None) -> Any:
-    """`train` on the ranks that train, with the weights of each version; None on those that draw.
+    """`train` on the ranks that train, with the weights of each version; None on those that sample.
 
     `delays`: a seed of random pauses, before every phase of either role and every message between them. `die`: (rank of
     the run, phase, n), at whose n-th beginning that rank ends without a word.
@@ -186,7 +186,7 @@ def _exit_at_an_answer(answers: Any, count: int) -> None:
 
 
 def all_samples(results: list[dict[str, Any]]) -> dict[int, list[Any]]:
-    """Step -> the samples of all rollout blocks, ordered."""
+    """Step -> the samples of all engine replicas, ordered."""
     steps = results[0]["samples"]
     return {
         step: sorted(sample for result in results if result["leader"] for sample in result["samples"][step])

@@ -247,7 +247,7 @@ def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
         " {name: published, files: gsm8k/train.jsonl, weight: 3}]",
         "data.val_max_samples=4",
         "data.max_prompt_length=256",
-        "data.max_response_length=12",  # every token is drawn from a real vocabulary, of 152,000 entries
+        "data.max_response_length=12",  # every token is sampled from a real vocabulary, of 152,000 entries
         "data.train_batch_size=4",
         "actor.ppo_mini_batch_size=2",
         "rollout.n=3",

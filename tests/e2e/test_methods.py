@@ -336,7 +336,7 @@ def test_likelihood_methods_learn_from_right_answers_only(runs: dict[str, dict[s
             assert {row for row, a in enumerate(plan.advantages) if a is not None} == {
                 row for row, reward in enumerate(table.reward) if reward >= 4
             }
-    # At step 0 policy and initial model have the same weights; step 1 shows which of them draws.
+    # At step 0 policy and initial model have the same weights; step 1 shows which of them samples.
     assert runs["rft"]["tables"][0].reward == runs["online rft"]["tables"][0].reward
     assert runs["rft"]["tables"][1].reward != runs["online rft"]["tables"][1].reward
 

@@ -1,4 +1,4 @@
-"""Ranks that train and ranks that draw (`rollout.placement: separate`): the same run, bit for bit, whatever is delayed.
+"""Ranks that train and rollout ranks (`rollout.placement: separate`): the same run, bit for bit, whatever is delayed.
 
 The transformers engine starts in a third of vLLM's time, so most tests take it.
 """
@@ -41,7 +41,7 @@ def settings(
     megatron: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> dict[str, Any]:
-    """`drawing` 0: colocated."""
+    """`rollout_ranks` 0: colocated."""
     trainer = {"total_training_steps": steps, "test_freq": 2, "val_before_train": True, "save_freq": 2}
     raw = run_ranks.settings(root, output, training + drawing, trainer=trainer)
     raw["actor"]["megatron"] = megatron or {}
@@ -104,14 +104,14 @@ def test_no_delay_changes_a_bit(workspace: Path, tmp_path: Path, lag: int, rollo
     assert_same(*results)
     rows = metrics(tmp_path / "None")
     assert rows == metrics(tmp_path / "1")
-    if PARTIAL.items() <= rollout.items():  # 4 draws nothing, and is validated
+    if PARTIAL.items() <= rollout.items():  # 4 samples nothing, and is validated
         assert rows[5]["rollout/validated_version"] == 4 and rows[-1]["step"] == 6
         return
     assert [row["rollout/staleness_mean"] for row in rows[:-1]] == [min(step, lag) for step in range(6)]
     assert rows[3]["rollout/validated_version"] == 2 and "rollout/validated_version" not in rows[2]
     assert rows[0]["rollout_corr/k3_kl"] < 1e-9 < 1e-3 < rows[1]["rollout_corr/k3_kl"]
     versions = results[0]["versions"]
-    assert sorted(versions) == [0, 1, 2, 3, 4, 6]  # 5 would draw step 6; 6 is validated
+    assert sorted(versions) == [0, 1, 2, 3, 4, 6]  # 5 would sample step 6; 6 is validated
     for step in (1, 3):
         errors = {v: distance(workspace / "model", versions[v], results[0]["samples"][step]) for v in (0, 1, 2, 3)}
         assert errors.pop(step - lag) < 1e-5 < 1e-2 < min(errors.values())
@@ -171,7 +171,7 @@ def test_what_else_draws_composes_with_a_lag(workspace: Path, tmp_path: Path, ki
 def test_a_run_whose_ranks_die_goes_on_as_if_undisturbed(
     workspace: Path, tmp_path: Path, lag: int, rollout: dict[str, Any], deaths: list[tuple[int, str, int]]
 ) -> None:
-    """With vLLM, whose numbers do not depend on what is drawn together, it ends in another split: two ranks draw."""
+    """With vLLM, whose numbers do not depend on what is sampled together, it ends in another split: two ranks sample."""
 
     def run(name: str, drawing: int = 1, **options: Any) -> Any:
         raw = settings(workspace, tmp_path / name, 1, drawing, 6, **rollout, lag=lag)
@@ -198,7 +198,7 @@ def test_steps_drawn_ahead_are_trained_on_with_another_lag_and_colocated(
 ) -> None:
     """The checkpoint after 4 of 9 steps holds 4 to 7, of the weights 0 to 3. Colocated is, bit for bit, as without a lag.
 
-    The colocated run dies once more when half of these are trained on, and goes on with `last` ranks that only draw.
+    The colocated run dies once more when half of these are trained on, and goes on with `last` rollout ranks.
     """
 
     def run(name: str, drawing: int, lag: int, **options: Any) -> Any:
@@ -207,7 +207,7 @@ def test_steps_drawn_ahead_are_trained_on_with_another_lag_and_colocated(
         return worlds.run(run_ranks.train_in_roles, 1 + drawing, raw=raw, **options)[0]
 
     def rows(name: str) -> list[dict[str, Any]]:
-        """Without what is measured for versions that draw nothing: they are in the engine of a colocated run only."""
+        """Without what is measured for versions that sample nothing: they are in the engine of a colocated run only."""
         return rows_without(tmp_path / name, (*TIMES, "sync/", "val", "rollout/validated", "rollout/probe"))
 
     with pytest.raises(AssertionError):

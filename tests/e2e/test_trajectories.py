@@ -46,7 +46,7 @@ def settings(root: Path, output_dir: Path, world: int, environment: str, **secti
 def test_trajectories_depend_neither_on_ranks_nor_on_delays_nor_on_the_cache(workspace: Path, tmp_path: Path) -> None:
     """7 x 3 trajectories, spread over 1, 2 and 4 engines. Every call of a tool takes a random time, except on one rank.
 
-    In each run engine and policy agree at every generated token; the second step is drawn after a sync.
+    In each run engine and policy agree at every generated token; the second step is sampled after a sync.
     """
     drawn = []
     for world, cache, delay in ((1, True, 0.0), (2, False, 0.1), (4, True, 0.1)):

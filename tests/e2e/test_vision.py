@@ -168,7 +168,7 @@ def test_responses_in_progress_go_on_in_other_layouts(workspace: Path, tmp_path:
 def test_samples_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path: Path, engine: str) -> None:
     """7 x 3 samples do not divide by 4, and engines decode 3 at a time, so ranks take waiting requests of each other.
 
-    The policy of random weights draws `<|vision_start|>`, `<|vision_end|>` and `<|image_pad|>`, too: tokens as others are.
+    The policy of random weights samples `<|vision_start|>`, `<|vision_end|>` and `<|image_pad|>`, too: tokens as others are.
     """
     drawn = []
     for world in (1, 2, 4):
@@ -187,7 +187,7 @@ def test_samples_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path:
 def in_roles(
     root: Path, output: Path, drawing: int, steps: int, lag: int = 0, layout: str = "1", **rollout: Any
 ) -> Any:
-    """`drawing` 0: colocated."""
+    """`rollout_ranks` 0: colocated."""
     world, megatron = LAYOUTS[layout]
     trainer = {"total_training_steps": steps, "test_freq": 2, "val_before_train": True, "save_freq": 2}
     raw = settings(root, output, world + drawing, trainer={**trainer, "n_gpus_per_node": world + drawing})

@@ -13,7 +13,7 @@ from grpo_megatron.environments.environment import ChatMessage, Environment, Ste
 
 class Guess(Environment):
     """Guess a number from 1 to `most`. A hint answers each wrong guess; a turn earns 1 for the number, 0.1 for a guess that
-    the hints allow, else 0. `row` may hold "secret"; otherwise the seed draws it.
+    the hints allow, else 0. `row` may hold "secret"; otherwise the seed samples it.
     """
 
     def __init__(self, most: int = 9) -> None:

@@ -189,7 +189,7 @@ def test_what_an_environment_has_started_lives_as_long_as_its_trajectory() -> No
 
 
 def test_generators_are_seeded_and_sets_have_one_order() -> None:
-    """A trajectory draws the same numbers in another process, after any other work of the worker."""
+    """A trajectory samples the same numbers in another process, after any other work of the worker."""
     runs = []
     for _ in range(2):
         with make_pool("hostile:Dice") as pool:

@@ -130,7 +130,7 @@ def test_the_interval_of_paired_shares(only_a: int, only_b: int, problems: int, 
 
 
 def test_the_interval_of_paired_averages_covers_the_truth() -> None:
-    """400 draws of 30 problems with 16 samples each: at least 92 % of the intervals hold the true mean difference, and they
+    """400 samples of 30 problems with 16 samples each: at least 92 % of the intervals hold the true mean difference, and they
     are at most 15 % wider than the normal interval, which has no width where all differences are equal."""
     generator = np.random.default_rng(0)
     p = generator.beta(0.5, 0.5, (400, 30))

@@ -300,7 +300,7 @@ def test_a_text_that_changes_later_is_shown_again() -> None:
 
 
 class OneByOne:
-    """An engine of one request, which draws the answer's tokens, one per step. `steps` are called before their token."""
+    """An engine of one request, which samples the answer's tokens, one per step. `steps` are called before their token."""
 
     def __init__(self, tokenizer: Any, answers: list[str], steps: dict[int, Callable[[], None]]) -> None:
         self._answers, self._steps, self._encode = iter(answers), steps, tokenizer
@@ -375,7 +375,7 @@ def test_a_chat_remembers_until_a_new_one(model: Path, capsys: pytest.CaptureFix
 
 
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It comes within the step that draws the fourth token: this token is still shown, and the engine goes on."""
+    """It comes within the step that samples the fourth token: this token is still shown, and the engine goes on."""
     before = signal.getsignal(signal.SIGINT)
     lines = iter(["Count", "On", KeyboardInterrupt(), EOFError(), "never"])
     pressed = {3: lambda: signal.raise_signal(signal.SIGINT)}

@@ -1,6 +1,6 @@
-"""An evaluation from end to end: drawing on the real engine, killed and continued, on one rank and on two; the command.
+"""An evaluation from end to end: sampling on the real engine, killed and continued, on one rank and on two; the command.
 
-The model is random, so no completion is right. The tests show that every way of drawing gives the same samples, that
+The model is random, so no completion is right. The tests show that every way of sampling gives the same samples, that
 they are the model's own, and that the command grades and reports them. Right and wrong completions come from ledgers that
 the tests write.
 """
@@ -37,7 +37,7 @@ from tests.evaluation.models import gsm8k_rows, make_folder
 from tests.runs import write_rows
 from tests.worlds import run as run_ranks
 
-# -- the ranks of a world: all samples are drawn, once whole and once with an interruption -----------------------------
+# -- the ranks of a world: all samples are sampled, once whole and once with an interruption -----------------------------
 
 SETTINGS: dict[str, Any] = {"tasks": ["gsm8k", "math"], "samples": 3, "max_tokens": 12, "temperature": 1.0}
 
@@ -51,7 +51,7 @@ class Killed(Exception):
 
 
 def draw_all(model: Path, data: Path, output: Path, interrupted: Path | None) -> dict[str, Any]:
-    """Draw into `output`; with `interrupted`, also into that folder: killed while writing the second batch, then continued.
+    """Sample into `output`; with `interrupted`, also into that folder: killed while writing the second batch, then continued.
 
     Returns how often the engine generated in each, and the tokens of a greedy completion.
     """
@@ -107,7 +107,7 @@ def generate_over_ranks(argv: list[str]) -> None:
 
 
 def stops_draw_less(settings: EvaluationSettings, engine: Any) -> tuple[list[LedgerEntry], list[LedgerEntry], int, int]:
-    """Entries of one task whose engine knows no stop text, the same when it does, and the tokens that each has drawn."""
+    """Entries of one task whose engine knows no stop text, the same when it does, and the tokens that each has sampled."""
     prompts = settings.runs[0].prompts.prompts
 
     def draw(stop: StopTexts | None) -> list[Sample]:
@@ -149,15 +149,15 @@ def test_killed_or_not_and_on_one_rank_or_two_the_samples_are_the_same(folder: P
     expected = _samples(whole)
     assert {task: len(rows) for task, rows in expected.items()} == {"gsm8k": 6 * 4, "math": 5 * 4}
     assert _samples(killed) == expected == _samples(two)
-    # 24 + 20 samples in batches of 9: 3 + 3; killed in the second, which is drawn again; then all samples are there
+    # 24 + 20 samples in batches of 9: 3 + 3; killed in the second, which is sampled again; then all samples are there
     assert alone["torn"] and alone["calls"] == [6, 2, 5, 0]
     assert len(list(two.glob("completions/gsm8k/block_*.jsonl"))) == 2
     cut_afterwards, cut_by_engine, whole_tokens, early_tokens = alone["stops"]
     assert cut_afterwards == cut_by_engine and early_tokens < whole_tokens
     assert {entry.finish_reason for entry in cut_by_engine} == {"stop", "length"}
-    assert sum(entry.num_tokens for entry in cut_by_engine) == early_tokens  # nothing is drawn after the stop
+    assert sum(entry.num_tokens for entry in cut_by_engine) == early_tokens  # nothing is sampled after the stop
     texts = {(d.uid, d.text) for rows in expected.values() for d in rows.values()}
-    assert len(texts) > 30  # the draws differ
+    assert len(texts) > 30  # the samples differ
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -45,7 +45,7 @@ def on_layout(folders: dict[str, Path], pairs: Any, layout: Any) -> dict[str, An
 
 
 def both(folders: dict[str, Path], pairs: Any, layout: Any) -> dict[str, Any]:
-    """`on_layout`; and responses that the engine draws, with its log-probabilities and the policy's of the same tokens."""
+    """`on_layout`; and responses that the engine samples, with its log-probabilities and the policy's of the same tokens."""
     from grpo_megatron.rollout.engine import Request
     from grpo_megatron.rollout.transformers_engine import RowModel, RunningBatch
 
@@ -66,8 +66,8 @@ def both(folders: dict[str, Path], pairs: Any, layout: Any) -> dict[str, Any]:
             while batch:
                 done |= dict(batch.step())
         drawn = [(prompt, done[str(number)].response_ids) for number, (prompt, _) in enumerate(pairs)]
-        out[f"{family} {dtype} drawn"] = [torch.tensor(done[str(n)].logprobs) for n in range(len(pairs))]
-        out[f"{family} {dtype} of drawn"] = policy.logprobs(make_batch(drawn, [PACKINGS[0]]))
+        out[f"{family} {dtype} sampled"] = [torch.tensor(done[str(n)].logprobs) for n in range(len(pairs))]
+        out[f"{family} {dtype} of sampled"] = policy.logprobs(make_batch(drawn, [PACKINGS[0]]))
         with torch.inference_mode(), mock.patch.object(RowModel, "_logits", _at_temperature):
             rows = engine.logprobs([[*prompt, *response] for prompt, response in drawn])
         prefilled = [row[len(prompt) - 1 :] for row, (prompt, _) in zip(rows, drawn, strict=True)]

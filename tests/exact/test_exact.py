@@ -61,9 +61,9 @@ def alone(models: dict[str, Path]) -> dict[str, Any]:
 def test_engine_equals_policy_in_prefill_and_decode(alone: dict[str, Any]) -> None:
     for family, dtype in ranks.CASES:
         assert torch.equal(alone[f"{family} {dtype} shared"], alone[f"{family} {dtype} 0"])
-        drawn, prefilled = alone[f"{family} {dtype} drawn"], alone[f"{family} {dtype} prefilled"]
+        drawn, prefilled = alone[f"{family} {dtype} sampled"], alone[f"{family} {dtype} prefilled"]
         assert len(drawn) == len(prefilled) == len(PAIRS)
-        for row, policy in enumerate(alone[f"{family} {dtype} of drawn"]):
+        for row, policy in enumerate(alone[f"{family} {dtype} of sampled"]):
             assert torch.equal(policy[: len(drawn[row])], drawn[row]), (family, dtype, row)
             assert torch.equal(policy[: len(drawn[row])], prefilled[row]), (family, dtype, row)
 
@@ -178,7 +178,7 @@ VLLM = [  # training world, TP and PP; the engine's TP; type
 def test_vllm_draws_from_the_policy(
     workspace: Path, tmp_path: Path, world: int, tp: int, pp: int, rollout_tp: int, dtype: str
 ) -> None:
-    """Two steps: sync, draw, update. Every token's log-probability, and the probe's after each sync, are the policy's."""
+    """Two steps: sync, sample, update. Every token's log-probability, and the probe's after each sync, are the policy's."""
     raw = settings(
         workspace,
         tmp_path / "run",

@@ -141,7 +141,7 @@ def runner_name(engine: Any) -> str:
 
 
 def describe_runner(llm: Any) -> str:
-    """The runner of a vllm.LLM and what else decides which kernels draw the tokens."""
+    """The runner of a vllm.LLM and what else decides which kernels generate the tokens."""
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     module = type(runner).__module__
     number = "second" if ".worker.gpu." in module else "first"
@@ -187,7 +187,7 @@ _TINY |= {"vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def write_random_model(folder: Path, config: dict[str, Any], std: float = 0.02) -> Path:
-    """Write config.json and model.safetensors. All tensors are cut from one block of noise: drawing billions takes minutes."""
+    """Write config.json and model.safetensors. All tensors are cut from one block of noise: sampling billions takes minutes."""
     from safetensors.torch import save_file
 
     from grpo_megatron.models.families import architecture_of, hf_shapes

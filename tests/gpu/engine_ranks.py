@@ -30,7 +30,7 @@ SEQUENCE = 1024
 
 
 def _gap(policy: Any, engine: Any, version: int) -> torch.Tensor:
-    """|policy - engine| of the log-probability of every token that the engine draws."""
+    """|policy - engine| of the log-probability of every token that the engine samples."""
     from grpo_megatron.rollout.engine import Request, sample_seed
 
     prompts = [p for p, _ in sequences(16, 16)]
@@ -74,7 +74,7 @@ def cycles(
 
 
 def images(folder: Path, count: int) -> dict[str, Any]:
-    """`count` times: sync, probe, draw from prompts with 0 to 2 images, compare, update with a trained tower.
+    """`count` times: sync, probe, sample from prompts with 0 to 2 images, compare, update with a trained tower.
 
     `others`: the last comparison, with other pixels in the policy's images.
     """

@@ -26,10 +26,10 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Bounds:
-    """`mean`, `worst`: |difference| of log-probabilities. `same`: the least share of requests that draw the same tokens
+    """`mean`, `worst`: |difference| of log-probabilities. `same`: the least share of requests that sample the same tokens
     where only other requests in the batch changed.
 
-    In bfloat16 another batch rounds differently: a token's logits move by about 0.005, and the draw with them where two
+    In bfloat16 another batch rounds differently: a token's logits move by about 0.005, and the sample with them where two
     tokens are nearly tied. In float32 vLLM's attention on a GPU multiplies in TF32, whose relative step is 2**-10.
     """
 
@@ -104,12 +104,12 @@ class Bench:
         """[R] log-probabilities of `response` under the distribution that `request` asks for."""
         ids = torch.tensor([[*request.prompt_ids, *response]], device=KIND)
         logits = self.models[number](ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
-        if request.temperature != 0:  # greedy draws have the plain distribution's log-probabilities
+        if request.temperature != 0:  # greedy samples have the plain distribution's log-probabilities
             logits = processed(logits / request.temperature, request.top_k, request.top_p)
         return logits.log_softmax(-1).gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0].cpu()
 
     def compare(self, number: int, requests: list[Any], completions: list[Any]) -> dict[str, float]:
-        """Differences over all tokens. "outside": the share of tokens that the reference would not draw at all, because
+        """Differences over all tokens. "outside": the share of tokens that the reference would not sample at all, because
         top_k or top_p leave them out; at their border both sides may round to different sides."""
         parts = []
         for request, completion in zip(requests, completions, strict=True):
@@ -117,7 +117,7 @@ class Bench:
             parts.append(torch.tensor(completion.logprobs) - self.exact(number, request, completion.response_ids))
         differences = torch.cat(parts)
         inside = differences.isfinite()
-        assert inside.any(), "no drawn token has a finite log-probability in the reference"
+        assert inside.any(), "no sampled token has a finite log-probability in the reference"
         kept = differences[inside].abs()
         return {"mean": kept.mean().item(), "max": kept.max().item(), "outside": 1 - inside.float().mean().item()}
 

@@ -41,11 +41,11 @@ def bench(engine_bench: Bench, record_figures: Record) -> Bench:
     return engine_bench
 
 
-# -- draws -------------------------------------------------------------------------------------------------------------
+# -- samples -------------------------------------------------------------------------------------------------------------
 
 
 def test_seeds_alone_decide_the_draws(bench: Bench, record_figures: Record) -> None:
-    """The same tokens again, alone, in another order and among other requests; other seeds draw other tokens."""
+    """The same tokens again, alone, in another order and among other requests; other seeds sample other tokens."""
     some = requests(16)
     together = bench.draw(some)
     crowd = bench.draw([*requests(48, temperature=0.9)[16:], *some])[-16:]
@@ -109,7 +109,7 @@ def test_responses_end_with_their_stop_token(bench: Bench, record_figures: Recor
         assert stops == ([len(completion.response_ids) - 1] if stopped else []), completion
         assert stopped or len(completion.response_ids) == 60, completion
     assert {c.finish_reason for c in completions} == {"stop", "length"}
-    # Each request with its own tenth token as a further stop token: the same draws up to there.
+    # Each request with its own tenth token as a further stop token: the same samples up to there.
     own = [
         replace(r, stop_token_ids=(c.response_ids[min(9, len(c.response_ids) - 1)],))
         for r, c in zip(some, completions, strict=True)
@@ -164,7 +164,7 @@ def test_logprobs_of_given_text(bench: Bench, record_figures: Record) -> None:
 
 
 def test_long_prompts_are_computed_in_chunks(bench: Bench, record_figures: Record) -> None:
-    """Prompts of up to 700 tokens, 256 tokens per step, among short ones that already draw."""
+    """Prompts of up to 700 tokens, 256 tokens per step, among short ones that already sample."""
     some = requests(8)
     lengths = (700, 257, 256, 255)
     some = [*some[:4], *(replace(r, prompt_ids=long_prompt(n, n)) for r, n in zip(some[4:], lengths, strict=True))]
@@ -253,7 +253,7 @@ def test_aborted_requests_leave_nothing_behind(bench: Bench, record_figures: Rec
 
 
 def test_preempted_requests_go_on_as_they_were(bench: Bench, record_figures: Record) -> None:
-    """More tokens than the cache has room for: vLLM drops requests, computes them anew, and draws on."""
+    """More tokens than the cache has room for: vLLM drops requests, computes them anew, and samples on."""
     engine = bench.engine._llm.llm_engine
     cache, scheduler = engine.vllm_config.cache_config, engine.engine_core.engine_core.scheduler
     room = cache.num_gpu_blocks * cache.block_size

@@ -1,6 +1,6 @@
 """Steps of GRPO on one GPU: seconds of each phase, tokens/s, MFU. Groups 8 and 9 are this test, with a shape each.
 
-Not run on a GPU yet. A step is 32 prompts x 8 samples of 512 tokens, drawn with CUDA graphs, one update. The first step is
+Not run on a GPU yet. A step is 32 prompts x 8 samples of 512 tokens, sampled with CUDA graphs, one update. The first step is
 left out, and the medians of the others are printed.
 """
 

@@ -86,7 +86,7 @@ def shared() -> tuple[torch.Tensor, torch.Tensor]:
 
     mesh = build_mesh(Device("cpu"), tp=1, pp=1, cp=2, rollout_tp=1)
     assert (mesh.dp, mesh.dp_rank, mesh.cp, mesh.cp_rank) == (1, 0, 2, mesh.rank)
-    assert mesh.is_first_replica_rank == (mesh.rank == 0) and mesh.stage_rank(0) == mesh.rank
+    assert mesh.is_replica_reporter == (mesh.rank == 0) and mesh.stage_rank(0) == mesh.rank
     x, c = torch.arange(1.0, 13.0), torch.linspace(-1, 1, 5)
     w = torch.tensor(0.5, requires_grad=True)
     own = local_tokens([8, 4], 2, mesh.cp_rank)

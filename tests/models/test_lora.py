@@ -275,7 +275,7 @@ CHAIN = ["1", "TP2+SP", "DP2", "PP2", "TP4"]
 def test_a_checkpoint_of_adapters_resumes_in_other_layouts(models: dict[str, Path], tmp_path: Path) -> None:
     """Each layout loads what the one before has saved, saves it again (the same bits), updates once and saves.
 
-    The last updates must be those of one rank that is never stopped. Factors are drawn from their names: the same anywhere.
+    The last updates must be those of one rank that is never stopped. Factors are sampled from their names: the same anywhere.
     """
     common: dict[str, Any] = {"folder": models["qwen2"], "out": tmp_path}
     [alone] = chain(1, layout=LAYOUTS["1"], done=None, count=len(CHAIN), **common)

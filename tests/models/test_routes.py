@@ -1,6 +1,6 @@
 """Route replay: given experts are computed as transformers computes them, in every layout, with gradients for the routers.
 
-The routes here are drawn at random, so an error of one token or one layer anywhere changes the result.
+The routes here are sampled at random, so an error of one token or one layer anywhere changes the result.
 """
 
 from __future__ import annotations
@@ -409,7 +409,7 @@ OVERRIDE = "override_transformer_config"
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("engine", {}, {"model_type": "llama", "num_experts": 0}, "but this model (llama) has no experts"),
     ("engine", {"rollout": {"engine": "transformers"}}, {}, "rollout.engine='transformers', which records no routes"),
-    ("engine", {"algorithm": {"source": "file"}}, {}, "but this run draws nothing; set actor.moe.route_replay=none"),
+    ("engine", {"algorithm": {"source": "file"}}, {}, "but this run samples nothing; set actor.moe.route_replay=none"),
     ("engine", {"vllm": "0.26.0"}, {}, "on the CPU: the installed vLLM's routers cannot be recorded there; install"),
     ("engine", {"megatron": {OVERRIDE: {"moe_router_fusion": True}}}, {}, ".moe_router_fusion=True: routers would"),
     ("old", {"megatron": {OVERRIDE: {"recompute_modules": ["moe"]}}}, {}, ".recompute_modules=['moe']: routers"),

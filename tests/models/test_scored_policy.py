@@ -53,7 +53,7 @@ def batch_of(rows: list[Row], paired: bool, policy: Any) -> Any:
         sample.reward = max(labels[0][1], 0.0)
         samples.append(sample)
     mesh = policy.mesh
-    mine = [sample for sample in samples if sample.prompt_index % mesh.num_rollout_blocks == mesh.rollout_block]
+    mine = [sample for sample in samples if sample.prompt_index % mesh.num_engine_replicas == mesh.engine_replica]
     table = gather_groups(mine, mesh)
     estimator = "preference" if paired else "step_labels"
     config = policy.actor.model_copy(
@@ -80,7 +80,7 @@ def update(folder: Path, rows: list[Row], paired: bool, layout: Layout, target: 
     batch = batch_of(rows, paired, policy)
     sums = [policy.forward_backward(batch, micro_batches, loss_of(paired)).sums for micro_batches in batch.mini_batches]
     out: dict[str, Any] = {"gradients": whole_scalar(policy, named_gradients(policy))}
-    first = policy.mesh.is_first_replica_rank
+    first = policy.mesh.is_replica_reporter
     out["metrics"] = {name: float(part.total) if first else 0.0 for name, part in (sums[0] if sums else {}).items()}
     if target is not None:
         policy = build(folder, kind, layout)

@@ -1,4 +1,4 @@
-"""The two phases: the same advantages bit for bit wherever a group was drawn; every token on the rank that trains on it."""
+"""The two phases: the same advantages bit for bit wherever a group was sampled; every token on the rank that trains on it."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_masks_travel_as_spans_and_only_where_there_is_a_zero(alone: dict) -> No
 
 def test_a_sample_drawn_twice_stops_every_rank() -> None:
     for message in worlds.run(drawn_twice, 2):
-        assert "drawn twice: (prompt, index) [(0, 0), (0, 1)]" in message
+        assert "sampled twice: (prompt, index) [(0, 0), (0, 1)]" in message
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1, 1), (2, 2, 1, 1), (4, 1, 2, 2), (4, 1, 1, 1)], ids=str)
@@ -182,7 +182,7 @@ def roundtrip(tp: int, pp: int, rollout_tp: int, num_prompts: int, n: int, out: 
 
     mesh = build_mesh(Device("cpu"), tp=tp, pp=pp, rollout_tp=rollout_tp)
     everything = draw(num_prompts, n)
-    blocks, block = mesh.num_rollout_blocks, mesh.rollout_block
+    blocks, block = mesh.num_engine_replicas, mesh.engine_replica
     cut = [b * len(everything) // blocks for b in range(blocks + 1)]
     held = everything[cut[block] : cut[block + 1]]  # a cut may fall inside a group
     unmasked = gather_groups([replace(sample, loss_mask=[]) for sample in held], mesh)
@@ -205,7 +205,7 @@ def roundtrip(tp: int, pp: int, rollout_tp: int, num_prompts: int, n: int, out: 
         "batch_advantages": {row: batch.advantages[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
         "token_weights": {row: batch.token_weights[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
         "loss_masks": {row: batch.loss_mask[i][batch.response_mask[i]].tolist() for i, row in enumerate(rows)},
-        "leader": mesh.block_broadcast(mesh.rank),
+        "leader": mesh.replica_broadcast(mesh.rank),
         "padding": bool((batch.loss_mask & ~batch.response_mask).any()),
         "plan_weights": plan.token_weights,
     }
@@ -276,7 +276,7 @@ def travelling(tp: int, pp: int, rollout_tp: int) -> dict[str, Any]:
         images = tuple(placed(one.digest, one.first) for one in IMAGES[sample.prompt_index])
         sample.prompt, sample.reward = replace(sample.prompt, images=images), float(sample.index)
         sample.loss_mask, sample.routes = [1] * len(sample.response_ids), None
-    blocks, block = mesh.num_rollout_blocks, mesh.rollout_block
+    blocks, block = mesh.num_engine_replicas, mesh.engine_replica
     held = [sample for place, sample in enumerate(samples) if place % blocks == block]
     table = gather_groups(held, mesh)
     actor = ActorConfig(ppo_max_token_len_per_gpu=400)
@@ -296,7 +296,7 @@ def travelling(tp: int, pp: int, rollout_tp: int) -> dict[str, Any]:
     return {
         "images": {row: (own, [one.pixels for one in own]) for row, own in zip(batch.rows, images, strict=True)},
         "parcels": list(zip(seen, wanted, strict=True)),
-        "held": len(held) if mesh.is_block_leader else 0,
+        "held": len(held) if mesh.is_replica_leader else 0,
     }
 
 

@@ -251,7 +251,7 @@ def test_every_reward_model_is_on_the_device_or_one_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("sections", "phase", "changes"),
     [
-        # The engine draws from the reference, which is streamed into it.
+        # The engine samples from the reference, which is streamed into it.
         ({"algorithm": {"source": "initial"}}, "sync", {"reference": 2 * P}),
         ({"rollout": {"engine_kwargs": {"kv_cache_memory_bytes": 5 * GIB}}}, "rollout", {"KV cache": 5 * GIB}),
         ({"actor": {"use_kl_loss": False}}, "scoring", {"reference": None}),

@@ -135,16 +135,18 @@ def test_adapters_of_70b_fit_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_split_takes_as_long_as_its_slower_role(monkeypatch: pytest.MonkeyPatch) -> None:
-    """max(G', U'): more ranks that draw need less time."""
+    """max(G', U'): more rollout ranks need less time."""
     config, models, work = config_70b(monkeypatch)
     machine = PlannedMachine(find_gpu("h100-80"), 64)
     splits = list(search_splits(config, models, work, machine))
     for split, planned in splits:
-        seconds, trains = planned.seconds, 64 - planned.drawing
+        seconds, trains = planned.seconds, 64 - planned.rollout_ranks
         assert seconds.step == max(seconds.generate, seconds.score + seconds.update + seconds.sync)
-        assert split.num_rollout_ranks == planned.drawing and trains % (planned.layout.tp * planned.layout.pp) == 0
+        assert (
+            split.num_rollout_ranks == planned.rollout_ranks and trains % (planned.layout.tp * planned.layout.pp) == 0
+        )
         assert "rollout" not in {phase.name for phase in planned.fit.phases} and planned.fit.fits
-    by_drawing = {planned.drawing: planned.seconds.generate for _, planned in splits}
+    by_drawing = {planned.rollout_ranks: planned.seconds.generate for _, planned in splits}
     assert by_drawing.keys() <= {*range(8, 64, 8)} and len(by_drawing) > 1
     assert [by_drawing[n] for n in sorted(by_drawing)] == sorted(by_drawing.values(), reverse=True)
 

@@ -1,4 +1,4 @@
-"""Checks of what a live engine draws, computes and loads. `test_vllm.py` runs them in several worlds.
+"""Checks of what a live engine samples, computes and loads. `test_vllm.py` runs them in several worlds.
 
 Each check first loads weights, and can fail on any rank.
 """
@@ -122,7 +122,7 @@ def responses_end_with_their_stop_token(world: World) -> None:
         assert len(completion.logprobs) == len(completion.response_ids)
     assert {c.finish_reason for c in completions} == {"stop", "length"}
     assert {c.response_ids[-1] for c in completions if c.finish_reason == "stop"} == set(tiny.EOS)
-    # With a stop token of its own, a request gives the same draws up to that token.
+    # With a stop token of its own, a request gives the same samples up to that token.
     whole = next(c for c in completions if c.finish_reason == "length")
     request = requests(32, max_tokens=40)[completions.index(whole)]
     cut = whole.response_ids.index(whole.response_ids[9]) + 1
@@ -144,7 +144,7 @@ class Pairs:
 
 
 def responses_end_with_the_token_that_completes_a_stop_text(world: World) -> None:
-    """The same draws as without the text, up to that token, alone and beside other requests; also at the last token."""
+    """The same samples as without the text, up to that token, alone and beside other requests; also at the last token."""
     world.push(1, 0)
     some = requests(8, max_tokens=24)
     whole = world.generate(some)

@@ -30,7 +30,9 @@ def test_sample_seed_is_pinned_and_depends_on_every_part() -> None:
     }
     assert len(seeds) == 5 * 10 * 4 * 20
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert len({seed % 2**32 for seed in seeds}) > 3990  # a CPU generator keeps 32 bits; 4000 draws collide 0.002 times
+    assert (
+        len({seed % 2**32 for seed in seeds}) > 3990
+    )  # a CPU generator keeps 32 bits; 4000 samples collide 0.002 times
     assert len({sample_seed(1, 11, "a", 1), sample_seed(11, 1, "a", 1), sample_seed(1, 1, "1a", 1)}) == 3
 
 

@@ -38,7 +38,7 @@ def sample(logits: torch.Tensor, seed: int = 0, **settings: Any) -> tuple[list[i
 
 
 def test_tokens_have_the_frequencies_of_their_distribution() -> None:
-    """20,000 draws: a count has a standard deviation of sqrt(20000 p (1 - p)), at most 71. The bound is five of them."""
+    """20,000 samples: a count has a standard deviation of sqrt(20000 p (1 - p)), at most 71. The bound is five of them."""
     row = torch.tensor([0.0, 1.0, -1.0, 2.0, float("-inf"), 0.5])
     for temperature in (1.0, 0.5):
         tokens, logprobs = sample(row.expand(20_000, -1), temperature=temperature)
@@ -66,7 +66,7 @@ def test_top_k_and_top_p_renormalise_and_greedy_takes_the_most_likely() -> None:
             assert math.exp(logprob) == pytest.approx(kept[token] / sum(kept.values()), rel=1e-6)
     tokens, logprobs = sample(row, temperature=0)
     assert set(tokens) == {1} and math.exp(logprobs[0]) == pytest.approx(0.4)
-    # A token of probability zero is never drawn. 1 - 2**-53 times the sum may round to the sum: 1 stands for that.
+    # A token of probability zero is never sampled. 1 - 2**-53 times the sum may round to the sum: 1 stands for that.
     row = torch.tensor([[0.0, 0.3, float("-inf")]])
     assert sample_tokens(row, [Request((1,), 0, 1)], [lambda: 1.0])[0] == [1]
     assert sample_tokens(row.flip(1), [Request((1,), 0, 1)], [lambda: 0.0])[0] == [1]

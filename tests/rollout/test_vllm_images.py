@@ -86,7 +86,7 @@ def drawn_tokens_equal_transformers(world: ImageWorld) -> None:
 
 @torch.no_grad()
 def given_tokens_equal_transformers(world: ImageWorld) -> None:
-    """Each response has a placeholder, as if the policy had drawn it. Without its images a prompt has other values."""
+    """Each response has a placeholder, as if the policy had sampled it. Without its images a prompt has other values."""
     sequences = [[*ids, *response] for ids, _, response in world.prompts]
     assert all(vision.IMAGE_PAD in response for _, _, response in world.prompts)
     images = [images for _, images, _ in world.prompts]
@@ -99,7 +99,7 @@ def given_tokens_equal_transformers(world: ImageWorld) -> None:
 
 
 def placeholders_are_ordinary_tokens(world: ImageWorld) -> None:
-    """Drawn until there is one, then read again as a part of a prompt: the responses go on where they ended."""
+    """Sampled until there is one, then read again as a part of a prompt: the responses go on where they ended."""
     pads = 0
     for seed in range(40):
         requests = [replace(request, seed=100 * seed + request.seed) for request in world.requests()]
@@ -118,7 +118,7 @@ def placeholders_are_ordinary_tokens(world: ImageWorld) -> None:
 
 
 def continuations_go_on(world: ImageWorld) -> None:
-    """Prompt + response so far, with the same images: what is drawn then has the positions of one response."""
+    """Prompt + response so far, with the same images: what is sampled then has the positions of one response."""
     requests = world.requests(temperature=0.0)
     whole = world.generate(requests)
     for cut in (1, 3):
@@ -147,7 +147,7 @@ def equal_texts_with_different_images_are_not_mixed(world: ImageWorld) -> None:
 
 
 def features_are_computed_once_per_image_and_version(world: ImageWorld) -> None:
-    """A sync that changes the tower alone changes what is drawn at once, as it does in transformers."""
+    """A sync that changes the tower alone changes what is sampled at once, as it does in transformers."""
     [runs] = world.engine._llm.apply_model(
         lambda model: mock.patch.object(model, "embed_multimodal", wraps=model.embed_multimodal)
     )

@@ -84,7 +84,7 @@ class World:
         return self.engine.generate(requests, self.engine.version)
 
     def assert_samples_from(self, model: Any, requests: list[Request]) -> None:
-        """The engine's log-probabilities, of its own draws and of the same text as input, equal the model's."""
+        """The engine's log-probabilities, of its own samples and of the same text as input, equal the model's."""
         completions = self.generate(requests)
         drawn = [value for completion in completions for value in completion.logprobs]
         expected = [

@@ -138,7 +138,7 @@ def test_when_the_workers_cannot_run_the_next_take_says_so_on_all_ranks(broken_i
 
 def test_ranks_without_workers_take_what_the_leader_sends() -> None:
     leader, _ = answers_of(said("question"))
-    mesh: Any = SimpleNamespace(block_broadcast=lambda value: sent)
+    mesh: Any = SimpleNamespace(replica_broadcast=lambda value: sent)
     follower = EnvironmentAnswers(None, leader.renderer, leader.multi_turn, mesh)
     t = trajectory(4)
     leader.start([t])

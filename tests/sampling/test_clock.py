@@ -1,4 +1,4 @@
-"""The clock of two roles: which weights draw which step, against the rules written out. Steps that were drawn ahead."""
+"""The clock of two roles: which weights sample which step, against the rules written out. Steps that were sampled ahead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 9
 @pytest.mark.parametrize("lag", range(5))
 @pytest.mark.parametrize(("first", "old_lag"), [(0, 0), (3, 0), (3, 1), (3, 4), (7, 3), (9, 2)])
 def test_each_step_is_drawn_once_by_the_weights_of_lag_steps_before(lag: int, first: int, old_lag: int) -> None:
-    """A run of 9 steps goes on after `first` of them, of which `old_lag` more had been drawn."""
+    """A run of 9 steps goes on after `first` of them, of which `old_lag` more had been sampled."""
     drawn = min(STEPS, first + old_lag)
     clock = Clock(lag, first, drawn, STEPS)
     seen, trained = [], first
@@ -38,7 +38,7 @@ def test_without_a_lag_each_step_is_drawn_by_its_own_weights() -> None:
 
 @pytest.mark.parametrize("resume_at", [None, 5])
 def test_a_colocated_run_trains_first_on_the_steps_of_its_checkpoint(resume_at: int | None) -> None:
-    """Steps 4 and 5 were drawn ahead, and 6 was not. A checkpoint between them holds what is left."""
+    """Steps 4 and 5 were sampled ahead, and 6 was not. A checkpoint between them holds what is left."""
 
     def build(state: dict[str, Any]) -> StepsAhead:
         made = StepsAhead(ScriptedCollector([(0.0, 1.0)], LoneMesh()), LoneMesh())

@@ -109,7 +109,7 @@ def test_each_step_draws_its_own_prompts_with_its_own_seeds_and_weights() -> Non
     collector = policy_collector(generator)
     collect(collector, range(3), count=2)
     assert [draw["uids"] for draw in generator.draws] == [["p/0", "p/1"], ["p/2", "p/3"], ["p/4", "p/0"]]
-    assert [draw["round_id"] for draw in generator.draws] == [0, 1, 2]  # the step seeds the draws
+    assert [draw["round_id"] for draw in generator.draws] == [0, 1, 2]  # the step seeds the samples
     assert [draw["version"] for draw in generator.draws] == [0, 1, 2]  # and the engine holds its weights
     assert generator.draws[0]["temperature"] == 0.5 and generator.draws[0]["max_tokens"] == 7
     assert collector.epoch() == 6 / 5
@@ -134,7 +134,7 @@ def weighted_collector(generator: Any, weights: list[float]) -> PolicyCollector:
 
 
 def test_weighted_draws_are_in_proportion_and_reported() -> None:
-    """Ten draws are two epochs: prompts of weight 3, 1, 1, 0, 0 come 6, 2, 2, 0, 0 times."""
+    """Ten samples are two epochs: prompts of weight 3, 1, 1, 0, 0 come 6, 2, 2, 0, 0 times."""
     generator = FakeGenerator()
     collector = weighted_collector(generator, [0, 1, 0, 3, 1])
     collected = collect(collector, range(5), count=2)
@@ -154,13 +154,13 @@ def test_without_pass_rates_nothing_is_reported_and_the_state_is_the_position() 
 
 
 def test_the_initial_model_is_streamed_once_per_step() -> None:
-    """Once, however many rounds the step takes, and before its first draw: the engine then still holds the policy."""
+    """Once, however many rounds the step takes, and before its first sample: the engine then still holds the policy."""
     events: list[str] = []
     generator = FakeGenerator(reward=lambda prompt, index, round_id: float(prompt.prompt_ids[0] == 0 and index == 0))
     sample = generator.sample
 
     def noted(*arguments: Any, **named: Any) -> list[Sample]:
-        events.append(f"draw {named['version']}")
+        events.append(f"sample {named['version']}")
         return sample(*arguments, **named)
 
     generator.sample = noted  # type: ignore[method-assign]
@@ -168,7 +168,7 @@ def test_the_initial_model_is_streamed_once_per_step() -> None:
     inner.prepare = lambda step, metrics: events.append(f"sync {step}")
     dynamic = DynamicSampling(inner, LoneMesh(), round_size=2, max_rounds=3, max_staleness=1)
     collect(dynamic, range(2), count=2)  # at most one informative group per round
-    assert events == ["sync 0", "draw 0", "draw 0", "draw 0", "sync 1", "draw 1", "draw 1", "draw 1"]
+    assert events == ["sync 0", "sample 0", "sample 0", "sample 0", "sync 1", "sample 1", "sample 1", "sample 1"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,4 +1,4 @@
-"""Seeds of the draws, their cut over the rollout blocks, grading beside the draw, and rewards that fail."""
+"""Seeds of the samples, their cut over the engine replicas, grading beside the sample, and rewards that fail."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_reward_reads_the_whole_turn_and_what_is_known_of_it() -> None:
 
 
 def test_a_reward_that_compares_gets_all_samples_by_prompt_and_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever was drawn first; nothing is queued before the last one."""
+    """Whichever was sampled first; nothing is queued before the last one."""
     monkeypatch.setattr(rewards, "facts", lambda name: RewardFacts(batch=True, compares=True))
     pool = FakeRewardPool()
     grading = Grading(pool, Letters())  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def collect_partial(lengths: list[int], resume_at: int | None) -> list[Any]:
             collector = build()
             collector.load_state(state)
         local = [
-            (s.prompt_index, s.index, s.prompt.uid, s.response_ids, s.rollout_logprobs, [d.version for d in s.draws])
+            (s.prompt_index, s.index, s.prompt.uid, s.response_ids, s.rollout_logprobs, [d.version for d in s.segments])
             for s in numbered_samples(collector.groups(step, 2, Metrics()))
         ]
         out.append(sorted(entry for entries in mesh.all_gather(local) for entry in entries))
@@ -77,7 +77,7 @@ def taken(made: Any, steps: range, metrics: list[Any] | None = None) -> list[lis
         first = [group.samples[0] for group in groups]
         out.append(
             [
-                (s.prompt.prompt_ids[0], s.version, [d.version for d in s.draws for _ in range(d.start, d.end)])
+                (s.prompt.prompt_ids[0], s.version, [d.version for d in s.segments for _ in range(d.start, d.end)])
                 for s in first
             ]
         )
@@ -115,8 +115,8 @@ def test_chunks_have_seeds_of_their_own_and_the_weights_that_drew_them() -> None
     uids = ("p/1#0", "p/1#0", "p/1#0@4", "p/1#0@4", "p/1#0@8", "p/1#0@8")
     assert seeds[:6] == [sample_seed(9, 0, uid, i) for uid, i in zip(uids, (0, 1) * 3, strict=True)]
     sample = next(group for group in groups if group.samples[0].prompt.prompt_ids == (1,)).samples[0]
-    assert [(draw.start, draw.end, draw.version) for draw in sample.draws] == [(0, 4, 0), (4, 11, 1)]
-    assert sample.weights_digest == sample.draws[0].weights_digest and sample.finish_reason == "stop"
+    assert [(draw.start, draw.end, draw.version) for draw in sample.segments] == [(0, 4, 0), (4, 11, 1)]
+    assert sample.weights_digest == sample.segments[0].weights_digest and sample.finish_reason == "stop"
 
 
 def test_the_limit_ends_a_response_and_a_chunk_does_not() -> None:
@@ -147,7 +147,7 @@ def test_a_resumed_run_knows_which_block_has_which_group() -> None:
     first.groups(0, 2, Metrics())
     second = collector(CountingEngine([30] * 6), mesh=LoneMesh(2, 1), over_sample=2.0, max_staleness=4)
     second.load_state(json.loads(json.dumps(first.state())))
-    assert [(group.block, bool(group.samples)) for group in second.waiting] == [(0, False), (1, True)]
+    assert [(group.replica, bool(group.samples)) for group in second.waiting] == [(0, False), (1, True)]
 
 
 def test_a_group_that_is_partly_finished_goes_on_after_a_resume() -> None:

@@ -1,4 +1,4 @@
-"""Which block draws what: dealt by expected length, and shared at logical times, whatever the steps take."""
+"""Which block samples what: dealt by expected length, and shared at logical times, whatever the steps take."""
 
 from __future__ import annotations
 

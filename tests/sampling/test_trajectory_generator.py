@@ -83,7 +83,7 @@ def test_a_group_shares_its_environments_seed() -> None:
             patch.setattr(f"{__name__}.FakeAnswers", Watched)
             draw(1, 2, 1, round_id=round_id, greedy=True)
     assert len(seeds) == 2 * 3 * 3
-    assert len(set(seeds.values())) == 2 * 3  # per draw: two prompts, one of them twice
+    assert len(set(seeds.values())) == 2 * 3  # per sample: two prompts, one of them twice
     assert seeds[key(1, 0)] == seeds[key(1, 1)] == seeds[key(1, GREEDY)] != seeds[key(2, 0)]
 
 
@@ -163,7 +163,7 @@ def test_a_branch_is_a_sample_with_the_reward_of_the_end(monkeypatch: pytest.Mon
         s.loss_mask == [int(t.kind == "assistant") for t in s.turns for _ in range(t.start, t.end)] for s in samples
     )
     assert {s.status for s in samples} == {"ok"} and [len(s.turn_rewards) for s in samples] == [1, 1, 1, 0, 0, 0, 0]
-    assert len({request.seed for _, request in engine.requests}) == 9  # each turn has draws of its own
+    assert len({request.seed for _, request in engine.requests}) == 9  # each turn has samples of its own
     if pool is not None:
         assert len(pool.items) == 3  # a branch is not graded
 

@@ -132,7 +132,7 @@ def test_a_supervised_run_of_70b_has_no_engine(
     command = ["train", "examples/llama3_70b_sft.yaml", "--dry-run", "--world-size", "64", "--gpu-memory"]
     assert main.main([*command, "79"]) == 0
     plan = capsys.readouterr().out
-    assert "rollout           no engine: nothing is drawn" in plan and "128 rows, read from files" in plan
+    assert "rollout           no engine: nothing is sampled" in plan and "128 rows, read from files" in plan
     assert re.search(r"^ +load +update$", plan, re.MULTILINE)
     assert re.search(r"^  together +35.74 +43.83$", plan, re.MULTILINE)
     for word in ("Weight sync", "engines of", "engine weights", "engine's share", "KV cache", "sync buckets"):

@@ -192,7 +192,7 @@ class Ranks:
         }
         self.transports = [Queues(self, rank) for rank in range(size)]
         self._training = range(grid.num_training)
-        roles = [self._training, *([range(grid.num_training, size)] if grid.num_drawing else [])]
+        roles = [self._training, *([range(grid.num_training, size)] if grid.num_rollout_ranks else [])]
         self._meetings = [Meeting(role) for role in roles]
         dtype = next(iter(of.weights.values())).dtype
         self.accepted = [False] * size  # of each rank, the last sync
@@ -201,8 +201,8 @@ class Ranks:
         def made(rank: int) -> FullCodec:
             queues, pool = self.transports[rank], Pool(dtype, torch.device("cpu"))
             transport = Transport(queues.post, pool)
-            if grid.num_drawing:
-                bridge: Any = SimpleNamespace(post=queues.post, draws=rank not in self._training)
+            if grid.num_rollout_ranks:
+                bridge: Any = SimpleNamespace(post=queues.post, segments=rank not in self._training)
                 transport = Transport(BridgePost(bridge, lag=0), pool, is_staged=True)
             sync_rank = SyncRank(self._meeting(rank).mesh(rank), grid, transport, pool, 1 << 14)
             return codec(sync_rank, of.rank_plan(rank), lambda parameter: parameter)

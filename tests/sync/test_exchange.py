@@ -60,7 +60,7 @@ def _with_whole_experts() -> Iterator[Layout]:
 
 
 def _in_roles() -> Iterator[Layout]:
-    """The last ranks draw, the others train."""
+    """The last ranks sample, the others train."""
     families = itertools.cycle(["llama", "qwen2-tied", "qwen3-moe", "deepseek-v3"])
     for tp, pp, replicas in SIZES[:: len(SIZES) // 6]:
         for drawing, rollout_tp, ranks_per_node in ((1, 1, 8), (4, 2, 2), (6, 2, 4), (8, 4, 4)):
@@ -79,7 +79,7 @@ def _name(layout: Layout) -> str:
     stages = "+".join(map(str, sizes))
     return (
         f"{family} TP{grid.tp} PP{stages} x{grid.replicas}{ep} to TP{grid.rollout_tp}{engine_ep},"
-        f" nodes of {grid.ranks_per_node}{f', {grid.num_drawing} only draw' if grid.num_drawing else ''}"
+        f" nodes of {grid.ranks_per_node}{f', {grid.num_rollout_ranks} only draw' if grid.num_rollout_ranks else ''}"
     )
 
 
@@ -105,7 +105,7 @@ def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
     world = simulation.world(architecture(family), grid, list(sizes), budget=budget_of(number), rollout_ep=rollout_ep)
     ranks = Ranks(world)
     given = ranks.sync()
-    for rank in range(grid.first_drawing, grid.world_size):
+    for rank in range(grid.first_rollout_rank, grid.world_size):
         assert given[rank].keys() == world.weights.keys()
         for name, complete in world.weights.items():
             span = world.span(name, rank)
@@ -171,7 +171,7 @@ def _floors(plan: SyncPlan) -> tuple[list[int], list[int]]:
                 for shard in shards:
                     if shard.tensor == index:
                         has[rank][shard.start : shard.stop] = True
-        for rank in range(grid.first_drawing, grid.world_size):
+        for rank in range(grid.first_rollout_rank, grid.world_size):
             start, stop = plan.spans[tensor.name][grid.engine_rank(rank)]
             needs[rank][start:stop] = True
             ranks[rank] += int((needs[rank] & ~has[rank]).sum()) * width

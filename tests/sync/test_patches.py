@@ -91,7 +91,7 @@ def change(ranks: Ranks, share: float) -> None:
 
 def assert_exact(ranks: Ranks, given: Given) -> None:
     world = ranks.world
-    for rank in range(world.grid.first_drawing, world.grid.world_size):
+    for rank in range(world.grid.first_rollout_rank, world.grid.world_size):
         assert given[rank].keys() == world.weights.keys()
         for name, complete in world.weights.items():
             span = world.span(name, rank)
@@ -157,8 +157,8 @@ LAYOUTS = [  # family, layout, layers of each stage, rollout ep
     ("qwen3-moe", Grid(4, tp=2, pp=2, rollout_tp=4, ranks_per_node=2), [2, 2], 4),
     ("mixtral", Grid(8, tp=2, pp=2, ep=2, rollout_tp=8, ranks_per_node=4), [2, 2], 1),
     ("llama", Grid(4, tp=2, rollout_tp=2, ranks_per_node=4), [4], 1),  # nothing moves
-    ("qwen2", Grid(6, tp=2, pp=2, rollout_tp=2, ranks_per_node=2, num_drawing=2), [2, 2], 1),  # two roles
-    ("qwen3-moe", Grid(4, tp=2, rollout_tp=1, ranks_per_node=4, num_drawing=2), [4], 1),
+    ("qwen2", Grid(6, tp=2, pp=2, rollout_tp=2, ranks_per_node=2, num_rollout_ranks=2), [2, 2], 1),  # two roles
+    ("qwen3-moe", Grid(4, tp=2, rollout_tp=1, ranks_per_node=4, num_rollout_ranks=2), [4], 1),
 ]
 
 
@@ -292,7 +292,7 @@ def test_a_patch_of_another_history_names_ranks_and_numbers(has_roles: bool) -> 
     """Rank 2 has missed a sync: what it has is not what the patches build on."""
     ranks = small_ranks()
     if has_roles:
-        grid = Grid(3, tp=2, rollout_tp=1, ranks_per_node=2, num_drawing=1)
+        grid = Grid(3, tp=2, rollout_tp=1, ranks_per_node=2, num_rollout_ranks=1)
         ranks = patching(simulation.world(architecture("qwen2", **TINY), grid, [2]))
     codec: Any = ranks.codecs[2]
     ranks.sync(0)

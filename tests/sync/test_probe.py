@@ -17,7 +17,7 @@ import torch
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sync.attest import Probe, Provenance, logprobs_problem, weights_problem
-from grpo_megatron.types import Draw, Sample
+from grpo_megatron.types import Sample, Segment
 from tests import tiny, worlds
 from tests.distributed.sync_ranks import build
 from tests.fakes import LoneMesh, prompt
@@ -155,14 +155,14 @@ def test_a_sample_must_be_of_the_weights_of_its_version() -> None:
     """So must every part of a response of rollout.partial: tokens of step 3, then of step 5. A step's last sync counts."""
 
     def drawn(digest: str) -> Sample:
-        draws = [Draw(0, 1, 3, "weights 3"), Draw(1, 2, 5, digest)]
-        return Sample(prompt(3), 0, 1, [5, 6], [-0.1] * 2, "stop", 3, weights_digest="weights 3", draws=draws)
+        draws = [Segment(0, 1, 3, "weights 3"), Segment(1, 2, 5, digest)]
+        return Sample(prompt(3), 0, 1, [5, 6], [-0.1] * 2, "stop", 3, weights_digest="weights 3", segments=draws)
 
     made = provenance()
     good = [sample(5, "weights 5"), sample(4, "weights 4"), sample(3, "weights 3"), drawn("weights 5")]
     made.check(5, good)
     made.check(5, [])
-    refused = "step 5 cannot train on 1 of 5 samples: prompt 'p/3', sample 1 was drawn by"
+    refused = "step 5 cannot train on 1 of 5 samples: prompt 'p/3', sample 1 was sampled by"
     for wrong in (sample(5, "weights 4"), sample(5, ""), sample(4, "weights 5"), sample(2, "weights 2")):
         with pytest.raises(RankError, match=refused):
             made.check(5, [*good, wrong])
@@ -177,7 +177,7 @@ def test_a_sample_must_be_of_the_weights_of_its_version() -> None:
 
 @pytest.mark.parametrize("first_step", [4, 6])
 def test_a_resumed_run_knows_the_weights_of_old_samples(first_step: int) -> None:
-    """For longer where steps before `first_step` were drawn ahead, maybe with a larger lag than the run has now."""
+    """For longer where steps before `first_step` were sampled ahead, maybe with a larger lag than the run has now."""
     made = Provenance(LoneMesh(), max_staleness=2)
     made.load_state(json.loads(json.dumps(provenance().state())), first_step)
     made.record(6, "weights 6")

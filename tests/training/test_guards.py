@@ -97,7 +97,7 @@ class Run:
         before, metrics = self.state(), Metrics()
         try:
             sums, constants = self.policy.update(batch or self.batch(), self.loss, guard=guard)
-            record_update(metrics, sums, constants, self.mesh.is_first_replica_rank)
+            record_update(metrics, sums, constants, self.mesh.is_replica_reporter)
             stopped = ""
         except GuardStop as error:
             stopped = str(error)

@@ -61,7 +61,7 @@ def _update(policy: Any, pairs: Any) -> dict[str, Any]:
     rows = share(len(pairs), policy.mesh.dp_rank, policy.mesh.dp)
     batch = tiny.make_batch(pairs, [[[i] for i in range(len(rows))]], rows)
     (sums,), metrics = policy.update(batch, loss)
-    counts = policy.mesh.is_first_replica_rank
+    counts = policy.mesh.is_replica_reporter
     parts = policy.mesh.all_gather(float(sums["actor/pg_loss"].total) if counts else 0.0)
     return {
         "loss": sum(parts),

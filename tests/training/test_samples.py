@@ -111,7 +111,7 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
     assert "is a file, not a folder" in problems(tmp_path / "run", tmp_path / "file" / "rollouts")[0]
     assert "is trainer.output_dir; set a folder in it" in problems(tmp_path / "run", tmp_path / "run")[0]
     sft = {"algorithm": {"source": "file", "adv_estimator": "constant"}, "actor": {"loss_mode": "sft"}}
-    assert "algorithm.source=file draws no responses" in problems(tmp_path / "run", tmp_path / "rollouts", **sft)[0]
+    assert "algorithm.source=file generates no responses" in problems(tmp_path / "run", tmp_path / "rollouts", **sft)[0]
 
 
 # -- single lines ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What happens at which step: syncs, draws, validation, saving, renewals, learning, and where a resumed run goes on.
+"""What happens at which step: syncs, samples, validation, saving, renewals, learning, and where a resumed run goes on.
 
 The trainer is the real one; models, engine and ranks are stand-ins (tests/fakes.py). A policy's weights are named by the
-number of its updates, so "policy after 3" is what step 3 must draw with.
+number of its updates, so "policy after 3" is what step 3 must sample with.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def test_every_step_draws_with_the_weights_before_it(tmp_path: Path) -> None:
     assert only(events, "save hf", "reward model learns") == []
     assert [row["step"] for row in rows] == [row["training/global_step"] for row in rows] == [0, 1, 2, 3]
     assert [row["training/epoch"] for row in rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3])
-    # old_logprobs are from before the update of the step; each update moves them by 0.01 from the drawn ones
+    # old_logprobs are from before the update of the step; each update moves them by 0.01 from the sampled ones
     assert [row["training/rollout_logp_diff_mean"] for row in rows] == pytest.approx([0, 0.01, 0.02, 0.03], abs=1e-6)
 
 
 @pytest.mark.parametrize(("stale", "message"), [("policy after 1", "step 2 cannot train on 4 of 4"), ("", "unknown")])
 def test_a_step_refuses_samples_of_other_weights(tmp_path: Path, stale: str, message: str) -> None:
-    """The engine draws with the weights of step 1 at step 2, and with nothing at all."""
+    """The engine samples with the weights of step 1 at step 2, and with nothing at all."""
     draw = fakes.WatchedGenerator.sample
 
     def stale_draw(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -183,7 +183,7 @@ def test_a_resumed_iteration_needs_its_copy(tmp_path: Path) -> None:
 def test_the_initial_model_answers_and_the_policy_is_validated(tmp_path: Path) -> None:
     """Two rounds at step 0, whose groups are all informative but too few; the initial model is streamed once.
 
-    An outer iteration draws from its own start.
+    An outer iteration samples from its own start.
     """
     sections = {**INITIAL, "algorithm": {**INITIAL["algorithm"], "filter_groups": {"enable": True}}}
     events, _ = run(
@@ -247,7 +247,7 @@ FROM_FILE = {
 
 
 def test_a_run_that_draws_nothing_has_no_engine(tmp_path: Path) -> None:
-    """No engine, no reward workers, no sync, no draw; the rest of each step is as in any run.
+    """No engine, no reward workers, no sync, no sample; the rest of each step is as in any run.
 
     Every token has log-probability -1 - 0.01 x updates, in rows of 1, 2 and 3 tokens: so has the mean over the tokens.
     """
@@ -282,7 +282,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stop_after", [1, 3, 4])
 @pytest.mark.parametrize("name", RESUMED)
 def test_stop_and_resume_are_as_if_never_stopped(tmp_path: Path, name: str, stop_after: int) -> None:
-    """The same syncs, draws, updates and metrics; steps that a stopped run has done are not done again."""
+    """The same syncs, samples, updates and metrics; steps that a stopped run has done are not done again."""
     sections = {"trainer": {"total_training_steps": 7, "test_freq": 3, "val_before_train": True}, **RESUMED[name]}
     whole, _ = run(tmp_path / "whole", **sections)
     first, _ = run(tmp_path / "halves", **sections, stop_after=stop_after)

@@ -1,4 +1,4 @@
-"""Validation: the same draws at every step, metrics per source, failed rewards, and the examples that are written."""
+"""Validation: the same samples at every step, metrics per source, failed rewards, and the examples that are written."""
 
 from __future__ import annotations
 

@@ -103,4 +103,4 @@ def test_the_example_of_a_supervised_run_is_the_warm_up_of_the_quickstart() -> N
     names = ("task", "train_files", "train_batch_size", "shuffle", "apply_chat_template", "max_prompt_length")
     assert [getattr(stage.data, name) for name in names] == [getattr(alone.data, name) for name in names]
     assert steps_of_epochs(alone, 13_440) == stage.trainer.total_training_steps == 420
-    assert stage.draws is False is alone.draws
+    assert stage.has_rollouts is False is alone.has_rollouts

@@ -35,7 +35,7 @@ lora: step time, memory and sync bytes of LoRA, merged and split, beside trainin
 against trainer on experts in bfloat16, with the engine's routes beside without.
 
 waiting: two ranks with responses of very different lengths: steps that wait for all beside partial rollouts, and requests
-of one rank beside requests that ranks share. roles: steps of ranks that train and draw in turn beside ranks of two roles.
+of one rank beside requests that ranks share. roles: steps of ranks that train and sample in turn beside ranks of two roles.
 
 saving: checkpoints that are written while training goes on, beside checkpoints that the run waits for. scale: the host side of
 a step of 65,536 samples in worlds of 64, 512 and 4,096 ranks, simulated in this process.

@@ -105,7 +105,7 @@ def built_engine(name: str, folder: Path, workload: Workload, mesh: Any, **optio
 
 
 def rollout(folder: Path, workload: Workload, mesh: Any) -> Ways:
-    """vLLM's own loop, and the engines over the same requests of half a step: what one of two ranks draws."""
+    """vLLM's own loop, and the engines over the same requests of half a step: what one of two ranks samples."""
     import torch
 
     from grpo_megatron.rollout.engine import Request
@@ -243,7 +243,7 @@ def answer(connection: Any, question: Any) -> Any:
 
 
 def vllm_rollouts(connection: Any, workload: Workload, is_exact: bool) -> None:
-    """A process with an engine: it draws for the prompts that it receives, and sends its processor seconds."""
+    """A process with an engine: it samples for the prompts that it receives, and sends its processor seconds."""
 
     def serve(folder: Path, workload: Workload, mesh: Any) -> Ways:
         from grpo_megatron.rollout.engine import Request

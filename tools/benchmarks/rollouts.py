@@ -1,9 +1,9 @@
 """`tools.benchmarks overlap`: rewards graded while the engine generates, beside rewards graded afterwards.
 
 One rank on the CPU, with the real vLLM on a small random model, whose responses end at random lengths, and real reward
-workers, whose reward sleeps. Both ways draw the same samples; their tokens and rewards are compared.
+workers, whose reward sleeps. Both ways sample the same samples; their tokens and rewards are compared.
 
-Then a validation, whose rewards are slow, between training draws, whose rewards are quick: what it takes beyond drawing.
+Then a validation, whose rewards are slow, between training samples, whose rewards are quick: what it takes beyond sampling.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def step(alone: Any, both: Any, pool: Any, args: argparse.Namespace) -> dict[str
 
 
 def validation(alone: Any, both: Any, folder: Path, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of drawing alone; of a validation graded afterwards and meanwhile; and of all in it but its draw."""
+    """Seconds of sampling alone; of a validation graded afterwards and meanwhile; and of all in it but its sample."""
     from grpo_megatron.config import DataConfig, RolloutConfig, TrainerConfig
     from grpo_megatron.report.metrics import Metrics
     from grpo_megatron.training.validation import Validator
@@ -156,7 +156,7 @@ def validation(alone: Any, both: Any, folder: Path, args: argparse.Namespace) ->
     in_draw = 0.0
 
     class Timed:
-        """A generator that adds up the seconds of its draws."""
+        """A generator that adds up the seconds of its samples."""
 
         def draw(self, *arguments: Any, **options: Any) -> Any:
             nonlocal in_draw
@@ -198,9 +198,9 @@ def validation_report(seconds: dict[str, list[float]], args: argparse.Namespace)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     beyond = [median[name] - median["draw"] for name in ("afterwards", "meanwhile")]
     return (
-        f"validation of {args.prompts * SAMPLES} samples with these rewards, between steps with quick ones: drawn in"
+        f"validation of {args.prompts * SAMPLES} samples with these rewards, between steps with quick ones: sampled in"
         f" {median['draw']:.2f} s\n"
-        f"graded afterwards {beyond[0]:.2f} s beyond the draw; graded meanwhile {beyond[1]:.2f} s beyond it, of which"
+        f"graded afterwards {beyond[0]:.2f} s beyond the sample; graded meanwhile {beyond[1]:.2f} s beyond it, of which"
         f" {1000 * median['rest']:.1f} ms are gathering, metrics and files; ratio {beyond[1] / beyond[0]:.2f}"
     )
 

@@ -77,7 +77,7 @@ def run(folder: Path, overrides: list[str]) -> list[dict[str, float]]:
 
 # `tools.benchmarks routes`: engine and trainer on a mixture of experts in bfloat16, with and without route replay.
 #
-# Two runs in turn with a learning rate of 0: the same weights draw the same samples, so the two differ only in the experts that
+# Two runs in turn with a learning rate of 0: the same weights sample the same samples, so the two differ only in the experts that
 # the trainer computes. k3 is the mean over tokens of e^d - d - 1, d the trainer's log-probability minus the engine's.
 
 ROUTES_COLUMNS = {
@@ -145,7 +145,7 @@ def routes(args: argparse.Namespace) -> int:
     return 0
 
 
-# `tools.benchmarks roles`: steps of ranks that train and draw in turn, beside ranks of two roles with a lag of 0, 1 and 2.
+# `tools.benchmarks roles`: steps of ranks that train and sample in turn, beside ranks of two roles with a lag of 0, 1 and 2.
 #
 # Two ranks on the CPU, with the quickstart's sizes and transformers' engine. What a GPU would take is emulated by sleeping: each
 # engine step takes DECODE seconds, however many sequences it decodes, and an update UPDATE seconds for all tokens of the batch,

@@ -1,6 +1,6 @@
 """The host side of a step in a large world, in one process: what one rank computes, for several numbers of ranks.
 
-The samples of all ranks are drawn as numbers (no tokens), and sent as they would be: pickled parts of every rollout block.
+The samples of all ranks are sampled as numbers (no tokens), and sent as they would be: pickled parts of every engine replica.
 Every phase is timed once, after a first run; then it runs under tracemalloc for the largest memory that it holds at once,
 besides its inputs. Network time is not in it; `parallel/control.py` gives the number of messages.
 """
@@ -22,7 +22,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a checkout that is not installed
 
 GROUP = 8  # samples per prompt
-REPLICA = 8  # ranks per data-parallel replica, and per rollout block
+REPLICA = 8  # ranks per data-parallel replica, and per engine replica
 METRICS = 100  # names that every rank records
 
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def scale(args: argparse.Namespace) -> int:
     print(
-        f"{args.samples:,} samples, {GROUP} per prompt; replicas and rollout blocks of {REPLICA} ranks; seconds (peak MiB)"
+        f"{args.samples:,} samples, {GROUP} per prompt; replicas and engine replicas of {REPLICA} ranks; seconds (peak MiB)"
     )
     print(f"{'ranks':>6s}  " + "  ".join(f"{name:>16s}" for name in PHASES))
     for ranks in args.ranks:

@@ -1,7 +1,7 @@
 """`tools.benchmarks start`: seconds from the command `train` to the first sampled token, and where they go.
 
 The run is on the CPU: the 0.4M model, no supervised warm-up, no validation; its first action is a rollout. It is killed at the
-first token that a rank draws for a prompt (the probe's token is not counted). Processor time is that of all its processes.
+first token that a rank samples for a prompt (the probe's token is not counted). Processor time is that of all its processes.
 start_marks/sitecustomize.py reports the moments from inside, so that --against measures another checkout in the same way.
 """
 

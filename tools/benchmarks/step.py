@@ -169,5 +169,5 @@ def check_sizes(folder: Path, workload: Workload, steps: int) -> None:
     }
     tokens = workload.num_samples * steps * workload.max_length
     if min(lengths.values()) < 0.99 * workload.response_length or told["tokens"] < 0.99 * tokens:
-        raise SystemExit(f"the sides did not draw {workload.response_length} tokens per response: {lengths}")
+        raise SystemExit(f"the sides did not sample {workload.response_length} tokens per response: {lengths}")
     print(f"tokens per response: {lengths}; {time.strftime('%Y-%m-%d')}")

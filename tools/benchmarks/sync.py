@@ -404,7 +404,7 @@ def _missing(
             for stage in stages:
                 has[grid.ranks(tp_rank, stage, ep_rank)] |= (low <= starts) & (starts < high)
     for engine_rank, (low, high) in enumerate(read):
-        needs[grid.first_drawing + engine_rank :: grid.rollout_tp] = (low <= starts) & (starts < high)
+        needs[grid.first_rollout_rank + engine_rank :: grid.rollout_tp] = (low <= starts) & (starts < high)
     first_ranks = [ranks.start for ranks in grid.nodes()]
     node_has, node_needs = (np.logical_or.reduceat(side, first_ranks, axis=0) for side in (has, needs))
     return (needs & ~has) @ lengths, (node_needs & ~node_has) @ lengths

@@ -1,7 +1,7 @@
 """The two workloads of the step, update, rollout and transformers benchmarks: model, tokenizer, prompts and reward.
 
 All sides of a benchmark read the same folder. The end-of-sequence token has an embedding of zero beside logits of a
-standard deviation of 4, so that it is almost never drawn: every response has the intended length on every side.
+standard deviation of 4, so that it is almost never sampled: every response has the intended length on every side.
 """
 
 from __future__ import annotations

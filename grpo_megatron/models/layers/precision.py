@@ -125,7 +125,7 @@ def token_multiple(megatron: MegatronConfig) -> int:
 def precision_problems(config: Config, arch: Architecture | None) -> Iterator[str]:
     """Yields contradictions of FP8 in training or rollouts with other keys or the model, one line each, whatever the hardware."""
     megatron, fp8 = config.actor.megatron, config.actor.megatron.fp8
-    if arch is not None and config.draws:
+    if arch is not None and config.has_rollouts:
         yield from _engine_problems(config, arch)
     if fp8.recipe is None:
         changed = [name for name in fp8.model_fields_set if getattr(fp8, name) != type(fp8).model_fields[name].default]
@@ -217,7 +217,7 @@ def hardware_problems(config: Config, hardware: Hardware | None = None) -> Itera
     """Yields each feature that the config needs and the hardware lacks. `hardware` None: this machine, read if needed."""
     megatron, quantization = config.actor.megatron, config.rollout.quantization
     recipe, cp, impl = megatron.fp8.recipe, megatron.context_parallel_size, megatron.transformer_impl
-    batch_invariant = config.draws and config.rollout.batch_invariant
+    batch_invariant = config.has_rollouts and config.rollout.batch_invariant
     is_needed = megatron.deterministic or batch_invariant or impl == "transformer_engine"
     if recipe is None and quantization is None and cp == 1 and not is_needed:
         return
@@ -259,7 +259,7 @@ def _invariance_problems(config: Config, hardware: Hardware) -> Iterator[str]:
         yield f"{key} needs flash-attn, Megatron-Core's only attention of this kind; pip install '{FLASH_ATTENTION}'"
     if config.actor.megatron.fp8.recipe is not None:
         yield f"{key}: its products are of 16 and 32 bits; leave actor.megatron.fp8 out"
-    if config.draws and config.rollout.batch_invariant and config.rollout.placement == "colocated":
+    if config.has_rollouts and config.rollout.batch_invariant and config.rollout.placement == "colocated":
         yield (
             f"{key} with rollout.batch_invariant=true: both replace torch's products in one process, which torch refuses; set"
             " rollout.placement=separate, or leave one of them out"

@@ -77,7 +77,7 @@ class AdapterCodec(FullCodec):
         parameters, spans = factor_sync(self._rows, arch, rank.grid, stage_of, plan.plan.spans)
         self._factor_plan, _ = rank.plan(parameters, spans, None)
         self.plans.append(self._factor_plan)
-        remedy = "; give each node more memory, or train and draw in the same layout"
+        remedy = "; give each node more memory, or train and sample in the same layout"
         with rank.agreed("no memory on the host for what actor.lora keeps there", remedy):
             self._received = ReceivedSlices(plan, rank.pool)
 

@@ -52,7 +52,7 @@ SAMPLERS = {  # what returns the first token
     "grpo_megatron.rollout.transformers_engine": ("RunningBatch.step",),
 }
 FIRST_TOKEN = "first token"
-_begun = []  # of draws
+_begun = []  # of samples
 
 
 def report(moment, kind):
