@@ -393,7 +393,7 @@ class Run:
     def _compute_gradients(self, batch: Batch, loss: LossFunction, mini_batch: int) -> MetricSums:
         micro_batches, num_forward_only = batch.updates()[mini_batch]
         result = self.policy.forward_backward(batch, micro_batches, loss, num_forward_only)
-        if self.correction.is_folded:
+        if self.correction.is_folded and batch.old_logprobs is None:  # a batch used again keeps those of its first pass
             batch.old_logprobs = self.policy.from_last_stage(result.host_logprobs())
             self.correction.measure(batch, self.metrics)
         self._last_pass = batch, micro_batches, result.sums

@@ -49,19 +49,19 @@ CHILD = """
 
     def child(folder, pipe):
         import grpo_megatron
-        from grpo_megatron import transformer_engine
+        from grpo_megatron.transformer_engine import examine_transformer_engine
         sys.path.insert(0, folder)
         if folder.endswith("torch part missing"):
             from megatron.core import fp8_utils  # calls the finder; without it: FileNotFoundError
             assert not fp8_utils.HAVE_TE
         else:  # the same without Megatron-Core, whose import takes seconds
-            transformer_engine.examine_transformer_engine()
+            examine_transformer_engine()
         try:
             import transformer_engine.pytorch
             can_import = True
         except ImportError:  # all that Megatron-Core handles
             can_import = False
-        return transformer_engine.examine_transformer_engine(), can_import
+        return examine_transformer_engine(), can_import
 
     children = []
     for folder in sys.argv[1:]:

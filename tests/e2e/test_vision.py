@@ -411,7 +411,7 @@ def test_with_pictures_of_other_rows_nothing_is_learnt(tmp_path: Path) -> None:
 
 def decoded(raw: dict[str, Any]) -> dict[str, Counter[int]]:
     """In a rank: the run; how many images were decoded for what, once the run has begun."""
-    from grpo_megatron import trainer
+    from grpo_megatron import run
     from grpo_megatron.data import images
     from grpo_megatron.sampling import wrappers
 
@@ -434,7 +434,7 @@ def decoded(raw: dict[str, Any]) -> dict[str, Counter[int]]:
 
     with (
         mock.patch.object(images, "_decode", counted),
-        mock.patch.object(trainer, "exchange", within("exchange", trainer.exchange)),
+        mock.patch.object(run, "exchange", within("exchange", run.exchange)),
         mock.patch.object(wrappers, "pack_groups", within("pack_groups", wrappers.pack_groups)),
     ):
         run_ranks.train(raw, keep_weights=False)
