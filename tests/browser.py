@@ -94,7 +94,7 @@ class Browser:
     def open(
         self, path: Path | str, width: int = DESKTOP, fragment: str = "", within: Path | str | None = None
     ) -> Iterator[Page]:
-        """Opens a file or an address in a tab of its own, loaded and sampled. It may load what is in the folder `within`."""
+        """Opens a file or an address in a tab of its own, loaded and drawn. It may load what is in the folder `within`."""
         context = self._browser.new_context(viewport=None)
         context.set_default_timeout(HANG_MS)
         try:
@@ -150,7 +150,7 @@ class Page:
         self.settle()
 
     def settle(self) -> None:
-        """Waits until what has changed is laid out and sampled."""
+        """Waits until what has changed is laid out and drawn."""
         self.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))).then(() => 0)")
 
     def evaluate(self, expression: str) -> Any:

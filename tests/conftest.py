@@ -88,9 +88,12 @@ def same_environment() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One Chromium for the whole session. Skips with the reason on a machine that has none and cannot install it."""
+    """One Chromium for a file: playwright's event loop runs in this thread meanwhile, and no other can.
+
+    Skips with the reason on a machine that has none and cannot install it.
+    """
     if reason := missing():
         pytest.skip(reason)
     with Browser() as opened:

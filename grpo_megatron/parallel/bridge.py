@@ -32,7 +32,7 @@ class Bridge:
         self._sent: deque[tuple[int, list[Any]]] = deque()  # values on their way, with their receiver
 
     @property
-    def draws(self) -> bool:
+    def samples_only(self) -> bool:
         """True on a rank that only has an engine."""
         return self.rank >= self.num_training
 

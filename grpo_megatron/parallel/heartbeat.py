@@ -340,7 +340,7 @@ class Heartbeat:
             raise StalledRank(f"{text}\n" + "".join(f"  {line}\n" for line in table(beats).splitlines())) from error
 
     def __enter__(self) -> Heartbeat:
-        if not (bridge := self.mesh.bridge) or not bridge.draws:
+        if not (bridge := self.mesh.bridge) or not bridge.samples_only:
             on_first_rank(self.mesh, f"cannot write {self.folder}", self._clear)
         if bridge is not None:
             bridge.meet()

@@ -180,7 +180,7 @@ class Mesh:
     @property
     def role(self) -> str:
         """The prefix of a rank's number in messages: "training ", "rollout ", or "" where every rank does both."""
-        return "" if self.bridge is None else "rollout " if self.bridge.draws else "training "
+        return "" if self.bridge is None else "rollout " if self.bridge.samples_only else "training "
 
     def grid(self) -> Grid:
         """Returns the same layout without this rank's view."""
@@ -304,7 +304,7 @@ def build_mesh(
         and (group := join_default_group(device.backend, timeout, num_rollout_ranks)) is not None
     ):
         bridge = Bridge(group, num_rollout_ranks)
-        if bridge.draws:
+        if bridge.samples_only:
             tp = pp = ep = cp = 1
         else:
             rollout_tp = 1  # a rank that receives a sample treats it as its own engine's

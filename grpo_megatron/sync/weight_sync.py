@@ -246,7 +246,7 @@ class BridgePost:
 
     def __call__(self, sends: list[Envelope], receives: list[Envelope]) -> Wait:
         wait = self._bridge.post(sends, receives)
-        if self._bridge.draws:
+        if self._bridge.samples_only:
             return wait
         self._sent[-1].append(wait)
         return lambda: None

@@ -202,7 +202,7 @@ class Ranks:
             queues, pool = self.transports[rank], Pool(dtype, torch.device("cpu"))
             transport = Transport(queues.post, pool)
             if grid.num_rollout_ranks:
-                bridge: Any = SimpleNamespace(post=queues.post, segments=rank not in self._training)
+                bridge: Any = SimpleNamespace(post=queues.post, samples_only=rank not in self._training)
                 transport = Transport(BridgePost(bridge, lag=0), pool, is_staged=True)
             sync_rank = SyncRank(self._meeting(rank).mesh(rank), grid, transport, pool, 1 << 14)
             return codec(sync_rank, of.rank_plan(rank), lambda parameter: parameter)
