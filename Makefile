@@ -27,7 +27,7 @@ STEPS ?= 200
 # Three workers: many tests wait for processes. The tests of a file stay on one worker, and files start in the order that tests/conftest.py sets.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Tests of what hardly uses torch, transformers, Megatron-Core and vLLM: the second stack changes nothing for them.
-SAME_ON_BOTH := test_layers.py test_docs.py test_browser.py starting/test_examples.py report planning migration \
+SAME_ON_BOTH := test_layers.py test_docs.py test_browser.py starting report planning migration cli/test_plan.py \
 	data/test_curate.py storage slurm rewards environments evaluation algo checks sampling
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode

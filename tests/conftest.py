@@ -54,6 +54,7 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "models/test_reward_model.py",
     "models/test_scored_policy.py",
     "report/test_run_page.py",
+    "parallel/test_exchange.py",
     "rewards/test_pool.py",
     "rollout/",
     "slurm/test_checkpoints.py",
@@ -62,6 +63,8 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "sync/test_exchange.py",
     "sync/test_adapters.py",
     "sync/test_plan.py",
+    "test_run.py",
+    "test_worlds.py",
     "training/test_correction.py",
     "training/test_disk_errors.py",
 )
@@ -77,6 +80,7 @@ LONGEST = (  # run first, the longest one before the others, so that no worker e
     "cli/test_main.py",
     "convert/test_layouts.py",
     "e2e/test_determinism.py",
+    "test_run.py",
     "e2e/test_trajectories.py",
 )
 
