@@ -40,7 +40,7 @@ def source_of(module: str) -> Path:
 
 @cache
 def reached(module: str) -> set[str]:
-    """What a module of tests/ imports, directly or through other modules of tests/."""
+    """Returns what a module of tests/ imports, directly or through other modules of tests/."""
     found: set[str] = set()
     waiting = [module]
     while waiting:

@@ -339,7 +339,7 @@ def logprob_under(weights: str) -> float:
 
 
 class NamedWeights:
-    """What policy and reference have alike: `weights` is the name of what they hold."""
+    """The part that policy and reference share: `weights` is the name of what they hold."""
 
     weights: str
 

@@ -48,7 +48,7 @@ CLASSIFIER, TOKENS = ({"architectures": [f"Qwen2For{kind}Classification"]} for k
 
 
 def problems(run: Path, reward: Path, overrides: list[str], world: int = 2) -> list[str]:
-    """What `validate` finds about the reward model, in its order."""
+    """Lists the problems that `validate` finds with the reward model, in its order."""
     config = load_config(run / "run.yaml", [override.replace("REWARD", str(reward)) for override in overrides])
     found = ProblemList()
     folders = ModelFolders.read(config, found)

@@ -261,7 +261,7 @@ def test_mistakes_with_images_are_named(
 
 
 def pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
-    """What is written after each token, and at the end."""
+    """Returns the texts written after each token, and at the end."""
     written: list[str] = []
     stream = TextStream(decode, written.append)
     shown = []
