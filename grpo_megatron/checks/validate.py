@@ -30,6 +30,7 @@ from grpo_megatron.models.layers.precision import hardware_problems, precision_p
 from grpo_megatron.planning.layout import OVERRIDES, world_problems
 from grpo_megatron.planning.parameters import RunModels
 from grpo_megatron.planning.phases import phase_shortages
+from grpo_megatron.processes.variables import check_rank_variables
 from grpo_megatron.rollout.build import engine_problems, exact_engine_problem
 
 
@@ -339,6 +340,7 @@ def validate(
 def check_alone(config: Config) -> Checked:
     """Validates for a `Trainer` that was built by hand: in a notebook, or on a rank of torchrun. Raises ConfigError."""
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # the user cannot act on them
+    check_rank_variables()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))  # 1 too after an earlier Trainer of this process
     if world_size > 1:
         return validate(config, world_size, rehearsed=os.environ["RANK"] == "0")

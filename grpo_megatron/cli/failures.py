@@ -112,7 +112,8 @@ def is_first() -> bool:
 
 def is_one_of_several() -> bool:
     """Says if this process is a rank of a world that has more."""
-    return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return rank.isdecimal() and size.isdecimal() and int(rank) < int(size) > 1
 
 
 def is_debugging() -> bool:
@@ -140,8 +141,9 @@ def _describe(error: Exception, folder: Path | None) -> FailureReport:
             text += f"{cut(line, MAX_LINE)}\n" if line.startswith(" ") else f"error: {cut(line, MAX_LINE)}\n"
         if len(lines) > MAX_LINES:
             text += f"error: and {len(lines) - MAX_LINES:,} more lines\n"
+    rank = os.environ.get("RANK", "0")
     return FailureReport(
-        rank=int(os.environ.get("RANK", "0")),
+        rank=int(rank) if rank.isdecimal() else 0,
         code=2 if isinstance(error, ConfigError) else 1,
         message=message,
         text=visible(text),

@@ -25,6 +25,7 @@ from grpo_megatron.config.methods import methods
 from grpo_megatron.config.options import COMMAND_NAME, HIDDEN, Argument, Option, Options, parse
 from grpo_megatron.config.section import ConfigKey, config_keys
 from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
+from grpo_megatron.processes.variables import check_rank_variables
 from grpo_megatron.registry import did_you_mean, find_modules, import_function
 from grpo_megatron.storage.files import remove_leftovers
 
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else vLLM prints a NUMA remark per rank
     find_modules(Path("CONFIG"))  # a user's task, family or reward, in the current folder
     try:
+        check_rank_variables()
         code = _run_command(argv)
         if code == 0:
             failures.mark_finished()

@@ -91,10 +91,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
 def _world_size(config: Config) -> int:
     if "RANK" not in os.environ:
         return config.trainer.nnodes * config.trainer.n_gpus_per_node
-    try:
-        return int(os.environ["WORLD_SIZE"])
-    except (KeyError, ValueError):
-        raise ConfigError("RANK is set but WORLD_SIZE is not a number; start with torchrun, or unset RANK") from None
+    return int(os.environ["WORLD_SIZE"])
 
 
 def _starts_ranks(options: RunOptions, world_size: int) -> bool:

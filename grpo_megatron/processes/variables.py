@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from grpo_megatron.config import Config
+from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.storage.files import folder_until_exit
 
 
@@ -52,6 +52,18 @@ def set_gpu_variables() -> Iterator[str]:
             os.environ[name] = value
         elif variable in GPU_VARIABLES and os.environ[name] != value:
             yield f"environment: {name}={os.environ[name]} stays as it is set; the default here is {value} ({reason})"
+
+
+def check_rank_variables() -> None:
+    """Checks the rank's numbers in the environment. Raises ConfigError; without RANK nothing is read."""
+    given = os.environ
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if "RANK" not in given or not (rank == "RANK" or rank in given or size in given):
+            continue
+        pair = f"{rank}={given.get(rank, '')} and {size}={given.get(size, '')}"
+        if not all(given.get(name, "").isdecimal() for name in (rank, size)) or int(given[rank]) >= int(given[size]):
+            remedy = "start the ranks with torchrun, or unset RANK to start them with grpo-megatron train"
+            raise ConfigError(f"the environment has {pair}, and a rank is a number from 0 to {size} - 1; {remedy}")
 
 
 TE_NONDETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # "0": Transformer Engine's attention adds in a fixed order

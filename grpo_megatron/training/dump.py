@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_megatron.algo.losses import MetricSum
 from grpo_megatron.config import ActorConfig, Config
+from grpo_megatron.models.weights.hf_folder import write_tensors
 from grpo_megatron.parallel.mesh import Mesh, on_every_rank, on_first_rank
 from grpo_megatron.storage.files import clear_leftovers, partial_of, publish_folder, write_file
 from grpo_megatron.types import Batch, rows_of_mini_batch
@@ -68,7 +68,9 @@ def write_dump(
     is_writer = mesh.is_replica_reporter
     totals = mesh.all_gather(metric_parts(sums) if is_writer else {})
     path = partial / f"batch_{mesh.dp_rank:05d}.safetensors"
-    on_every_rank(mesh, task, lambda: save_file(mini_batch_tensors(batch, micro_batches), path) if is_writer else None)
+    on_every_rank(
+        mesh, task, lambda: write_tensors(path, mini_batch_tensors(batch, micro_batches)) if is_writer else None
+    )
     save_weights(partial / WEIGHTS)
     content = {
         "format": DUMP_FORMAT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, hf_shapes, table_of
-from grpo_megatron.models.weights.hf_folder import SafetensorsFolder
+from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, write_tensors
 from grpo_megatron.models.weights.stream import WeightsError, engine_tensors
 from grpo_megatron.models.weights.table import QKV, GateUp, Vocabulary, WeightRow, expand_table
 from grpo_megatron.sync.digest import DigestSlice, digest_groups
@@ -20,6 +21,16 @@ from tests.files import published_config
 from tests.sync.simulation import FAMILIES, architecture
 
 INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_others_may_read_weights_as_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_tensors(tmp_path / "model.safetensors", {"weight": torch.ones(2)})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
 
 
 def model(folder: Path, index: object) -> Path:

@@ -19,6 +19,7 @@ from grpo_megatron.processes.variables import (
     GPU_VARIABLES,
     TE_NONDETERMINISM,
     cache_folder,
+    check_rank_variables,
     set_determinism_variables,
     set_gpu_variables,
 )
@@ -132,3 +133,21 @@ def test_they_are_set_before_anything_asks_for_cuda(
         with pytest.raises(ConfigError):
             Trainer(Config.model_validate(raw))
     assert at_calls and all(seen == DETERMINISTIC | INVARIANT for seen in at_calls)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "0"},
+        {"RANK": "", "WORLD_SIZE": "1"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+        {"RANK": "0x1", "WORLD_SIZE": "2"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+    ],
+)
+def test_numbers_of_a_rank_that_cannot_be(given: dict[str, str]) -> None:
+    os.environ |= given
+    with pytest.raises(ConfigError, match=r"the environment has (LOCAL_)?RANK=.* a rank is a number from 0 to"):
+        check_rank_variables()

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.lora.table import PEFT_PREFIX, adaptable_layers, lora_rows
-from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, Serving, write_companions
+from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, Serving, write_companions, write_tensors
 from grpo_megatron.models.weights.stream import WeightsError, global_parameters
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage.files import new_folder
@@ -130,11 +128,8 @@ def write_peft(
 ) -> None:
     """Write both files into the existing `folder`. `tensors`: every factor on the CPU, by PEFT's name. Raises OSError."""
     metadata = {"format": "pt", MODEL_DTYPE: model_dtype}
-    try:
-        named = {_module_name(name, arch): tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(named, folder / ADAPTER_WEIGHTS, metadata)
-    except SafetensorError as error:  # how the library reports a full disk
-        raise OSError(str(error)) from error
+    named = {_module_name(name, arch): tensor.contiguous() for name, tensor in tensors.items()}
+    write_tensors(folder / ADAPTER_WEIGHTS, named, metadata)
     alpha = lora.rank if lora.alpha is None else lora.alpha
     assert alpha is not None
     settings = {

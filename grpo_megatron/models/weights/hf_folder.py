@@ -302,10 +302,7 @@ class _ShardWriter:
     def _write_shard(self) -> None:
         """Write a shard under a numbered name. The final name contains the number of shards, which is still unknown."""
         path = self.folder / f"{len(self.shards)}.safetensors"
-        try:
-            save_file(self.waiting, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # how the library reports a full disk
-            raise OSError(str(error)) from error
+        write_tensors(path, self.waiting, {"format": "pt"})
         self.total += sum(tensor.nbytes for tensor in self.waiting.values())
         self.shards.append(list(self.waiting))
         self.waiting = {}
@@ -329,6 +326,17 @@ class _ShardWriter:
         config["dtype"] = self.dtype
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         write_companions(self.folder, source, tokenizer_source, serving)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file that others may read as the umask says; the library gives it 0600. Raises OSError."""
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(dict(tensors), path, metadata)
+    except SafetensorError as error:  # how the library reports a full disk
+        raise OSError(str(error)) from error
+    path.chmod(mode)
 
 
 def write_companions(target: Path, source: Path, tokenizer_source: Path, serving: Serving) -> None:
