@@ -24,8 +24,19 @@ from grpo_megatron.device import Device
 
 
 def wrap_ddp(model: torch.nn.Module, megatron: MegatronConfig, device: Device) -> DistributedDataParallel:
-    """Wraps a model in DDP that sums gradients in float32 and never averages: token weights contain every denominator."""
-    config = model.config
+    """Wraps a model in DDP that sums gradients in float32: token weights contain every denominator.
+
+    Parameters that tensor-parallel ranks have in full, and whose gradients Megatron-Core does not sum over these ranks, get the
+    ranks' average. The gradients are equal up to the rounding of nondeterministic CUDA kernels, by which the copies would drift
+    apart.
+    """
+    config: Any = model.config
+    for name, parameter in model.named_parameters():
+        is_cut = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
+        is_summed = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+        is_summed |= config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+        if not is_cut and not is_summed:  # else Megatron-Core would average what it has to sum
+            parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
     with device.megatron():
         ddp = DistributedDataParallel(
             config,
@@ -39,8 +50,8 @@ def wrap_ddp(model: torch.nn.Module, megatron: MegatronConfig, device: Device) -
             ),
             model,
         )
-    config.finalize_model_grads_func = finalize_model_grads  # type: ignore[union-attr]
-    config.no_sync_func = ddp.no_sync  # type: ignore[union-attr]
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = ddp.no_sync
     return ddp
 
 

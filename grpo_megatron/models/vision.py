@@ -3,7 +3,7 @@
 It is part of the Megatron-Core model: loader, converter, export, sync, optimizer and checkpoints have its tensors by the weight
 table. Features go to the places of the images' tokens in the prompt, never to where a token has some id. Each image is computed
 alone, so its features do not depend on the rest of the micro-batch. The embeddings have the same gradient on all
-tensor-parallel ranks (Megatron-Core's regions sum it), so the tower's needs no further sum.
+tensor-parallel ranks (Megatron-Core's regions sum it), so the tower's needs no further sum (`wrap_ddp` averages it).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -131,9 +131,10 @@ def _signed(value: int) -> int:
 
 
 class DigestSlice(NamedTuple):
-    """A slice of a tensor that one of its holders digests for all: `[start, stop)`, at `local_start` of its `parameter`.
+    """A slice of a tensor on one of its holders: `[start, stop)`, at `local_start` of its `parameter`.
 
-    Those of all ranks together are every position of every tensor once. `engine_ranks` read all of this slice.
+    `engine_ranks` read all of this slice. It is number `copy` of the equal `num_copies`. First copies are every position of
+    every tensor once; the engine must have their digests.
     """
 
     parameter: str
@@ -142,6 +143,14 @@ class DigestSlice(NamedTuple):
     stop: int
     local_start: int
     engine_ranks: tuple[int, ...]
+    copy: int = 0
+    num_copies: int = 1
+
+
+@functools.cache
+def _factor(copy: int, num_copies: int) -> int:
+    """Returns a copy's factor in a sum of digests that is 0 mod 2^64 if all copies are equal. With two, only then."""
+    return pow(3, copy, 1 << 64) if copy else -sum(pow(3, other, 1 << 64) for other in range(1, num_copies))
 
 
 @dataclass(frozen=True)
@@ -149,12 +158,14 @@ class Expected:
     """Digests of a model's weights; they are the same on every rank.
 
     `digests[name]` has one digest per engine rank, of the slice that this rank reads. `weights_digest` is that of all
-    complete tensors, in hexadecimal: it does not depend on any layout. `non_finite` names tensors with NaN or infinities.
+    complete tensors, in hexadecimal: it does not depend on any layout. `non_finite` names tensors with NaN or infinities, and
+    `unequal` those of which not all holders have the same bits.
     """
 
     digests: Mapping[str, list[int]]
     weights_digest: str
     non_finite: list[str]
+    unequal: list[str] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -167,24 +178,27 @@ def expected_digests(
 ) -> Expected:
     """Compute the digests of all weights. Collective: `reduce` adds an int64 tensor up over all ranks, in place.
 
-    It adds a table [tensors, engine ranks] of what each engine rank must have, and the digest of each complete tensor.
-    `slices` are those that this rank digests; slices of one parameter are neighbours. `read` returns this rank's shard of a
-    parameter. An error of `read` is raised after `reduce`, because the other ranks wait there. Waits for the device twice.
+    It adds a table [tensors, engine ranks] of what each engine rank must have, the digest of each complete tensor, and a sum
+    over all copies of it. `slices` are those that this rank has; slices of one parameter are neighbours. `read` returns this
+    rank's shard of a parameter. An error of `read` is raised after `reduce`, because the other ranks wait there. Waits for
+    the device twice.
     """
     names = list(engine.tensors)
     row_of = {name: row for row, name in enumerate(names)}
     num_ranks = len(next(iter(engine.spans.values())))
-    complete, non_finite = num_ranks, num_ranks + 1  # columns after those of the engine's ranks
-    table = torch.zeros(len(names), num_ranks + 2, dtype=torch.int64, device=device)
+    complete, non_finite, unequal = range(num_ranks, num_ranks + 3)  # columns after those of the engine's ranks
+    table = torch.zeros(len(names), num_ranks + 3, dtype=torch.int64, device=device)
     try:
         if slices:
-            cells = []  # row, column, index in the values
+            cells = []  # row, column, index in the values, factor
             for index, slice_ in enumerate(slices):
-                row = row_of[slice_.tensor.name]
-                cells += [(row, column, index) for column in (*slice_.engine_ranks, complete)]
-                cells.append((row, non_finite, len(slices) + index))
+                row, factor = row_of[slice_.tensor.name], _factor(slice_.copy, slice_.num_copies)
+                columns = () if slice_.copy else (*slice_.engine_ranks, complete)
+                cells += [(row, column, index, 1) for column in columns]
+                cells.append((row, non_finite, len(slices) + index, 1))
+                cells.append((row, unequal, index, _signed(factor % (1 << 64))))
             place = torch.tensor(cells, device=device).T
-            table.index_put_((place[0], place[1]), _digest_slices(slices, read)[place[2]], accumulate=True)
+            table.index_put_((place[0], place[1]), _digest_slices(slices, read)[place[2]] * place[3], accumulate=True)
     finally:
         reduce(table)
     rows = table.tolist()
@@ -195,6 +209,7 @@ def expected_digests(
             digest_size=8,
         ).hexdigest(),
         non_finite=[name for name, row in zip(names, rows, strict=True) if row[non_finite]],
+        unequal=[name for name, row in zip(names, rows, strict=True) if row[unequal]],
     )
 
 

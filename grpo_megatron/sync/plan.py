@@ -244,22 +244,6 @@ class SyncPlan:
         return tensor.numel // tensor.length * (slice_.stop - slice_.start)
 
     @cached_property
-    def digesters(self) -> dict[tuple[int, int], int]:
-        """(tensor, kind) -> the rank that digests all such slices: of their holders the one with the fewest elements so far.
-
-        Complete shards, because digests of column slices are four times slower on CPU (measured).
-        """
-        sizes: Counter[tuple[int, int]] = Counter()
-        for slice_ in self.slices:
-            sizes[slice_.tensor, slice_.kind] += self.numel(slice_)
-        load: Counter[int] = Counter()
-        out = {}
-        for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
-            out[key] = min(self.routes[key[1]].holders, key=load.__getitem__)
-            load[out[key]] += size
-        return out
-
-    @cached_property
     def digest(self) -> str:
         """Equal on all ranks exactly if they have the same plan."""
         text = repr((self.grid, self.kinds, self.tensors, self.slices))

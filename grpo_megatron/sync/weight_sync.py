@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_megatron.parallel.bridge import Bridge
 from grpo_megatron.parallel.mesh import Grid, Mesh, RankError
-from grpo_megatron.sync.digest import DigestSlice, Expected, expected_digests
+from grpo_megatron.sync.digest import DigestSlice, Expected, expected_digests, slice_digest
 from grpo_megatron.sync.exchange import (
     Envelope,
     Exchange,
@@ -39,7 +39,15 @@ from grpo_megatron.sync.patches import (
     history_digest,
     host_copies,
 )
-from grpo_megatron.sync.plan import EngineSpans, EngineTensors, SyncParameter, SyncTensor, Traffic, plan_rounds
+from grpo_megatron.sync.plan import (
+    EngineSpans,
+    EngineTensors,
+    Interval,
+    SyncParameter,
+    SyncTensor,
+    Traffic,
+    plan_rounds,
+)
 from grpo_megatron.types import WeightBucket
 
 ReadValues = Callable[[Tensor], Tensor]  # a parameter -> the values that the model multiplies by
@@ -359,14 +367,37 @@ class WeightSync:
         """Compute the digests of the current weights, for each rank of the engine. Collective. Raises RankError."""
         with self._rank.agreed("cannot read weights"):
             read = reader(parameters, self._model.read)
-            return expected_digests(self._digest_slices, read, self.tensors, dist.all_reduce, self._device)
+            expected = expected_digests(self._digest_slices, read, self.tensors, dist.all_reduce, self._device)
+        if expected.unequal:
+            raise RankError(
+                self._unequal_copies(expected.unequal, read)
+            )  # on every rank: `expected` is the same on all
+        return expected
+
+    def _unequal_copies(self, names: Sequence[str], read: ReadParameter) -> str:
+        """Say which ranks have which copy of the first of these tensors. Collective."""
+        copies = []
+        for slice_ in self._digest_slices:
+            if slice_.tensor.name == names[0]:
+                span = slice_.tensor.axis, slice_.local_start, slice_.stop - slice_.start
+                digest = slice_digest(read(slice_.parameter).narrow(*span), slice_.tensor, slice_.start)
+                copies.append((slice_.start, slice_.stop, int(digest)))
+        ranks_with: dict[Interval, dict[int, list[int]]] = {}
+        for rank, of_rank in enumerate(self.mesh.all_gather(copies)):
+            for start, stop, value in of_rank:
+                ranks_with.setdefault((start, stop), {}).setdefault(value, []).append(rank)
+        sides = [" against ".join(str(ranks) for ranks in of.values()) for of in ranks_with.values() if len(of) > 1]
+        return (
+            f"the ranks' copies of {len(names)} weights have drifted apart, first those of {names[0]}: ranks"
+            f" {'; '.join(sides)}; resume from the last checkpoint, and if it happens again, test these ranks' devices"
+        )
 
     def _constant_slices(self) -> list[DigestSlice]:
-        """The constants that this rank digests for the attestation: those of its stage, if it is the stage's first rank."""
-        if (self.mesh.tp_rank, self.mesh.cp_rank, self.mesh.dp_rank) != (0, 0, 0):
-            return []
-        readers, constants = tuple(range(self._grid.rollout_tp)), self._model.constants.get(self.mesh.pp_rank, [])
-        return [DigestSlice(name, tensor, 0, tensor.length, 0, readers) for name, tensor in constants]
+        """The constants of this rank's stage, which all ranks of the stage have."""
+        mesh, constants = self.mesh, self._model.constants.get(self.mesh.pp_rank, [])
+        copy = (mesh.dp_rank * mesh.cp + mesh.cp_rank) * mesh.tp + mesh.tp_rank
+        parts = tuple(range(self._grid.rollout_tp)), copy, mesh.dp * mesh.cp * mesh.tp
+        return [DigestSlice(name, tensor, 0, tensor.length, 0, *parts) for name, tensor in constants]
 
     def _stream_constants(self, parameters: Parameters) -> Iterator[WeightBucket]:
         """Yield every constant on every rank, one bucket per stage. Collective over the pipeline's ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from grpo_megatron.models.families import architecture_of, table_of
 from grpo_megatron.models.weights.stream import engine_tensors, stages_of_parameters, sync_parameters
 from grpo_megatron.models.weights.table import WeightRow, expand_table
 from grpo_megatron.parallel.mesh import Grid, RankError
-from grpo_megatron.sync.digest import Expected, compare, expected_digests, slice_digest
+from grpo_megatron.sync.digest import DigestSlice, Expected, compare, expected_digests, slice_digest
 from grpo_megatron.sync.exchange import Envelope, Pool, RankPlan, Transport
 from grpo_megatron.sync.plan import EngineTensors, Rounds, SyncPlan, Traffic, plan_rounds
 from grpo_megatron.sync.weight_sync import BridgePost, FullCodec, SyncHeader, SyncRank
@@ -294,12 +294,20 @@ def on_threads(size: int, rank_main: Callable[[int], object]) -> list[BaseExcept
 # -- attestation -------------------------------------------------------------------------------------------------------
 
 
-def expected_of(world: World) -> Expected:
-    """All ranks in turn: the first pass adds up their tables, the second hands the sum to one rank."""
+def expected_of(world: World, drifts: Mapping[int, DigestSlice] | None = None) -> Expected:
+    """All ranks in turn: the first pass adds up their tables, the second hands the sum to one rank.
+
+    `drifts`: rank -> the slice of which it has another bit.
+    """
     total, device = torch.zeros((), dtype=torch.int64), torch.device("cpu")
     for rank in range(world.grid.num_training):
         tables: list[Tensor] = []
         slices, shard = world.rank_plan(rank).digest_slices(), world.shard(rank)
+        if drifts and rank in drifts:
+            drift = drifts[rank]
+            shard[drift.parameter] = shard[drift.parameter].clone()
+            bits = shard[drift.parameter].view(torch.int16).narrow(drift.tensor.axis, drift.local_start, 1)
+            bits[(0,) * bits.dim()] ^= 1
         expected_digests(slices, shard.__getitem__, world.engine, lambda t: tables.append(t.clone()), device)  # noqa: B023
         total = total + tables[0]
     return expected_digests([], lambda name: total, world.engine, lambda table: table.copy_(total), device)

@@ -38,7 +38,7 @@ def test_what_every_rank_must_hold(family: str, grid: tuple[int, ...]) -> None:
     expected = expected_of(world)
     assert complaints(world, expected, [world.weights] * grid[-1]) == [None] * grid[-1]
     assert expected.weights_digest == expected_of(world_of(family, GRIDS[0])).weights_digest
-    assert expected.non_finite == []
+    assert expected.non_finite == expected.unequal == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), torch.finfo(torch.bfloat16).max])
@@ -50,6 +50,19 @@ def test_values_that_are_not_finite_are_named(value: float) -> None:
     complete[0 if is_finite else -1 :] = value
     assert not complete.sum().isfinite()
     assert expected_of(with_changes(world, **{name: complete})).non_finite == ([] if is_finite else [name])
+
+
+@pytest.mark.parametrize("grid", [(4, 2, 2, 1, 4), (16, 2, 2, 2, 2)], ids=str)
+def test_a_copy_that_drifts_from_the_others_is_named(grid: tuple[int, ...]) -> None:
+    """One bit of a tensor on any rank that is not its only holder: another tensor-, data- or expert-parallel rank, or stage."""
+    world = world_of("qwen3-moe" if grid[3] > 1 else "llama-tied", grid)
+    for rank in range(0, grid[0], 3):
+        copied = {s.tensor.name: s for s in world.rank_plan(rank).digest_slices() if s.num_copies > 1}
+        for name in (*list(copied)[:: max(1, len(copied) // 3)], list(copied)[-1]):
+            expected = expected_of(world, drifts={rank: copied[name]})
+            assert expected.unequal == [name]
+            if copied[name].copy:  # the engine must have the first holder's copy
+                assert expected.digests == expected_of(world).digests
 
 
 def test_one_bit_of_any_tensor_changes_the_digest_of_the_weights() -> None:

@@ -88,10 +88,6 @@ def test_70b_on_512_ranks() -> None:
     sent = traffic.sent[NETWORK].sum(axis=1).reshape(4, 16, 8)  # [stages, replicas, tensor-parallel ranks]
     assert (sent.max(axis=1) <= 1.01 * sent.mean(axis=1)).all()
     assert traffic.buffers().max() * 2 <= 512 * MIB
-    digested: Counter[int] = Counter()
-    for slice_ in plan.slices:
-        digested[plan.digesters[slice_.tensor, slice_.kind]] += plan.numel(slice_)
-    assert max(digested.values()) <= LARGEST_IMBALANCE * digested.total() / grid.world_size
 
 
 STAGES = [  # one node per stage, and several; a node with two stages; a stage without layers; a single node; experts

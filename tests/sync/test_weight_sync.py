@@ -35,7 +35,9 @@ def test_a_sync_builds_on_an_accepted_one_of_the_same_model() -> None:
         [SyncParameter("p", (tensor,), (0,), None, ((Shard(0, 0, 2, 0),),))], {"p": (2, 3)}, {}, lambda p: p
     )
     meeting = Meeting(range(1)).mesh(0)
-    mesh: Any = SimpleNamespace(**vars(meeting), bridge=None, rank=0, rollout_tp=1, tp_rank=0, cp_rank=0, dp_rank=0)
+    mesh: Any = SimpleNamespace(
+        **vars(meeting), bridge=None, rank=0, rollout_tp=1, tp_rank=0, cp_rank=0, dp_rank=0, tp=1, cp=1, dp=1
+    )
     mesh.pp_rank, mesh.grid = 0, lambda: Grid(1)
     options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "bucket_megabytes": 1}
     sync = WeightSync(model, mesh, EngineTensors({"w": tensor}, {"w": ((0, 2),)}), codec=Asked, **options)
