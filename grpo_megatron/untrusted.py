@@ -218,7 +218,7 @@ def parse_yaml(text: str) -> Any:
         node = loader.get_single_node()
         return None if node is None else loader.plain(node)
     except yaml.YAMLError as error:
-        raise ReadError(cut(str(error), 600)) from None
+        raise ReadError(cut(str(error).replace('in "<unicode string>", ', "at "), 600)) from None
     except RecursionError:
         raise ReadError(TOO_DEEP) from None
 

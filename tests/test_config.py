@@ -85,6 +85,15 @@ def test_optimizer_steps_of_five_training_steps(
     [
         ("rollout.nn=3", "unknown key 'rollout.nn'"),
         ("rolout.n=3", "did you mean 'rollout'?"),
+        ("optim.lr=1e-3", "unknown key 'optim'; did you mean 'actor.optim' or"),
+        ("max_prompt_length=64", "unknown key 'max_prompt_length'; did you mean 'data.max_prompt_length'?"),
+        ("actor.foo=3", "unknown key 'actor.foo'; `grpo-megatron keys actor` lists those of this section"),
+        ("actor.optim.lr=CHANGE_ME", "actor.optim.lr=CHANGE_ME: write the value of your run there"),
+        (
+            "trainer.save_hf_at_end=maybe",
+            "trainer.save_hf_at_end='maybe': Input should be a valid boolean, unable to interpret input, or 'merged'",
+        ),
+        ("rollout.val_kwargs=3", "rollout.val_kwargs=3: it is a section; write {KEY: VALUE}"),
         (
             "actor.kl_coef=0.1",
             "did you mean 'actor.kl_loss_coef'? (elsewhere there is 'algorithm.kl_ctrl.kl_coef')",

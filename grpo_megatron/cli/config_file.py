@@ -23,6 +23,7 @@ from grpo_megatron.untrusted import MAX_LEVELS, ReadError, cut, parse_yaml, show
 
 Defaults = Callable[[dict[str, Any]], dict[str, Any]]  # the file's content -> `section.key` -> value
 MAX_EXPLAINED = 50  # wrong keys that are shown
+MAX_LISTED = 200  # characters of the keys that an unknown one may have meant
 MAX_READINGS = 5  # a key that is right alone may be wrong without another one
 NO_PATH = "(missing)"  # of model.path, the one key without a default
 
@@ -104,7 +105,7 @@ def _read_right_keys(raw: dict[str, Any]) -> tuple[Config | None, list[Any]]:
         try:
             return Config.model_validate(raw), mistakes
         except ValidationError as error:
-            errors = error.errors()
+            errors = _once_per_place(error.errors(), raw)
         if not number:
             mistakes, raw = errors, copy.deepcopy(raw)
         for mistake in reversed(errors):  # from the last place of a list to the first
@@ -113,6 +114,25 @@ def _read_right_keys(raw: dict[str, Any]) -> tuple[Config | None, list[Any]]:
         if isinstance(model, dict):
             model.setdefault("path", NO_PATH)
     return None, mistakes
+
+
+def _once_per_place(errors: Sequence[Any], raw: Any) -> list[Any]:
+    """Joins the errors of one value: pydantic has one for each kind that a key may have, with the kind in its place."""
+    places: dict[tuple[Any, ...], Any] = {}
+    for error in errors:
+        place: tuple[Any, ...] = ()
+        node = raw
+        for part in error["loc"]:
+            if not _has(node, part):
+                break
+            place, node = (*place, part), node[part]
+        place = error["loc"] if error["type"] == "missing" else place
+        if place in places:
+            message = error["msg"].removeprefix("Input should be ")
+            places[place]["msg"] += "" if message in places[place]["msg"] else f", or {message}"
+        else:
+            places[place] = {**error, "loc": place, "input": error["input"] if error["type"] == "missing" else node}
+    return list(places.values())
 
 
 def _take_out(raw: Any, location: Sequence[Any], *, is_missing: bool) -> None:
@@ -161,10 +181,19 @@ def _explain(error: Any) -> str:
             hint = f"; did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?"
             hint += f" (elsewhere {elsewhere})" if elsewhere else ""
         else:
-            hint = "".join(f"; {text}" for text in (elsewhere, explained(error["input"], location)) if text)
-        return f"unknown key {location!r}{hint} (known here: {', '.join(known)})"
+            below = "" if elsewhere and elsewhere.startswith("did") else explained(error["input"], location)
+            hint = "".join(f"; {text}" for text in (elsewhere, below) if text)
+        section = ".".join(str(part) for part in error["loc"][:-1] if not isinstance(part, int))
+        listed = "" if hint else f" (known here: {', '.join(known)})"
+        if len(listed) > MAX_LISTED:
+            listed = f"; `grpo-megatron keys {section}` lists those of this section"
+        return f"unknown key {location!r}{hint}{listed}"
     if error["type"] == "missing":
         return f"missing key {location!r}: it has no default"
+    if error["input"] == CHANGE_ME:
+        return f"{location}={CHANGE_ME}: write the value of your run there"
+    if error["type"] == "model_type":
+        return f"{location}={shown(error['input'])}: it is a section; write {{KEY: VALUE}}, or the keys below it"
     return f"{location}={shown(error['input'])}: {cut(error['msg'], 1000)}"
 
 

@@ -46,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         code = 128 + signal.SIGINT
         if failures.is_first() and failures.LAUNCHER_PID not in os.environ:
             print("interrupted", file=sys.stderr)
+    except BrokenPipeError:  # `grpo-megatron keys | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        code = 128 + signal.SIGPIPE
     except Exception as error:
         code = failures.report_failure(error)
     if failures.is_one_of_several():

@@ -378,6 +378,12 @@ def known_elsewhere(key: str) -> str | None:
     if key in SECTIONS_OF:
         return f"`grpo-megatron import {SECTIONS_OF[key]} FILE` writes a config of {SECTIONS_OF[key]} in this program's terms"
     names = [name.name for name in config_keys(Config)]
+    places = {".".join(name.split(".")[:depth]): None for name in names for depth in range(1, name.count(".") + 2)}
+    ours = sorted(
+        (place for place in places if place.endswith(f".{key}")), key=lambda place: not place.startswith("actor")
+    )
+    if ours:  # without the section that it stands in
+        return f"did you mean {' or '.join(map(repr, ours[:MAX_HINTS]))}?"
     local_key = key.removeprefix(VERL_PREFIX)
     for trainer in OTHER_TRAINERS.values():
         if trainer is TRL and local_key != key and local_key in names:  # verl's section, without a rule of its own

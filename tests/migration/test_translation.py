@@ -303,7 +303,7 @@ def test_an_unknown_rank_is_left_to_the_user(tmp_path: Path) -> None:
     source.write_text(text)
     given: Any = {"trainer": "verl", "file": source, "output": target}
     assert import_config(ImportOptions(**given)) == 0
-    with pytest.raises(ConfigError, match="actor.lora.rank='CHANGE_ME'"):
+    with pytest.raises(ConfigError, match="actor.lora.rank=CHANGE_ME: write"):
         load_config(target)
 
 
