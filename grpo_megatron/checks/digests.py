@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +39,7 @@ from grpo_megatron.untrusted import ReadError
 THREADS = 8
 OF_WEIGHTS = (".safetensors",)
 OF_A_MODEL = (*OF_WEIGHTS, ".json", ".jinja", ".model", ".txt", ".py")  # weights, configs, tokenizer
+START = 4
 FUNCTION = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # my.module:function
 ACCEPTING = (
     "put the old one back; start a new run in another trainer.output_dir; or set trainer.accept_changed_inputs=true"
@@ -149,13 +151,34 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def _image_entry(path: Path, folder: Path) -> dict[str, Any]:
-    """Returns the size of all image files that the rows name, and a digest of their digests in this order."""
-    rows, digest, size = open_rows(path), hashlib.sha256(), 0
-    for row in rows.rows(0, len(rows)):
-        for image in image_files(row, folder) if isinstance(row, dict) else ():
-            digest.update(sha256_of(image).encode())
-            size += image.stat().st_size
-    return {"size": size, "sha256": digest.hexdigest()}
+    """Returns the size of all image files that the rows name, and a digest of their digests in this order.
+
+    `starts` has the first START hexadecimal digits of each digest, to name an image that has changed.
+    """
+    digest, size, starts = hashlib.sha256(), 0, []
+    for _, image in _image_files(path, folder):
+        digest.update((of_image := sha256_of(image)).encode())
+        size += image.stat().st_size
+        starts.append(of_image[:START])
+    return {"size": size, "sha256": digest.hexdigest(), "starts": "".join(starts)}
+
+
+def _image_files(path: Path, folder: Path) -> Iterator[tuple[int, Path]]:
+    """Yields the images of a data file that are files, with the numbers of their rows."""
+    rows = open_rows(path)
+    for number, row in enumerate(rows.rows(0, len(rows))):
+        yield from ((number, image) for image in (image_files(row, folder) if isinstance(row, dict) else ()))
+
+
+def _changed_images(before: dict[str, Any], now: dict[str, Any], file: InputFile) -> str:
+    """Says which images have changed, if the rows name as many as before."""
+    old, new = before.get("starts", ""), now.get("starts", "")
+    if file.images is None or len(old) != len(new):
+        return ""
+    changed = [i // START for i in range(0, len(new), START) if old[i : i + START] != new[i : i + START]]
+    images = _image_files(file.path, file.images) if changed else iter(())
+    named = next(itertools.islice(images, changed[0], None), None) if changed else None
+    return f": {len(changed)} of its images, first {named[1]} of row {named[0]}" if named else ""
 
 
 def recorded_inputs(checkpoint: Path) -> Recorded:
@@ -192,7 +215,8 @@ def input_problems(config: Config, *, prints: bool) -> Problems:
         finally:
             digests.close()
     refused, printed = [], []
-    for key, name, text in _changes(old, new):
+    files = {(file.key, file.name): file for file in digests.files}
+    for key, name, text in _changes(old, new, files):
         is_fixed = Difference(key, None, None).resume_class == "fixed" and not FUNCTION.fullmatch(name)
         if is_fixed and not trainer.accept_changed_inputs:
             refused.append(f"{marked(key)}: {name} {text} since {checkpoint}")
@@ -204,7 +228,9 @@ def input_problems(config: Config, *, prints: bool) -> Problems:
     yield from (f"{problem}; {ACCEPTING}" for problem in refused[-1:])
 
 
-def _changes(old: Recorded, new: Recorded) -> Iterator[tuple[str, str, str]]:
+def _changes(
+    old: Recorded, new: Recorded, files: Mapping[tuple[str, str], InputFile]
+) -> Iterator[tuple[str, str, str]]:
     """Yields (key, name, what has changed). A key that is set for the first time, or no longer, is a change of the config."""
     for key in (key for key in new if key in old):
         may_differ = Difference(key, None, None).resume_class != "fixed"  # in their names: a change of the config
@@ -213,8 +239,10 @@ def _changes(old: Recorded, new: Recorded) -> Iterator[tuple[str, str, str]]:
             if before is None or now is None:
                 if not may_differ and not FUNCTION.fullmatch(name):
                     yield key, name, "is new" if before is None else "is gone"
-            elif before["size"] != now["size"]:
-                yield key, name, f"has changed ({before['size']:,} bytes -> {now['size']:,} bytes)"
             elif before["sha256"] != now["sha256"]:
-                digits = f"{before['sha256'][:12]}... -> {now['sha256'][:12]}..."
-                yield key, name, f"has changed (sha256 {digits}, {now['size']:,} bytes as before)"
+                facts = f"{before['size']:,} bytes -> {now['size']:,} bytes"
+                if before["size"] == now["size"]:
+                    facts = (
+                        f"sha256 {before['sha256'][:12]}... -> {now['sha256'][:12]}..., {now['size']:,} bytes as before"
+                    )
+                yield key, name, f"has changed ({facts}){_changed_images(before, now, files[key, name])}"

@@ -93,31 +93,47 @@ class ImageFormat:
             edges = [math.ceil(edge * scale / self.cell) * self.cell for edge in (height, width)]
         return edges[0] // self.cell, edges[1] // self.cell
 
-    def check(self, row: Mapping[str, Any], folder: Path) -> list[tuple[int, int]]:
-        """Decode every image of a row; returns their sizes in tokens. Raises ValueError that says which one is wrong."""
-        return [size for _, size in self._decoded(row, folder)]
+    def check(self, row: Mapping[str, Any], folder: Path) -> tuple[list[tuple[int, int]], list[bytes]]:
+        """Decode every image of a row; returns their sizes in tokens, and digests. Raises ValueError that names the wrong one."""
+        decoded = [(size, digest) for _, size, digest in self._decoded(row, folder)]
+        return [size for size, _ in decoded], [digest for _, digest in decoded]
 
-    def read(self, row: Mapping[str, Any], folder: Path, places: Sequence[int]) -> tuple[PromptImage, ...]:
-        """Read the images of a row for the model. `places`: their first tokens. Raises ValueError."""
+    def read(
+        self, row: Mapping[str, Any], folder: Path, places: Sequence[int], digests: Sequence[bytes] | None = None
+    ) -> tuple[PromptImage, ...]:
+        """Read the images of a row for the model. `places`: their first tokens; `digests`: of `check`. Raises ValueError."""
         from PIL import Image
 
         images = []
-        for first, (image, (rows, columns)) in zip(places, self._decoded(row, folder), strict=True):
+        for first, (image, (rows, columns), _) in zip(places, self._decoded(row, folder, digests), strict=True):
             edges = columns * self.cell, rows * self.cell
             pixels = (image if image.size == edges else image.resize(edges, Image.Resampling.BICUBIC)).tobytes()
             digest = hashlib.sha256(f"{rows} {columns} ".encode() + pixels).hexdigest()
             images.append(PromptImage(digest, (rows, columns), first, pixels))
         return tuple(images)
 
-    def _decoded(self, row: Mapping[str, Any], folder: Path) -> Iterator[tuple[Any, tuple[int, int]]]:
-        """Yield one decoded image after the other, with its size in tokens."""
+    def _decoded(
+        self, row: Mapping[str, Any], folder: Path, digests: Sequence[bytes] | None = None
+    ) -> Iterator[tuple[Any, tuple[int, int], bytes]]:
+        """Yield one decoded image after the other, with its size in tokens and a digest of its file.
+
+        `digests`: those that the files had before, and must have.
+        """
         sources = image_sources(row)
         if len(sources) > self.max_count:
             raise ValueError(f"has {len(sources)} images; data.max_images={self.max_count} is the most per prompt")
         for number, source in enumerate(sources):
             try:
-                image = _decode(_content(located(source, folder)))
-                sized = image, self.size(*image.size)
+                place = located(source, folder)
+                content = _content(place)
+                digest = hashlib.blake2b(content, digest_size=8).digest()
+                if digests is not None and [digest] != digests[number : number + 1]:
+                    raise ValueError(
+                        f"{shown(image_name(place), 200)} was changed while it was in use; put the old file back and"
+                        " resume, or start a new run"
+                    )
+                image = _decode(content)
+                sized = image, self.size(*image.size), digest
             except ValueError as error:
                 raise ValueError(f"images[{number}] {error}") from error
             yield sized
@@ -252,6 +268,16 @@ def _parts(text: str) -> list[dict[str, str]]:
 def has_images(row: Mapping[str, Any]) -> bool:
     """Tell whether a row has images, right or wrong."""
     return bool(row.get("images") or row.get("image")) or any(True for _ in _content_images(row))
+
+
+def empty_images(row: Mapping[str, Any]) -> str | None:
+    """Say which column of a row without images has an empty cell, if one has: the model would train on the text alone."""
+    empty = [f"{name}={shown(row[name])}" for name in ("images", "image") if row.get(name) is not None]
+    return (
+        f"has the empty cell {', '.join(empty)}; name the image, or write null in a row without images"
+        if empty
+        else None
+    )
 
 
 def image_sources(row: Mapping[str, Any]) -> list[Any]:

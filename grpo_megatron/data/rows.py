@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.problems import ProblemList
-from grpo_megatron.data.images import ImageFormat, flat_message, has_images
+from grpo_megatron.data.images import ImageFormat, empty_images, flat_message, has_images
 from grpo_megatron.imports import collection_paused
 from grpo_megatron.types import PromptImage
 from grpo_megatron.untrusted import (
@@ -520,6 +520,7 @@ class RowSet(JoinedRows):
     def __init__(self, paths: Sequence[Path], source: str = "", images: ImageFormat | None = None) -> None:
         """`images`: how the model reads images. Without it, rows are given as they are, with images or without."""
         self._format, self.image_sizes = images, dict[int, list[tuple[int, int]]]()  # of rows that `parsed` has given
+        self._image_digests: dict[int, list[bytes]] = {}
         if not paths:
             raise ConfigError("no data files; set data.train_files (data.val_files, sft.train_files)")
         self.paths, self.source = list(map(Path, paths)), source
@@ -544,10 +545,7 @@ class RowSet(JoinedRows):
         if self._format is None or number not in self.image_sizes:
             return ()
         with self._naming(number):
-            images = self._format.read(self._raw(number), self._folder(number), places)
-            if [image.size for image in images] != self.image_sizes[number]:
-                raise ValueError("has an image that was changed while it was in use; start again")
-        return images
+            return self._format.read(self._raw(number), self._folder(number), places, self._image_digests[number])
 
     def _raw(self, number: int) -> dict[str, Any]:
         return checked_row(next(self.rows(number, number + 1)))
@@ -584,7 +582,10 @@ class RowSet(JoinedRows):
                     try:
                         content = checked_row(row)
                         if self._format is not None and has_images(content):
-                            self.image_sizes[number] = self._format.check(content, self._folder(number))
+                            checked = self._format.check(content, self._folder(number))
+                            self.image_sizes[number], self._image_digests[number] = checked
+                        elif self._format is not None and (empty := empty_images(content)):
+                            raise ValueError(empty)
                         read.append((number, parse(self._plain(number, content))))
                     except ValueError as error:
                         problems.append((number, str(error)))

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import struct
 import weakref
 import zlib
@@ -25,7 +26,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from grpo_megatron.checks.digests import InputDigests
+from grpo_megatron.checks.digests import InputDigests, input_problems
 from grpo_megatron.checks.inputs import read_tokenizer
 from grpo_megatron.checks.reward_call import column_problems
 from grpo_megatron.config import Config, ConfigError, DataConfig
@@ -191,7 +192,7 @@ def test_several_files_in_one_folder_of_a_split(folder: Path, tokenizer: Any) ->
 
 
 def test_in_a_row_without_images_marks_and_placeholders_are_text(folder: Path, tokenizer: Any) -> None:
-    prompt = one(folder, tokenizer, {"prompt": f"<image>{PAD}?", "images": []})
+    prompt = one(folder, tokenizer, {"prompt": f"<image>{PAD}?", "images": None})
     assert prompt.text == f"{HEAD}<image>{PAD}?{TAIL}" and prompt.images == ()
     assert prompt.prompt_ids.count(IMAGE_PAD) == 1 and len(prompt.prompt_ids) == len(
         tokenizer(prompt.text)["input_ids"]
@@ -559,11 +560,27 @@ def test_pixels_are_held_only_while_someone_refers_to_them(folder: Path, tokeniz
     assert text.images == () and "_placed" not in vars(text)  # not tokenised for that
 
 
-def test_an_image_that_changes_its_size_during_the_run_is_an_error(folder: Path, tokenizer: Any) -> None:
-    prompt = one(folder, tokenizer, {"prompt": "x", "image": "pictures/0.png"})
-    (folder / "pictures/0.png").write_bytes(png(draw(0, 28, 28)))
-    with pytest.raises(ConfigError, match="row jsonl/rows/0: has an image that was changed while it was in use"):
+@pytest.mark.parametrize("side", [28, 56])
+def test_an_image_that_changes_during_the_run_is_an_error(folder: Path, tokenizer: Any, side: int) -> None:
+    """Its size, or its pixels alone."""
+    for number in range(2):
+        (folder / f"pictures/{number}.png").write_bytes(png(draw(number, 56, 56)))
+    prompt = one(folder, tokenizer, {"prompt": "x", "images": ["pictures/0.png", "pictures/1.png"]})
+    assert len(prompt.images) == 2
+    gc.collect()
+    (folder / "pictures/1.png").write_bytes(png(draw(2, side, side)))
+    with pytest.raises(
+        ConfigError, match=r"row jsonl/rows/0: images\[1\] '.*/pictures/1.png' was changed while it was in use"
+    ):
         prompt.images  # noqa: B018
+
+
+@pytest.mark.parametrize("cell", ["", {}, []], ids=repr)
+@pytest.mark.parametrize("name", ["image", "images"])
+def test_an_empty_cell_beside_images_is_no_row_of_text(folder: Path, tokenizer: Any, name: str, cell: Any) -> None:
+    rows = [{"prompt": "x", "answer": "", name: value} for value in ("pictures/0.png", None, cell)]
+    with pytest.raises(ConfigError, match=re.escape(f"line 3: has the empty cell {name}={cell!r}; name the image")):
+        load_prompts(DATA, row_files(folder / "rows.jsonl", *rows), tokenizer, "gsm8k")
 
 
 # -- rows with responses -----------------------------------------------------------------------------------------------
@@ -720,14 +737,21 @@ def test_published_geometry(
 def test_a_changed_image_is_noticed_as_a_changed_row_is(folder: Path, model: Path) -> None:
     rows = [{"prompt": "x", "answer": "", "images": [f"pictures/{n}.png", uri(PICTURE)]} for n in range(2)]
     [file] = row_files(folder / "rows.jsonl", *rows)
-    config = Config.model_validate({"model": {"path": model}, "data": {"train_files": [file], "task": "jsonl"}})
+    values = {"model": {"path": model}, "data": {"train_files": [file], "task": "jsonl"}}
+    config = Config.model_validate({**values, "trainer": {"output_dir": folder / "out"}})
 
-    def entries() -> Any:
+    def inputs() -> Any:
         digests = InputDigests(config)
         try:
-            return digests.state()["data.train_files"]
+            return digests.state()
         finally:
             digests.close()
+
+    def entries() -> Any:
+        return inputs()["data.train_files"]
+
+    (checkpoint := folder / "out/checkpoints/step_000001").mkdir(parents=True)
+    (checkpoint / "trainer.json").write_text(json.dumps({"run": {"inputs": inputs()}}))
 
     before, images = entries(), f"{file} (its images)"
     assert before.keys() == {str(file), images}
@@ -737,3 +761,5 @@ def test_a_changed_image_is_noticed_as_a_changed_row_is(folder: Path, model: Pat
     after = entries()
     assert after[str(file)] == before[str(file)] and after[images]["size"] == before[images]["size"]
     assert after[images]["sha256"] != before[images]["sha256"]
+    [problem] = [str(problem) for problem in input_problems(config, prints=False)]
+    assert f"bytes as before): 1 of its images, first {folder}/pictures/1.png of row 1 since {checkpoint}" in problem
