@@ -374,7 +374,8 @@ def read_task_file(path: Path) -> Task:
     keys, hashed = written, text.encode()
     if "extends" in written:
         base_text, base = _load_base(path, written["extends"])
-        keys = {**{key: value for key, value in base.items() if key not in OWN_KEYS}, **written}
+        replaced = ("graders",) if "reward" in written else ()  # its scores would be those of the other reward
+        keys = {**{key: value for key, value in base.items() if key not in (*OWN_KEYS, *replaced)}, **written}
         del keys["extends"]
         hashed = base_text.encode() + b"\0" + hashed
     problems = [f"{key}: Field required" for key in ("version", "title") if key not in written]

@@ -278,15 +278,30 @@ def _only_number(plain: str) -> str | None:
     return str(numbers[0])
 
 
+_FINAL_LINE = re.compile(r"(?:the )?final answer(?: is)?\s*:?\s*(?P<value>[^:\s].*)", re.IGNORECASE)
+_EMPHASIS = re.compile(r"\*\*|__|`|^\s*(?:#+|>)\s*|(?<![\w*])[*_](?=\S)|(?<=\S)[*_](?![\w*])")
+
+
 def boxed_prediction(text: str) -> str | None:
     r"""Returns the prediction of a text, as it is written there. Several boxes in a row are a list. None without one.
 
-    The last `\boxed{...}` (answers.py) counts, or a later `<answer>...</answer>`.
+    The last `\boxed{...}` (answers.py) counts, or a later `<answer>...</answer>`. Without both the last line counts if it
+    is a final answer: `**Final Answer:** 73`, or a heading with the answer below it.
     """
     tag = text.rfind("<answer>")
+    if tag < 0 and box_start(text) < 0:
+        return _final_line(text[-MAX_SENTENCE:])
     if tag < 0 or box_start(text) > tag:
         return last_boxed(text)
     return tagged_answer(text[tag : tag + MAX_BOX])
+
+
+def _final_line(text: str) -> str | None:
+    lines = [_EMPHASIS.sub("", line).strip() for line in text.strip().splitlines() if line.strip(" *_`#=-\t")]
+    match = next((found for end in (1, 2) if (found := _FINAL_LINE.fullmatch(" ".join(lines[-end:])))), None)
+    if match is None or _DOUBT.search(match["value"]):
+        return None
+    return match["value"].removesuffix(".").strip(" $").removesuffix(".") or None
 
 
 def equivalent(answer: str, prediction: str) -> bool:

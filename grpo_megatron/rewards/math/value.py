@@ -51,7 +51,9 @@ def same_formula(answer: str, prediction: str) -> bool:
     import_math_verify()
     with time_limit(TIME_LIMIT_S, "a formula"):
         first, second = parsed(answer), parsed(prediction)
-        return first is not None and second is not None and not _differ(first, second) and _verify(first, second)
+        if first is None or second is None or _differ(first, second):
+            return False
+        return _verify(first, second) or _same_where_positive(first, second)
 
 
 @functools.cache
@@ -96,21 +98,53 @@ def parsed(text: str) -> Any:
 
 
 def _differ(answer: Any, prediction: Any) -> bool:
-    """Tells whether two expressions differ at one point: this settles most wrong predictions without `simplify`."""
-    from sympy import Expr
+    """Tells whether two expressions differ at one point: this settles most wrong predictions without `simplify`.
+
+    Differences are relative. Without decimals 25 digits must agree, so that 2^-99 is not 2^-98: math-verify rounds.
+    """
+    from sympy import Expr, Float
 
     if not (isinstance(answer, Expr) and isinstance(prediction, Expr)):
         return False
-    names = sorted({symbol.name for symbol in answer.free_symbols | prediction.free_symbols})
-    point = {name: 0.618034 + 0.377 * index for index, name in enumerate(names)}
+    if answer.is_Rational and prediction.is_Rational:
+        return bool(answer != prediction)
+    tolerance = 1e-5 if answer.has(Float) or prediction.has(Float) else 1e-25
     try:
-        first, second = (
-            complex(expression.subs({symbol: point[symbol.name] for symbol in expression.free_symbols}).evalf(20))
-            for expression in (answer, prediction)
-        )
-        return abs(first - second) > 1e-5 * max(1.0, abs(first), abs(second))  # False for nan
+        first, second = _at_a_point(answer, prediction)
+        return bool(abs(first - second) > tolerance * max(abs(first), abs(second), 1e-40))  # False for nan
     except Exception:  # noqa: BLE001 - no number at this point; math-verify decides
         return False
+
+
+def _at_a_point(answer: Any, prediction: Any, negative: str = "") -> list[Any]:
+    """Returns both values at one positive point, to 60 digits; the letter `negative` is below zero there."""
+    from sympy import Rational
+
+    names = sorted({symbol.name for symbol in answer.free_symbols | prediction.free_symbols})
+    point = {name: Rational(618034 + 377000 * index, 10**6) for index, name in enumerate(names)}
+    point |= {negative: -point[negative]} if negative else {}
+    sides = (answer, prediction)
+    return [side.subs({symbol: point[symbol.name] for symbol in side.free_symbols}).evalf(60) for side in sides]
+
+
+def _same_where_positive(answer: Any, prediction: Any) -> bool:
+    r"""Compares with positive letters: \sqrt{1/n} = 1/\sqrt{n}. Not |x| and x, which are real and differ below zero."""
+    from sympy import Expr, Symbol
+
+    if not (isinstance(answer, Expr) and isinstance(prediction, Expr)):
+        return False
+    try:
+        for letter in {symbol.name for symbol in answer.free_symbols | prediction.free_symbols}:
+            first, second = _at_a_point(answer, prediction, negative=letter)
+            if first.is_real and second.is_real and abs(first - second) > 1e-25 * abs(first):
+                return False
+    except Exception:  # noqa: BLE001 - no number at this point
+        return False
+    positive = [
+        side.subs({symbol: Symbol(symbol.name, positive=True) for symbol in side.free_symbols})
+        for side in (answer, prediction)
+    ]
+    return positive != [answer, prediction] and _verify(*positive)
 
 
 def _verify(answer: Any, prediction: Any) -> bool:
@@ -301,10 +335,14 @@ def _is_equation(text: str) -> bool:
 
 
 def _rounds(text: str, value: Fraction, exact: Fraction) -> bool:
-    """Tells whether `text` is a decimal of PLACES or more that rounds `exact`, which is no finite decimal."""
-    places = len(text.partition(".")[2]) if "/" not in text and "frac" not in text else 0
+    """Tells whether `text` is a decimal of PLACES or more that rounds `exact`, which is no finite decimal.
+
+    Zeros in front do not count beyond the second: 0.000001 is not 1/700000.
+    """
+    decimals = text.partition(".")[2] if "/" not in text and "frac" not in text else ""
     is_endless = 10**60 % exact.denominator != 0
-    return places >= PLACES and is_endless and abs(value - exact) * 2 * 10**places <= 1
+    is_precise = len(decimals) >= PLACES and len(text.lstrip("-0.")) >= PLACES - 2
+    return is_precise and is_endless and abs(value - exact) * 2 * 10 ** len(decimals) <= 1
 
 
 _BASES = {

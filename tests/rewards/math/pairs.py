@@ -117,6 +117,11 @@ x=3 @ x \ge 3
 
 # relations, sentences, rounded tails, labelled ratios, factorials, debris of TeX
 SAME = r"""
+\frac{1}{2^{99}} @ 2^{-99}
+\sqrt{1/n} @ \frac{1}{\sqrt{n}}
+\sqrt{a}\sqrt{b} @ \sqrt{ab}
+\sqrt{5+2\sqrt{6}} @ \sqrt{2}+\sqrt{3}
+10^{-7} @ 0.0000001
 x\ge 3 @ x>=3 @ x >= 3
 [3,\infty) @ x>=3
 1\le x\le 2 @ 1<=x<=2
@@ -178,6 +183,14 @@ x \in (0, \frac{3}{2}] @ 0<x\le 1.5 @ 0 < x \leq \frac32 @ 1.5 \ge x > 0
 """
 
 OTHER = r"""
+\frac{1}{2^{99}} @ \frac{1}{2^{98}}
+\frac{1}{2^{20}} @ \frac{1}{2^{21}}
+10^{-7} @ 2\cdot 10^{-7}
+\sqrt{10^{12}+1} @ 10^6
+e^{-100} @ e^{-101} @ 0
+\sqrt{x^2} @ x
+|xy| @ xy
+\frac{1}{700000} @ 0.000001
 x^2=4 @ x=2
 5!=120 @ 5
 x\ne 3 @ x=3

@@ -60,6 +60,13 @@ def imported_math_verify() -> None:
         (r"\boxed{6} <answer>7</answer>", "7"),
         (r"\boxed{6} <answer>7", None),
         ("The answer is 7.", None),
+        ("so.\nFinal Answer: **7**", "7"),
+        ("### Final Answer\n\n**$7$**.\n\n---", "7"),
+        ("> **The final answer is:** `7`", "7"),
+        ("Final Answer: 3*4", "3*4"),
+        ("Final Answer: 6 or 7", None),
+        ("Final Answer: 7\nBut no.", None),
+        (r"Final Answer: 7 \boxed{8", None),
         ("", None),
     ],
 )
