@@ -33,7 +33,7 @@ MODEL: dict[str, Any] = {
     "head_dim": 32,
     "num_hidden_layers": 4,
     "vocab_size": 64,  # of which one token ends the response
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
     "hidden_act": "silu",

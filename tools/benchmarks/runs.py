@@ -217,17 +217,17 @@ def run_rank(folder: Path) -> None:
     config = Config.model_validate(content["raw"])
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     training = world - config.num_rollout_ranks
-    poll, update = TransformersEngine.poll, Policy.update
+    poll, optim_step = TransformersEngine.poll, Policy.optim_step
 
     def slow_poll(self: Any) -> Any:
         time.sleep(content["decode"])
         return poll(self)
 
-    def slow_update(self: Any, *args: Any, **named: Any) -> Any:
+    def slow_step(self: Any, *args: Any, **named: Any) -> Any:
         time.sleep(content["update"] / training)
-        return update(self, *args, **named)
+        return optim_step(self, *args, **named)
 
-    TransformersEngine.poll, Policy.update = slow_poll, slow_update  # type: ignore[method-assign]
+    TransformersEngine.poll, Policy.optim_step = slow_poll, slow_step  # type: ignore[method-assign]
     checked = validate(config, world)
     (Trainer(config, checked) if rank < training else RolloutRank(config, checked)).run()
     os._exit(0)

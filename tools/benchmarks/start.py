@@ -25,7 +25,7 @@ import yaml
 from tools.benchmarks.workload import SAMPLES, WORKLOADS, Workload, family_processor_seconds, machine, write_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-MARKS = ROOT / "tools" / "start_marks"
+MARKS = ROOT / "tools" / "benchmarks" / "start_marks"
 PIPE = "GRPO_MEGATRON_START_MARKS"
 FIRST_TOKEN = "first token"
 LIMIT_S = 170

@@ -356,7 +356,7 @@ def measure(root: Path, mesh: Any, args: argparse.Namespace) -> str:
             batch.old_logprobs = None
             policy.update(batch, loss)
             updated = time.perf_counter()
-            checkpoints.poll(lambda name: contextlib.nullcontext())
+            checkpoints.poll()
             stall += time.perf_counter() - updated
             updates.append(updated - started)
         waited = time.perf_counter()
