@@ -437,7 +437,7 @@ def _with_call_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def _normal_call(call: Mapping[str, Any], index: int) -> dict[str, Any]:
     function = dict(call.get("function", call))
     if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(function["arguments"])
     return {"type": "function", "id": call.get("id") or f"{index:09d}", "function": function}
 

@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,7 @@ WHERE = "rollout.multi_turn.kwargs"
 class _Program:
     """A process with the ends of its pipes; `wait` returns its exit code, negative for a signal."""
 
+    pid: int
     stdin: int
     stdout: int
     wait: Callable[[], int]
@@ -46,7 +48,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
     process = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
     with process.stdin as row, process.stdout as printed:
-        return _Program(os.dup(row.fileno()), os.dup(printed.fileno()), process.wait)
+        return _Program(process.pid, os.dup(row.fileno()), os.dup(printed.fileno()), process.wait)
 
 
 def _fork(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
@@ -55,7 +57,7 @@ def _fork(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
     if pid := os.fork():
         os.close(read_row)
         os.close(write_printed)
-        return _Program(write_row, read_printed, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        return _Program(pid, write_row, read_printed, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     code = 1
     try:
         os.dup2(read_row, 0)
@@ -134,7 +136,8 @@ class CommandEnvironment(Environment):
         self._endpoint.serve()  # a thread, and a process is forked from one thread only
         self._printed = b""
         line = json.dumps({"row": dict(row), "seed": seed}).encode() + b"\n"
-        threading.Thread(target=self._watch, args=(line,), daemon=True).start()
+        threading.Thread(target=self._give, args=(line,), daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
         step = self._next()
         if step.done:
             raise RuntimeError("the program has ended without a request to the model")
@@ -145,23 +148,30 @@ class CommandEnvironment(Environment):
         self._endpoint.answer(json.loads(completion))
         return self._next()
 
-    def _watch(self, line: bytes) -> None:
+    def _give(self, line: bytes) -> None:
         with contextlib.suppress(BrokenPipeError), os.fdopen(self._process.stdin, "wb") as file:
             file.write(line)
-        while chunk := os.read(self._process.stdout, 1 << 16):
+
+    def _watch(self) -> None:
+        """Reads what it prints until it has ended, also where a child of it still has the pipe open."""
+        ended, poll, pipe = os.pidfd_open(self._process.pid), select.poll(), self._process.stdout
+        for descriptor in (pipe, ended):
+            poll.register(descriptor, select.POLLIN)
+        # looks twice: it may print and end between the looks of one poll at the pipe and at the process
+        while any(pipe in dict(poll.poll(ms)) for ms in (None, 0)) and (chunk := os.read(pipe, 1 << 16)):
             self._printed += chunk
             if len(self._printed) > MAX_STDOUT:
-                self._endpoint.questions.put(f"it has printed more than {MAX_STDOUT} bytes")
+                self._endpoint.questions.put(FloodedError(f"it has printed more than {MAX_STDOUT} bytes"))
                 return
         self._exit_code = self._process.wait()
-        self._endpoint.questions.put("")
+        self._endpoint.questions.put(None)
 
     def _next(self) -> Step:
         question = self._endpoint.questions.get()
-        if isinstance(question, tuple):
+        if isinstance(question, Exception):
+            raise question
+        if question is not None:
             return Step(question[0], request=question[1])
-        if question:
-            raise FloodedError(question)
         if self._exit_code:
             raise RuntimeError(f"the program has failed: {describe_exit(self._exit_code)}")
         return self._last()

@@ -19,7 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from grpo_megatron.processes.pool import FloodedError
-from grpo_megatron.processes.process import finite_number, limit_memory
+from grpo_megatron.processes.process import (
+    MAX_REWARD,
+    describe,
+    finite_number,
+    limit_memory,
+    metric_name,
+    valid_text,
+)
 from grpo_megatron.registry import Registry
 
 ChatMessage = dict[str, Any]  # {"role": ..., "content": ...} as chat templates read it
@@ -104,6 +111,8 @@ def environment_class(name: str) -> type[Environment]:
 # -- what an environment returned -> plain JSON, after checks: it crosses a pipe, and then a chat template reads it ----
 
 MAX_STEP_METRICS = 64  # a metric is one curve per name
+DEEPEST = 64  # lists and objects within each other: whoever walks through a message recurses
+MAX_STOPS, MAX_STOP = 16, 1000  # texts of one turn; characters of one: each token of the turn is compared with them
 
 
 @dataclass(frozen=True)
@@ -119,8 +128,31 @@ class Outcome:
     seconds: float = 0.0
 
 
+def plain_json(value: object, max_characters: int) -> Any:
+    """Copies a JSON value, with U+FFFD for lone surrogates. All that clients and environments send passes through here.
+
+    Raises TypeError, ValueError or RecursionError for what is no JSON or deeper than DEEPEST, FloodedError for too much.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if len(text) > max_characters:
+        raise FloodedError(f"the messages, the prompt or the tools have more than {max_characters} characters")
+    copied = json.loads(valid_text(text))
+    level, depth = [copied], 0
+    while level:
+        if depth > DEEPEST:
+            raise ValueError(f"lists and objects are within each other more than {DEEPEST} deep")
+        level = [
+            part
+            for outer in level
+            if isinstance(outer, dict | list)
+            for part in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        depth += 1
+    return copied
+
+
 def plain_messages(messages: object, max_characters: int) -> list[ChatMessage]:
-    """Copies `messages`. Raises TypeError or ValueError for what is no message, FloodedError for too much of it."""
+    """Copies `messages`. Raises what `plain_json` raises, and TypeError for what is no message."""
     if not isinstance(messages, list | tuple):
         raise TypeError(f"messages are {type(messages).__name__}, not a list of dicts")
     for message in messages:
@@ -129,16 +161,25 @@ def plain_messages(messages: object, max_characters: int) -> list[ChatMessage]:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise TypeError(f"a message's {key!r} is {type(message.get(key)).__name__}, not a text")
-    text = json.dumps([dict(message) for message in messages], ensure_ascii=False, allow_nan=False)
-    if len(text) > max_characters:
-        raise FloodedError(f"the messages have more than {max_characters} characters")
-    # lone surrogates, which no tokenizer can encode, become U+FFFD
-    copied: list[ChatMessage] = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        for call in message.get("tool_calls") or ():
+            check_call(call)
+    copied: list[ChatMessage] = plain_json([dict(message) for message in messages], max_characters)
     return copied
 
 
+def check_call(call: object) -> None:
+    """Raises TypeError unless a call in a message is {"function": {"name": text, "arguments": text or object}}."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not (
+        isinstance(function, Mapping)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments", {}), str | Mapping)
+    ):
+        raise TypeError("a message's tool_calls are no list of functions, each with a name and arguments")
+
+
 def plain_step(step: object, max_characters: int) -> dict[str, Any]:
-    """Returns the fields of a Step, checked. Raises TypeError, ValueError or FloodedError."""
+    """Returns the fields of a Step, checked. Raises what `plain_json` raises."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned {type(step).__name__}, not a Step")
     if not isinstance(step.done, bool) or not isinstance(step.metrics, Mapping):
@@ -146,25 +187,30 @@ def plain_step(step: object, max_characters: int) -> dict[str, Any]:
         raise TypeError(f"{types}; they must be bool and dict")
     if len(step.metrics) > MAX_STEP_METRICS:
         raise ValueError(f"Step.metrics has {len(step.metrics)} entries; at most {MAX_STEP_METRICS}")
+    named = {metric_name(key): value for key, value in step.metrics.items()}
     return {
         "messages": plain_messages(step.messages, max_characters),
-        "reward": None if step.reward is None else finite_number("Step.reward", step.reward),
+        "reward": None if step.reward is None else finite_number("Step.reward", step.reward, MAX_REWARD),
         "done": step.done,
-        "metrics": {str(key): finite_number(f"Step.metrics[{key!r}]", value) for key, value in step.metrics.items()},
-        "request": _plain_request(step.request, max_characters),
+        "metrics": {name: finite_number(f"Step.metrics[{name!r}]", value) for name, value in named.items()},
+        "request": plain_request(step.request, max_characters),
     }
 
 
-def _plain_request(request: TurnRequest, max_characters: int) -> dict[str, Any]:
-    """Returns only what differs from its default. Raises TypeError or FloodedError."""
+def plain_request(request: TurnRequest, max_characters: int) -> dict[str, Any]:
+    """Returns only what differs from its default, checked. Raises what `plain_json` raises."""
     wanted = {name: value for name, value in vars(request).items() if value != getattr(TurnRequest(), name)}
     types = {"tools": list, "max_tokens": int, "stop": list, "prompt": str | list, "branch": bool}
     for name, value in wanted.items():
         if not isinstance(value, types[name]):
             raise TypeError(f"TurnRequest.{name} is {type(value).__name__}")
-    if len(json.dumps(wanted)) > 2 * max_characters:
-        raise FloodedError(f"the prompt and the tools have more than {2 * max_characters} characters")
-    return wanted
+    if (limit := request.max_tokens) is not None and (isinstance(limit, bool) or limit < 1):
+        raise ValueError(f"max_tokens={limit!r}: at least 1")
+    if len(request.stop) > MAX_STOPS or not all(isinstance(t, str) and 0 < len(t) <= MAX_STOP for t in request.stop):
+        raise ValueError(f"stop: at most {MAX_STOPS} texts of 1 to {MAX_STOP} characters")
+    if not all(isinstance(tool, Mapping) for tool in request.tools):
+        raise TypeError("TurnRequest.tools is no list of objects")
+    return plain_json(wanted, 2 * max_characters)  # type: ignore[no-any-return]
 
 
 def read_outcome(answer: Mapping[str, Any], max_characters: int) -> Outcome:
@@ -173,14 +219,14 @@ def read_outcome(answer: Mapping[str, Any], max_characters: int) -> Outcome:
     if status != "ok":
         prefix = "its process " if status == "died" else ""
         limit = " (rollout.multi_turn.timeout_s)" if status == "timeout" else ""
-        return Outcome(None, status, f"{prefix}{answer['message']}{limit}{answer['output']}", seconds)
+        return Outcome(None, status, valid_text(f"{prefix}{answer['message']}{limit}{answer['output']}"), seconds)
     try:
         value = answer["value"]
         step = Step(**{**value, "request": TurnRequest(**value.get("request", {}))})
         plain = plain_step(step, max_characters)
         return Outcome(Step(**{**plain, "request": TurnRequest(**plain["request"])}), seconds=seconds)
-    except (KeyError, TypeError, ValueError, RecursionError, FloodedError) as error:
-        return Outcome(None, "died", f"its process has sent a wrong answer: {error}", seconds)
+    except Exception as error:  # noqa: BLE001 - of whatever a hostile process has written
+        return Outcome(None, "died", f"its process has sent a wrong answer: {describe(error)}", seconds)
 
 
 def written_turn(

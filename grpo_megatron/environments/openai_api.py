@@ -3,14 +3,14 @@ generated.
 
 POST /t/TRAJECTORY/v1/chat/completions, /v1/responses, /v1/completions; GET /v1/models. The server runs in the
 trajectory's process, and is gone with it. The client gets text; the run keeps the tokens (sampling/multi_turn.py). What
-would make the tokens other than the run's own (another model, a temperature, `n`) gets a 400 that says why. An answer
-is generated at the run's logical clock, with all others. A client that repeats its request meanwhile, as OpenAI's does
-after a time-out, waits for the same answer.
+would make the tokens other than the run's own, and each field that is not in REQUEST_FIELDS, gets a 400 that says why. A client
+that repeats its request before the answer, as OpenAI's does after a time-out, waits for the same answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import queue
 import secrets
@@ -22,15 +22,19 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from grpo_megatron.environments.environment import ChatMessage, TurnRequest
+from grpo_megatron.environments.environment import ChatMessage, TurnRequest, check_call, plain_json, plain_request
 from grpo_megatron.environments.tool_environment import Call, parse_calls
+from grpo_megatron.processes.pool import FloodedError
+from grpo_megatron.processes.process import describe, valid_text
 
 MAX_BODY = 8 << 20  # bytes of a request
 MAX_REFUSED = 200  # requests of one trajectory; then it is flooded
+IDLE_S = 10.0  # seconds for the headers and the body of a request
 Json = dict[str, Any]
 
 
@@ -46,6 +50,7 @@ class ClientRequest:
     request: TurnRequest
     wants_logprobs: bool
     streams: bool
+    reads_calls: bool = True  # False, with tool_choice "none": a call in the answer is text
 
 
 @dataclass(frozen=True)
@@ -77,83 +82,136 @@ class Reply:
 
 # -- what the run decides ----------------------------------------------------------------------------------------------
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # field -> the values that change nothing; also what else vLLM's server reads
-    **dict.fromkeys(("top_p", "n", "best_of", "repetition_penalty"), (1,)),
+CHAT, COMPLETIONS, RESPONSES = "chat/completions", "completions", "responses"
+ANY: tuple[Any, ...] = (...,)
+READ = {  # protocol -> fields whose values are read
+    CHAT: "messages tools max_completion_tokens max_tokens stop",
+    COMPLETIONS: "prompt max_tokens stop",
+    RESPONSES: "input instructions previous_response_id tools max_output_tokens stop",
+}
+UNSEEN = (  # no token depends on them
+    "model temperature user metadata store stream_options service_tier safety_identifier prompt_cache_key"
+    " prompt_cache_options prompt_cache_retention request_id session_id cache_salt priority"
+)
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # field of OpenAI's or vLLM's server -> the values that change nothing
+    **dict.fromkeys(("top_p", "n", "best_of", "repetition_penalty", "length_penalty"), (1,)),
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "top_logprobs", "min_tokens"), (0,)),
-    **dict.fromkeys(("echo", "ignore_eos", "continue_final_message"), (False,)),
-    **dict.fromkeys(("stop_token_ids", "bad_words"), ([],)),
-    **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
-    **dict.fromkeys(("seed", "functions", "allowed_token_ids", "structured_outputs", "chat_template"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex"), ()),
+    **dict.fromkeys(("echo", "ignore_eos", "continue_final_message", "use_beam_search", "background"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("add_generation_prompt", "parallel_tool_calls", "include_reasoning"), (True,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("stop_token_ids", "bad_words", "documents"), ([],)),
+    **dict.fromkeys(("logit_bias", "chat_template_kwargs", "reasoning"), ({},)),
+    "stream": (True, False),
     "top_k": (-1, 0),
     "suffix": ("",),
-    "add_generation_prompt": (True,),
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
-    "text": ({"format": {"type": "text"}},),  # of responses
+    "modalities": (["text"],),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "truncation": ("disabled",),
+    "text": ({}, {"format": {"type": "text"}}),
+}
+REQUEST_FIELDS = {  # protocol -> field -> accepted values; null is accepted as absence everywhere
+    form: {**dict.fromkeys(f"{UNSEEN} {read}".split(), ANY), **NEUTRAL, "logprobs": values}
+    for (form, read), values in zip(READ.items(), ((True, False), (0, 1), ()), strict=True)
 }
 WHY = {
     "n": "a trajectory is one sequence, with one answer to each request; the other samples of its group have agents of their own",
     "top_logprobs": "the run records the log-probabilities of the generated tokens only",
-    **dict.fromkeys(("chat_template", "chat_template_kwargs"), "the run decides how messages are rendered"),
+    "parallel_tool_calls": "the model writes as many calls as it does",
+    **dict.fromkeys(
+        ("chat_template", "chat_template_kwargs", "documents"), "the run decides how messages are rendered"
+    ),
 }
+TEXT_PARTS = ("text", "input_text", "output_text")
+MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
-def _check_neutral(body: Json, model: str, temperature: float) -> None:
-    named = body.get("model", model)
-    if named != model:
-        raise RefusedError(f"model={named!r}: the only model here is {model!r}")
-    allowed = {**NEUTRAL, "temperature": (temperature,)}
-    for name, values in allowed.items():
-        value = body.get(name)
-        if value is not None and value not in values:
-            values_text = " or ".join(map(json.dumps, values)) or "none"
-            why = WHY.get(name, "the run decides how tokens are sampled")
-            raise RefusedError(f"{name}={json.dumps(value)[:200]}: {why}; leave it out, or set {values_text}")
+def _check_fields(form: str, body: Json, model: str, temperature: float) -> None:
+    if body.get("model") not in (None, model):
+        raise RefusedError(f"model={json.dumps(body['model'])[:200]}: the only model here is {model!r}")
+    allowed = {**REQUEST_FIELDS[form], "temperature": (temperature,)}
+    for name, value in body.items():
+        values = allowed.get(name, ())
+        if value is not None and values is not ANY and not any(_equal(value, one) for one in values):
+            values_text = "".join(f", or set {json.dumps(one)}" for one in values)
+            why = WHY.get(name, "the run decides how tokens are sampled" if values else "it is not read here")
+            raise RefusedError(f"{name[:80]}={json.dumps(value)[:200]}: {why}; leave it out{values_text}")
+
+
+def _equal(value: Any, other: Any) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _content(value: Any) -> str:
     """Returns the text of a content: itself, or its parts."""
     if value is None or isinstance(value, str):
         return value or ""
-    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+    if isinstance(value, list) and all(
+        isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str)
+        for part in value
+    ):
         return "".join(part["text"] for part in value)
     raise RefusedError(f"content is {json.dumps(value)[:200]}; only text is read")
 
 
+def _message(message: Json) -> ChatMessage:
+    """Returns a message as it is rendered. What a client adds to it may only be empty."""
+    if not (isinstance(message.get("role"), str) and message["role"]):
+        raise RefusedError("a message has no role")
+    if added := [name for name, value in message.items() if name not in MESSAGE and value not in (None, "", [], {})]:
+        raise RefusedError(f"a message has the field {added[0][:80]!r}, which is not read here; leave it out")
+    read = {name: message[name] for name in MESSAGE if message.get(name) not in (None, "", [])}
+    for call in read.get("tool_calls", ()):
+        check_call(call)
+    return {**read, "content": _content(message.get("content"))}
+
+
 def _listed(body: Json, name: str) -> list[Any]:
-    value = body.get(name) or []
+    value = [] if body.get(name) is None else body[name]
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise RefusedError(f"{name} is no list of objects")
     return value
 
 
+def _tools(body: Json, *, are_flat: bool = False) -> list[Any]:
+    tools = _listed(body, "tools")
+    if (
+        are_flat
+    ):  # as responses has them; `strict` would need guided decoding, and the model's arguments are what it writes
+        inner = [{name: value for name, value in tool.items() if name not in ("type", "strict")} for tool in tools]
+        tools = [{"type": tool.get("type"), "function": one} for tool, one in zip(tools, inner, strict=True)]
+    for tool in tools:
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise RefusedError(f"a tool of the type {tool.get('type')!r}: only functions are known here")
+        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters", {}), dict | None):
+            raise RefusedError("a function has no name, or parameters that are no object")
+    return tools
+
+
 def _turn_request(body: Json, *limits: str, tools: list[Any], prompt: str | list[int] | None = None) -> TurnRequest:
-    limit = next((body[name] for name in limits if body.get(name) is not None), None)
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise RefusedError(f"{limits[0]}={limit!r}: at least 1")
+    given = {body[name] for name in limits if body.get(name) is not None}
+    if len(given) > 1:
+        raise RefusedError(f"{' and '.join(limits)} differ: set one of them")
     stop = body.get("stop") or []
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop) or len(stop) > 16:
-        raise RefusedError(f"stop={json.dumps(stop)[:200]}: a text, or up to 16 of them")
-    return TurnRequest(tools, limit, stop, prompt)
+    request = TurnRequest(tools, next(iter(given), None), [stop] if isinstance(stop, str) else stop, prompt)
+    plain_request(request, MAX_BODY)
+    return request
 
 
 # -- the three forms: request -> ClientRequest, Reply -> response ------------------------------------------------------
 
 
-def read_chat(body: Json, history: Sequence[ChatMessage]) -> ClientRequest:
+def read_chat(body: Json, conversation: Conversation) -> ClientRequest:
     """Reads a request of chat completions."""
-    messages = []
-    for message in _listed(body, "messages"):
-        if not isinstance(message.get("role"), str):
-            raise RefusedError("a message has no role")
-        messages.append({**message, "content": _content(message.get("content"))})
-    request = _turn_request(body, "max_completion_tokens", "max_tokens", tools=_listed(body, "tools"))
-    return ClientRequest(messages, request, bool(body.get("logprobs")), bool(body.get("stream")))
+    messages = [_message(message) for message in _listed(body, "messages")]
+    request = _turn_request(body, "max_completion_tokens", "max_tokens", tools=_tools(body))
+    return ClientRequest(messages, request, bool(body.get("logprobs")), bool(body.get("stream")), _reads_calls(body))
 
 
-def read_completions(body: Json, history: Sequence[ChatMessage]) -> ClientRequest:
+def read_completions(body: Json, conversation: Conversation) -> ClientRequest:
     """Reads a request of completions, with raw text or token ids."""
     prompt = body.get("prompt")
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
@@ -163,41 +221,45 @@ def read_completions(body: Json, history: Sequence[ChatMessage]) -> ClientReques
     return ClientRequest([], request, body.get("logprobs") is not None, bool(body.get("stream")))
 
 
-def read_responses(body: Json, history: Sequence[ChatMessage]) -> ClientRequest:
-    """Reads a request of responses. An answer's message and its calls are several items there, and one message here."""
-    messages: list[ChatMessage] = list(history) if body.get("previous_response_id") else []
-    if not messages and body.get("instructions"):
-        messages.append({"role": "system", "content": _content(body["instructions"])})
-    items = body.get("input")
+def read_responses(body: Json, conversation: Conversation) -> ClientRequest:
+    """Reads a request of responses. An answer's message and its calls are several items there, and one message here.
+
+    `previous_response_id` stands for all messages up to that answer. `instructions` are the first message; beside an id
+    they may be left out, and are those of before.
+    """
+    messages: list[ChatMessage] = []
+    if (previous := body.get("previous_response_id")) is not None:
+        if not isinstance(previous, str) or previous not in conversation.histories:
+            raise RefusedError(f"previous_response_id={json.dumps(previous)[:200]}: no answer here has this id")
+        messages = list(conversation.histories[previous])
+    if instructions := _content(body.get("instructions")):
+        rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
+        messages = [{"role": "system", "content": instructions}, *rest]
+    items, start = body.get("input"), len(messages)
     for item in [{"role": "user", "content": items}] if isinstance(items, str) else _listed(body, "input"):
         kind = item.get("type", "message")
         is_answer = kind == "function_call" or item.get("role") == "assistant"
-        if is_answer and not (messages and messages[-1]["role"] == "assistant" and len(messages) > len(history)):
+        if is_answer and not (len(messages) > start and messages[-1]["role"] == "assistant"):
             messages.append({"role": "assistant", "content": ""})
         if kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", []), call]}
+            messages[-1] = _message({**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", []), call]})
         elif kind == "function_call_output":
-            text = item.get("output")
-            text = text if isinstance(text, str) else json.dumps(text)
+            text = _content(item.get("output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         elif kind == "message" and is_answer:
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _content(item.get("content"))}
-        elif kind == "message" and isinstance(item.get("role"), str):
-            messages.append({"role": item["role"], "content": _content(item.get("content"))})
-        elif kind != "reasoning":
+        elif kind == "message":
+            messages.append(_message({"role": item.get("role"), "content": item.get("content")}))
+        else:
             raise RefusedError(f"an item of the type {kind!r} is not read")
-    tools = [
-        {
-            "type": "function",
-            "function": {name: value for name, value in tool.items() if name not in ("type", "strict")},
-        }
-        for tool in _listed(body, "tools")
-    ]
-    return ClientRequest(
-        messages, _turn_request(body, "max_output_tokens", tools=tools), False, bool(body.get("stream"))
-    )
+    request = _turn_request(body, "max_output_tokens", tools=_tools(body, are_flat=True))
+    return ClientRequest(messages, request, False, bool(body.get("stream")), _reads_calls(body))
+
+
+def _reads_calls(body: Json) -> bool:
+    return body.get("tool_choice") != "none"
 
 
 def write_chat(reply: Reply, model: str, question: ClientRequest) -> tuple[Json, list[Json]]:
@@ -270,10 +332,10 @@ def write_responses(reply: Reply, model: str, question: ClientRequest) -> tuple[
     return response, [{**event, "sequence_number": number} for number, event in enumerate(events)]
 
 
-PROTOCOLS: dict[str, tuple[Callable[..., ClientRequest], Callable[..., tuple[Json, list[Json]]]]] = {
-    "chat/completions": (read_chat, write_chat),
-    "completions": (read_completions, write_completions),
-    "responses": (read_responses, write_responses),
+PROTOCOLS: dict[str, tuple[Callable[[Json, Conversation], ClientRequest], Callable[..., tuple[Json, list[Json]]]]] = {
+    CHAT: (read_chat, write_chat),
+    COMPLETIONS: (read_completions, write_completions),
+    RESPONSES: (read_responses, write_responses),
 }
 
 
@@ -286,6 +348,7 @@ def _same(message: Mapping[str, Any]) -> Json:
     return {
         "role": message["role"],
         "content": _content(message.get("content")),
+        "reasoning": message.get("reasoning_content"),
         "calls": [(call.get("name"), _arguments(call.get("arguments"))) for call in calls],
     }
 
@@ -293,7 +356,7 @@ def _same(message: Mapping[str, Any]) -> Json:
 def _arguments(value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 
@@ -310,6 +373,7 @@ class Conversation:
     prompt: str | list[int] | None = None
     tools: list[Any] = field(default_factory=list)
     num_turns: int = 0
+    histories: dict[str, list[ChatMessage]] = field(default_factory=dict)  # by the id of an answer: all up to it
 
     def new_part(self, question: ClientRequest) -> tuple[list[ChatMessage], TurnRequest]:
         """Returns what is new in a question. Raises RefusedError where it does not continue the conversation."""
@@ -340,12 +404,14 @@ class Conversation:
         text, finish = turn["text"], turn["finish_reason"]
         for stop in question.request.stop:
             text = text.partition(stop)[0]
-        calls = parse_calls(self.call_format, text) if question.request.tools else []
-        named: list[tuple[str, str, str]] = [
-            (f"call_{self.num_turns}_{i}", call.name, json.dumps(call.arguments))
-            for i, call in enumerate(calls)
-            if isinstance(call, Call)
-        ]
+        reads_calls = question.request.tools and question.reads_calls
+        calls = parse_calls(self.call_format, text) if reads_calls else []
+        named: list[tuple[str, str, str]] = []
+        for i, call in enumerate(calls):
+            with contextlib.suppress(TypeError, ValueError, RecursionError):  # Python's literals that JSON cannot write
+                if isinstance(call, Call):
+                    arguments = json.dumps(call.arguments, allow_nan=False)
+                    named.append((f"call_{self.num_turns}_{i}", valid_text(call.name), arguments))
         content = text.partition("<tool_call>")[0].strip() if named and self.call_format == "hermes" else text
         content = "" if named and self.call_format != "hermes" else content
         tokens = list(zip(turn["tokens"], turn["logprobs"], strict=True))
@@ -353,6 +419,7 @@ class Conversation:
         reply = Reply(text, content, named, finish, tokens, turn["prompt_tokens"], self.num_turns)
         self.num_turns, self.tools = self.num_turns + 1, question.request.tools
         self.messages = [*question.messages, reply.message]
+        self.histories[f"resp_{reply.number}"] = self.messages
         self.prompt = question.request.prompt
         if self.prompt is not None:
             self.prompt = self.prompt + text if isinstance(self.prompt, str) else [*self.prompt, *turn["token_ids"]]
@@ -368,21 +435,44 @@ NO_BRANCH = (
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
+class _Connection(H11Protocol):
+    """A connection, which is closed when no request with the key has come for IDLE_S.
+
+    uvicorn itself limits the pause after an answer only.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(IDLE_S, self._look, None)
+
+    def _look(self, last: RequestResponseCycle | None) -> None:
+        """Goes on where a request has come since the last look, or where one waits for the model."""
+        cycle = self.cycle
+        waits = (
+            cycle is not None and not (cycle.response_complete or cycle.more_body) and self.scope["state"].get("key")
+        )
+        if waits or cycle is not last:
+            self.loop.call_later(IDLE_S, self._look, cycle)
+        else:
+            self.transport.close()
+
+
 class Endpoint:
     """The server, in a thread. `questions` has what the client asks; `answer` is to be called once for each.
 
-    An item of `questions` is (messages, TurnRequest), or a text: the client has sent too much.
+    An item of `questions` is (messages, TurnRequest), or an error that ends the trajectory. The command puts None at its end.
     """
 
     def __init__(self, model: str, temperature: float, call_format: str, branches: bool = False) -> None:
         self._model, self._temperature = model, temperature
         self.key = secrets.token_urlsafe(24)
-        self.questions: queue.Queue[tuple[list[ChatMessage], TurnRequest] | str] = queue.Queue()
+        self.questions: queue.Queue[tuple[list[ChatMessage], TurnRequest] | Exception | None] = queue.Queue()
         self._conversation, self._branches = Conversation(call_format), branches
         # used in the loop's thread only
         self._pending: tuple[bytes, ClientRequest, asyncio.Future[Reply]] | None = None
         self._num_refused = 0
         self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each answer waits 40 ms for an ACK
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/t/{self.key}/v1"
 
     def serve(self) -> None:
@@ -393,8 +483,8 @@ class Endpoint:
         self._loop = asyncio.new_event_loop()
         posts = Route("/t/{key}/v1/{form:path}", self._post, methods=["POST"])
         application = Starlette(routes=[Route("/t/{key}/v1/models", self._models), posts])
-        settings: Json = {"log_config": None, "access_log": False, "lifespan": "off", "limit_concurrency": 64}
-        server = uvicorn.Server(uvicorn.Config(application, http="h11", ws="none", **settings))
+        settings: Json = {"log_config": None, "access_log": False, "lifespan": "off"}
+        server = uvicorn.Server(uvicorn.Config(application, http=_Connection, ws="none", **settings))
         self._loop.run_until_complete(server.serve(sockets=[self._socket]))
 
     def answer(self, turn: Json) -> None:
@@ -404,23 +494,31 @@ class Endpoint:
             assert self._pending is not None
             _, question, waiting = self._pending
             self._pending = None
-            waiting.set_result(self._conversation.add(question, turn))
+            try:
+                waiting.set_result(self._conversation.add(question, turn))
+            except Exception as error:  # noqa: BLE001 - of whatever the model has written
+                self.questions.put(error)
 
         self._loop.call_soon_threadsafe(give)
 
     async def _models(self, request: Request) -> Response:
         if not self._has_key(request):
-            return JSONResponse(_error("no such trajectory"), 404)
+            return _without_key()
         return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "run"}]})
 
     async def _post(self, request: Request) -> Response:
+        if not self._has_key(request):
+            return _without_key()
         form = request.path_params["form"]
-        if not self._has_key(request) or form not in PROTOCOLS:
-            return self._refused("no such trajectory or path", 404)
+        if form not in PROTOCOLS:
+            return self._refused(f"there is no path {form[:200]!r}", 404)
         try:
             question, reply = await self._reply(form, await _body(request))
-        except RefusedError as error:
-            return self._refused(str(error), 400)
+        except ClientDisconnect:
+            return Response(status_code=400)
+        except Exception as error:  # noqa: BLE001 - of whatever a client has sent
+            is_plain = type(error) in (RefusedError, ValueError)
+            return self._refused(str(error) if is_plain else f"the request cannot be read: {describe(error)}", 400)
         response, chunks = PROTOCOLS[form][1](reply, self._model, question)
         if not question.streams:
             return JSONResponse(response)
@@ -429,14 +527,11 @@ class Endpoint:
     async def _reply(self, form: str, body: bytes) -> tuple[ClientRequest, Reply]:
         if self._pending is not None and self._pending[0] == body:
             return self._pending[1], await asyncio.shield(self._pending[2])
-        try:
-            read = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise RefusedError(f"the body is no JSON: {error}") from None
+        read = plain_json(json.loads(body), MAX_BODY)
         if not isinstance(read, dict):
             raise RefusedError("the body is no object")
-        _check_neutral(read, self._model, self._temperature)
-        question = PROTOCOLS[form][0](read, self._conversation.messages)
+        _check_fields(form, read, self._model, self._temperature)
+        question = PROTOCOLS[form][0](read, self._conversation)
         if self._pending is not None:
             raise RefusedError("another request is being answered; a trajectory has one at a time")
         try:
@@ -451,13 +546,19 @@ class Endpoint:
         return question, await asyncio.shield(waiting)  # a client that hangs up ends its own wait only
 
     def _has_key(self, request: Request) -> bool:
-        return secrets.compare_digest(request.path_params["key"].encode(), self.key.encode())
+        request.state.key = secrets.compare_digest(request.path_params["key"].encode(), self.key.encode())
+        return bool(request.state.key)
 
     def _refused(self, text: str, status: int) -> Response:
         self._num_refused += 1
         if self._num_refused == MAX_REFUSED:
-            self.questions.put(f"{MAX_REFUSED} of its requests were refused, the last one: {text}")
+            self.questions.put(FloodedError(f"{MAX_REFUSED} of its requests were refused, the last one: {text}"))
         return JSONResponse(_error(text), status)
+
+
+def _without_key() -> Response:
+    """Answers whoever is not the agent: that counts for nothing, and the connection ends."""
+    return JSONResponse(_error("no such trajectory"), 404, headers={"Connection": "close"})
 
 
 def _error(text: str) -> Json:

@@ -50,7 +50,7 @@ class EnvironmentPool(PoolClient):
             "memory_bytes": int(memory_gib * (1 << 30)),
             "max_characters": max_characters,
         }
-        max_line = 12 * max_characters + (1 << 16)  # JSON writes a character in at most 12 bytes
+        max_line = 12 * 3 * max_characters + (1 << 16)  # messages and a request; JSON writes a character in 12 bytes
         limits = Limits(max_line, MAX_OUTPUT, MAX_PROCESSES, keeps_state=True)
         # The order of sets must not depend on the process. One thread: libraries' pools of threads do not survive forks.
         variables = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}

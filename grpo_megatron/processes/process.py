@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import resource
 import signal
 import threading
@@ -21,7 +22,7 @@ _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 def describe(error: BaseException) -> str:
     """Returns type and text of an exception, at most MAX_TEXT_OF_ERROR characters."""
     try:
-        return f"{type(error).__name__}: {error}"[:MAX_TEXT_OF_ERROR]
+        return valid_text(f"{type(error).__name__}: {error}"[:MAX_TEXT_OF_ERROR])
     except Exception:  # noqa: BLE001 - an exception whose __str__ raises
         return type(error).__name__
 
@@ -209,11 +210,34 @@ def start_ticks(pid: int | str = "self") -> int:
         return 0
 
 
-def finite_number(name: str, value: object) -> float:
+# -- what the user's code returns --------------------------------------------------------------------------------------
+
+LARGEST_NUMBER = 3.4e38  # of float32, in which metrics are stored
+MAX_REWARD = 1e9  # sums of squares of rewards stay far below LARGEST_NUMBER
+MAX_NAME = 100  # characters of a metric's name
+
+
+def finite_number(name: str, value: object, largest: float = LARGEST_NUMBER) -> float:
     """Reads a number that the user's code returned. Raises ValueError. Scalars of numpy and torch are numbers; a text is not."""
     if not (hasattr(type(value), "__float__") or hasattr(type(value), "__index__")):
         raise ValueError(f"{name} is {type(value).__name__}, not a number")
-    number = float(value)  # type: ignore[arg-type]
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:  # an integer
+        number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name} is {number}, not a finite number")
+    if abs(number) > largest:
+        raise ValueError(f"{name} is {number:g}; it must be between -{largest:g} and {largest:g}: scale it")
     return number
+
+
+def metric_name(name: object) -> str:
+    """Returns a name that every tracker and TensorBoard can write: letters, digits and ` ./:@-`, at most MAX_NAME characters."""
+    text = re.sub(r"[^\w ./:@-]", "_", str(name)[:MAX_NAME])
+    return "/".join(part for part in text.split("/") if part.strip(". ")) or "_"
+
+
+def valid_text(text: str) -> str:
+    """Replaces lone surrogates, which JSON can spell and no file or tokenizer can encode, by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

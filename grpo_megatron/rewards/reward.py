@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from grpo_megatron.processes.process import finite_number
+from grpo_megatron.processes.process import MAX_REWARD, finite_number, metric_name
 from grpo_megatron.registry import FactRegistry, Registry, did_you_mean
 
 
@@ -202,7 +202,6 @@ rewards: FactRegistry[RewardFunction, RewardFacts] = FactRegistry("reward", Rewa
 
 MAX_METRICS = 64  # a metric is one curve per name: a reward with more metrics has names that depend on the data
 MAX_STEPS = 10_000
-MAX_REWARD = 1e9
 MAX_ENTRY = 500  # characters of an entry that is not a number
 
 Steps = tuple[tuple[int, float], ...]
@@ -270,14 +269,14 @@ def parse_reward(returned: object, length: int | None = None) -> RewardResult:
     ends between 1 and `length`: `end` counts the characters of the completion up to the end of the step.
     """
     if not isinstance(returned, Mapping):
-        return RewardResult(_bounded_number("the reward", returned))
+        return RewardResult(finite_number("the reward", returned, MAX_REWARD))
     if "score" not in returned:
         raise ValueError(f"the reward returned a dict without 'score' (keys: {', '.join(map(str, returned))})"[:500])
     if len(returned) > MAX_METRICS + 2:
         raise ValueError(f"the reward returned {len(returned)} entries; at most {MAX_METRICS} besides 'score'")
-    entries = {str(key): value for key, value in returned.items()}
+    entries = {metric_name(key): value for key, value in returned.items()}
     steps = _parse_steps(entries.pop("steps", ()), length)
-    score = _bounded_number("the reward's entry 'score'", entries.pop("score"))
+    score = finite_number("the reward's entry 'score'", entries.pop("score"), MAX_REWARD)
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}
     for key, value in entries.items():
@@ -295,13 +294,6 @@ def _text(value: object) -> str:
         return f"({type(value).__name__})"
 
 
-def _bounded_number(what: str, value: object) -> float:
-    number = finite_number(what, value)
-    if abs(number) > MAX_REWARD:
-        raise ValueError(f"{what} is {number:g}; it must be between -{MAX_REWARD:g} and {MAX_REWARD:g}: scale it")
-    return number
-
-
 def _parse_steps(returned: object, length: int | None) -> Steps:
     if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
         raise ValueError(f"the reward's entry 'steps' is {type(returned).__name__}, not a list of (end, value)")
@@ -309,7 +301,7 @@ def _parse_steps(returned: object, length: int | None) -> Steps:
     for step in returned:
         if not isinstance(step, Sequence) or len(step) != 2:
             raise ValueError(f"the reward's step {len(steps)} is {type(step).__name__}, not (end, value)")
-        end, value = finite_number("a step's end", step[0]), _bounded_number("a step's value", step[1])
+        end, value = finite_number("a step's end", step[0]), finite_number("a step's value", step[1], MAX_REWARD)
         last = steps[-1][0] if steps else 0
         if end != int(end) or end <= last or (length is not None and end > length):
             bound = "" if length is None else f" and at most the completion's {length}"

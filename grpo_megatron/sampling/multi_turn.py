@@ -24,6 +24,7 @@ from grpo_megatron.environments.environment import ChatMessage, Outcome, Step, e
 from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.processes.pool import FirstFailure
+from grpo_megatron.processes.process import describe
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, continued, stable_hash
 from grpo_megatron.sampling.generator import Generator, SamplingRound
@@ -279,13 +280,18 @@ class EnvironmentAnswers:
         self._kept.attempt(lambda pool: pool.end([trajectory.key for trajectory in trajectories]))
 
     def _answer(self, trajectory: Trajectory, outcome: Outcome) -> Answer:
+        """Returns the outcome as tokens. The wall around a trajectory: nothing that it has sent raises beyond here."""
         if outcome.step is None:
             return Answer([], status=outcome.status, message=outcome.message)
-        step = outcome.step
+        step, own = outcome.step, trajectory.stop.texts if trajectory.stop else ()
         try:
             token_ids = self._render(trajectory, step)
-        except ConfigError as error:  # messages that the template refuses are this environment's fault
-            return Answer([], status="raised", message=f"its messages cannot be rendered: {error}")
+            self._stop((*own, *step.request.stop))
+        except Exception as error:  # noqa: BLE001 - of the template or the tokenizer
+            reason = str(error) if isinstance(error, ConfigError) else describe(error)
+            return Answer([], status="raised", message=f"its messages cannot be rendered: {reason}")
+        if not token_ids and (not trajectory.turns or (step.request.branch and not step.done)):
+            return Answer([], status="raised", message="its first messages, or its prompt, are no token")
         metrics = {}
         for name, value in step.metrics.items():
             if name.endswith("_seconds"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -76,11 +77,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # option -> a part of the me
     "n": ({"n": 2}, "n=2: a trajectory is one sequence, with one answer to each request"),
     "top_logprobs": ({"logprobs": True, "top_logprobs": 3}, "of the generated tokens only"),
     "chat_template_kwargs": ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "rendered"),
-    "structured_outputs": ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "set none"),
-    "seed": ({"seed": 2}, "leave it out, or set none"),
+    "structured_outputs": ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "it is not read here; leave it out"),
+    "seed": ({"seed": 2}, "leave it out"),
     "logit_bias": ({"logit_bias": {"1": 2}}, "logit_bias"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is read"),
-    "stop": ({"stop": [""]}, "stop="),
+    "stop": ({"stop": [""]}, "stop: at most 16"),
     "max_tokens": ({"max_tokens": 0}, "at least 1"),
     "no message": ({"messages": []}, "there is no message"),
     "tool_choice": ({"tool_choice": "required"}, "tool_choice"),
@@ -194,6 +195,13 @@ def both_at_once() -> float:
     time.sleep(1)
     ask([USER, USER])
     return 0.0
+
+
+def leaves_a_child() -> float:
+    """Ends while a child of it has the pipes open, with a reward that has been printed."""
+    ask([USER])
+    subprocess.Popen(["sleep", "1000"])
+    return 1.0
 
 
 def silent() -> float:

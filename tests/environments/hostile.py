@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grpo_megatron.environments.environment import ChatMessage, Step
+from grpo_megatron.environments.environment import ChatMessage, Step, TurnRequest
 from tests.environments.games import Guess
 
 
@@ -132,6 +132,16 @@ FATAL: dict[str, tuple[str, str, Callable[[], Any]]] = {  # act -> (status, part
     "NaN reward": ("raised", "Step.reward is nan", lambda: Step([], reward=float("nan"))),
     "done that is a text": ("raised", "Step.done is str", lambda: Step([], done="no")),  # type: ignore[arg-type]
     "metric that is a list": ("raised", "Step.metrics['m'] is list", lambda: Step([], metrics={"m": []})),  # type: ignore[dict-item]
+    "reward that overflows": ("raised", "Step.reward is 1e+308; it must be between", lambda: Step([], reward=1e308)),
+    "reward of 400 digits": ("raised", "Step.reward is inf", lambda: Step([], reward=10**400)),
+    "metric beyond float32": ("raised", "Step.metrics['m'] is 1e+39; it", lambda: Step([], metrics={"m": 1e39})),
+    "message 700 deep": ("raised", "within each other more than 64 deep", lambda: _nested(700)),
+    "calls that are a text": ("raised", "tool_calls are no list", lambda: Step(_user(tool_calls="f()"))),
+    "calls that are a number": ("raised", "not iterable", lambda: Step(_user(tool_calls=7))),
+    "half a call": ("raised", "tool_calls are no list", lambda: Step(_user(tool_calls=[{"function": {"name": 7}}]))),
+    "negative limit": ("raised", "max_tokens=-1: at least 1", lambda: Step([], request=TurnRequest(max_tokens=-1))),
+    "limit that is true": ("raised", "max_tokens=True: at", lambda: Step([], request=TurnRequest(max_tokens=True))),
+    "empty stop text": ("raised", "of 1 to 1000 characters", lambda: Step([], request=TurnRequest(stop=[""]))),
     "too many metrics": ("raised", "at most 64", lambda: Step([], metrics={str(n): 1.0 for n in range(65)})),
     "remove len": ("raised", "NoneType", lambda: setattr(builtins, "len", None)),
     "replace json": ("died", "", lambda: setattr(json, "loads", None) or setattr(json.JSONEncoder, "iterencode", _lie)),
@@ -179,7 +189,7 @@ class Hostile(Guess):
             return FATAL[completion][2]()
         if completion in HARMLESS:
             HARMLESS[completion]()
-            return Step(_user("done \ud800", name="\udfff"))  # lone surrogates
+            return Step(_user("done \ud800", name="\udfff"), metrics={"../\ud800" + "x" * 5000: 1.0})
         if completion == "kill the worker":
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(1000)
@@ -219,3 +229,125 @@ class Dice(Guess):
 
     def step(self, completion: str) -> Step:
         return Step(_user(str(random.random())))
+
+
+# -- requests to the endpoint ------------------------------------------------------------------------------------------
+
+USER, SAID = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "one"}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+CALLED = {**SAID, "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+FLAT = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+ASKED: dict[str, list[Any]] = {  # form -> requests of one conversation, whose answers are "one" and "two"
+    "chat/completions": [
+        {"model": "policy", "messages": [USER], "tools": [TOOL], "max_tokens": 7, "stop": ["END"], "logprobs": True},
+        {"messages": [USER, SAID, USER], "tools": [TOOL], "tool_choice": "none", "stream": True, "temperature": 1.0},
+    ],
+    "completions": [{"prompt": "ab", "max_tokens": 3, "logprobs": 1}, {"prompt": "aboned", "stop": "x", "n": 1}],
+    "responses": [
+        {"input": "hello", "instructions": "be brief", "tools": [FLAT], "store": False, "include": []},
+        {"input": [{"type": "message", **USER}], "previous_response_id": "resp_0", "tools": [FLAT], "top_p": 1},
+    ],
+}
+TOKEN_IDS = [{"prompt": [1, 2]}, {"prompt": [1, 2, 5, 6, 3]}]
+CALLS = {"messages": [USER, CALLED, {"role": "tool", "tool_call_id": "c", "content": "7"}]}
+IGNORED: dict[str, Any] = {  # fields of vLLM's server and of OpenAI's that would change what is sampled or shown
+    "guided_choice": ["a"],
+    "guided_grammar": "g",
+    "use_beam_search": True,
+    "length_penalty": 0.5,
+    "seed": 2,
+    "truncate_prompt_tokens": 1,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "echo": True,
+    "parallel_tool_calls": False,
+    "reasoning_effort": "low",
+    "documents": [{}],
+    "thinking_token_budget": 5,
+    "logits_processors": ["x"],
+    "repetition_detection": {},
+    "vllm_xargs": {"a": 1},
+    "max_tool_calls": 1,
+    "no_such_field": 1,
+    "top_p": True,
+    "n": True,
+    "verbosity": "low",
+    "prompt_logprobs": 1,
+    "prefix\ud800": 1,
+}
+DEEP: list[Any] = []
+for _ in range(700):
+    DEEP = [DEEP]
+REFUSED_REQUESTS: list[tuple[str, Any, str]] = [  # form, changes of its first request (or the body), part of the answer
+    *(("chat/completions", {name: value}, "leave it out") for name, value in IGNORED.items()),
+    ("chat/completions", {"max_tokens": True}, "max_tokens=True: at least 1"),
+    ("chat/completions", {"max_completion_tokens": 8}, "differ: set one of them"),
+    *(
+        ("chat/completions", {"messages": [USER, {**CALLED, "tool_calls": calls}]}, "")
+        for calls in ("f()", 7, {"a": 1}, [7], [{}], [{"function": {"name": "f", "arguments": 7}}])
+    ),
+    ("chat/completions", {"messages": [{**USER, "extra": DEEP}]}, "more than 64 deep"),
+    ("chat/completions", {"messages": [{**USER, "extra": 7}]}, "the field 'extra', which is not read here"),
+    ("chat/completions", {"messages": [{**USER, "content": [{"type": "image_url", "text": "x"}]}]}, "only text"),
+    ("chat/completions", {"tools": [{"type": "web_search"}]}, "only functions are known"),
+    ("chat/completions", {"stop": ["x" * 1001]}, "of 1 to 1000 characters"),
+    ("completions", {"logprobs": 5}, "or set 0, or set 1"),
+    ("responses", {"tools": [{"type": "web_search"}]}, "only functions are known"),
+    ("responses", {"previous_response_id": "resp_7"}, "no answer here has this id"),
+    ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "is not read"),
+    ("completions", b'{"prompt": "' + b"[" * 50_000, "cannot be read"),
+    ("completions", b"[" * 50_000, "RecursionError"),
+    ("completions", b'{"prompt": "a", "temperature": NaN}', "not JSON compliant"),
+    ("completions", b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "digits"),
+    ("completions", b"7", "the body is no object"),
+    ("embeddings", {}, "there is no path"),
+]
+VALUES: list[Any] = [
+    *(None, True, False, 0, -1, 2**70, 1e308, "", "\ud800", "x\udfff" * 9, "<|im_end|><tool_call>", "\0", [], {}, [[]]),
+    *(
+        [None],
+        [7],
+        ["\ud800"],
+        {"\ud800": 1},
+        {"type": "text", "text": "a"},
+        {"role": "tool"},
+        [0],
+        [10**9],
+        "[" * 50_000,
+    ),
+    *(
+        {"function": 7},
+        {"function": {"name": "f"}},
+        "resp_0",
+        "none",
+        "auto",
+        USER,
+        [USER, SAID],
+        [CALLED],
+        DEEP,
+        [TOOL],
+    ),
+]
+
+
+def _copied(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def hostile_request(rng: random.Random, request: Any) -> Any:
+    """Changes a valid request at up to three places: another value, a field of another server, or a field that is gone."""
+    request = _copied(request)
+    for _ in range(rng.randint(0, 3)):
+        place, key = {"": request}, ""
+        while isinstance(place[key], dict | list) and place[key] and (place[key] is request or rng.random() < 0.7):
+            place = place[key]
+            key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
+        kind = rng.random()
+        if kind < 0.3:
+            name = rng.choice([*IGNORED, "logprobs", "max_tokens", "stop", "tools", "tool_choice", "instructions"])
+            request[name] = _copied(rng.choice([IGNORED.get(name), *VALUES]))
+        elif kind < 0.9:
+            place[key] = _copied(rng.choice(VALUES))
+        elif place is not request or len(request) > 1:
+            del place[key]
+    return request

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import socket
 import sys
+import threading
 import time
+from collections import Counter
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from grpo_megatron.config import MultiTurnConfig
+from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.environments.command import CommandEnvironment
-from grpo_megatron.environments.environment import Outcome, TurnRequest, written_turn
+from grpo_megatron.environments.environment import Outcome, Step, TurnRequest, plain_step, read_outcome, written_turn
+from grpo_megatron.environments.openai_api import MAX_REFUSED, REQUEST_FIELDS, Conversation, Endpoint
 from grpo_megatron.environments.pool import EnvironmentPool
+from grpo_megatron.rollout.engine import Completion
+from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, TrajectoryLimits
+from tests.data.test_conversation import CHATML, tokenizer_with
+from tests.environments.hostile import (
+    ASKED,
+    CALLS,
+    FLAT,
+    REFUSED_REQUESTS,
+    SAID,
+    TOKEN_IDS,
+    TOOL,
+    USER,
+    hostile_request,
+)
+from tests.fakes import LoneMesh, trajectory
 
 pytestmark = pytest.mark.slow
-TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
-USER = {"role": "user", "content": "hello"}
 CALL = '<tool_call>{"name": "f", "arguments": {"y": 1}}</tool_call>'
 
 
@@ -62,6 +85,7 @@ def test_two_turns_with_a_tool(imports: list[str]) -> None:
         ("token_ids", ["one", "two"]),
         ("refused", ["one"]),
         ("forged", ["one"]),
+        ("leaves_a_child", ["one"]),
     ],
 )
 def test_what_a_client_may_ask(name: str, turns: list[str]) -> None:
@@ -136,3 +160,147 @@ def test_a_command_that_cannot_be_run_is_refused(wrong: dict[str, Any], message:
 
 def test_the_turn_is_plain_json() -> None:
     assert json.loads(written_turn("x", [1], ["x"], [-1.0], "length", 4))["finish_reason"] == "length"
+
+
+# -- what a hostile client can send: its trajectory is the most that it costs ------------------------------------------
+
+
+class Agent:
+    """A client of an endpoint in this process. What it asks goes the whole way: the checks, the tokens, the trajectory."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.endpoint, self.asked, self.failed = Endpoint("policy", 1.0, "hermes", **settings), [], []  # type: ignore[var-annotated]
+        mesh: Any = LoneMesh()
+        renderer = TurnRenderer(tokenizer_with(CHATML, "<|im_end|>"))
+        self.answers = EnvironmentAnswers(None, renderer, MultiTurnConfig(), mesh)
+        self.begin()
+        self.endpoint.serve()
+        threading.Thread(target=self._model, daemon=True).start()
+        url = urlsplit(self.endpoint.url)
+        self.path, self.connection = url.path, HTTPConnection(str(url.hostname), url.port, timeout=60)
+
+    def begin(self) -> None:
+        """Begins another trajectory."""
+        self.endpoint._conversation, self.endpoint._num_refused = Conversation("hermes"), 0
+        limits = TrajectoryLimits(10**6, 10**6, 100)
+        self.trajectory, self.texts = trajectory(4, limits=limits), ["one", "two", "three", "four"]
+        self.asked.clear()
+
+    def _model(self) -> None:
+        while True:
+            question = self.endpoint.questions.get()
+            self.asked.append(question)
+            try:
+                if not isinstance(question, Exception | None):
+                    self._turn(Step(question[0], request=question[1]))
+            except BaseException as error:  # noqa: BLE001 - of a test
+                self.failed.append((question, error))
+                self.endpoint.answer(json.loads(written_turn("none")))
+
+    def _turn(self, step: Step) -> None:
+        value = json.loads(json.dumps(plain_step(step, 1 << 18)))
+        t, outcome = self.trajectory, read_outcome({"status": "ok", "value": value, "seconds": 0.0}, 1 << 18)
+        [answer] = [self.answers._answer(t, outcome)]
+        assert outcome.step and answer.status in ("ok", "raised"), outcome
+        if t.turns:
+            t.answered(answer, 1)
+        else:
+            t.begin(answer)
+        if not t.is_over:
+            assert t.request().prompt_ids and t.request().max_tokens > 0
+            t.generated(Completion([5, 6], [-0.5, -0.5], "stop"), 1)
+        self.endpoint.answer(json.loads(written_turn(self.texts.pop(0), [5, 6], ["a", "b"], [-0.5, -0.5])))
+
+    def post(self, form: str, body: Any, path: str = "") -> tuple[int, str]:
+        """Returns status and text. An object is sent as JSON."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.connection.request("POST", f"{path or self.path}/{form}", data)
+        answer = self.connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+@pytest.fixture(scope="module")
+def agent() -> Agent:
+    return Agent()
+
+
+def test_what_is_not_read_is_refused(agent: Agent) -> None:
+    for form, change, part in REFUSED_REQUESTS:
+        agent.begin()
+        body = change if isinstance(change, bytes) else {**ASKED.get(form, [{}])[0], **change}
+        status, text = agent.post(form, body)
+        assert status == (404 if form == "embeddings" else 400) and part in text, (form, change, status, text[:300])
+        assert agent.endpoint._num_refused == 1 and not agent.asked
+        assert agent.post("completions", {"prompt": "ab"})[0] == 200  # the trajectory is as it was
+    agent.begin()
+    assert agent.post("chat/completions", ASKED["chat/completions"][0])[0] == 200
+    for wrong in ({"tool_calls": "f()"}, {"role": 7}, {"content": 7}, {"tool_calls": [{"function": 7}]}):
+        changed = {"messages": [USER, {**SAID, **wrong}, USER]}
+        assert agent.post("chat/completions", changed)[0] == 400  # of a message that was recorded
+    assert agent.endpoint._num_refused == 4 and not agent.failed
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_no_request_ends_more_than_its_trajectory(agent: Agent, count: int) -> None:
+    """Conversations of two requests, changed at random places. Answered ones have only fields that are read."""
+    rng, seen = random.Random(0), Counter[int]()
+    conversations = [*ASKED.items(), ("completions", TOKEN_IDS), ("chat/completions", [CALLS])]
+    for _ in range(count // 2):
+        form, requests = rng.choice(conversations)
+        agent.begin()
+        for request in requests:
+            body = hostile_request(rng, request)
+            status, text = agent.post(form, body)
+            assert status in (200, 400), (form, body, text)
+            assert not agent.failed, (form, body, agent.failed)
+            seen[status] += 1
+            known = {name for name, values in REQUEST_FIELDS[form].items() if values}
+            if status == 200:
+                assert {name for name, value in body.items() if value is not None} <= known, body
+    assert min(seen[200], seen[400]) > count // 8, seen
+
+
+def test_a_response_continues_the_answer_that_it_names() -> None:
+    """An earlier answer or other instructions begin a branch, where branches are recorded; tool_choice none is text."""
+    agent, chain = Agent(branches=True), {"input": "go on", "tools": [FLAT]}
+    agent.texts[:1] = ["I look. " + CALL]
+    _, text = agent.post("responses", {**ASKED["responses"][0], "tools": [FLAT]})
+    system = {"role": "system", "content": "be brief"}
+    items = [USER, *json.loads(text)["output"], {"type": "function_call_output", "call_id": "x", "output": "7"}]
+    for change in (
+        {"input": items, "instructions": "be brief", "tools": [FLAT]},
+        {**chain, "previous_response_id": "resp_1"},
+    ):
+        assert agent.post("responses", change)[0] == 200  # a message and its call are one message; the chain goes on
+    assert [question[1].branch for question in agent.asked] == [False] * 3
+    assert agent.post("responses", {**chain, "previous_response_id": "resp_0", "instructions": "be long"})[0] == 200
+    messages, request = agent.asked[-1]
+    assert request.branch and messages[0] == {**system, "content": "be long"} and len(messages) == 4
+    status, text = agent.post("responses", {**chain, "previous_response_id": "resp_9"})
+    assert status == 400 and "no answer here has this id" in text
+    agent.begin()
+    agent.texts[0] = CALL
+    _, text = agent.post("chat/completions", {"messages": [USER], "tools": [TOOL], "tool_choice": "none"})
+    assert json.loads(text)["choices"][0]["message"] == {"role": "assistant", "content": CALL}
+
+
+def test_whoever_has_no_key_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither many requests nor many connections that are silent, or stop in their headers or their body."""
+    monkeypatch.setattr("grpo_megatron.environments.openai_api.IDLE_S", 0.5)
+    agent = Agent()
+    begun = [
+        b"",
+        b"POST /",
+        f"POST {agent.path}/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode(),
+    ]
+    silent = [socket.create_connection((agent.connection.host, agent.connection.port)) for _ in range(99)]
+    for number, one in enumerate(silent):
+        one.sendall(begun[number % 3])
+    for _ in range(MAX_REFUSED + 1):
+        assert agent.post("completions", {"prompt": "a"}, path="/t/wrong/v1")[0] == 404
+    assert agent.post("completions", {"prompt": "a"})[0] == 200 and len(agent.asked) == 1
+    for one in silent:
+        one.settimeout(60)
+        with one, contextlib.suppress(ConnectionError):
+            assert one.recv(1000).partition(b" ")[2][:3] in (b"", b"400")
+    assert not agent.failed and agent.endpoint._num_refused == 0

@@ -120,7 +120,8 @@ def test_a_hostile_environment_ends_its_own_trajectory(hostile: Any, act: str) -
 @pytest.mark.parametrize("act", HARMLESS)
 def test_what_an_environment_may_do_to_itself(hostile: Any, act: str) -> None:
     pool, outcomes = hostile
-    assert outcomes[act].step == Step([{"role": "user", "content": "done \ufffd", "name": "\ufffd"}]), outcomes[act]
+    message = {"role": "user", "content": "done \ufffd", "name": "\ufffd"}
+    assert outcomes[act].step == Step([message], metrics={"_" + "x" * 96: 1.0}), outcomes[act]
     again = steps(pool, {act: "change the folder"})[act]  # it still answers
     assert again.step == outcomes[act].step, again
 

@@ -127,6 +127,17 @@ def test_a_failure_becomes_a_status(outcome: Outcome, status: str, message: str)
     assert (answer.status, answer.message, answer.token_ids) == (status, message, [])
 
 
+@pytest.mark.parametrize("step", [Step([]), Step([{"role": "user", "content": "x"}], done=True), None])
+def test_what_has_no_tokens_or_cannot_be_tokenized_is_no_prompt(step: Step | None) -> None:
+    """The engine would refuse an empty prompt on all ranks, and the tokenizer raises what it likes."""
+    answers, _ = answers_of(said("question") if step is None else Outcome(step))
+    if step is None:
+        answers.renderer.prompt = lambda *_: [][0]  # type: ignore[method-assign]
+    [answer] = answers.take([trajectory(4)])
+    words = "cannot be rendered: IndexError" if step is None else "are no token"
+    assert answer.status == "raised" and words in answer.message
+
+
 @pytest.mark.parametrize("broken_in", ["start", "step", "wait", "end"])
 def test_when_the_workers_cannot_run_the_next_take_says_so_on_all_ranks(broken_in: str) -> None:
     answers, _ = answers_of(said("question"), said("ok"), said("ok"), broken_in=broken_in)
