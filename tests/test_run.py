@@ -51,9 +51,26 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
 
 
 @ranks()
-def verbs_step(folder: Path, overrides: list[str], world: int) -> dict[str, Any]:
+def both_steps(folder: Path, overrides: list[str], world: int) -> dict[str, Any]:
+    """The weights after the Trainer's one step, and what `verbs_step` returns, on this rank."""
+    from megatron.core.parallel_state import destroy_model_parallel
+
+    from grpo_megatron import Trainer
+    from grpo_megatron import run as run_module
+
+    settings = [*OVERRIDES, *overrides, f"trainer.n_gpus_per_node={world}"]
+    trainer = Trainer(load_config(folder / "run.yaml", [*settings, f"trainer.output_dir={folder / 'trainer'}"]))
+    close, trained = trainer.parts.close, dict[str, torch.Tensor]()
+    with (
+        mock.patch.object(trainer.parts, "close", lambda: (trained.update(weights_of(trainer.parts)), close())),
+        mock.patch.object(run_module, "destroy_mesh", destroy_model_parallel),  # the world is used again
+    ):
+        trainer.run()
+    return {"trained": trained, **verbs_step(folder, [*settings, f"trainer.output_dir={folder / 'verbs'}"])}
+
+
+def verbs_step(folder: Path, settings: list[str]) -> dict[str, Any]:
     """A step of the verbs on this rank: weights after it, after another step, and after loading the state before it."""
-    settings = [*OVERRIDES, *overrides, f"trainer.n_gpus_per_node={world}", f"trainer.output_dir={folder / 'verbs'}"]
     with grpo_megatron.open(folder / "run.yaml", settings) as run:
         run.save_state(folder / "state")
         samples = run.sample(run.prompts[:4])
@@ -79,28 +96,15 @@ def verbs_step(folder: Path, overrides: list[str], world: int) -> dict[str, Any]
     return result
 
 
-@ranks()
-def trainer_step(folder: Path, overrides: list[str], world: int) -> dict[str, torch.Tensor]:
-    """The weights after the Trainer's one step."""
-    from grpo_megatron import Trainer, load_config
-
-    settings = [*OVERRIDES, *overrides, f"trainer.n_gpus_per_node={world}", f"trainer.output_dir={folder / 'trainer'}"]
-    trainer = Trainer(load_config(folder / "run.yaml", settings))
-    with mock.patch.object(trainer.parts, "close"):
-        trainer.run()
-    return weights_of(trainer.parts)
-
-
 @pytest.mark.parametrize(
     ("world", "overrides"), [(1, []), (2, []), (1, CORRECTED), (1, KL)], ids=["one", "DP2", "rejection", "KL in reward"]
 )
 def test_a_step_of_the_verbs_is_the_trainers(tmp_path: Path, world: int, overrides: list[str]) -> None:
     make_run(tmp_path)
-    trained = trainer_step(world, folder=tmp_path, overrides=overrides, world=world)[0]
-    results = verbs_step(world, folder=tmp_path, overrides=overrides, world=world)
+    results = both_steps(world, folder=tmp_path, overrides=overrides, world=world)
     [logged] = metric_rows(tmp_path / "trainer")
     for result in results:
-        assert equal(result["step"], trained) and result["same samples"] and result["after load_state"]
+        assert equal(result["step"], result["trained"]) and result["same samples"] and result["after load_state"]
         assert len(result["metrics"]) == (2 if overrides == CORRECTED else 1)
         assert result["metrics"] == results[0]["metrics"]
         mean = sum(one["actor/grad_norm"] for one in result["metrics"]) / len(result["metrics"])

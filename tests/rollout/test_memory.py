@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 # vision towers.
 CASES = {
     1: [
-        ("qwen2", "float32", 1, True),
+        ("qwen2", "float32", 1, False),  # with faults as the decoder of qwen2_5_vl
         ("mixtral", "bfloat16", 1, True),
         ("qwen3", "bfloat16", 1, False),
         ("llama-tied", "float32", 1, False),
