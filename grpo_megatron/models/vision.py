@@ -8,6 +8,7 @@ tensor-parallel ranks (Megatron-Core's regions sum it), so the tower's needs no 
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from collections.abc import Sequence
@@ -20,15 +21,18 @@ from torch import Tensor, nn
 from grpo_megatron.config import VisionConfig
 from grpo_megatron.data.images import image_patches
 from grpo_megatron.models.architecture import MAX_KEPT, Vision
+from grpo_megatron.models.layers.modules import packed_attention
 from grpo_megatron.types import PromptImage
 
+# transformers gives all windows in one call only to an attention with "flash" in its name; others are called for each.
+ATTENTION = "flash_of_equal_windows"
 PLACED = list[tuple[int, PromptImage]]  # the first token in a pack, and the image there
 
 
 def build_tower(
     vision: Vision, hidden_size: int, dtype: torch.dtype, device: torch.device, *, recomputes: bool = False
 ) -> nn.Module:
-    """Builds transformers' tower with undefined weights of `dtype`. It computes with torch's own attention.
+    """Builds transformers' tower with undefined weights of `dtype`. It computes with torch's own attention, by `_attention`.
 
     `recomputes`: it keeps only the inputs of its layers. The backward pass computes the layers again, one by one.
     """
@@ -42,12 +46,16 @@ def build_tower(
         from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig as Config
 
         built = module.Qwen2VisionTransformerPretrainedModel
+    from transformers import AttentionInterface
+
     out = {"out_hidden_size": hidden_size} if vision.gated else {}
     config = Config(**{**json.loads(vision.config), **out})
     config._attn_implementation = "sdpa"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tower: nn.Module = built(config).to(device)
+    AttentionInterface.register(ATTENTION, _attention)
+    config._attn_implementation = ATTENTION
     if recomputes:
         tower.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     for parameter in tower.parameters():
@@ -57,6 +65,34 @@ def build_tower(
             buffer = module._buffers.pop(name)
             setattr(module, name, None if buffer is None else buffer.detach().clone())
     return tower
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, cu_seq_lens_q: Tensor, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Attends within the windows that end at `cu_seq_lens_q`: [1, H, t, d] -> [1, t, H, d]. All of a size are one kernel call."""
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    return packed_attention(q, k, v, cu_seq_lens_q, scale=scaling)[None], None
+
+
+@functools.lru_cache(maxsize=4096)
+def _geometry(merge: int, patch: int, window: int | None, rows: int, columns: int) -> dict[str, Tensor]:
+    """Returns what the tower computes from an image's size [rows, columns] in tokens, on the host: nothing waits for a device.
+
+    Windows are in the order of their sizes, so that equal ones are neighbours. `window`: their edge in pixels, if there are any.
+    """
+    from transformers import vision_utils
+
+    grid = torch.tensor([[1, rows * merge, columns * merge]])
+    tensors = {"grid_thw": grid, "position_ids": vision_utils.get_vision_position_ids(grid, merge)}
+    tensors["cu_seqlens"] = vision_utils.get_vision_cu_seqlens(grid)
+    if window is not None:
+        index, cuts = vision_utils.get_vision_window_index(grid, merge, window, patch)
+        lengths, order = cuts.diff().sort(stable=True)
+        windows = index.split((cuts.diff() // merge**2).tolist())
+        tensors["window_index"] = torch.cat([windows[number] for number in order.tolist()])
+        tensors["cu_window_seqlens"] = nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return tensors
 
 
 def set_trainable(tower: nn.Module, config: VisionConfig) -> None:
@@ -105,9 +141,12 @@ class Features:
     def _computed(self, tower: nn.Module, image: PromptImage) -> Tensor:
         vision, device = self._vision, next(tower.parameters()).device
         patches = torch.from_numpy(image_patches(image, vision.patch, vision.merge)).to(device, self._dtype)
-        grid = torch.tensor([[1, image.size[0] * vision.merge, image.size[1] * vision.merge]], device=device)
+        window = getattr(tower.config, "window_size", None)
+        geometry = dict(_geometry(vision.merge, vision.patch, window, *image.size))
+        for name in geometry.keys() & {"position_ids", "window_index"}:
+            geometry[name] = geometry[name].to(device)
         self.num_computed += 1
-        output = tower(patches, grid_thw=grid)
+        output = tower(patches, **geometry)
         return getattr(output, "pooler_output", output)
 
 

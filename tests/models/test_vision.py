@@ -10,6 +10,7 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.policy import Reference
+from grpo_megatron.models.vision import Features, build_tower
 from grpo_megatron.models.weights.sharded_state import load_sharded, save_sharded
 from grpo_megatron.models.weights.stream import engine_tensors, new_weight_sync, unwrapped
 from grpo_megatron.parallel.mesh import RankError
@@ -268,6 +270,23 @@ def test_logprobs_and_gradients_equal_transformers(
         for packing in result["packings"].values():
             close(packing, gradients, 1e-5)
         assert result["norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_windows_of_a_size_are_one_kernel_call(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 x 7 tokens are 6 windows of 2 x 2 and 6 at two edges, of 2 tokens and of 1: 3 calls, and 1 in a layer without windows."""
+    arch = read_architecture(models["qwen2_5_vl"])
+    assert arch.vision is not None
+    tower: Any = build_tower(arch.vision, arch.hidden_size, torch.float32, torch.device("cpu"))
+    tower.load_state_dict(vision.load(models["qwen2_5_vl"]).model.visual.state_dict())
+    calls = mock.Mock(side_effect=torch.nn.functional.scaled_dot_product_attention)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", calls)
+    features, image = Features(arch.vision, torch.float32), vision.placed(1, 0, 5, 7)
+    computed = features.of(tower.requires_grad_(True), [image])[image.digest]
+    assert [call.args[0].shape[0] for call in calls.call_args_list] == [1, 5, 6, 1]
+    assert torch.equal(features.of(tower, [image])[image.digest], computed)
+    pixels, grid = vision.pixel_values([image])
+    expected = vision.load(models["qwen2_5_vl"]).model.visual(pixels, grid_thw=grid).pooler_output
+    torch.testing.assert_close(computed, expected, rtol=0, atol=1e-6)
 
 
 def test_what_is_frozen_stays_and_is_computed_once(models: dict[str, Path]) -> None:

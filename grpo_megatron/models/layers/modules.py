@@ -152,6 +152,24 @@ def _flat(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)  # [n, H, s, d] -> [n * s, H, d]
 
 
+def packed_attention(
+    query: Float[Tensor, "t H d"],
+    key: Float[Tensor, "t G d"],
+    value: Float[Tensor, "t G v"],
+    cuts: Tensor,
+    **options: Any,
+) -> Float[Tensor, "t H v"]:
+    """Attends within each of the sequences that end at `cuts`, one fused kernel call per run of neighbours of equal length."""
+    lengths = cuts.diff().tolist()
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+    sizes = [length * count for length, count in runs]
+    out = []
+    for q, k, v, (_, count) in zip(query.split(sizes), key.split(sizes), value.split(sizes), runs, strict=True):
+        q, k, v = (_heads_first(x, count) for x in (q, k, v))
+        out.append(_flat(_kernel(q, k, v, **options)))
+    return torch.cat(out)
+
+
 class PackedAttention(torch.nn.Module):
     """Causal attention over packed sequences, one fused kernel call per run of neighbours of equal length.
 
@@ -185,14 +203,7 @@ class PackedAttention(torch.nn.Module):
         if isinstance(tree := packed_seq_params, TreeParams):
             return tree_attention(query, key, value, tree.branches)
         cuts = packed_seq_params.cu_seqlens_q
-        lengths = (cuts[1:] - cuts[:-1]).tolist()
-        runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
-        sizes = [length * count for length, count in runs]
-        out = []
-        for q, k, v, (_, count) in zip(query.split(sizes), key.split(sizes), value.split(sizes), runs, strict=True):
-            q, k, v = (_heads_first(x, count) for x in (q, k, v))
-            out.append(_flat(_kernel(q, k, v, is_causal=True, scale=self.softmax_scale)))
-        return torch.cat(out)
+        return packed_attention(query, key, value, cuts, is_causal=True, scale=self.softmax_scale)
 
 
 # -- latent attention ----------------------------------------------------------------------------------------------------
