@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from grpo_megatron.config import Config
+from grpo_megatron.models.families import read_config
 from grpo_megatron.report.metrics import REPORT_FILE, Sink, Sinks
 from grpo_megatron.report.progress import FIRST_LINE_S, StepProgress
 from grpo_megatron.report.run_folder import METRICS_FILE, read_metrics
@@ -292,11 +293,16 @@ class Summary:
         sinks.note("\n" + "\n".join(f"{path!s:<{width}}  {text}" for path, text in paths.items()))
         folder = self.output_dir / "hf"
         if self.served is not None and folder.exists():
-            sinks.note(f"\nto serve it: {serve_command(folder, self.served)}")
-            sinks.note(f"and then:    {request_command(folder, self.served)}")
-            sinks.note(
-                f"to ask it:   python -m grpo_megatron generate --model {shlex.quote(str(folder))} --prompt TEXT"
-            )
+            reads_images = False
+            with contextlib.suppress(ValueError):  # the model's folder is gone
+                reads_images = "vision_config" in read_config(self.served.model.path)
+            if reads_images and not _is_installed("torchvision"):
+                sinks.note("\nto serve it: by vLLM where torchvision is installed, which its server reads images with")
+            else:
+                sinks.note(f"\nto serve it: {serve_command(folder, self.served)}")
+                sinks.note(f"and then:    {request_command(folder, self.served)}")
+            ask = f"python -m grpo_megatron generate --model {shlex.quote(str(folder))}"
+            sinks.note(f"to ask it:   {ask}{' --image FILE' if reads_images else ''} --prompt TEXT")
 
     def _rows(self) -> list[list[object]]:
         """Lists name, value at the first and at the last validation. val-core comes before val-aux; None: it has no value."""

@@ -6,16 +6,18 @@ tests/evaluation/test_run.py samples with the real engine.
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 
 from grpo_megatron.cli.main import main
-from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.options import parse
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.evaluation import generate as cli
@@ -23,6 +25,8 @@ from grpo_megatron.evaluation.chat import HELP, TextStream, hold_chat
 from grpo_megatron.evaluation.generate import generate
 from grpo_megatron.evaluation.generate_settings import GenerationSettings, prepare_generation
 from grpo_megatron.evaluation.options import GenerateOptions
+from grpo_megatron.report import console
+from grpo_megatron.report.console import Summary
 from grpo_megatron.rollout.engine import Completion, Request
 from tests.evaluation.models import FakeAsker, TextEngine, byte_tokenizer, gsm8k_rows, make_folder
 from tests.evaluation.test_images import greedy_text
@@ -198,11 +202,22 @@ def test_rows_are_rendered_as_in_training(vision_run: Path) -> None:
     assert asked == [(prompt.prompt_ids, prompt.images) for prompt in trained] and len(asked[0][1]) == 1
 
 
-def test_the_command_answers_as_transformers(vision_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--model", vision_run / "hf", *ENGINE, "--json", "--image", vision_run / "1.png", "--prompt", "Which?"]
+@pytest.mark.parametrize("has_torchvision", [False, True])
+def test_the_command_that_a_run_prints_answers_as_transformers(
+    vision_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_torchvision: bool
+) -> None:
+    """Its server needs torchvision, without which no command to serve it is printed."""
+    monkeypatch.setattr(console, "_is_installed", lambda package: has_torchvision)
+    sinks = mock.Mock()
+    Summary(vision_run, Config.model_validate({"model": {"path": vision_run / "hf"}})).show(sinks)
+    *serves, line = [call.args[0] for call in sinks.note.call_args_list[1:]]
+    assert [text.split(":")[0].strip() for text in serves] == ["to serve it", "and then"][: 1 + has_torchvision]
+    assert ("where torchvision is installed" in serves[0]) == (not has_torchvision)
+    asked = line.replace("FILE", str(vision_run / "1.png")).replace("TEXT", "Which?")
+    argv = [*shlex.split(asked.partition(" generate ")[2]), *ENGINE, "--json"]
     assert generate(parse(GenerateOptions, list(map(str, argv))), lambda *_: 1) == 0
     [prompt], tokenizer = (
-        vision_prepared(vision_run, *argv[-4:]).prompts,
+        vision_prepared(vision_run, "--image", vision_run / "1.png", "--prompt", "Which?").prompts,
         vision_prepared(vision_run, "--prompt", "?").model.tokenizer,
     )
     text = greedy_text(load(vision_run / "hf"), prompt, tokenizer)
