@@ -20,6 +20,8 @@ NO_DEVICE = "torch sees no CUDA device on this machine"
 def output_problems(config: Config, *, is_plan: bool = False) -> Problems:
     """Checks that the output folder can be written, and that loggers are installed (a plan only warns)."""
     k, folder = keys_of(config), config.trainer.output_dir
+    if folder.resolve().is_relative_to(config.model.path.resolve()):
+        yield f"{k.trainer.output_dir} is in {k.model.path}, which a run only reads; set a folder outside of it"
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         yield f"{k.trainer.output_dir}: {str(existing)!r} is a file, not a folder; choose another"

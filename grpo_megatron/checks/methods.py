@@ -7,6 +7,7 @@ own key. What an estimator or a loss needs is a fact that it declares where it i
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,14 @@ def suspicions(config: Config) -> Iterator[str]:
             f"rollout.val_kwargs.n={val.n} with temperature=0: the {val.n} answers to a prompt are the same; set"
             " rollout.val_kwargs.temperature, or n=1"
         )
+    actor, total = config.actor, config.trainer.total_training_steps
+    for key in config.trainer.model_fields_set & {"save_freq", "test_freq"}:
+        if (every := getattr(config.trainer, key)) > total and config.trainer.total_epochs is None:
+            yield f"trainer.{key}={every} is beyond trainer.total_training_steps={total}: only the last step does it"
+    if actor.entropy_coeff < 0:
+        yield f"actor.entropy_coeff={actor.entropy_coeff:g} lowers the entropy; a bonus for entropy is positive"
+    if actor.clip_ratio_low == actor.clip_ratio_high == 0:
+        yield "actor.clip_ratio_low=0 and clip_ratio_high=0 clip every ratio but 1: later updates of a batch learn nothing"
     owners: dict[Path, list[str]] = {}
     for name, files in (("data.train_files", data.train_files), *((f"source {s.name}", s.files) for s in data.sources)):
         for path in files:
@@ -105,7 +114,8 @@ def suspicions(config: Config) -> Iterator[str]:
 
 def method_problems(config: Config) -> Problems:
     """Yields every combination that is wrong, by topic. components.py reports names that cannot be found."""
-    for topic in (effect_problems, _groups, _losses, _sources, _sampling, _partial, _placement, _iterations):
+    topics = (effect_problems, _groups, _losses, _sources, _sampling, _partial, _placement, _iterations, _guards)
+    for topic in topics:
         yield from topic(config)
 
 
@@ -338,6 +348,17 @@ def _iterations(config: Config) -> Problems:
 # -- The number of steps, and learning-rate schedules ------------------------------------------------------------------
 
 
+def _guards(config: Config) -> Problems:
+    """Bands that no value can be in; each number's least and greatest possible value."""
+    most = {"response_length": config.data.max_response_length, "route_agreement": 1}
+    for name in ("grad_norm", "entropy", "response_length", "rollout_gap", "route_agreement"):
+        band, key = getattr(config.guards, name), f"guards.{name}"
+        if band.high is not None and band.high <= 0:
+            yield f"{marked(f'{key}.high')}={band.high:g} fires at every step: the number is positive; set it above 0"
+        if band.low is not None and band.low > most.get(name, math.inf):
+            yield f"{marked(f'{key}.low')}={band.low:g} fires at every step: the number is {most[name]} at most; lower it"
+
+
 def schedule_problems(config: Config) -> Problems:
     """Checks the schedules of the policy, the critic, the reward model and the supervised warmup."""
     k, steps = keys_of(config), config.trainer.total_training_steps
@@ -427,6 +448,8 @@ def rollout_file_problems(config: Config) -> Problems:
         yield f"{key}: {k.algorithm.source} generates no responses, which could be written there; leave it out"
     if folder.resolve() == trainer.output_dir.resolve():
         yield f"{key} is {k.trainer.output_dir:key}; set a folder in it, such as {str(trainer.output_dir / 'rollouts')!r}"
+    if any(folder.resolve() == path.resolve().parent for path in config.data.train_files):
+        yield f"{key} is the folder of {k.data.train_files:key}, whose patterns would read the rollouts; set another one"
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     is_kept = trainer.resume_mode == "disable"
     if not existing.is_dir():

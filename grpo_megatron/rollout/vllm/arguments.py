@@ -57,6 +57,7 @@ ENGINE_KWARGS = PassThrough(
         **dict.fromkeys(
             ("load_format", "skip_tokenizer_init", "weight_transfer_config", "generation_config"), _CONTRACT
         ),
+        "override_generation_config": "rollout.stop_token_ids and the keys of rollout say how it samples",
         **dict.fromkeys(("distributed_executor_backend", "logprobs_mode", "runner", "worker_cls"), _CONTRACT),
         **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "enable_eplb", "eplb_config"), _NEVER),
         "expert_placement_strategy": _CONTRACT,
