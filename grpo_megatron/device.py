@@ -70,11 +70,12 @@ def device_bytes(kind: Literal["auto", "cpu", "cuda"]) -> int | None:
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a GPU. `reserved`: torch's memory in this process, free or in use."""
+    """Bytes of a GPU. `reserved`: torch's memory in this process, free or in use; `allocated`: that of its tensors."""
 
     free: int
     total: int
     reserved: int
+    allocated: int = 0
 
 
 def count_cuda_devices() -> int:
@@ -101,6 +102,11 @@ class Device:
         return self.kind == "cuda"
 
     @property
+    def capability(self) -> Version:
+        """The compute capability; (0, 0) on the CPU."""
+        return torch.cuda.get_device_capability(self.torch_device) if self.is_cuda else (0, 0)
+
+    @property
     def name(self) -> str:
         """The marketing name, for the table of peak FLOP/s; "cpu" on the CPU."""
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else "cpu"
@@ -122,7 +128,8 @@ class Device:
         """Returns the memory of the GPU. None: the CPU, whose memory is not divided."""
         if not self.is_cuda:
             return None
-        return DeviceMemory(*torch.cuda.mem_get_info(self.torch_device), torch.cuda.memory_reserved(self.torch_device))
+        by_torch = torch.cuda.memory_reserved(self.torch_device), torch.cuda.memory_allocated(self.torch_device)
+        return DeviceMemory(*torch.cuda.mem_get_info(self.torch_device), *by_torch)
 
     def memory_gib(self) -> dict[str, float]:
         """Memory of this rank in GiB (2**30 bytes). The metric names, with `_gb`, are verl's but for the last.

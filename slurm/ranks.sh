@@ -71,7 +71,7 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN}         # network errors by name
 export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22} # an InfiniBand port may be down for 4 us x 2^22 = 17 s
 # The variables of CUDA, of NCCL's memory and of compiled kernels are set by every rank (grpo_megatron/processes/variables.py).
 # Set NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and NCCL_IB_HCA before sbatch if your cluster needs them: Slurm passes them on.
-# Do not set PYTORCH_CUDA_ALLOC_CONF=expandable_segments: the engine's sleep mode needs its own allocator.
+# PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is refused: vLLM's sleeping pool cannot have such segments.
 unset "${!PMI@}" "${!PMIX@}"                  # with these variables of an outer mpirun, ranks would join the wrong world
 
 # -- starting ----------------------------------------------------------------------------------------------------------

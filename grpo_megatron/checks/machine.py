@@ -58,6 +58,13 @@ def device_problems(config: Config, world_size: int) -> Problems:
         return
     if config.rollout.engine == "transformers":
         yield f"{k.rollout.engine} on GPUs: this engine has no GPU path; set rollout.engine=vllm"
+    if config.colocates and config.rollout.free_cache_engine:
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            if "expandable_segments:true" in (value := os.environ.get(name, "")).replace(" ", "").lower():
+                yield (
+                    f"{name}={value} with {k.rollout.free_cache_engine}: such segments cannot be in the pool that vLLM puts"
+                    " to sleep (pytorch issue 147851); leave expandable_segments out of the variable"
+                )
     if count == 0:
         yield f"{k.trainer.device}, but {NO_DEVICE}; set trainer.device=cpu or auto"
         return

@@ -523,7 +523,9 @@ def _looped_requests(config: Config, models: RunModels) -> Iterator[str]:
     """Warns of a vLLM that loops over requests; the one installed here is taken for that of the run."""
     rollout, arch, version = config.rollout, models.arch, installed_vllm()
     is_on_gpus = rollout.engine == "vllm" and config.trainer.device != "cpu"
-    if is_on_gpus and loops_over_requests(rollout, config.model.dtype, arch.family, arch.num_experts > 0, version):
+    records = config.actor.moe.route_replay == "engine"
+    model = config.model.dtype, arch.family, arch.num_experts > 0
+    if is_on_gpus and loops_over_requests(rollout, *model, version, record_routes=records):
         yield (
             f"vllm {version} takes its first model runner for this run, which samples for each seeded request by a call of its"
             " own: as many calls from the host per token as sequences are decoded (rollout.max_num_seqs); install vllm 0.32,"

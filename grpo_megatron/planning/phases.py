@@ -229,8 +229,9 @@ def memory_phases(
     policy: list[StageParameters],
     reward_models: Sequence[list[StageParameters]],
     critic: list[StageParameters] | None = None,
+    stage: int | None = None,
 ) -> list[Phase]:
-    """Lists every phase of the run, each of the pipeline stage that needs most in it."""
+    """Lists every phase of the run, each of the pipeline stage that needs most in it, or of one stage."""
     memories = memory_of_stages(config, world_size, policy, reward_models, critic)
     engine = engine_weights(config.rollout, arch, DTYPE_BYTES[config.model.dtype])
     reserved = reserved_bytes(config, arch, world_size)
@@ -239,6 +240,8 @@ def memory_phases(
         of_stage = policy[number], memories[number], engine, reserved, critic[number] if critic else None
         return _Rank(config, arch, world_size, number, *of_stage)
 
+    if stage is not None:
+        return list(rank(stage).phases())
     stages = [
         list(rank(number).phases())
         for number in range(len(policy))

@@ -36,6 +36,7 @@ from grpo_megatron.models.policy import AdapterReference, Policy
 from grpo_megatron.models.weights.hf_folder import Serving, save_hf
 from grpo_megatron.models.weights.stream import engine_tensors, new_weight_sync
 from grpo_megatron.parallel.mesh import Grid, Mesh
+from grpo_megatron.planning.phases import Phase, memory_phases
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.report.progress import awaited
 from grpo_megatron.rollout.build import build_engine, find_engine
@@ -43,6 +44,7 @@ from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sync.attest import EngineWeights, Probe, Provenance, finite_digests, probe_logprobs
 from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.sync.weight_sync import DeltaLimits, PatchCodec, WeightSync
+from grpo_megatron.training.device_memory import DeviceWatch
 
 
 class Colocation(EngineWeights):
@@ -56,8 +58,10 @@ class Colocation(EngineWeights):
         *,
         probe: Probe,
         provenance: Provenance,
+        watch: DeviceWatch | None = None,
     ) -> None:
         super().__init__(engine, policy.mesh, weight_sync, probe)
+        self.watch = watch or DeviceWatch(policy.mesh, policy.device.memory)
         self.policy, self.provenance = policy, provenance
         self._has_synced = False  # since this process was started
         engine.sleep()
@@ -67,11 +71,12 @@ class Colocation(EngineWeights):
         """Inside, the engine holds the policy's current weights as `version` and may generate. Collective.
 
         Raises RankError on every rank when the weights are not finite, the sync is incomplete on any rank, any rank of an
-        engine does not hold its part of the weights, or the probe disagrees.
+        engine does not hold its part of the weights, the probe disagrees, or the device lacks memory (device_memory.py).
         """
         with metrics.phase("update_weights"):
             self.policy.offload()
             self.policy.device.empty_cache()
+            self.watch.require_rollout()
             self.engine.wake_weights()
         self._sync("policy", self.policy, version, metrics)
         with metrics.phase("update_weights"):
@@ -79,8 +84,9 @@ class Colocation(EngineWeights):
             self.engine.wake_kv_cache()
         self._probe("policy", self.policy, metrics)
         yield
-        self.engine.sleep()
-        self.policy.device.empty_cache()
+        with self.watch.sleeping(metrics):
+            self.engine.sleep()
+            self.policy.device.empty_cache()
         self.policy.onload()
 
     def sync_weights_from(self, source: LanguageModel | AdapterReference, version: int, metrics: Metrics) -> None:
@@ -168,12 +174,17 @@ def build_colocation(config: Config, checked: Checked, policy: Policy) -> Coloca
     policy.device.empty_cache()
     with awaited("building the engine of the rollouts (importing it, loading weights)", policy.mesh.rank == 0):
         engine = build_rollout_engine(config, checked, policy.mesh, policy.device)
+    mesh, phases = policy.mesh, list[Phase]()
+    if policy.device.is_cuda:
+        phases = memory_phases(config, policy.arch, mesh.world_size, *checked.models.stages(config), stage=mesh.pp_rank)
+    sleeps = config.rollout.free_cache_engine
     colocation = Colocation(
         policy,
         engine,
         weight_sync,
         probe=build_probe(config, policy.arch),
-        provenance=Provenance(policy.mesh, config.max_staleness),
+        provenance=Provenance(mesh, config.max_staleness),
+        watch=DeviceWatch(mesh, policy.device.memory if sleeps else lambda: None, phases),
     )
     policy.device.empty_cache()
     policy.onload()

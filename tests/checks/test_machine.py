@@ -56,6 +56,19 @@ def test_what_works_on_the_cpu_only_is_refused_on_gpus(run: Path, monkeypatch: p
     assert texts(machine.device_problems(config, 1)) == []
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_segments_that_cannot_sleep_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(machine, "count_cuda_devices", lambda: 8)
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    settings = ["trainer.device=cuda", "rollout.engine=vllm"]
+    [problem] = texts(machine.device_problems(load_config(run / "run.yaml", settings), 1))
+    assert problem.startswith(
+        f"{name}=max_split_size_mb:64,expandable_segments:True with rollout.free_cache_engine=true"
+    )
+    settings.append("rollout.free_cache_engine=false")
+    assert texts(machine.device_problems(load_config(run / "run.yaml", settings), 1)) == []
+
+
 def test_a_run_without_cuda_is_refused_and_its_plan_is_not(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -256,6 +256,8 @@ def test_a_warning_has_its_numbers(case: tuple[list[str], *tuple[str, ...]]) -> 
         ("0.26.0", 0, "llama", [], "", False),
         ("0.26.0", 0, "llama", ["rollout.temperature=0.7"], "", True),  # `runner_environment` selects it
         ("0.26.0", 8, "deepseek_v2", [], "", False),  # vLLM's own exception
+        ("0.26.0", 8, "deepseek_v2", ["actor.moe.route_replay=engine"], "", True),  # but not with routes
+        ("0.32.0", 8, "deepseek_v2", ["actor.moe.route_replay=engine"], "", False),
         ("0.26.0", 8, "mixtral", [], "1", False),  # the user's choice
         ("0.26.0", 8, "mixtral", ["trainer.device=cpu"], "", False),
         ("0.32.0", 8, "mixtral", [], "", False),

@@ -71,6 +71,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "field vllm:EngineArgs mm_device_do_normalize": ("0.32",),
     "name vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides": ("0.32",),
     "call vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides 0": ("0.32",),
+    "name vllm.distributed.aux_output_connector.connector:AuxOutputSchedulerConnector": ("0.32",),
+    "name vllm.distributed.aux_output_connector.connector:AuxOutputSchedulerConnector.take_output": ("0.32",),
     "name vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts": ("0.32",),
     "name vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.apply": ("0.32",),
 }

@@ -211,9 +211,9 @@ def test_the_order_frees_memory_before_it_is_needed() -> None:
     with contextlib.suppress(KeyError), beside.rollout(0, Metrics()):
         calls.append("generate")
     assert calls == [
-        *("policy.offload", "device.empty_cache", "engine.wake_weights", "sync"),
-        *("device.empty_cache", "engine.wake_kv_cache", "probe", "generate"),
-        *("engine.sleep", "device.empty_cache", "policy.onload"),
+        *("policy.offload", "device.empty_cache", "device.memory", "engine.wake_weights", "sync"),
+        *("device.empty_cache", "engine.wake_kv_cache", "probe", "generate", "device.memory"),
+        *("engine.sleep", "device.empty_cache", "device.memory", "policy.onload"),
     ]
 
 
@@ -221,8 +221,20 @@ def test_the_order_frees_memory_before_it_is_needed() -> None:
 def test_the_engine_sleeps_and_wakes_in_halves(level: int) -> None:
     """The calls to vLLM on a GPU, weights first. An engine that slept has no version, at either level."""
     calls: list[tuple[str, Any]] = []
+
+    class Idle(list[Any]):
+        def drain(self) -> None:
+            calls.append(("drain", 0))
+
     engine = VllmEngine.__new__(VllmEngine)
-    state = {"_can_sleep": True, "_sleep_level": level, "_asleep": set(), "_version": 3, "_broken": None, "_queue": []}
+    state = {
+        "_can_sleep": True,
+        "_sleep_level": level,
+        "_asleep": set(),
+        "_version": 3,
+        "_broken": None,
+        "_queue": Idle(),
+    }
     engine.__dict__.update(state, _device=SimpleNamespace(is_cuda=True))
     engine._llm = SimpleNamespace(
         sleep=lambda level: calls.append(("sleep", level)), wake_up=lambda tags: calls.append(("wake", tags))
@@ -235,7 +247,7 @@ def test_the_engine_sleeps_and_wakes_in_halves(level: int) -> None:
     engine.wake_weights()
     engine.wake_kv_cache()
     engine.wake_kv_cache()
-    assert calls == [("sleep", level), ("wake", ["weights"]), ("wake", ["kv_cache"])]
+    assert calls == [("drain", 0), ("sleep", level), ("wake", ["weights"]), ("wake", ["kv_cache"])]
 
 
 def test_what_vllm_is_built_with_on_a_gpu() -> None:
@@ -260,6 +272,11 @@ def test_which_model_runner_vllm_is_told_to_use() -> None:
         (warm, "bfloat16", "0.32.0"),
     ):
         assert runner_environment(rollout, dtype, version) == {}
+    hopper, blackwell = (runner_environment(warm, "bfloat16", "0.26.0", capability) for capability in ((9, 0), (10, 0)))
+    assert hopper == {
+        "VLLM_USE_DEEP_GEMM_E8M0": "0",
+        **blackwell,
+    }  # Blackwell's kernels need scales that are powers of two
 
 
 def test_on_cpu_every_prompt_is_computed_in_one_step() -> None:

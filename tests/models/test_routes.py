@@ -31,6 +31,7 @@ from grpo_megatron.planning.phases import route_bytes
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.build import build_engine, engine_problems
 from grpo_megatron.rollout.engine import Request, continued
+from grpo_megatron.rollout.vllm import versions
 from grpo_megatron.rollout.vllm.versions import is_newest
 from tests import tiny
 from tests.colocated import colocate
@@ -405,12 +406,20 @@ def config_of(**sections: Any) -> Config:
     return Config.model_validate({**raw, **{name: {**raw.get(name, {}), **part} for name, part in sections.items()}})
 
 
-OVERRIDE = "override_transformer_config"
+OVERRIDE, ON_GPUS = "override_transformer_config", {"trainer": {"device": "cuda"}}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("engine", {}, {"model_type": "llama", "num_experts": 0}, "but this model (llama) has no experts"),
     ("engine", {"rollout": {"engine": "transformers"}}, {}, "rollout.engine='transformers', which records no routes"),
     ("engine", {"algorithm": {"source": "file"}}, {}, "but this run samples nothing; set actor.moe.route_replay=none"),
     ("engine", {"vllm": "0.26.0"}, {}, "on the CPU: the installed vLLM's routers cannot be recorded there; install"),
+    (
+        "engine",
+        {**ON_GPUS, "rollout": {"enable_prefix_caching": False}},
+        {},
+        "0.32 keeps routes beside the prefix cache",
+    ),
+    ("engine", {**ON_GPUS, "runner": "0"}, {}, "with VLLM_USE_V2_MODEL_RUNNER=0: that model runner"),
+    ("engine", {**ON_GPUS, "runner": "1", "vllm": "0.26.0"}, {}, "with VLLM_USE_V2_MODEL_RUNNER=1: that model runner"),
     ("engine", {"megatron": {OVERRIDE: {"moe_router_fusion": True}}}, {}, ".moe_router_fusion=True: routers would"),
     ("old", {"megatron": {OVERRIDE: {"recompute_modules": ["moe"]}}}, {}, ".recompute_modules=['moe']: routers"),
     ("old", {"mini": None}, {}, "one optimizer step per rollout, or bypass_mode), so there is nothing to replay"),
@@ -423,7 +432,9 @@ def test_what_cannot_be_replayed_is_refused(
 ) -> None:
     sections = dict(changes)
     is_older = sections.pop("vllm", "0.32.0") == "0.26.0"
-    monkeypatch.setattr(checks, "is_newest", lambda: not is_older)
+    for module in (checks, versions):
+        monkeypatch.setattr(module, "is_newest", lambda: not is_older)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", sections.pop("runner", ""))
     actor = {"moe": {"route_replay": replay}, "megatron": sections.pop("megatron", {})}
     actor["ppo_mini_batch_size"] = sections.pop("mini", 16)
     config = config_of(actor=actor, **sections)

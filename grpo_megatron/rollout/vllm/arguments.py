@@ -83,33 +83,41 @@ PLAIN_ROTATION = {"custom_ops": ["-rotary_embedding"]}
 CPU_LATENTS = {"backend": "CPU_MLA"}  # where the processor has AMX, vLLM would take other kernels
 
 
-def runner_environment(rollout: RolloutConfig, dtype: str, vllm_version: str) -> dict[str, str]:
-    """Returns environment variables that select a model runner of vLLM on CUDA. Empty: vLLM's choice.
+def runner_environment(
+    rollout: RolloutConfig, dtype: str, vllm_version: str, capability: tuple[int, ...] = (0, 0)
+) -> dict[str, str]:
+    """Returns environment variables that select vLLM's kernels on CUDA. Empty: vLLM's choice.
+
+    On Hopper DeepGEMM takes float32 scales, as the trainer's FP8 has them. By default vLLM quantises the quantised blocks again
+    with scales that are powers of two (`deepgemm_post_process_fp8_weight_block`). Blackwell's kernels read no other scales.
 
     The second model runner of vLLM 0.26, its choice for dense models, divides bfloat16 logits by the temperature in place.
     Logits between 16 and 32 have steps of 0.125 there, so at a temperature other than 1 log-probabilities would be off by
     up to 0.06. The first runner divides in float32, and so does the second runner of vLLM 0.32 (v1/worker/gpu/sample).
     """
     rounds = vllm_version.startswith("0.26.") and dtype == "bfloat16" and rollout.temperature != 1
-    return {"VLLM_USE_V2_MODEL_RUNNER": "0"} if rounds else {}
+    scales = {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if capability[0] == 9 else {}
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0", **scales} if rounds else scales
 
 
 # Families with experts that have vLLM 0.26's second runner by default (config/vllm.py)
 SECOND_RUNNER_MOE = ("deepseek_v2",)
 
 
-def loops_over_requests(rollout: RolloutConfig, dtype: str, family: str, is_moe: bool, vllm_version: str) -> bool:
+def loops_over_requests(
+    rollout: RolloutConfig, dtype: str, family: str, is_moe: bool, vllm_version: str, *, record_routes: bool = False
+) -> bool:
     """Returns True if vLLM on CUDA samples the noise of each seeded request by a separate kernel call, in a loop on the host.
 
     The first model runner does (`random_sample` of v1/sample/ops/topk_topp_sampler.py). vLLM 0.26 takes it for models with
-    experts, and wherever `runner_environment` selects it. vLLM 0.32 has one kernel for all requests.
+    experts or to record routes, and wherever `runner_environment` selects it. vLLM 0.32 has one kernel for all requests.
     """
     if not vllm_version.startswith("0.26."):
         return False
     chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") or runner_environment(rollout, dtype, vllm_version).get(
         "VLLM_USE_V2_MODEL_RUNNER"
     )
-    return chosen == "0" if chosen else is_moe and family not in SECOND_RUNNER_MOE
+    return chosen == "0" if chosen else is_moe and (record_routes or family not in SECOND_RUNNER_MOE)
 
 
 def vllm_arguments(

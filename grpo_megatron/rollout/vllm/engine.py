@@ -130,6 +130,15 @@ class VllmQueue:
         for request_id in request_ids:
             del self._entries[request_id]
 
+    def drain(self) -> None:
+        """Takes the results of a batch that vLLM has scheduled ahead of requests that then ended (`async_scheduling`).
+
+        After a reset of the prefix cache, 0.32's recorder of routes fails in the next step if one is left: `begin_step` of
+        distributed/aux_output_connector/worker.py.
+        """
+        while self._engine.engine_core.engine_core.batch_queue:
+            self._engine.step()
+
     def cache_statistics(self) -> tuple[int, int]:
         """See RolloutEngine."""
         counts = self._queried_tokens, self._cached_tokens
@@ -267,6 +276,7 @@ class VllmEngine(StatefulEngine):
         return None
 
     def _start_update(self) -> None:
+        self._queue.drain()
         self._memory.begin()
         self._llm.start_weight_update()
 
@@ -316,6 +326,7 @@ class VllmEngine(StatefulEngine):
     def _free_memory(self) -> None:
         if self._device.is_cuda:
             with inside_vllm(self._device):
+                self._queue.drain()
                 self._llm.sleep(level=self._sleep_level)
 
     def _allocate(self, part: str) -> None:

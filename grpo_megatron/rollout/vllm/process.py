@@ -32,7 +32,13 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.rollout.vllm.arguments import VllmOptions, runner_environment, vllm_arguments
 from grpo_megatron.rollout.vllm.images import importing_models, serve_images
 from grpo_megatron.rollout.vllm.memory import EngineMemory
-from grpo_megatron.rollout.vllm.versions import adapted, divide_cpu_experts, image_arguments, replace_triton_kernels
+from grpo_megatron.rollout.vllm.versions import (
+    adapted,
+    divide_cpu_experts,
+    finish_without_routes,
+    image_arguments,
+    replace_triton_kernels,
+)
 from grpo_megatron.types import WeightBucket
 
 # Loggers of expected warnings only: no tokenizer, buffers that no checkpoint has, a policy of another dtype, no processor of
@@ -88,8 +94,10 @@ def build_llm(
         vllm = _import_vllm(device)
         vllm.v1.engine.core.cleanup_dist_env_and_memory = _destroy_vllm_groups
         if device.is_cuda:
-            for name, value in runner_environment(rollout, dtype, vllm.__version__).items():
+            for name, value in runner_environment(rollout, dtype, vllm.__version__, device.capability).items():
                 os.environ.setdefault(name, value)
+            if record_routes and mesh.rank % mesh.rollout_tp:
+                finish_without_routes()
         elif rollout.has_whole_experts:
             divide_cpu_experts()
         if exact:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import os
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -57,6 +58,24 @@ def invariance_problems(rollout: RolloutConfig) -> Iterator[str]:
             f"rollout.batch_invariant=true with rollout.quantization={rollout.quantization}: vLLM then dequantises the"
             " weights in every step, which is slower than without quantization; leave one of them out (on a command line:"
             " rollout.quantization=null)"
+        )
+
+
+def recorder_problems(rollout: RolloutConfig) -> Iterator[str]:
+    """Yields why the installed vLLM would refuse to record routes on a GPU, after it has been imported on every rank.
+
+    0.32: `VllmConfig._verify_aux_output_compatibility`; 0.26: `VllmConfig._validate_v2_model_runner`.
+    """
+    key, runner = "actor.moe.route_replay=engine", os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    if is_newest() and not rollout.enable_prefix_caching:
+        yield (
+            f"{key} with rollout.enable_prefix_caching=false: vllm 0.32 keeps routes beside the prefix cache; set"
+            " rollout.enable_prefix_caching=true, or actor.moe.route_replay=none"
+        )
+    if runner and (runner != "0") != is_newest():
+        yield (
+            f"{key} with VLLM_USE_V2_MODEL_RUNNER={runner}: that model runner of the installed vllm records no routes; unset"
+            " the variable, or set actor.moe.route_replay=none"
         )
 
 
@@ -124,6 +143,17 @@ def _with_config(method: Any) -> Any:
             method(self, *arguments)
 
     return wrapped
+
+
+def finish_without_routes() -> None:
+    """Lets requests finish on a rank that is not the first of its engine replica, which has the only routes. 0.26: all have.
+
+    vLLM's other executors have one scheduler. With `external_launcher` each rank has one, whose `take_output` requires routes.
+    """
+    if not is_older():
+        from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+
+        AuxOutputSchedulerConnector.take_output = lambda self, request, output: None
 
 
 def replace_triton_kernels() -> None:
