@@ -4,14 +4,16 @@
 # make format       sort imports and format all Python
 # make test-fast    the tests without long runs, under two minutes
 # make test-vllm026 the fast tests and a training run with vLLM 0.26, torch 2.11 and Python 3.12, in .venv-vllm026
-# make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 9: a part of
+# make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 7: a part of
 #                   them, meant for six minutes each (tests/gpu/conftest.py says what is in which)
+# make test-gpu-hour  an hour on one GPU of 80 GB, run by GPU_PYTHON: figures beside published ones, as a page in outputs/hour. It goes
+#                   on where it stopped; HOUR="--minutes 8 --parts a" cuts it. Without a GPU the same in toy sizes
 # make docs         the documentation as a site, in outputs/site
 # make soak         STEPS=200 training steps on two ranks under some thirty faults, in an order drawn from SEED; at the end
 #                   everything must be as in an undisturbed run. Prints the faults as a table; takes about six minutes.
 #                   Before it, the tests that are too long for make test, and the GPU tests rehearsed with tiny models.
 #                   FAULTS=7: with seven of them
-# All but test-gpu set up their environment first, once.
+# All but test-gpu and test-gpu-hour set up their environment first, once.
 
 PYTHON ?= python3.11
 PYTHON312 ?= python3.12
@@ -32,7 +34,7 @@ SAME_ON_BOTH := test_layers.py test_docs.py test_browser.py starting report plan
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode
 
-.PHONY: format test-gpu setup quickstart docs test test-fast test-vllm026 soak lint clean
+.PHONY: format test-gpu test-gpu-hour setup quickstart docs test test-fast test-vllm026 soak lint clean
 
 setup: $(INSTALLED)
 
@@ -85,6 +87,9 @@ test-vllm026: $(VENV026)/.installed
 # Not in .venv, whose vLLM is for the CPU: in an environment of a GPU lock (requirements/install.sh), or one like it.
 test-gpu:
 	@failed=0; for file in tests/gpu/test_$(GROUP)*.py; do $(GPU_PYTHON) -m pytest $$file || failed=1; done; exit $$failed
+
+test-gpu-hour:
+	@$(GPU_PYTHON) -m tools.benchmarks hour $(HOUR)
 
 soak: $(INSTALLED)
 	@$(BIN)/python $(PYTEST) -q -m soak

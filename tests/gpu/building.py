@@ -175,13 +175,6 @@ QWEN_HALF_B = {
     "num_hidden_layers": 24,
     "num_attention_heads": 14,
 }
-QWEN_ONE_AND_A_HALF_B = {
-    **QWEN,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-}
 _TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 _TINY |= {"vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2}
 

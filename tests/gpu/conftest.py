@@ -1,4 +1,4 @@
-"""GPU tests: `make test-gpu`, or one of nine groups, `make test-gpu GROUP=2`. One GPU of 80 GB, no network.
+"""GPU tests: `make test-gpu`, or one of seven groups, `make test-gpu GROUP=2`. One GPU of 80 GB, no network.
 
 Group N is the files test_N_*.py; each is meant for less than six minutes on a cold machine (not run on a GPU yet).
     1  the machine, probed in a minute; a GRPO run in bf16 that learns, whose figures are printed as a table
@@ -8,10 +8,10 @@ Group N is the files test_N_*.py; each is meant for less than six minutes on a c
     5  what the project relies on in vLLM, on whichever model runner it uses
     6  FP8 training
     7  two GPUs
-    8  speed of 0.5B: phases of a step, tokens/s and MFU        9  the same of 1.5B
+Speed is measured by `make test-gpu-hour` (tools/benchmarks/hour.py).
 
 Estimated on a cold H100 with Transformer Engine: a process 25 s (imports, CUDA context), an eager engine 15 s, one with CUDA
-graphs 60 s (25 s once its kernels are in the cache), and the work. Groups 1 to 9 start 1, 0, 4, 2, 2, 0, 6, 2, 2 engines.
+graphs 60 s (25 s once its kernels are in the cache), and the work. Groups 1 to 7 start 1, 0, 4, 2, 2, 0, 6 engines.
 
     group  processes  eager + graphs  work                                                        seconds
     1      4          0 + 1           60 steps of 1 s, 4 validations of 2 s, two without CUDA       200
@@ -21,8 +21,6 @@ graphs 60 s (25 s once its kernels are in the cache), and the work. Groups 1 to 
     5      2          1 + 1           2 x 60 s: every check on one engine for each dtype             245
     6      6          0               6 x 10 s (mxfp8 on Blackwell only)                             210
     7      8 worlds   3 worlds + 0    8 x 10 s; skipped on one GPU                                   325
-    8      2          0 + 2           2 x 4 steps of 6 s; the second engine's kernels are cached     185
-    9      2          0 + 2           2 x 4 steps of 12 s, 30 s more to compile 28 layers            260
 
 No more engines can be shared: the others differ in what an engine is built with (graphs, sleep level, quantization, dtype,
 model, ranks), and a process can build one.
@@ -34,7 +32,7 @@ all are skipped. Every test's figures are printed at the end, and written as JSO
 $OUT/gpu_figures.json if OUT is set.
 
 GRPO_GPU_TESTS_ON=cpu runs on the CPU what can run there, with tiny models, to find mistakes in the tests themselves.
-Bounds on device memory and on speed are not checked there.
+Bounds on device memory are not checked there.
 """
 
 from __future__ import annotations
@@ -209,13 +207,11 @@ def needs_devices(count: int) -> None:
 
 
 def run(function: Callable[..., Any], world_size: int = 1, *, limit_s: float = LIMIT_S, **kwargs: Any) -> list[Any]:
-    """`worlds.run` with spawned ranks, one GPU per rank, in the environment of a host without network."""
+    """`worlds.run` with spawned ranks (forked on the CPU), one GPU per rank, in the environment of a host without network."""
     # Only for the ranks: the rest of the suite, if it runs in this process, must keep its network.
     settings = {**LOOPBACK, **os.environ}
-    with (
-        mock.patch.dict(os.environ, settings),
-        mock.patch.object(worlds, "_context", lambda: multiprocessing.get_context("spawn")),
-    ):
+    context = worlds._context if ON_CPU else lambda: multiprocessing.get_context("spawn")
+    with mock.patch.dict(os.environ, settings), mock.patch.object(worlds, "_context", context):
         if not ON_CPU:
             list(set_gpu_variables())  # as the command line does
         return worlds.run(function, world_size, timeout_s=limit_s, **kwargs)

@@ -55,7 +55,8 @@ def cycles(
     colocation = colocate(
         policy, engine, dtype="bfloat16", max_length=SEQUENCE, tolerance=tolerance, bucket_megabytes=64
     )
-    out: dict[str, Any] = {"runner": runner_name(engine), "gaps": [], "asleep": [], "awake": [], "sync_s": []}
+    out: dict[str, Any] = {"runner": runner_name(engine), "gaps": [], "asleep": [], "awake": []}
+    out |= {"sync_s": [], "attest_s": []}
     for version in range(count):
         metrics = Metrics(policy.device.synchronize)
         with colocation.rollout(version, metrics):
@@ -63,7 +64,9 @@ def cycles(
             differences = _gap(policy, engine, version)
             out["gaps"].append((differences.mean().item(), differences.max().item()))
         out["asleep"].append(free_mib())
-        out["sync_s"].append(metrics.reduce(policy.mesh.all_gather)["timing_s/update_weights"])
+        times = metrics.reduce(policy.mesh.all_gather)
+        out["sync_s"].append(times["timing_s/update_weights"])
+        out["attest_s"].append(times["timing_s/attest"])
         policy.update(batch, likelihood)
     with colocation.rollout(count, Metrics()):
         policy.onload()  # the policy goes on learning, and the engine keeps the old weights

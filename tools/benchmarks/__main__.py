@@ -14,6 +14,7 @@
     python -m tools.benchmarks scale [--ranks 64 512 4096] [--samples 65536]
     python -m tools.benchmarks start [--ranks 2] [--engine transformers] [--cold] [--against CHECKOUT]
     python -m tools.benchmarks step [--workload 0.4M] [--rounds 3] [--plain] [--trl-vllm]
+    python -m tools.benchmarks hour [--parts abcdefg] [--minutes 50] [--folder DIR]
     python -m tools.benchmarks rollout | update | transformers | exact [--workload 0.4M] [--repeats 5]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
@@ -44,6 +45,8 @@ start: from the command to the first sampled token on the CPU, and where the tim
 
 step: whole steps beside TRL's GRPOTrainer, which is installed into an environment of its own.
 
+hour: an hour on one H100, in seven parts that resume; on a CPU its toy sizes.
+
 rollout: an engine's `generate` beside bare `vllm.LLM.generate`. update: the policy's update beside Megatron-Core's forward and
 backward of the same packs. transformers: the same beside a training step of transformers. exact: log-probabilities, update and
 rollout with `model.exact` beside without. Each on one rank.
@@ -72,6 +75,7 @@ COMMANDS = {  # name -> module, its functions that add arguments and that measur
     "roles": ("runs", "add_roles_arguments", "roles", "ranks of two roles, beside ranks that train and sample in turn"),
     "scale": ("scale", "add_arguments", "scale", "the host side of a step with thousands of ranks"),
     "start": ("start", "add_arguments", "start", "the start of a run, up to the first sampled token"),
+    "hour": ("hour", "add_arguments", "hour", "an hour on one H100, beside published numbers"),
     "step": ("step", "add_arguments", "step", "whole steps, beside TRL"),
     "rollout": ("rank", "add_arguments", "measure_rollout", "engines beside bare vllm.LLM.generate"),
     "exact": (

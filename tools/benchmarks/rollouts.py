@@ -142,23 +142,25 @@ def step(alone: Any, both: Any, pool: Any, args: argparse.Namespace) -> dict[str
 
 def validation(alone: Any, both: Any, folder: Path, args: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of sampling alone; of a validation graded afterwards and meanwhile; and of all in it but its sample."""
-    from grpo_megatron.config import DataConfig, RolloutConfig, TrainerConfig
+    from grpo_megatron.config import Config
     from grpo_megatron.report.metrics import Metrics
+    from grpo_megatron.training.stopping import Cadence
     from grpo_megatron.training.validation import Validator
 
-    rollout = RolloutConfig.model_validate({"val_kwargs": {"n": SAMPLES, "temperature": 1.0, "top_p": 1.0}})
-    data, slow, quick = (
-        DataConfig(max_response_length=MAX_TOKENS),
-        prompts_of(args, "reward"),
-        prompts_of(args, "quick"),
-    )
+    raw: dict[str, Any] = {"model": {"path": str(folder)}, "data": {"max_response_length": MAX_TOKENS}}
+    raw["rollout"] = {"val_kwargs": {"n": SAMPLES, "temperature": 1.0, "top_p": 1.0}}
+    raw["trainer"] = {"output_dir": str(folder), "num_logged_samples": 8}
+    config = Config.model_validate(raw)
+    slow, quick = prompts_of(args, "reward"), prompts_of(args, "quick")
     seconds: dict[str, list[float]] = {"draw": [], "afterwards": [], "meanwhile": [], "rest": []}
     in_draw = 0.0
 
     class Timed:
         """A generator that adds up the seconds of its samples."""
 
-        def draw(self, *arguments: Any, **options: Any) -> Any:
+        mesh = both.mesh
+
+        def sample(self, *arguments: Any, **options: Any) -> Any:
             nonlocal in_draw
             begin = time.perf_counter()
             samples = both.sample(*arguments, **options)
@@ -166,9 +168,7 @@ def validation(alone: Any, both: Any, folder: Path, args: argparse.Namespace) ->
             return samples
 
     validators = {
-        name: Validator(
-            generator, slow, data, rollout, both.mesh, TrainerConfig(output_dir=folder, num_logged_samples=8)
-        )
+        name: Validator(generator, slow, config, Cadence(config.trainer, None))
         for name, generator in (("draw", alone), ("afterwards", both), ("meanwhile", Timed()))
     }
     for _ in range(args.repeats + 1):

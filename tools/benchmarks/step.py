@@ -134,9 +134,9 @@ def own_config(folder: Path, workload: Workload, steps: int) -> dict[str, Any]:
     }
 
 
-def launch() -> list[str]:
+def launch(processes: int = 2) -> list[str]:
     port = str(random.randrange(10_000, 32_000))
-    return ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    return ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", port]
 
 
 def run(command: list[Any], folder: Path, first: int) -> tuple[float, float]:

@@ -23,8 +23,8 @@ def settings(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     per_device = workload.num_samples // processes
     return {
         "output_dir": str(args.folder / "trl_output"),
-        "use_cpu": True,
-        "bf16": False,
+        "use_cpu": not args.gpu,
+        "bf16": args.gpu,
         "gradient_checkpointing": False,  # TRL's default trades time for memory
         "per_device_train_batch_size": per_device // args.accumulate,
         "gradient_accumulation_steps": args.accumulate,
@@ -45,7 +45,7 @@ def settings(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
         "report_to": [],
         "disable_tqdm": True,
         "logging_steps": 1,
-        **(trl_vllm.settings(workload.max_length) if args.vllm else {}),
+        **(trl_vllm.settings(workload.max_length, 0.4 if args.gpu else 0.1) if args.vllm else {}),
         "ddp_backend": "gloo" if processes > 1 else None,
         "ddp_find_unused_parameters": False if processes > 1 else None,
     }
@@ -59,9 +59,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--gpu", action="store_true", help="on one GPU, in bfloat16 (not run yet)")
     args = parser.parse_args()
     sys.path.insert(0, str(args.folder))
-    if args.vllm:
+    if args.vllm and not args.gpu:
         trl_vllm.prepare()
 
     import torch
@@ -81,7 +82,7 @@ def main() -> None:
 
     folder = args.folder / "model"
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if args.gpu else torch.float32),
         reward_funcs=[trl_reward],
         args=GRPOConfig(**settings(workload, args)),
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),

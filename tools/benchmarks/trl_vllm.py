@@ -37,13 +37,13 @@ def trl_vllm_python(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def settings(max_model_len: int) -> dict[str, Any]:
+def settings(max_model_len: int, share_of_memory: float) -> dict[str, Any]:
     """Settings of GRPOConfig, besides those of `step_trl.py`."""
     return {
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_max_model_length": max_model_len,
-        "vllm_gpu_memory_utilization": 0.1,
+        "vllm_gpu_memory_utilization": share_of_memory,
         # The correction needs a pass for old log-probabilities. Without it TRL takes those of the update, as without vLLM.
         "vllm_importance_sampling_correction": False,
     }

@@ -72,7 +72,7 @@ class Workload:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.groups,
             "vocab_size": self.vocabulary,
-            "max_position_embeddings": 512,
+            "max_position_embeddings": max(512, self.max_length),
             "rms_norm_eps": 1e-6,
             "rope_theta": 10000.0,
             "tie_word_embeddings": True,
@@ -86,6 +86,7 @@ class Workload:
 # 0.4M has the sizes of the quickstart's model.
 WORKLOADS = {
     "0.4M": Workload("0.4M", 2, 128, 384, 4, 2, 80, prompts=16, prompt_length=24, response_length=32),
+    "0.5B": Workload("0.5B", 24, 896, 4864, 14, 2, 151936, prompts=32, prompt_length=512, response_length=512),
     "26M": Workload("26M", 8, 512, 1376, 8, 8, 4096, prompts=8, prompt_length=64, response_length=128),
 }
 
