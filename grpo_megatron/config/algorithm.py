@@ -92,5 +92,5 @@ class AlgorithmConfig(Section):
     dupo: bool = False
     """replace groups of equal rewards by copies of the other groups"""
     mask_truncated_samples: bool = False
-    """responses cut at the limit: out of the loss, in their group's statistics"""
+    """responses cut at the limit of tokens (not of turns): out of the loss, in their group's statistics"""
     replay: ReplayConfig = ReplayConfig()

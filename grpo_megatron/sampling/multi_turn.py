@@ -72,7 +72,7 @@ class Trajectory:
     How a trajectory ends, as (status, finish_reason):
 
         ok, stop                 the environment said `done`
-        turn_limit, length       its last allowed turn was answered without `done`
+        turn_limit, stop         its last allowed turn was answered without `done`; nothing was cut off
         length, length           a turn was cut off, or the observation left no room for one more token
         prompt_length, length    the environment's first messages are longer than a prompt may be; there is no response
         timeout, died, raised, flooded, memory with stop    the environment failed; what was generated before stays
@@ -169,7 +169,7 @@ class Trajectory:
         if answer.done:
             self._end("ok", "stop")
         elif self.num_generated >= self.limits.turns:
-            self._end("turn_limit", "length")
+            self._end("turn_limit", "stop")
         elif answer.branch and len(answer.token_ids) < self.limits.prompt + self.limits.response:
             self._branch(answer.token_ids, clock)
         elif answer.branch or len(self.response_ids) + len(answer.token_ids) >= self.limits.response:

@@ -108,7 +108,9 @@ def test_a_trajectory_ends_at_the_limit_of_turns() -> None:
     trajectories, _, _ = played(answers=FakeAnswers(done_after=99))
     assert {t.status for t in trajectories} == {"turn_limit"}
     assert {t.num_generated for t in trajectories} == {LIMITS.turns}
-    assert all(t.turns[-1].kind == "assistant" and t.finish_reason == "length" for t in trajectories)
+    assert all(
+        t.turns[-1].kind == "assistant" and t.finish_reason == "stop" for t in trajectories
+    )  # nothing is cut off
     assert {t.metrics["calls"] for t in trajectories} == {4.0}  # the last turn was shown to the environment
 
 
@@ -119,7 +121,7 @@ def test_no_response_is_longer_than_its_limit(response: int) -> None:
     assert all(request.max_tokens >= 1 for _, request in engine.requests)
     for t in trajectories:
         assert len(t.response_ids) <= response
-        assert (t.status, t.finish_reason) in {("length", "length"), ("turn_limit", "length")}
+        assert (t.status, t.finish_reason) in {("length", "length"), ("turn_limit", "stop")}
         assert t.turns[-1].kind == "assistant"  # an observation that no turn follows is left out
 
 
