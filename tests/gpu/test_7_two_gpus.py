@@ -37,6 +37,16 @@ def test_two_gpus_learn_as_one(
     assert all(abs(a - b) <= 0.02 * b for a, b in pairs)
 
 
+@pytest.mark.parametrize("is_parallel", [False, True], ids=["TP2", "TP2+SP"])
+def test_copies_on_two_gpus_stay_equal(reads_images: Path, is_parallel: bool) -> None:
+    """Bit for bit, although kernels of the tower's backward pass are not deterministic."""
+    conftest.needs_devices(2)
+    layout = {**TP2, "sequence_parallel": is_parallel}
+    first, second = conftest.run(training_ranks.copies, 2, folder=reads_images, megatron=layout, steps=4)
+    assert any(name.startswith("module.") and ".visual." in name for name in first)
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
 @pytest.mark.parametrize(
     ("layout", "rollout_tp"), [({}, 1), (TP2, 2), (TP2, 1)], ids=["DP2", "TP2-engine-TP2", "TP2-two-engines"]
 )

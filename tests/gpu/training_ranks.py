@@ -164,6 +164,15 @@ def _transformers(folder: Path, pairs: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def copies(folder: Path, megatron: dict[str, Any], steps: int) -> dict[str, torch.Tensor]:
+    """The weights that tensor-parallel ranks have in full, after updates of everything, the tower too."""
+    policy, batch = build_policy(folder, megatron, **TRAINED_TOWER), batch_with_images(vision.make_prompts())
+    for _ in range(steps):
+        policy.update(batch, likelihood)
+    named = policy.ddp.named_parameters()
+    return {n: p.detach().float().cpu() for n, p in named if not getattr(p, "tensor_model_parallel", False)}
+
+
 def images_against_transformers(folder: Path, megatron: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Log-probabilities with 0 to 2 images, and the trained tower's gradients, beside transformers' on the CPU."""
     rows = vision.make_prompts()

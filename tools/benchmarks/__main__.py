@@ -6,6 +6,7 @@
     python -m tools.benchmarks overlap [--milliseconds 4] [--workers 1]
     python -m tools.benchmarks passes [--workload "26 M"]
     python -m tools.benchmarks head [--hidden 3584] [--vocabulary 152064]
+    python -m tools.benchmarks tower [--pixels 1000000]
     python -m tools.benchmarks lora [--workload 26M] [--rank 32]
     python -m tools.benchmarks routes [--steps 3] [--pages DIR]
     python -m tools.benchmarks waiting [--steps 12]
@@ -31,6 +32,8 @@ ones, also with --network. --preset, --plan: large layouts, only planned.
 overlap: rewards graded while the engine generates, beside rewards graded afterwards; in a step and in a validation. passes: the
 training part of a step with and without passes that it can do without. head: bytes per token that the output head reads and
 writes, by torch and by the fused kernels; on a GPU also seconds.
+
+tower: an image through the vision tower of Qwen2.5-VL, beside transformers' own forward pass.
 
 lora: step time, memory and sync bytes of LoRA, merged and split, beside training of all weights, on two ranks. routes: engine
 against trainer on experts in bfloat16, with the engine's routes beside without.
@@ -69,6 +72,7 @@ COMMANDS = {  # name -> module, its functions that add arguments and that measur
     "waiting": ("rollouts", "add_waiting_arguments", "waiting", "partial rollouts, and requests that ranks share"),
     "passes": ("training", "add_passes_arguments", "passes", "training with and without passes that can be left out"),
     "head": ("training", "add_head_arguments", "measure_head", "the output head by torch and by fused kernels"),
+    "tower": ("training", "add_tower_arguments", "measure_tower", "the vision tower, beside transformers'"),
     "saving": ("training", "add_saving_arguments", "saving", "checkpoints while training goes on"),
     "lora": ("runs", "add_lora_arguments", "lora", "LoRA, merged and split, beside training of all weights"),
     "routes": ("runs", "add_routes_arguments", "routes", "a mixture of experts with and without route replay"),

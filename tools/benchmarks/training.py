@@ -484,6 +484,7 @@ def status(name: str) -> int:
 # (tests/models/test_head_kernel.py compares this with the compiled code). They are counted at one size, per element and chunk,
 # and printed for a model's shape. Elements of a token (hidden states, sums) are left out. With a GPU both ways are timed, too.
 
+TOWER = {"width": 1280, "ffn_width": 3420, "patch": 14, "merge": 2, "token_id": 151655}  # Qwen2.5-VL-3B
 KERNELS = "grpo_megatron.models.layers.head_kernel"
 ROWS, COLUMNS, HIDDEN = 64, 1000, 24  # of the counted passes; no two products of them are equal
 WITHOUT_READS = ("empty", "zeros", "zero_", "fill_")
@@ -610,3 +611,62 @@ def timed(args: argparse.Namespace, chunk: int, is_fused: bool, repeats: int = 5
         for name, (begin, end) in zip(times, (marks[:2], marks[1:]), strict=True):
             times[name].append(begin.elapsed_time(end) / 1e3)
     return {name: min(values[1:]) for name, values in times.items()}
+
+
+# -- the vision tower --------------------------------------------------------------------------------------------------
+
+
+def add_tower_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pixels", type=int, default=1_000_000, help="of a square image")
+    parser.add_argument(
+        "--layers", type=int, default=4, help="the last one without windows; the published tower has 32"
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+
+
+def measure_tower(args: argparse.Namespace) -> int:
+    """Forward and backward of one image in the published width, in turn with windows of a size together and one by one."""
+    import torch
+    from torch.nn import functional
+
+    from grpo_megatron.data.images import image_patches
+    from grpo_megatron.models.architecture import Vision
+    from grpo_megatron.models.vision import Features, build_tower
+    from grpo_megatron.types import PromptImage
+
+    device, edge = torch.device("cuda" if torch.cuda.is_available() else "cpu"), round(args.pixels**0.5 / 28)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    sizes = {"depth": args.layers, "fullatt_block_indexes": [args.layers - 1], "hidden_size": TOWER["width"]}
+    vision = Vision(json.dumps(sizes), gated=True, sections=(16, 24, 24), depth=args.layers, **TOWER)
+    tower: Any = build_tower(vision, 2048, dtype, device)
+    for parameter in tower.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    image = PromptImage("", (edge, edge), 0, random.Random(0).randbytes(3 * (28 * edge) ** 2))
+    patches = torch.from_numpy(image_patches(image, 14, 2)).to(device, dtype)
+    grid, features, kernel = (
+        torch.tensor([[1, 2 * edge, 2 * edge]], device=device),
+        Features(vision, dtype),
+        tower.config._attn_implementation,
+    )
+    passes = {
+        "grpo_megatron": lambda: features.of(tower, [image])[""],
+        "transformers": lambda: tower(patches, grid_thw=grid).pooler_output,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    calls = {}
+    for _ in range(args.repeats + 1):
+        for name, forward in passes.items():
+            tower.config._attn_implementation = kernel if name == "grpo_megatron" else "sdpa"
+            with mock.patch.object(
+                functional, "scaled_dot_product_attention", side_effect=functional.scaled_dot_product_attention
+            ) as count:
+                start = time.perf_counter()
+                forward().float().sum().backward()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                seconds[name].append(time.perf_counter() - start)
+            calls[name] = count.call_count
+    print(f"{28 * edge} x {28 * edge} pixels, {args.layers} layers, {machine()}")
+    for name, of in seconds.items():
+        print(f"{name:<14} {statistics.median(of[1:]):8.3f} s {calls[name]:6d} kernel calls of attention")
+    return 0
