@@ -67,6 +67,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "PIL": ("data.", "report.kit"),
     "tqdm": ("data.", "report.", "training.", "evaluation.", "convert."),
     "jsonschema": ("environments.",),
+    "referencing": ("environments.",),
     "uvicorn": ("environments.",),
     "starlette": ("environments.",),
     "bm25s": ("environments.tools.",),

@@ -6,13 +6,15 @@
         kwargs: {command: [python, examples/agents/mcp_server.py]}      # or {url: "http://tools.local:8000/mcp"}
 
 Each trajectory has a connection of its own, and with `command` a server of its own, which ends with the trajectory. The reward
-is the task's. An error that a tool reports is shown to the model; a server that is gone ends the trajectory by the name `raised`.
+is the task's. An error that a tool or the server answers to a call is shown to the model. A server that is gone, or writes what
+is no message and then no answer, ends the trajectory by the name `raised`.
 
 Needs the package `mcp` (2.x), which vLLM installs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +22,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from grpo_megatron.environments.environment import Step, TurnRequest
-from grpo_megatron.environments.tool import Tool, ToolError
+from grpo_megatron.environments.tool import Tool, ToolError, check_parameters
 from grpo_megatron.environments.tool_environment import ToolEnvironment, call_formats
 
 WHERE = "rollout.multi_turn.kwargs"
+JUNK_S = 2.0  # seconds for an answer after the server has written what is no message: some print a greeting
 
 
 class McpTools(ToolEnvironment):
@@ -53,6 +56,7 @@ class McpTools(ToolEnvironment):
         self._variables = {name: os.environ[name] for name in pass_env}
         self._format, self._max_parallel_calls = format, max_parallel_calls
         self._lost = ""  # why the server does not answer any more
+        self._junk: Any = None  # what the server has written that is no message
 
     @classmethod
     def preload(cls, **kwargs: Any) -> None:
@@ -76,8 +80,10 @@ class McpTools(ToolEnvironment):
         self._held = ExitStack()
         self._portal = self._held.enter_context(start_blocking_portal())
         try:
-            self._client = self._held.enter_context(self._portal.wrap_async_context_manager(Client(server)))
-            offered = {tool.name: tool for tool in self._portal.call(self._client.list_tools).tools}
+            client = Client(server, message_handler=self._read_junk)
+            self._client = self._held.enter_context(self._portal.wrap_async_context_manager(client))
+            listed = self._portal.call(self._answered, self._client.list_tools)
+            offered = {tool.name: tool for tool in listed.tools}
         except Exception as error:  # noqa: BLE001 - a group of them, from the tasks of the connection
             raise ConnectionError(
                 f"no MCP server answers at {self._url or self._command}: {_innermost(error)}"
@@ -95,17 +101,40 @@ class McpTools(ToolEnvironment):
         return step
 
     def _tool(self, offered: Any) -> Tool:
-        parameters = {"properties": {}, **offered.input_schema}
+        parameters = {**offered.input_schema, "properties": offered.input_schema.get("properties") or {}}
+        try:
+            check_parameters(parameters)
+        except ValueError as error:
+            raise ValueError(f"the tool {offered.name!r} of the MCP server: {error}") from None
         function = {"name": offered.name, "description": offered.description or "", "parameters": parameters}
         return Tool(offered.name, self._caller(offered.name), {}, {"type": "function", "function": function})
+
+    async def _read_junk(self, message: Any) -> None:
+        """Keeps what the transport could not read; it gives messages to this handler, too."""
+        if isinstance(message, Exception):
+            self._junk = self._junk or message
+
+    async def _answered(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Awaits a call, but not for long once the server has written what is no message: that was its answer."""
+        task = asyncio.ensure_future(call(*arguments))
+        while not task.done() and self._junk is None:
+            await asyncio.wait([task], timeout=0.05)
+        if not (await asyncio.wait([task], timeout=JUNK_S))[0]:
+            task.cancel()
+            raise ConnectionError(f"it has written what is no message: {str(self._junk)[:300]}")
+        self._junk = None
+        return task.result()
 
     def _caller(self, name: str) -> Callable[..., str]:
         def call(**arguments: Any) -> str:
             from mcp import MCPError
+            from mcp_types import CONNECTION_CLOSED
 
             try:
-                result = self._portal.call(self._client.call_tool, name, arguments)
-            except MCPError as error:  # of the protocol or the connection; a tool's own errors are results
+                result = self._portal.call(self._answered, self._client.call_tool, name, arguments)
+            except (MCPError, ConnectionError) as error:
+                if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED:
+                    raise ToolError(str(error)) from None  # the server's answer to this call: the model may correct it
                 self._lost = str(error)
                 raise
             text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)

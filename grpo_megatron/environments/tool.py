@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jsonschema
+import referencing
 
 from grpo_megatron.registry import FactRegistry
 
@@ -145,8 +146,25 @@ class Tool:
         unknown = sorted(set(given) - set(schema["properties"]))
         if unknown:
             return f"unknown argument {', '.join(unknown)} (known: {', '.join(schema['properties']) or 'none'})"
-        error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(given))
+        validator = jsonschema.Draft202012Validator(schema, registry=referencing.Registry())  # fetches no reference
+        error = jsonschema.exceptions.best_match(validator.iter_errors(given))
         return f"{'.'.join(map(str, [*error.absolute_path, '']))[:-1] or 'arguments'}: {error.message}" if error else ""
+
+
+def check_parameters(schema: Mapping[str, Any]) -> None:
+    """Raises ValueError for a schema of others that is none, or refers to other documents, which are not fetched."""
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except jsonschema.exceptions.SchemaError as error:
+        raise ValueError(f"its parameters are no JSON schema: {error.message}") from None
+    pending: list[Any] = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, Mapping):
+            for name in ("$ref", "$dynamicRef"):
+                if isinstance(target := part.get(name), str) and not target.startswith("#"):
+                    raise ValueError(f"its parameters refer to {target[:200]!r}; other documents are not fetched")
+        pending += part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ()
 
 
 def _is_absent(value: Any, schema: Mapping[str, Any] | None) -> bool:

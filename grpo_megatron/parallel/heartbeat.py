@@ -84,10 +84,11 @@ class Watch:
     and silence is measured on its own clock. A rank that computes for ever, and a deadlock in collectives, are left to
     trainer.timeout_s, whose error names the ranks that are `behind`.
 
-    Beats share the file system with checkpoints: while one is saved, a rank may be silent SAVE_FACTOR times as long. It
-    is the file system that has stalled when the watcher's own beat does not come back, or reading takes more than two
-    periods, or all ranks of at least two other nodes are silent at once: this is printed, and the run goes on. Where
-    one machine alone loses the file system a false alarm is possible; a longer time avoids it.
+    Beats share the file system with checkpoints: while one is saved, a rank may be silent SAVE_FACTOR times as long,
+    unless its process is stopped, which a watcher sees on its own machine. It is the file system that has stalled when
+    the watcher's own beat does not come back, or reading takes more than two periods, or all ranks of at least two
+    other nodes are silent at once: this is printed, and the run goes on. Where one machine alone loses the file system
+    a false alarm is possible; a longer time avoids it.
     """
 
     def __init__(self, timeout_s: float, period_s: float, now: float) -> None:
@@ -95,18 +96,24 @@ class Watch:
         self.beats: dict[int, Beat] = {}
         self.silent_s: dict[int, float] = {}
         self.no_change_s = self.files_stall_s = 0.0
-        self._is_saving = False
+        self._is_saving, self._stopped = False, frozenset[int]()
 
     def update(
-        self, beats: Mapping[int, Beat], now: float, local: Beat | None = None, files_s: float = 0.0
+        self,
+        beats: Mapping[int, Beat],
+        now: float,
+        local: Beat | None = None,
+        files_s: float = 0.0,
+        stopped: frozenset[int] = frozenset(),
     ) -> list[Beat]:
         """Returns the last beats of the stalled ranks; `now`: seconds of this rank's clock.
 
         `beats`: what could be read. `local`: the beat that this rank has written; `files_s`: the seconds of writing it
-        and of reading all beats. `files_stall_s` then says for how long the file system has stalled.
+        and of reading all beats. `stopped`: ranks of this machine whose process is stopped. `files_stall_s` then says
+        for how long the file system has stalled.
         """
         passed = min(now - self._last, 2 * self.period_s)
-        self._last = now
+        self._last, self._stopped = now, stopped
         read_back = beats.get(local.rank) if local is not None else None
         if local is not None and (read_back is None or read_back.count != local.count or files_s > 2 * self.period_s):
             self.files_stall_s += max(passed, files_s)
@@ -129,7 +136,8 @@ class Watch:
         return [b for b in self.beats.values() if not b.ended and (self.is_silent(b) or self._is_idle(b))]
 
     def is_silent(self, beat: Beat) -> bool:
-        return self.silent_s[beat.rank] >= self.timeout_s * (SAVE_FACTOR if self._is_saving else 1)
+        may_save = self._is_saving and beat.rank not in self._stopped
+        return self.silent_s[beat.rank] >= self.timeout_s * (SAVE_FACTOR if may_save else 1)
 
     def _is_idle(self, beat: Beat) -> bool:
         phases = beat.phase.split("/")
@@ -239,10 +247,15 @@ def _state(stat: Path) -> str:
         return ""
 
 
+def is_stopped(pid: int) -> bool:
+    """Tells whether a process of this machine is stopped, by SIGSTOP or a debugger."""
+    return _state(Path(f"/proc/{pid}/stat")) in ("T", "t")
+
+
 def describe_process(pid: int) -> str:
     """Describes a process of this machine by its state in the kernel, for a report."""
     state = _state(Path(f"/proc/{pid}/stat"))
-    if state in ("T", "t"):
+    if is_stopped(pid):
         return f"the process is stopped, by SIGSTOP or a debugger, and cannot write its stack (`kill -CONT {pid}` continues it)"
     if state == "D":
         return "the process waits in the kernel, for a disk, a network file system or a driver (state D)"
@@ -383,7 +396,9 @@ class Heartbeat:
                     beats = self._read()
                     self._files_since = None
                     last_look = time.monotonic()
-                    if stalled := watch.update(beats, last_look, beat, last_look - before):
+                    local = [b for b in beats.values() if b.node == self._node and same_process(b.pid, b.started)]
+                    stopped = frozenset(b.rank for b in local if is_stopped(b.pid))
+                    if stalled := watch.update(beats, last_look, beat, last_look - before, stopped):
                         self._announce(stalled, watch)
                     is_named = self._name_stalled_files(watch, is_named)
                 last_look = time.monotonic()

@@ -62,6 +62,7 @@ ATTEMPTS = {
     "own it by a structure": "fcntl.fcntl(1, 15, b'\\1\\0\\0\\0' + CALLER.to_bytes(4, 'little'))",
     "choose its signal": "fcntl.fcntl(os.pipe()[0], 10, signal.SIGKILL)",
     "be told of a folder by a signal": "fcntl.fcntl(os.open('.', os.O_RDONLY), fcntl.F_NOTIFY, 2)",
+    "lock a shared file": "fcntl.flock(os.open(os.__file__, os.O_RDONLY), fcntl.LOCK_EX)",
     "lease a file": "fcntl.fcntl(os.open('lease', os.O_CREAT), fcntl.F_SETLEASE, fcntl.F_WRLCK)",
     "outlive the caller": "assert libc.prctl(1, 0, 0, 0, 0) == 0",
     # the caller's limits and priorities
@@ -191,6 +192,12 @@ BOMBS = {  # name -> (program, a part of what is said; "" for a program that end
     ),
     "output": ("while True: print('x' * 1000)", "has printed more than"),
     "one large file": ("open('a', 'wb').write(b'x' * (1 << 25))", "File too large"),
+    "many files": ("for n in range(999): open(str(n), 'wb').write(b'x' * (1 << 24))", "No space left"),
+    "files without a name": (
+        "import os\nfor n in range(50): f = os.open('a', 577); os.write(f, b'x' * (1 << 24)); os.unlink('a')\n"
+        "import time; time.sleep(99)",
+        "No space left",
+    ),
     "a sparse file": ("open('a', 'wb').truncate(1 << 40)", "File too large"),
     "open files": ("[open('/dev/null') for _ in range(100)]", "Too many open files"),
     "recursion in C": ("import ctypes; ctypes.string_at(0)", "signal SIGSEGV"),
@@ -203,10 +210,13 @@ BOMBS = {  # name -> (program, a part of what is said; "" for a program that end
     "locked folders": (
         "import os; os.mkdir('d', 0o300); os.chdir('d'); open('f', 'w').close(); os.mkdir('e', 0); os.umask(0o777)\n"
         "os.mkdir('g'); print('done')",
-        "",
+        "done",
     ),
     "links": (
         "import os; os.symlink('/', 'root'); os.symlink('..', b'\\xff'); os.symlink('loop', 'loop')\nprint('done')",
         "",
     ),
 }
+
+FULL = "the program has written more than 64 MiB"
+ON_DISK = {"many files": FULL, "files without a name": FULL, "nested folders": "nested its folders too deeply"}  # there

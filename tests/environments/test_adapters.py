@@ -103,6 +103,58 @@ def test_tools_of_an_mcp_server(play: Callable[..., list[Outcome]], serve: Calla
     assert answers[3].done and answers[1].metrics["tool_errors"] == 1.0
 
 
+# A server in plain Python: its tool's schema and its answers are those of the arguments. It answers after "ANSWER:" as it stands.
+RAW = """
+import json, sys
+schema, answer = sys.argv[1:]
+print("ready", flush=True)  # a greeting, which is no message
+for line in sys.stdin:
+    asked = json.loads(line)
+    results = {
+        "initialize": {
+            "protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}
+        },
+        "tools/list": {"tools": [{"name": "multiply", "inputSchema": json.loads(schema)}]},
+    }
+    if asked["method"] == "tools/call":
+        print(answer.replace("ID", json.dumps(asked["id"])), flush=True)
+    elif asked["method"] in results:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": results[asked["method"]]}), flush=True)
+    elif "id" in asked:
+        error = {"code": -32601, "message": "unknown"}
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "error": error}), flush=True)
+"""
+EMPTY, SAID = {"type": "object", "properties": None}, '{"jsonrpc": "2.0", "id": ID, "result": {"content": [%s]}}'
+TEXT = SAID % '{"type": "text", "text": "7"}'
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer", "message"),
+    [
+        (EMPTY, TEXT, ""),
+        (EMPTY, '{"jsonrpc": "2.0", "id": ID, "error": {"code": -32602, "message": "no such tool"}}', "Error: no such"),
+        (EMPTY, "junk", "it has written what is no message"),
+        (EMPTY, SAID % '{"type": "text", "text": "\\ud800"}', "it has written what is no message"),
+        ({"type": "object", "$ref": "http://127.0.0.1:9/x"}, TEXT, "refer to 'http://127.0.0.1:9/x'; other documents"),
+        (
+            {"type": "object", "properties": {"a": {"$ref": "file:///etc/passwd"}}},
+            TEXT,
+            "refer to 'file:///etc/passwd'",
+        ),
+        ({"type": "object", "properties": {"a": {"type": 7}}}, TEXT, "its parameters are no JSON schema"),
+    ],
+)
+def test_what_a_hostile_mcp_server_answers(
+    play: Callable[..., list[Outcome]], schema: Any, answer: str, message: str
+) -> None:
+    kwargs = {"command": [sys.executable, "-c", RAW, json.dumps(schema), answer]}
+    outcome = play("mcp_tools:McpTools", kwargs, ROW, call())[-1]
+    if outcome.step:
+        assert texts(outcome.step) == ["7"] if not message else message in texts(outcome.step)[0]
+    else:
+        assert outcome.status == "raised" and message and message in outcome.message and outcome.seconds < 30, outcome
+
+
 DYING = "import os, mcp_server as m\nm.server.tool(name='end')(lambda: os._exit(3))\nm.server.run('stdio')"
 
 

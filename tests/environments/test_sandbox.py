@@ -22,7 +22,7 @@ from grpo_megatron.environments.tools.isolation import PROBE, ProgramLimits, fin
 from grpo_megatron.environments.tools.python import prepare_isolation, python
 from grpo_megatron.environments.tools.sandbox import build_filter
 from grpo_megatron.storage import files
-from tests.environments.hostile_programs import ATTEMPTS, BOMBS, all_attempts
+from tests.environments.hostile_programs import ATTEMPTS, BOMBS, ON_DISK, all_attempts
 from tests.rewards.waiting import processes_with, wait_until
 
 SYSTEM_PYTHON, EXECUTABLE = "/usr/bin/python3", sys.executable
@@ -99,8 +99,8 @@ def bombed(kind: str) -> Iterator[dict[str, Future[tuple[str, str]]]]:
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_harms_nobody(name: str, bombed: dict[str, Future[tuple[str, str]]]) -> None:
-    words = BOMBS[name][1]
+def test_a_bomb_harms_nobody(name: str, kind: str, bombed: dict[str, Future[tuple[str, str]]]) -> None:
+    words = BOMBS[name][1] if kind == "bwrap" else ON_DISK.get(name, BOMBS[name][1])
     text, problem = bombed[name].result()
     assert words in text + problem if words else (text, problem) == ("done\n", "")
 
@@ -121,6 +121,10 @@ PROGRAMS = {  # code -> (printed, problem)
     "import os; print(os.getuid() != 0, os.isatty(1), os.cpu_count() > 0)": ("True False True\n", ""),
     "from threading import *; t = Thread(target=print, args=(1,)); t.start(); t.join()": ("1\n", ""),
     "import sys; sys.exit(3)": ("", "the program has ended: exit code 3"),
+    "raise KeyboardInterrupt": (
+        'Traceback (most recent call last):\n  File "main.py", line 1, in <module>\nKeyboardInterrupt\n',
+        "the program has ended: exit code 1",
+    ),
     "x = 1\nprint(x)\n1 / 0": (
         '1\nTraceback (most recent call last):\n  File "main.py", line 3, in <module>\nZeroDivisionError: division by zero\n',
         "the program has ended: exit code 1",
@@ -134,14 +138,14 @@ def test_a_program(code: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert run_program(code, ProgramLimits(60.0), kind) == PROGRAMS[code]
 
 
-def test_the_folder_in_memory_is_bounded(kind: str) -> None:
-    """It takes four of the largest files."""
-    if kind != "bwrap":
-        pytest.skip("a folder on disk has no bound")
+def test_the_folder_is_bounded(kind: str) -> None:
+    """It takes four of the largest files. One on disk is looked at, and takes more before the program is ended."""
     code = "for n in range(9): open(str(n), 'wb').write(b'x' * (1 << 20))"
     text, problem = run_program(code, ProgramLimits(60.0, file_mib=1), kind)
-    assert "No space left on device" in text
-    assert problem == "the program has ended: exit code 1"
+    if kind == "bwrap":
+        assert "No space left on device" in text and problem == "the program has ended: exit code 1"
+    else:
+        assert "the program has written more than 4 MiB" in problem
 
 
 WORKER = """

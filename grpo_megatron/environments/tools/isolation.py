@@ -15,10 +15,12 @@ import json
 import os
 import select
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +30,9 @@ from grpo_megatron.storage.files import private_folder
 
 VARIABLES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 READABLE_PATHS = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")  # and the folders of this Python
-FOLDER_FILES = 4  # the folder in memory has space for so many of the largest files
+FOLDER_FILES = 4  # the folder has space for so many of the largest files
+LOOK_S = 0.02  # between looks at the size of a folder on disk
+MAX_FILES, MAX_PATH_LENGTH = 5000, 2000  # in a folder on disk: files and folders, characters
 MIB = 1 << 20
 MAX_PRINTED = 1 << 20  # bytes of output that the model is shown; of more, none is right
 PROBE = "import fractions; print(fractions.Fraction(2, 4))"  # imports Python and C that sandbox.py does not
@@ -96,8 +100,8 @@ def run_program(code: str, limits: ProgramLimits, kind: str) -> tuple[str, str]:
             start_new_session=True,
             pass_fds=[alive],
         )
-        if not _wait(process, limits.timeout_s):
-            problem = f"the program has not ended after {limits.timeout_s:g} s"
+        watched = "" if kind == "bwrap" else folder
+        problem = _wait(process, limits.timeout_s, watched, FOLDER_FILES * limits.file_mib)
         ended = process.wait()
         size = printed.seek(0, os.SEEK_END)
         printed.seek(0)
@@ -109,16 +113,48 @@ def run_program(code: str, limits: ProgramLimits, kind: str) -> tuple[str, str]:
     return text, problem
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Waits for the end and returns True, or ends it late. `Popen.wait` would sleep 32 ms where a program takes 40 ms."""
-    handle, poll = os.pidfd_open(process.pid), select.poll()
+def _wait(process: subprocess.Popen[bytes], seconds: float, folder: str, max_mib: int) -> str:
+    """Waits for the end, or ends it: late, or when its folder on disk is full. Returns why it was ended, or "".
+
+    `Popen.wait` would sleep 32 ms where a program takes 40 ms. The size is read every LOOK_S, so more may be there then.
+    """
+    handle, poll, end = os.pidfd_open(process.pid), select.poll(), time.monotonic() + seconds
     poll.register(handle, select.POLLIN)
     try:
-        return bool(poll.poll(seconds * 1000))
+        while not poll.poll(1000 * min(LOOK_S, max(end - time.monotonic(), 0))):
+            if time.monotonic() >= end:
+                return f"the program has not ended after {seconds:g} s"
+            if folder and (problem := _overfull(process.pid, folder, max_mib)):
+                return problem
+        return _overfull(process.pid, folder, max_mib) if folder else ""
     finally:
         os.close(handle)
         if process.poll() is None:
             end_tree(process.pid)
+
+
+def _overfull(pid: int, folder: str, max_mib: int) -> str:
+    """Says what is too much in a folder, or "". Files that are open and have no name count where the kernel shows them."""
+    size, count, pending = 0, 0, [folder, f"/proc/{pid}/fd"]
+    while pending:
+        path = pending.pop()
+        if len(path) > MAX_PATH_LENGTH:
+            return "the program has nested its folders too deeply"
+        if path.startswith(folder) and not os.access(path, os.R_OK) and os.path.lexists(path):
+            return "the program has a folder that cannot be read"
+        with contextlib.suppress(OSError):  # it may be gone
+            for entry in os.scandir(path):
+                with contextlib.suppress(OSError):
+                    is_open = not entry.path.startswith(folder)
+                    about = os.stat(entry.path) if is_open else entry.stat(follow_symlinks=False)
+                    if is_open and (about.st_nlink or not stat.S_ISREG(about.st_mode)):
+                        continue
+                    size, count = size + 512 * about.st_blocks, count + 1
+                    if stat.S_ISDIR(about.st_mode):
+                        pending.append(entry.path)
+        if size > max_mib * MIB or count > MAX_FILES:
+            return f"the program has written more than {max_mib} MiB, or {MAX_FILES} files"
+    return ""
 
 
 def _other_user() -> int:

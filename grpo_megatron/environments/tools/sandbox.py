@@ -3,7 +3,8 @@
 `python -I sandbox.py SETTINGS < code`. In this order, each for good: limits (setrlimit(2)); another user, if it was
 started as root; with `readable`, no files but these and the working folder (Landlock, landlock(7)); a seccomp filter
 (seccomp(2)), which allows the calls of MACHINES: none for a socket, a process, a program, a signal, a mount, or another
-process, and none that changes owner, mode, times or attributes of a file, which Landlock does not cover. Threads are
+process, and none that changes owner, mode, times or attributes of a file or locks it as a whole (flock), which Landlock does not
+cover. Threads are
 allowed. None of it needs a privilege, and code that calls C cannot evade it. x86-64, and AArch64, where it has not been
 run.
 """
@@ -39,13 +40,13 @@ CLONE_THREAD, CLONE_NAMESPACES = 0x10000, 0x7E020000
 MACHINES = {
     "x86_64": (
         *(0xC000003E, 56, 157, 302, 72, 16),
-        "0-15 17-28 32-40 60 61 63 73-75 77-89 95-100 102 104 107 108 110 111 115 118 120 121 124-128 131 137 138 140 143"
+        "0-15 17-28 32-40 60 61 63 74 75 77-89 95-100 102 104 107 108 110 111 115 118 120 121 124-128 131 137 138 140 143"
         " 145-152 158 160 186 187 191-196 201 202 204 213 217-219 221-226 228-233 247 257 258 262-267 269-271 273 277 281-293"
         " 295 296 309 315 316 318 324-332 334",
     ),
     "aarch64": (
         *(0xC00000B7, 220, 167, 261, 25, 29),
-        "8-13 17 19-24 32 34-38 43 44 46-50 56 57 59 61-74 78-80 82-87 90 93-96 98 99 101-103 107-111 113-115 120 121 123 124"
+        "8-13 17 19-24 34-38 43 44 46-50 56 57 59 61-74 78-80 82-87 90 93-96 98 99 101-103 107-111 113-115 120 121 123 124"
         " 125-128 132-137 139 141 148 150 153 155 156 158 160 163-166 168 169 172-179 213-216 222 223 226-233 236 260 275 276"
         " 278 283-291 293",
     ),
@@ -76,7 +77,9 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())
     try:
         exec(compile(code, "main.py", "exec"), {"__name__": "__main__"})
-    except Exception as error:  # noqa: BLE001 - the code's own; a traceback without this file
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the code's own, KeyboardInterrupt too; a traceback without this file
         trace = error.__traceback__
         traceback.print_exception(type(error), error, trace and trace.tb_next)
         sys.exit(1)
