@@ -4,7 +4,7 @@
 # make format       sort imports and format all Python
 # make test-fast    the tests without long runs, under two minutes
 # make test-vllm026 the fast tests and a training run with vLLM 0.26, torch 2.11 and Python 3.12, in .venv-vllm026
-# make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 7: a part of
+# make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 8: a part of
 #                   them, meant for six minutes each (tests/gpu/conftest.py says what is in which)
 # make test-gpu-hour  an hour on one GPU of 80 GB, run by GPU_PYTHON: figures beside published ones, as a page in outputs/hour. It goes
 #                   on where it stopped; HOUR="--minutes 8 --parts a" cuts it. Without a GPU the same in toy sizes

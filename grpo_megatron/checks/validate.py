@@ -30,6 +30,7 @@ from grpo_megatron.models.layers.precision import hardware_problems, precision_p
 from grpo_megatron.planning.layout import OVERRIDES, world_problems
 from grpo_megatron.planning.parameters import RunModels
 from grpo_megatron.planning.phases import phase_shortages
+from grpo_megatron.planning.traffic import staging_shortages
 from grpo_megatron.processes.variables import check_rank_variables
 from grpo_megatron.rollout.build import engine_problems, exact_engine_problem
 
@@ -305,6 +306,13 @@ CHECKS = (  # in the order in which problems are found
         "actor.megatron",
         needs=("placement", "world", "experts", "override"),
         when=lambda v: v.memory_is_known,
+    ),
+    Check(
+        "host memory",
+        lambda v: staging_shortages(v.config, v.folders.models(v.config).arch, v.training),
+        "rollout.lag",
+        needs=("placement", "world", "experts", "override"),
+        when=lambda v: v.memory_is_known and not v.elsewhere,
     ),
 )
 

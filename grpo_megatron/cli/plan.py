@@ -43,6 +43,7 @@ from grpo_megatron.planning.phases import (
     ESTIMATED,
     GIB,
     PARTS,
+    PROCESS_BYTES,
     Phase,
     host_parts,
     image_bytes,
@@ -51,7 +52,7 @@ from grpo_megatron.planning.phases import (
     shortage,
 )
 from grpo_megatron.planning.search import Fit, PlannedLayout, estimated, fit, nearest_layouts
-from grpo_megatron.planning.traffic import border_traffic, kept_by_syncs, weight_sync_lines
+from grpo_megatron.planning.traffic import border_traffic, kept_by_syncs, staged_bytes, weight_sync_lines
 from grpo_megatron.report.kit import text_page
 from grpo_megatron.rollout.vllm.arguments import loops_over_requests
 from grpo_megatron.rollout.vllm.versions import installed_vllm
@@ -104,11 +105,10 @@ def plan_page(
     roles = {"rollout_ranks": config.num_rollout_ranks, "lag": config.rollout.lag}
     stages = models.stages(config)
     stage = max(stage.total for stage in stages[0])
-    host = (
-        NodeMemory.of(config, models, world_size, memory_of_stages(config, world_size, *stages), per_node)
-        if is_on_gpus
-        else None
-    )
+    hosts: list[NodeMemory] = []  # of each role
+    if is_on_gpus:
+        hosts = [NodeMemory.of(config, models, world_size, memory_of_stages(config, world_size, *stages), per_node)]
+        hosts += [NodeMemory.of_rollout(config, models, world_size)] if config.num_rollout_ranks else []
     itemsize, rows = DTYPE_BYTES[config.model.dtype], checked.num_trained
     warnings = list(plan_warnings(config, models, work, machine, fitted, checked))
     if not elsewhere and is_for_this_machine(config):
@@ -129,7 +129,7 @@ def plan_page(
         rewards=_rows(reward_lines(config, checked.reward_calls)),
         trials=_rows(trial_lines(checked.reward_calls)),
         memory="\n".join(_memory_lines(config, world_size, *stages)),
-        host=host,
+        hosts=hosts,
         engine_shard=engine_weights(config.rollout, models.arch, itemsize) / GIB,
         sent=stage * itemsize / GIB,
         weight_sync=_rows(weight_sync_lines(config, models.arch, world_size)) if config.has_rollouts else "",
@@ -155,7 +155,8 @@ def plan_page(
         FP8_SPEEDUP=FP8_SPEEDUP,
     )
     verdict, problem = [], None
-    if host is not None and host_gib is not None:
+    if hosts and host_gib is not None:
+        host = max(hosts, key=lambda of_role: of_role.node_gib)
         verdict, problem = [host.verdict(host_gib)], host.misfit(host_gib)
     if fitted is None:
         verdict += verdict_without_gpu(config, models, world_size)
@@ -175,16 +176,18 @@ class NodeMemory:
     parts: dict[str, float]
     ranks: int
     remedies: tuple[str, ...]
+    role: str = ""  # of another node than one that trains
 
     @classmethod
     def of(
         cls, config: Config, models: RunModels, world_size: int, stages: list[StageMemory], ranks: int
     ) -> NodeMemory:
         """Counts the stage that needs most. A node may have ranks of several stages, so this is an upper bound."""
-        kept = kept_by_syncs(config, models.arch, world_size)
+        kept = 0.0 if config.num_rollout_ranks else kept_by_syncs(config, models.arch, world_size)
         has_reference = bool(stages[0].reference) and config.actor.lora.rank is None
         of_all = {
             "weights kept by syncs": kept,
+            "weights on their way": staged_bytes(config, models.arch, world_size)[0],
             "routes": route_bytes(config, models.arch, world_size, "engine"),
             "images": image_bytes(config, models.arch, world_size, has_reference=has_reference),
         }
@@ -195,9 +198,23 @@ class NodeMemory:
             "actor.megatron.offload_reference=false": config.actor.megatron.offload_reference,
             "critic.offload=false": config.critic.offload,
             "trainer.async_save=false": config.trainer.async_save,
+            "rollout.lag=1": config.rollout.lag > 1,
         }
         remedies = tuple(key for key, is_set in keys.items() if is_set)
         return cls(max(of_stages, key=lambda parts: sum(parts.values())), ranks, remedies)
+
+    @classmethod
+    def of_rollout(cls, config: Config, models: RunModels, world_size: int) -> NodeMemory:
+        """Counts a node whose ranks only sample."""
+        parts = {
+            "process": float(PROCESS_BYTES),
+            "weights kept by syncs": kept_by_syncs(config, models.arch, world_size),
+            "weights on their way": staged_bytes(config, models.arch, world_size)[1],
+            "routes": route_bytes(config, models.arch, config.num_rollout_ranks, "engine"),
+        }
+        ranks = min(config.num_rollout_ranks, config.trainer.n_gpus_per_node)
+        remedies = ("rollout.lag=1",) if config.rollout.lag > 1 else ()
+        return cls({name: size for name, size in parts.items() if size}, ranks, remedies, " that samples")
 
     @property
     def node_gib(self) -> float:
@@ -207,11 +224,11 @@ class NodeMemory:
     def __str__(self) -> str:
         terms = [f"{'~ ' if name == 'process' else ''}{size / GIB:.2f} {name}" for name, size in self.parts.items()]
         rank = self.node_gib / self.ranks
-        return f"{' + '.join(terms)} = {rank:.2f} at most; {self.ranks} x {rank:.2f} = {self.node_gib:.0f} per node"
+        return f"{' + '.join(terms)} = {rank:.2f} at most; {self.ranks} x {rank:.2f} = {self.node_gib:.0f} per node{self.role}"
 
     def verdict(self, gib: float) -> str:
         answer = "FITS" if self.node_gib <= gib else "DOES NOT FIT"
-        return f"{answer} {gib:g} GiB of host memory per node ({counted(self.ranks, 'rank')}: {self.node_gib:.0f} GiB)"
+        return f"{answer} {gib:g} GiB of host memory per node{self.role} ({counted(self.ranks, 'rank')}: {self.node_gib:.0f} GiB)"
 
     def misfit(self, gib: float) -> str | None:
         """Says what is wrong, for the end of a dry run; None unless the exact parts alone are too large."""
@@ -219,8 +236,8 @@ class NodeMemory:
         if self.ranks * size <= gib:
             return None
         return (
-            f"{counted(self.ranks, 'rank')} of a node x {size:.2f} GiB = {self.ranks * size:.0f} GiB of host memory, without"
-            f" the processes themselves, is more than --host-memory {gib:g}; set"
+            f"{counted(self.ranks, 'rank')} of a node{self.role} x {size:.2f} GiB = {self.ranks * size:.0f} GiB of host memory,"
+            f" without the processes themselves, is more than --host-memory {gib:g}; set"
             f" {', '.join((*self.remedies, 'more nodes'))} (each rank then has fewer bytes of weights and optimizer)"
         )
 

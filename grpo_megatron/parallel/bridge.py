@@ -1,35 +1,71 @@
 """Bridge: messages between ranks that train and rollout ranks (`rollout.placement: separate`).
 
 The last `num_rollout_ranks` ranks of one job sample. torch, Megatron-Core and vLLM see a world per role; only the bridge
-knows all ranks. Nothing on it is collective but `meet`. A sender never waits for the receiver's program, so that a late rank
-delays only what reads its message.
+has all ranks. Nothing on it is collective but `join` and `meet`.
 
-gloo moves a message when its receiver has asked for it, in its own thread, from the sender's memory: what is sent must not change
-before `wait`. Messages between two ranks with one tag arrive in the order in which they were sent.
+Values, and weights on the host, travel over gloo, in its own thread, from the sender's memory: what is sent must not change
+before `wait`. Weights on GPUs travel over NCCL. Messages between two ranks with one tag arrive in the order in which they were
+sent.
 """
 
 from __future__ import annotations
 
+import datetime
+import os
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from grpo_megatron.parallel.control import LostRank, parts_of_message, received_message
 
 VALUES, WEIGHTS = 1, 2  # tags
+PATIENCE = datetime.timedelta(days=365)
 
 
 class Bridge:
     """`rank` counts all ranks of the run: those that train first, then those that sample."""
 
-    def __init__(self, group: Any, num_rollout_ranks: int) -> None:
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+    def __init__(
+        self, group: Any, num_rollout_ranks: int, *, is_mixed: bool = False, on_gpus: Sequence[Any] = ()
+    ) -> None:
+        """`group`: gloo. `is_mixed`: some ranks have a GPU, and others do not.
+
+        `on_gpus`: two NCCL groups of all ranks, of messages between nodes and within one. Two, because NCCL runs the
+        messages of a group one after the other.
+        """
+        self.group, self.rank, self.size, self.is_mixed, self._on_gpus = (
+            group,
+            group.rank(),
+            group.size(),
+            is_mixed,
+            on_gpus,
+        )
         self.num_training, self.num_rollout_ranks = self.size - num_rollout_ranks, num_rollout_ranks
         self._sent: deque[tuple[int, list[Any]]] = deque()  # values on their way, with their receiver
+
+    @classmethod
+    def join(
+        cls, store: Store, device: torch.device, timeout: datetime.timedelta, num_rollout_ranks: int, nccl: Any = None
+    ) -> Bridge:
+        """Connect all ranks of the run. Collective. `device`: this rank's. `nccl`: the class of NCCL's groups."""
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        group = dist.ProcessGroupGloo(store, rank, size, timeout)
+        num_gpus = torch.tensor([int(device.type != "cpu")])
+        group.allreduce([num_gpus]).wait()  # type: ignore[attr-defined]
+        if num_gpus != size:
+            return cls(group, num_rollout_ranks, is_mixed=bool(num_gpus))
+        nccl = nccl or dist.ProcessGroupNCCL
+        groups = tuple(nccl(PrefixStore(name, store), rank, size, timeout) for name in ("between", "within"))
+        for on_gpus in groups:  # one communicator, also for messages between two ranks
+            on_gpus.eager_connect_single_device(device)
+        return cls(group, num_rollout_ranks, on_gpus=groups)
 
     @property
     def samples_only(self) -> bool:
@@ -67,8 +103,26 @@ class Bridge:
                 for _, work in works:
                     work.wait()
 
-    def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
-        """Weights: starts all messages. The result waits for them (see `Post` of sync/exchange.py)."""
+    def close(self) -> None:
+        """Wait until all values have been received, and leave the groups. Collective over the run."""
+        self.flush()
+        for group in self._on_gpus:
+            group.shutdown()
+
+    def post(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        *,
+        is_patient: bool = False,
+        within_node: bool = False,
+    ) -> Callable[[], None]:
+        """Weights: starts all messages. The result waits for them (see `Post` of sync/exchange.py).
+
+        `is_patient`: without a time-out, for messages that are received long before they are needed.
+        """
+        if any(buffer.device.type != "cpu" for _, buffer in (*sends, *receives)):
+            return self._post_on_gpus(sends, receives, self._on_gpus[within_node])
         works = []
         for call, envelopes in ((self.group.recv, receives), (self.group.send, sends)):
             for peer, buffer in envelopes:
@@ -78,9 +132,20 @@ class Bridge:
         def wait() -> None:
             for peer, _, work in works:
                 with self._naming(peer):
-                    work.wait()
+                    work.wait(*[PATIENCE] * is_patient)
 
         return wait
+
+    def _post_on_gpus(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Any
+    ) -> Callable[[], None]:
+        """Post as one kernel. The result has the current stream wait for it, not this program."""
+        with self._naming(None):
+            group._start_coalescing()
+            for call, envelopes in ((group.recv, receives), (group.send, sends)):
+                for peer, buffer in envelopes:
+                    call([buffer], peer, WEIGHTS)
+            return group._end_coalescing().wait  # type: ignore[no-any-return]
 
     @contextmanager
     def _naming(self, peer: int | None) -> Iterator[None]:

@@ -259,12 +259,11 @@ def register_local_rendezvous() -> None:
     rendezvous_handler_registry.register(BACKEND, lambda parameters: LocalRendezvous(parameters.run_id))
 
 
-def join_default_group(backend: str, timeout: datetime.timedelta, num_rollout_ranks: int = 0) -> Any:
+def join_default_group(backend: str, timeout: datetime.timedelta, num_rollout_ranks: int = 0) -> Store | None:
     """Collective: `torch.distributed.init_process_group` over the store of this world. Without RANK, a world of one.
 
     With `num_rollout_ranks` the last so many ranks have a default group of their own, and so have the others:
-    Megatron-Core and vLLM take it for the world. Returns then a gloo group of all ranks (bridge.py), which
-    torch.distributed does not list.
+    Megatron-Core and vLLM take it for the world. Returns then the store of all ranks, for their bridge.
     """
     env = os.environ
     if "RANK" not in env:
@@ -290,7 +289,7 @@ def join_default_group(backend: str, timeout: datetime.timedelta, num_rollout_ra
     name, first, size = ("train", 0, training) if rank < training else ("rollout", training, num_rollout_ranks)
     role = PrefixStore(name, store)
     dist.init_process_group(backend, timeout=timeout, store=role, rank=rank - first, world_size=size)
-    return dist.ProcessGroupGloo(PrefixStore("bridge", store), rank, world_size, timeout)
+    return PrefixStore("bridge", store)
 
 
 def _stay_on_loopback() -> None:

@@ -301,9 +301,9 @@ def build_mesh(
     timeout, bridge = datetime.timedelta(seconds=timeout_s), None
     if (
         not dist.is_initialized()
-        and (group := join_default_group(device.backend, timeout, num_rollout_ranks)) is not None
+        and (store := join_default_group(device.backend, timeout, num_rollout_ranks)) is not None
     ):
-        bridge = Bridge(group, num_rollout_ranks)
+        bridge = Bridge.join(store, device.torch_device, timeout, num_rollout_ranks)
         if bridge.samples_only:
             tp = pp = ep = cp = 1
         else:

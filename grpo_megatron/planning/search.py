@@ -15,6 +15,7 @@ from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, PlannedMachine
 from grpo_megatron.planning.layout import Layout, micro_batches, shapes, variants
 from grpo_megatron.planning.parameters import DTYPE_BYTES, RunModels
 from grpo_megatron.planning.phases import GIB, Phase, memory_phases
+from grpo_megatron.sync.weight_sync import crosses_directly
 
 # -- Fit: every phase of a layout against the memory of a GPU, and the engine's cache ----------------------------------
 
@@ -114,14 +115,19 @@ def estimated(
     seconds = step_seconds(replace(work, generates=work.generates and not rollout_ranks), layout, machine, tokens)
     if rollout_ranks:
         generate = generation_seconds(work, layout, replace(machine, world_size=rollout_ranks), tokens)
-        generate, copied = with_copies(generate, work, layout, machine)
+        generate, copied = with_copies(generate, work, layout, machine, lag)
         seconds = replace(seconds, generate=generate, sync=copied, overlaps=lag > 0)
     return PlannedLayout(fit, seconds, rollout_ranks)
 
 
-def with_copies(generate: float, work: Workload, layout: Layout, machine: PlannedMachine) -> tuple[float, float]:
-    """Returns the seconds of generating and loading weights from the host, and of copying the weights to the host."""
+def with_copies(
+    generate: float, work: Workload, layout: Layout, machine: PlannedMachine, lag: int
+) -> tuple[float, float]:
+    """Returns the seconds of generating and receiving weights, and of sending them; both from or to the host where staged."""
     size = work.num_sent * work.itemsize
+    if crosses_directly(lag):
+        crossing = size / machine.per_node / machine.link(machine.world_size + 1)  # into each node
+        return generate + crossing, crossing
     return (
         generate + machine.host_seconds(size / layout.rollout_tp),
         machine.host_seconds(size / (layout.tp * layout.pp)),
@@ -199,8 +205,8 @@ def search(config: Config, models: RunModels, work: Workload, machine: PlannedMa
 
 
 # -- Two roles: the last ranks only generate (`rollout.placement: separate`) --------------------------------------------
-# With a lag a step takes as long as the slower role: max(G', U') in place of G + U. U' has a copy of a rank's weights to the
-# host, G' a load from there; between the hosts they travel in the background.
+# With a lag a step takes as long as the slower role: max(G', U') in place of G + U. Both have the transfer of the weights; with
+# a lag of several steps U' has a copy of a rank's weights to the host, G' a load from there, and they travel in the background.
 
 MOST_SPLITS = 8  # numbers of rollout ranks that are tried, by full nodes
 ENGINE_SHARE = 0.9  # of a GPU that only generates
@@ -228,13 +234,13 @@ def search_splits(
                 limited = replace(work, max_num_seqs=cache.max_num_seqs)
                 layout, engines_alone = Layout.of(split), replace(machine, world_size=rollout_ranks)
                 seconds = generation_seconds(limited, layout, engines_alone, cache.tokens)
-                generate.setdefault(with_copies(seconds, work, layout, machine)[0], split)
+                generate.setdefault(with_copies(seconds, work, layout, machine, role["lag"])[0], split)
         if not generate:
             continue
         seconds, split = min(generate.items(), key=lambda item: item[0])
         training = replace(machine, world_size=world - rollout_ranks)
         if layouts := search(split, models, replace(work, generates=False), training).layouts:
-            _, copied = with_copies(0.0, work, layouts[0].layout, machine)
+            _, copied = with_copies(0.0, work, layouts[0].layout, machine, role["lag"])
             both_roles = replace(layouts[0].seconds, generate=seconds, sync=copied, overlaps=True)
             yield split, replace(layouts[0], seconds=both_roles, rollout_ranks=rollout_ranks)
 

@@ -17,6 +17,7 @@ All tokens are counted at the largest lengths, so all but the first two are uppe
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,15 +34,19 @@ from grpo_megatron.planning.layout import Layout
 from grpo_megatron.planning.parameters import DTYPE_BYTES, GRADIENT_BYTES, RunModels, StageParameters, stage_layers
 from grpo_megatron.rollout.build import find_engine
 from grpo_megatron.sync.exchange import RankPlan
-from grpo_megatron.sync.plan import NETWORK, NODE, Rounds, SyncPlan, Traffic, plan_rounds
+from grpo_megatron.sync.plan import AHEAD, NETWORK, NODE, PHASES, RELAY, Rounds, SyncPlan, Traffic, plan_rounds
+from grpo_megatron.sync.weight_sync import crosses_directly
 
 # -- One weight sync ---------------------------------------------------------------------------------------------------
 # The seconds are an estimate: in every round all ranks wait for the one that sends or receives most. NCCL runs
-# all messages of a rank on one stream, so network and node take turns and their times add up. Not counted: latency, and
-# loading into the engine, which is on another stream and overlaps.
+# all messages of a rank on one stream, so network and node take turns and their times add up. Between two roles each has a
+# stream, the longer one counts, and each node is AHEAD rounds behind the one before. Not counted: latency, and loading into
+# the engine, which is on another stream and overlaps.
 
 NVLINK_BYTES_PER_S = 200e9  # of one GPU, in each direction: what is usable of NVLink on an 8-GPU node
 NETWORK_BYTES_PER_S = 400e9 / 8  # of one GPU's network card of 400 Gbit/s, in each direction
+PINNED_BYTES_PER_S = 25e9  # of one GPU, to or from pinned memory of the host
+GLOO_BYTES_PER_S = 1e9  # of one rank, over TCP: 8 GB/s of a node (assumed)
 
 
 @dataclass(frozen=True)
@@ -56,20 +61,47 @@ class PlannedSync:
     @property
     def received(self) -> np.ndarray:
         """Bytes of each rank, [ranks]."""
-        elements = sum(self.traffic.received[phase].sum(axis=1) for phase in (NETWORK, NODE))
+        elements = sum(self.traffic.received[phase].sum(axis=1) for phase in PHASES)
         return np.asarray(elements * self.itemsize)
 
     @property
     def over_borders(self) -> np.ndarray:
         """Bytes into each node, [nodes]."""
+        return self._of_nodes(self.traffic.received[NETWORK].sum(axis=1))
+
+    @property
+    def out_of_training(self) -> np.ndarray:
+        """Bytes from each node that trains to rollout ranks, [nodes]. Some are on the same machine, if there is only one."""
+        return self._of_nodes(self.traffic.sent[NETWORK].sum(axis=1))
+
+    def _of_nodes(self, of_ranks: np.ndarray) -> np.ndarray:
         first_ranks = [ranks.start for ranks in self.plan.grid.nodes()]
-        return np.asarray(np.add.reduceat(self.traffic.received[NETWORK].sum(axis=1), first_ranks) * self.itemsize)
+        return np.asarray(np.add.reduceat(of_ranks, first_ranks) * self.itemsize)
 
     def seconds(self) -> float:
-        return self._seconds(NETWORK, NETWORK_BYTES_PER_S) + self._seconds(NODE, NVLINK_BYTES_PER_S)
+        network, node = self._seconds(NETWORK, NETWORK_BYTES_PER_S), self._seconds(NODE, NVLINK_BYTES_PER_S)
+        if not self.plan.grid.num_rollout_ranks:
+            return network + node
+        behind = (self.plan.grid.num_rollout_ranks - 1) // self.plan.grid.ranks_per_node * AHEAD  # the last node
+        return max(network * (1 + behind / self.rounds.count), node)
+
+    @property
+    def staged(self) -> float:
+        """Bytes that a rank which trains copies to the host, where weights are staged between two roles: at most."""
+        return float(self.traffic.sent[NETWORK].sum(axis=1).max()) * self.itemsize
+
+    def staged_seconds(self) -> tuple[float, float, float]:
+        """Returns the seconds of the copy to the host, of the transfer in the background, and of the copy from there."""
+        sides = (self.traffic.sent, self.traffic.received)
+        busiest = max(float(sum(of_phase.sum(axis=1) for of_phase in side.values()).max()) for side in sides)
+        busiest *= self.itemsize
+        return self.staged / PINNED_BYTES_PER_S, busiest / GLOO_BYTES_PER_S, self.received.max() / PINNED_BYTES_PER_S
 
     def _seconds(self, phase: int, bytes_per_s: float) -> float:
-        busiest = np.maximum(self.traffic.sent[phase], self.traffic.received[phase]).max(axis=0)  # [rounds]
+        sent, received = self.traffic.sent[phase], self.traffic.received[phase]
+        if phase == NETWORK:
+            sent = sent + self.traffic.sent[RELAY]
+        busiest = np.maximum(sent, received).max(axis=0)  # [rounds]
         return float(busiest.sum()) * self.itemsize / bytes_per_s
 
     def operations(self, rank: int) -> int:
@@ -124,6 +156,35 @@ def kept_by_syncs(config: Config, arch: Architecture, world_size: int) -> float:
     return float(planned_for(config, arch, world_size, whole=True).received.max())
 
 
+def staged_bytes(config: Config, arch: Architecture, world_size: int) -> tuple[float, float]:
+    """Returns the host bytes of weights that are on their way to rollout ranks: of a rank that trains, and of one of those.
+
+    A rank that trains has those of lag + 1 versions. With adapters one of them is of all weights.
+    """
+    if not config.num_rollout_ranks or crosses_directly(config.rollout.lag):
+        return 0.0, 0.0
+    planned, whole = planned_for(config, arch, world_size), planned_for(config, arch, world_size, whole=True)
+    return whole.staged + config.rollout.lag * planned.staged, float(whole.received.max())
+
+
+def staging_shortages(config: Config, arch: Architecture, world_size: int, host: float | None = None) -> Iterator[str]:
+    """Yields copies of weights that do not fit the `host` bytes of a node, by default this machine's."""
+    host = host or float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for role, ranks, size in zip(
+        ("training", "rollout"),
+        (world_size, config.num_rollout_ranks),
+        staged_bytes(config, arch, world_size),
+        strict=True,
+    ):
+        ranks = min(ranks, config.trainer.n_gpus_per_node)
+        if ranks * size > host:
+            yield (
+                f"rollout.lag={config.rollout.lag} has copies of the weights on the host: {ranks} {role} ranks x"
+                f" {_size(size)} = {_size(ranks * size)} per node, and it has {_size(host)}; set rollout.lag=1, which needs"
+                " none"
+            )
+
+
 def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> Iterator[tuple[str, str]]:
     """(name, text) for the printed plan of a layout that has been checked."""
     planned, whole = planned_for(config, arch, world_size), planned_for(config, arch, world_size, whole=True)
@@ -140,10 +201,25 @@ def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> It
         yield "into a rank", f"at most {_size(planned.received.max())} of {_size(size)}"
         if borders := planned.over_borders.max():
             yield "", f"at most {_size(borders)} over the border of a node"
+        if config.num_rollout_ranks:
+            yield "", f"at most {_size(planned.out_of_training.max())} out of a node that trains: once, then relayed"
     yield "messages", f"{planned.operations(rank=0):,} of rank 0, in {rounds:,} {'round' if rounds == 1 else 'rounds'}"
     if config.trainer.device != "cpu" and planned.received.max():
         within, between = (f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in (NVLINK_BYTES_PER_S, NETWORK_BYTES_PER_S))
+        if config.num_rollout_ranks and not crosses_directly(config.rollout.lag):
+            stopped, sent, loaded = (f"{seconds:.2g}" for seconds in planned.staged_seconds())
+            yield (
+                "seconds",
+                f"training stops for {stopped}, a copy to pinned memory at {PINNED_BYTES_PER_S / 1e9:.0f} GB/s",
+            )
+            yield (
+                "",
+                f"{sent} in the background at {GLOO_BYTES_PER_S / 1e9:.0f} GB/s per rank (assumed), {loaded} to load",
+            )
+            return
         yield "seconds", f"{planned.seconds():.2g} at {within} per GPU in a node, {between} between nodes (estimated)"
+        if config.num_rollout_ranks:
+            yield "", "both roles stop for it: from GPU to GPU, nothing on the host"
     yield from expert_lines(config, arch)
 
 

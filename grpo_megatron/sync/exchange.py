@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import queue
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ from grpo_megatron.sync.plan import (
     NETWORK,
     NODE,
     PHASES,
+    RELAY,
     Interval,
     Rounds,
     Shard,
@@ -75,7 +78,10 @@ class Message(NamedTuple):
 
 @dataclass
 class Round:
-    """One rank's messages in a round, by phase, and the tensors that are complete after it."""
+    """One rank's messages in a round, by phase, and the tensors that are complete after it.
+
+    `sends[RELAY]` go to ranks that receive them in their phase NETWORK.
+    """
 
     sends: dict[int, list[Message]]
     receives: dict[int, list[Message]]
@@ -87,7 +93,7 @@ class Round:
         return max((message.span[1] for message in messages), default=0)
 
     def num_messages(self) -> int:
-        return sum(len(side[phase]) for side in (self.sends, self.receives) for phase in PHASES)
+        return sum(len(messages) for side in (self.sends, self.receives) for messages in side.values())
 
 
 class RankPlan:
@@ -174,7 +180,8 @@ class RankPlan:
         )
 
     def _round(self, rounds: Rounds, number: int) -> Round:
-        sent: dict[int, dict[int, list[int]]] = {phase: {} for phase in PHASES}  # phase -> peer -> numbers of slices
+        # phase -> peer -> numbers of slices
+        sent: dict[int, dict[int, list[int]]] = {phase: {} for phase in (*PHASES, RELAY)}
         received: dict[int, dict[int, list[int]]] = {phase: {} for phase in PHASES}
         for offset in range(rounds.num_offsets):
             if offset != self._offset and rounds.stage(offset, number) not in self._sends:
@@ -183,10 +190,11 @@ class RankPlan:
                 slice_ = self.plan.slices[index]
                 for phase, peer, is_sender in self._transfers(slice_.kind, slice_.rotation):
                     if offset == (self.plan.offsets[peer] if is_sender else self._offset):
-                        (sent if is_sender else received)[phase].setdefault(peer, []).append(index)
+                        of_phase = sent[phase] if is_sender else received[NODE if phase == NODE else NETWORK]
+                        of_phase.setdefault(peer, []).append(index)
         receives = {phase: self._laid_out(received[phase]) for phase in PHASES}
         relayed = {slice_.number: slice_ for message in receives[NETWORK] for slice_ in message.slices}
-        return Round({phase: self._laid_out(sent[phase], relayed) for phase in PHASES}, receives, [])
+        return Round({phase: self._laid_out(by_peer, relayed) for phase, by_peer in sent.items()}, receives, [])
 
     def _laid_out(self, by_peer: dict[int, list[int]], relayed: dict[int, BufferSlice] | None = None) -> list[Message]:
         """Messages whose slices have their places in the buffer of the phase. `relayed`: of messages that this rank sends."""
@@ -248,15 +256,19 @@ def _numbers(messages: dict[int, list[Message]]) -> list[int]:
 SMALLEST = 1 << 16  # bytes; malloc keeps smaller memory itself
 
 
+BLOCK_BYTES = 1 << 26  # torch rounds pinned memory up to a power of two: blocks of that size waste little
+
+
 class Pool:
     """Memory on the host that is used again as soon as no tensor refers to it. Made once for all syncs.
 
-    torch has such an allocator for GPUs, not for the CPU: there every large tensor gets fresh pages from the system, and
-    touching them first takes four times as long as copying into memory in use (measured).
+    torch has such an allocator for GPUs and pinned memory, not for the CPU: there every large tensor gets fresh pages from
+    the system, and touching them first takes four times as long as copying into memory in use (measured).
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, is_pinned: bool = False) -> None:
+        """`is_pinned`: the host memory that `empty_all` allocates is pinned, for a GPU."""
+        self.dtype, self.device, self._is_pinned = dtype, device, is_pinned
         self._free: dict[int, list[bytearray]] = {}  # by size, which is that of few kinds of tensors
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
@@ -270,6 +282,20 @@ class Pool:
         weakref.finalize(lease, free.append, memory).atexit = False
         return torch.frombuffer(lease, dtype=self.dtype).view(shape)
 
+    def empty_all(self, sizes: Iterable[int]) -> list[Tensor]:
+        """Allocate one-dimensional tensors of these sizes. Pinned ones share blocks."""
+        if not self._is_pinned:
+            return [self.empty((size,)) for size in sizes]
+        tensors: list[Tensor] = []
+        block, used = torch.empty(0, dtype=self.dtype), 0
+        for size in sizes:
+            if used + size > block.numel():
+                length = max(size, BLOCK_BYTES // self.dtype.itemsize)
+                block, used = torch.empty(length, dtype=self.dtype, pin_memory=True), 0
+            tensors.append(block[used : used + size])
+            used += size
+        return tensors
+
 
 Envelope = tuple[int, Tensor]  # (peer, contiguous one-dimensional buffer)
 Wait = Callable[[], None]  # returns when the buffers may be read and reused
@@ -277,12 +303,20 @@ Post = Callable[[list[Envelope], list[Envelope]], Wait]  # starts messages, sent
 
 
 class Transport(NamedTuple):
-    """`buffers`: memory of messages. `is_staged`: each round over the network has buffers of its own, which are posted when
-    an exchange is made. They are copies, so that the weights may change while they are on their way."""
+    """`buffers`: memory of messages. `within`: of messages within a node; None: `post`.
+
+    `is_staged`: from when an exchange is made its rounds are on their way, in buffers of their own on the host. What is sent
+    is a copy, so that the weights may change meanwhile. A thread receives and relays.
+    """
 
     post: Post
     buffers: Pool
     is_staged: bool = False
+    within: Post | None = None
+
+    def start(self, phase: int, sends: list[Envelope], receives: list[Envelope]) -> Wait:
+        """Start the messages of a phase."""
+        return (self.within if phase == NODE and self.within is not None else self.post)(sends, receives)
 
 
 def point_to_point(sends: list[Envelope], receives: list[Envelope]) -> Wait:
@@ -310,7 +344,9 @@ def point_to_point(sends: list[Envelope], receives: list[Envelope]) -> Wait:
     return wait
 
 
-def in_rounds(count: int, post: Callable[[int, int], Wait], ahead: int = AHEAD) -> Iterator[int]:
+def in_rounds(
+    count: int, post: Callable[[int, int], Wait], ahead: int = AHEAD, *, has_relays: bool = False
+) -> Iterator[int]:
     """Call `post(phase, number)` for all rounds, and yield the number of each round when its messages have arrived.
 
     round          k        k+1      k+2      k+3
@@ -318,7 +354,8 @@ def in_rounds(count: int, post: Callable[[int, int], Wait], ahead: int = AHEAD) 
     within nodes   waited   posted
     loaded         yielded
 
-    The first `ahead` rounds over the network are posted before this returns.
+    The first `ahead` rounds over the network are posted before this returns. With `has_relays`, `post(NETWORK, k + AHEAD)`
+    is called after round k has arrived, which it relays, also beyond the last round.
     """
     over_network = deque(post(NETWORK, number) for number in range(min(ahead, count)))
 
@@ -329,13 +366,37 @@ def in_rounds(count: int, post: Callable[[int, int], Wait], ahead: int = AHEAD) 
             if number < count:
                 over_network.popleft()()
                 following = post(NODE, number)
-                if number + ahead < count:
+                if number + ahead < count or has_relays:
                     over_network.append(post(NETWORK, number + ahead))
             if within_node is not None:
                 within_node()
                 yield number - 1
             within_node = following
+        for relayed in over_network:
+            relayed()
 
+    return arrivals()
+
+
+def in_background(rounds: Iterator[int]) -> Iterator[int]:
+    """Let a thread run `rounds`, and yield what it has yielded. Its error is raised here."""
+    arrived: queue.Queue[int | BaseException | None] = queue.Queue()
+
+    def run() -> None:
+        try:
+            for number in rounds:
+                arrived.put(number)
+            arrived.put(None)
+        except BaseException as error:  # noqa: BLE001 - the other thread raises it
+            arrived.put(error)
+
+    def arrivals() -> Iterator[int]:
+        while (number := arrived.get()) is not None:
+            if isinstance(number, BaseException):
+                raise number
+            yield number
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
     return arrivals()
 
 
@@ -438,18 +499,24 @@ class Exchange:
         self._plan, self._transport, self._local = plan, transport, LocalWeights(plan, read, pool)
         self._count = count = len(plan.rounds)
         self._buffers: dict[tuple[int, bool], list[Tensor]] = {}
-        for key, depth in DEPTH.items():
-            sizes = [current.elements(*key) for current in plan.rounds]
-            if not (transport.is_staged and key[0] == NETWORK):
+        for (phase, is_receiver), depth in DEPTH.items():
+            sizes = [current.elements(phase, is_receiver) for current in plan.rounds]
+            if not (transport.is_staged and (is_receiver or phase == NETWORK)):
                 sizes = [max(sizes)] * depth
-            self._buffers[key] = [transport.buffers.empty((size,)) for size in sizes]
+            self._buffers[phase, is_receiver] = transport.buffers.empty_all(sizes)
         self._tensors: dict[int, Tensor] = {}  # begun, not yet complete
         self._problem: Exception | None = None
-        self._rounds = in_rounds(count, self._post_round, ahead=count) if transport.is_staged else None
+        self._has_relays = any(current.sends[RELAY] for current in plan.rounds)
+        self._rounds: Iterator[int] | None = None
+        if transport.is_staged:
+            is_reader = plan.engine_rank >= 0
+            self._rounds = self._in_rounds(AHEAD if is_reader else count)
+            if is_reader:
+                self._rounds = in_background(self._rounds)
 
     def stream(self) -> Iterator[WeightBucket]:
         """Yield the buckets. After a local failure no more come, and it is raised when all messages are through."""
-        for number in self._rounds or in_rounds(self._count, self._post_round):
+        for number in self._rounds or self._in_rounds():
             bucket: WeightBucket = []
             with self._kept_problem():
                 bucket = self._finish(number)
@@ -459,18 +526,27 @@ class Exchange:
         if self._problem is not None:
             raise self._problem
 
+    def _in_rounds(self, ahead: int = AHEAD) -> Iterator[int]:
+        return in_rounds(self._count, self._post_round, ahead, has_relays=self._has_relays)
+
     def _post_round(self, phase: int, number: int) -> Wait:
-        current = self._plan.rounds[number]
-        buffer = self._buffer(phase, False, number)
-        sends = []
-        for message in current.sends[phase]:
+        sends = [*self._sends(phase, number)]
+        if phase == NETWORK:
+            sends += self._sends(RELAY, number - AHEAD)
+        self._local.forget()
+        if number >= self._count:
+            return self._transport.start(phase, sends, [])
+        buffer, receives = self._buffer(phase, True, number), self._plan.rounds[number].receives[phase]
+        return self._transport.start(phase, sends, [(m.peer, buffer[slice(*m.span)]) for m in receives])
+
+    def _sends(self, phase: int, number: int) -> Iterator[Envelope]:
+        """Yield what a round sends in a phase; nothing outside the rounds."""
+        for message in self._plan.rounds[number].sends[phase] if 0 <= number < self._count else ():
+            buffer = self._buffer(phase, False, number)
             packed = buffer[slice(*message.span)]
             with self._kept_problem():
                 packed = self._packed(message, buffer, phase, number)
-            sends.append((message.peer, packed))
-        self._local.forget()
-        buffer = self._buffer(phase, True, number)
-        return self._transport.post(sends, [(m.peer, buffer[slice(*m.span)]) for m in current.receives[phase]])
+            yield message.peer, packed
 
     def _packed(self, message: Message, buffer: Tensor, phase: int, number: int) -> Tensor:
         """The contents of a message, one-dimensional. A single slice that is contiguous where it is needs no buffer."""

@@ -16,8 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_megatron.sync.exchange import LocalWeights, Pool, RankPlan, ReadParameter, Transport, Wait, in_rounds
-from grpo_megatron.sync.plan import PHASES
+from grpo_megatron.sync.exchange import (
+    Envelope,
+    LocalWeights,
+    Pool,
+    RankPlan,
+    ReadParameter,
+    Transport,
+    Wait,
+    in_rounds,
+)
+from grpo_megatron.sync.plan import AHEAD, NETWORK, NODE, RELAY
 from grpo_megatron.types import WeightBucket
 
 # -- Patch: the elements of a slice whose bits have changed ------------------------------------------------------------
@@ -104,7 +113,7 @@ class Header(NamedTuple):
     """The beginning of a message of patches: a wrong message is refused before anything of it is applied.
 
     `base`: 64-bit digest of the history that the patch builds on. `sequence`: number of the sync since the start of the
-    run. `place`: number of the message within the sync. All are int64 in the message.
+    run. `place`: number of the round; -1: counts. All are int64 in the message.
     """
 
     base: int
@@ -150,7 +159,7 @@ class PatchExchange:
     (the ranks agree that every message was the expected one; only then may a patch be applied)
 
     All ranks send all their messages, also after a local problem. Operations per rank: those of a full sync, and at most
-    4 (world size - 1) for the counts.
+    4 (world size - 1) for the counts (a rank is a peer in one phase, or sends in one and receives in another).
     """
 
     def __init__(
@@ -165,10 +174,11 @@ class PatchExchange:
 
     def run(self, agree: Agree) -> dict[int, Patch]:
         """Return the patches of the slices that this rank receives, on the host. Raises what `agree` raises."""
-        for phase in PHASES:
+        for phase in (NETWORK, RELAY, NODE):
             self._post_counts(phase)()
         agree(self._problem)
-        for _ in in_rounds(len(self._plan.rounds), self._post_patches):
+        has_relays = any(current.sends[RELAY] for current in self._plan.rounds)
+        for _ in in_rounds(len(self._plan.rounds), self._post_patches, has_relays=has_relays):
             pass
         agree(self._problem)
         return {number: self._patches[number] for number in self._plan.received}
@@ -177,22 +187,26 @@ class PatchExchange:
         sent: dict[int, list[int]] = {}  # peer -> slices
         received: dict[int, list[int]] = {}
         for current in self._plan.rounds:
-            for numbers, messages in ((sent, current.sends[phase]), (received, current.receives[phase])):
+            for numbers, messages in ((sent, current.sends[phase]), (received, current.receives.get(phase, []))):
                 for message in messages:
                     numbers.setdefault(message.peer, []).extend(message.numbers)
-        bodies = {p: torch.tensor([self._counts[n] for n in numbers]).view(torch.uint8) for p, numbers in sent.items()}
+        counts = {p: torch.tensor([self._counts[n] for n in numbers]).view(torch.uint8) for p, numbers in sent.items()}
+        sends = [(peer, self._message(body, -1)) for peer, body in counts.items()]
         sizes = {peer: 8 * len(numbers) for peer, numbers in received.items()}
 
         def read(peer: int, body: Tensor, is_right: bool) -> None:
             counts = body.view(torch.int64).tolist() if is_right else [0] * len(received[peer])
             self._counts.update(zip(received[peer], counts, strict=True))
 
-        return self._post_messages(bodies, sizes, -1 - phase, read)
+        return self._post_messages(phase, sends, sizes, -1, read)
 
     def _post_patches(self, phase: int, number: int) -> Wait:
-        current, plan = self._plan.rounds[number], self._plan.plan
-        bodies = {m.peer: join_patches([self._patches[n] for n in m.numbers]) for m in current.sends[phase]}
-        numbers = {message.peer: message.numbers for message in current.receives[phase]}
+        rounds, plan = self._plan.rounds, self._plan.plan
+        sends, numbers = self._sends(phase, number), dict[int, list[int]]()
+        if phase == NETWORK:
+            sends += self._sends(RELAY, number - AHEAD)
+        if number < len(rounds):
+            numbers = {message.peer: message.numbers for message in rounds[number].receives[phase]}
         changes = {
             p: [(plan.numel(plan.slices[n]), self._counts[n]) for n in of_peer] for p, of_peer in numbers.items()
         }
@@ -201,18 +215,31 @@ class PatchExchange:
         def read(peer: int, body: Tensor, is_right: bool) -> None:
             self._patches.update(zip(numbers[peer], split_patches(body, changes[peer], self._dtype), strict=True))
 
-        return self._post_messages(bodies, sizes, 2 * number + phase, read)
+        return self._post_messages(phase, sends, sizes, number, read)
+
+    def _sends(self, phase: int, number: int) -> list[Envelope]:
+        """The messages that a round sends in a phase; none outside the rounds."""
+        messages = self._plan.rounds[number].sends[phase] if 0 <= number < len(self._plan.rounds) else ()
+        bodies = ((m.peer, join_patches([self._patches[n] for n in m.numbers])) for m in messages)
+        return [(peer, self._message(body, number)) for peer, body in bodies]
+
+    def _message(self, body: Tensor, place: int) -> Tensor:
+        header = self._header._replace(place=place, source=self._plan.rank)
+        return with_header(body, header).to(self._transport.buffers.device)
 
     def _post_messages(
-        self, bodies: dict[int, Tensor], sizes: dict[int, int], place: int, read: Callable[[int, Tensor, bool], None]
+        self,
+        phase: int,
+        sends: list[Envelope],
+        sizes: dict[int, int],
+        place: int,
+        read: Callable[[int, Tensor, bool], None],
     ) -> Wait:
         """Post by peer. `Wait` also checks every message, and calls `read(peer, body, is the expected one)`."""
         header, device = self._header._replace(place=place), self._transport.buffers.device
-        local = header._replace(source=self._plan.rank)
-        sends = [(peer, with_header(body, local).to(device)) for peer, body in bodies.items()]
         empty = torch.empty(0, dtype=torch.uint8, device=device)
         receives = [(peer, empty.new_empty(HEADER_BYTES + size)) for peer, size in sizes.items()]
-        wait = self._transport.post(sends, receives)
+        wait = self._transport.start(phase, sends, receives)
 
         def finish() -> None:
             wait()
@@ -233,22 +260,11 @@ def history_digest(history: object) -> int:
 
 # -- Copies on the host ------------------------------------------------------------------------------------------------
 
-_BLOCK_BYTES = 1 << 26  # torch rounds pinned memory up to a power of two: blocks of that size waste little
-
 
 def host_copies(plan: RankPlan, numbers: list[int], pool: Pool) -> dict[int, Tensor]:
     """Allocate memory for the values of these slices, each as one dimension. Pinned for a GPU."""
-    copies: dict[int, Tensor] = {}
-    pinned = pool.device.type != "cpu"
-    block, used = torch.empty(0, dtype=pool.dtype), 0
-    for number in numbers:
-        size = plan.plan.numel(plan.plan.slices[number])
-        if used + size > block.numel():
-            block_size = max(size, _BLOCK_BYTES // pool.dtype.itemsize) if pinned else size
-            block, used = torch.empty(block_size, dtype=pool.dtype, pin_memory=pinned), 0
-        copies[number] = block[used : used + size]
-        used += size
-    return copies
+    host = Pool(pool.dtype, torch.device("cpu"), is_pinned=pool.device.type != "cpu")
+    return dict(zip(numbers, host.empty_all(plan.plan.numel(plan.plan.slices[n]) for n in numbers), strict=True))
 
 
 class ReceivedSlices:

@@ -115,6 +115,7 @@ def shortened(problems: Sequence[str]) -> str:
 # -- Routes ------------------------------------------------------------------------------------------------------------
 
 NETWORK, NODE = PHASES = 0, 1  # of a transfer
+RELAY = 2  # a transfer over the network from a rank that has received the slice over the network
 # No slice is larger than this share of what one sender sends on average: the rest of a rotation is then small.
 LARGEST_SHARE = 1 / 16
 LONGEST_ROTATION = 4096  # more only if the sizes of the world have many different prime factors
@@ -130,7 +131,7 @@ class SliceKind(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One way of a slice, from rank `source` to rank `target`, in phase NETWORK or NODE."""
+    """One way of a slice, from rank `source` to rank `target`. `phase`: NETWORK, RELAY or NODE."""
 
     phase: int
     source: int
@@ -156,6 +157,8 @@ class Routes:
 
     So no rank receives anything twice, and no byte enters a node twice. Senders, receivers and relays rotate from slice to
     slice, with a period. So the plan's size does not grow with ranks x tensors.
+
+    Between two roles a slice leaves the ranks that train once, for the first node, and every node relays it to the next one.
     """
 
     def __init__(self, kind: SliceKind, grid: Grid) -> None:
@@ -166,6 +169,7 @@ class Routes:
             readers = [r for r in ranks if grid.engine_rank(r) in reading and r not in holding]
             if readers:
                 self._nodes.append((readers, [r for r in ranks if r in holding]))
+        self._has_relays = grid.num_rollout_ranks > 0
         local = [len(holders or readers) for readers, holders in self._nodes]
         self.period = min(math.lcm(len(self.holders), *local), LONGEST_ROTATION)
         self._transfers: dict[int, list[Transfer]] = {}
@@ -176,19 +180,24 @@ class Routes:
         return self._transfers[rotation]
 
     def _make(self, rotation: int) -> Iterator[Transfer]:
+        entry: int | None = None  # where a slice is in the node before
         for number, (readers, holders) in enumerate(self._nodes):
             if holders:
                 for index, reader in enumerate(readers):
                     yield Transfer(NODE, holders[(rotation + index) % len(holders)], reader)
                 continue
             first = readers[rotation % len(readers)]
-            yield Transfer(NETWORK, self.holders[(rotation + number) % len(self.holders)], first)
+            if entry is None:
+                yield Transfer(NETWORK, self.holders[(rotation + number) % len(self.holders)], first)
+            else:
+                yield Transfer(RELAY, entry, first)
+            entry = first if self._has_relays else None
             yield from (Transfer(NODE, first, reader) for reader in readers if reader != first)
 
     def smallest_load(self) -> float:
         """Count how often a rank sends a slice, on average over the ranks that can: the least of all groups of such ranks."""
         network = sum(not holders for _, holders in self._nodes)
-        shares = [network / len(self.holders)] if network else []
+        shares = [(1 if self._has_relays else network) / len(self.holders)] if network else []
         for readers, holders in self._nodes:
             if holders:
                 shares.append(len(readers) / len(holders))
@@ -208,7 +217,8 @@ class Routes:
 #
 # So each stage sends to as many ranks as it has itself, and an engine keeps no more than one incomplete module. At the end
 # everything comes from the rank's own stage, and mostly from its own node. Ranks that pass slices on to each other have the
-# same order: all of a node, or of an engine where there is a single node. Their *offset* is the stage that they begin with.
+# same order: all of a node, of an engine where there is a single node, or of a role. Their *offset* is the stage that they
+# begin with.
 
 
 class SyncPlan:
@@ -323,8 +333,8 @@ def _largest_intervals(
 
 def _offset(rank: int, stages: Sequence[int], grid: Grid) -> int:
     """Index in `stages` of the stage that a rank receives first: the one after its own."""
-    if grid.num_rollout_ranks:  # ranks of an engine alone have no stage: nodes alternate
-        return max(0, rank - grid.num_training) // grid.ranks_per_node % len(stages)
+    if grid.num_rollout_ranks:  # ranks of an engine alone have no stage, and relay to each other
+        return 0
     size = grid.ranks_per_node if grid.num_nodes > 1 else grid.rollout_tp
     return bisect.bisect_right(stages, grid.stage(rank - rank % size)) % len(stages)
 
@@ -332,11 +342,12 @@ def _offset(rank: int, stages: Sequence[int], grid: Grid) -> int:
 # -- Rounds: which slices travel together, and the memory that this takes ----------------------------------------------
 # Four rounds are posted or loaded at a time: one is loaded, one is posted within the nodes, two over the network. Loading
 # overlaps with messages. What else overlaps depends on the backend: gloo sends all posted messages side by side, and NCCL
-# runs a rank's messages one after the other, in the order in which they were posted (`point_to_point` of exchange.py).
+# runs a rank's messages one after the other, in the order in which they were posted (`point_to_point` of exchange.py). So a
+# node relays a round together with the receives of the round that is AHEAD of it, in one group of operations.
 
 AHEAD = 2  # rounds over the network
-# Rounds whose messages are in memory at the same time, by (phase, is receiver)
-DEPTH = {(NETWORK, False): AHEAD, (NETWORK, True): AHEAD + 2, (NODE, False): 2, (NODE, True): 2}
+# Rounds whose messages are in memory at the same time, by (phase, is receiver). What is relayed is received in phase NETWORK
+DEPTH = {(NETWORK, False): AHEAD, (RELAY, False): AHEAD, (NETWORK, True): AHEAD + 2, (NODE, False): 2, (NODE, True): 2}
 SLICES_PER_BUDGET = 64  # no slice is larger than this fraction of the budget, so that rounds fill it evenly
 FEWEST_ROUNDS = 32  # fewer would not overlap: the first and the last are alone
 SMALLEST_ROUND = 1 << 20  # elements: small models have few rounds
@@ -344,7 +355,7 @@ SMALLEST_ROUND = 1 << 20  # elements: small models have few rounds
 
 @dataclass(frozen=True)
 class Traffic:
-    """Elements per phase, rank and round: `sent[phase][rank, round]`."""
+    """Elements per phase, rank and round: `sent[phase][rank, round]`. What is relayed is received in phase NETWORK."""
 
     sent: dict[int, np.ndarray]
     received: dict[int, np.ndarray]
@@ -400,19 +411,19 @@ class TrafficCounter:
         self.sizes = np.array([plan.numel(s) for s in plan.slices], dtype=np.float64)  # exact below 2**53
         shape = (len(keys), plan.grid.world_size)
         self._received = {phase: np.zeros(shape, np.uint16) for phase in PHASES}  # slices per key and rank
-        self._sent_within = np.zeros(shape, np.uint16)
+        self._passed_on = {phase: np.zeros(shape, np.uint16) for phase in (RELAY, NODE)}  # to ranks of the same offset
         self._sent_over = np.zeros((len(plan.stages), *shape), np.uint16)  # over the network, to each offset
         for (kind, rotation), row in keys.items():
             for phase, source, target in plan.routes[kind].transfers(rotation):
-                self._received[phase][row, target] += 1
-                if phase == NODE:
-                    self._sent_within[row, source] += 1
+                self._received[NODE if phase == NODE else NETWORK][row, target] += 1
+                if phase != NETWORK:
+                    self._passed_on[phase][row, source] += 1
                 else:
                     self._sent_over[plan.offsets[target], row, source] += 1
 
     def count(self, rounds: Rounds) -> Traffic:
         shape = (self._plan.grid.world_size, rounds.count)
-        sent, received = ({phase: np.zeros(shape) for phase in PHASES} for _ in range(2))
+        sent, received = ({phase: np.zeros(shape) for phase in phases} for phases in ((*PHASES, RELAY), PHASES))
         for index, stage in enumerate(self._plan.stages):
             keys, elements = self._elements(rounds.slices[index])
             routes = [r for r, kind in zip(self._plan.routes, self._plan.kinds, strict=True) if kind.stages[0] == stage]
@@ -421,7 +432,8 @@ class TrafficCounter:
                 members, numbers = self._offsets == offset, rounds.numbers(offset, index)
                 for phase in PHASES:
                     received[phase][members, numbers] = _total(elements, self._received[phase][keys], members)
-                sent[NODE][members, numbers] = _total(elements, self._sent_within[keys], members)
+                for phase, counts in self._passed_on.items():
+                    sent[phase][members, numbers] = _total(elements, counts[keys], members)
                 sent[NETWORK][holders, numbers] += _total(elements, self._sent_over[offset, keys], holders)
         return Traffic(sent, received)
 

@@ -7,6 +7,7 @@ Codecs: FullCodec, PatchCodec (changes since the last sync), and AdapterCodec of
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -145,8 +146,9 @@ class FullCodec:
         yield from exchange.stream()
 
     def expect(self) -> None:
-        """Receive the next version from now on, if its messages are known ahead of its header."""
-        self._arriving = self._rank.exchange(self._plan, reader({}, self._read))
+        """Receive the next version from now on, if its messages are staged and known ahead of its header."""
+        if self._rank.transport.is_staged:
+            self._arriving = self._rank.exchange(self._plan, reader({}, self._read))
 
     def accept(self, weights_digest: str) -> None:
         """Note that the engine computes with what was streamed last."""
@@ -235,8 +237,17 @@ class PatchCodec(FullCodec):
         self._history = history_digest((self._history, weights_digest))
 
 
+def crosses_directly(lag: int, *, is_mixed: bool = False) -> bool:
+    """Returns True if weights cross the bridge from the parameters into the buffers of a load: no copy is on the host.
+
+    With a lag of 0 or 1 the rollout ranks have nothing to generate before they have these weights, so that both roles stand
+    still for the transfer alone. With a larger one copies travel while both roles work. `is_mixed`: some ranks have no GPU.
+    """
+    return lag <= 1 and not is_mixed
+
+
 class BridgePost:
-    """The `Post` of a bridge. A rank that trains goes on while its messages, which are copies, are on their way."""
+    """The `Post` of a staged transport. A rank that trains goes on while its messages, which are copies, are on their way."""
 
     def __init__(self, bridge: Bridge, lag: int) -> None:
         self._bridge, self._lag = bridge, lag
@@ -253,7 +264,8 @@ class BridgePost:
         self._sent.append([])
 
     def __call__(self, sends: list[Envelope], receives: list[Envelope]) -> Wait:
-        wait = self._bridge.post(sends, receives)
+        """Start messages. A hang has its time-out on the rank that trains, in `begin`."""
+        wait = self._bridge.post(sends, receives, is_patient=self._bridge.samples_only)
         if self._bridge.samples_only:
             return wait
         self._sent[-1].append(wait)
@@ -286,10 +298,20 @@ class WeightSync:
         """
         self.mesh, self.tensors, self.dtype, self._model, self._device = mesh, tensors, dtype, model, device
         pool = Pool(dtype, device)
-        self._bridge = None if mesh.bridge is None or grid is None else BridgePost(mesh.bridge, lag)
+        bridge = None if grid is None else mesh.bridge
+        self._crosses = bridge is not None
+        self.is_direct = bridge is not None and crosses_directly(lag, is_mixed=bridge.is_mixed)
+        self._staged: BridgePost | None = None
+        self.announce: Callable[[SyncHeader], None] = lambda header: (
+            None
+        )  # called ahead of weights that cross the bridge
         transport = Transport(point_to_point, pool)
-        if self._bridge is not None:
-            transport = Transport(self._bridge, Pool(dtype, torch.device("cpu")), is_staged=True)
+        if bridge is not None and self.is_direct:
+            transport = Transport(bridge.post, pool, within=functools.partial(bridge.post, within_node=True))
+        elif bridge is not None:
+            self._staged = BridgePost(bridge, lag)
+            on_host = Pool(dtype, torch.device("cpu"), is_pinned=device.type != "cpu")
+            transport = Transport(self._staged, on_host, is_staged=True)
         self._grid = grid or mesh.grid()
         rank = SyncRank(mesh, self._grid, transport, pool, (bucket_megabytes << 20) // dtype.itemsize)
         units = tensors.units(mesh.rank % mesh.rollout_tp)
@@ -322,7 +344,7 @@ class WeightSync:
         """Yield full-shaped tensors, of which this rank's span is filled (see `Exchange`). Collective. Raises RankError.
 
         The parameters must not change before the stream has ended: some of them are in it as they are. Across the bridge the
-        weights are sent, and nothing is in the stream; send `header`, too.
+        weights are sent, and nothing is in the stream; `announce` sends the header.
         """
         with self._rank.agreed("cannot send weights"):
             for name in (parameter.name for parameter in self.plan.parameters()):
@@ -331,19 +353,19 @@ class WeightSync:
                     raise ValueError(f"{name} is missing")
                 if tuple(parameters[name].shape) != shape:
                     raise ValueError(f"{name} has shape {tuple(parameters[name].shape)}, expected {shape}")
-        if self._bridge is not None:
-            self._bridge.begin()
+        if self._staged is not None:
+            self._staged.begin()
         source = self.codec.source(parameters)
         builds_on_last = self._is_accepted and source == self._source
         self._is_accepted = self._is_complete = False
         self.header = self.codec.begin(parameters, version, builds_on_last=builds_on_last)
+        if self._crosses:
+            constants = [[(n, value.cpu()) for n, value in bucket] for bucket in self._stream_constants(parameters)]
+            self.header = replace(self.header, constants=constants)
+            self.announce(self.header)
         yield from self.codec.stream(self.header, parameters)
-        constants = self._stream_constants(parameters)
-        if self._bridge is None:
-            yield from constants
-        else:
-            on_host = [[(name, value.cpu()) for name, value in bucket] for bucket in constants]
-            self.header = replace(self.header, constants=on_host)
+        if not self._crosses:
+            yield from self._stream_constants(parameters)
         self._source, self._is_complete = source, True
 
     def expect(self) -> None:

@@ -151,10 +151,11 @@ class RolloutRanks(StepsAhead):
 
     It sends the policy's weights to the ranks that sample, and receives their samples and results.
 
-    Weights are copied to the host, and sent while the next update and the current generation go on. The ranks that sample
-    load them between two steps, attested by digests and probed. Every token keeps its version and its log-probability mu:
-    the rollout correction weighs it by pi_old / mu, the decoupled objective of AReaL (arXiv:2505.24298, equation 5). A
-    checkpoint after s steps has the samples of the steps s to s + L - 1, and the state of the collector after them.
+    Weights are sent when the ranks that sample have nothing else to do, or from copies on the host while the next update and
+    the current generation go on (sync/weight_sync.py). They are loaded between two steps, attested by digests and probed.
+    Every token keeps its version and its log-probability mu: the rollout correction weighs it by pi_old / mu, the decoupled
+    objective of AReaL (arXiv:2505.24298, equation 5). A checkpoint after s steps has the samples of the steps s to s + L - 1,
+    and the state of the collector after them.
     """
 
     generator = None
@@ -190,18 +191,21 @@ class RolloutRanks(StepsAhead):
         """On entry the current weights set out as `version`, if they sample or are validated. Collective. Raises RankError."""
         steps = self.clock.steps(version)
         if steps or is_validated(version, self.clock, self.cadence):
+            self._send_weights(version, metrics)
             self._due += len(steps) or 1
-            with metrics.phase("send_weights"):
-                self._send_weights(version)
         yield
 
-    def _send_weights(self, version: int) -> None:
+    def _send_weights(self, version: int, metrics: Metrics) -> None:
         policy, is_first = self.policy, not self._has_sent
-        expected = finite_digests("policy", policy, self.weight_sync, version, is_first=is_first)
-        logprobs = probe_logprobs("policy", policy, self.probe, self.mesh)
-        deque(policy.engine_weights(self.weight_sync, version), maxlen=0)
+        with metrics.phase("send_weights"):
+            expected = finite_digests("policy", policy, self.weight_sync, version, is_first=is_first)
+            logprobs = probe_logprobs("policy", policy, self.probe, self.mesh)
+        if self.weight_sync.is_direct:  # the rollout ranks load them at once when they have nothing else to do
+            self._wait(metrics, self._due)
+        self.weight_sync.announce = lambda header: self._send(NewWeights(header, expected, logprobs))
+        with metrics.phase("send_weights"):
+            deque(policy.engine_weights(self.weight_sync, version), maxlen=0)
         self.weight_sync.accept(expected.weights_digest)  # the rollout ranks stop the run where they do not
-        self._send(NewWeights(self.weight_sync.header, expected, logprobs))
         self._has_sent = True
         self.provenance.record(version, expected.weights_digest)
 
@@ -238,7 +242,7 @@ class RolloutRanks(StepsAhead):
     def close(self, exit_code: int = 0) -> None:
         """Returns the rollout ranks end, too. Collective."""
         self._send(End(exit_code))
-        self.bridge.flush()
+        self.bridge.close()
 
     # -- messages ------------------------------------------------------------------------------------------------------
 

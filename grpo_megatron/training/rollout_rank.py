@@ -69,7 +69,7 @@ class RolloutRank:
         """Sample until the trainer needs no more, and release everything. Raises Stopped when the run stops early."""
         with self.opened, self.heartbeat.naming_timeouts():
             exit_code = self._serve()
-            self.bridge.flush()
+            self.bridge.close()
         self.engine.shutdown()
         destroy_mesh()
         if exit_code:
@@ -110,7 +110,7 @@ class RolloutRank:
             self._send_step(None, validation)
 
     def _expect(self, version: int) -> None:
-        """Receive the next weights from now on, unless there will be none from `version` on."""
+        """Receive the next weights from now on where they are staged, unless there will be none from `version` on."""
         cadence = self.cadence if self.validator is not None else None
         versions = range(version, self.clock.num_steps + 1)
         if any(self.clock.steps(v) or is_validated(v, self.clock, cadence) for v in versions):

@@ -17,6 +17,7 @@ import torch
 from grpo_megatron.config import Config
 from grpo_megatron.models.families import FAMILIES
 
+ONE_PER_NODE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 LLAMA = FAMILIES["llama"]  # to be named as a family of the user's own
 
 
@@ -110,7 +111,12 @@ def train(
     return result
 
 
-def train_in_roles(raw: dict[str, Any], delays: int | None = None, die: tuple[int, str, int] | None = None) -> Any:
+def train_in_roles(
+    raw: dict[str, Any],
+    delays: int | None = None,
+    die: tuple[int, str, int] | None = None,
+    nodes_of_one: bool = False,
+) -> Any:
     """`train` on the ranks that train, with the weights of each version; None on those that sample.
 
     `delays`: a seed of random pauses, before every phase of either role and every message between them. `die`: (rank of
@@ -122,6 +128,8 @@ def train_in_roles(raw: dict[str, Any], delays: int | None = None, die: tuple[in
     from grpo_megatron.training.roles import RolloutRanks
     from grpo_megatron.training.rollout_rank import RolloutRank
 
+    if nodes_of_one:
+        os.environ |= ONE_PER_NODE
     enter, rank, versions, begun = Heartbeat.phase, int(os.environ["RANK"]), {}, Counter[str]()
     pauses = random.Random(None if delays is None else 100 * delays + rank)
 
@@ -142,8 +150,8 @@ def train_in_roles(raw: dict[str, Any], delays: int | None = None, die: tuple[in
 
         return call
 
-    def recorded(self: RolloutRanks, version: int) -> None:
-        send(self, version)
+    def recorded(self: RolloutRanks, version: int, metrics: Any) -> None:
+        send(self, version, metrics)
         versions[version] = {n: t.clone() for bucket in self.policy.hf_weights(1) for n, t in bucket}
 
     config, world, send = Config.model_validate(raw), int(os.environ["WORLD_SIZE"]), RolloutRanks._send_weights
@@ -160,7 +168,7 @@ def train_in_roles(raw: dict[str, Any], delays: int | None = None, die: tuple[in
 
 def train_on_nodes_of_one(raw: dict[str, Any]) -> dict[str, Any]:
     """`train`, with torchrun's environment of one rank per node."""
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= ONE_PER_NODE
     return train(raw)
 
 

@@ -23,6 +23,7 @@ TRANSFORMERS = {"engine": "transformers", "engine_options": {}}
 PARTIAL = {"partial": {"over_sample": 1.5, "chunk_tokens": 4}}
 LAYOUTS = {
     "1 to 1": (1, {}, 1),
+    "2 nodes to 2 nodes": (2, {}, 1),
     "tp2 to tp1": (2, {"tensor_model_parallel_size": 2}, 1),
     "pp2 to tp2": (2, {"pipeline_model_parallel_size": 2}, 2),
     "with lora": (1, {}, 1),
@@ -53,7 +54,8 @@ def settings(
 @pytest.mark.parametrize(
     ("layout", "engine"),
     [
-        pytest.param("1 to 1", TRANSFORMERS),
+        pytest.param("2 nodes to 2 nodes", TRANSFORMERS),  # the second node that samples has its weights from the first
+        pytest.param("1 to 1", TRANSFORMERS, marks=pytest.mark.soak),
         pytest.param("pp2 to tp2", {}),
         pytest.param("tp2 to tp1", {}, marks=pytest.mark.soak),
         pytest.param("1 to 1", {}, marks=pytest.mark.soak),
@@ -78,7 +80,9 @@ def test_without_a_lag_it_is_the_colocated_run(
             raw["model"]["dtype"], raw["actor"]["optim"] = "bfloat16", {"lr": 1e-6}
             raw["rollout"] |= {"sync": "delta", "delta_full_every": 2}
             raw["rollout"]["engine_options"] |= {"sleep_level": 1}
-        results[name] = worlds.run(run_ranks.train_in_roles, ranks + drawing, raw=raw)[:ranks]
+        results[name] = worlds.run(run_ranks.train_in_roles, ranks + drawing, raw=raw, nodes_of_one="nodes" in layout)[
+            :ranks
+        ]
     together, apart = results["colocated"], results["separate"]
     assert run_ranks.all_samples(together) == run_ranks.all_samples(apart)
     for one, other in zip(together, apart, strict=True):
@@ -97,9 +101,12 @@ def test_no_delay_changes_a_bit(workspace: Path, tmp_path: Path, lag: int, rollo
     """Phases, messages, rewards. Also a census: each token's log-probability is that of its version's weights, and no other's."""
     results, rollout = [], {**TRANSFORMERS, **rollout, "lag": lag}
     for delays in (None, 1):
-        raw = settings(workspace, tmp_path / str(delays), 1, 1, 6, **rollout)
+        ranks = 1, 2 if lag == 2 else 1  # nodes of one: staged weights are relayed
+        raw = settings(workspace, tmp_path / str(delays), *ranks, 6, **rollout)
         raw["reward"] = {"function": "tests.e2e.rewards:late_reward", "kwargs": {"seconds": 0.02 * (delays or 0)}}
-        results.append(worlds.run(run_ranks.train_in_roles, 2, raw=raw, delays=delays)[0])
+        results.append(
+            worlds.run(run_ranks.train_in_roles, sum(ranks), raw=raw, delays=delays, nodes_of_one=lag == 2)[0]
+        )
     assert results[0]["samples"] == results[1]["samples"]
     assert_same(*results)
     rows = metrics(tmp_path / "None")

@@ -1,4 +1,4 @@
-"""GPU tests: `make test-gpu`, or one of seven groups, `make test-gpu GROUP=2`. One GPU of 80 GB, no network.
+"""GPU tests: `make test-gpu`, or one of eight groups, `make test-gpu GROUP=2`. One GPU of 80 GB, no network.
 
 Group N is the files test_N_*.py; each is meant for less than six minutes on a cold machine (not run on a GPU yet).
     1  the machine, probed in a minute; a GRPO run in bf16 that learns, whose figures are printed as a table
@@ -8,10 +8,11 @@ Group N is the files test_N_*.py; each is meant for less than six minutes on a c
     5  what the project relies on in vLLM, on whichever model runner it uses
     6  FP8 training
     7  two GPUs
+    8  two roles, on two GPUs
 Speed is measured by `make test-gpu-hour` (tools/benchmarks/hour.py).
 
 Estimated on a cold H100 with Transformer Engine: a process 25 s (imports, CUDA context), an eager engine 15 s, one with CUDA
-graphs 60 s (25 s once its kernels are in the cache), and the work. Groups 1 to 7 start 1, 0, 4, 2, 2, 0, 6 engines.
+graphs 60 s (25 s once its kernels are in the cache), and the work. Groups 1 to 8 start 1, 0, 4, 2, 2, 0, 6, 2 engines.
 
     group  processes  eager + graphs  work                                                        seconds
     1      4          0 + 1           60 steps of 1 s, 4 validations of 2 s, two without CUDA       200
@@ -21,6 +22,7 @@ graphs 60 s (25 s once its kernels are in the cache), and the work. Groups 1 to 
     5      2          1 + 1           2 x 60 s: every check on one engine for each dtype             245
     6      6          0               6 x 10 s (mxfp8 on Blackwell only)                             210
     7      8 worlds   3 worlds + 0    8 x 10 s; skipped on one GPU                                   325
+    8      2 worlds   2 + 0           2 x 15 s; skipped on one GPU                                   150
 
 No more engines can be shared: the others differ in what an engine is built with (graphs, sleep level, quantization, dtype,
 model, ranks), and a process can build one.

@@ -212,3 +212,25 @@ def train(raw: dict[str, Any]) -> None:
     checked = validate(config, int(os.environ["WORLD_SIZE"]))
     with mock.patch.object(Summary, "show", lambda self, sinks: None):  # draws curves, with a package not needed here
         Trainer(config, checked).run()
+
+
+def train_in_roles(raw: dict[str, Any]) -> dict[str, Any]:
+    """`train` on the first rank, and `RolloutRank` on the second. Returns how the weights crossed."""
+    from grpo_megatron.checks.validate import validate
+    from grpo_megatron.config import Config
+    from grpo_megatron.parallel.bridge import Bridge
+    from grpo_megatron.training.rollout_rank import RolloutRank
+
+    devices: set[str] = set()
+
+    def recorded(self: Bridge, sends: Any, receives: Any, **options: bool) -> Any:
+        devices.update(buffer.device.type for _, buffer in (*sends, *receives))
+        return post(self, sends, receives, **options)
+
+    post, config = Bridge.post, Config.model_validate(raw)
+    with mock.patch.object(Bridge, "post", recorded):
+        if os.environ["RANK"] == "0":
+            train(raw)
+        else:
+            RolloutRank(config, validate(config, 2)).run()
+    return {"devices": sorted(devices)}

@@ -27,7 +27,15 @@ from grpo_megatron.config import Config
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.planning.cost import Workload
 from grpo_megatron.planning.parameters import RunModels, memory_of_stages
-from grpo_megatron.planning.traffic import border_traffic, expert_lines, kept_by_syncs, weight_sync_lines
+from grpo_megatron.planning.traffic import (
+    border_traffic,
+    expert_lines,
+    kept_by_syncs,
+    planned_for,
+    staged_bytes,
+    staging_shortages,
+    weight_sync_lines,
+)
 from tests import tiny, worlds
 from tests.models import policies
 from tests.planning import published
@@ -73,6 +81,43 @@ def test_the_plan_of_a_run_with_lora_counts_adapters(config_70b: Config) -> None
     stages = memory_of_stages(config, 64, *models.stages(config))
     kept = NodeMemory.of(config, models, 64, stages, 8).parts["weights kept by syncs"]
     assert f"{kept / 1e9:.2f} GB" in whole["into a rank"] and kept_by_syncs(config_70b, models.arch, 64) == 0
+
+
+def test_70b_crosses_to_ranks_that_sample(config_70b: Config) -> None:
+    """4 + 4 nodes, TP8 x PP4, engines of TP8. A rank of the first stage has an eighth of 20 layers of 1.711 GB and of 2.101.
+
+    It sends this once. With a lag of 2 it keeps it three times on the host, and each rank that samples receives 141.1 / 8.
+    """
+    arch = read_models(config_70b).arch
+    rank, node = (20 * 1.711 + 2.101) / 8, 20 * 1.711 + 2.101
+    roles = {"placement": "separate", "num_nodes": 4, "tensor_model_parallel_size": 8}
+
+    def lines(lag: int, **values: int) -> tuple[Config, dict[str, str], str]:
+        config = config_70b.with_values({f"rollout.{k}": v for k, v in {**roles, "lag": lag, **values}.items()})
+        rows = list(weight_sync_lines(config, arch, 32))
+        return config, dict(rows), " ".join(text for _, text in rows)
+
+    direct, rows, text = lines(1)
+    left = planned_for(direct, arch, 32).out_of_training.max()
+    assert left / 1e9 == pytest.approx(node, rel=1e-3) and staged_bytes(direct, arch, 32) == (0, 0)
+    assert f"at most {left / 1e9:.4g} GB out of a node that trains" in text
+    assert 0.35 < float(rows["seconds"].split()[0]) < 0.5 and "nothing on the host" in text  # 141.1 / 8 / 50 = 0.353
+    more, _, _ = lines(1, num_nodes=12)
+    assert planned_for(more, arch, 32).out_of_training.max() == left
+    staged, rows, text = lines(2)
+    on_host, engine = staged_bytes(staged, arch, 32)
+    assert on_host / 1e9 == pytest.approx(3 * rank, rel=1e-3) and engine / 1e9 == pytest.approx(141.1 / 8, rel=1e-3)
+    assert rows["seconds"].startswith(f"training stops for {rank / 25:.2g}, ")
+    assert "18 in the background" in text  # 141.1 / 8 at 1 GB/s
+    [problem] = staging_shortages(staged, arch, 32, 120e9)  # 8 x 13.6 = 109 on a node that trains
+    assert problem.startswith(
+        "rollout.lag=2 has copies of the weights on the host: 8 rollout ranks x 17.64 GB = 141.1 GB"
+    )
+    assert not list(staging_shortages(direct, arch, 32, 1.0))
+    models = read_models(config_70b)
+    nodes = NodeMemory.of(staged, models, 32, memory_of_stages(staged, 32, *models.stages(staged)), 8)
+    assert nodes.parts["weights on their way"] == on_host and "rollout.lag=1" in nodes.remedies
+    assert NodeMemory.of_rollout(staged, models, 32).parts["weights on their way"] == engine
 
 
 def test_whole_experts_are_advised_where_parts_are_narrow() -> None:

@@ -123,7 +123,7 @@ class Queues:
         self.received: Counter[int] = Counter()  # elements, by peer
         self.operations = 0
 
-    def post(self, sends: list[Envelope], receives: list[Envelope]) -> Callable[[], None]:
+    def post(self, sends: list[Envelope], receives: list[Envelope], **options: bool) -> Callable[[], None]:
         ranks = self._ranks
         self.operations += len(sends) + len(receives)
         taken: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -182,9 +182,19 @@ class Meeting:
 
 
 class Ranks:
-    """The ranks of a World over many syncs with a codec. `number`: of the current sync. `codec` is made as by a WeightSync."""
+    """The ranks of a World over many syncs with a codec. `number`: of the current sync. `codec` is made as by a WeightSync.
 
-    def __init__(self, of: World, codec: Callable[..., FullCodec] = FullCodec, fault: Fault | None = None) -> None:
+    `is_staged`: between two roles the weights are copied, and a thread receives them, as with a lag of two steps.
+    """
+
+    def __init__(
+        self,
+        of: World,
+        codec: Callable[..., FullCodec] = FullCodec,
+        fault: Fault | None = None,
+        *,
+        is_staged: bool = False,
+    ) -> None:
         self.world, self.fault, self.patience_s, self.number = of, fault, HANG_S, -1
         grid, size = of.grid, of.grid.world_size
         self.queues: dict[tuple[int, int], queue.SimpleQueue[Any]] = {
@@ -201,7 +211,7 @@ class Ranks:
         def made(rank: int) -> FullCodec:
             queues, pool = self.transports[rank], Pool(dtype, torch.device("cpu"))
             transport = Transport(queues.post, pool)
-            if grid.num_rollout_ranks:
+            if grid.num_rollout_ranks and is_staged:
                 bridge: Any = SimpleNamespace(post=queues.post, samples_only=rank not in self._training)
                 transport = Transport(BridgePost(bridge, lag=0), pool, is_staged=True)
             sync_rank = SyncRank(self._meeting(rank).mesh(rank), grid, transport, pool, 1 << 14)

@@ -34,7 +34,12 @@ LAYOUTS = {  # family, layout, layers of each stage, adapters
     "TP2 x PP2 to TP1, nodes": ("qwen2", Grid(8, tp=2, pp=2, rollout_tp=1, ranks_per_node=2), [2, 2], LORA),
     "TP2 x PP2 to TP4, experts": ("deepseek-v3", Grid(4, tp=2, pp=2, rollout_tp=4, ranks_per_node=2), [2, 2], LORA),
     "TP4 to TP2": ("qwen3-moe", Grid(4, tp=4, rollout_tp=2, ranks_per_node=2), [4], LORA),
-    "TP2 x PP2, roles, to TP2": ("qwen2", Grid(6, tp=2, pp=2, rollout_tp=2, num_rollout_ranks=2), [2, 2], LORA),
+    "TP2 x PP2, roles, to TP2": (
+        "qwen2",
+        Grid(8, tp=2, pp=2, rollout_tp=2, ranks_per_node=2, num_rollout_ranks=4),
+        [2, 2],
+        LORA,
+    ),
 }
 
 

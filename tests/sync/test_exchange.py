@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from grpo_megatron.parallel.mesh import Grid
-from grpo_megatron.sync.exchange import Exchange, Pool, Transport
+from grpo_megatron.parallel.mesh import Grid, RankError
+from grpo_megatron.sync.exchange import Exchange, Pool, Transport, in_background
 from grpo_megatron.sync.groups import group_view
 from grpo_megatron.sync.plan import SyncPlan
 from tests.sync import simulation
@@ -103,7 +103,7 @@ def in_the_soak(number: int) -> list[pytest.MarkDecorator]:
 def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
     family, grid, sizes, rollout_ep = LAYOUTS[number]
     world = simulation.world(architecture(family), grid, list(sizes), budget=budget_of(number), rollout_ep=rollout_ep)
-    ranks = Ranks(world)
+    ranks = Ranks(world, is_staged=number % 4 > 1)
     given = ranks.sync()
     for rank in range(grid.first_rollout_rank, grid.world_size):
         assert given[rank].keys() == world.weights.keys()
@@ -121,6 +121,9 @@ def test_every_engine_gets_its_part_with_the_fewest_bytes(number: int) -> None:
         elsewhere = (n for peer, n in transport.received.items() if grid.node(peer) != grid.node(rank))
         over_borders[grid.node(rank)] += sum(elsewhere)
     assert over_borders == floor.nodes.tolist()
+    if grid.num_rollout_ranks:  # a byte leaves the ranks that train once, however many nodes sample
+        left = sum(of.received[peer] for of in ranks.transports for peer in range(grid.num_training))
+        assert left == sum(map(world.plan.numel, world.plan.slices))
     bound = 2 * world.rounds.count * (grid.world_size - 1)
     assert all(transport.operations <= bound for transport in ranks.transports)
 
@@ -137,6 +140,17 @@ def test_local_slices_are_windows_on_the_parameters() -> None:
     in_slices = {name for name in world.weights if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
     at_an_end = {"model.embed_tokens.weight", "lm_head.weight"}
     assert world.weights.keys() - in_slices - at_an_end <= windows
+
+
+def test_a_thread_hands_on_rounds_and_its_error() -> None:
+    def rounds() -> Iterator[int]:
+        yield from range(3)
+        raise RankError("lost the connection to training rank 0")
+
+    arrived = in_background(rounds())
+    assert [next(arrived) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(RankError, match="training rank 0"):
+        next(arrived)
 
 
 def test_the_pool_gives_no_memory_that_a_tensor_refers_to() -> None:
