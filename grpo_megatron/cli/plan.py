@@ -212,9 +212,9 @@ class NodeMemory:
             "weights on their way": staged_bytes(config, models.arch, world_size)[1],
             "routes": route_bytes(config, models.arch, config.num_rollout_ranks, "engine"),
         }
-        ranks = min(config.num_rollout_ranks, config.trainer.n_gpus_per_node)
-        remedies = ("rollout.lag=1",) if config.rollout.lag > 1 else ()
-        return cls({name: size for name, size in parts.items() if size}, ranks, remedies, " that samples")
+        ranks, remedies = min(config.num_rollout_ranks, config.trainer.n_gpus_per_node), ["rollout.lag=1"]
+        parts = {name: size for name, size in parts.items() if size}
+        return cls(parts, ranks, tuple(remedies * (config.rollout.lag > 1)), " that samples")
 
     @property
     def node_gib(self) -> float:

@@ -32,40 +32,30 @@ PATIENCE = datetime.timedelta(days=365)
 class Bridge:
     """`rank` counts all ranks of the run: those that train first, then those that sample."""
 
-    def __init__(
-        self, group: Any, num_rollout_ranks: int, *, is_mixed: bool = False, on_gpus: Sequence[Any] = ()
-    ) -> None:
-        """`group`: gloo. `is_mixed`: some ranks have a GPU, and others do not.
+    def __init__(self, group: Any, num_rollout_ranks: int, on_gpus: Sequence[Any] = (), is_mixed: bool = False) -> None:
+        """`group`: gloo. `on_gpus`: NCCL, for messages between nodes and within one. `is_mixed`: some ranks have no GPU.
 
-        `on_gpus`: two NCCL groups of all ranks, of messages between nodes and within one. Two, because NCCL runs the
-        messages of a group one after the other.
+        Two groups, because NCCL runs the messages of one in turn.
         """
-        self.group, self.rank, self.size, self.is_mixed, self._on_gpus = (
-            group,
-            group.rank(),
-            group.size(),
-            is_mixed,
-            on_gpus,
-        )
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self._on_gpus, self.is_mixed = on_gpus, is_mixed
         self.num_training, self.num_rollout_ranks = self.size - num_rollout_ranks, num_rollout_ranks
         self._sent: deque[tuple[int, list[Any]]] = deque()  # values on their way, with their receiver
 
     @classmethod
-    def join(
-        cls, store: Store, device: torch.device, timeout: datetime.timedelta, num_rollout_ranks: int, nccl: Any = None
-    ) -> Bridge:
-        """Connect all ranks of the run. Collective. `device`: this rank's. `nccl`: the class of NCCL's groups."""
+    def join(cls, store: Store, device: torch.device, timeout: datetime.timedelta, num_rollout_ranks: int) -> Bridge:
+        """Connect all ranks of the run. Collective. `device`: this rank's."""
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         group = dist.ProcessGroupGloo(store, rank, size, timeout)
         num_gpus = torch.tensor([int(device.type != "cpu")])
         group.allreduce([num_gpus]).wait()  # type: ignore[attr-defined]
         if num_gpus != size:
             return cls(group, num_rollout_ranks, is_mixed=bool(num_gpus))
-        nccl = nccl or dist.ProcessGroupNCCL
-        groups = tuple(nccl(PrefixStore(name, store), rank, size, timeout) for name in ("between", "within"))
-        for on_gpus in groups:  # one communicator, also for messages between two ranks
-            on_gpus.eager_connect_single_device(device)
-        return cls(group, num_rollout_ranks, on_gpus=groups)
+        stores = (PrefixStore(name, store) for name in ("between", "within"))
+        on_gpus = [dist.ProcessGroupNCCL(of_group, rank, size, timeout) for of_group in stores]
+        for nccl in on_gpus:  # one communicator, also for messages between two ranks
+            nccl.eager_connect_single_device(device)
+        return cls(group, num_rollout_ranks, on_gpus)
 
     @property
     def samples_only(self) -> bool:
@@ -110,42 +100,30 @@ class Bridge:
             group.shutdown()
 
     def post(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Tensor]],
-        *,
-        is_patient: bool = False,
-        within_node: bool = False,
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], *, within_node: bool = False
     ) -> Callable[[], None]:
         """Weights: starts all messages. The result waits for them (see `Post` of sync/exchange.py).
 
-        `is_patient`: without a time-out, for messages that are received long before they are needed.
+        A rollout rank waits without a time-out, as weights may be received long before they are sent: a rank that trains has
+        one. On GPUs the messages are one kernel, and the current stream waits for it, not this program.
         """
-        if any(buffer.device.type != "cpu" for _, buffer in (*sends, *receives)):
-            return self._post_on_gpus(sends, receives, self._on_gpus[within_node])
-        works = []
-        for call, envelopes in ((self.group.recv, receives), (self.group.send, sends)):
+        on_gpus = any(buffer.device.type != "cpu" for _, buffer in (*sends, *receives))
+        group, works = self._on_gpus[within_node] if on_gpus else self.group, []
+        if on_gpus:
+            group._start_coalescing()
+        for call, envelopes in ((group.recv, receives), (group.send, sends)):
             for peer, buffer in envelopes:
                 with self._naming(peer):
                     works.append((peer, buffer, call([buffer], peer, WEIGHTS)))
+        if on_gpus:
+            return group._end_coalescing().wait  # type: ignore[no-any-return]
 
         def wait() -> None:
             for peer, _, work in works:
                 with self._naming(peer):
-                    work.wait(*[PATIENCE] * is_patient)
+                    work.wait(*[PATIENCE] * self.samples_only)
 
         return wait
-
-    def _post_on_gpus(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Any
-    ) -> Callable[[], None]:
-        """Post as one kernel. The result has the current stream wait for it, not this program."""
-        with self._naming(None):
-            group._start_coalescing()
-            for call, envelopes in ((group.recv, receives), (group.send, sends)):
-                for peer, buffer in envelopes:
-                    call([buffer], peer, WEIGHTS)
-            return group._end_coalescing().wait  # type: ignore[no-any-return]
 
     @contextmanager
     def _naming(self, peer: int | None) -> Iterator[None]:

@@ -170,18 +170,13 @@ def staged_bytes(config: Config, arch: Architecture, world_size: int) -> tuple[f
 def staging_shortages(config: Config, arch: Architecture, world_size: int, host: float | None = None) -> Iterator[str]:
     """Yields copies of weights that do not fit the `host` bytes of a node, by default this machine's."""
     host = host or float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for role, ranks, size in zip(
-        ("training", "rollout"),
-        (world_size, config.num_rollout_ranks),
-        staged_bytes(config, arch, world_size),
-        strict=True,
-    ):
-        ranks = min(ranks, config.trainer.n_gpus_per_node)
+    roles = zip((world_size, config.num_rollout_ranks), staged_bytes(config, arch, world_size), strict=True)
+    for number, size in roles:
+        ranks = min(number, config.trainer.n_gpus_per_node)
         if ranks * size > host:
             yield (
-                f"rollout.lag={config.rollout.lag} has copies of the weights on the host: {ranks} {role} ranks x"
-                f" {_size(size)} = {_size(ranks * size)} per node, and it has {_size(host)}; set rollout.lag=1, which needs"
-                " none"
+                f"rollout.lag={config.rollout.lag} has copies of the weights on the host: {ranks} ranks x {_size(size)} ="
+                f" {_size(ranks * size)} per node, and it has {_size(host)}; set rollout.lag=1, which needs none"
             )
 
 
@@ -210,12 +205,9 @@ def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> It
             stopped, sent, loaded = (f"{seconds:.2g}" for seconds in planned.staged_seconds())
             yield (
                 "seconds",
-                f"training stops for {stopped}, a copy to pinned memory at {PINNED_BYTES_PER_S / 1e9:.0f} GB/s",
+                f"training stops for {stopped}: a copy to pinned memory; {loaded} to load it (25 GB/s, estimated)",
             )
-            yield (
-                "",
-                f"{sent} in the background at {GLOO_BYTES_PER_S / 1e9:.0f} GB/s per rank (assumed), {loaded} to load",
-            )
+            yield "", f"{sent} in the background over gloo (1 GB/s per rank, assumed)"
             return
         yield "seconds", f"{planned.seconds():.2g} at {within} per GPU in a node, {between} between nodes (estimated)"
         if config.num_rollout_ranks:

@@ -123,6 +123,7 @@ class RankPlan:
                 self.rounds[last[tensor]].complete.append(tensor)
         sent = {n for current in self.rounds for n in _numbers(current.sends) if self._has[plan.slices[n].kind]}
         self.sent = sorted(sent)
+        self.has_relays = any(current.sends[RELAY] for current in self.rounds)
         self.received = sorted(number for current in self.rounds for number in _numbers(current.receives))
         self.elements_received = sum(plan.numel(plan.slices[number]) for number in self.received)
         self.number_of = {tensor.name: number for number, tensor in enumerate(plan.tensors)}
@@ -316,7 +317,7 @@ class Transport(NamedTuple):
 
     def start(self, phase: int, sends: list[Envelope], receives: list[Envelope]) -> Wait:
         """Start the messages of a phase."""
-        return (self.within if phase == NODE and self.within is not None else self.post)(sends, receives)
+        return (self.post if phase != NODE else self.within or self.post)(sends, receives)
 
 
 def point_to_point(sends: list[Envelope], receives: list[Envelope]) -> Wait:
@@ -390,14 +391,13 @@ def in_background(rounds: Iterator[int]) -> Iterator[int]:
         except BaseException as error:  # noqa: BLE001 - the other thread raises it
             arrived.put(error)
 
-    def arrivals() -> Iterator[int]:
-        while (number := arrived.get()) is not None:
-            if isinstance(number, BaseException):
-                raise number
-            yield number
+    def result() -> int | None:
+        if isinstance(number := arrived.get(), BaseException):
+            raise number
+        return number
 
     threading.Thread(target=run, name="weights", daemon=True).start()
-    return arrivals()
+    return iter(result, None)  # type: ignore[arg-type]
 
 
 # -- One sync ----------------------------------------------------------------------------------------------------------
@@ -506,13 +506,11 @@ class Exchange:
             self._buffers[phase, is_receiver] = transport.buffers.empty_all(sizes)
         self._tensors: dict[int, Tensor] = {}  # begun, not yet complete
         self._problem: Exception | None = None
-        self._has_relays = any(current.sends[RELAY] for current in plan.rounds)
         self._rounds: Iterator[int] | None = None
         if transport.is_staged:
-            is_reader = plan.engine_rank >= 0
-            self._rounds = self._in_rounds(AHEAD if is_reader else count)
-            if is_reader:
-                self._rounds = in_background(self._rounds)
+            receives = plan.engine_rank >= 0
+            rounds = self._in_rounds(AHEAD if receives else count)
+            self._rounds = in_background(rounds) if receives else rounds
 
     def stream(self) -> Iterator[WeightBucket]:
         """Yield the buckets. After a local failure no more come, and it is raised when all messages are through."""
@@ -527,7 +525,7 @@ class Exchange:
             raise self._problem
 
     def _in_rounds(self, ahead: int = AHEAD) -> Iterator[int]:
-        return in_rounds(self._count, self._post_round, ahead, has_relays=self._has_relays)
+        return in_rounds(self._count, self._post_round, ahead, has_relays=self._plan.has_relays)
 
     def _post_round(self, phase: int, number: int) -> Wait:
         sends = [*self._sends(phase, number)]

@@ -16,16 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_megatron.sync.exchange import (
-    Envelope,
-    LocalWeights,
-    Pool,
-    RankPlan,
-    ReadParameter,
-    Transport,
-    Wait,
-    in_rounds,
-)
+from grpo_megatron.sync.exchange import LocalWeights, Pool, RankPlan, ReadParameter, Transport, Wait, in_rounds
 from grpo_megatron.sync.plan import AHEAD, NETWORK, NODE, RELAY
 from grpo_megatron.types import WeightBucket
 
@@ -148,6 +139,7 @@ def header_problem(message: Tensor, expected: Header) -> str | None:
 
 
 Agree = Callable[[str | None], None]
+Sent = tuple[int, Tensor]  # peer, message
 
 
 class PatchExchange:
@@ -177,8 +169,7 @@ class PatchExchange:
         for phase in (NETWORK, RELAY, NODE):
             self._post_counts(phase)()
         agree(self._problem)
-        has_relays = any(current.sends[RELAY] for current in self._plan.rounds)
-        for _ in in_rounds(len(self._plan.rounds), self._post_patches, has_relays=has_relays):
+        for _ in in_rounds(len(self._plan.rounds), self._post_patches, has_relays=self._plan.has_relays):
             pass
         agree(self._problem)
         return {number: self._patches[number] for number in self._plan.received}
@@ -217,7 +208,7 @@ class PatchExchange:
 
         return self._post_messages(phase, sends, sizes, number, read)
 
-    def _sends(self, phase: int, number: int) -> list[Envelope]:
+    def _sends(self, phase: int, number: int) -> list[Sent]:
         """The messages that a round sends in a phase; none outside the rounds."""
         messages = self._plan.rounds[number].sends[phase] if 0 <= number < len(self._plan.rounds) else ()
         bodies = ((m.peer, join_patches([self._patches[n] for n in m.numbers])) for m in messages)
@@ -230,7 +221,7 @@ class PatchExchange:
     def _post_messages(
         self,
         phase: int,
-        sends: list[Envelope],
+        sends: list[Sent],
         sizes: dict[int, int],
         place: int,
         read: Callable[[int, Tensor, bool], None],

@@ -264,8 +264,7 @@ class BridgePost:
         self._sent.append([])
 
     def __call__(self, sends: list[Envelope], receives: list[Envelope]) -> Wait:
-        """Start messages. A hang has its time-out on the rank that trains, in `begin`."""
-        wait = self._bridge.post(sends, receives, is_patient=self._bridge.samples_only)
+        wait = self._bridge.post(sends, receives)
         if self._bridge.samples_only:
             return wait
         self._sent[-1].append(wait)

@@ -110,9 +110,7 @@ def test_70b_crosses_to_ranks_that_sample(config_70b: Config) -> None:
     assert rows["seconds"].startswith(f"training stops for {rank / 25:.2g}, ")
     assert "18 in the background" in text  # 141.1 / 8 at 1 GB/s
     [problem] = staging_shortages(staged, arch, 32, 120e9)  # 8 x 13.6 = 109 on a node that trains
-    assert problem.startswith(
-        "rollout.lag=2 has copies of the weights on the host: 8 rollout ranks x 17.64 GB = 141.1 GB"
-    )
+    assert problem.startswith("rollout.lag=2 has copies of the weights on the host: 8 ranks x 17.64 GB = 141.1 GB")
     assert not list(staging_shortages(direct, arch, 32, 1.0))
     models = read_models(config_70b)
     nodes = NodeMemory.of(staged, models, 32, memory_of_stages(staged, 32, *models.stages(staged)), 8)
