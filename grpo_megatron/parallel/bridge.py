@@ -33,10 +33,7 @@ class Bridge:
     """`rank` counts all ranks of the run: those that train first, then those that sample."""
 
     def __init__(self, group: Any, num_rollout_ranks: int, on_gpus: Sequence[Any] = (), is_mixed: bool = False) -> None:
-        """`group`: gloo. `on_gpus`: NCCL, for messages between nodes and within one. `is_mixed`: some ranks have no GPU.
-
-        Two groups, because NCCL runs the messages of one in turn.
-        """
+        """`on_gpus`: NCCL's groups, for messages between nodes and within one. `is_mixed`: not all ranks have a GPU."""
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self._on_gpus, self.is_mixed = on_gpus, is_mixed
         self.num_training, self.num_rollout_ranks = self.size - num_rollout_ranks, num_rollout_ranks
@@ -51,10 +48,14 @@ class Bridge:
         group.allreduce([num_gpus]).wait()  # type: ignore[attr-defined]
         if num_gpus != size:
             return cls(group, num_rollout_ranks, is_mixed=bool(num_gpus))
-        stores = (PrefixStore(name, store) for name in ("between", "within"))
-        on_gpus = [dist.ProcessGroupNCCL(of_group, rank, size, timeout) for of_group in stores]
-        for nccl in on_gpus:  # one communicator, also for messages between two ranks
-            nccl.eager_connect_single_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        stores = (
+            PrefixStore(name, store) for name in ("between", "within")
+        )  # NCCL runs the messages of a group in turn
+        on_gpus = [dist.ProcessGroupNCCL(of_group, rank, size, options) for of_group in stores]
+        for nccl in on_gpus:
+            nccl.eager_connect_single_device(device)  # one communicator, also for messages between two ranks
         return cls(group, num_rollout_ranks, on_gpus)
 
     @property
@@ -104,8 +105,8 @@ class Bridge:
     ) -> Callable[[], None]:
         """Weights: starts all messages. The result waits for them (see `Post` of sync/exchange.py).
 
-        A rollout rank waits without a time-out, as weights may be received long before they are sent: a rank that trains has
-        one. On GPUs the messages are one kernel, and the current stream waits for it, not this program.
+        A rollout rank, which may receive long before a rank that trains sends, has no time-out. On GPUs the messages are one
+        kernel, and the current stream waits for it, not this program.
         """
         on_gpus = any(buffer.device.type != "cpu" for _, buffer in (*sends, *receives))
         group, works = self._on_gpus[within_node] if on_gpus else self.group, []

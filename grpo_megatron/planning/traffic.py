@@ -71,7 +71,7 @@ class PlannedSync:
 
     @property
     def out_of_training(self) -> np.ndarray:
-        """Bytes from each node that trains to rollout ranks, [nodes]. Some are on the same machine, if there is only one."""
+        """Bytes from each node that trains to rollout ranks, [nodes]."""
         return self._of_nodes(self.traffic.sent[NETWORK].sum(axis=1))
 
     def _of_nodes(self, of_ranks: np.ndarray) -> np.ndarray:
@@ -92,16 +92,13 @@ class PlannedSync:
 
     def staged_seconds(self) -> tuple[float, float, float]:
         """Returns the seconds of the copy to the host, of the transfer in the background, and of the copy from there."""
-        sides = (self.traffic.sent, self.traffic.received)
-        busiest = max(float(sum(of_phase.sum(axis=1) for of_phase in side.values()).max()) for side in sides)
-        busiest *= self.itemsize
+        sent = sum(of_phase.sum(axis=1) for of_phase in self.traffic.sent.values()) * self.itemsize
+        busiest = max(np.max(sent), self.received.max())
         return self.staged / PINNED_BYTES_PER_S, busiest / GLOO_BYTES_PER_S, self.received.max() / PINNED_BYTES_PER_S
 
     def _seconds(self, phase: int, bytes_per_s: float) -> float:
-        sent, received = self.traffic.sent[phase], self.traffic.received[phase]
-        if phase == NETWORK:
-            sent = sent + self.traffic.sent[RELAY]
-        busiest = np.maximum(sent, received).max(axis=0)  # [rounds]
+        sent = self.traffic.sent[phase] + (self.traffic.sent[RELAY] if phase == NETWORK else 0)
+        busiest = np.maximum(sent, self.traffic.received[phase]).max(axis=0)  # [rounds]
         return float(busiest.sum()) * self.itemsize / bytes_per_s
 
     def operations(self, rank: int) -> int:
@@ -201,7 +198,7 @@ def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> It
     yield "messages", f"{planned.operations(rank=0):,} of rank 0, in {rounds:,} {'round' if rounds == 1 else 'rounds'}"
     if config.trainer.device != "cpu" and planned.received.max():
         within, between = (f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in (NVLINK_BYTES_PER_S, NETWORK_BYTES_PER_S))
-        if config.num_rollout_ranks and not crosses_directly(config.rollout.lag):
+        if staged_bytes(config, arch, world_size)[0]:
             stopped, sent, loaded = (f"{seconds:.2g}" for seconds in planned.staged_seconds())
             yield (
                 "seconds",

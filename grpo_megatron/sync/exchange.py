@@ -528,9 +528,7 @@ class Exchange:
         return in_rounds(self._count, self._post_round, ahead, has_relays=self._plan.has_relays)
 
     def _post_round(self, phase: int, number: int) -> Wait:
-        sends = [*self._sends(phase, number)]
-        if phase == NETWORK:
-            sends += self._sends(RELAY, number - AHEAD)
+        sends = [*self._sends(phase, number), *(self._sends(RELAY, number - AHEAD) if phase == NETWORK else ())]
         self._local.forget()
         if number >= self._count:
             return self._transport.start(phase, sends, [])

@@ -193,11 +193,9 @@ class PatchExchange:
 
     def _post_patches(self, phase: int, number: int) -> Wait:
         rounds, plan = self._plan.rounds, self._plan.plan
-        sends, numbers = self._sends(phase, number), dict[int, list[int]]()
-        if phase == NETWORK:
-            sends += self._sends(RELAY, number - AHEAD)
-        if number < len(rounds):
-            numbers = {message.peer: message.numbers for message in rounds[number].receives[phase]}
+        sends = self._sends(phase, number) + (self._sends(RELAY, number - AHEAD) if phase == NETWORK else [])
+        received = rounds[number].receives[phase] if number < len(rounds) else ()
+        numbers = {message.peer: message.numbers for message in received}
         changes = {
             p: [(plan.numel(plan.slices[n]), self._counts[n]) for n in of_peer] for p, of_peer in numbers.items()
         }

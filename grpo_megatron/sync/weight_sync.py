@@ -301,9 +301,7 @@ class WeightSync:
         self._crosses = bridge is not None
         self.is_direct = bridge is not None and crosses_directly(lag, is_mixed=bridge.is_mixed)
         self._staged: BridgePost | None = None
-        self.announce: Callable[[SyncHeader], None] = lambda header: (
-            None
-        )  # called ahead of weights that cross the bridge
+        self.announce: Callable[[SyncHeader], object] = lambda header: None  # ahead of weights that cross
         transport = Transport(point_to_point, pool)
         if bridge is not None and self.is_direct:
             transport = Transport(bridge.post, pool, within=functools.partial(bridge.post, within_node=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ class FakeGroup:
     """A group of three ranks, of which `others_with_gpus` beside this one have a GPU. As torch's backends are called."""
 
     others_with_gpus = 0
+    Options = SimpleNamespace
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         self.place, self.count, self.calls = rank, size, list[Any]()
 
     def rank(self) -> int:

@@ -107,7 +107,7 @@ def test_70b_crosses_to_ranks_that_sample(config_70b: Config) -> None:
     staged, rows, text = lines(2)
     on_host, engine = staged_bytes(staged, arch, 32)
     assert on_host / 1e9 == pytest.approx(3 * rank, rel=1e-3) and engine / 1e9 == pytest.approx(141.1 / 8, rel=1e-3)
-    assert rows["seconds"].startswith(f"training stops for {rank / 25:.2g}, ")
+    assert rows["seconds"].startswith(f"training stops for {rank / 25:.2g}: ")
     assert "18 in the background" in text  # 141.1 / 8 at 1 GB/s
     [problem] = staging_shortages(staged, arch, 32, 120e9)  # 8 x 13.6 = 109 on a node that trains
     assert problem.startswith("rollout.lag=2 has copies of the weights on the host: 8 ranks x 17.64 GB = 141.1 GB")
