@@ -30,7 +30,7 @@ STEPS ?= 200
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Tests of what hardly uses torch, transformers, Megatron-Core and vLLM: the second stack changes nothing for them.
 SAME_ON_BOTH := test_layers.py test_docs.py test_browser.py starting report planning migration cli/test_plan.py \
-	data/test_curate.py storage slurm rewards environments evaluation algo checks sampling
+	data/test_curate.py data/test_images.py parallel processes sync/test_attest.py training/test_stopping.py storage slurm rewards environments evaluation algo checks sampling
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode
 

@@ -1,22 +1,24 @@
-"""Record which uses a package satisfies that cannot be installed here, into recorded.json, with version and file hashes.
+"""Records facts of packages that cannot be imported here, into recorded.json.
 
-    python -m tests.contract.record WHEEL_OR_FOLDER ...
+    python -m tests.contract.record WHEEL              # vLLM's for CUDA, of the installed series
+    python -m tests.contract.record transformer_engine # on a machine that has it
 
-`pip download --no-deps vllm==0.26.0 vllm...` gets the wheels (one call for each version). Run it again after a change that
-uses more of vLLM or of Transformer Engine, with the wheels of vllm 0.26.0, vllm 0.32.0 and transformer-engine 2.11.0.
+Of vLLM the hashes of the files behind our uses, since its files for the CPU are checked; of Transformer Engine the uses.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
+import hashlib
+import importlib.metadata
 import json
 import sys
-import tempfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.contract.sources import Package, problem
+from tests.contract.installed import problem
 from tests.contract.table import MEGATRON_USES_TE
 from tests.contract.uses import Uses, collect
 
@@ -25,55 +27,40 @@ OURS = Path(__file__).parents[2] / "grpo_megatron"
 
 
 @functools.cache
-def installed(package: str) -> Package | None:
-    """The folder that the package is installed in. Nothing is imported."""
-    spec = find_spec(package)
-    places = spec.submodule_search_locations if spec is not None else None
-    return Package(Path(next(iter(places))).parent) if places else None
-
-
-@functools.cache
 def all_uses() -> dict[str, set[str]]:
     """Ours, and those of Transformer Engine in the files of Megatron-Core that we use it through."""
-    found = collect(OURS)
-    megatron = installed("megatron")
-    assert megatron is not None
+    uses, spec = collect(OURS), find_spec("megatron.core")
+    assert spec is not None and spec.submodule_search_locations is not None
     for name in MEGATRON_USES_TE:
-        tree = megatron.tree(megatron.folder / "megatron/core" / name)
+        tree = ast.parse((Path(spec.submodule_search_locations[0]) / name).read_text(encoding="utf-8"))
         for use, line in Uses(name, tree, ("transformer_engine",)).found:
             if package_of(use) == "transformer_engine":
-                found.setdefault(use, set()).add(f"megatron/core/{name}:{line}")
-    return found
+                uses.setdefault(use, set()).add(f"megatron/core/{name}:{line}")
+    return uses
+
+
+def uses_of(package: str) -> list[str]:
+    return sorted(use for use in all_uses() if package_of(use) == package)
 
 
 def package_of(use: str) -> str:
     return use.split(" ")[1].split(":")[0].split(".")[0]
 
 
-def record(folder: Path) -> tuple[str, dict[str, object]]:
-    """("package version", which uses it satisfies and the sha256 of every file that was read for it)."""
-    about = next(p for name in ("vllm", "transformer_engine") for p in folder.glob(f"{name}-*.dist-info/METADATA"))
-    fields = dict(line.split(": ", 1) for line in about.read_text(encoding="utf-8").splitlines()[:5] if ": " in line)
-    name = fields["Name"].replace("-", "_")
-    package = Package(folder)
-    uses = sorted(use for use in all_uses() if package_of(use) == name and problem(package, use) is None)
-    return f"{name} {fields['Version']}", {"uses": uses, "files": dict(sorted(package.read.items()))}
-
-
-def main(sources: list[str]) -> None:
-    recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-    for source in map(Path, sources):
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = source
-            if source.is_file():
-                folder = Path(temporary)
-                with zipfile.ZipFile(source) as wheel:
-                    wheel.extractall(folder, [n for n in wheel.namelist() if n.endswith((".py", "METADATA"))])
-            key, entry = record(folder)
-            recorded[key] = entry
-            print(f"{key}: {len(entry['uses'])} uses, {len(entry['files'])} files")  # type: ignore[arg-type]
-    RECORDED.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
+def main(source: str) -> None:
+    files: dict[str, str] = {}
+    if source.endswith(".whl"):
+        for use in uses_of("vllm"):
+            problem(use, files)
+        with zipfile.ZipFile(source) as wheel:
+            names = sorted(files.keys() & set(wheel.namelist()))
+            key, entry = f"vllm {Path(source).name.split('-')[1].partition('+')[0]}", {}
+            entry["files"] = {name: hashlib.sha256(wheel.read(name)).hexdigest() for name in names}
+    else:
+        key = f"{source} {importlib.metadata.version(source)}"
+        entry = {"uses": [use for use in uses_of(source) if problem(use) is None]}
+    RECORDED.write_text(json.dumps(json.loads(RECORDED.read_text()) | {key: entry}, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])

@@ -102,27 +102,29 @@ NOT_IN_TE: dict[str, str] = {
     "transformer_engine.pytorch.float8_tensor:Float8Tensor": "the branch for 1.x passes other arguments",
 }
 
-# Name that a Megatron module reads, but leaves unbound without Transformer Engine -> why that is no error.
+# Name that a Megatron module reads, but leaves unbound without Transformer Engine or Apex -> why that is no error.
 _FP8 = "read only with FP8, which needs Transformer Engine"
 _SPEC = "read only for the Transformer Engine spec"
 _UNUSED = "a feature that we do not use"
+_APEX = "read only where Apex was imported"
 UNDEFINED_WITHOUT_TE: dict[str, str] = {
     "megatron.core.fp8_utils:transformer_engine": _FP8,
+    "megatron.core.fusions.fused_layer_norm:FastLayerNormFN": _APEX,
+    "megatron.core.fusions.fused_layer_norm:FusedLayerNormAffineFunction": _APEX,
     "megatron.core.models.gpt.gpt_layer_specs:TEFusedMLP": _SPEC,
     "megatron.core.models.gpt.gpt_layer_specs:TENorm": _SPEC,
     "megatron.core.models.gpt.gpt_layer_specs:TESpecProvider": _SPEC,
     "megatron.core.tensor_parallel.inference_layers:TE_DType": _UNUSED,
-    "megatron.core.tensor_parallel.inference_layers:gather_along_first_dim": _UNUSED,
-    "megatron.core.tensor_parallel.inference_layers:reduce_scatter_along_first_dim": _UNUSED,
     "megatron.core.tensor_parallel.inference_layers:tex": _UNUSED,
     "megatron.core.tensor_parallel.random:FP8GlobalStateManager": _FP8,
     "megatron.core.tensor_parallel.random:activation_recompute_forward": _FP8,
     "megatron.core.tensor_parallel.random:fp8_autocast": _FP8,
-    "megatron.core.transformer.attention:apply_fused_qkv_rotary_pos_emb": "read only with fused_single_qkv_rope",
+    "megatron.core.transformer.attention:_flash_attn_forward": "read only by the inference of Megatron-Core",
     "megatron.core.transformer.cuda_graphs:FP8GlobalStateManager": _UNUSED,
     "megatron.core.transformer.cuda_graphs:make_graphed_callables": _UNUSED,
     "megatron.core.transformer.cuda_graphs:te": _UNUSED,
     "megatron.core.transformer.moe.moe_layer:te_checkpoint": _FP8,
     "megatron.core.transformer.moe.moe_utils:te_general_gemm": "BOUND",  # by us: the router reads it
     "megatron.core.transformer.multi_token_prediction:TESpecProvider": _UNUSED,
+    "megatron.core.utils:nvtx": "read only with NVTX ranges switched on",
 }
