@@ -17,7 +17,6 @@ from grpo_megatron.config import ActorConfig, Config, DataConfig, LoraConfig, Me
 from grpo_megatron.models.architecture import Architecture, Vision
 from grpo_megatron.models.engine_cache import tower_layer_bytes
 from grpo_megatron.models.families import table_of
-from grpo_megatron.models.lora.merge import DEVICE_MERGE_ELEMENTS
 from grpo_megatron.models.lora.table import lora_rows
 from grpo_megatron.models.weights.table import WeightRow, is_expert, is_layered
 
@@ -347,20 +346,19 @@ def merged_bytes(
 ) -> float:
     """Sizes what merging adds to a pass of a stage with LoRA; 0 for all others.
 
-    A pass multiplies by the merged weight of one layer at a time: that weight, the part of it that is merged, and two blocks
-    in float32; a backward pass also dW in the weight's type and in float32. Where layers are recomputed as a whole, the
-    merged weights of a unit of layers are kept together (models/lora/layers.py). Split LoRA keeps r numbers per adapted layer,
-    which are not counted.
+    A pass multiplies by the merged weight of one layer at a time: that weight, and the part of it that is merged, or in a
+    backward pass dW in the weight's type and in float32. Where layers are recomputed as a whole, the merged weights of a unit
+    of layers are kept together; else nothing keeps one, under Transformer Engine either (models/lora/layers.py). Split LoRA
+    keeps r numbers per adapted layer, which are not counted.
     """
     if lora.rank is None or lora.mode == "split":
         return 0.0
     weight, table = stage.merged_weight, actor.megatron.override_transformer_config
-    scratch = itemsize * weight + 2 * 4 * min(weight, DEVICE_MERGE_ELEMENTS)
     if not backward:
-        return itemsize * weight + scratch
+        return 2.0 * itemsize * weight
     is_unit = recomputes_all(actor.megatron) and table.get("recompute_method") == "uniform"
     kept = stage.merged_layer * _recompute_number(actor.megatron, stage.layers) if is_unit else weight
-    return itemsize * kept + max(scratch, (itemsize + 4) * weight)
+    return float(itemsize * kept + (itemsize + 4) * weight)
 
 
 def layer_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:

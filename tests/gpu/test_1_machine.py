@@ -169,6 +169,28 @@ def test_output_head(record_figures: Record, dtype: torch.dtype, vocabulary: int
     record_figures(figures)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_merged_adapter(record_figures: Record, dtype: torch.dtype) -> None:
+    """Triton's kernel rounds each product and each sum: the CPU's bits. An 8B model's gate and up, rank 32."""
+    needs_package("triton", "Triton")
+    from grpo_megatron.models.lora.merge import merge
+
+    rows, columns, rank = 28672, 4096, 32
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(shape, generator=generator) for shape in ((rows, columns), (rank, columns), (rows, rank))]
+    base, a, b = (tensor.to(dtype) for tensor in parts)
+    on_gpu = [tensor.cuda() for tensor in (base, a, b)]
+    merge(*on_gpu, 0.5)  # compiles the kernel
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    marks[0].record()
+    merged = merge(*on_gpu, 0.5)
+    marks[1].record()
+    torch.cuda.synchronize()
+    record_figures({"a weight merged": (marks[0].elapsed_time(marks[1]), "ms")})
+    few = torch.cat([torch.arange(100), torch.arange(rows - 100, rows)])
+    assert torch.equal(merged.cpu()[few], merge(base[few], a, b[few], 0.5))
+
+
 # -- Transformer Engine ------------------------------------------------------------------------------------------------
 
 RECIPE_CLASSES = {

@@ -90,6 +90,24 @@ def test_transformer_engine_in_bf16_is_as_exact_as_local_layers(
     assert cosine >= 0.98, name
 
 
+@pytest.mark.parametrize("layers", ["local", "transformer_engine"])
+def test_a_merged_weight_lives_for_one_layer(medium: Path, record_figure: Callable[..., None], layers: str) -> None:
+    """It is merged once forward and once backward, and no node keeps it (TE's LayerNormLinear stores it)."""
+    if layers == "transformer_engine":
+        conftest.needs_transformer_engine()
+    got, *others = (
+        conftest.run(training_ranks.with_adapters, folder=medium, megatron=megatron)[0]
+        for megatron in ([LOCAL] if layers == "local" else [TE, LOCAL])
+    )
+    record_figure("merges per micro-batch", got["merges"])
+    record_figure("merged weights at a time, at most", got["alive"])
+    assert got["merges"] == 2 and got["alive"] <= 2
+    for other in others:
+        cosine, name = worst_angle(got["gradients"], other["gradients"])
+        record_figure("gradients' least cosine", cosine)
+        assert cosine >= 0.98, name
+
+
 def test_a_row_has_the_same_bits_alone_and_among_others(medium: Path, record_figure: Callable[..., None]) -> None:
     """`actor.megatron.batch_invariant`: Megatron-Core's own kernels, and flash-attn."""
     conftest.needs_transformer_engine()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+from grpo_megatron.models.lora.layers import _Adapter
 from tests import vision
 from tests.gpu.building import (
     KIND,
@@ -39,6 +41,30 @@ def logprobs_and_gradients(folder: Path, megatron: dict[str, Any], dtype: str) -
     policy.forward_backward(batch, batch.mini_batches[0], likelihood)
     gradients = {name: g.float().cpu() for name, g in named_gradients(policy).items()}
     return {"layers": layer_class(policy), "logprobs": logprobs, "gradients": gradients, "mask": batch.response_mask}
+
+
+def with_adapters(folder: Path, megatron: dict[str, Any]) -> dict[str, Any]:
+    """Merged LoRA without recomputation: gradients, how often a weight is merged, and how many merged ones are there at most."""
+    policy = build_policy(folder, megatron, lora={"rank": 8, "alpha": 16.0})
+    generator = torch.Generator().manual_seed(0)
+    for module in policy.lora.modules.values():  # B is 0 at first, and A would have no gradient
+        module.lora_b.data.copy_(0.02 * torch.randn(module.lora_b.shape, generator=generator))
+    batch, plain = whole_batch(sequences(8, 400)), _Adapter.merged
+    merged: list[Any] = []
+    alive = 0
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        nonlocal alive
+        weight = plain(*arguments)
+        merged.append(weakref.ref(weight))
+        alive = max(alive, sum(ref() is not None for ref in merged))
+        return weight
+
+    with mock.patch.object(_Adapter, "merged", counted):
+        policy.forward_backward(batch, batch.mini_batches[0], likelihood)
+    per_micro = len(merged) / len(policy.lora.modules) / len(batch.mini_batches[0])
+    gradients = {name: g.float().cpu() for name, g in named_gradients(policy).items()}
+    return {"layers": layer_class(policy), "gradients": gradients, "merges": per_micro, "alive": alive}
 
 
 def alone_and_together(folder: Path, megatron: dict[str, Any]) -> dict[str, Any]:

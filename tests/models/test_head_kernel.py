@@ -1,4 +1,6 @@
-"""The output head's Triton kernels: by Triton's interpreter against torch, and compiled for GPUs. None runs on a GPU here.
+"""The Triton kernels of the output head and of merged adapters: by Triton's interpreter against torch, and compiled for GPUs.
+
+None runs on a GPU here.
 
 Against torch on the same logits of size 1, 1e-6 of the largest element: both compute in float32, and sum in other orders. In
 bfloat16 the interpreter cuts off the gradients of the logits where a GPU rounds to nearest (`cvt.rn`): each is at most 2**-7
@@ -31,6 +33,8 @@ from tests.worlds import ranks
 
 pytest.importorskip("triton", reason="Triton is not installed: the head is torch's")
 from grpo_megatron.models.layers import head_kernel
+from grpo_megatron.models.lora import merge_kernel
+from grpo_megatron.models.lora.merge import merge
 
 HIDDEN, CHUNK, BLOCK = 16, 4, 16
 Case = tuple[str, float, int, int, str]  # type, temperature, tokens, vocabulary, outputs with a gradient
@@ -96,6 +100,20 @@ def on_logits() -> dict[str, Any]:
     return out
 
 
+def merges() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A weight merged by the kernel and by torch, full and in part: odd sizes, strided rows, negative zeros, ranks 1 and 5."""
+    generator, out = torch.Generator().manual_seed(2), []
+    for rank in (1, 5):
+        base, a, b = (torch.randn(shape, generator=generator) for shape in ((37, 611), (rank, 611), (37, rank)))
+        base[3], b[3] = -0.0, 0.0
+        for rows, columns in ((slice(0, 37), slice(0, 611)), (slice(2, 35), slice(7, 300))):
+            part = base[rows, columns], a[:, columns], b[rows]
+            got = torch.full_like(base, torch.nan)[rows, columns]
+            merge_kernel.write_merged(got, part[0], part[1], part[2] * (5 / 3))
+            out.append((got, merge(*part, 5 / 3)))
+    return out
+
+
 @ranks(2)
 def updates(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
     """An update of a policy built without and with the kernels, and how often the forward kernel was called."""
@@ -117,7 +135,8 @@ def main(folder: str, path: str) -> None:
         mock.patch.object(head_kernel, "BLOCK", BLOCK),
     ):
         results = {tp: worlds.run(both_ways, tp, tp=tp) for tp in (1, 2)}
-        torch.save({"ranks": results, "updates": updates(folder=Path(folder)), "logits": on_logits()}, path)
+        parts = {"updates": updates(folder=Path(folder)), "logits": on_logits(), "merges": merges()}
+        torch.save({"ranks": results, **parts}, path)
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +191,12 @@ def test_a_policy_with_the_kernels_is_updated_as_one_without(results: dict[str, 
                 torch.testing.assert_close(fused[kind][name], tensor, rtol=0, atol=tolerance, msg=name)
 
 
+def test_a_merged_weight_has_the_bits_of_torchs_order(results: dict[str, Any]) -> None:
+    assert len(results["merges"]) == 4
+    for got, want in results["merges"]:
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32))  # signs of zeros, too
+
+
 @pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
 def test_rows_with_columns_of_probability_zero(results: dict[str, Any], dtype: str) -> None:
     """Against the definition in float64 over the finite columns. Row 3 has a NaN, which must not be lost."""
@@ -195,10 +220,13 @@ def test_rows_with_columns_of_probability_zero(results: dict[str, Any], dtype: s
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [(80, "bf16"), (90, "bf16"), (100, "fp32")])
-def test_kernels_compile_and_pass_once_over_the_logits(
+def test_kernels_compile_and_pass_once_over_their_input(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, dtype: str
 ) -> None:
-    """For GPUs by Triton's own ptxas. A thread loads BLOCK / 256 logits of a block, and one for the row's target."""
+    """For GPUs by Triton's own ptxas. A thread loads BLOCK / 256 logits of a block, and one for the row's target.
+
+    Of a weight a thread merges 16 x 256 / 128 elements. A sum of products that rounded once would not be the CPU's.
+    """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns
     import triton
@@ -225,6 +253,20 @@ def test_kernels_compile_and_pass_once_over_the_logits(
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == vectors
         assert ("cvt.rn.bf16x2.f32" in ptx) == (dtype == "bf16" and stores > 0)
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == stores
+    kernel = merge_kernel._merge_kernel
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"a": "*fp32", "b": "*fp32"}
+    types |= dict.fromkeys(("out", "base"), f"*{dtype}")
+    sizes = {"block_rows": merge_kernel.ROWS, "block_columns": merge_kernel.COLUMNS, "out_column": 1, "base_column": 1}
+    types |= dict.fromkeys(sizes, "constexpr")
+    aligned = ("out", "base", "a", "num_columns", "out_row", "base_row")
+    places = {name: (number,) for number, name in enumerate(kernel.arg_names)}
+    attrs = {places[name]: [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=kernel, signature=types, constexprs=sizes, attrs=attrs)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    vectors = merge_kernel.ROWS * merge_kernel.COLUMNS // 128 * itemsize // 16
+    assert ".local" not in ptx and "fma" not in ptx and len(re.findall(r"st\.global\.v4\.b32", ptx)) == vectors
+    assert ("cvt.rn.bf16x2.f32" in ptx) == (dtype == "bf16")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from grpo_megatron.config import LoraConfig
+from grpo_megatron.models.lora.layers import Lora, _adapted, _Adapter
 from grpo_megatron.models.lora.merge import MERGE_ELEMENTS, merge
 from grpo_megatron.models.lora.peft_folder import save_peft
 from grpo_megatron.models.lora.table import lora_rows
@@ -266,6 +269,65 @@ def test_the_bits_of_a_merged_weight_do_not_depend_on_its_cut() -> None:
     assert tall.numel() > MERGE_ELEMENTS  # several blocks; before, one
     a, b = torch.randn(3, 130, generator=generator), torch.randn(2100, 3, generator=generator)
     assert torch.equal(merge(tall, a, b, 1.0)[2050:], merge(tall[2050:], a, b[2050:], 1.0))
+
+
+class SavesTwice(torch.autograd.Function):
+    """Keeps a weight as Transformer Engine 2.11 does (layernorm_linear.py:466, :495): saved twice, and as `ctx.weight`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, weight)
+        ctx.weight = weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].flatten(0, 1).T @ x.flatten(0, 1)
+
+
+class Linear(torch.nn.Module):
+    """Transformer Engine's layer: the sum with the bias is a node of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(12, 8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return SavesTwice.apply(x, self.weight) + 1.0, None
+
+
+def test_a_merged_weight_is_merged_twice_per_micro_batch_and_kept_by_nothing() -> None:
+    """Three micro-batches under way at once, as in a pipeline. Without the repair 3 weights stay, and 9 merges are made."""
+    torch.manual_seed(0)
+    module: Any = Linear()
+    module.__class__ = _adapted(Linear)
+    lora = Lora(LoraConfig(**ALL), {})
+    module.adapter = _Adapter(lora, "w", 0, [slice(0, 4), torch.tensor([5, 7])], (False, False), False, False, None)
+    module.lora_a, module.lora_b = (torch.nn.Parameter(torch.randn(size)) for size in ((6, 8), (12, 3)))
+    merged: list[Any] = []
+    plain = _Adapter.merged
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        weight = plain(*arguments)
+        merged.append(weakref.ref(weight))
+        return weight
+
+    batches = [torch.randn(5, 2, 8, requires_grad=True) for _ in range(3)]
+    with mock.patch.object(_Adapter, "merged", counted):
+        outputs = [module(x)[0] for x in batches]
+        assert len(merged) == 3 and not any(ref() is not None for ref in merged)
+        for output in outputs:
+            output.square().sum().backward()
+    assert len(merged) == 6 and not any(ref() is not None for ref in merged)
+    got = [module.lora_a.grad, module.lora_b.grad, *(x.grad for x in batches)]
+    a, b = (factor.detach().clone().requires_grad_() for factor in (module.lora_a, module.lora_b))
+    scale, copies = 5 / 3, [x.detach().clone().requires_grad_() for x in batches]
+    delta = torch.zeros(12, 8).index_add(0, torch.arange(4), scale * b[:4] @ a[:3])
+    delta = delta.index_add(0, torch.tensor([5, 7]), scale * b[[5, 7]] @ a[3:])
+    sum(((x @ (module.weight + delta).T + 1).square().sum() for x in copies), torch.zeros(())).backward()
+    for one, other in zip(got, [a.grad, b.grad, *(x.grad for x in copies)], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 CHAIN = ["1", "TP2+SP", "DP2", "PP2", "TP4"]

@@ -129,7 +129,7 @@ def test_adapters_of_70b_fit_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     config, _, work = config_70b(monkeypatch, "actor.lora={rank: 32, mode: split}")
     split = estimated(fit(best.layout.applied(config), models, 8, machine.gpu.usable_bytes), work, machine)
     assert split.fit.fits
-    assert best.seconds.update > 2 * split.seconds.update  # merging moves 500 bytes per weight and micro-batch
+    assert 1.2 < best.seconds.update / split.seconds.update < 1.5  # gradients of W; merging takes 8 % of the update
     config, models, _ = config_70b(monkeypatch)
     assert fit(best.layout.applied(config), models, 8, machine.gpu.usable_bytes).is_impossible
 

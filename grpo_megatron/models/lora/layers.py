@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,10 @@ class _Adapter:
         """Returns the rank's part of round(W0 + s B A). Rows without an adapter are W0's."""
         out = base.detach().clone()
         for rows, a_rows in self.parts():
-            out[rows] = merge(base[rows], a[a_rows], b[rows], self.scale)
+            place = out[rows] if isinstance(rows, slice) else None  # a list of rows has no view
+            merged = merge(base[rows], a[a_rows], b[rows], self.scale, out=place)
+            if place is None:
+                out[rows] = merged
         return out
 
 
@@ -159,8 +163,8 @@ class _Adapted(torch.nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Computes the base's forward pass with the adapter.
 
-        A merged weight is not kept for the backward pass, which merges again: it would be a second copy of the model for every
-        micro-batch under way. Where all layers are recomputed in full, it lives for one layer anyway.
+        A merged weight is not kept for the backward pass, which merges again, once: it would be a second copy of the model for
+        every micro-batch under way. Where all layers are recomputed in full, it lives for one layer anyway.
         """
         adapter, run, factors = self.adapter, super().forward, self.factors()
         if factors is None:
@@ -171,20 +175,36 @@ class _Adapted(torch.nn.Module):
         base = self.weight
         weight = _Merge.apply(*factors, base, adapter)
         place = weight.data_ptr(), weight.shape
+        again: list[Tensor] = []  # the weight, from the first to the last time that the backward pass unpacks it
+        num_saved = num_unpacked = 0
 
         def pack(saved: Tensor) -> Tensor | None:
-            return None if (saved.data_ptr(), saved.shape) == place else saved
+            nonlocal num_saved
+            if (saved.data_ptr(), saved.shape) != place:
+                return saved
+            num_saved += 1  # Transformer Engine saves a weight twice
+            return None
 
         def unpack(saved: Tensor | None) -> Tensor:
-            return adapter.merged(base, *factors) if saved is None else saved
+            nonlocal num_unpacked
+            if saved is not None:
+                return saved
+            merged = again.pop() if again else adapter.merged(base, *factors)
+            num_unpacked += 1
+            if num_unpacked % num_saved:
+                again.append(merged)
+            return merged
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self.__dict__["weight"] = weight  # found before the parameter of this name
         try:
-            with contextlib.nullcontext() if adapter.keeps_merged else hooks:
+            if adapter.keeps_merged:
                 return run(x, *args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                output = run(x, *args, **kwargs)
         finally:
             del self.__dict__["weight"]
+        _forget(weight, output[0].grad_fn)
+        return output
 
     def _low_rank(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Computes B (A x): x [s, b, inputs of this rank] -> [s, b, outputs of this rank], with Megatron's communication.
@@ -208,6 +228,18 @@ class _Adapted(torch.nn.Module):
         for rows, a_rows in adapter.parts():
             out[..., rows] = low[..., a_rows] @ b[rows].T
         return out
+
+
+def _forget(weight: Tensor, node: Any) -> None:
+    """Clears a reference to `weight` beside the saved tensors, in the node of an output or in one of the few before it.
+
+    Transformer Engine's LayerNormLinear stores one, `ctx.weight` (layernorm_linear.py:495 of 2.11), that no backward pass reads.
+    """
+    nodes = [node]
+    for node in itertools.islice(nodes, 8):
+        if getattr(node, "weight", None) is weight:
+            node.weight = None
+        nodes += [before for before, _ in getattr(node, "next_functions", ())]
 
 
 @functools.cache

@@ -5,8 +5,8 @@ in another layout could differ in the last bit. Here every element is computed a
 
     ((s b_1) a_1 + (s b_2) a_2) + ... + (s b_r) a_r, then + W0, then rounded to W0's type
 
-Each operation is one kernel that rounds once, as IEEE 754 prescribes: no fused multiply-add, on no device. So policy and
-engine merge to the same bits wherever they run.
+Each operation rounds once, as IEEE 754 prescribes: no fused multiply-add, on no device. So policy and engine merge to the
+same bits wherever they run. On CUDA one kernel does it all (merge_kernel.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 MERGE_ELEMENTS = 1 << 18  # of a block of rows on the CPU, whose float32 sum stays in the cache
-DEVICE_MERGE_ELEMENTS = 1 << 26
 
 
 @torch.no_grad()
@@ -26,8 +25,12 @@ def merge(base: Tensor, a: Tensor, b: Tensor, scale: float, out: Tensor | None =
     """
     out = torch.empty_like(base) if out is None else out
     a, b = a.float(), b.float() * scale
-    elements = MERGE_ELEMENTS if base.device.type == "cpu" else DEVICE_MERGE_ELEMENTS
-    rows = max(1, elements // max(1, base.shape[1]))
+    if base.is_cuda:
+        from grpo_megatron.models.lora.merge_kernel import write_merged
+
+        write_merged(out, base, a, b)
+        return out
+    rows = max(1, MERGE_ELEMENTS // max(1, base.shape[1]))
     for start in range(0, base.shape[0], rows):
         part = slice(start, start + rows)
         total = b[part, :1] * a[:1]
