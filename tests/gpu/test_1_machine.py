@@ -179,11 +179,11 @@ def test_merged_adapter(record_figures: Record, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(shape, generator=generator) for shape in ((rows, columns), (rank, columns), (rows, rank))]
     base, a, b = (tensor.to(dtype) for tensor in parts)
-    on_gpu = [tensor.cuda() for tensor in (base, a, b)]
-    merge(*on_gpu, scale=0.5)  # compiles the kernel
+    on_gpu = base.cuda(), a.cuda(), b.cuda()
+    merge(*on_gpu, 0.5)  # compiles the kernel
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     marks[0].record()
-    merged = merge(*on_gpu, scale=0.5)
+    merged = merge(*on_gpu, 0.5)
     marks[1].record()
     torch.cuda.synchronize()
     record_figures({"a weight merged": (marks[0].elapsed_time(marks[1]), "ms")})
