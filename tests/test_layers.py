@@ -49,7 +49,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     ),  # in the rooms without torch, and in algo
     "megatron": ("models.", "exact.", "parallel.mesh", "device"),
     "transformer_engine": ("transformer_engine",),
-    "triton": ("models.layers.head_kernel",),
+    "triton": ("models.layers.head_kernel", "models.lora.merge_kernel"),
     "vllm": ("rollout.vllm", "exact.vllm"),
     "safetensors": ("models.", "convert.", "training."),
     "sentencepiece": ("convert.",),

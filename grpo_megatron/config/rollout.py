@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from grpo_megatron.config.section import Count, Fixed, Needs, Section, Seed
@@ -167,11 +167,3 @@ class RolloutConfig(Section):
     def has_whole_experts(self) -> bool:
         """Says if each rank of an engine has some experts complete, and no part of the others."""
         return self.expert_parallel_size > 1
-
-    @model_validator(mode="before")
-    @classmethod
-    def _a_quantized_engine_differs(cls, values: Any) -> Any:
-        """Widens the default tolerance: quantisation alone moves log-probabilities by 0.1 and more."""
-        if isinstance(values, dict) and values.get("quantization") and values.get("probe_tolerance") is None:
-            return {**values, "probe_tolerance": 0.3}
-        return values

@@ -29,19 +29,24 @@ from grpo_megatron.types import Batch, PromptImage, Sample, WeightBucket
 # Measured in bfloat16, 4 to 12 layers: healthy probes of neighbouring steps vary by a factor of 1.3, with experts by 2. One
 # wrong norm or value bias gives 2.9 to 35 times the healthy value, one wrong expert of 8 gives 2.7 to 6 times.
 # Below rounding, and left to the attestation (digest.py): one wrong query or key bias, one expert of 64, and stale tensors.
+#
+# FP8 on either side: e4m3 rounds a number by up to 2^-4 of it, 0.026 on average (root mean square), and so does each product of
+# two such tensors by 0.037, whatever its length. Emulated in random models of 4 to 80 layers (scales of 1 x 128 and 128 x 128,
+# logits of standard deviation 2 to 4), healthy probes are 0.14 to 0.91, seven to ten times bfloat16's. A wrong RoPE gives 0.5
+# to 3, so that the first bound finds another model only; later ones are relative again.
 NUM_SEQUENCES, LENGTH = 8, 64
 NUM_HEALTHY = 8  # probes that are remembered
 FACTOR, FACTOR_ATTESTED = 2.5, 5.0
-FLOOR = {"float32": 1e-5, "bfloat16": 0.002}
-FIRST = {"float32": 1e-4, "bfloat16": 0.03}  # bound of a first probe
-FIRST_ATTESTED = {"float32": 1e-4, "bfloat16": 0.1}  # the same where the weights are known to be equal
+FLOOR = {"float32": 1e-5, "bfloat16": 0.002, "fp8": 0.02}
+FIRST = {"float32": 1e-4, "bfloat16": 0.03, "fp8": 1.0}  # bound of a first probe
+FIRST_ATTESTED = {**FIRST, "bfloat16": 0.1}  # the same where the weights are known to be equal
 
 
 class Probe:
     """Fixed tokens for which engine and policy must compute the same log-probabilities after a sync.
 
     It misses a stale tensor: a step changes a tensor by less than rounding shows. The attestation names such tensors.
-    `tolerance`: a fixed bound instead of the relative one, or None. `dtype`: of the models. `image_side`: pixels along a
+    `tolerance`: a fixed bound instead of the relative one, or None. `dtype`: of the models, or fp8. `image_side`: pixels along a
     side of an image token, for models that read images.
     """
 

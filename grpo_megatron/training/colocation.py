@@ -196,7 +196,8 @@ def build_probe(config: Config, arch: Architecture) -> Probe:
     length = config.data.max_prompt_length + config.data.max_response_length
     tolerance = 0.0 if config.model.exact else config.rollout.probe_tolerance
     image_side = None if arch.vision is None else arch.vision.patch * arch.vision.merge
-    return Probe(arch.vocab_size, length, dtype=config.model.dtype, tolerance=tolerance, image_side=image_side)
+    dtype = "fp8" if config.actor.megatron.fp8.recipe or config.rollout.quantization else config.model.dtype
+    return Probe(arch.vocab_size, length, dtype=dtype, tolerance=tolerance, image_side=image_side)
 
 
 def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: Device) -> RolloutEngine:

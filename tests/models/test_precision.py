@@ -34,6 +34,7 @@ from grpo_megatron.models.layers.precision import (
 )
 from grpo_megatron.models.layers.spec import transformer_config
 from grpo_megatron.models.weights.stream import dequantized, set_parameter
+from grpo_megatron.training.colocation import build_probe
 from tests import tiny
 from tests.runs import make_run
 
@@ -247,10 +248,18 @@ def test_blockwise_gathers_whole_blocks_of_the_hidden_size(arch: Architecture) -
     assert not list(precision_problems(config(megatron={"fp8": {"recipe": "delayed"}}), arch))
 
 
-def test_a_quantized_engine_gets_a_wider_probe() -> None:
-    assert config(rollout={"quantization": "fp8_per_block"}).rollout.probe_tolerance == 0.3
-    assert config(rollout={"quantization": "fp8_per_block", "probe_tolerance": 0.2}).rollout.probe_tolerance == 0.2
-    assert config().rollout.probe_tolerance is None
+def test_fp8_on_either_side_gets_a_wider_probe(arch: Architecture) -> None:
+    probes = [
+        build_probe(config(**sections), arch)
+        for sections in (
+            {"megatron": {"fp8": {"recipe": "blockwise"}}},
+            {"rollout": {"quantization": "fp8_per_block"}},
+            {},
+        )
+    ]
+    assert [probe.dtype for probe in probes] == ["fp8", "fp8", "bfloat16"]
+    assert [probe.tolerance for probe in probes] == [None, None, None]
+    assert build_probe(config(rollout={"quantization": "mxfp8", "probe_tolerance": 0.2}), arch).tolerance == 0.2
 
 
 def test_a_start_reports_all_problems(tmp_path: Path) -> None:

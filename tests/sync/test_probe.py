@@ -66,7 +66,14 @@ def test_a_model_that_is_not_finite_is_blamed_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "attested", "bound"), [("bfloat16", False, 0.03), ("bfloat16", True, 0.1), ("float32", False, 1e-4)]
+    ("dtype", "attested", "bound"),
+    [
+        ("bfloat16", False, 0.03),
+        ("bfloat16", True, 0.1),
+        ("float32", False, 1e-4),
+        ("fp8", False, 1.0),
+        ("fp8", True, 1.0),
+    ],
 )
 def test_a_first_probe_has_an_absolute_bound(dtype: str, attested: bool, bound: float) -> None:
     made = probe(dtype)
