@@ -287,10 +287,12 @@ def image_bytes(config: Config, arch: Architecture, world_size: int, *, has_refe
 CONTEXT = 512 * _MIB
 # Buffers for three protocols: 0.5 + 4.7 + 4 MiB (LL, LL128, NCCL_BUFFSIZE) are received into, and sending takes 2 MiB.
 CONNECTION = 12 * _MIB
-# A ring has one connection per channel; an 8 x H100 node has 24 rings. A communicator that sends and receives has connections
+# NCCL_CUMEM_ENABLE=0 (processes/variables.py) makes a communicator connect its rings and its trees at its start, not when they
+# are first used (init.cc: runtimeConn). Per channel a ring has one connection, and a tree of more than two ranks one more, in the
+# other direction of the same chain. An 8 x H100 node has 24 channels. A communicator that sends and receives has connections
 # on 32 channels to each peer of its node: 7 peers took 3.3 GB at the first message (NCCL issue 1685). Peers on other nodes
 # share one buffer.
-RING_CHANNELS, PEER_CHANNELS = 24, 32
+CHANNELS, PEER_CHANNELS = 24, 32
 # vLLM 0.32, for an engine of several GPUs of one node (custom_all_reduce.py, all_reduce_utils.py): 8 MiB of messages, 8 MiB
 # of addresses, 16 MiB to reduce and scatter, and up to 64 MiB of symmetric memory.
 ALL_REDUCE = 96 * _MIB
@@ -306,14 +308,14 @@ def reserved_bytes(config: Config, arch: Architecture, world_size: int) -> dict[
     size = rollout.tensor_model_parallel_size if config.colocates else 1
     has_buffers = 1 < size <= min(LARGEST_ALL_REDUCE, config.trainer.n_gpus_per_node)
     has_graphs = config.colocates and not rollout.enforce_eager
-    rings = num_communicators(config, arch, world_size) * RING_CHANNELS
-    channels = rings + num_node_peers(config, world_size) * PEER_CHANNELS
+    channels = num_chains(config, arch, world_size) * CHANNELS
+    channels += num_node_peers(config, world_size) * PEER_CHANNELS
     sizes = (CONTEXT, channels * CONNECTION, ALL_REDUCE if has_buffers else 0, GRAPHS if has_graphs else 0)
     return dict(zip(RESERVED_PARTS, map(float, sizes), strict=True))
 
 
-def num_communicators(config: Config, arch: Architecture, world_size: int) -> int:
-    """Counts the groups of more than one rank in which a rank reduces or gathers over NCCL."""
+def num_chains(config: Config, arch: Architecture, world_size: int) -> int:
+    """Counts a rank's connections per channel in the groups that reduce or gather over NCCL: 1 of two ranks, 2 of more."""
     megatron = config.actor.megatron
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     ep = megatron.expert_model_parallel_size if arch.num_experts else 1
@@ -330,7 +332,7 @@ def num_communicators(config: Config, arch: Architecture, world_size: int) -> in
         "gradient norm": world_size if megatron.use_distributed_optimizer else tp * pp,
         "engine": config.rollout.tensor_model_parallel_size if config.colocates else 1,
     }
-    return sum(size > 1 for size in groups.values())
+    return sum(min(size, 3) - 1 for size in groups.values())
 
 
 def num_node_peers(config: Config, world_size: int) -> int:

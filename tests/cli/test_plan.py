@@ -80,7 +80,7 @@ def test_the_page_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
 def test_70b_fits_and_the_page_ends_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [EXAMPLE, "--world-size", "64", "--gpu", "h100-80"]
     text = page(capsys, "train", "--dry-run", *arguments)
-    assert text.splitlines()[-1] == "  FITS h100-80, 79.11 GiB usable (fullest phase: start, 60.83 GiB)"
+    assert text.splitlines()[-1] == "  FITS h100-80, 79.11 GiB usable (fullest phase: start, 62.52 GiB)"
     assert max(map(len, text.splitlines())) <= 120
     assert page(capsys, "plan", *arguments) == text
     assert section(text, "KV cache of an engine") == [
@@ -125,7 +125,7 @@ def test_70b_that_does_not_fit_gets_remedies_and_layouts(capsys: pytest.CaptureF
     captured = capsys.readouterr()
     text = captured.out
     verdict = section(text, "Verdict")
-    assert verdict[-1].strip().startswith("DOES NOT FIT a100-40, 39.38 GiB usable (fullest phase: scoring, 52.43 GiB")
+    assert verdict[-1].strip().startswith("DOES NOT FIT a100-40, 39.38 GiB usable (fullest phase: scoring, 54.11 GiB")
     assert verdict[0] == "  too large even without the estimated parts:"
     assert "- phase scoring does not fit" in verdict[1]
     assert sum("fullest phase" in line and " s, " in line for line in verdict) == 3
@@ -145,7 +145,7 @@ def test_a_page_for_a_narrow_terminal(run: Path, capsys: pytest.CaptureFixture[s
     text = page(capsys, "plan", EXAMPLE, "--world-size", "64", "--gpu", "a100")
     assert section(text, "Verdict") == [
         "  a100: taken as a100-80; a100-40 has 40 GB",
-        "  FITS a100-80, 79.14 GiB usable (fullest phase: start, 60.85 GiB)",
+        "  FITS a100-80, 79.14 GiB usable (fullest phase: start, 62.54 GiB)",
     ]
 
 
