@@ -130,7 +130,10 @@ def test_70b_that_does_not_fit_gets_remedies_and_layouts(capsys: pytest.CaptureF
     assert "- phase load does not fit" in verdict[1]
     assert sum("fullest phase" in line and " s, " in line for line in verdict) == 3
     assert f"        {pp}=8" in verdict
-    assert "does not fit a GPU of 39.38 GiB, even without the estimated parts (phase load, scoring, update)" in captured.err
+    assert (
+        "does not fit a GPU of 39.38 GiB, even without the estimated parts (phase load, scoring, update)"
+        in captured.err
+    )
     config = load_config(EXAMPLE, [f"{pp}=8"])
     assert fit(config, read_models(config), 64, find_gpu("a100-40").usable_bytes).fits
 
