@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,51 @@ def _gap(policy: Any, engine: Any, version: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def _powers_of_two(engine: Any) -> float:
+    """The share of powers of two among the scales of the engine's FP8 blocks; 1 without any."""
+
+    def scales(model: torch.nn.Module) -> list[torch.Tensor]:
+        found = [getattr(module, "weight_scale_inv", None) for module in model.modules()]
+        return [scale.float().flatten() for scale in found if scale is not None and scale.is_floating_point()]
+
+    (parts,) = engine._llm.apply_model(scales)
+    return float((torch.frexp(torch.cat(parts)).mantissa == 0.5).float().mean()) if parts else 1.0
+
+
+def routes(folder: Path, tp: int) -> dict[str, Any]:
+    """Three rollouts with routes, of which all but the first rank of a replica have none."""
+    from grpo_megatron.config import RolloutConfig
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.families import read_architecture
+    from grpo_megatron.models.weights.stream import engine_tensors
+    from grpo_megatron.parallel.mesh import build_mesh
+    from grpo_megatron.rollout.build import build_engine
+    from tests.rollout.test_second_runner import LIMITS, rollouts
+
+    device = Device(KIND)  # type: ignore[arg-type]
+    mesh = build_mesh(device, tp=1, pp=1, rollout_tp=tp)
+    rollout = RolloutConfig(tensor_model_parallel_size=tp, gpu_memory_utilization=0.2, max_num_seqs=8)
+    tensors = engine_tensors(read_architecture(folder), tp, reads_shards=True)
+    engine = build_engine(rollout, folder, mesh, device, **LIMITS, dtype="bfloat16", tensors=tensors)
+    return rollouts(engine, folder, device.torch_device)
+
+
+def blocks(shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """The bytes and scales of Transformer Engine's blocks of 128 x 128, and of vLLM's, of the same weight."""
+    tex: Any = importlib.import_module("transformer_engine_torch")
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    weight = (0.02 * torch.randn(shape, device=KIND)).bfloat16()
+    kinds: dict[str, Any] = {"rowwise": True, "columnwise": False, "force_pow_2_scales": False, "block_scaling_dim": 2}
+    trained = Float8BlockQuantizer(tex.DType.kFloat8E4M3, amax_epsilon=0.0, **kinds)(weight)
+    served, scales = per_block_cast_to_fp8(weight)
+    rows, columns = scales.shape
+    found = {"trained": trained._rowwise_data, "trained scales": trained._rowwise_scale_inv[:rows, :columns]}
+    found |= {"served": served.view(torch.uint8), "served scales": scales}
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
 def cycles(
     folder: Path, count: int, tolerance: float, megatron: dict[str, Any] | None = None, **rollout: Any
 ) -> dict[str, Any]:
@@ -56,17 +102,19 @@ def cycles(
         policy, engine, dtype="bfloat16", max_length=SEQUENCE, tolerance=tolerance, bucket_megabytes=64
     )
     out: dict[str, Any] = {"runner": runner_name(engine), "gaps": [], "asleep": [], "awake": []}
-    out |= {"sync_s": [], "attest_s": []}
+    out |= {"sync_s": [], "attest_s": [], "kept": []}
     for version in range(count):
         metrics = Metrics(policy.device.synchronize)
         with colocation.rollout(version, metrics):
             out["awake"].append(free_mib())
             differences = _gap(policy, engine, version)
+            out["powers of two"] = _powers_of_two(engine)
             out["gaps"].append((differences.mean().item(), differences.max().item()))
         out["asleep"].append(free_mib())
         times = metrics.reduce(policy.mesh.all_gather)
         out["sync_s"].append(times["timing_s/update_weights"])
         out["attest_s"].append(times["timing_s/attest"])
+        out["kept"].append(times.get("perf/device_memory_asleep_gb", 0.0))
         policy.update(batch, likelihood)
     with colocation.rollout(count, Metrics()):
         policy.onload()  # the policy goes on learning, and the engine keeps the old weights

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_megatron.config import Config
 from grpo_megatron.device import read_hardware
@@ -30,3 +31,18 @@ def test_a_quantized_engine_is_near_the_policy(
     means = [mean for mean, _ in got["gaps"]]
     assert max(means) <= 0.2
     assert got["stale"] >= 1.5 * max(means)
+    if quantization == "fp8_per_block" and torch.cuda.get_device_capability()[0] == 9:
+        assert got["powers of two"] < 0.1
+
+
+def test_the_engines_blocks_are_the_trainers(record_figure: Callable[..., None]) -> None:
+    """On Hopper. tests/models/test_precision.py derives the bounds."""
+    conftest.needs_vllm()
+    conftest.needs_transformer_engine()
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("blockwise FP8 is for compute capability 9.0")
+    (got,) = conftest.run(engine_ranks.blocks, shape=(1024, 2048))
+    share = (got["trained"] != got["served"]).float().mean().item()
+    record_figure("share of other bytes", share)
+    torch.testing.assert_close(got["trained scales"], got["served scales"], rtol=2**-22, atol=0)
+    assert share < 2e-3

@@ -37,6 +37,7 @@ from grpo_megatron.models.weights.stream import dequantized, set_parameter
 from grpo_megatron.training.colocation import build_probe
 from tests import tiny
 from tests.runs import make_run
+from tests.worlds import ranks
 
 A100 = Hardware((8, 0), (13, 0))
 L40S = Hardware((8, 9), (13, 0))
@@ -311,3 +312,40 @@ def test_a_new_optimizer_gets_the_float32_copies() -> None:
     optimizer.copy_main_parameters(old, SimpleNamespace(shard_fp32_from_float16_groups=groups))  # type: ignore[arg-type]
     assert groups[0][0] is not None and groups[0][1] is not None
     assert groups[0][0].tolist() == [1, 1] and groups[0][1].tolist() == [2, 2, 2]
+
+
+# -- one quantiser ---------------------------------------------------------------------------------------------------------
+
+
+@ranks(1)
+def blocks_of_vllm(weight: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(bytes, scales) with float32 scales, and with scales that are powers of two, as vLLM makes them by default."""
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    first, again = per_block_cast_to_fp8(weight), per_block_cast_to_fp8(weight)
+    requant_weight_ue8m0_inplace(*again)
+    return [(values.view(torch.uint8), scales) for values, scales in (first, again)]
+
+
+def test_the_engines_blocks_have_the_trainers_scales() -> None:
+    """Transformer Engine's blocks by `compute_scale_from_amax` (common/recipe/recipe_common.cuh), vLLM's by its own code.
+
+    448 / amax and 1 / (amax / 448) differ by a rounding of float32, 2**-23, and so do few bytes, by one step. With scales that
+    are powers of two (VLLM_USE_DEEP_GEMM_E8M0=1, see `runner_environment`) vLLM rounds twice: 1.4 times the error.
+    """
+    weight = (0.02 * torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))).bfloat16()
+    tiles = weight.float().view(4, 128, 8, 128)
+    scale = 448.0 / tiles.abs().amax((1, 3), keepdim=True)
+    trained = (tiles * scale).to(torch.float8_e4m3fn).view_as(weight).view(torch.uint8)
+    [(served, scales), (coarse, powers)] = blocks_of_vllm(weight=weight)[0]
+    torch.testing.assert_close(scales, (1 / scale)[:, 0, :, 0], rtol=2**-22, atol=0)
+    steps = (served.int() - trained.int()).abs()
+    assert steps.max() <= 1 and (steps > 0).float().mean() < 2e-3
+    assert torch.equal(torch.frexp(powers).mantissa, torch.full_like(powers, 0.5)) and (powers / scales).max() > 1.4
+
+    def error(values: torch.Tensor, scales: torch.Tensor) -> float:
+        whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return float((values.view(torch.float8_e4m3fn).float() * whole - weight.float()).pow(2).mean().sqrt())
+
+    assert error(coarse, powers) > 1.3 * error(served, scales)

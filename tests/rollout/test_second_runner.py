@@ -85,10 +85,10 @@ def like_a_gpu() -> Any:
         yield
 
 
-def record(folder: Path, tp: int) -> dict[str, Any]:
-    """Two rollouts with a sleep between them, of requests that end by a token; per request (tokens, routes or None)."""
-    from safetensors.torch import load_file
+LIMITS: dict[str, Any] = {"max_model_len": 256, "eos_token_ids": EOS, "record_routes": True}
 
+
+def record(folder: Path, tp: int) -> dict[str, Any]:
     enable_triton()
     with process.inside_vllm(Device("cpu")):
         process._import_vllm(Device("cpu"))
@@ -102,25 +102,38 @@ def record(folder: Path, tp: int) -> dict[str, Any]:
         max_num_batched_tokens=256,
     )
     tensors = engine_tensors(read_architecture(folder), tp, reads_shards=True)
-    limits: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "eos_token_ids": EOS, "record_routes": True}
-    found: dict[str, Any] = {"sequences": [], "ahead": []}
     with like_a_gpu():
-        engine: Any = build_engine(rollout, folder, mesh, CudaLike("cpu"), **limits, tensors=tensors)
-        core = engine._llm.llm_engine.engine_core.engine_core
-        for version in range(3):
-            engine.wake_weights()
-            engine.load_weights(iter([list(load_file(folder / "model.safetensors").items())]), version)
-            engine.wake_kv_cache()
-            prefix = tuple(20 + n % 60 for n in range(140))  # a block of the cache has 128 tokens
-            for turn in range(2):  # the second finds the prefix in the cache
-                requests = [Request(prefix[: 140 - n], 10 * version + n, 40) for n in range(turn, 5 + turn)]
-                for request, completion in zip(requests, engine.generate(requests, version), strict=True):
-                    ids = [*request.prompt_ids, *completion.response_ids]
-                    found["sequences"].append((ids, completion.routes, completion.finish_reason))
-            found["cached"] = engine.cache_statistics()[1]
-            found["ahead"].append(sum(bool(batch[1].num_scheduled_tokens) for batch in core.batch_queue))
-            engine.sleep()
+        engine = build_engine(rollout, folder, mesh, CudaLike("cpu"), **LIMITS, dtype="float32", tensors=tensors)
+        return rollouts(engine, folder, torch.device("cpu"))
+
+
+def rollouts(engine: Any, folder: Path, device: torch.device) -> dict[str, Any]:
+    """Three rollouts with a sleep after each, of requests that end by a token; per request (tokens, routes, reason)."""
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = {"sequences": [], "ahead": []}
+    core = engine._llm.llm_engine.engine_core.engine_core
+    weights = {name: tensor.to(device) for name, tensor in load_file(folder / "model.safetensors").items()}
+    for version in range(3):
+        engine.wake_weights()
+        engine.load_weights(iter([list(weights.items())]), version)
+        engine.wake_kv_cache()
+        prefix = tuple(20 + n % 60 for n in range(140))  # a block of the cache has 128 tokens
+        for turn in range(2):  # the second finds the prefix in the cache
+            requests = [Request(prefix[: 140 - n], 10 * version + n, 40) for n in range(turn, 5 + turn)]
+            for request, completion in zip(requests, engine.generate(requests, version), strict=True):
+                ids = [*request.prompt_ids, *completion.response_ids]
+                found["sequences"].append((ids, completion.routes, completion.finish_reason))
+        found["cached"] = engine.cache_statistics()[1]
+        found["ahead"].append(sum(bool(batch[1].num_scheduled_tokens) for batch in core.batch_queue or ()))
+        engine.sleep()
     return found
+
+
+def make_experts(folder: Path) -> Path:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    sizes = {"vocab_size": 80, "head_dim": 64, "std": 0.05}
+    return tiny.make_model(folder, "llama2", model_type="qwen3_moe", **sizes, **experts)
 
 
 @torch.no_grad()
@@ -139,9 +152,7 @@ def expected_routes(folder: Path, sequences: list[list[int]], k: int) -> list[to
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_routes_are_recorded_over_several_rollouts_that_schedule_ahead(tmp_path: Path, tp: int) -> None:
     """A batch is left when the last request has ended by its end token. Only the first rank of a replica has routes."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-    sizes = {"vocab_size": 80, "head_dim": 64, "std": 0.05}
-    folder = tiny.make_model(tmp_path, "llama2", model_type="qwen3_moe", **sizes, **experts)
+    folder = make_experts(tmp_path)
     first, *others = run(record, tp, fresh=INTERPRETED, folder=folder, tp=tp)
     assert first["ahead"] == [1, 1, 1] and first["cached"] > 0
     sequences, routes, reasons = zip(*first["sequences"], strict=True)
