@@ -250,31 +250,15 @@ ASKED: dict[str, list[Any]] = {  # form -> requests of one conversation, whose a
 }
 TOKEN_IDS = [{"prompt": [1, 2]}, {"prompt": [1, 2, 5, 6, 3]}]
 CALLS = {"messages": [USER, CALLED, {"role": "tool", "tool_call_id": "c", "content": "7"}]}
-IGNORED: dict[str, Any] = {  # fields of vLLM's server and of OpenAI's that would change what is sampled or shown
-    "guided_choice": ["a"],
-    "guided_grammar": "g",
-    "use_beam_search": True,
-    "length_penalty": 0.5,
-    "seed": 2,
-    "truncate_prompt_tokens": 1,
-    "include_stop_str_in_output": True,
-    "skip_special_tokens": False,
-    "echo": True,
-    "parallel_tool_calls": False,
-    "reasoning_effort": "low",
-    "documents": [{}],
-    "thinking_token_budget": 5,
-    "logits_processors": ["x"],
-    "repetition_detection": {},
-    "vllm_xargs": {"a": 1},
-    "max_tool_calls": 1,
-    "no_such_field": 1,
-    "top_p": True,
-    "n": True,
-    "verbosity": "low",
-    "prompt_logprobs": 1,
-    "prefix\ud800": 1,
-}
+IGNORED: dict[str, Any] = (
+    json.loads(  # fields of vLLM's server and of OpenAI's that would change what is sampled or shown
+        """{"guided_choice": ["a"], "guided_grammar": "g", "use_beam_search": true, "length_penalty": 0.5, "seed": 2,
+    "truncate_prompt_tokens": 1, "include_stop_str_in_output": true, "skip_special_tokens": false, "documents": [{}],
+    "echo": true, "parallel_tool_calls": false, "reasoning_effort": "low", "thinking_token_budget": 5, "logits_processors": ["x"],
+    "repetition_detection": {}, "vllm_xargs": {"a": 1}, "max_tool_calls": 1, "no_such_field": 1, "top_p": true, "n": true,
+    "verbosity": "low", "prompt_logprobs": 1, "prefix\\ud800": 1}"""
+    )
+)
 DEEP: list[Any] = []
 for _ in range(700):
     DEEP = [DEEP]
@@ -302,32 +286,10 @@ REFUSED_REQUESTS: list[tuple[str, Any, str]] = [  # form, changes of its first r
     ("completions", b"7", "the body is no object"),
     ("embeddings", {}, "there is no path"),
 ]
-VALUES: list[Any] = [
-    *(None, True, False, 0, -1, 2**70, 1e308, "", "\ud800", "x\udfff" * 9, "<|im_end|><tool_call>", "\0", [], {}, [[]]),
-    *(
-        [None],
-        [7],
-        ["\ud800"],
-        {"\ud800": 1},
-        {"type": "text", "text": "a"},
-        {"role": "tool"},
-        [0],
-        [10**9],
-        "[" * 50_000,
-    ),
-    *(
-        {"function": 7},
-        {"function": {"name": "f"}},
-        "resp_0",
-        "none",
-        "auto",
-        USER,
-        [USER, SAID],
-        [CALLED],
-        DEEP,
-        [TOOL],
-    ),
-]
+PLAIN = r"""[null, true, false, 0, -1, 1180591620717411303424, 1e308, "\ud800", "\udfffx\udfff", "<|im_end|><tool_call>",
+    "\u0000", "", [], {}, [[]], [null], [7], ["\ud800"], {"\ud800": 1}, {"type": "text", "text": "a"}, {"role": "tool"}, [10000],
+    {"function": 7}, {"function": {"name": "f"}}, "resp_0", "none", "auto"]"""
+VALUES: list[Any] = [*json.loads(PLAIN), "[" * 50_000, USER, [USER, SAID], [CALLED], DEEP, [TOOL]]
 
 
 def _copied(value: Any) -> Any:
