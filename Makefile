@@ -7,7 +7,7 @@
 # make test-gpu     the GPU tests, for one GPU of 80 GB, run by GPU_PYTHON (default python3); GROUP=1 to 8: a part of
 #                   them, meant for six minutes each (tests/gpu/conftest.py says what is in which)
 # make test-gpu-hour  an hour on one GPU of 80 GB, run by GPU_PYTHON: figures beside published ones, as a page in outputs/hour. It goes
-#                   on where it stopped; HOUR="--minutes 8 --parts a" cuts it. Without a GPU the same in toy sizes
+#                   on where it stopped; HOUR="--minutes 3 --parts a" cuts it. Without a GPU the same in toy sizes
 # make docs         the documentation as a site, in outputs/site
 # make soak         STEPS=200 training steps on two ranks under some thirty faults, in an order drawn from SEED; at the end
 #                   everything must be as in an undisturbed run. Prints the faults as a table; takes about six minutes.

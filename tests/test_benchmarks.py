@@ -44,7 +44,7 @@ def test_the_hour_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(hour, "PARTS", {"a": ("first", cases), "b": ("second", [Case("good", good, is_rank=False)])})
 
     def run(parts: str = "ab", minutes: float = 50.0) -> tuple[int, dict[str, str], str]:
-        code = hour.hour(argparse.Namespace(folder=tmp_path, parts=parts, minutes=minutes))
+        code = hour.hour(argparse.Namespace(folder=tmp_path, work=None, parts=parts, minutes=minutes))
         cases = json.loads((tmp_path / "a.json").read_text())["cases"]
         return code, {name: case["state"] for name, case in cases.items()}, (tmp_path / "hour.md").read_text()
 

@@ -15,7 +15,7 @@
     python -m tools.benchmarks scale [--ranks 64 512 4096] [--samples 65536]
     python -m tools.benchmarks start [--ranks 2] [--engine transformers] [--cold] [--against CHECKOUT]
     python -m tools.benchmarks step [--workload 0.4M] [--rounds 3] [--plain] [--trl-vllm]
-    python -m tools.benchmarks hour [--parts abcdefg] [--minutes 50] [--folder DIR]
+    python -m tools.benchmarks hour [--parts abcdefg] [--minutes 50] [--folder DIR] [--work DIR]
     python -m tools.benchmarks rollout | update | transformers | exact [--workload 0.4M] [--repeats 5]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
