@@ -142,7 +142,7 @@ def launch(processes: int = 2) -> list[str]:
 def run(command: list[Any], folder: Path, first: int) -> tuple[float, float]:
     """One run: the median seconds of the counted steps, and their mean processor seconds."""
     shutil.rmtree(folder / "own_output", ignore_errors=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}"}
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(

@@ -27,7 +27,7 @@ class TimedTrainer(trainer.Trainer):
 
     def save(self, steps_done: int) -> None:
         super().save(steps_done)
-        if self.mesh.rank == 0:
+        if self.parts.mesh.rank == 0:
             self.ends.append((time.perf_counter(), family_processor_seconds(os.getppid())))
             self.out.write_text(json.dumps(self.ends))
 

@@ -66,8 +66,8 @@ def main() -> None:
         trl_vllm.prepare()
 
     import torch
+    from benchmark_reward import trl_reward
     from datasets import Dataset
-    from tools.benchmarks.reward import trl_reward
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
