@@ -96,7 +96,7 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path
     """7 x 3 samples do not divide by 4, so groups are spread over ranks. lr is 0, so that step 1 is comparable too.
 
     Step 1 has the prompts of step 0 again, and deals them out by their lengths. The engines of four ranks decode 3 sequences
-    at a time, so that ranks take waiting requests of each other. test_trajectories.py has the same for 1, 2 and 4 ranks, with
+    at a time, so that ranks take waiting requests of each other. test_trajectories.py has the same for 1 and 4 ranks, with
     several turns.
     """
     drawn = []

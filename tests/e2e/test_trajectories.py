@@ -44,12 +44,12 @@ def settings(root: Path, output_dir: Path, world: int, environment: str, **secti
 
 
 def test_trajectories_depend_neither_on_ranks_nor_on_delays_nor_on_the_cache(workspace: Path, tmp_path: Path) -> None:
-    """7 x 3 trajectories, spread over 1, 2 and 4 engines. Every call of a tool takes a random time, except on one rank.
+    """7 x 3 trajectories, spread over 1 and 4 engines. Every call of a tool takes a random time, except on one rank.
 
     In each run engine and policy agree at every generated token; the second step is sampled after a sync.
     """
     drawn = []
-    for world, cache, delay in ((1, True, 0.0), (2, False, 0.1), (4, True, 0.1)):
+    for world, cache, delay in ((1, True, 0.0), (4, False, 0.1)):
         raw = settings(workspace, tmp_path / str(world), world, "Echo", multi_turn={"kwargs": {"delay_s": delay}})
         raw["rollout"]["enable_prefix_caching"] = cache
         raw["actor"] = {"optim": {"lr": 0.0}}  # the second step is comparable, too
@@ -58,7 +58,7 @@ def test_trajectories_depend_neither_on_ranks_nor_on_delays_nor_on_the_cache(wor
             assert row["training/rollout_logp_diff_mean"] <= 1e-6
             assert row["training/rollout_logp_diff_max"] <= 1e-5
             assert row["trajectory/turns/mean"] > 1.2 and row["trajectory/observation_share"] > 0.1
-    assert drawn[0] == drawn[1] == drawn[2]
+    assert drawn[0] == drawn[1]
     assert [len(samples) for samples in drawn[0].values()] == [21, 21]
     assert drawn[0][0] != drawn[0][1]
 

@@ -118,8 +118,8 @@ def bytes_bound(ranks: Ranks, rank: int, before: dict[str, Tensor]) -> int:
 
 
 @pytest.mark.slow
-def test_300_steps_are_lossless_within_the_bound_of_bytes(record_property: Any) -> None:
-    """One sync after each step, 60 at each learning rate. Measured densities: 0.002, 0.006, 0.016, 0.1, 0.5."""
+def test_100_steps_are_lossless_within_the_bound_of_bytes(record_property: Any) -> None:
+    """One sync after each step, 20 at each learning rate. Measured densities: 0.002, 0.006, 0.016, 0.1, 0.5."""
     ranks, generator = small_ranks(), torch.Generator().manual_seed(1)
     main = {n: (0.02 * t.float()).requires_grad_() for n, t in ranks.world.weights.items()}  # the size of trained ones
     drift = {n: torch.randn(t.shape, generator=generator) for n, t in main.items()}
@@ -137,7 +137,7 @@ def test_300_steps_are_lossless_within_the_bound_of_bytes(record_property: Any) 
     assert ranks.headers[-1].is_full
     full_bytes = ranks.bytes_received()
     densities: dict[float, list[float]] = {}
-    for step, lr in enumerate((lr for lr in LEARNING_RATES for _ in range(60)), 1):
+    for step, lr in enumerate((lr for lr in LEARNING_RATES for _ in range(20)), 1):
         before = dict(ranks.world.weights)
         train(lr)
         assert_exact(ranks, ranks.sync(step))
