@@ -82,7 +82,7 @@ test-fast: $(INSTALLED)
 	$(BIN)/python $(PYTEST) -m "not slow and not soak"
 
 test-vllm026: $(VENV026)/.installed
-	$(VENV026)/bin/python $(PYTEST) -m "(not slow and not soak) or both_stacks" $(SAME_ON_BOTH:%=--ignore=tests/%)
+	$(VENV026)/bin/python $(PYTEST) -m "not soak and (not slow or both_stacks)" $(SAME_ON_BOTH:%=--ignore=tests/%)
 
 # Not in .venv, whose vLLM is for the CPU: in an environment of a GPU lock (requirements/install.sh), or one like it.
 test-gpu:

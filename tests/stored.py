@@ -45,3 +45,13 @@ def same_stored(one: Path, other: Path) -> None:
     for name, tensor in first.items():
         common = tuple(slice(min(sizes)) for sizes in zip(tensor.shape, second[name].shape, strict=True))
         assert torch.equal(tensor[common], second[name][common]), name
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))

@@ -16,6 +16,7 @@ import torch
 from tests.convert import folders
 from tests.convert.folders import convert, put, tensors_of
 from tests.files import DATA
+from tests.stored import Bomb
 
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
 
@@ -179,16 +180,6 @@ def test_pickled_weights_need_a_flag(hf: Path, tmp_path: Path, refused: Refused)
     (hf / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
     refused("to-megatron", hf, tmp_path / "other", "--allow-pickle")
     assert not (tmp_path / "exploded").exists()
-
-
-class Bomb:
-    """Unpickling it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
 
 
 def test_a_tokenizer_that_does_not_fit(hf: Path, tmp_path: Path, refused: Refused) -> None:

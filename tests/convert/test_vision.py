@@ -26,7 +26,6 @@ from tests.models.policies import LAYOUTS
 from tests.models.test_lora import bfloat16
 from tests.runs import write_rows
 
-pytestmark = pytest.mark.both_stacks
 CELL = vision.CELL
 LIMITS = {"image_min_pixels": 2 * CELL * CELL, "image_max_pixels": 6 * CELL * CELL}
 PROMPTS = vision.make_prompts()
@@ -38,6 +37,7 @@ def module_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {names.get(name, name.replace("visual.", "model.visual.")): tensor for name, tensor in tensors.items()}
 
 
+@pytest.mark.both_stacks
 @pytest.mark.parametrize("layout", ["text_config", "flat", "tied", "module names"])
 @pytest.mark.parametrize("family", vision.TOWERS)
 def test_bitwise(
@@ -138,6 +138,7 @@ def test_a_runs_folders_are_read_by_transformers(family: str, layout: str, tmp_p
         assert torch.equal(loaded.state_dict()["lm_head.weight"], after["lm_head.weight"])
 
 
+@pytest.mark.both_stacks
 def test_limits_are_written_where_each_version_reads_them(tmp_path: Path) -> None:
     """transformers 5 has them nested in processor_config.json, and prefers these to preprocessor_config.json."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -200,6 +201,7 @@ def test_adapters_of_a_run_are_read_by_peft(tmp_path: Path, capsys: pytest.Captu
     assert any("lora_A" in name for name in by_transformers.state_dict())
 
 
+@pytest.mark.both_stacks
 @pytest.mark.parametrize("names", ["model.language_model.layers.", "model.layers."])
 def test_adapters_with_either_form_of_names_are_read(
     names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -166,12 +166,6 @@ def train_in_roles(
         return None
 
 
-def train_on_nodes_of_one(raw: dict[str, Any]) -> dict[str, Any]:
-    """`train`, with torchrun's environment of one rank per node."""
-    os.environ |= ONE_PER_NODE
-    return train(raw)
-
-
 def _content(sample: Any) -> tuple[Any, ...]:
     """What does not depend on the layout: everything but the logical times of turns."""
     turns = [(turn.start, turn.end, turn.kind, turn.version) for turn in sample.turns]

@@ -15,16 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.models.weights.plain_data import check_object, check_plain, plain_data_only
 from grpo_megatron.storage import StorageError
-
-
-class Bomb:
-    """Unpickling it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
+from tests.stored import Bomb
 
 
 def extra_state(content: Any) -> io.BytesIO:

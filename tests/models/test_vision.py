@@ -44,7 +44,7 @@ from tests.models.policies import (
 )
 from tests.worlds import ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.both_stacks]
+pytestmark = pytest.mark.slow
 ROWS = vision.make_prompts()
 PAIRS = [(prompt, response) for prompt, _, response in ROWS]
 TRAINED = {"freeze_tower": False, "freeze_merger": False}
@@ -254,6 +254,7 @@ IN_THE_SOAK = [("qwen2_5_vl", name) for name in ("TP2+SP", "PP2", "DP2", "DP2xTP
 IN_THE_SOAK += [("qwen2_vl", name) for name in ("TP2", "TP2+SP", "PP2", "DP2")]
 
 
+@pytest.mark.both_stacks
 @pytest.mark.parametrize(
     ("family", "layout"), [*OF_EVERY_RUN, *(pytest.param(*case, marks=pytest.mark.soak) for case in IN_THE_SOAK)]
 )
@@ -359,6 +360,7 @@ def test_a_checkpoint_goes_through_changes_of_layout(models: dict[str, Path], tm
     assert changed == before.keys()
 
 
+@pytest.mark.both_stacks
 @pytest.mark.parametrize("layout", [pytest.param("1", marks=pytest.mark.soak), "TP2", "TP2+SP", "PP2"])
 def test_the_transformers_engine_computes_what_the_policy_does(models: dict[str, Path], layout: str) -> None:
     """After each of three syncs of a policy whose tower is trained. Samples are those of each request alone.

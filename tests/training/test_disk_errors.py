@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.stored import Bomb
 from tests.worlds import ranks
 
 Failure = tuple[int, str, str]  # rank, part of the path, modes of opening
@@ -198,21 +199,11 @@ def _digests(checkpoint: Path) -> dict[str, str]:
     return {name: entry["sha256"] for name, entry in files.items() if name.endswith((".distcp", ".pt"))}
 
 
-class _Bomb:
-    """Unpickling it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
-
-
 def _load_bomb(checkpoints: Any, policy: Any, reward: Any, part: str) -> tuple[str, list[str]]:
     """The outcome of loading the last checkpoint with a table of contents that runs code, and the file that it makes."""
     exploded = checkpoints.root / "exploded"
     if policy.mesh.rank == 0:
-        (checkpoints.last / part / ".metadata").write_bytes(pickle.dumps(_Bomb(exploded)))
+        (checkpoints.last / part / ".metadata").write_bytes(pickle.dumps(Bomb(exploded)))
     policy.mesh.barrier()
     outcome = _outcome(lambda: checkpoints.load(checkpoints.last, policy, [reward]), "", "")
     return outcome, [exploded.name] if exploded.exists() else []
