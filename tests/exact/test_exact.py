@@ -20,6 +20,7 @@ import torch
 
 from grpo_megatron.config import Config
 from grpo_megatron.exact import rowwise
+from grpo_megatron.exact.layers import exact_logprobs
 from grpo_megatron.exact.limits import exact_problems
 from grpo_megatron.exact.self_test import ExactShapes, self_test
 from grpo_megatron.models.families import read_architecture
@@ -248,6 +249,25 @@ def test_the_self_test_finds_threads_and_kernels_that_look_at_their_shapes(one_t
         assert "have other bits than the same among" in (self_test(SHAPES, torch.float32) or "")
     with mock.patch.object(rowwise, "FEWEST_QUERIES", 1):
         assert "has other bits when it is decoded" in (self_test(SHAPES, torch.float32) or "")
+
+
+def test_the_heads_gradients_are_those_of_the_distribution_at_the_temperature(one_thread: None) -> None:
+    """Beside float64 autograd; both the log-probabilities and the entropies have a gradient."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(20, 64, requires_grad=True), torch.randn(100, 64, requires_grad=True)
+    targets, coefficients = torch.randint(100, (20,)), torch.randn(2, 20)
+    group = mock.Mock(size=lambda: 1, rank=lambda: 0)
+    with mock.patch.object(torch.distributed, "all_reduce"):
+        given: Any = {"vocab_size": 100, "tp_rank": 0, "group": group, "temperature": 0.7, "chunk": 16}
+        logprobs, entropy = exact_logprobs(hidden, weight, targets, **given)
+        (coefficients[0] * logprobs + coefficients[1] * entropy).sum().backward()
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    logp = (doubles[0] @ doubles[1].T / 0.7).log_softmax(1)
+    entropies = -(logp.exp() * logp).sum(1)
+    (coefficients[0] * logp[torch.arange(20), targets] + coefficients[1] * entropies).sum().backward()
+    for ours, reference in zip((hidden, weight), doubles, strict=True):
+        assert ours.grad is not None and reference.grad is not None
+        torch.testing.assert_close(ours.grad.double(), reference.grad, rtol=1e-4, atol=1e-4)
 
 
 REFUSED = r"""
