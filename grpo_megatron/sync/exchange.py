@@ -78,10 +78,7 @@ class Message(NamedTuple):
 
 @dataclass
 class Round:
-    """One rank's messages in a round, by phase, and the tensors that are complete after it.
-
-    `sends[RELAY]` go to ranks that receive them in their phase NETWORK.
-    """
+    """One rank's messages in a round, by phase, and the tensors then complete. RELAY is received in phase NETWORK."""
 
     sends: dict[int, list[Message]]
     receives: dict[int, list[Message]]
@@ -346,7 +343,7 @@ def point_to_point(sends: list[Envelope], receives: list[Envelope]) -> Wait:
 
 
 def in_rounds(
-    count: int, post: Callable[[int, int], Wait], ahead: int = AHEAD, *, has_relays: bool = False
+    count: int, post: Callable[[int, int], Wait], ahead: int = AHEAD, has_relays: bool = False
 ) -> Iterator[int]:
     """Call `post(phase, number)` for all rounds, and yield the number of each round when its messages have arrived.
 
@@ -525,7 +522,7 @@ class Exchange:
             raise self._problem
 
     def _in_rounds(self, ahead: int = AHEAD) -> Iterator[int]:
-        return in_rounds(self._count, self._post_round, ahead, has_relays=self._plan.has_relays)
+        return in_rounds(self._count, self._post_round, ahead, self._plan.has_relays)
 
     def _post_round(self, phase: int, number: int) -> Wait:
         sends = [*self._sends(phase, number), *(self._sends(RELAY, number - AHEAD) if phase == NETWORK else ())]
