@@ -69,19 +69,21 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "training/test_disk_errors.py",
 )
 LONGEST = (  # run first, the longest one before the others, so that no worker ends long after the others
-    "slurm/test_jobs.py",
-    "e2e/test_examples.py",
-    "soak/test_soak.py",
-    "distributed/test_sync.py",
-    "rollout/test_vllm.py",
-    "e2e/test_recipes.py",
-    "e2e/test_methods.py",
     "e2e/test_vision.py",
-    "cli/test_main.py",
-    "convert/test_layouts.py",
-    "e2e/test_determinism.py",
+    "exact/test_exact.py",
+    "distributed/test_sync.py",
+    "e2e/test_examples.py",
     "test_run.py",
-    "e2e/test_trajectories.py",
+    "e2e/test_methods.py",
+    "models/test_layouts.py",
+    "e2e/test_determinism.py",
+    "models/test_reward_model.py",
+    "rollout/test_vllm.py",
+    "models/test_lora.py",
+    "training/test_layout_change.py",
+    "models/test_moe.py",
+    "models/test_vision.py",
+    "convert/test_layouts.py",
 )
 
 
