@@ -90,8 +90,9 @@ def suspicions(config: Config) -> Iterator[str]:
             " rollout.val_kwargs.temperature, or n=1"
         )
     actor, total = config.actor, config.trainer.total_training_steps
-    for key in config.trainer.model_fields_set & {"save_freq", "test_freq"}:
-        if (every := getattr(config.trainer, key)) > total and config.trainer.total_epochs is None:
+    for key, field in ((key, type(config.trainer).model_fields[key]) for key in ("save_freq", "test_freq")):
+        every = getattr(config.trainer, key)
+        if every > total and every != field.default and config.trainer.total_epochs is None:
             yield f"trainer.{key}={every} is beyond trainer.total_training_steps={total}: only the last step does it"
     if actor.entropy_coeff < 0:
         yield f"actor.entropy_coeff={actor.entropy_coeff:g} lowers the entropy; a bonus for entropy is positive"
