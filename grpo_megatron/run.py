@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators
-from grpo_megatron.algo.dapo import with_overlong_penalty
+from grpo_megatron.algo.grpo import with_overlong_penalty
 from grpo_megatron.algo.losses import PolicyLoss, has_kl_in_reward, needs_reference, policy_losses, reasons_for_old_pass
 from grpo_megatron.algo.plan import assign_rows, weigh
 from grpo_megatron.checks.components import reward_name

@@ -1,12 +1,16 @@
-"""GRPO: advantages from the rewards of a prompt's samples. Dr.GRPO is a switch of it; pass@k and process supervision follow.
+"""GRPO and its variants: advantages from the rewards of a prompt's samples, DAPO's changes of the table, and the losses.
 
-GRPO's loss is PPO's clipped surrogate (`vanilla` in ppo.py); its KL is k3 (kl.py).
+GRPO's loss is PPO's clipped surrogate (`vanilla` in ppo.py); its KL is k3 (kl.py). Dr.GRPO is a switch of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from grpo_megatron.algo.advantages import (
     Advantages,
@@ -14,11 +18,23 @@ from grpo_megatron.algo.advantages import (
     deviations,
     finite_steps,
     group_scale,
+    informative_groups,
     is_informative,
     per_group,
     scorable_groups,
 )
-from grpo_megatron.config import AlgorithmConfig
+from grpo_megatron.algo.losses import (
+    SEQUENCE_MEAN,
+    LossInputs,
+    LossMetrics,
+    clipped_surrogate,
+    policy_losses,
+    ratio_metrics,
+    ratio_of,
+    sequence_mean,
+)
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer
+from grpo_megatron.shapes import Float
 from grpo_megatron.types import GroupTable
 
 
@@ -97,3 +113,130 @@ def _rewards_to_go(steps: Sequence[tuple[int, float]], length: int) -> list[floa
     for i, (end, _) in enumerate(steps):
         result += [math.fsum(reward for _, reward in steps[i:])] * (end + 1 - len(result))
     return result + [0.0] * (length - len(result))
+
+
+# -- DAPO (arXiv 2503.14476) and DUPO: changes of the table, after the reward function and before the advantages -------
+# DAPO's other parts: clip-higher is `vanilla` with clip_ratio_high > clip_ratio_low; its token mean is an aggregation
+# (`token-mean`); dynamic sampling fills a batch with the groups that `advantages.is_informative` accepts
+# (sampling/collector.py). `method: dapo` sets them all (methods.yaml).
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
+    """Computes the soft overlong penalty of a response of n tokens, in the loss or not (DAPO, section 3.4).
+
+    0 up to L - c,   -(n - (L - c)) / c up to L,   -1 beyond         L the longest response allowed, c the buffer
+    """
+    return max(-1.0, min(0.0, (max_length - buffer - length) / buffer))
+
+
+def with_overlong_penalty(table: GroupTable, config: OverlongBuffer, max_length: int) -> GroupTable:
+    """Adds the penalty to `reward`; `raw_reward` keeps the rewards before it. Unchanged if there is no buffer."""
+    if config.len is None:
+        return table
+    penalties = [config.penalty_factor * overlong_penalty(n, max_length, config.len) for n in table.response_length]
+    rewards = [reward + penalty for reward, penalty in zip(table.reward, penalties, strict=True)]
+    return replace(table, reward=rewards, raw_reward=table.raw_reward or table.reward)
+
+
+def dupo_copies(table: GroupTable) -> list[int]:
+    """Counts how often each row is trained on (DUPO, arXiv 2507.02592): 0 in groups whose raw rewards are all equal.
+
+    Their places are given to the other groups in turn, in prompt order: the copies of two groups differ by at most one. All
+    counts are 0 when every group's rewards are equal. A copy is an integer weight, which counts in the denominators as well.
+    The advantages stay those of the original group: copies are not part of its statistics.
+    """
+    copies = [0] * len(table)
+    informative = {table.prompt_index[rows[0]] for rows in informative_groups(table, table.raw_reward or None)}
+    groups = table.groups()
+    sources = [rows for rows in groups if table.prompt_index[rows[0]] in informative]
+    for place in range(len(groups) if sources else 0):
+        for row in sources[place % len(sources)]:
+            copies[row] += 1
+    return copies
+
+
+def copies_of(table: GroupTable, algorithm: AlgorithmConfig) -> list[int]:
+    """Counts how often each row is trained on: once without DUPO."""
+    return dupo_copies(table) if algorithm.dupo else [1] * len(table)
+
+
+# -- GSPO and GMPO: one ratio per response -----------------------------------------------------------------------------
+# With d_t = logprobs - old_logprobs over the n loss tokens of a response, every loss token has the value of its sequence.
+# Under seq-mean-token-mean, with weights 1 / (N n), the tokens of a sequence add up to 1/N of its value: the total is the
+# mean over the N sequences of the optimizer step, whatever the micro-batches and ranks. (Others average GMPO over a
+# micro-batch.)
+
+
+@policy_losses.register("gspo", is_proportional=True, aggregation=SEQUENCE_MEAN)
+def gspo(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
+    """Clips one ratio per sequence, s = exp(mean of d_t), in the form of `vanilla` without the dual clip (arXiv 2507.18071).
+
+    The ratio of whole sequences is exp(sum of d_t). GSPO takes the mean, as its paper defines it: for independent d_t of
+    standard deviation 0.01, the sum over 4,096 tokens has 0.64, and more for longer responses, so that no bound suits all
+    lengths and one token can clip a response. The mean has 0.00016, which is the scale of the paper's bounds, 3e-4 and 4e-4.
+    The gradient of a response is then its tokens' mean: a long one weighs no more than a short one.
+    """
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    ratio = ratio_of(sequence_mean(log_ratio, inputs.mask)).expand_as(log_ratio)
+    return clipped_surrogate(inputs, config, ratio, log_ratio)
+
+
+@policy_losses.register("gspo_token", is_proportional=True, aggregation=SEQUENCE_MEAN)
+def gspo_token(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
+    """Clips s_t = sg(s) exp(logprobs - sg(logprobs)): the sequence's ratio with each token's own gradient (2507.18071).
+
+    The value is that of `gspo`, and the gradient too where A is one number for the sequence. A may differ between tokens.
+    """
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    ratio = ratio_of(sequence_mean(log_ratio.detach(), inputs.mask))
+    return clipped_surrogate(inputs, config, ratio * (inputs.logprobs - inputs.logprobs.detach()).exp(), log_ratio)
+
+
+@policy_losses.register("gmpo", "geo_mean", is_proportional=True, aggregation=SEQUENCE_MEAN, geometric_correction=True)
+def gmpo(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
+    """Computes -A exp(mean of g_t), the geometric mean of ratios that are clipped in log space (arXiv 2507.20673).
+
+    g_t = the smaller of d_t and clamp(d_t, -clip_ratio_low, clip_ratio_high) where A > 0, the larger elsewhere; A is the mean
+    over the tokens. Useful bounds are larger than those of `vanilla`: 0.4 in the paper. "geo_mean" in verl, whose metrics
+    these are: `actor/pg_clipfrac` and `_lower` are the shares of tokens outside the bounds where A > 0 and where A < 0.
+    """
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    advantage = sequence_mean(inputs.advantages, inputs.mask)
+    bounded = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
+    pessimistic = torch.where(advantage > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded))
+    ratio = ratio_of(sequence_mean(pessimistic, inputs.mask))
+    outside = bounded != log_ratio
+    metrics = ratio_metrics(log_ratio, outside & (advantage > 0), outside & (advantage < 0))
+    return (-advantage * ratio).expand_as(log_ratio), metrics
+
+
+# -- CISPO and SAPO: token ratios, without the hard clip that takes a token out of the gradient ------------------------
+
+
+@policy_losses.register("cispo", is_proportional=True)
+def cispo(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
+    """Computes REINFORCE with a bounded importance weight (arXiv 2506.13585): a clipped token keeps its gradient.
+
+        -sg(clamp(rho, 1 - cispo_clip_ratio_low, 1 + clip_ratio_high)) A logprobs
+
+    The lower bound is off by default, as in the paper. `actor/pg_clipfrac` is the share of tokens whose ratio is outside the
+    bounds, whatever the advantage.
+    """
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    ratio = ratio_of(log_ratio).detach()
+    weight = ratio.clamp(max(0.0, 1.0 - config.cispo_clip_ratio_low), 1.0 + config.clip_ratio_high)
+    return -weight * inputs.advantages * inputs.logprobs, ratio_metrics(log_ratio, weight != ratio)
+
+
+@policy_losses.register("sapo", is_proportional=True, aggregation=("seq-mean-token-mean",))
+def sapo(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
+    """Computes a sigmoid gate in place of the clip (arXiv 2511.20347).
+
+        -A 4/tau sigmoid(tau (rho - 1)),   tau = tau_pos where A > 0, else tau_neg
+
+    Its slope is 1 at ratio 1 and decreases smoothly on both sides.
+    """
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    tau = torch.full_like(log_ratio, config.tau_neg).masked_fill(inputs.advantages > 0, config.tau_pos)
+    gate = torch.sigmoid(tau * (ratio_of(log_ratio) - 1.0)) * 4.0 / tau
+    return -inputs.advantages * gate, ratio_metrics(log_ratio, torch.zeros_like(inputs.mask))

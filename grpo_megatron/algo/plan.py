@@ -15,7 +15,7 @@ Every rank computes the same plan from the same table: integers, float64, no com
 6. Token weights per mini-batch, from that mini-batch's global counts of rows and loss tokens. Because of them, 4 and 5
    cannot change the gradient.
 
-Token weights are in aggregation.py, copies of rows (DUPO) in dapo.py. Here: ranks and micro-batches; then the plan. The
+Token weights are in losses.py, copies of rows (DUPO) in grpo.py. Here: ranks and micro-batches; then the plan. The
 critic's plan has mini-batches of its own on the same rows.
 """
 
@@ -28,8 +28,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards
-from grpo_megatron.algo.aggregation import token_weights
-from grpo_megatron.algo.dapo import copies_of
+from grpo_megatron.algo.grpo import copies_of
+from grpo_megatron.algo.losses import token_weights
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, rows_of_mini_batch
 

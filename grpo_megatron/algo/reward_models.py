@@ -225,10 +225,9 @@ def combined(table: GroupTable, models: Sequence[ModelScores], *, adds_rule: boo
         r_i = the rule's reward + the same sum                    (combine: add)
 
     The step rewards, for `grpo_process`, are coefficient_m * p_ij at the last token of step j, summed over the process models
-    (and the rule's steps, if added). The last step also gets what belongs to the whole response: the outcome models' part, and
-    an added rule's reward if the rule gives no steps.
-    Penalties, which are in the reward but not in `table.raw_reward`, are kept. If the rule-based reward is replaced, a row
-    whose reward was NaN gets a reward.
+    (and the rule's steps, if added). The last step also gets what belongs to the whole response: the outcome models' part,
+    and an added rule's reward if the rule gives no steps. Penalties, which are in the reward but not in `table.raw_reward`,
+    are kept. If the rule-based reward is replaced, a row whose reward was NaN gets a reward.
     """
     rules = table.raw_reward or table.reward
     penalties = [_penalty(reward, rule) for reward, rule in zip(table.reward, rules, strict=True)]

@@ -1,5 +1,4 @@
-"""CommandEnvironment, `rollout.multi_turn.environment: command`: any program that speaks OpenAI's API is the
-environment.
+"""CommandEnvironment, `rollout.multi_turn.environment: command`: any program that speaks OpenAI's API is the environment.
 
 The program is started once per trajectory, with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment,
 and on stdin one line of JSON: {"row": the data file's, "seed": 7}. It asks the model as any service (openai_api.py),

@@ -1,5 +1,4 @@
-"""Environment: the protocol of what answers the model's turns. The model writes, `step` answers, until a step is
-`done`.
+"""Environment: the protocol of what answers the model's turns. The model writes, `step` answers, until a step is `done`.
 
 To add one, write a subclass and name it in the config: `rollout.multi_turn.environment: my.module:MyEnvironment`. It
 runs in a process of its own, so it may block, and one that fails ends its own trajectory only. State is never saved: a

@@ -1,5 +1,4 @@
-"""OpenAI's API on a loopback address, behind which the run's policy answers one trajectory: it records what is
-generated.
+"""OpenAI's API on a loopback address, behind which the run's policy answers one trajectory: it records what is generated.
 
 POST /t/TRAJECTORY/v1/chat/completions, /v1/responses, /v1/completions; GET /v1/models. The server runs in the
 trajectory's process, and is gone with it. The client gets text; the run keeps the tokens (sampling/multi_turn.py). What

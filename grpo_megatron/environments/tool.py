@@ -1,10 +1,9 @@
 """Tool: a plain Python function that the model may call.
 
 Its positional parameters are the model's arguments: type hints and the docstring become the schema. Its keyword-only
-parameters are options, which `rollout.multi_turn.kwargs` gives per tool: `kwargs: {search: {corpus: docs.jsonl}}`. It
-may be a coroutine function. A returned text is shown to the model as it is, anything else as JSON, an exception as
-"Error: ...". `@tools.register("search", preload=load_index)` names one of this package; `my.module:function` a user's
-own.
+parameters are options, which `rollout.multi_turn.kwargs` gives per tool: `kwargs: {search: {corpus: docs.jsonl}}`. It may be
+a coroutine function. A returned text is shown to the model as it is, anything else as JSON, an exception as "Error: ...".
+`@tools.register("search", preload=load_index)` names one of this package; `my.module:function` a user's own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """ToolEnvironment, `rollout.multi_turn.environment: tools`: the task's own messages, and answers to the model's calls.
 
-A turn's calls run in parallel; the results come in the order of the calls, each as a message of the role "tool". What
-is wrong with a call is answered as such a result. A turn without a call is the last. The reward is the task's. Metrics
-per turn: tool_calls, tool_errors (calls that were answered by an error), tool_seconds (the sum over calls of wall-clock
-time).
+A turn's calls run in parallel; the results come in the order of the calls, each as a message of the role "tool". What is
+wrong with a call is answered as such a result. A turn without a call is the last. The reward is the task's. Metrics per turn:
+tool_calls, tool_errors (calls that were answered by an error), tool_seconds (the sum over calls of wall-clock time).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Estimates over problems that were each answered n times: pass@k, avg@n, maj@n, with 95 % intervals.
 
-pass@k = 1 - C(n - c, k) / C(n, k) for c right answers of n: the unbiased estimate of "one of k is right"
-(arXiv:2107.03374). maj@n is the chance that the most frequent of n answers is right. Answers of equal frequency share
-the chance. Samples without a prediction do not vote. Where each problem is right or
-wrong, the interval is Wilson's. Otherwise it is the bootstrap's: percentiles over `RESAMPLES` resamplings of the problems,
-seeded, so that the same numbers give the same interval.
+pass@k = 1 - C(n - c, k) / C(n, k) for c right answers of n: the unbiased estimate of "one of k is right" (arXiv:2107.03374).
+maj@n is the chance that the most frequent of n answers is right. Answers of equal frequency share the chance. Samples without
+a prediction do not vote. Where each problem is right or wrong, the interval is Wilson's. Otherwise it is the bootstrap's:
+percentiles over `RESAMPLES` resamplings of the problems, seeded, so that the same numbers give the same interval.
 """
 
 from __future__ import annotations

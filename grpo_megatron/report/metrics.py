@@ -53,8 +53,7 @@ class Metrics:
         """Returns this object, or one that discards its records, for ranks with a copy of another rank's numbers.
 
         Tensor- and pipeline-parallel ranks of one replica hold the same samples, and each sample must be counted once:
-        `rollout_mismatch(metrics.when(mesh.is_replica_reporter), ...)`. `max`, `min`, `phase` and `constant` do not
-        need it.
+        `rollout_mismatch(metrics.when(mesh.is_replica_reporter), ...)`. `max`, `min`, `phase` and `constant` do not need it.
         """
         return self if contributes else Metrics()
 

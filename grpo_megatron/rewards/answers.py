@@ -17,15 +17,13 @@ _LINK = re.compile(r"[\s$.]*(?:,|;|\\text\{\s*(?:,?\s*(?:and|or))\s*\}|,?\s*(?:a
 
 
 def last_boxed(text: str, joined: bool = True) -> str | None:
-    r"""Returns the content of the last box, or (`joined`) of the last few boxes; None without one, or if it is not
-    closed.
+    r"""Returns the content of the last box, or (`joined`) of the last few boxes; None without one, or if it is not closed.
 
-    A box, `\boxed{...}` or `\fbox{...}`, has the final answer by the convention of MATH (arXiv 2103.03874). An unclosed
-    last box (a truncated response) is no prediction, even if there is an earlier box. In `\boxed{7\}` the backslash is
-    a slip: such a brace closes a box that no other one does, if no `\{` is open. `\boxed 7$` ends at the dollar sign or
-    the line's end. Of nested boxes the innermost is read; an empty box is "". Boxes with only `,`, `and` or `or`
-    between them are one list. Linear time: at most MAX_BOX characters are read after a box, and at most MAX_BOXES
-    boxes.
+    A box, `\boxed{...}` or `\fbox{...}`, has the final answer by the convention of MATH (arXiv 2103.03874). An unclosed last
+    box (a truncated response) is no prediction, even if there is an earlier box. In `\boxed{7\}` the backslash is a slip:
+    such a brace closes a box that no other one does, if no `\{` is open. `\boxed 7$` ends at the dollar sign or the line's
+    end. Of nested boxes the innermost is read; an empty box is "". Boxes with only `,`, `and` or `or` between them are one
+    list. Linear time: at most MAX_BOX characters are read after a box, and at most MAX_BOXES boxes.
     """
     start = box_start(text)
     content, _ = _read_box(text, start) if start >= 0 else (None, 0)

@@ -291,9 +291,8 @@ async def composite_reward(
     called, adds 0 and closes the gates that depend on it; so does one that does not apply (TRL's None). Where none
     applies, the sum does not either.
 
-    Metrics: each component's value under its name, what it reports under "name/key", and "name/open" for its gate. The
-    first "acc" is also the sum's, so that validation shows accuracy. Components that wait, such as judges, wait
-    together.
+    Metrics: each component's value under its name, what it reports under "name/key", and "name/open" for its gate. The first
+    "acc" is also the sum's, so that validation shows accuracy. Components that wait, such as judges, wait together.
     """
     values: Values = {}
     results: dict[str, RewardResult] = {}

@@ -1,5 +1,4 @@
-"""The reward `judge`: the verdict of another model, asked by an OpenAI-compatible endpoint (POST
-base_url/chat/completions).
+"""The reward `judge`: the verdict of another model, asked by an OpenAI-compatible endpoint (POST base_url/chat/completions).
 
 A worker has one request per judge at a time, so an engine has at most reward.num_workers of them. Each worker keeps its
 latest `cache_size` verdicts. The key comes from the environment variable that `api_key_env` names; no message shows it.

@@ -32,15 +32,13 @@ def normalized(text: str) -> str:
 
 
 def _register(name: str, find: Callable[[str], str | None]) -> None:
-    """Registers the reward `name`, 1 where `find` gives the answer, else 0: GSM8K as lm-evaluation-harness 3.0 grades
-    it.
+    """Registers the reward `name`, 1 where `find` gives the answer, else 0: GSM8K as lm-evaluation-harness 3.0 grades it.
 
-    exact_match, strict-match -> gsm8k_strict: the FIRST `#### N`, one space, N of [-0-9.,]. The same of the task
-    gsm8k_cot -> gsm8k_cot_strict: the FIRST `The answer is N` and one more character. flexible-extract ->
-    gsm8k_flexible: the LAST run of two or more of [$0-9.,], or of digits. Both sides then lose `,`, `$`, everything up
-    to the last `#### ` and a final `.`, and are compared as lower-case strings; when nothing matches, "[invalid]" is
-    compared. The harness first cuts a completion at its stop strings; here the generator does that. Our own `gsm8k`
-    reads the last mark of any kind, and compares values.
+    exact_match, strict-match -> gsm8k_strict: the FIRST `#### N`, one space, N of [-0-9.,]. The same of the task gsm8k_cot ->
+    gsm8k_cot_strict: the FIRST `The answer is N` and one more character. flexible-extract -> gsm8k_flexible: the LAST run of
+    two or more of [$0-9.,], or of digits. Both sides then lose `,`, `$`, everything up to the last `#### ` and a final `.`,
+    and are compared as lower-case strings; when nothing matches, "[invalid]" is compared. The harness first cuts a completion
+    at its stop strings; here the generator does that. Our own `gsm8k` reads the last mark of any kind, and compares values.
     """
 
     def reward(completion: str, answer: str) -> dict[str, float]:

@@ -1,10 +1,8 @@
-"""RewardPool: rewards in processes that can be killed. One that raises, hangs, prints or dies costs only its own
-sample.
+"""RewardPool: rewards in processes that can be killed. One that raises, hangs, prints or dies costs only its own sample.
 
-Every call has a wall-clock time limit; a process that misses it is killed and replaced (processes/pool.py). A batched
-or async reward gets several items in one call: those that are ready when a worker is free, spread over the free
-workers. One that `compares` gets all at once. Items of a common call that took too long, or ended its worker, are
-graded one by one.
+Every call has a wall-clock time limit; a process that misses it is killed and replaced (processes/pool.py). A batched or
+async reward gets several items in one call: those that are ready when a worker is free, spread over the free workers. One
+that `compares` gets all at once. Items of a common call that took too long, or ended its worker, are graded one by one.
 """
 
 from __future__ import annotations
@@ -104,9 +102,7 @@ class RewardPool(PoolClient):
         return self.collect(quiet=quiet)
 
     def begin(self, names: Sequence[str]) -> None:
-        """Starts a batch: `submit` each item, `collect` the results. An interrupted batch is dropped. Raises as
-        `grade`.
-        """
+        """Starts a batch: `submit` each item, `collect` the results. An interrupted batch is dropped. Raises as `grade`."""
         self.self_test([name for name in names if name not in self._tested])
         self._begin()
 
@@ -120,9 +116,7 @@ class RewardPool(PoolClient):
             self._hand_out()
 
     def serve(self) -> None:
-        """Takes the results that are there and hands out further items, without waiting. Call it often. Raises as
-        `grade`.
-        """
+        """Takes the results that are there and hands out further items, without waiting. Call it often. Raises as `grade`."""
         if not self._is_complete():
             self._processes.serve(block=False)
             self._hand_out()

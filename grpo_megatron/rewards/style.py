@@ -43,8 +43,7 @@ def length_reward(
     beyond: float | None = None,
     shape: Literal["linear", "cosine"] = "linear",
 ) -> float:
-    """Returns `start` up to `free_length` characters, from there to `end` at `max_length`, and `beyond` above (null:
-    `end`).
+    """Returns `start` up to `free_length` characters, from there to `end` at `max_length`, and `beyond` above (null: `end`).
 
     Linear, or half a cosine: end + (start - end) (1 + cos(pi x)) / 2 (arXiv 2502.03373, section 4.2, which has other
     ends for right and for wrong answers; here two components have a gate each). Raises ValueError unless 0 <=

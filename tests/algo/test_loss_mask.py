@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.aggregation import token_weightings
 from grpo_megatron.algo.corrections import correction_weights, rejection_mask
-from grpo_megatron.algo.dapo import with_overlong_penalty
-from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.algo.grpo import with_overlong_penalty
+from grpo_megatron.algo.losses import policy_losses, token_weightings
 from grpo_megatron.algo.plan import make_plan, weigh
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer, RolloutCorrection
 from grpo_megatron.types import GroupTable

@@ -1,11 +1,10 @@
 """The tool `python`: runs a program in a subprocess, and returns what it prints. Each call is a new process in an empty
 folder.
 
-A program has limits on wall-clock and processor time, address space, the size of files, open files, threads and output.
-It has no network, starts no process, and sees neither the files, the processes nor the variables of the run
-(isolation.py). Where that is impossible the tool refuses to run, unless `unsafe` is set. docs/agents.md has the threat
-model. A reward function that runs programs of the model calls `python` of this file: it raises ToolError for a program
-that fails.
+A program has limits on wall-clock and processor time, address space, the size of files, open files, threads and output. It
+has no network, starts no process, and sees neither the files, the processes nor the variables of the run (isolation.py).
+Where that is impossible the tool refuses to run, unless `unsafe` is set. docs/agents.md has the threat model. A reward
+function that runs programs of the model calls `python` of this file: it raises ToolError for a program that fails.
 """
 
 from __future__ import annotations

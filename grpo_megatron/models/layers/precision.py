@@ -110,9 +110,8 @@ def token_multiple(megatron: MegatronConfig) -> int:
 
     Context parallelism cuts a pack into 2 cp chunks. Sequence parallelism cuts each rank's two chunks over tp ranks. FP8
     needs whole blocks of the remaining rows. The result is cp * lcm(2 if cp > 1, tp * row_alignment), where tp is 1 without
-    sequence parallelism.
-    (lcm(tp, 2 cp, alignment) would be too small with FP8. For tp 8, cp 1 and alignment 16 it is 16, which is two rows per
-    rank, and Transformer Engine refuses fewer than 8.)
+    sequence parallelism. (lcm(tp, 2 cp, alignment) would be too small with FP8. For tp 8, cp 1 and alignment 16 it is 16,
+    which is two rows per rank, and Transformer Engine refuses fewer than 8.)
     """
     cp = megatron.context_parallel_size
     ways = megatron.tensor_model_parallel_size if _gathers_activations(megatron) else 1

@@ -1,5 +1,4 @@
-r"""Answers to competition mathematics: the one extractor and verifier of MATH (arXiv 2103.03874), OlympiadBench, AIME,
-AMC.
+r"""Answers to competition mathematics: the one extractor and verifier of MATH (arXiv 2103.03874), OlympiadBench, AIME, AMC.
 
 Departures from math-verify 0.9: a list `3, 5` is neither `3, 5, 5` nor the pair `(3,5)`; `(-\infty,3)` = `x < 3` in
 both directions; `11_2` is not `11_3`, 5 cm is not 5 m, A is not a; anagrams are not equal; of several boxes in a text
@@ -36,8 +35,7 @@ MAX_SIGNS = 2  # -1 < x < 5
 
 @functools.lru_cache(maxsize=4096)
 def same_relation(answer: str, prediction: str) -> bool:
-    r"""Tells whether two texts, LaTeX or plain, are one equation or one inequality. Raises TimeoutError as
-    `same_formula`.
+    r"""Tells whether two texts, LaTeX or plain, are one equation or one inequality. Raises TimeoutError as `same_formula`.
 
     An equation is the numerator of (left - right): two are equal when their numerators differ by a number other than
     zero as a factor. An inequality is `expression > 0` or `>= 0`: the factor must be positive. In one variable, an
@@ -155,9 +153,8 @@ _UNCLEAR = re.compile(r"\\circ|degree|mod|\\log(?!_)|%|:|(?<!log)_|\\approx")  #
 def _stated(text: str) -> str:
     r"""Returns the right side of an equation without a free variable; other texts as they are. Raises TimeoutError.
 
-    `e^{i\pi} = -1` is -1, because that is true; `\lim_{x\to0} ... = 1` is 1, as it stands; `x + y = 1` is not 1. `x =
-    1`, and numbers as `2 + 3 = 5`, are read in structure.py. What can be seen to be false has no value: `2 + 2 = 5` is
-    not 5.
+    `e^{i\pi} = -1` is -1, because that is true; `\lim_{x\to0} ... = 1` is 1, as it stands; `x + y = 1` is not 1. `x = 1`, and
+    numbers as `2 + 3 = 5`, are read in structure.py. What can be seen to be false has no value: `2 + 2 = 5` is not 5.
     """
     sides = split_outside_brackets(tidy(text), {"="}) if "=" in text else []
     if len(sides) != 2 or not all(sides) or refuses(sides[0]) or refuses(sides[1]):
@@ -243,10 +240,9 @@ _MATHEMATICS = re.compile(r"[-+*/^_=<>\\()\[\]{}|]")
 def sentence_value(text: str) -> str | None:
     """Returns the value that a sentence states; None for a text that is no sentence, or states none or several.
 
-    Three forms are read. After a verb at the end: `... is VALUE`, `... x = VALUE`. Two words or more with one number
-    and no other mathematics. After any text, one `Final answer: VALUE`. A sentence that denies, compares, doubts or
-    offers a choice has no value (`not 5`, `at least 5`, `5 or 6`): a policy that lists its guesses must not be paid for
-    one of them.
+    Three forms are read. After a verb at the end: `... is VALUE`, `... x = VALUE`. Two words or more with one number and no
+    other mathematics. After any text, one `Final answer: VALUE`. A sentence that denies, compares, doubts or offers a choice
+    has no value (`not 5`, `at least 5`, `5 or 6`): a policy that lists its guesses must not be paid for one of them.
     """
     plain = " ".join(re.sub(r"\\?\$", " ", _TEXT.sub(r" \1 ", text)).split()).rstrip(" .!")
     final = _FINAL.fullmatch(plain)

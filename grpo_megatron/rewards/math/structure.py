@@ -1,10 +1,9 @@
 """LaTeX answers: one spelling for equal ones (`tidy`), and their structure (`parse_tree`, `same_tree`).
 
-Why a parser stands beside math-verify 0.9. Of the 374 pairs of tests/rewards/math/pairs.py, math-verify alone misses 64
-of 216 equal answers and accepts 29 of 158 different ones. With `tidy`, units, sentences and the kind of brackets as
-checks before it, it still misses 27 and accepts 11: named tuples, unions, set-builder notation, inequalities as
-intervals, repeated elements, matrices' shapes. It also costs each worker the import of sympy, which plain answers do
-not need here.
+Why a parser stands beside math-verify 0.9. Of the 374 pairs of tests/rewards/math/pairs.py, math-verify alone misses 64 of
+216 equal answers and accepts 29 of 158 different ones. With `tidy`, units, sentences and the kind of brackets as checks
+before it, it still misses 27 and accepts 11: named tuples, unions, set-builder notation, inequalities as intervals, repeated
+elements, matrices' shapes. It also costs each worker the import of sympy, which plain answers do not need here.
 """
 
 from __future__ import annotations
@@ -78,9 +77,8 @@ _SPACE = re.compile(r"(\\[A-Za-z]+\s+(?=[A-Za-z]))|([0-9A-Za-z]\s+(?=[0-9A-Za-z]
 def tidy(text: str) -> str:
     r"""Writes an answer in one spelling. Tidying twice changes nothing, for practical purposes. Never raises.
 
-    Removes sizes, spacing, fonts and thousands commas, completes short fractions. Text stays as `\text{...}`; white
-    space stays only where it separates (`\pi r`, `1 000`, words). Linear or quadratic time in at most MAX_ANSWER
-    characters.
+    Removes sizes, spacing, fonts and thousands commas, completes short fractions. Text stays as `\text{...}`; white space
+    stays only where it separates (`\pi r`, `1 000`, words). Linear or quadratic time in at most MAX_ANSWER characters.
     """
     text = text.translate(_UNICODE).replace("\\\\", "\x00")  # the end of a matrix row, not a space
     for pattern, latex in _ASCII_RELATIONS:

@@ -1,5 +1,4 @@
-"""Single values: fractions, units, percent, ratios, bases and words here; formulas by math-verify (sympy), behind
-guards.
+"""Single values: fractions, units, percent, ratios, bases and words here; formulas by math-verify (sympy), behind guards.
 
 A policy may write any text. `refuses` keeps from math-verify what is long, nested or huge. What may still run for ever
 ends by TIME_LIMIT_S; a call that hangs in C is ended from outside: the pool kills its worker, whose memory is bounded.
@@ -33,8 +32,7 @@ _HUGE = re.compile(r"[0-9]{60,}|[0-9]{4,}\s?!|[)}!]\s?!\s?!?|(?:binom|choose)[^A
 def refuses(text: str) -> bool:
     """Tells whether a formula is kept from sympy; it equals only the same string.
 
-    Refused are other characters than printable ASCII, long and deep texts, towers of powers, huge factorials and
-    literals.
+    Refused are other characters than printable ASCII, long and deep texts, towers of powers, huge factorials and literals.
     """
     if len(text) > MAX_FORMULA or not (text.isascii() and text.isprintable()):
         return True
