@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 
-from grpo_megatron.algo.advantages import Advantages, advantage_estimators
-from grpo_megatron.algo.grpo import with_overlong_penalty
+from grpo_megatron.algo.advantages import Advantages, advantage_estimators, with_overlong_penalty
 from grpo_megatron.algo.losses import PolicyLoss, has_kl_in_reward, needs_reference, policy_losses, reasons_for_old_pass
 from grpo_megatron.algo.plan import assign_rows, weigh
 from grpo_megatron.checks.components import reward_name
-from grpo_megatron.checks.digests import InputDigests, recorded_inputs
-from grpo_megatron.checks.resume import announcement, check_resume
+from grpo_megatron.checks.resume import InputDigests, announcement, check_resume, recorded_inputs
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import AlgorithmConfig, Config
 from grpo_megatron.device import Device
@@ -33,21 +31,20 @@ from grpo_megatron.parallel.exchange import apply_plan, exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.processes.variables import set_determinism_variables
+from grpo_megatron.report.console import awaited
 from grpo_megatron.report.loggers import build_sinks
 from grpo_megatron.report.metrics import Metrics
-from grpo_megatron.report.progress import awaited
 from grpo_megatron.report.step import record_update
 from grpo_megatron.sampling.questions import AskedPrompt, prompt_of
 from grpo_megatron.storage.run_files import steps_of
+from grpo_megatron.training.beside import References, build_critic
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes, run_state
 from grpo_megatron.training.colocation import build_export, build_policy
 from grpo_megatron.training.correction import Correction, build_loss
-from grpo_megatron.training.critic import build_critic
 from grpo_megatron.training.dump import metric_parts, metric_values
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.output_folder import OutputFolder, record_config
 from grpo_megatron.training.placement import build_placement, join_world, with_engine_sequences
-from grpo_megatron.training.references import References
 from grpo_megatron.training.reward_model import build_reward_model
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.training.warm_up import warm_up

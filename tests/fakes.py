@@ -552,7 +552,7 @@ def run_trainer(
     """
     from grpo_megatron import run as run_module
     from grpo_megatron import trainer as trainer_module
-    from grpo_megatron.training import colocation, placement, references, validation, warm_up
+    from grpo_megatron.training import beside, colocation, placement, validation, warm_up
 
     raw: dict[str, Any] = {
         "model": {"path": "start"},
@@ -656,7 +656,7 @@ def run_trainer(
             "build_rollout_engine": build_rollout_engine,
             "build_weight_sync": lambda *_: FakeWeightSync(),
         },
-        references: {"Reference": SimpleNamespace(load=FakeReference)},
+        beside: {"Reference": SimpleNamespace(load=FakeReference)},
         sinks_module: {} if has_report else {"ReportSink": lambda *_: NoReport()},
     }
     with ExitStack() as stack:

@@ -1,6 +1,7 @@
 """The mathematics on plain tables and `[B, R]` tensors; no process group.
 
-Frames: advantages.py, losses.py. Families: grpo.py (Dr.GRPO, DAPO, GSPO, GMPO, CISPO, SAPO), reinforce.py (RLOO, OPO, GPG,
-ReMax, REINFORCE++), ppo.py, preference.py (SFT, RFT, DPO), reward_models.py. For all: kl.py, corrections.py, plan.py.
-direct.py: advantages and losses without a run. methods.yaml: the named blocks of config/methods.py.
+Frames: advantages.py (with DAPO's penalty and DUPO), losses.py. Families: grpo.py (Dr.GRPO, GSPO, GMPO, CISPO, SAPO),
+reinforce.py (RLOO, OPO, GPG, ReMax, REINFORCE++), ppo.py, preference.py (SFT, RFT, DPO), reward_models.py. For all: kl.py,
+corrections.py, plan.py (with the aggregations). direct.py: advantages and losses without a run. methods.yaml: the named
+blocks of config/methods.py.
 """

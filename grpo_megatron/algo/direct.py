@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards
-from grpo_megatron.algo.losses import token_weights as weights_of_mode
+from grpo_megatron.algo.plan import token_weights as weights_of_mode
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
 from grpo_megatron.types import GroupTable
 

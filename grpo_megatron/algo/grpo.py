@@ -1,4 +1,4 @@
-"""GRPO and its variants: advantages from the rewards of a prompt's samples, DAPO's changes of the table, and the losses.
+"""GRPO and its variants: advantages from the rewards of a prompt's samples, and losses. DAPO's penalty is in advantages.py.
 
 GRPO's loss is PPO's clipped surrogate (`vanilla` in ppo.py); its KL is k3 (kl.py). Dr.GRPO is a switch of it.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from grpo_megatron.algo.advantages import (
     deviations,
     finite_steps,
     group_scale,
-    informative_groups,
     is_informative,
     per_group,
     scorable_groups,
@@ -33,7 +31,7 @@ from grpo_megatron.algo.losses import (
     ratio_of,
     sequence_mean,
 )
-from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer
+from grpo_megatron.config import ActorConfig, AlgorithmConfig
 from grpo_megatron.shapes import Float
 from grpo_megatron.types import GroupTable
 
@@ -113,51 +111,6 @@ def _rewards_to_go(steps: Sequence[tuple[int, float]], length: int) -> list[floa
     for i, (end, _) in enumerate(steps):
         result += [math.fsum(reward for _, reward in steps[i:])] * (end + 1 - len(result))
     return result + [0.0] * (length - len(result))
-
-
-# -- DAPO (arXiv 2503.14476) and DUPO: changes of the table, after the reward function and before the advantages -------
-# DAPO's other parts: clip-higher is `vanilla` with clip_ratio_high > clip_ratio_low; its token mean is an aggregation
-# (`token-mean`); dynamic sampling fills a batch with the groups that `advantages.is_informative` accepts
-# (sampling/collector.py). `method: dapo` sets them all (methods.yaml).
-
-
-def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
-    """Computes the soft overlong penalty of a response of n tokens, in the loss or not (DAPO, section 3.4).
-
-    0 up to L - c,   -(n - (L - c)) / c up to L,   -1 beyond         L the longest response allowed, c the buffer
-    """
-    return max(-1.0, min(0.0, (max_length - buffer - length) / buffer))
-
-
-def with_overlong_penalty(table: GroupTable, config: OverlongBuffer, max_length: int) -> GroupTable:
-    """Adds the penalty to `reward`; `raw_reward` keeps the rewards before it. Unchanged if there is no buffer."""
-    if config.len is None:
-        return table
-    penalties = [config.penalty_factor * overlong_penalty(n, max_length, config.len) for n in table.response_length]
-    rewards = [reward + penalty for reward, penalty in zip(table.reward, penalties, strict=True)]
-    return replace(table, reward=rewards, raw_reward=table.raw_reward or table.reward)
-
-
-def dupo_copies(table: GroupTable) -> list[int]:
-    """Counts how often each row is trained on (DUPO, arXiv 2507.02592): 0 in groups whose raw rewards are all equal.
-
-    Their places are given to the other groups in turn, in prompt order: the copies of two groups differ by at most one. All
-    counts are 0 when every group's rewards are equal. A copy is an integer weight, which counts in the denominators as well.
-    The advantages stay those of the original group: copies are not part of its statistics.
-    """
-    copies = [0] * len(table)
-    informative = {table.prompt_index[rows[0]] for rows in informative_groups(table, table.raw_reward or None)}
-    groups = table.groups()
-    sources = [rows for rows in groups if table.prompt_index[rows[0]] in informative]
-    for place in range(len(groups) if sources else 0):
-        for row in sources[place % len(sources)]:
-            copies[row] += 1
-    return copies
-
-
-def copies_of(table: GroupTable, algorithm: AlgorithmConfig) -> list[int]:
-    """Counts how often each row is trained on: once without DUPO."""
-    return dupo_copies(table) if algorithm.dupo else [1] * len(table)
 
 
 # -- GSPO and GMPO: one ratio per response -----------------------------------------------------------------------------

@@ -16,49 +16,8 @@ from torch import Tensor
 
 from grpo_megatron.algo.advantages import FAMILY_MODULES, advantage_estimators
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
-from grpo_megatron.registry import FactRegistry, Registry
+from grpo_megatron.registry import FactRegistry
 from grpo_megatron.shapes import Bool, Float
-
-# -- Aggregation: loss = sum over tokens of weight * token loss, with weights that are fixed before batching -----------
-# They are known before anything is packed, so micro-batches, padding and parallel layouts cannot change the gradient.
-# Averaging the means of micro-batches, as several codebases do, makes the gradient depend on all three.
-
-# (n_i of the responses that count: all > 0, at least one; L) -> one weight per response
-TokenWeighting = Callable[[list[int], float], list[float]]
-
-token_weightings: Registry[TokenWeighting] = Registry("loss aggregation mode")
-
-_WEIGHTINGS: dict[str, TokenWeighting] = {
-    "token-mean": lambda lengths, norm_length: [1.0 / sum(lengths)] * len(lengths),
-    "seq-mean-token-mean": lambda lengths, norm_length: [1.0 / (len(lengths) * length) for length in lengths],
-    "seq-mean-token-sum": lambda lengths, norm_length: [1.0 / len(lengths)] * len(lengths),
-    "seq-mean-token-sum-norm": lambda lengths, norm_length: [1.0 / (len(lengths) * norm_length)] * len(lengths),
-    "token-sum": lambda lengths, norm_length: [1.0] * len(lengths),
-}
-for _mode, _weighting in _WEIGHTINGS.items():
-    token_weightings.register(_mode)(_weighting)
-
-
-def token_weights(mode: str, num_loss_tokens: list[int], norm_length: float) -> list[float]:
-    """Computes the weight of each response's loss tokens in the loss of ONE optimizer step.
-
-        token-mean                1 / N_tok                DAPO, arXiv 2503.14476
-        seq-mean-token-mean       1 / (N_seq * n_i)        DeepSeekMath, arXiv 2402.03300: 1/G sum 1/|o_i|
-        seq-mean-token-sum        1 / N_seq
-        seq-mean-token-sum-norm   1 / (N_seq * L)          Dr.GRPO, arXiv 2503.20783; L is constant through the run
-        token-sum                 1
-
-    n_i is the number of loss tokens of response i, N_tok = sum n_i and N_seq = #{n_i > 0}, both over the optimizer step: every
-    micro-batch, every data-parallel rank. A response that is left out, or has no loss token, counts in neither.
-
-    `num_loss_tokens[i]` is n_i of every response of the whole optimizer step, not of one rank's share; 0 leaves a response
-    out. `norm_length` is L in tokens. Raises ValueError on an unknown mode.
-    """
-    weighting = token_weightings.get(mode)
-    counts = [count for count in num_loss_tokens if count]
-    weights = iter(weighting(counts, norm_length) if counts else [])
-    return [next(weights) if count else 0.0 for count in num_loss_tokens]
-
 
 LOG_RATIO_CLAMP = 20.0  # one token cannot overflow exp, as in verl: no product with e^20 = 4.9e8 overflows float32
 SEQUENCE_MEAN = ("seq-mean-token-mean",)
@@ -187,7 +146,7 @@ def total_loss(
 
         sum over tokens of  w * (c * policy loss + kl_loss_coef * KL - entropy_coeff * entropy)
 
-    w are the token weights (`token_weights`), which are normalised over the optimizer step, c the correction (corrections.py; 1
+    w are the token weights (plan.py), which are normalised over the optimizer step, c the correction (corrections.py; 1
     without one). This is a plain sum: add it, and its gradient, over micro-batches and ranks; never average.
 
     Returns a scalar with gradient: 0, with zero gradients, when everything is masked or B is 0. `actor/pg_loss`,

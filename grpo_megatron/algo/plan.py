@@ -15,7 +15,7 @@ Every rank computes the same plan from the same table: integers, float64, no com
 6. Token weights per mini-batch, from that mini-batch's global counts of rows and loss tokens. Because of them, 4 and 5
    cannot change the gradient.
 
-Token weights are in losses.py, copies of rows (DUPO) in grpo.py. Here: ranks and micro-batches; then the plan. The
+Here: ranks and micro-batches; token weights; then the plan. The
 critic's plan has mini-batches of its own on the same rows.
 """
 
@@ -24,13 +24,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards
-from grpo_megatron.algo.grpo import copies_of
-from grpo_megatron.algo.losses import token_weights
+from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, copies_of
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
+from grpo_megatron.registry import Registry
 from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, rows_of_mini_batch
 
 # -- Ranks and micro-batches -------------------------------------------------------------------------------------------
@@ -240,6 +239,47 @@ def _costs_of_ranks(mini_batches: list[MiniBatches], costs: list[int]) -> list[l
         [sum(costs[row] for row in rows_of_mini_batch(per_rank[mini])) for per_rank in mini_batches]
         for mini in range(len(mini_batches[0]))
     ]
+
+
+# -- Aggregation: loss = sum over tokens of weight * token loss, with weights that are fixed before batching -----------
+# They are known before anything is packed, so micro-batches, padding and parallel layouts cannot change the gradient.
+# Averaging the means of micro-batches, as several codebases do, makes the gradient depend on all three.
+
+# (n_i of the responses that count: all > 0, at least one; L) -> one weight per response
+TokenWeighting = Callable[[list[int], float], list[float]]
+
+token_weightings: Registry[TokenWeighting] = Registry("loss aggregation mode")
+
+_WEIGHTINGS: dict[str, TokenWeighting] = {
+    "token-mean": lambda lengths, norm_length: [1.0 / sum(lengths)] * len(lengths),
+    "seq-mean-token-mean": lambda lengths, norm_length: [1.0 / (len(lengths) * length) for length in lengths],
+    "seq-mean-token-sum": lambda lengths, norm_length: [1.0 / len(lengths)] * len(lengths),
+    "seq-mean-token-sum-norm": lambda lengths, norm_length: [1.0 / (len(lengths) * norm_length)] * len(lengths),
+    "token-sum": lambda lengths, norm_length: [1.0] * len(lengths),
+}
+for _mode, _weighting in _WEIGHTINGS.items():
+    token_weightings.register(_mode)(_weighting)
+
+
+def token_weights(mode: str, num_loss_tokens: list[int], norm_length: float) -> list[float]:
+    """Computes the weight of each response's loss tokens in the loss of ONE optimizer step.
+
+        token-mean                1 / N_tok                DAPO, arXiv 2503.14476
+        seq-mean-token-mean       1 / (N_seq * n_i)        DeepSeekMath, arXiv 2402.03300: 1/G sum 1/|o_i|
+        seq-mean-token-sum        1 / N_seq
+        seq-mean-token-sum-norm   1 / (N_seq * L)          Dr.GRPO, arXiv 2503.20783; L is constant through the run
+        token-sum                 1
+
+    n_i is the number of loss tokens of response i, N_tok = sum n_i and N_seq = #{n_i > 0}, both over the optimizer step: every
+    micro-batch, every data-parallel rank. A response that is left out, or has no loss token, counts in neither.
+
+    `num_loss_tokens[i]` is n_i of every response of the whole optimizer step, not of one rank's share; 0 leaves a response
+    out. `norm_length` is L in tokens. Raises ValueError on an unknown mode.
+    """
+    weighting = token_weightings.get(mode)
+    counts = [count for count in num_loss_tokens if count]
+    weights = iter(weighting(counts, norm_length) if counts else [])
+    return [next(weights) if count else 0.0 for count in num_loss_tokens]
 
 
 # -- The plan ----------------------------------------------------------------------------------------------------------

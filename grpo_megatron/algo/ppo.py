@@ -1,6 +1,6 @@
 """PPO: the clipped surrogate, which is also the loss of GRPO and DAPO; and, with a critic, GAE and the value loss.
 
-training/critic.py runs the critic: values, then targets and advantages (`gae`), then the update by `value_loss`.
+training/beside.py runs the critic: values, then targets and advantages (`gae`), then the update by `value_loss`.
 """
 
 from __future__ import annotations

@@ -8,5 +8,5 @@ methods.py       algorithms that go together
 models.py        model folders
 machine.py       output folder, packages, devices
 reward_call.py   reward functions and the environment, called on a real row
-resume.py        a config beside its checkpoint's; digests.py: inputs beside their recorded digests
+resume.py        a config beside its checkpoint's, and inputs beside their recorded digests
 """

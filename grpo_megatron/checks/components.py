@@ -11,7 +11,8 @@ from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.kl import kl_penalties
-from grpo_megatron.algo.losses import policy_losses, token_weightings
+from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.algo.plan import token_weightings
 from grpo_megatron.checks.models import has_critic
 from grpo_megatron.config import Config, ConfigError, DataConfig, RewardComponent, RewardConfig, SamplingConfig
 from grpo_megatron.config.problems import Problem, Problems, keys_of, marked

@@ -18,7 +18,6 @@ from grpo_megatron.config import Config, ConfigError, SamplingConfig
 from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of
 from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.data.images import ImageFormat
-from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
 from grpo_megatron.data.prompts import load_prompts, parsed_row
 from grpo_megatron.data.responses import (
     PAIR_ROWS,
@@ -32,7 +31,7 @@ from grpo_megatron.data.responses import (
     read_written,
 )
 from grpo_megatron.data.rows import RowSet, is_there
-from grpo_megatron.data.sampler import Mixture, SourcePrompts, one_of_each
+from grpo_megatron.data.sampler import Mixture, SourcePrompts, one_of_each, read_pass_rates, select_prompts
 from grpo_megatron.data.task import get_task
 from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer
 from grpo_megatron.models.architecture import Architecture

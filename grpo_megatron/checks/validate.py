@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from grpo_megatron.checks import components, digests, inputs, layout, machine, methods, models, resume, reward_call
+from grpo_megatron.checks import components, inputs, layout, machine, methods, models, resume, reward_call
 from grpo_megatron.checks.components import CheckedEnvironment
 from grpo_megatron.checks.inputs import RunRows
 from grpo_megatron.checks.models import CRITIC, MAIN, OTHERS, ModelFolders
@@ -284,7 +284,7 @@ CHECKS = (  # in the order in which problems are found
     Check("in use", lambda v: machine.in_use_problems(v.config), when=_is_rehearsed_run),
     Check(
         "changed inputs",
-        lambda v: digests.input_problems(v.config, prints=not v.dry_run),
+        lambda v: resume.input_problems(v.config, prints=not v.dry_run),
         when=lambda v: v.rehearsed and not (v.elsewhere or v.start.wrong_keys),
     ),
     Check(

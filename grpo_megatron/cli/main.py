@@ -172,7 +172,7 @@ COMMANDS = {  # in the order of --help: as a user meets them
         "data.curate:curate",
     ),
     "convert": Command(
-        "Hugging Face <-> Megatron-Core checkpoints", "convert.options:ConvertOptions", "convert.cli:convert"
+        "Hugging Face <-> Megatron-Core checkpoints", "convert.options:ConvertOptions", "convert.inspection:convert"
     ),
     "prepare": Command(
         "the data of an example, or a model with random weights", "starting.prepare:PrepareOptions", "prepare_inputs"

@@ -12,7 +12,7 @@ from grpo_megatron.config.section import Count, Fixed, Needs, Processes, Schedul
 
 
 class OverlongBuffer(Section):
-    """DAPO's soft penalty for responses that come close to data.max_response_length (algo/grpo.py)."""
+    """DAPO's soft penalty for responses that come close to data.max_response_length (algo/advantages.py)."""
 
     len: int | None = Field(None, ge=1)
     """the penalty grows from 0 to 1 over the last so many tokens; null: off"""

@@ -91,7 +91,7 @@ class TrainerConfig(Section):
     verify_checkpoints: Literal["full", "sizes"] = "full"
     """before resuming, compare files by sha256, or by size only"""
     accept_changed_inputs: bool = False
-    """resume although data, weights or tokenizer are not those of the checkpoint (checks/digests.py)"""
+    """resume although data, weights or tokenizer are not those of the checkpoint (checks/resume.py)"""
     stop_file: Path | None = None
     """once this file exists, save after the step and exit with code 75"""
     stop_at: float | None = Field(None, gt=0, le=1e11)

@@ -1,8 +1,8 @@
 """Hugging Face safetensors <-> Megatron-Core distributed checkpoints, on a CPU, in bounded memory, without a model.
 
-options.py      the options of the actions; cli.py: the command
-conversion.py   to-megatron, to-hf and merge; inspection.py: verify and inspect
-source.py       a model in either format as Hugging Face tensors; hf.py and megatron.py are its two kinds, and write them too
+options.py      the options of the actions
+conversion.py   to-megatron, to-hf and merge; inspection.py: verify and inspect, and the command
+source.py       a model in either format as Hugging Face tensors; the kinds HFFolder and megatron.py, which write them too
 adapters.py     adapters and their base, as a third kind
 layout.py       names and places of the tensors in a distributed checkpoint
 output.py       the output folder and its files, hashed while they are written; progress

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.convert import ConvertError, listing_error
-from grpo_megatron.convert.hf import HFFolder
 from grpo_megatron.convert.megatron import MegatronFolder
-from grpo_megatron.convert.source import FLOATS, Source, dtype_name
+from grpo_megatron.convert.source import FLOATS, HFFolder, Source, dtype_name
 from grpo_megatron.models.lora.merge import merge
 from grpo_megatron.models.lora.peft_folder import PeftFolder, is_peft_folder, write_peft
 from grpo_megatron.models.lora.table import lora_rows

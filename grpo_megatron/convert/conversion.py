@@ -9,12 +9,15 @@ from pathlib import Path
 
 from grpo_megatron.convert import ConvertError, listing_error
 from grpo_megatron.convert.adapters import AdaptedModel
-from grpo_megatron.convert.hf import HFFolder, write_shards
 from grpo_megatron.convert.layout import RELEASE, TRACKER_FILE, tracked_folder
 from grpo_megatron.convert.megatron import FORMAT_FILE, MegatronFolder, write_checkpoint
-from grpo_megatron.convert.options import MergeOptions, ToHfOptions, ToMegatronOptions
+from grpo_megatron.convert.options import (
+    MergeOptions,
+    ToHfOptions,
+    ToMegatronOptions,
+)
 from grpo_megatron.convert.output import Progress, check_target, output_folder
-from grpo_megatron.convert.source import FLOATS, Source
+from grpo_megatron.convert.source import FLOATS, HFFolder, Source, write_shards
 from grpo_megatron.models.architecture import Architecture, fitting_sizes, split_problems
 from grpo_megatron.models.heads.reward_folder import WHAT
 from grpo_megatron.models.lora.peft_folder import ADAPTER_CONFIG, PeftFolder, is_peft_folder

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from grpo_megatron.convert.conversion import check_model_layout, companions, model_layout_problems, open_source
+from grpo_megatron.convert import ConvertError
+from grpo_megatron.convert.conversion import (
+    check_model_layout,
+    companions,
+    hf_to_megatron,
+    megatron_to_hf,
+    model_layout_problems,
+    open_source,
+)
 from grpo_megatron.convert.layout import further_options, tracked_folder, unsupported_there
-from grpo_megatron.convert.options import InspectOptions, VerifyOptions
+from grpo_megatron.convert.options import ConvertOptions, InspectOptions, ToHfOptions, ToMegatronOptions, VerifyOptions
 from grpo_megatron.convert.output import Progress, format_bytes
 from grpo_megatron.convert.source import FLOATS, Source, dtype_name, row_blocks
+from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.heads.reward_folder import WHAT
+from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import MANIFEST_FILE, Verification, read_manifest
-from grpo_megatron.untrusted import visible
+from grpo_megatron.untrusted import cut, visible
 
 KINDS = {"hf": "Hugging Face safetensors", "megatron": "Megatron-Core distributed checkpoint (torch_dist)"}
 KINDS["adapters"] = "adapters, and the Hugging Face safetensors of their base"
@@ -183,3 +194,26 @@ def _table(tensors: list[TensorComparison]) -> str:
             lines.append((f"  {tensor.name}", "", str(list(tensor.shape)), tensor.dtype_names, difference))
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
     return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4]]) for line in lines)
+
+
+# -- The command. Exit codes: 0; 1 verify has found a difference; 2 an error; 130 interrupted ---------------------------
+
+
+def convert(options: ConvertOptions) -> int:
+    """Run the chosen action. Returns the exit code; errors are printed."""
+    try:
+        if isinstance(options, VerifyOptions):
+            return verify(options)
+        if isinstance(options, ToMegatronOptions):
+            hf_to_megatron(options)
+        elif isinstance(options, ToHfOptions):
+            megatron_to_hf(options)
+        elif isinstance(options, InspectOptions):
+            print(visible(describe_model(options)))
+    except (ConvertError, StorageError, UnsupportedModel) as error:
+        print("\n".join(cut(line, 2000) for line in visible(f"error: {error}").splitlines()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0

@@ -91,7 +91,7 @@ class Origin:
     folder: Path
     part: PartName | None
     config: dict[str, Any]
-    inputs: dict[str, Any]  # key of the config -> file -> size and sha256 (checks/digests.py)
+    inputs: dict[str, Any]  # key of the config -> file -> size and sha256 (checks/resume.py)
 
     def start(self) -> Path | None:
         """Returns the Hugging Face folder that the model started from. None: the config does not say."""

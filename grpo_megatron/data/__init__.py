@@ -5,7 +5,7 @@ task.py tasks/             what a benchmark is: rows, prompt, reward, label, ver
 tokenizer.py               a tokenizer, its end tokens and chat template; the tokens between the model's turns
 prompts.py                 files of a task -> prompts, made when they are read
 responses.py               the same for rows with responses
-sampler.py pass_rates.py   which items a step sees; of several sources, or by their pass rates
+sampler.py                 which items a step sees; of several sources, or by their pass rates
 benchmarks.py              the problems of tasks, for validation and evaluation
 images.py                  images of rows: files or bytes -> pixels and places
 curate.py curate_options.py   the command `curate`: responses -> pass rates, filtered rows, supervised rows, preferences

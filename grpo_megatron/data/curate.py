@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.curate_options import PAIRS, PASS_RATES, SUPERVISED, CurateOptions
 from grpo_megatron.data.images import has_images, image_name, image_sources, located
-from grpo_megatron.data.pass_rates import wilson
 from grpo_megatron.data.rows import (
     LineFile,
     Question,
@@ -35,6 +34,7 @@ from grpo_megatron.data.rows import (
     text_field,
     type_name,
 )
+from grpo_megatron.data.sampler import wilson
 from grpo_megatron.data.task import Task, get_task
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import new_folder, write_file

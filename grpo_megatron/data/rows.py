@@ -404,7 +404,7 @@ class _RowGroups:
         self._bytes, self._has_warned, self._lock = 0, False, threading.Lock()
 
     def read(self, file: Any, group: int) -> Any:
-        """Get a decoded row group. Rank 0 hashes images in threads (checks/digests.py)."""
+        """Get a decoded row group. Rank 0 hashes images in threads (checks/resume.py)."""
         with self._lock:
             return self._read(file, group)
 

@@ -7,5 +7,5 @@ ledger.py                completions on disk, so that a killed run continues; on
 grading.py estimates.py  completions -> grades, by the rewards of training; pass@k, avg@n, maj@n, intervals
 results.py page.py       results.json and the terminal's tables; the HTML report
 comparison.py            the paired difference of two results
-generate_settings.py generate.py chat.py   answers to prompts, to a file, or in a conversation
+generate_settings.py generate.py   answers to prompts, to a file, or in a conversation
 """

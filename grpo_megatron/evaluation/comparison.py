@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
-from grpo_megatron.data.pass_rates import Z
+from grpo_megatron.data.sampler import Z
 from grpo_megatron.evaluation.results import MEAN_REWARD, limited, read_result
 from grpo_megatron.report.console import format_table
 from grpo_megatron.untrusted import visible

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from grpo_megatron.data.pass_rates import wilson
+from grpo_megatron.data.sampler import wilson
 
 RESAMPLES = 2000
 RIGHT = 0  # the vote for the right answer, in `majority`

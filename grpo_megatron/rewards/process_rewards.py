@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from grpo_megatron.rewards.arithmetic import ArithmeticRules, compute_exactly
+from grpo_megatron.rewards.numeric import ArithmeticRules, compute_exactly
 from grpo_megatron.rewards.reward import MAX_STEPS, parse_reward, rewards
 
 MAX_LINE = 4000  # characters read of one line

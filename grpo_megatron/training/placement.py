@@ -23,8 +23,8 @@ from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.models.engine_cache import with_sequences
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
+from grpo_megatron.report.console import awaited
 from grpo_megatron.report.metrics import Metrics
-from grpo_megatron.report.progress import awaited
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sampling.collector import Clock, Collector
@@ -32,8 +32,8 @@ from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, TrajectoryGenerator
 from grpo_megatron.sampling.wrappers import build_collector
 from grpo_megatron.sync.attest import Provenance
+from grpo_megatron.training.beside import References
 from grpo_megatron.training.colocation import Colocation, build_colocation
-from grpo_megatron.training.references import References
 from grpo_megatron.training.roles import RolloutRanks, StepsAhead
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.training.validation import NoValidation, PromptValidation, Validator

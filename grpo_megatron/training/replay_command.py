@@ -25,7 +25,7 @@ class ReplayOptions(Options):
 def replay_dump(options: ReplayOptions) -> int:
     """Compute the loss of a dumped mini-batch again, in this process; returns the exit code of the epilog."""
     with large_imports():
-        from grpo_megatron.training.replay import TOLERANCE, read_dump, recompute
+        from grpo_megatron.training.dump import TOLERANCE, read_dump, recompute
 
     dump = read_dump(options.dump)
     incident = dump.incident

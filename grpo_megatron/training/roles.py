@@ -27,8 +27,8 @@ from grpo_megatron.sampling.collector import Clock, Collector, Group, State, pac
 from grpo_megatron.sync.attest import Provenance, finite_digests, probe_logprobs
 from grpo_megatron.sync.digest import Expected
 from grpo_megatron.sync.weight_sync import SyncHeader
+from grpo_megatron.training.beside import References
 from grpo_megatron.training.colocation import build_probe, build_weight_sync
-from grpo_megatron.training.references import References
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import Segment
 

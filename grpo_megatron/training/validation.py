@@ -26,7 +26,7 @@ from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.grading import is_declined
 from grpo_megatron.storage.files import write_file
-from grpo_megatron.training.references import References
+from grpo_megatron.training.beside import References
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.types import BRANCH, Batch, Prompt, Sample
 

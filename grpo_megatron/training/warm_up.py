@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_megatron.algo.plan import make_plan
-from grpo_megatron.checks.digests import InputDigests
-from grpo_megatron.checks.resume import check_resume
+from grpo_megatron.checks.resume import InputDigests, check_resume
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import AlgorithmConfig, Config, GuardsConfig
 from grpo_megatron.data.responses import OfflineGroup
@@ -26,10 +25,10 @@ from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.report.step import StepReport, record_update
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.storage.run_files import WARM_UP_FOLDER, add_event, steps_of
+from grpo_megatron.training.beside import WARMUP_FOLDER
 from grpo_megatron.training.checkpoint import Checkpoints, run_state
 from grpo_megatron.training.correction import build_loss
 from grpo_megatron.training.guards import Guards
-from grpo_megatron.training.references import WARMUP_FOLDER
 from grpo_megatron.training.stopping import Cadence, Stopping
 
 NUM_NOTES = 10  # lines of progress per warm-up

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.algo.kl import kl_penalties
-from grpo_megatron.algo.losses import LossInputs, MetricSum, policy_losses, token_weights, total_loss
+from grpo_megatron.algo.losses import LossInputs, MetricSum, policy_losses, total_loss
+from grpo_megatron.algo.plan import token_weights
 from grpo_megatron.config import ActorConfig
 
 RATIOS = [[1, 1.5, 0.5, 1.25], [1, 1.5, 0.5, 4]]  # the published vector, with advantages SIGNS and old logprobs -1

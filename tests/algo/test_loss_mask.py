@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_megatron.algo.advantages import advantage_estimators
+from grpo_megatron.algo.advantages import advantage_estimators, with_overlong_penalty
 from grpo_megatron.algo.corrections import correction_weights, rejection_mask
-from grpo_megatron.algo.grpo import with_overlong_penalty
-from grpo_megatron.algo.losses import policy_losses, token_weightings
-from grpo_megatron.algo.plan import make_plan, weigh
+from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.algo.plan import make_plan, token_weightings, weigh
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer, RolloutCorrection
 from grpo_megatron.types import GroupTable
 from tests.algo.inputs import actor, make_inputs, run, value

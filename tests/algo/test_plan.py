@@ -16,17 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_megatron.algo.grpo import dupo_copies, overlong_penalty, with_overlong_penalty
+from grpo_megatron.algo.advantages import dupo_copies, overlong_penalty, with_overlong_penalty
 from grpo_megatron.algo.losses import (
     folds_old_logprobs,
     is_corrected,
     needs_old_logprobs,
     needs_reference,
     reasons_for_old_pass,
-    token_weightings,
-    token_weights,
 )
-from grpo_megatron.algo.plan import make_plan, scoring_plan, weigh
+from grpo_megatron.algo.plan import make_plan, scoring_plan, token_weightings, token_weights, weigh
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer
 from grpo_megatron.types import BRANCH, GroupTable, Plan
 from tests.algo import tables

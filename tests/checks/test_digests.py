@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_megatron.checks.digests import InputDigests, input_problems, recorded_inputs
-from grpo_megatron.checks.resume import resume_problems
+from grpo_megatron.checks.resume import InputDigests, input_problems, recorded_inputs, resume_problems
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.responses import WrittenResponse

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from grpo_megatron.convert import conversion, megatron
-from grpo_megatron.convert.hf import HFFolder, safetensors_header
 from grpo_megatron.convert.output import HashedFiles
+from grpo_megatron.convert.source import HFFolder, safetensors_header
 from grpo_megatron.models.families import architecture_of, hf_shapes
 from grpo_megatron.storage import files
 from grpo_megatron.storage.files import Verification

@@ -21,9 +21,9 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
 from grpo_megatron.data.benchmarks import BenchmarkProblem
 from grpo_megatron.data.images import ImageFormat
-from grpo_megatron.data.pass_rates import select_prompts
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.responses import load_offline_groups
+from grpo_megatron.data.sampler import select_prompts
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.evaluation.grading import Grade
 from grpo_megatron.evaluation.ledger import LedgerEntry

@@ -26,8 +26,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from grpo_megatron.checks.digests import InputDigests, input_problems
 from grpo_megatron.checks.inputs import read_tokenizer
+from grpo_megatron.checks.resume import InputDigests, input_problems
 from grpo_megatron.checks.reward_call import column_problems
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.data import images as images_module

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError, SamplingConfig
-from grpo_megatron.data.pass_rates import read_pass_rates, select_prompts
+from grpo_megatron.data.sampler import read_pass_rates, select_prompts
 from grpo_megatron.types import Prompt
 from tests.files import row_files
 

@@ -21,8 +21,7 @@ from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.options import parse
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.evaluation import generate as cli
-from grpo_megatron.evaluation.chat import HELP, TextStream, hold_chat
-from grpo_megatron.evaluation.generate import generate
+from grpo_megatron.evaluation.generate import HELP, TextStream, generate, hold_chat
 from grpo_megatron.evaluation.generate_settings import GenerationSettings, prepare_generation
 from grpo_megatron.evaluation.options import GenerateOptions
 from grpo_megatron.report import console

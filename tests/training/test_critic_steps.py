@@ -12,8 +12,8 @@ import torch
 
 from grpo_megatron.config import Config
 from grpo_megatron.report.metrics import Metrics
-from grpo_megatron.training import critic as critic_module
-from grpo_megatron.training.critic import Critic
+from grpo_megatron.training import beside as critic_module
+from grpo_megatron.training.beside import Critic
 from tests.algo.tables import make_table
 from tests.fakes import LoneMesh
 

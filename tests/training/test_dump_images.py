@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.config import Config
-from grpo_megatron.training.dump import Incident, mini_batch_tensors
-from grpo_megatron.training.replay import Dump, _batch
+from grpo_megatron.training.dump import Dump, Incident, _batch, mini_batch_tensors
 from tests import vision, worlds
 from tests.models.test_vision import batch_of
 
@@ -47,7 +46,7 @@ def test_the_images_of_all_ranks_come_back_in_their_places(tmp_path: Path) -> No
 
 def losses(folder: Path, batches: list[Any]) -> list[tuple[float, float]]:
     """The loss and the gradient's norm of each batch, recomputed by one rank."""
-    from grpo_megatron.training.replay import recompute
+    from grpo_megatron.training.dump import recompute
 
     config = Config.model_validate({"model": {"path": folder, "dtype": "float32"}, "actor": {"optim": {"lr": 1e-3}}})
     incident = Incident(3, 1, "gradients", {}, 0.0)

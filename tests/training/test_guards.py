@@ -21,8 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.config import ConfigError
-from grpo_megatron.training.dump import mini_batch_tensors
-from grpo_megatron.training.replay import read_dump
+from grpo_megatron.training.dump import mini_batch_tensors, read_dump
 from tests import tiny
 from tests.models import policies
 from tests.models.policies import LAYOUTS

@@ -43,8 +43,8 @@ def random_model(folder: Path, gigabytes: float) -> int:
     """Write a Hugging Face folder of about that size, 1 GB per file; returns its bytes. Random bits cannot be compressed."""
     import torch
 
-    from grpo_megatron.convert.hf import plan_shards, safetensors_header
     from grpo_megatron.convert.output import output_folder
+    from grpo_megatron.convert.source import plan_shards, safetensors_header
     from grpo_megatron.models.families import architecture_of, hf_shapes
 
     layers = max(1, round((gigabytes * 1e9 - 4 * 32000 * 4096) / 354e6))

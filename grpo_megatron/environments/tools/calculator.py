@@ -1,4 +1,4 @@
-"""The tool `calculator`: exact arithmetic on integers and decimals (rewards/arithmetic.py), so that 0.1 + 0.2 is 0.3.
+"""The tool `calculator`: exact arithmetic on integers and decimals (rewards/numeric.py), so that 0.1 + 0.2 is 0.3.
 
 An expression has no names, attributes, or calls but those of FUNCTIONS. Results and intermediate results have at most
 MOST_DIGITS digits. A power's size is known before it is computed, so 9**9**9 is refused at once.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from grpo_megatron.environments.tool import ToolError, tools
-from grpo_megatron.rewards.arithmetic import ArithmeticRules, compute_exactly
+from grpo_megatron.rewards.numeric import ArithmeticRules, compute_exactly
 
 MAX_LENGTH = 1000  # characters of an expression
 MOST_DIGITS = 100  # of a numerator or denominator

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.device import Device
-from grpo_megatron.models.lora.state import sharded_factors
+from grpo_megatron.models.lora.layers import sharded_factors
 from grpo_megatron.models.optimizer import load_optimizer, steps_of_empty_parts
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.local_shards import divide_among_replicas, optimizer_as_local_shards
