@@ -31,9 +31,9 @@ from grpo_megatron.parallel.exchange import apply_plan, exchange, gather_groups
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.processes.variables import set_determinism_variables
-from grpo_megatron.report.console import awaited
 from grpo_megatron.report.loggers import build_sinks
 from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.report.progress import awaited
 from grpo_megatron.report.step import record_update
 from grpo_megatron.sampling.questions import AskedPrompt, prompt_of
 from grpo_megatron.storage.run_files import steps_of

@@ -26,7 +26,7 @@ from grpo_megatron.config.section import ResumeClass, config_keys
 from grpo_megatron.data.images import image_files
 from grpo_megatron.data.rows import FORMATS, files_of_split, open_rows
 from grpo_megatron.models.families import read_config
-from grpo_megatron.report.console import awaited
+from grpo_megatron.report.progress import awaited
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import sha256_of
 from grpo_megatron.storage.run_files import STEP_FILE, WARM_UP_FOLDER, on_disk, read_step, steps_of

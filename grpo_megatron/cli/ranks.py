@@ -19,7 +19,7 @@ from typing import Any
 from grpo_megatron.cli.failures import END_FILE, LAUNCHER_PID, explain_failure, has_started, is_first
 from grpo_megatron.processes.process import die_with_parent
 from grpo_megatron.processes.variables import set_gpu_variables
-from grpo_megatron.report.console import awaited
+from grpo_megatron.report.progress import awaited
 from grpo_megatron.storage.files import folder_until_exit, private_folder, write_file
 
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop

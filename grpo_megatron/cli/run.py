@@ -22,7 +22,7 @@ from grpo_megatron.config.problems import Problems, keys_of
 from grpo_megatron.imports import large_imports
 from grpo_megatron.processes.variables import set_determinism_variables
 from grpo_megatron.registry import find_modules
-from grpo_megatron.report.console import awaited
+from grpo_megatron.report.progress import awaited
 from grpo_megatron.storage.files import remove_leftovers
 
 if TYPE_CHECKING:

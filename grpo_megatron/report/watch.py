@@ -12,8 +12,8 @@ from typing import Annotated, TextIO
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
-from grpo_megatron.report.console import duration
 from grpo_megatron.report.kit import page_panels, render_report
+from grpo_megatron.report.progress import duration
 from grpo_megatron.report.run_folder import METRICS_FILE, RunFolder
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.untrusted import visible, visible_line

@@ -37,8 +37,8 @@ from grpo_megatron.models.weights.hf_folder import Serving, save_hf
 from grpo_megatron.models.weights.stream import engine_tensors, new_weight_sync
 from grpo_megatron.parallel.mesh import Grid, Mesh
 from grpo_megatron.planning.phases import Phase, memory_phases
-from grpo_megatron.report.console import awaited
 from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.report.progress import awaited
 from grpo_megatron.rollout.build import build_engine, find_engine
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sync.attest import EngineWeights, Probe, Provenance, finite_digests, probe_logprobs

@@ -23,8 +23,8 @@ from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.models.engine_cache import with_sequences
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.parallel.mesh import Mesh, build_mesh
-from grpo_megatron.report.console import awaited
 from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.report.progress import awaited
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import RolloutEngine
 from grpo_megatron.sampling.collector import Clock, Collector

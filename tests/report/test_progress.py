@@ -13,10 +13,11 @@ from unittest import mock
 import pytest
 
 from grpo_megatron.report import console
-from grpo_megatron.report import console as progress_module
 from grpo_megatron.report import metrics as sinks_module
-from grpo_megatron.report.console import ConsoleSink, StepProgress, awaited, duration
+from grpo_megatron.report import progress as progress_module
+from grpo_megatron.report.console import ConsoleSink
 from grpo_megatron.report.metrics import JsonlSink, ReportSink
+from grpo_megatron.report.progress import StepProgress, awaited, duration
 from grpo_megatron.report.run_folder import METRICS_FILE
 from tests.report.material import make_run
 
