@@ -141,7 +141,7 @@ class Run:
     def _open_sinks(self) -> None:
         """Record the config, and open the sinks of metrics and notes."""
         config, trainer = self.config, self.config.trainer
-        raw = config.model_dump(mode="json")
+        raw = config.record()
         record_config(trainer.output_dir, self.mesh, raw, resumed=self.resumed_from is not None)
         sinks = build_sinks(trainer, rank=self.mesh.rank, first_step=self.first_step, run_config=raw)
         self.sinks = self._opened.enter_context(sinks)

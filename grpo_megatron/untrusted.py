@@ -1,7 +1,7 @@
 """Careful reading of files that users write: a bounded size, regular files only, and messages of bounded length.
 
-What a message or a terminal may show of a value; limits on paths and integers; bytes of a regular file; JSON and YAML, without
-duplicate keys. All raise `ReadError`. Its message is a predicate ("is a FIFO, not a regular file"); the caller
+What a message or a terminal may show of a value; secrets; limits on paths and integers; bytes of a regular file; JSON and
+YAML, without duplicate keys. All raise `ReadError`. Its message is a predicate ("is a FIFO, not a regular file"); the caller
 puts the file's name first.
 """
 
@@ -36,13 +36,45 @@ def cut(text: str, limit: int = MAX_SHOWN) -> str:
 
 
 def shown(value: object, limit: int = MAX_SHOWN) -> str:
-    """Returns `repr(value)`, cut. A long text is cut before `repr` copies it."""
+    """Returns `repr(value)`, cut, without secrets. A long text is cut before `repr` copies it."""
     if isinstance(value, str):
-        return repr(value) if len(value) <= limit else f"{value[:limit]!r}... ({len(value) - limit:,} more characters)"
+        more = f"... ({len(value) - limit:,} more characters)" if len(value) > limit else ""
+        return repr(redacted(value[:limit])) + more
     try:
-        return cut(repr(value), limit)
+        return cut(redacted(repr(redacted(value))), limit)
     except (ValueError, RecursionError):  # an integer with too many digits, or a table nested too deeply
         return f"a value of type {type(value).__name__} that cannot be shown"
+
+
+# -- Secrets: never written to a record, a message or a terminal --------------------------------------------------------
+
+REDACTED = "<redacted>"  # is written instead
+_NAMES = (
+    r"(?:(?:api|access|secret|private|wandb|swanlab)[_.-]?key(?:[_-]id)?|secret|passw(?:or)?d|passphrase|credentials?"
+    r"|(?:auth|access|api|hf|hub|bearer|wandb|refresh|session)[_.-]?token)"
+)
+SECRET_KEY = re.compile(rf"{_NAMES}$|(?:^|\.)(?:token|use_wandb|authorization)$", re.IGNORECASE)
+SECRET_FORM = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|sk-(?=[\w-]*\d)[\w-]{20,}|wandb_v\d_\w{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,})"
+    r"|(?<![\w/.:@-])(?<!commit[ =])(?<!revision[ =])[0-9a-f]{40}(?![\w/])"  # of wandb; a commit in a path stays
+    r"|(?i:(?<=\bbearer ))[\w.~+/=-]{8,}"
+    r"|(?<=://)[^\s/@:'\"]*:[^\s/@'\"]+(?=@)"  # user:password@host
+)
+SECRET_ASSIGNED = re.compile(rf"({_NAMES}['\"]?(?:=|: |:(?=[\"'])) ?['\"]?)(?!<redacted>)[^\s'\",;}}]+", re.IGNORECASE)
+
+
+def redacted(value: Any, key: str = "") -> Any:
+    """Returns a value without secrets, which are told by the key (`api_key`) or by their form (`hf_...`, `user:password@`)."""
+    if type(value) is dict:
+        return {name: redacted(item, f"{key}.{name}") for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(redacted(item, key) for item in value)
+    if not isinstance(value, str):
+        return value
+    if value and SECRET_KEY.search(key):
+        return REDACTED
+    return SECRET_ASSIGNED.sub(rf"\1{REDACTED}", SECRET_FORM.sub(REDACTED, value))
 
 
 # Control characters but the line end and the tab; marks that turn the direction of writing; halves of surrogate pairs.
@@ -50,8 +82,8 @@ STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2
 
 
 def visible(text: str) -> str:
-    """Show characters that steer a terminal, or reorder its text, as <U+001B>."""
-    return STEERING.sub(lambda match: f"<U+{ord(match[0]):04X}>", text)
+    """Show characters that steer a terminal, or reorder its text, as <U+001B>, and no secrets."""
+    return STEERING.sub(lambda match: f"<U+{ord(match[0]):04X}>", redacted(text))
 
 
 def visible_line(text: str) -> str:

@@ -505,7 +505,7 @@ class FakeCheckpoints:
     def save(self, step: int, policy: FakePolicy, config: Config, run: Any, parts: Any = ()) -> Path:
         folder: Path = self.root / f"step_{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"step": step, "updates": policy.updates, "run": run, "config": config.model_dump(mode="json")}
+        content = {"step": step, "updates": policy.updates, "run": run, "config": config.record()}
         (folder / "trainer.json").write_text(json.dumps(content))
         self.events.append(("save", step))
         return folder

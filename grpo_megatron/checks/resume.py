@@ -30,7 +30,7 @@ from grpo_megatron.report.progress import awaited
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import sha256_of
 from grpo_megatron.storage.run_files import STEP_FILE, WARM_UP_FOLDER, on_disk, read_step, steps_of
-from grpo_megatron.untrusted import ReadError
+from grpo_megatron.untrusted import ReadError, redacted
 
 RESUME_CLASSES = {key.name: key.resume for key in config_keys(Config)}
 LONGEST_VALUE = 80  # characters of a value in a message
@@ -102,7 +102,7 @@ def check_resume(checkpoint: Path, config: Config) -> list[Difference]:
     saved = read_step(checkpoint, "step", "config")
     if problems := list(refusals(checkpoint, saved, config)):
         raise ConfigError(*problems)
-    return list(differences(saved["config"], config.model_dump(mode="json")))
+    return list(differences(redacted(saved["config"]), config.record()))
 
 
 def refusals(checkpoint: Path, content: Mapping[str, Any], config: Config) -> Problems:
@@ -132,7 +132,7 @@ def refusals(checkpoint: Path, content: Mapping[str, Any], config: Config) -> Pr
             f"{marked('algorithm.adv_estimator')} {estimators[0]} -> {estimators[1]}: {checkpoint} has no critic; put the"
             " old value back, or start a new run"
         )
-    fixed = [d for d in differences(saved, config.model_dump(mode="json")) if d.resume_class == "fixed"]
+    fixed = [d for d in differences(redacted(saved), config.record()) if d.resume_class == "fixed"]
     for difference in fixed:
         remedy = f"; {REMEDY}" if difference is fixed[-1] else ""
         yield f"{difference:marked}: cannot change when a run resumes, here from {checkpoint}{remedy}"

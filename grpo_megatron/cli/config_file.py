@@ -19,12 +19,16 @@ from grpo_megatron.config.methods import methods, with_defaults
 from grpo_megatron.config.problems import CHANGE_ME, Problem
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.config.tables import read_yaml_table
-from grpo_megatron.untrusted import MAX_LEVELS, ReadError, cut, parse_yaml, shown
+from grpo_megatron.untrusted import MAX_LEVELS, REDACTED, ReadError, cut, parse_yaml, shown
 
 Defaults = Callable[[dict[str, Any]], dict[str, Any]]  # the file's content -> `section.key` -> value
 MAX_EXPLAINED = 50  # wrong keys that are shown
 MAX_LISTED = 200  # characters of the keys that an unknown one may have meant
 MAX_READINGS = 5  # a key that is right alone may be wrong without another one
+LEFT_TO_WRITE = {
+    CHANGE_ME: "write the value of your run there",
+    REDACTED: "a record has no secrets; give it again behind the file as KEY=VALUE, or by an environment variable",
+}
 NO_PATH = "(missing)"  # of model.path, the one key without a default
 
 
@@ -47,8 +51,8 @@ def load_config(path: Path | str, overrides: Sequence[str] | None = None, defaul
     config, mistakes = _read_right_keys(raw)
     problems = wrong + [Problem(_explain(mistake), _named_by(mistake)) for mistake in mistakes[:MAX_EXPLAINED]]
     named = {key for problem in problems for key in problem.keys}
-    left = [key for key in _left_to_write(raw) if key not in named]
-    problems += [Problem(f"{key}={CHANGE_ME}: write the value of your run there", (key,)) for key in left]
+    left = [(key, value) for key, value in _left_to_write(raw) if key not in named]
+    problems += [Problem(f"{key}={value}: {LEFT_TO_WRITE[value]}", (key,)) for key, value in left]
     if len(mistakes) > MAX_EXPLAINED:
         problems.append(Problem(f"and {len(mistakes) - MAX_EXPLAINED:,} more keys are wrong"))
     if problems or config is None:
@@ -59,12 +63,12 @@ def load_config(path: Path | str, overrides: Sequence[str] | None = None, defaul
     return config
 
 
-def _left_to_write(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _left_to_write(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _left_to_write(value, f"{prefix}{name}.")
-        elif value == CHANGE_ME:
-            yield f"{prefix}{name}"
+        elif value == CHANGE_ME or REDACTED in str(value):
+            yield f"{prefix}{name}", CHANGE_ME if value == CHANGE_ME else REDACTED
 
 
 def read_raw(path: Path | str, overrides: Sequence[str] | None = None) -> tuple[dict[str, Any], list[Problem]]:
@@ -191,7 +195,7 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"missing key {location!r}: it has no default"
     if error["input"] == CHANGE_ME:
-        return f"{location}={CHANGE_ME}: write the value of your run there"
+        return f"{location}={CHANGE_ME}: {LEFT_TO_WRITE[CHANGE_ME]}"
     if error["type"] == "model_type":
         return f"{location}={shown(error['input'])}: it is a section; write {{KEY: VALUE}}, or the keys below it"
     return f"{location}={shown(error['input'])}: {cut(error['msg'], 1000)}"

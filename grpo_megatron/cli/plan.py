@@ -639,7 +639,7 @@ def write_resolved(config: Config, path: Path | None) -> str:
     Returns its path, or why it was not written. Raises ConfigError for --resolved-config. Only a relative output folder may
     get a new parent folder: an absolute one may be that of another machine.
     """
-    values = config.model_dump(mode="json")
+    values = config.record()
     text = str(yaml.safe_dump(values, sort_keys=False, width=100, default_flow_style=None))
     if path is not None:
         if problem := resolved_problem(path):

@@ -24,6 +24,7 @@ from grpo_megatron.processes.variables import set_determinism_variables
 from grpo_megatron.registry import find_modules
 from grpo_megatron.report.progress import awaited
 from grpo_megatron.storage.files import remove_leftovers
+from grpo_megatron.untrusted import redacted
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -137,7 +138,7 @@ def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config,
         yield (
             f"{keys_of(config).trainer.nnodes}: one process cannot start ranks on other machines; on each of the {nodes}"
             f" start\n  torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint"
-            f" FIRST_HOST:29500 \\\n      --rdzv-id {secrets.token_hex(16)} -m grpo_megatron {' '.join(argv)}\n"
+            f" FIRST_HOST:29500 \\\n      --rdzv-id {secrets.token_hex(16)} -m grpo_megatron {redacted(' '.join(argv))}\n"
             f"  (Slurm: srun --nodes {nodes} --ntasks-per-node 1 in front of it), or set trainer.nnodes=1"
         )
 
@@ -213,10 +214,10 @@ def _print_plan(config: Config, checked: Checked, world_size: int, options: RunO
         width=width,
     )
     if page.problem is not None:
-        print(page, flush=True)
+        print(redacted(str(page)), flush=True)
         raise ConfigError(page.problem)
     page.sections["Every key with its value, as a config"] = [write_resolved(config, options.resolved_config)]
-    print(page, flush=True)
+    print(redacted(str(page)), flush=True)
 
 
 def _print_search(config: Config, options: PlanOptions) -> int:

@@ -43,6 +43,7 @@ from grpo_megatron.config.reward import (
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, PartialConfig, RolloutConfig, ValKwargs
 from grpo_megatron.config.section import Needs, Section
 from grpo_megatron.config.trainer import Band, DeviceName, GuardsConfig, TrainerConfig
+from grpo_megatron.untrusted import redacted
 
 
 class Config(Section):
@@ -89,6 +90,11 @@ class Config(Section):
         if name is not None and name not in methods():
             raise PydanticCustomError("method", "{problem}", {"problem": unknown_method(name)})
         return name
+
+    def record(self) -> dict[str, Any]:
+        """Returns all values as plain JSON for a file or a tracker, without secrets."""
+        content: dict[str, Any] = redacted(self.model_dump(mode="json"))
+        return content
 
     @property
     def method_keys(self) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
 
+from grpo_megatron.untrusted import redacted
+
 P = ParamSpec("P")
 T = TypeVar("T")
 CHANGE_ME = "CHANGE_ME"  # in a file that `import` wrote: a value that only the user knows
@@ -33,8 +35,8 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """Returns the message as the user reads it."""
-        return self.message.replace(KEY_MARK, "")
+        """Returns the message as the user reads it, without secrets."""
+        return redacted(self.message.replace(KEY_MARK, ""))
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ Settings = dict[str, Any]  # their keys -> values
 Convert = Callable[[Any, Settings], "Mapping[str, Any] | str"]
 
 ACTOR = "actor_rollout_ref.actor."
+ALSO = ""  # in place of a key of ours: a warning beside the values
 OFF: tuple[Any, ...] = (
     None,
     False,
@@ -26,6 +27,7 @@ OFF: tuple[Any, ...] = (
     "None",
     "no",
     [],
+    {},
 )  # values of a feature that is not used; 0 is equal to False
 TABLES: tuple[Literal["none", "changes", "refused"], ...] = ("none", "changes", "refused")
 
@@ -86,14 +88,21 @@ class OtherTrainer:
         rules |= {theirs: Rule(ours, convert=convert) for theirs, (ours, convert) in converts.items()}
         return cls(name, rules, table["defaults"], table["implied"], table.get("renamed", {}), prefixes)
 
-    def named(self, settings: Settings) -> Settings:
-        """Renames the settings to their present names."""
+    def named(self, settings: Settings) -> tuple[Settings, dict[str, str]]:
+        """Renames the settings to their present names; also returns present name -> name as it was given.
+
+        A key that is there by both names keeps its earlier one, which no rule has.
+        """
 
         def present(key: str) -> str:
             old = next((old for old in self.renamed if f"{key}.".startswith(f"{old}.")), None)
             return key if old is None else self.renamed[old] + key[len(old) :]
 
-        return {present(key): value for key, value in settings.items()}
+        as_given: dict[str, str] = {}
+        for key in settings:
+            name = present(key)
+            as_given[key if name in settings or name in as_given else name] = key
+        return {name: settings[key] for name, key in as_given.items()}, as_given
 
     def rule(self, key: str, known: Mapping[str, ConfigKey]) -> Rule | None:
         """Finds the rule for their `key`; `known` are our keys. None: no key of that trainer that we know."""
@@ -316,6 +325,34 @@ def _correction(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     return {f"{CORRECTION}rollout_is": kinds[value]} if value in kinds else f"{CORRECTION}rollout_is: icepop is near"
 
 
+LOSS_TYPES = {
+    "grpo": {"actor.loss_agg_mode": "seq-mean-token-mean"},
+    "bnpo": {"actor.loss_agg_mode": "token-mean"},
+    "dapo": {"actor.loss_agg_mode": "token-mean"},
+    "dr_grpo": {"actor.loss_agg_mode": "seq-mean-token-sum-norm"},
+    "cispo": {"actor.loss_mode": "cispo"},
+    "sapo": {"actor.loss_mode": "sapo"},
+}
+
+
+def _loss_type(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    """Sets the loss. With a ratio for each sequence only the mean over responses is here, and TRL has the others, too."""
+    if settings.get("importance_sampling_level") != "sequence" or value == "grpo":
+        return LOSS_TYPES.get(value, "this loss is not here")
+    why = "with importance_sampling_level=sequence every response counts alike here (GSPO); TRL weighs it by its length"
+    return {
+        **LOSS_TYPES["grpo"],
+        ALSO: why if "loss_agg_mode" in str(LOSS_TYPES.get(value)) else f"{value} has no sequence ratio here",
+    }
+
+
+def _loggers(*switches: tuple[str, str]) -> tuple[str, Convert]:
+    """Adds each tracker (name, their key) that a run uses."""
+    return "trainer.logger", lambda _, settings: _sinks(
+        ["console", *(name for name, key in switches if settings.get(key) not in OFF)], {}
+    )
+
+
 def _schedule(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     name = str(value).rpartition(".")[2].lower()
     return {"actor.optim.lr_decay_style": SCHEDULES[name]} if name in SCHEDULES else "constant, linear, cosine, WSD"
@@ -360,6 +397,7 @@ TRL = OtherTrainer.read(
         "generation_batch_size": _per_prompt("data.train_batch_size", "num_generations"),
         "beta": ("actor.kl_loss_coef", lambda value, _: _kl(value)),
         "epsilon": ("actor.clip_ratio_low", _epsilon),
+        "loss_type": ("actor.loss_agg_mode", _loss_type),
         "vllm_importance_sampling_mode": (f"{CORRECTION}rollout_is", _correction),
         "off_policy_mask_threshold": (
             f"{CORRECTION}rollout_rs",
@@ -429,6 +467,10 @@ OPENRLHF = OtherTrainer.read(
     "openrlhf",
     {
         "data.max_images_per_prompt": _of_images("data.max_images"),
+        **dict.fromkeys(
+            ("logger.wandb.key", "logger.tensorboard_dir"),
+            _loggers(("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir")),
+        ),
         "train.batch_size": _per_prompt("actor.ppo_mini_batch_size", "rollout.n_samples_per_prompt"),
         "data.max_len": _lengths("rollout.max_new_tokens"),
         "actor.eps_clip": ("actor.clip_ratio_low", _clip_range),

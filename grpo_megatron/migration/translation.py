@@ -21,6 +21,7 @@ from grpo_megatron.config.section import ConfigKey, config_keys
 from grpo_megatron.migration.shell import UNKNOWN, commands
 from grpo_megatron.migration.trainers import (
     ACTOR,
+    ALSO,
     OTHER_TRAINERS,
     SCRIPT,
     TRL,
@@ -31,9 +32,20 @@ from grpo_megatron.migration.trainers import (
     as_list,
 )
 from grpo_megatron.storage.files import write_file
-from grpo_megatron.untrusted import TOO_DEEP, ReadError, parse_yaml, read_text, reason_of, shown, visible
+from grpo_megatron.untrusted import (
+    REDACTED,
+    TOO_DEEP,
+    ReadError,
+    parse_yaml,
+    read_text,
+    reason_of,
+    redacted,
+    shown,
+    visible,
+)
 
 MAX_OTHER_KEYS = 3  # of a method that a config is near to
+SECRET = "a secret is not written: give it in the environment (WANDB_API_KEY, HF_TOKEN, ...)"
 REQUIRED = {"model.path": "a Hugging Face folder on this machine", "data.train_files": "files of rows"}
 
 
@@ -52,32 +64,51 @@ class Translation:
         is_silent = origin.endswith("default")
         if isinstance(outcome, NotNeeded):
             self.notes += [] if is_silent else [(written, outcome)]
+        elif not outcome and not is_silent:
+            self.notes.append((written, "nothing is written for it: it is so here, or other keys decide"))
         elif isinstance(outcome, str) and ours:
             if self.values.get(ours, ("", "default"))[1].endswith("default"):
                 self.values[ours] = (CHANGE_ME, f"{written}: {outcome}")
-            self.warnings.append((written, f"{ours}: {outcome}"))
+            self.warnings += [] if is_silent else [(written, f"{ours}: {outcome}")]
         elif isinstance(outcome, str):
             self.warnings += [] if is_silent else [(written, outcome)]
         else:
-            here = {ours: item for ours, item in outcome.items() if _key_of(ours, self.known)}
-            self.values |= {ours: (_fitting(ours, item, self.known), origin) for ours, item in here.items()}
-            self.warnings += [(written, f"{ours} is not here") for ours in outcome if ours not in here]
+            for ours, item in outcome.items():
+                if ours == ALSO:
+                    self.warnings.append((written, item))
+                elif _key_of(ours, self.known):
+                    self._write(ours, _fitting(ours, item, self.known), origin)
+                else:
+                    self.warnings.append((written, f"{ours} is not here"))
+
+    def _write(self, ours: str, value: Any, origin: str) -> None:
+        """Writes a value. Two keys of theirs that ask for different ones are a warning; of two that agree both are the origin."""
+        before, earlier = self.values.get(ours, (value, "default"))
+        is_set = before != CHANGE_ME and not earlier.endswith("default") and not earlier.startswith("as in ")
+        if is_set and origin not in earlier.split(", "):
+            if before == value:
+                origin = f"{earlier}, {origin}"
+            else:
+                self.warnings.append((earlier, f"{ours}={_inline(before)} is replaced by {_inline(value)} of {origin}"))
+        self.values[ours] = (value, origin)
 
 
 def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
     """Translates their trainer's defaults, then what they set. Raises ConfigError: refused settings."""
     result = Translation({key.name: key for key in config_keys(Config)})
     result.values = {ours: (value, f"as in {trainer.name}") for ours, value in trainer.implied.items()}
-    settings = trainer.named(settings)
+    settings, as_given = trainer.named({key: redacted(value, key) for key, value in settings.items()})
     every = {key: value for key, value in trainer.defaults.items() if key not in settings} | settings
     refused: dict[str, str] = {}  # why -> the first key
     for key, value in every.items():
-        rule, written = trainer.rule(key, result.known), f"{key}={_inline(value)}"
+        origin = as_given.get(key, f"{trainer.name}'s default")
+        rule, written = trainer.rule(key, result.known), f"{as_given.get(key, f'{origin} {key}')}={_inline(value)}"
         outcome = _outcome(rule, written, value, every, is_set=key in settings)
         if rule is not None and rule.table == "refused" and outcome:
             refused.setdefault(rule.note, written)
-        origin = key if key in settings else f"{trainer.name}'s default"
         result.add(written, origin, rule.ours if rule is not None else None, outcome)
+        if REDACTED in written:
+            result.warnings.append((written, SECRET))
     if refused:
         raise ConfigError(*(Problem(f"{trainer.name}'s {written}: {why}") for why, written in refused.items()))
     for ours, what in REQUIRED.items():
@@ -91,14 +122,14 @@ def _outcome(
 ) -> Mapping[str, Any] | str:
     """Returns our keys and values for one setting, or why there are none."""
     if rule is None:
-        return "not a key that is known here"
+        return NotNeeded("a key without a value") if value in (None, {}) else "not a key that is known here"
     if UNKNOWN.search(written) and not rule.note:
         return "its value is not known here; give KEY=VALUE behind FILE"
-    if value is None and is_set and not rule.cases:
+    if value in (None, {}) and is_set and not rule.cases:
         return {}
     try:
         return rule.apply(value, settings)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, ArithmeticError):
         return "it cannot be computed from this value and those of the keys that belong to it"
 
 
@@ -193,12 +224,14 @@ def read_settings(path: Path, overrides: list[str]) -> Settings:
 
 
 def flat(values: Any, prefix: str = "") -> Settings:
-    """Flattens {"a": {"b": 1}} to {"a.b": 1}. An empty table is left out."""
+    """Flattens {"a": {"b": 1}} to {"a.b": 1}. An empty table is a value."""
     if not isinstance(values, dict):
         raise ReadError(f"must be a mapping, not {type(values).__name__}")
     settings: Settings = {}
     for key, value in values.items():
-        settings |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": _number(value)}
+        settings |= (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": _number(value)}
+        )
     return settings
 
 
@@ -277,8 +310,12 @@ def _shell(text: str, given: dict[str, str]) -> Settings:
     """Reads the settings of the command that has the most. A value with an unknown variable stays as written."""
     by_size = sorted(map(_arguments, commands(text, given)), key=len)
     if len(by_size) > 1 and len(by_size[-2]) > len(by_size[-1]) / 2:
-        by_size[-1] |= {"another command of the script": next(iter(by_size[-2].items()))}
+        key, value = next(iter(by_size[-2].items()))
+        by_size[-1]["another command of the script"] = f"{key}={redacted(value, key)}"
     return by_size[-1] if by_size else {}
+
+
+ARRAYS = re.compile(r"\$\{\w+\[[@*]\]\}")
 
 
 def _arguments(words: list[str]) -> Settings:
@@ -288,14 +325,16 @@ def _arguments(words: list[str]) -> Settings:
     name = ""  # of an argument that takes the next word
     for word in words[start:]:
         key, equals, value = word.lstrip("+").removeprefix("--").partition("=")
-        if word.startswith("--"):
+        if ARRAYS.fullmatch(word):  # of a file that the script reads; no value of the argument before it
+            settings[word], name = word, ""
+        elif word.startswith("--"):
             settings[key] = _value(value) if equals else True
             name = "" if equals else key
         elif name:
             one = _value(word.rstrip(","))
             settings[name] = one if settings[name] is True else [*as_list(settings[name]), one]
-        elif equals and re.fullmatch(r"[a-z][\w.]*", key):
-            settings |= flat({key: _value(value)})
+        elif (equals or key.startswith("~")) and re.fullmatch(r"[A-Za-z~][\w./@-]*", key):
+            settings |= flat({key: _value(value) if equals else "removed"})
         elif UNKNOWN.match(word) and "${@" not in word:
             settings[word] = word
     return settings

@@ -19,7 +19,7 @@ from typing import Any
 
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import sync_path, write_file
-from grpo_megatron.untrusted import ReadError, check_regular, read_json, reason_of
+from grpo_megatron.untrusted import ReadError, check_regular, read_json, reason_of, redacted
 
 STEP_FILE = "trainer.json"
 CRITIC_FOLDER, CRITIC_FILE = "critic", "critic.json"
@@ -129,7 +129,10 @@ LONGEST_TIME = 2.0**37  # seconds: the year 6325, which every calendar has
 def add_event(output_dir: Path, kind: str, step: int | None, text: str = "") -> None:
     """Append an event. For one rank only. A full disk is not reported here: the next metrics or checkpoint report it."""
     assert kind in EVENT_KINDS, kind
-    line = json.dumps({"time": round(time.time(), 3), "kind": kind, "step": step, "text": text[:LONGEST_TEXT]}) + "\n"
+    line = (
+        json.dumps({"time": round(time.time(), 3), "kind": kind, "step": step, "text": redacted(text)[:LONGEST_TEXT]})
+        + "\n"
+    )
     with contextlib.suppress(OSError), (output_dir / EVENTS_FILE).open("a", encoding="utf-8") as file:
         file.write(line)
 

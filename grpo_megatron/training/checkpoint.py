@@ -224,7 +224,7 @@ class Checkpoints:
             "step": step,
             "policy": policy.state(),
             "world_size": self.mesh.world_size,
-            "config": config.model_dump(mode="json"),
+            "config": config.record(),
             "run": run or {},
         }
         text = json.dumps(content, indent=2) + "\n"  # now: the run changes what is in it

@@ -88,7 +88,7 @@ def write_dump(
         "problems": dict(incident.problems),
         "grad_norm": _number(incident.norm),
         "metrics": {name: _number(value) for name, value in metric_values(totals, config.actor).items()},
-        "config": config.model_dump(mode="json"),
+        "config": config.record(),
     }
 
     def publish() -> None:

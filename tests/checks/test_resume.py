@@ -43,13 +43,14 @@ def test_differences_are_those_of_values_and_of_mappings() -> None:
 
 
 def test_changes_are_announced_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """config.yaml stays that of the first start; each later attempt has its differences from it."""
+    """config.yaml stays that of the first start; each later attempt has its differences from it. No file has a secret."""
     trainer = {"logger": ["console", "jsonl"], "save_freq": 2}
-    run(tmp_path, trainer={**trainer, "total_training_steps": 2})
+    secret = {"api_key": "of-the-judge", "url": "https://me:of-the-judge@host/", "note": "sk-0123456789abcdefghijkl"}
+    run(tmp_path, trainer={**trainer, "total_training_steps": 2}, reward={"kwargs": secret})
     first = (tmp_path / "config.yaml").read_text()
     capsys.readouterr()
     actor = {"ppo_epochs": 2, "optim": {"lr": 5e-5, "lr_decay_style": "linear"}}
-    changed: dict[str, Any] = {"actor": actor, "reward": {"timeout_s": 7}}
+    changed: dict[str, Any] = {"actor": actor, "reward": {"timeout_s": 7, "kwargs": {**secret, "api_key": "another"}}}
     events, _ = run(tmp_path, trainer={**trainer, "total_training_steps": 5}, **changed)
     assert only(events, "optimizer", "load")[-2:] == [("optimizer", 5e-5, 10), ("load", "step_000002")]
     out = capsys.readouterr().out
@@ -64,7 +65,12 @@ def test_changes_are_announced_and_recorded(tmp_path: Path, capsys: pytest.Captu
     ]
     assert "\n".join(expected) in out
     run(tmp_path, trainer={**trainer, "total_training_steps": 5}, **changed)
-    assert "changed since" not in capsys.readouterr().out
+    out += capsys.readouterr().out
+    assert "changed since" not in out.partition("of 10")[2]
+    for written in (out.encode(), *(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())):
+        assert not [value for value in ("of-the-judge", "sk-0123", "another") if value.encode() in written]
+    with pytest.raises(ConfigError, match="reward.kwargs.api_key=<redacted>: a record has no secrets; give it again"):
+        load_config(tmp_path / "config.yaml")
     assert (tmp_path / "config.yaml").read_text() == first
     attempts = {path.name: yaml.safe_load(path.read_text()) for path in (tmp_path / "config_attempts").iterdir()}
     difference = {

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.migration.trainers import OTHER_TRAINERS
-from grpo_megatron.migration.translation import ImportOptions, flat, import_config, known_elsewhere
+from grpo_megatron.migration.translation import ImportOptions, as_yaml, flat, import_config, known_elsewhere, translate
+from grpo_megatron.untrusted import redacted, shown, visible
 
 VERL_SCRIPT = r"""
 #!/bin/bash
@@ -321,7 +324,11 @@ def test_what_changes_the_run_is_a_warning(tmp_path: Path, capsys: pytest.Captur
         "warning: actor_rollout_ref.actor.policy_loss.loss_mode",
     ]
     written = target.read_text()
-    assert 'loss_mode: "CHANGE_ME"' in written and "this loss is not here" in written and "lora" not in written
+    assert (
+        'loss_mode: "CHANGE_ME"' in written
+        and "this loss is not here" in written
+        and "lora" not in written.partition("\n# Without")[0]
+    )
     assert "These change the run" in written and "truncation" in written.partition("Without an equal here")[2]
 
 
@@ -352,7 +359,7 @@ def test_a_model_that_reads_images(trainer: str, tmp_path: Path, capsys: pytest.
         assert config.data.max_images == (8 if "vl" not in model.lower() else 3)
         limits = (None, None) if trainer == "verl" or "vl" not in model.lower() else (3136, 1003520)
         assert (config.data.image_min_pixels, config.data.image_max_pixels) == limits
-        assert config.actor.lora.exclude_modules == [] and "visual" not in written
+        assert config.actor.lora.exclude_modules == [] and "visual" not in written.partition("\n# Without")[0]
         assert "warning: " not in capsys.readouterr().err
     text = VISION[trainer].format(model="qwen2-vl", rank=0, freeze="seed: 1")
     (tmp_path / "ours.yaml").unlink()
@@ -534,3 +541,112 @@ def test_a_hostile_source_gives_a_config_or_a_reason(
     with contextlib.suppress(ConfigError):
         import_config(ImportOptions(trainer="trl" if name == "a.py" else "verl", file=tmp_path / name))
     assert not {"\x1b", "\x9b"} & set(capsys.readouterr().out)
+
+
+# -- nothing is lost, and no secret is written ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainer", OTHER_TRAINERS)
+def test_every_key_of_theirs_is_in_the_output(trainer: str) -> None:
+    """As the origin of a value, or as a comment with the reason; whatever its value and the keys beside it are."""
+    other = OTHER_TRAINERS[trainer]
+    refused = {key for key, rule in other.rules.items() if rule.table == "refused"}
+    refused |= {old for old, name in other.renamed.items() if name in refused}
+    known = sorted({*other.rules, *other.renamed, *other.defaults} - refused)
+    keys = st.sampled_from([*known, "colour", "data.colour.of", "trainer.seed"])
+    values = st.sampled_from(
+        [None, False, True, 0, 1, 8, 0.5, "a", "$A", "sequence", "dr_grpo", "cispo", [], ["a"], {}]
+    )
+
+    @given(st.dictionaries(keys, values, max_size=8))
+    @settings(max_examples=40, deadline=None, database=None)
+    @example({"loss_type": "dr_grpo", "importance_sampling_level": "sequence"})
+    @example({"importance_sampling_level": "sequence", "loss_type": "cispo"})
+    def every_key(theirs: dict[str, Any]) -> None:
+        result = translate(theirs, other)
+        lines = [*result.warnings, *result.notes]
+        told = {name for _, origin in result.values.values() for name in origin.partition("=")[0].split(", ")}
+        told |= {name for written, _ in lines for name in written.partition("=")[0].split(", ")}
+        assert told >= set(theirs), set(theirs) - told
+        text = as_yaml(result, "a file")
+        assert all(f"#   {written}: {why}" in text for written, why in lines)
+        never_set = {f"{trainer}'s default {key}" for key in other.defaults}
+        assert not never_set & {written.partition("=")[0] for written, _ in result.warnings}
+
+    every_key()
+
+
+def test_a_value_that_replaces_another_is_named(tmp_path: Path) -> None:
+    theirs = "loss_type: dr_grpo\nimportance_sampling_level: sequence\nmodel_name_or_path: a\nmodel: b\n"
+    config, text = imported("trl", theirs, ".yaml", tmp_path)
+    assert (config.actor.loss_mode, config.actor.loss_agg_mode) == ("gspo", "seq-mean-token-mean")
+    assert 'loss_type="dr_grpo": with importance_sampling_level=sequence every response counts alike' in text
+    assert 'model_name_or_path: model.path="a" is replaced by "b" of model' in text
+    script = "python3 -m verl.trainer.main_ppo --config-path={} data.colour=null ~data.shuffle actor@role=fsdp"
+    (tmp_path / "ours.yaml").unlink()
+    text = imported("verl", script.format("config"), ".sh", tmp_path)[1]
+    told, quiet = (part.split("\n") for part in text.partition("# These change the run")[2].split("# Without an equal"))
+    assert [line.partition("=")[0] for line in told if "=" in line] == ["#   ~data.shuffle", "#   actor@role"]
+    assert [line.partition("=")[0] for line in quiet if "=" in line] == ["#   config-path", "#   data.colour"]
+    (tmp_path / "ours.yaml").unlink()
+    assert (
+        'config-path="mine": the settings of a file there'
+        in imported("verl", script.format("mine"), ".sh", tmp_path)[1]
+    )
+
+
+OLD_OPENRLHF = (
+    OF_OPENRLHF + "--bf16 --ref_num_nodes 1 --deepspeed_enable_sleep --vllm_sync_backend nccl --data.max_len 2048"
+)
+
+
+@pytest.mark.parametrize("key", ["use_wandb", "logger.wandb.key"])
+def test_a_token_is_not_written_and_its_tracker_is_on(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for token in ("0123456789abcdef0123456789abcdef01234567", "anything", "$WANDB_KEY"):
+        config, text = imported("openrlhf", f"{OLD_OPENRLHF} --{key} {token}", ".sh", tmp_path)
+        (tmp_path / "ours.yaml").unlink()
+        told = capsys.readouterr().err
+        assert config.trainer.logger == ["jsonl", "console", "wandb"] and token not in text + told
+        assert f'{key}="<redacted>": a secret is not written: give it in the environment (WANDB_API_KEY' in told
+        assert told.count("warning: ") == 1 and config.model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hf_abcdefghijklmnopqrstuvwxyz", "<redacted>"),
+        ("--key sk-proj-0123456789abcdefghij x", "--key <redacted> x"),
+        ("Authorization: Bearer abc.def-ghi", "Authorization: Bearer <redacted>"),
+        ("http://me:pass@host:80/v1", "http://<redacted>@host:80/v1"),
+        ("WANDB_API_KEY=abc; run", "WANDB_API_KEY=<redacted>; run"),
+        ("{'api_key': 'abc', 'n': 1}", "{'api_key': '<redacted>', 'n': 1}"),
+        ("login 0123456789abcdef0123456789abcdef01234567", "login <redacted>"),
+        *(
+            (text, text)
+            for text in (
+                "/hub/snapshots/0123456789abcdef0123456789abcdef01234567/x",
+                "commit 0123456789abcdef0123456789abcdef01234567",
+                "hf_checkpoint_of_the_run",
+                "risk-averse-task-0123456789-and-more",
+                "http://host:80/a@b",
+                "eos_token: </s>",
+                "rollout_is=token",
+                "git@github.com:a/b",
+            )
+        ),
+    ],
+)
+def test_forms_of_secrets(text: str, expected: str) -> None:
+    assert (redacted(text), visible(text), shown(text)) == (expected, expected, repr(expected))
+    table = redacted(
+        {"a": [{"password": "x", "n": 1}], "eos_token": "</s>", "input_key": "q", "stop_token_ids": [1], "b": (text,)}
+    )
+    assert table == {
+        "a": [{"password": "<redacted>", "n": 1}],
+        "eos_token": "</s>",
+        "input_key": "q",
+        "stop_token_ids": [1],
+        "b": (expected,),
+    }
