@@ -56,6 +56,8 @@ class Rule:
             return self.convert(value, settings)
         if self.note:
             return NotNeeded(self.note) if self.table == "none" else self.note if value not in OFF else {}
+        if value is None and self.cases:
+            return {}
         same = self.cases.get("else", {str(self.ours): value})
         return self.cases.get(value, same) if isinstance(value, str | int | float) else same
 
@@ -73,8 +75,11 @@ class OtherTrainer:
 
     @classmethod
     def read(cls, name: str, converts: Mapping[str, tuple[str, Convert]], *prefixes: str) -> OtherTrainer:
-        """Reads the table in `name`.yaml with these functions (their key -> our key, function)."""
+        """Reads the table in `name`.yaml with these functions (their key -> our key, function). `like`: what it extends."""
         table = named_yaml(Path(__file__).parent, name, "trainer")
+        if base := table.pop("like", None):
+            first = named_yaml(Path(__file__).parent, base, "trainer")
+            table = {part: {**first.get(part, {}), **table.get(part, {})} for part in {**first, **table}}
         rules = {theirs: Rule(ours) for theirs, ours in table["same"].items()}
         for theirs, cases in table["cases"].items():
             ours = next((key for case in cases.values() if isinstance(case, dict) for key in case), None)
@@ -113,8 +118,7 @@ class OtherTrainer:
             free = (parent for parent in known if isinstance(known[parent].default, dict))
             if name in known or any(name.startswith(f"{parent}.") for parent in free):
                 return Rule(name)
-        parts = key.split(".")
-        above = (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
+        above = (key[: end.start()] for end in reversed(list(re.finditer("[.-]", key))))
         return next((self.rules[name] for name in above if name in self.rules and self.rules[name].note), None)
 
 
@@ -358,8 +362,9 @@ def _schedule(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     return {"actor.optim.lr_decay_style": SCHEDULES[name]} if name in SCHEDULES else "constant, linear, cosine, WSD"
 
 
-def _betas(value: Any, settings: Settings) -> Mapping[str, Any]:
-    return {"actor.optim.betas": [settings.get("adam_beta1", 0.9), settings.get("adam_beta2", 0.999)]}
+def _betas_of(first: str, second: str) -> tuple[str, Convert]:
+    ours = "actor.optim.betas"
+    return ours, lambda _, settings: {ours: [settings.get(first, 0.9), settings.get(second, 0.999)]}
 
 
 def _epochs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
@@ -404,8 +409,7 @@ TRL = OtherTrainer.read(
             lambda value, _: {f"{CORRECTION}rollout_rs": "off_policy", f"{CORRECTION}rollout_rs_threshold": value},
         ),
         "reward_funcs": ("reward.components", _reward_funcs),
-        "adam_beta1": ("actor.optim.betas", _betas),
-        "adam_beta2": ("actor.optim.betas", _betas),
+        **dict.fromkeys(("adam_beta1", "adam_beta2"), _betas_of("adam_beta1", "adam_beta2")),
         "lr_scheduler_type": ("actor.optim.lr_decay_style", _schedule),
         "max_steps": (
             "trainer.total_training_steps",
@@ -495,4 +499,184 @@ PRIME_RL = OtherTrainer.read(
     },
 )
 
-OTHER_TRAINERS = {trainer.name: trainer for trainer in (VERL, TRL, EASYR1, OPENRLHF, PRIME_RL)}
+# -- slime, Miles and NeMo-RL ------------------------------------------------------------------------------------------
+
+KINDS = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "low_var_kl": "low_var_kl"}
+
+
+def _slime_clip(value: Any, settings: Settings) -> Mapping[str, Any]:
+    low = "cispo_clip_ratio_low" if settings.get("advantage-estimator") == "cispo" else "clip_ratio_low"
+    high = {} if settings.get("eps-clip-high") is not None else {"actor.clip_ratio_high": value}
+    return {f"actor.{low}": value, **high}
+
+
+def _slime_kl(value: Any, settings: Settings) -> Mapping[str, Any]:
+    unbiased = "+" if settings.get("use-unbiased-kl") else ""
+    return _kl(value if settings.get("use-kl-loss") else 0, KINDS[settings.get("kl-loss-type", "k1")] + unbiased)
+
+
+def _slime_correction(value: Any, settings: Settings) -> Mapping[str, Any]:
+    if not value:
+        return {f"{CORRECTION}rollout_is": None}
+    low = {ALSO: "weights below tis-clip-low are raised to it there"} if settings.get("tis-clip-low") else {}
+    return {
+        f"{CORRECTION}rollout_is": "token",
+        f"{CORRECTION}rollout_is_threshold": settings.get("tis-clip", 2.0),
+        **low,
+    }
+
+
+SLIME_CONVERTS: dict[str, tuple[str, Convert]] = {
+    "global-batch-size": _per_prompt("actor.ppo_mini_batch_size", "n-samples-per-prompt"),
+    "num-steps-per-rollout": (
+        "actor.ppo_mini_batch_size",
+        lambda value, settings: {"actor.ppo_mini_batch_size": settings["rollout-batch-size"] // value},
+    ),
+    "num-epoch": (
+        "trainer.total_epochs",
+        lambda value, settings: {} if "num-rollout" in settings else {"trainer.total_epochs": value},
+    ),
+    "micro-batch-size": (
+        "actor.ppo_micro_batch_size_per_gpu",
+        lambda value, settings: (
+            {} if settings.get("use-dynamic-batch-size") else {"actor.ppo_micro_batch_size_per_gpu": value}
+        ),
+    ),
+    "eval-prompt-data": ("data.val_files", lambda value, _: {"data.val_files": value[1::2]}),
+    "sequence-parallel": (
+        "actor.megatron.sequence_parallel",
+        lambda value, settings: (
+            {"actor.megatron.sequence_parallel": value} if settings.get("tensor-model-parallel-size", 1) > 1 else {}
+        ),
+    ),
+    "eps-clip": ("actor.clip_ratio_low", _slime_clip),
+    "kl-loss-coef": ("actor.kl_loss_coef", _slime_kl),
+    "kl-coef": ("algorithm.kl_ctrl.kl_coef", lambda value, _: _kl(value, "kl", in_loss=False) if value else {}),
+    "use-tis": (f"{CORRECTION}rollout_is", _slime_correction),
+    "adam-beta1": _betas_of("adam-beta1", "adam-beta2"),
+    "adam-beta2": _betas_of("adam-beta1", "adam-beta2"),
+    "update-weight-buffer-size": (
+        "rollout.update_weights_bucket_megabytes",
+        lambda value, _: {"rollout.update_weights_bucket_megabytes": max(1, value >> 20)},
+    ),
+    **dict.fromkeys(
+        ("use-wandb", "use-tensorboard", "use-mlflow"),
+        _loggers(("wandb", "use-wandb"), ("tensorboard", "use-tensorboard"), ("mlflow", "use-mlflow")),
+    ),
+}
+NEMO_LOGGERS = tuple((name, f"logger.{name}_enabled") for name in ("wandb", "tensorboard", "mlflow", "swanlab"))
+
+
+def _nemo_steps(value: Any, settings: Settings) -> Mapping[str, Any]:
+    epochs = settings.get("grpo.max_num_epochs")
+    if epochs is not None and value >= 1_000_000:  # of its example files: no limit
+        return {"trainer.total_epochs": epochs}
+    return {"trainer.total_training_steps": value}
+
+
+def _nemo_baseline(value: Any, settings: Settings) -> Mapping[str, Any]:
+    if value and not settings.get("grpo.normalize_rewards", True):
+        return {"algorithm.adv_estimator": "rloo"}
+    also = (
+        {ALSO: "mean and deviation are those of the group's other rewards there, of the whole group here"}
+        if value
+        else {}
+    )
+    return {"algorithm.adv_estimator": "grpo", **also}
+
+
+def _nemo_kl(value: Any, settings: Settings) -> Mapping[str, Any]:
+    kind = KINDS[settings.get("loss_fn.reference_policy_kl_type", "k3")]
+    return _kl(value, kind, in_loss=not settings.get("loss_fn.use_kl_in_reward"))
+
+
+def _nemo_correction(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    of = "loss_fn.truncated_importance_sampling_"
+    kind, high, low = (settings.get(f"{of}{name}") for name in ("type", "ratio", "ratio_min"))
+    if not value:
+        return {f"{CORRECTION}rollout_is": None}
+    if kind not in (None, "tis", "icepop"):
+        return f"{kind} is not here"
+    bounds = (
+        {f"{CORRECTION}rollout_is_threshold": high}
+        if high
+        else {ALSO: "the weights have no upper bound there, and 2 here"}
+    )
+    bounds |= {f"{CORRECTION}rollout_is_threshold_low": low} if kind == "icepop" else {}
+    return {f"{CORRECTION}rollout_is": "icepop" if kind == "icepop" else "token", **bounds}
+
+
+def _of_strategy(ours: str, *, is_megatron: bool = True) -> tuple[str, Convert]:
+    """Takes the value of the strategy that is on. A list or `true` may stand for other keys: full recomputation."""
+
+    def convert(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+        if bool(settings.get("policy.megatron_cfg.enabled")) != is_megatron:
+            return NotNeeded("of the strategy that is off")
+        if ours == FULL[0]:
+            return dict(zip(FULL, ("full", "uniform", 1), strict=True)) if value else {}
+        is_set = not ours.endswith("sequence_parallel") or settings.get(f"{MEGATRON}tensor_model_parallel_size", 1) > 1
+        return {ours: value} if is_set else {}
+
+    return ours, convert
+
+
+RECOMPUTE = "actor.megatron.override_transformer_config.recompute_"
+FULL = (f"{RECOMPUTE}granularity", f"{RECOMPUTE}method", f"{RECOMPUTE}num_layers")
+MEGATRON, KWARGS, DTENSOR = "policy.megatron_cfg.", "policy.optimizer.kwargs.", "policy.dtensor_cfg."
+LAYOUT = ("tensor_model", "pipeline_model", "expert_model", "context")
+NEMO_RL = OtherTrainer.read(
+    "nemo-rl",
+    {
+        "grpo.max_num_steps": ("trainer.total_training_steps", _nemo_steps),
+        "grpo.use_leave_one_out_baseline": ("algorithm.adv_estimator", _nemo_baseline),
+        "grpo.dynamic_sampling_max_gen_batches": (
+            "algorithm.filter_groups.max_num_gen_batches",
+            lambda value, settings: (
+                {"algorithm.filter_groups.max_num_gen_batches": value}
+                if settings.get("grpo.use_dynamic_sampling")
+                else {}
+            ),
+        ),
+        "loss_fn.reference_policy_kl_penalty": ("actor.kl_loss_coef", _nemo_kl),
+        "loss_fn.use_importance_sampling_correction": (f"{CORRECTION}rollout_is", _nemo_correction),
+        "checkpointing.save_period": (
+            "trainer.save_freq",
+            lambda value, settings: {"trainer.save_freq": value if settings.get("checkpointing.enabled", True) else -1},
+        ),
+        "policy.train_global_batch_size": _per_prompt("actor.ppo_mini_batch_size", "grpo.num_generations_per_prompt"),
+        "policy.max_total_sequence_length": _lengths("policy.generation.max_new_tokens"),
+        "policy.tokenizer.name": (
+            "model.tokenizer_path",
+            lambda value, settings: (
+                {} if value == settings.get("policy.model_name") else {"model.tokenizer_path": value}
+            ),
+        ),
+        **{f"{MEGATRON}{one}_parallel_size": _of_strategy(f"actor.megatron.{one}_parallel_size") for one in LAYOUT},
+        f"{MEGATRON}sequence_parallel": _of_strategy("actor.megatron.sequence_parallel"),
+        f"{MEGATRON}activation_checkpointing": _of_strategy(FULL[0]),
+        **{
+            f"{MEGATRON}optimizer.{one}": _of_strategy(f"actor.optim.{one}") for one in ("lr", "min_lr", "weight_decay")
+        },
+        f"{MEGATRON}optimizer.adam_eps": _of_strategy("actor.optim.eps"),
+        **{
+            f"{MEGATRON}optimizer.adam_beta{end}": _betas_of(
+                f"{MEGATRON}optimizer.adam_beta1", f"{MEGATRON}optimizer.adam_beta2"
+            )
+            for end in (1, 2)
+        },
+        f"{MEGATRON}optimizer.optimizer_cpu_offload": _of_strategy("actor.megatron.offload_optimizer"),
+        f"{MEGATRON}scheduler.lr_decay_style": _of_strategy("actor.optim.lr_decay_style"),
+        f"{MEGATRON}scheduler.lr_warmup_iters": _of_strategy("actor.optim.lr_warmup_steps"),
+        f"{DTENSOR}tensor_parallel_size": _of_strategy("actor.megatron.tensor_model_parallel_size", is_megatron=False),
+        f"{DTENSOR}context_parallel_size": _of_strategy("actor.megatron.context_parallel_size", is_megatron=False),
+        f"{DTENSOR}activation_checkpointing": _of_strategy(FULL[0], is_megatron=False),
+        **{
+            f"{KWARGS}{one}": _of_strategy(f"actor.optim.{one}", is_megatron=False)
+            for one in ("lr", "weight_decay", "betas", "eps")
+        },
+        **{key: _loggers(*NEMO_LOGGERS) for _, key in NEMO_LOGGERS},
+    },
+)
+SLIME, MILES = (OtherTrainer.read(name, SLIME_CONVERTS) for name in ("slime", "miles"))
+
+OTHER_TRAINERS = {one.name: one for one in (VERL, TRL, EASYR1, OPENRLHF, PRIME_RL, NEMO_RL, SLIME, MILES)}

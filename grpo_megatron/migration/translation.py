@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import math
 import re
 import sys
 import tomllib
@@ -122,6 +123,8 @@ def _outcome(
 ) -> Mapping[str, Any] | str:
     """Returns our keys and values for one setting, or why there are none."""
     if rule is None:
+        if UNKNOWN.search(written.partition("=")[0]):
+            return "what the script sets there is not known: give KEY=VALUE behind FILE"
         return NotNeeded("a key without a value") if value in (None, {}) else "not a key that is known here"
     if UNKNOWN.search(written) and not rule.note:
         return "its value is not known here; give KEY=VALUE behind FILE"
@@ -191,6 +194,9 @@ def _inline(value: Any) -> str:
 # A Python script is read, never run: the keyword arguments of `GRPOConfig(...)` that are literals.
 
 MAX_SOURCE = 1 << 18  # bytes
+MAX_BASES = 10  # files, or values, that name each other
+PRODUCT = re.compile(r"\$\{mul: *\$\{([\w.]+)\}, *\$\{([\w.]+)\}\}")  # NeMo-RL's
+REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
 # What YAML 1.1 reads as a text, and their programs as a number.
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
@@ -204,10 +210,10 @@ def read_settings(path: Path, overrides: list[str]) -> Settings:
         elif path.suffix == ".toml":
             settings = flat(tomllib.loads(text))
         elif path.suffix in (".yaml", ".yml", ".json"):
-            settings = flat(parse_yaml(text))
+            settings = _with_base(flat(parse_yaml(text)), path)
         else:
             settings = _shell(text, dict(override.partition("=")[::2] for override in overrides))
-            settings = _base(settings, path) | settings
+            settings = _with_base(settings, path)
     except OSError as error:
         raise ConfigError(f"cannot read {shown(str(path))}: {reason_of(error)}") from error
     except (ReadError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -218,6 +224,7 @@ def read_settings(path: Path, overrides: list[str]) -> Settings:
             raise ConfigError(f"override {shown(override)} is not of the form key=value")
         if not re.search(rf"\$\{{?{re.escape(key)}\b", text):  # a variable of the script has been put in
             settings[key.lstrip("+")] = _value(value)
+    settings = {key: _referred(key, settings) for key in settings}
     if not settings:
         raise ConfigError(f"{shown(str(path))} sets nothing that can be read; give a YAML file, a script, or key=value")
     return settings
@@ -235,14 +242,37 @@ def flat(values: Any, prefix: str = "") -> Settings:
     return settings
 
 
-def _base(settings: Settings, script: Path) -> Settings:
-    """Reads the YAML file that a command names as its `config`: from the script's folder, the one above it, or here."""
-    name = settings.get("config")
-    for folder in (script.parent, script.parent.parent, Path()):
+def _with_base(settings: Settings, path: Path, depth: int = 1) -> Settings:
+    """Adds the YAML file that a command names as `config`, or a file as `defaults`: from its folder, the one above it, or here.
+
+    A setting that is null removes those below it.
+    """
+    key = "config" if "config" in settings else "defaults"
+    name = settings.get(key)
+    for folder in (path.parent, path.parent.parent, Path()):
         if isinstance(name, str) and (folder / name).is_file():
-            del settings["config"]
-            return flat(parse_yaml(read_text(folder / name, MAX_SOURCE)))
-    return {}
+            if depth > MAX_BASES:
+                raise ReadError(f"more than {MAX_BASES} files name each other as {key}")
+            base = _with_base(flat(parse_yaml(read_text(folder / name, MAX_SOURCE))), folder / name, depth + 1)
+            removed = tuple(f"{one}." for one, value in settings.items() if value is None)
+            own = {one: value for one, value in settings.items() if one != key}
+            return {one: value for one, value in base.items() if not f"{one}.".startswith(removed)} | own
+    return settings
+
+
+def _referred(key: str, settings: Settings) -> Any:
+    """Reads the value of a key, which may be that of another one: `${a.b}`, or `${.b}` beside it."""
+    value = settings[key]
+    for _ in range(MAX_BASES):
+        match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        key = "" if match is None else f"{key.rpartition('.')[0]}.{match[2]}" if match[1] else match[2]
+        if key not in settings:
+            break
+        value = settings[key]
+    if isinstance(value, str) and (match := PRODUCT.fullmatch(value)):
+        factors: list[Any] = [settings.get(name) for name in match.groups()]
+        return math.prod(factors) if all(isinstance(factor, int) for factor in factors) else value
+    return value
 
 
 def _python(text: str) -> Settings:
@@ -312,7 +342,12 @@ def _shell(text: str, given: dict[str, str]) -> Settings:
     if len(by_size) > 1 and len(by_size[-2]) > len(by_size[-1]) / 2:
         key, value = next(iter(by_size[-2].items()))
         by_size[-1]["another command of the script"] = f"{key}={redacted(value, key)}"
-    return by_size[-1] if by_size else {}
+    is_whole = not re.search(r"^\s*(source|\.)\s", text, re.MULTILINE)  # an array that is set nowhere is empty
+    return (
+        {key: value for key, value in by_size[-1].items() if not (is_whole and ARRAYS.fullmatch(key))}
+        if by_size
+        else {}
+    )
 
 
 ARRAYS = re.compile(r"\$\{\w+\[[@*]\]\}")
@@ -323,7 +358,7 @@ def _arguments(words: list[str]) -> Settings:
     start = next((place for place, word in enumerate(words) if word.endswith(".py") or words[place - 1] == "-m"), 0)
     settings: Settings = {}
     name = ""  # of an argument that takes the next word
-    for word in words[start:]:
+    for word in words[start + 1 :]:
         key, equals, value = word.lstrip("+").removeprefix("--").partition("=")
         if ARRAYS.fullmatch(word):  # of a file that the script reads; no value of the argument before it
             settings[word], name = word, ""
@@ -352,7 +387,7 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
 
 
-# -- `grpo-megatron import verl|trl FILE [key=value ...]`: a config of this program from one of another trainer --------
+# -- `grpo-megatron import TRAINER FILE [key=value ...]`: a config of this program from one of another trainer --------
 
 
 class ImportOptions(Options):
@@ -361,7 +396,10 @@ class ImportOptions(Options):
     program = "import"
     description = "Write a config of this program from one of another trainer; what has no equal becomes a comment."
     epilog = "grpo-megatron import verl run_qwen2_7b.sh --output grpo.yaml"
-    trainer: Annotated[Literal["easyr1", "openrlhf", "prime-rl", "trl", "verl"], Argument("whose config FILE is")]
+    trainer: Annotated[
+        Literal["easyr1", "miles", "nemo-rl", "openrlhf", "prime-rl", "slime", "trl", "verl"],
+        Argument("whose config FILE is"),
+    ]
     file: Annotated[Path, Argument("YAML, JSON, TOML, a shell script, or a Python script (TRL)", "FILE")]
     overrides: Annotated[tuple[str, ...], Argument("settings that were given on its command line", "key=value")] = ()
     output: Annotated[Path | None, Option("write it there instead of printing it", "YAML")] = None
@@ -396,6 +434,7 @@ def import_config(options: ImportOptions) -> int:
 MAX_HINTS = 5
 VERL_PREFIX = "actor_rollout_ref."
 SECTIONS_OF = {"actor_rollout_ref": "verl", "worker": "easyr1", "orchestrator": "prime-rl"}
+SECTIONS_OF |= dict.fromkeys(("grpo", "loss_fn"), "nemo-rl")
 SECTIONS = ("data", "algorithm", "critic", "trainer", "reward_model")  # of both programs
 
 
@@ -427,6 +466,8 @@ def known_elsewhere(key: str) -> str | None:
     for trainer in OTHER_TRAINERS.values():
         if trainer is TRL and local_key != key and local_key in names:  # verl's section, without a rule of its own
             break
+        if trainer.name in ("slime", "miles") and "-" not in key:  # their flags without one are words of every trainer
+            continue
         for name in dict.fromkeys([key, f"{ACTOR}{key.removeprefix('actor.')}", key.rpartition(".")[2]]):
             if name in trainer.rules and name not in SECTIONS:
                 rule = trainer.rules[name]

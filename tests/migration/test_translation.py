@@ -504,6 +504,8 @@ def test_prime_rl(tmp_path: Path) -> None:
         ("algorithm.kl_coef", "easyr1's algorithm.kl_coef is 'actor.kl_loss_coef'"),
         ("worker.rollout.n", "`grpo-megatron import easyr1 FILE`"),
         ("orchestrator.group_size", "`grpo-megatron import prime-rl FILE`"),
+        ("loss_fn.ratio_clip_min", "`grpo-megatron import nemo-rl FILE`"),
+        ("rollout-batch-size", "slime's rollout-batch-size is 'data.train_batch_size'"),
     ],
 )
 def test_an_unknown_key_of_theirs_is_explained(key: str, hint: str, tmp_path: Path) -> None:
@@ -541,6 +543,149 @@ def test_a_hostile_source_gives_a_config_or_a_reason(
     with contextlib.suppress(ConfigError):
         import_config(ImportOptions(trainer="trl" if name == "a.py" else "verl", file=tmp_path / name))
     assert not {"\x1b", "\x9b"} & set(capsys.readouterr().out)
+
+
+# -- slime, Miles and NeMo-RL: flags and values as their own launch scripts have them ------------------------------------
+
+SLIME = r"""
+source "${SCRIPT_DIR}/models/qwen3-30B-A3B.sh"
+CKPT_ARGS=( --hf-checkpoint /root/Qwen3-30B-A3B --ref-load /root/Qwen3_torch_dist --save /root/run/ --save-interval 20 )
+ROLLOUT_ARGS=( --prompt-data /root/dapo.jsonl --input-key prompt --label-key label --apply-chat-template --rollout-shuffle
+   --rm-type math --num-rollout 3000 --rollout-batch-size 8 --n-samples-per-prompt 4 --rollout-max-response-len 8192
+   --rollout-temperature 0.8 --global-batch-size 16 --balance-data # a comment
+   --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std )
+EVAL_ARGS=( --eval-interval 20 --eval-prompt-data aime /root/aime.jsonl gpqa /root/gpqa.jsonl --n-samples-per-eval-prompt 16
+   --eval-max-response-len 16384 --eval-top-p 0.7 )
+PERF_ARGS=( --tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1
+   --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+   --use-dynamic-batch-size --max-tokens-per-gpu 20480 --micro-batch-size 1 )
+GRPO_ARGS=( --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --kl-coef 0.00
+   --entropy-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28 --use-tis )
+OPTIMIZER_ARGS=( --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
+   --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer )
+WANDB_ARGS=( --use-wandb --wandb-project slime-dev --wandb-group qwen3-TIS --wandb-key ${WANDB_KEY} )
+MISC_ARGS=( --sglang-mem-fraction-static 0.7 --sglang-cuda-graph-bs 1 2 4 8 $(seq 16 8 256) --attention-dropout 0.0
+   --rollout-num-gpus-per-engine 8 --attention-backend flash )
+ray start --head --node-ip-address ${MASTER_ADDR} --num-gpus 8
+ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="${RUNTIME_ENV_JSON}" \
+   -- python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} \
+   ${ROLLOUT_ARGS[@]} ${OPTIMIZER_ARGS[@]} ${GRPO_ARGS[@]} ${WANDB_ARGS[@]} ${PERF_ARGS[@]} ${EVAL_ARGS[@]} ${MISC_ARGS[@]}
+"""
+
+
+def test_slime_and_miles(tmp_path: Path) -> None:
+    config, text = imported("slime", SLIME, ".sh", tmp_path)
+    data, actor, megatron = config.data, config.actor, config.actor.megatron
+    assert (data.train_batch_size, config.rollout.n, actor.ppo_mini_batch_size) == (8, 4, 4)  # 16 samples / 4
+    assert (data.max_response_length, data.task, data.shuffle) == (8192, "math", True)
+    assert data.val_files == [Path("/root/aime.jsonl"), Path("/root/gpqa.jsonl")]
+    assert (megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size, megatron.sequence_parallel) == (
+        4,
+        8,
+        True,
+    )
+    assert megatron.override_transformer_config["recompute_method"] == "uniform" and megatron.offload_optimizer
+    assert (actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu) == (20480, None)
+    assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.001, "low_var_kl")
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.28, None)
+    assert (actor.loss_agg_mode, actor.optim.betas, actor.optim.weight_decay) == (
+        "seq-mean-token-mean",
+        (0.9, 0.98),
+        0.1,
+    )
+    assert config.algorithm.rollout_correction.rollout_is == "token" and config.algorithm.filter_groups.enable
+    assert (config.rollout.tensor_model_parallel_size, config.rollout.gpu_memory_utilization) == (8, 0.7)
+    assert (config.rollout.val_kwargs.n, config.rollout.val_kwargs.top_p, config.trainer.test_freq) == (16, 0.7, 20)
+    assert config.trainer.logger == ["jsonl", "console", "wandb"] and "WANDB_KEY" not in text
+    assert "These change" in text and text.count("a secret is not written") == 1 and "KEY=VALUE" not in text
+    (tmp_path / "ours.yaml").unlink()
+    adapters = '--lora-rank 32 --lora-dropout 0.0 --target-modules "all-linear" --megatron-to-hf-mode bridge --colocate'
+    text = (
+        SLIME.replace("--colocate", adapters)
+        .replace("--use-tis", "--calculate-per-token-loss")
+        .replace("--use-kl-loss", "")
+    )
+    config, text = imported("miles", text.replace("slime", "miles"), ".sh", tmp_path)
+    assert config.actor.lora.model_dump(exclude_defaults=True) == {"rank": 32, "alpha": 16}
+    assert (config.actor.loss_agg_mode, config.actor.use_kl_loss) == ("token-mean", False)
+    assert config.algorithm.rollout_correction.rollout_is is None and config.algorithm.filter_groups.enable
+
+
+NEMO = """
+grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, max_num_epochs: 1, max_num_steps: 1000000, val_period: 10,
+  normalize_rewards: true, use_leave_one_out_baseline: true, max_rollout_turns: 1, seed: 42, async_grpo: {enabled: false}}
+loss_fn: {reference_policy_kl_penalty: 0.01, reference_policy_kl_type: k3, ratio_clip_min: 0.2, ratio_clip_max: 0.28,
+  ratio_clip_c: null, token_level_loss: true, use_importance_sampling_correction: false}
+checkpointing: {enabled: true, checkpoint_dir: results/grpo, save_period: 10, keep_top_k: 3}
+policy:
+  model_name: Qwen/Qwen2.5-1.5B
+  tokenizer: {name: "${policy.model_name}"}
+  train_global_batch_size: 256
+  train_micro_batch_size: 4
+  max_total_sequence_length: 512
+  precision: bfloat16
+  max_grad_norm: 1.0
+  dtensor_cfg: {enabled: true, tensor_parallel_size: 1, activation_checkpointing: true}
+  megatron_cfg: {enabled: false, tensor_model_parallel_size: 1, sequence_parallel: false,
+    optimizer: {lr: 5.0e-6, adam_beta1: 0.9, adam_beta2: 0.98}, scheduler: {lr_decay_style: constant, lr_warmup_iters: 13}}
+  sequence_packing:
+    train_mb_tokens: "${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}"
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 3.0e-6, betas: [0.9, 0.999]}}
+  generation: {backend: vllm, max_new_tokens: 384, temperature: 1.0, val_temperature: "${.temperature}", stop_strings: null,
+    vllm_cfg: {tensor_parallel_size: 2, max_model_len: "${policy.max_total_sequence_length}"},
+    colocated: {enabled: true, resources: {num_nodes: null}}}
+data: {train: {data_path: /data/a.jsonl}, validation: null, default: {prompt_file: cot.txt}, shuffle: true}
+logger: {wandb_enabled: true, mlflow_enabled: false, wandb: {project: grpo-dev, name: mine}}
+cluster: {gpus_per_node: 8, num_nodes: 2}
+"""
+
+
+def test_nemo_rl(tmp_path: Path) -> None:
+    """A file stands on those that `defaults` names; values may be those of other keys; one strategy's keys count."""
+    config, text = imported("nemo-rl", NEMO, ".yaml", tmp_path)
+    assert (config.data.train_batch_size, config.rollout.n, config.actor.ppo_mini_batch_size) == (
+        32,
+        16,
+        16,
+    )  # 256 / 16
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (128, 384)
+    assert (config.actor.optim.lr, config.actor.optim.betas, config.actor.ppo_max_token_len_per_gpu) == (
+        3e-6,
+        (0.9, 0.999),
+        2048,
+    )
+    assert (config.actor.clip_ratio_high, config.actor.kl_loss_coef, config.actor.kl_loss_type) == (
+        0.28,
+        0.01,
+        "low_var_kl",
+    )
+    assert config.actor.megatron.override_transformer_config["recompute_granularity"] == "full"
+    assert (config.rollout.val_kwargs.temperature, config.rollout.tensor_model_parallel_size) == (1.0, 2)
+    assert config.trainer.total_epochs == 1 and config.trainer.logger == ["jsonl", "console", "wandb"]
+    assert (config.trainer.nnodes, config.trainer.save_freq, config.model.tokenizer_path) == (2, 10, None)
+    assert (
+        "the group's other rewards there" in text and text.partition("These change the run")[2].count(": mean and") == 1
+    )
+    (tmp_path / "ours.yaml").rename(tmp_path / "first.yaml")
+    (tmp_path / "base.yaml").write_text(NEMO)
+    above = "defaults: base.yaml\npolicy: {megatron_cfg: {enabled: true, tensor_model_parallel_size: 2, sequence_parallel: true},"
+    above += " optimizer: null, dtensor_cfg: {enabled: false}}\ncheckpointing: {enabled: false}\ngrpo: {max_num_steps: 500}\n"
+    config, text = imported("nemo-rl", above, ".yaml", tmp_path)
+    assert (config.actor.optim.lr, config.actor.optim.betas, config.actor.optim.lr_warmup_steps) == (
+        5e-6,
+        (0.9, 0.98),
+        13,
+    )
+    assert (config.actor.megatron.tensor_model_parallel_size, config.actor.megatron.sequence_parallel) == (2, True)
+    assert config.actor.megatron.override_transformer_config == {} and config.rollout.n == 16
+    assert (config.trainer.total_training_steps, config.trainer.save_freq) == (
+        500,
+        -1,
+    ) and "optimizer.kwargs" not in text
+    (tmp_path / "base.yaml").write_text("defaults: base.yaml\n")
+    (tmp_path / "ours.yaml").unlink()
+    with pytest.raises(ConfigError, match="more than 10 files name each other as defaults"):
+        imported("nemo-rl", above, ".yaml", tmp_path)
 
 
 # -- nothing is lost, and no secret is written ---------------------------------------------------------------------------
