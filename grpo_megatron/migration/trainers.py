@@ -501,7 +501,7 @@ PRIME_RL = OtherTrainer.read(
 
 # -- slime, Miles and NeMo-RL ------------------------------------------------------------------------------------------
 
-KINDS = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "low_var_kl": "low_var_kl"}
+KL_KINDS = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "low_var_kl": "low_var_kl"}
 
 
 def _slime_clip(value: Any, settings: Settings) -> Mapping[str, Any]:
@@ -512,7 +512,7 @@ def _slime_clip(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 def _slime_kl(value: Any, settings: Settings) -> Mapping[str, Any]:
     unbiased = "+" if settings.get("use-unbiased-kl") else ""
-    return _kl(value if settings.get("use-kl-loss") else 0, KINDS[settings.get("kl-loss-type", "k1")] + unbiased)
+    return _kl(value if settings.get("use-kl-loss") else 0, KL_KINDS[settings.get("kl-loss-type", "k1")] + unbiased)
 
 
 def _slime_correction(value: Any, settings: Settings) -> Mapping[str, Any]:
@@ -586,7 +586,7 @@ def _nemo_baseline(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def _nemo_kl(value: Any, settings: Settings) -> Mapping[str, Any]:
-    kind = KINDS[settings.get("loss_fn.reference_policy_kl_type", "k3")]
+    kind = KL_KINDS[settings.get("loss_fn.reference_policy_kl_type", "k3")]
     return _kl(value, kind, in_loss=not settings.get("loss_fn.use_kl_in_reward"))
 
 

@@ -196,7 +196,7 @@ def _inline(value: Any) -> str:
 MAX_SOURCE = 1 << 18  # bytes
 MAX_BASES = 10  # files, or values, that name each other
 PRODUCT = re.compile(r"\$\{mul: *\$\{([\w.]+)\}, *\$\{([\w.]+)\}\}")  # NeMo-RL's
-REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
+REFERRED = re.compile(r"\$\{(\.?)([\w.]+)\}")
 # What YAML 1.1 reads as a text, and their programs as a number.
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
@@ -264,7 +264,7 @@ def _referred(key: str, settings: Settings) -> Any:
     """Reads the value of a key, which may be that of another one: `${a.b}`, or `${.b}` beside it."""
     value = settings[key]
     for _ in range(MAX_BASES):
-        match = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        match = REFERRED.fullmatch(value) if isinstance(value, str) else None
         key = "" if match is None else f"{key.rpartition('.')[0]}.{match[2]}" if match[1] else match[2]
         if key not in settings:
             break
