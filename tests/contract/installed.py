@@ -19,9 +19,15 @@ TYPELESS = object()  # a value whose type the class does not tell
 
 
 def module_of(name: str) -> Any:
-    """The module, or the attribute of a module, of this dotted name; None if there is none."""
+    """The module, or the attribute of a module, of this dotted name; None if there is none.
+
+    TYPELESS: its file is there, and needs a package that this environment lacks (Triton).
+    """
     with contextlib.suppress(ImportError):
         return importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        if importlib.util.find_spec(name) is not None:
+            return TYPELESS
     owner, _, attribute = name.rpartition(".")
     return getattr(module_of(owner), attribute, None) if owner else None
 
