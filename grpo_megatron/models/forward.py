@@ -91,13 +91,21 @@ class _Sequence(NamedTuple):
 
 
 def trees_of(batch: Batch, rows: list[int]) -> list[list[int]]:
-    """Cuts `rows` into runs of rows that share their prompt; without `shares_prompts` each row is one."""
+    """Cuts `rows` into runs of rows that share their prompt; without `shares_prompts` each row is one.
+
+    A row whose known routes of the prompt are others than those of its run starts a new one: one copy has one choice of experts.
+    """
     trees: list[list[int]] = []
+    known: Tensor | None = None  # the prompt's routes in the last run
     for row in rows:
+        routes = batch.routes[row][: batch.prompt_lengths[row]] if batch.shares_prompts and batch.routes else None
         if batch.shares_prompts and trees and _have_same_prompt(batch, trees[-1][0], row):
-            trees[-1].append(row)
-        else:
-            trees.append([row])
+            if routes is None or known is None or bool(((routes == known) | (routes < 0) | (known < 0)).all()):
+                trees[-1].append(row)
+                known = None if routes is None or known is None else torch.maximum(known, routes)
+                continue
+        trees.append([row])
+        known = routes
     return trees
 
 
@@ -105,6 +113,17 @@ def _have_same_prompt(batch: Batch, row: int, other: int) -> bool:
     """Compares the prompts of two rows: their tokens, and the images in their places."""
     first, second = (batch.tokens[r][: batch.prompt_lengths[r]] for r in (row, other))
     return torch.equal(first, second) and (not batch.images or batch.images[row] == batch.images[other])
+
+
+def _routes(batch: Batch, tree: list[int], number: int, size: int) -> Tensor | None:
+    """Returns the routes of a run's row `number`, padded to `size`. The shared prompt has those that any row of the run has."""
+    if batch.routes is None:
+        return None
+    prompt, own = batch.prompt_lengths[tree[0]], batch.routes[tree[number]]
+    if number:
+        return _with_unknown(own[prompt:], size)
+    shared = torch.stack([batch.routes[row][:prompt] for row in tree]).amax(0)  # -1: unknown
+    return _with_unknown(torch.cat([shared, own[prompt:]]), size)
 
 
 def packed_lengths(batch: Batch, rows: list[int]) -> list[int]:
@@ -207,7 +226,7 @@ def _sequences(batch: Batch, rows: list[int], cp: int, has_images: bool) -> Iter
                 angles=angles,
                 states=states,
                 targets=batch.tokens[row][prompt:],
-                routes=_with_unknown(batch.routes[row][shared:], len(tokens)) if batch.routes else None,
+                routes=_routes(batch, tree, i, len(tokens)),
                 images=[(size + image.first, image) for image in images if not shared],
             )
             size += len(tokens)

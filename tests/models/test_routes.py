@@ -22,10 +22,10 @@ from grpo_megatron.checks.layout import route_problems
 from grpo_megatron.config import ActorConfig, Config, RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.families import architecture_of
-from grpo_megatron.models.forward import pack
+from grpo_megatron.models.forward import pack, packed_lengths, trees_of
 from grpo_megatron.models.heads.reward_folder import read_reward_folder
 from grpo_megatron.models.heads.scalar import ValueModel
-from grpo_megatron.models.layers.routes import routes_of
+from grpo_megatron.models.layers.routes import RouteChoice, routes_of, take_counts
 from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.planning.phases import route_bytes
 from grpo_megatron.report.metrics import Metrics
@@ -471,6 +471,35 @@ def test_routes_stay_beside_their_tokens_in_a_pack(shares_prompts: bool, cp: int
         found.append(int(known.sum()))
     prompts = sum(len(prompt) for prompt, _ in PAIRS) // (2 if shares_prompts else 1)
     assert sum(found) == prompts + sum(len(response) for _, response in PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("change", "copies", "of_first"),
+    [(None, 1, 3), (lambda own: own.fill_(-1), 1, 3), (lambda own: own[0].fill_(9), 2, 9)],
+    ids=["equal", "unknown", "other"],
+)
+def test_a_shared_prompt_has_the_routes_of_all_its_rows(change: Any, copies: int, of_first: int) -> None:
+    """Unknown routes of the first row are those of the next one. Other routes are a copy of the prompt of their own."""
+    batch = tiny.make_batch([([5, 6, 7], [8, 9]), ([5, 6, 7], [10, 11, 12]), ([5, 6, 7], [13])], [])
+    batch.shares_prompts, batch.routes = True, [torch.full((len(tokens), 4), 3) for tokens in batch.tokens]
+    if change is not None:
+        change(batch.routes[0])
+    made = pack(batch, [0, 1, 2], multiple=2, temperature=1.0, chunk=8, device=Device("cpu"))
+    routes = routes_of(made.packed)
+    assert isinstance(routes, torch.Tensor) and sum(packed_lengths(batch, [0, 1, 2])) == 6 + 3 * copies
+    assert (routes[0] == of_first).all() and (routes[1:3] == 3).all()
+    first_response = routes[3:5]
+    assert (first_response == (-1 if change is not None and copies == 1 else 3)).all()
+    assert (routes[5 : 6 + 3 * copies] == 3).all() and len(trees_of(batch, [0, 1, 2])) == copies
+
+
+def test_a_token_whose_routes_name_an_expert_twice_has_the_routers_choice() -> None:
+    """Also where one of two experts is known, and the router's choice for the other is the same. Neither counts as agreement."""
+    choice, scores = RouteChoice(0, None), torch.tensor([[0.1, 0.4, 0.3, 0.2]]).repeat(3, 1)
+    choice.routes = torch.tensor([[0, 3], [2, 2], [-1, 1]])
+    values, experts = choice.get_replay_topk(scores, 2, 0, 0, lambda scores, k, *unused: scores.topk(k, dim=1))
+    assert experts.tolist() == [[3, 0], [1, 2], [1, 2]] and torch.equal(values, scores.gather(1, experts))
+    assert take_counts([choice]) == (0, 2)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ class RouteChoice:
     """The choice of one layer's router. It has the interface of Megatron-Core's `RouterReplay`.
 
     `routes`, of the current micro-batch: int [t, k] of this rank's tokens, -1 where the router decides; or the table in which
-    they are recorded; or None. The scores are the trainer's own, gathered from all of the router's scores, so the router has
+    they are recorded; or None. The router also decides for a token whose routes name an expert twice. The scores are the trainer's own, gathered from all of the router's scores, so the router has
     gradients. `counts`: (experts of known routes that the router itself would have chosen, all experts of known routes).
     """
 
@@ -48,6 +48,9 @@ class RouteChoice:
             routes = self.routes.setdefault(self._number, experts.to(torch.int16)).long()
         else:
             routes = self.routes.long()
+            replayed = torch.where(routes >= 0, routes, experts).sort(dim=1).values
+            names_twice = (replayed[:, 1:] == replayed[:, :-1]).any(dim=1, keepdim=True)
+            routes = routes.masked_fill(names_twice, -1)  # grouped products compute k experts of every token
             self._count(routes, experts)
         replayed = torch.where(routes >= 0, routes, experts)
         values, order = scores.gather(1, replayed).sort(dim=1, descending=True, stable=True)
