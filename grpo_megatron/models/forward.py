@@ -99,12 +99,14 @@ def trees_of(batch: Batch, rows: list[int]) -> list[list[int]]:
     known: Tensor | None = None  # the prompt's routes in the last run
     for row in rows:
         routes = batch.routes[row][: batch.prompt_lengths[row]] if batch.shares_prompts and batch.routes else None
-        if batch.shares_prompts and trees and _have_same_prompt(batch, trees[-1][0], row):
-            if routes is None or known is None or bool(((routes == known) | (routes < 0) | (known < 0)).all()):
-                trees[-1].append(row)
-                known = None if routes is None or known is None else torch.maximum(known, routes)
-                continue
-        trees.append([row])
+        shares = batch.shares_prompts and bool(trees) and _have_same_prompt(batch, trees[-1][0], row)
+        if shares and routes is not None and known is not None:
+            shares = bool(((routes == known) | (routes < 0) | (known < 0)).all())
+            routes = torch.maximum(known, routes) if shares else routes
+        if shares:
+            trees[-1].append(row)
+        else:
+            trees.append([row])
         known = routes
     return trees
 

@@ -26,7 +26,8 @@ class RouteChoice:
     """The choice of one layer's router. It has the interface of Megatron-Core's `RouterReplay`.
 
     `routes`, of the current micro-batch: int [t, k] of this rank's tokens, -1 where the router decides; or the table in which
-    they are recorded; or None. The router also decides for a token whose routes name an expert twice. The scores are the trainer's own, gathered from all of the router's scores, so the router has
+    they are recorded; or None. The router also decides for a token whose routes name an expert twice. The scores are the
+    trainer's own, gathered from all of the router's scores, so the router has
     gradients. `counts`: (experts of known routes that the router itself would have chosen, all experts of known routes).
     """
 
