@@ -19,15 +19,15 @@ import yaml
 
 from grpo_megatron.algo import losses
 from grpo_megatron.checks.components import sources_of
-from grpo_megatron.checks.machine import NO_DEVICE
+from grpo_megatron.checks.machine import NO_DEVICE, device_problems, package_problems
 from grpo_megatron.checks.methods import steps_of_epochs, suspicions
 from grpo_megatron.checks.reward_call import reward_lines, trial_lines
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.problems import written
+from grpo_megatron.config.problems import Problem, written
 from grpo_megatron.data.sampler import Mixture
 from grpo_megatron.device import Device, count_cuda_devices, device_bytes, read_hardware
 from grpo_megatron.models.engine_cache import engine_cache, engine_weights
-from grpo_megatron.models.layers.precision import capability_problems
+from grpo_megatron.models.layers.precision import capability_problems, hardware_problems
 from grpo_megatron.planning.cost import Workload
 from grpo_megatron.planning.gpus import FP8_SPEEDUP, GPUS, REFERENCE, Gpu, PlannedMachine
 from grpo_megatron.planning.layout import ROLLOUT_TP, TP, data_parallel_size
@@ -285,6 +285,23 @@ def wrapped_item(text: str, width: int) -> list[str]:
 def is_for_this_machine(config: Config) -> bool:
     """Says if the ranks can run here; `trainer.device=auto` is the CPU on a machine without CUDA devices."""
     return config.trainer.device in ("cpu", "auto") or count_cuda_devices() > 0
+
+
+def readiness(config: Config, checked: Checked, world_size: int) -> str:
+    """Says if a run can start here, in one line: READY, or READY EXCEPT for what this machine cannot show.
+
+    `config`: as given, before ids of the Hub were replaced by folders. Raises ConfigError: a folder without weights.
+    """
+    path = config.model.path
+    if not checked.has_weights and path == checked.config.model.path:
+        raise ConfigError(
+            f"NOT READY: model.path={str(path)!r} has no weights (*.safetensors), only a config.json; fetch them, or use the"
+            " command plan, which needs none"
+        )
+    problems = [*package_problems(config), *device_problems(config, world_size), *hardware_problems(config)]
+    missing = [] if checked.has_weights else ["the weights are still on the Hub"]
+    missing += [Problem.of(problem).text.partition(";")[0] for problem in problems]
+    return f"READY EXCEPT: {'; '.join(missing)}" if missing else "READY: without --dry-run the run starts"
 
 
 def _own_gpu(config: Config) -> Gpu | None:
@@ -606,7 +623,7 @@ def _described(planned: PlannedLayout, config: Config) -> Iterator[str]:
 def verdict_without_gpu(config: Config, models: RunModels, world_size: int) -> Iterator[str]:
     """Lists the known GPUs that fit."""
     if config.trainer.device == "cpu":
-        yield "NO VERDICT for trainer.device=cpu: only the memory of GPUs is counted"
+        yield "no GPU to fit: trainer.device=cpu, and only the memory of GPUs is counted"
         return
     fits = {
         name: fit(config, models, world_size, gpu.usable_bytes).fits

@@ -61,7 +61,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
     if options.dry_run:
         checked = _validate(options, argv, config)
         if failures.is_first():
-            _print_plan(checked.config, checked, world_size, options)
+            _print_plan(config, checked, world_size, options)
         return 0
     if not by_epochs and _has_nothing_to_do(config, options.profile):
         return 0
@@ -198,10 +198,11 @@ def _run(config: Config, checked: Checked, profiled: range | None) -> int:
     return 0
 
 
-def _print_plan(config: Config, checked: Checked, world_size: int, options: RunOptions) -> None:
-    """Raises ConfigError, after the plan, if the run cannot fit the GPU. Then the resolved config is not written."""
-    from grpo_megatron.cli.plan import PAGE_WIDTH, plan_page, write_resolved
+def _print_plan(given: Config, checked: Checked, world_size: int, options: RunOptions) -> None:
+    """Raises ConfigError, after the plan, if the run cannot start. Then the resolved config is not written."""
+    from grpo_megatron.cli.plan import PAGE_WIDTH, plan_page, readiness, write_resolved
 
+    config = checked.config
     width = min(max(shutil.get_terminal_size((PAGE_WIDTH, 24)).columns, 80), PAGE_WIDTH)
     elsewhere = options.world_size is not None
     page = plan_page(
@@ -216,6 +217,12 @@ def _print_plan(config: Config, checked: Checked, world_size: int, options: RunO
     if page.problem is not None:
         print(redacted(str(page)), flush=True)
         raise ConfigError(page.problem)
+    if not (isinstance(options, PlanOptions) or elsewhere):
+        try:
+            page.verdict.append(readiness(given, checked, world_size))
+        except ConfigError:
+            print(page, flush=True)
+            raise
     page.sections["Every key with its value, as a config"] = [write_resolved(config, options.resolved_config)]
     print(redacted(str(page)), flush=True)
 

@@ -20,6 +20,9 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.processes.process import time_limit
 from grpo_megatron.untrusted import ReadError, cut, path_problem, read_json, read_text, shown, special_file_in
 
+logger = logging.getLogger(__name__)
+
+GENERIC_CLASSES = ("", "PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")  # they read tokenizer.json as it is
 MAX_TEMPLATE = 1 << 20  # bytes of a chat template
 END_NAMES = ("im_end", "eot", "eos", "</s>", "end")  # of end-of-sequence tokens, the likeliest first
 
@@ -46,6 +49,20 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
         raise ConfigError(
             f"no tokenizer in {str(path)!r} ({reason}); set model.tokenizer_path to a folder with tokenizer.json"
         ) from error
+    files = {"tokenizer.json", "tokenizer.model", *tokenizer.vocab_files_names.values()}
+    if tokenizer.vocab_files_names and not any((Path(path) / name).exists() for name in files):
+        raise ConfigError(  # transformers makes an empty tokenizer of the class that config.json stands for
+            f"no tokenizer in {str(path)!r} (none of {', '.join(sorted(files))}); set model.tokenizer_path to a folder with"
+            " tokenizer.json"
+        )
+    saved, loaded = _saved_class(Path(path)), type(tokenizer).__name__.removesuffix("Fast")
+    if saved not in GENERIC_CLASSES and loaded not in (saved, *GENERIC_CLASSES):
+        logger.warning(
+            "the tokenizer in %r was saved as %s, and transformers loads it as %s: ids may differ",
+            str(path),
+            saved,
+            loaded,
+        )
     if tokenizer.eos_token_id is None:
         raise ConfigError(_no_end(tokenizer, Path(path)))
     if data.chat_template is not None:
@@ -54,6 +71,12 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
         except (OSError, ReadError) as error:
             raise ConfigError(f"cannot read data.chat_template={str(data.chat_template)!r}: {error}") from error
     return tokenizer
+
+
+def _saved_class(folder: Path) -> str:
+    """Read the class in tokenizer_config.json, without "Fast", which names the same tokenizer; "" where there is none."""
+    file = folder / "tokenizer_config.json"
+    return str(read_json(file).get("tokenizer_class") or "").removesuffix("Fast") if file.exists() else ""
 
 
 def _no_end(tokenizer: Any, folder: Path) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from grpo_megatron.checks import machine
 from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import MegatronConfig
@@ -99,10 +100,24 @@ def test_the_resolved_config_is_a_file_that_can_be_run(
     assert "--resolved-config needs --dry-run" in capsys.readouterr().err
 
 
-def test_a_dry_run_needs_no_weights_and_says_so(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_line_says_if_a_run_can_start(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan alone needs no weights. On this machine a missing device or package is an exception; weights are needed."""
     folder = shutil.copytree(run / "model", tmp_path / "model")
     (folder / "model.safetensors").unlink()
-    assert "NOT FOUND, so not checked" in plan(run, capsys, f"model.path={folder}")
+    bare = f"model.path={folder}"
+    assert main.main(["plan", str(run / "run.yaml"), bare]) == 0
+    text = capsys.readouterr().out
+    assert "NOT FOUND, so not checked" in text and "READY" not in text
+    assert main.main(["train", str(run / "run.yaml"), "--dry-run", bare]) == 2
+    assert f"NOT READY: model.path='{folder}' has no weights" in capsys.readouterr().err
+    monkeypatch.setattr(machine, "engine_packages", lambda rollout: {})
+    for arguments, expected in {
+        (): "READY: without --dry-run the run starts",
+        ("trainer.device=cuda", "rollout.engine=vllm"): "READY EXCEPT: trainer.device=cuda, but ",
+    }.items():
+        assert plan(run, capsys, *arguments).splitlines()[-1].startswith(f"  {expected}")
 
 
 def test_a_model_of_the_hub_is_its_folder_in_the_cache(
@@ -149,7 +164,8 @@ def test_the_plan_of_70b(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     shutil.copy(CONFIGS / "Llama-3.1-70B.json", tmp_path / "config.json")
     write_tokenizer(tmp_path)
     arguments = [f"model.path={tmp_path}", "model.dtype=bfloat16", "trainer.nnodes=8", "trainer.n_gpus_per_node=8"]
-    text = plan(run, capsys, *arguments, f"{TP}=8", f"{PP}=4", "rollout.tensor_model_parallel_size=8")
+    sizes = [f"{TP}=8", f"{PP}=4", "rollout.tensor_model_parallel_size=8", "--world-size", "64"]
+    text = plan(run, capsys, *arguments, *sizes)
     layers = 20 * 106_971_136
     assert "70,553,706,496" in text
     assert 80 * 855_654_400 + 2 * 1_050_673_152 + 8192 == 70_553_706_496
@@ -165,7 +181,7 @@ def test_the_plan_of_70b(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "NOT FOUND" in text
     assert "on the host" not in text
     keys = ["rollout.sync=delta", "rollout.engine_options={sleep_level: 1}", "rollout.tensor_model_parallel_size=4"]
-    text = plan(run, capsys, *arguments, f"{TP}=8", f"{PP}=4", *keys)
+    text = plan(run, capsys, *arguments, f"{TP}=8", f"{PP}=4", "--world-size", "64", *keys)
     engine, sent = 2 * 70_553_706_496 / 4 / 2**30, 2 * (layers + 131_334_144 + 8192) / 2**30
     expected = f"on the host: at most {engine + sent:.3f} = {engine:.3f} of the engine's shard + {sent:.3f} sent"
     assert expected in text

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -129,13 +130,26 @@ def test_supervised_rows_end_with_eos_and_are_rendered_like_prompts(tmp_path: Pa
         load_supervised(PLAIN, [_sums(tmp_path / "x.jsonl", [1])], tokenizer)
 
 
-def test_tokenizer_folders_that_cannot_be_used(tmp_path: Path, tokenizer: Any) -> None:
+def test_tokenizer_folders_that_cannot_be_used(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ValueError, match="does not exist .model.tokenizer_path"):
         load_tokenizer(tmp_path / "gone", PLAIN)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no tokenizer in .*set model.tokenizer_path"):
         load_tokenizer(tmp_path / "empty", PLAIN)
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "qwen2"}')  # transformers makes an empty tokenizer
+    with pytest.raises(ValueError, match=r"no tokenizer in .*\(none of merges.txt, tokenizer.json"):
+        load_tokenizer(tmp_path / "empty", PLAIN)
     tokenizer.save_pretrained(tmp_path / "good")
+    load_tokenizer(tmp_path / "good", PLAIN)
+    assert "was saved as" not in caplog.text
+    config = json.loads((tmp_path / "good" / "tokenizer_config.json").read_text())
+    other = tokenizer.save_pretrained(tmp_path / "other") and tmp_path / "other"
+    (other / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "LlamaTokenizer"}))
+    with patch("transformers.AutoTokenizer.from_pretrained", lambda *args, **kwargs: tokenizer):
+        load_tokenizer(other, PLAIN)
+    assert f"saved as LlamaTokenizer, and transformers loads it as {type(tokenizer).__name__}" in caplog.text
     with pytest.raises(ValueError, match="cannot read data.chat_template='gone.jinja'"):
         load_tokenizer(tmp_path / "good", DataConfig(chat_template=Path("gone.jinja")))
     loaded = load_tokenizer(tmp_path / "good", DataConfig(chat_template=CHATML))
