@@ -88,6 +88,9 @@ class OtherTrainer:
             for theirs, note in table.get(kind, {}).items():
                 ours, text = note if isinstance(note, list) else (None, note)
                 rules[theirs] = Rule(ours, text, table=kind)
+        for part, is_on in (("where", True), ("unless", False)):
+            for switch, keys in table.get(part, {}).items():
+                converts = {**converts, **{theirs: _only(ours, switch, is_on=is_on) for theirs, ours in keys.items()}}
         for switch, names in table.get("lora", {}).items():
             converts = {**converts, **_lora(switch, names, table.get("layers", {}))}
         rules |= {theirs: Rule(ours, convert=convert) for theirs, (ours, convert) in converts.items()}
@@ -142,6 +145,17 @@ def _lora(switch: str, names: Mapping[str, str], layers: Mapping[str, list[str]]
         return f"actor.lora.{ours}", convert
 
     return {theirs: rule(ours) for ours, theirs in names.items()}
+
+
+def _only(ours: str | dict[str, Any], switch: str, *, is_on: bool) -> tuple[str, Convert]:
+    """Takes a value where their key `switch` is set, or is not. `ours`: our key, or what is written where the value is set."""
+
+    def convert(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+        if (settings.get(switch) not in OFF) != is_on:
+            return NotNeeded(f"{switch} decides")
+        return {ours: value} if isinstance(ours, str) else ours if value not in OFF else {}
+
+    return next(iter([ours] if isinstance(ours, str) else ours)), convert
 
 
 NAMES_A_MODEL = (
@@ -216,12 +230,6 @@ def _sinks(value: Any, _: Settings) -> Mapping[str, Any]:
 # -- verl --------------------------------------------------------------------------------------------------------------
 
 
-def _micro_batch(value: Any, settings: Settings) -> Mapping[str, Any] | str:
-    if settings.get(f"{ACTOR}use_dynamic_bsz"):
-        return NotNeeded("with use_dynamic_bsz the token bound alone holds: actor.ppo_max_token_len_per_gpu")
-    return {"actor.ppo_micro_batch_size_per_gpu": value}
-
-
 def _reward_function(value: Any, settings: Settings) -> Mapping[str, Any]:
     """Joins a file and a name. Modules are searched beside the YAML file, so the file can lie there.
 
@@ -260,29 +268,16 @@ VERL = OtherTrainer.read(
                 if settings.get(ACTOR + end) is None
             },
         ),
-        f"{ACTOR}ppo_micro_batch_size_per_gpu": ("actor.ppo_micro_batch_size_per_gpu", _micro_batch),
         f"{ACTOR}optim.lr_warmup_steps": (
             "actor.optim.lr_warmup_steps",
             lambda value, _: {"actor.optim.lr_warmup_steps": max(0, value)},
         ),
         f"{ACTOR}optim.lr_warmup_steps_ratio": ("actor.optim.lr_warmup_steps", _warm_up),
         "custom_reward_function.path": ("reward.function", _reward_function),
-        "reward_model.model.path": (
-            "reward_model.path",
-            lambda value, settings: (
-                {"reward_model.path": value} if settings.get("reward_model.enable") else NotNeeded("it is not enabled")
-            ),
-        ),
         "reward_model.overlong_buffer.len": ("reward.overlong_buffer.len", _overlong),
         "reward_model.reward_kwargs.overlong_buffer_cfg.len": ("reward.overlong_buffer.len", _overlong),
         "trainer.experiment_name": ("trainer.experiment_name", _name),
         "trainer.logger": ("trainer.logger", _sinks),
-        "trainer.total_epochs": (  # verl's total_training_steps, where it is set, is the one that holds
-            "trainer.total_epochs",
-            lambda value, settings: (
-                {} if settings.get("trainer.total_training_steps") is not None else {"trainer.total_epochs": value}
-            ),
-        ),
     },
     "actor_rollout_ref.",
     "",
@@ -350,11 +345,13 @@ def _loss_type(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     }
 
 
-def _loggers(*switches: tuple[str, str]) -> tuple[str, Convert]:
-    """Adds each tracker (name, their key) that a run uses."""
-    return "trainer.logger", lambda _, settings: _sinks(
-        ["console", *(name for name, key in switches if settings.get(key) not in OFF)], {}
-    )
+def _loggers(**switches: str) -> dict[str, tuple[str, Convert]]:
+    """Adds each tracker (name=their key) that a run uses."""
+
+    def convert(_: Any, settings: Settings) -> Mapping[str, Any]:
+        return _sinks(["console", *(name for name, key in switches.items() if settings.get(key) not in OFF)], {})
+
+    return dict.fromkeys(switches.values(), ("trainer.logger", convert))
 
 
 def _schedule(value: Any, settings: Settings) -> Mapping[str, Any] | str:
@@ -362,9 +359,13 @@ def _schedule(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     return {"actor.optim.lr_decay_style": SCHEDULES[name]} if name in SCHEDULES else "constant, linear, cosine, WSD"
 
 
-def _betas_of(first: str, second: str) -> tuple[str, Convert]:
-    ours = "actor.optim.betas"
-    return ours, lambda _, settings: {ours: [settings.get(first, 0.9), settings.get(second, 0.999)]}
+def _betas_of(first: str, second: str, *switches: str) -> tuple[str, Convert]:
+    def convert(_: Any, settings: Settings) -> Mapping[str, Any] | str:
+        if any(settings.get(switch) in OFF for switch in switches):
+            return NotNeeded(f"{switches[0]} decides")
+        return {"actor.optim.betas": [settings.get(first, 0.9), settings.get(second, 0.999)]}
+
+    return "actor.optim.betas", convert
 
 
 def _epochs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
@@ -471,10 +472,7 @@ OPENRLHF = OtherTrainer.read(
     "openrlhf",
     {
         "data.max_images_per_prompt": _of_images("data.max_images"),
-        **dict.fromkeys(
-            ("logger.wandb.key", "logger.tensorboard_dir"),
-            _loggers(("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir")),
-        ),
+        **_loggers(wandb="logger.wandb.key", tensorboard="logger.tensorboard_dir"),
         "train.batch_size": _per_prompt("actor.ppo_mini_batch_size", "rollout.n_samples_per_prompt"),
         "data.max_len": _lengths("rollout.max_new_tokens"),
         "actor.eps_clip": ("actor.clip_ratio_low", _clip_range),
@@ -516,72 +514,36 @@ def _slime_kl(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def _slime_correction(value: Any, settings: Settings) -> Mapping[str, Any]:
-    if not value:
-        return {f"{CORRECTION}rollout_is": None}
-    low = {ALSO: "weights below tis-clip-low are raised to it there"} if settings.get("tis-clip-low") else {}
-    return {
-        f"{CORRECTION}rollout_is": "token",
-        f"{CORRECTION}rollout_is_threshold": settings.get("tis-clip", 2.0),
-        **low,
-    }
+    bounds = {f"{CORRECTION}rollout_is_threshold": settings.get("tis-clip", 2.0)} if value else {}
+    low = {ALSO: "weights below tis-clip-low are raised to it there"} if value and settings.get("tis-clip-low") else {}
+    return {f"{CORRECTION}rollout_is": "token" if value else None, **bounds, **low}
 
 
+MINI, BUCKET = "actor.ppo_mini_batch_size", "rollout.update_weights_bucket_megabytes"
 SLIME_CONVERTS: dict[str, tuple[str, Convert]] = {
-    "global-batch-size": _per_prompt("actor.ppo_mini_batch_size", "n-samples-per-prompt"),
-    "num-steps-per-rollout": (
-        "actor.ppo_mini_batch_size",
-        lambda value, settings: {"actor.ppo_mini_batch_size": settings["rollout-batch-size"] // value},
-    ),
-    "num-epoch": (
-        "trainer.total_epochs",
-        lambda value, settings: {} if "num-rollout" in settings else {"trainer.total_epochs": value},
-    ),
-    "micro-batch-size": (
-        "actor.ppo_micro_batch_size_per_gpu",
-        lambda value, settings: (
-            {} if settings.get("use-dynamic-batch-size") else {"actor.ppo_micro_batch_size_per_gpu": value}
-        ),
-    ),
+    "global-batch-size": _per_prompt(MINI, "n-samples-per-prompt"),
+    "num-steps-per-rollout": (MINI, lambda value, settings: {MINI: settings["rollout-batch-size"] // value}),
     "eval-prompt-data": ("data.val_files", lambda value, _: {"data.val_files": value[1::2]}),
-    "sequence-parallel": (
-        "actor.megatron.sequence_parallel",
-        lambda value, settings: (
-            {"actor.megatron.sequence_parallel": value} if settings.get("tensor-model-parallel-size", 1) > 1 else {}
-        ),
-    ),
     "eps-clip": ("actor.clip_ratio_low", _slime_clip),
     "kl-loss-coef": ("actor.kl_loss_coef", _slime_kl),
     "kl-coef": ("algorithm.kl_ctrl.kl_coef", lambda value, _: _kl(value, "kl", in_loss=False) if value else {}),
     "use-tis": (f"{CORRECTION}rollout_is", _slime_correction),
-    "adam-beta1": _betas_of("adam-beta1", "adam-beta2"),
-    "adam-beta2": _betas_of("adam-beta1", "adam-beta2"),
-    "update-weight-buffer-size": (
-        "rollout.update_weights_bucket_megabytes",
-        lambda value, _: {"rollout.update_weights_bucket_megabytes": max(1, value >> 20)},
-    ),
-    **dict.fromkeys(
-        ("use-wandb", "use-tensorboard", "use-mlflow"),
-        _loggers(("wandb", "use-wandb"), ("tensorboard", "use-tensorboard"), ("mlflow", "use-mlflow")),
-    ),
+    **dict.fromkeys(("adam-beta1", "adam-beta2"), _betas_of("adam-beta1", "adam-beta2")),
+    "update-weight-buffer-size": (BUCKET, lambda value, _: {BUCKET: max(1, value >> 20)}),
+    **_loggers(wandb="use-wandb", tensorboard="use-tensorboard", mlflow="use-mlflow"),
 }
-NEMO_LOGGERS = tuple((name, f"logger.{name}_enabled") for name in ("wandb", "tensorboard", "mlflow", "swanlab"))
 
 
 def _nemo_steps(value: Any, settings: Settings) -> Mapping[str, Any]:
     epochs = settings.get("grpo.max_num_epochs")
-    if epochs is not None and value >= 1_000_000:  # of its example files: no limit
-        return {"trainer.total_epochs": epochs}
-    return {"trainer.total_training_steps": value}
+    is_unlimited = epochs is not None and value >= 1_000_000  # as in its example files
+    return {"trainer.total_epochs": epochs} if is_unlimited else {"trainer.total_training_steps": value}
 
 
 def _nemo_baseline(value: Any, settings: Settings) -> Mapping[str, Any]:
     if value and not settings.get("grpo.normalize_rewards", True):
         return {"algorithm.adv_estimator": "rloo"}
-    also = (
-        {ALSO: "mean and deviation are those of the group's other rewards there, of the whole group here"}
-        if value
-        else {}
-    )
+    also = {ALSO: "mean and deviation are of the group's other rewards there, of the whole group here"} if value else {}
     return {"algorithm.adv_estimator": "grpo", **also}
 
 
@@ -591,90 +553,35 @@ def _nemo_kl(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def _nemo_correction(value: Any, settings: Settings) -> Mapping[str, Any] | str:
-    of = "loss_fn.truncated_importance_sampling_"
-    kind, high, low = (settings.get(f"{of}{name}") for name in ("type", "ratio", "ratio_min"))
-    if not value:
-        return {f"{CORRECTION}rollout_is": None}
-    if kind not in (None, "tis", "icepop"):
-        return f"{kind} is not here"
+    names = (f"loss_fn.truncated_importance_sampling_{name}" for name in ("type", "ratio", "ratio_min"))
+    kind, high, low = map(settings.get, names)
+    kinds = {None: "token", "tis": "token", "icepop": "icepop"}
+    if not value or kind not in kinds:
+        return f"{kind} is not here" if value else {f"{CORRECTION}rollout_is": None}
     bounds = (
-        {f"{CORRECTION}rollout_is_threshold": high}
-        if high
-        else {ALSO: "the weights have no upper bound there, and 2 here"}
+        {f"{CORRECTION}rollout_is_threshold": high} if high else {ALSO: "the weights have no bound there, and 2 here"}
     )
     bounds |= {f"{CORRECTION}rollout_is_threshold_low": low} if kind == "icepop" else {}
-    return {f"{CORRECTION}rollout_is": "icepop" if kind == "icepop" else "token", **bounds}
+    return {f"{CORRECTION}rollout_is": kinds[kind], **bounds}
 
 
-def _of_strategy(ours: str, *, is_megatron: bool = True) -> tuple[str, Convert]:
-    """Takes the value of the strategy that is on. A list or `true` may stand for other keys: full recomputation."""
-
-    def convert(value: Any, settings: Settings) -> Mapping[str, Any] | str:
-        if bool(settings.get("policy.megatron_cfg.enabled")) != is_megatron:
-            return NotNeeded("of the strategy that is off")
-        if ours == FULL[0]:
-            return dict(zip(FULL, ("full", "uniform", 1), strict=True)) if value else {}
-        is_set = not ours.endswith("sequence_parallel") or settings.get(f"{MEGATRON}tensor_model_parallel_size", 1) > 1
-        return {ours: value} if is_set else {}
-
-    return ours, convert
-
-
-RECOMPUTE = "actor.megatron.override_transformer_config.recompute_"
-FULL = (f"{RECOMPUTE}granularity", f"{RECOMPUTE}method", f"{RECOMPUTE}num_layers")
-MEGATRON, KWARGS, DTENSOR = "policy.megatron_cfg.", "policy.optimizer.kwargs.", "policy.dtensor_cfg."
-LAYOUT = ("tensor_model", "pipeline_model", "expert_model", "context")
+NEMO_BETAS = [f"policy.megatron_cfg.optimizer.adam_beta{end}" for end in (1, 2)]
+TOKENIZER = "model.tokenizer_path"
 NEMO_RL = OtherTrainer.read(
     "nemo-rl",
     {
         "grpo.max_num_steps": ("trainer.total_training_steps", _nemo_steps),
         "grpo.use_leave_one_out_baseline": ("algorithm.adv_estimator", _nemo_baseline),
-        "grpo.dynamic_sampling_max_gen_batches": (
-            "algorithm.filter_groups.max_num_gen_batches",
-            lambda value, settings: (
-                {"algorithm.filter_groups.max_num_gen_batches": value}
-                if settings.get("grpo.use_dynamic_sampling")
-                else {}
-            ),
-        ),
         "loss_fn.reference_policy_kl_penalty": ("actor.kl_loss_coef", _nemo_kl),
         "loss_fn.use_importance_sampling_correction": (f"{CORRECTION}rollout_is", _nemo_correction),
-        "checkpointing.save_period": (
-            "trainer.save_freq",
-            lambda value, settings: {"trainer.save_freq": value if settings.get("checkpointing.enabled", True) else -1},
-        ),
-        "policy.train_global_batch_size": _per_prompt("actor.ppo_mini_batch_size", "grpo.num_generations_per_prompt"),
-        "policy.max_total_sequence_length": _lengths("policy.generation.max_new_tokens"),
         "policy.tokenizer.name": (
-            "model.tokenizer_path",
-            lambda value, settings: (
-                {} if value == settings.get("policy.model_name") else {"model.tokenizer_path": value}
-            ),
+            TOKENIZER,
+            lambda value, settings: {} if value == settings["policy.model_name"] else {TOKENIZER: value},
         ),
-        **{f"{MEGATRON}{one}_parallel_size": _of_strategy(f"actor.megatron.{one}_parallel_size") for one in LAYOUT},
-        f"{MEGATRON}sequence_parallel": _of_strategy("actor.megatron.sequence_parallel"),
-        f"{MEGATRON}activation_checkpointing": _of_strategy(FULL[0]),
-        **{
-            f"{MEGATRON}optimizer.{one}": _of_strategy(f"actor.optim.{one}") for one in ("lr", "min_lr", "weight_decay")
-        },
-        f"{MEGATRON}optimizer.adam_eps": _of_strategy("actor.optim.eps"),
-        **{
-            f"{MEGATRON}optimizer.adam_beta{end}": _betas_of(
-                f"{MEGATRON}optimizer.adam_beta1", f"{MEGATRON}optimizer.adam_beta2"
-            )
-            for end in (1, 2)
-        },
-        f"{MEGATRON}optimizer.optimizer_cpu_offload": _of_strategy("actor.megatron.offload_optimizer"),
-        f"{MEGATRON}scheduler.lr_decay_style": _of_strategy("actor.optim.lr_decay_style"),
-        f"{MEGATRON}scheduler.lr_warmup_iters": _of_strategy("actor.optim.lr_warmup_steps"),
-        f"{DTENSOR}tensor_parallel_size": _of_strategy("actor.megatron.tensor_model_parallel_size", is_megatron=False),
-        f"{DTENSOR}context_parallel_size": _of_strategy("actor.megatron.context_parallel_size", is_megatron=False),
-        f"{DTENSOR}activation_checkpointing": _of_strategy(FULL[0], is_megatron=False),
-        **{
-            f"{KWARGS}{one}": _of_strategy(f"actor.optim.{one}", is_megatron=False)
-            for one in ("lr", "weight_decay", "betas", "eps")
-        },
-        **{key: _loggers(*NEMO_LOGGERS) for _, key in NEMO_LOGGERS},
+        "policy.train_global_batch_size": _per_prompt(MINI, "grpo.num_generations_per_prompt"),
+        "policy.max_total_sequence_length": _lengths("policy.generation.max_new_tokens"),
+        **dict.fromkeys(NEMO_BETAS, _betas_of(*NEMO_BETAS, "policy.megatron_cfg.enabled")),
+        **_loggers(**{name: f"logger.{name}_enabled" for name in ("wandb", "tensorboard", "mlflow", "swanlab")}),
     },
 )
 SLIME, MILES = (OtherTrainer.read(name, SLIME_CONVERTS) for name in ("slime", "miles"))
