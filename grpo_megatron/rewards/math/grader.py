@@ -275,7 +275,9 @@ def _only_number(plain: str) -> str | None:
 
 
 _FINAL_LINE = re.compile(r"(?:the )?final answer(?: is)?\s*:?\s*(?P<value>[^:\s].*)", re.IGNORECASE)
-_EMPHASIS = re.compile(r"\*\*|__|`|^\s*(?:#+|>)\s*|(?<![\w*])[*_](?=\S)|(?<=\S)[*_](?![\w*])")
+_EMPHASIS = re.compile(  # a pair of single marks: `_2` and `*` of a formula stay
+    r"\*\*|__|`|^\s*(?:#+|>)\s*|(?<![\w)}])(?P<mark>[*_])(?=[^\s*_{])(?P<inner>.+?)(?<=\S)(?P=mark)(?![\w({])"
+)
 
 
 def boxed_prediction(text: str) -> str | None:
@@ -293,7 +295,7 @@ def boxed_prediction(text: str) -> str | None:
 
 
 def _final_line(text: str) -> str | None:
-    lines = [_EMPHASIS.sub("", line).strip() for line in text.strip().splitlines() if line.strip(" *_`#=-\t")]
+    lines = [_EMPHASIS.sub(r"\g<inner>", line).strip() for line in text.strip().splitlines() if line.strip(" *_`#=-\t")]
     match = next((found for end in (1, 2) if (found := _FINAL_LINE.fullmatch(" ".join(lines[-end:])))), None)
     if match is None or _DOUBT.search(match["value"]):
         return None

@@ -64,6 +64,8 @@ def imported_math_verify() -> None:
         ("### Final Answer\n\n**$7$**.\n\n---", "7"),
         ("> **The final answer is:** `7`", "7"),
         ("Final Answer: 3*4", "3*4"),
+        (r"*Final Answer:* $1010_{2} * 2$", r"1010_{2} * 2"),
+        (r"_Final Answer: $(110)_2$._", r"(110)_2"),
         ("Final Answer: 6 or 7", None),
         ("Final Answer: 7\nBut no.", None),
         (r"Final Answer: 7 \boxed{8", None),
