@@ -55,7 +55,9 @@ class DeviceWatch:
         now = self._read()
         if before is None or now is None:
             return
-        self._first, self._freed = self._first or now, now.free - before.free
+        # What torch only caches it frees when it lacks memory: no need of a rollout.
+        cached, kept = (memory.reserved - memory.allocated for memory in (before, now))
+        self._first, self._freed = self._first or now, now.free - before.free - max(0, cached - kept)
         metrics.max("perf/device_memory_asleep_gb", (now.total - now.free) / GIB)
         if self._first.free - now.free >= self._limit:
             self._limit = self._first.free - now.free + WARN
