@@ -200,16 +200,18 @@ def mfu_metrics(
     return result
 
 
-def throughput(reduced: Mapping[str, float], total_num_tokens: int, num_devices: int) -> dict[str, float]:
+def throughput(
+    reduced: Mapping[str, float], total_num_tokens: int, num_devices: int, *, overlaps: bool = False
+) -> dict[str, float]:
     """Returns the tokens per second and device, from a step's reduced `timing_s/*`.
 
     `total_num_tokens`: unpadded prompt + response tokens of all samples. `perf/throughput` divides by the whole step;
-    `perf/throughput_train` leaves out `testing` (the slowest rank's seconds). Neither has `save_checkpoint`, which comes
-    after the step and is timed with the next one.
+    `perf/throughput_train` leaves out `testing` (the slowest rank's seconds), unless validation `overlaps` the training
+    (rollout.lag). Neither has `save_checkpoint`, which comes after the step and is timed with the next one.
     """
     result = {"perf/total_num_tokens": float(total_num_tokens)}
     step = reduced.get("timing_s/step", 0.0)
-    training = step - reduced.get("timing_s/testing", 0.0)
+    training = step - (0.0 if overlaps else reduced.get("timing_s/testing", 0.0))
     for name, seconds in (("perf/throughput", step), ("perf/throughput_train", training)):
         if seconds > 0:
             result[name] = total_num_tokens / (seconds * num_devices)

@@ -13,7 +13,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -58,6 +58,12 @@ _ENTROPY = Column("entropy", "actor/entropy", 4, "policy entropy per token, nats
 _GRAD_NORM = Column("grad norm", "actor/grad_norm", 4, "gradient norm before clipping; spikes are a warning")
 _SECONDS = Column("s/step", "timing_s/step", 1, "wall-clock seconds of the step, with validation, without saving")
 _SPEED = Column("tok/s", "perf/throughput", 0, "prompt + response tokens per second and device")
+_GAP = Column(
+    "logp gap",
+    "training/rollout_logp_diff_mean",
+    None,
+    "mean |logprob of the policy - of the engine| per token; should be tiny",
+)
 
 CONSOLE_COLUMNS = (
     Column("reward", "critic/score/mean", 4, "mean reward of this step's samples, before penalties; should rise"),
@@ -66,12 +72,7 @@ CONSOLE_COLUMNS = (
     _ENTROPY,
     _GRAD_NORM,
     Column("clipped", "actor/pg_clipfrac", 4, "share of tokens whose gradient the ratio clip removed"),
-    Column(
-        "logp gap",
-        "training/rollout_logp_diff_mean",
-        None,
-        "mean |logprob of the policy - of the engine| per token; should be tiny",
-    ),
+    _GAP,
     _SECONDS,
     _SPEED,
 )
@@ -96,7 +97,13 @@ def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
     """Selects the columns for a run with this config, as plain JSON."""
     source = (run_config or {}).get("algorithm", {}).get("source")
     if source != "file":
-        return CONSOLE_COLUMNS
+        rollout = (run_config or {}).get("rollout", {})
+        if not (lag := rollout.get("lag", 0)):
+            return CONSOLE_COLUMNS
+        text = (
+            f"as far as the policy moved in rollout.lag={lag} {'step' if lag == 1 else 'steps'}; tiny in step 0 alone"
+        )
+        return tuple(replace(column, legend=text) if column is _GAP else column for column in CONSOLE_COLUMNS)
     accuracy = SCORE_ACCURACY.get((run_config or {}).get("actor", {}).get("loss_mode", ""))
     return tuple(accuracy if accuracy and column is _ENTROPY else column for column in SUPERVISED_COLUMNS)
 
@@ -177,8 +184,9 @@ class ConsoleSink(Sink):
         losses = [value for name, value in metrics.items() if name.startswith("val/loss/")]
         means = {name: sum(of) / len(of) for name, of in (("val reward", rewards), ("val loss", losses)) if of}
         cells = "".join(f"{column.cell({**metrics, **means}):>{COLUMN_WIDTH}}" for column in self._columns)
-        reason = skip_reason(metrics)
-        self.note(f"{step:>6}{cells}" + (f"  {reason}" if reason else ""))
+        version = metrics.get("rollout/validated_version")
+        moved = None if version is None else f"val reward: of the weights before step {version:g}"
+        self.note("  ".join([f"{step:>6}{cells}", *filter(None, (skip_reason(metrics), moved))]))
         self._progress.finished(metrics.get("timing_s/step"))
         self._bar.set_postfix_str("", refresh=False)
         self._bar.update(min(step + 1, self._bar.total) - self._bar.n)  # after the last step, validation logs once more

@@ -122,10 +122,10 @@ class PagePanel:
 
 
 @functools.cache
-def _phases() -> dict[str, str]:
-    """Metrics that are drawn in a stack, not as curves, and what is done in each phase."""
-    known = parse_yaml((PAGE_PARTS / "phases.yaml").read_text(encoding="utf-8"))
-    return {f"timing_s/{name}": text for name, text in known.items()}
+def _phases() -> dict[str, tuple[str, str]]:
+    """Metrics that are drawn in a stack, not as curves: the role that works in each phase, and what it does."""
+    roles = parse_yaml((PAGE_PARTS / "phases.yaml").read_text(encoding="utf-8"))
+    return {f"timing_s/{name}": (role, text) for role, known in roles.items() for name, text in known.items()}
 
 
 @functools.cache
@@ -255,6 +255,7 @@ def _run_data(run: RunFolder, drawn: set[str], is_live: bool) -> dict[str, Any]:
         "steps": curves.steps(),
         "metrics": {name: curves.data(name) for name in shown},
         "phases": {name.removeprefix("timing_s/"): _phases()[name] for name in phases},
+        "hasRoles": run.settings.get("rollout.placement") == "separate",  # which work at the same time
         "settings": {key: _shown(value) for key, value in run.settings.items()},
         "attempts": [
             {"number": number, "changes": [[key, _shown(old), _shown(new)] for key, old, new in changes]}

@@ -44,6 +44,7 @@ class StepReport:
         self.max_response_length, self.num_epochs = config.data.max_response_length, config.actor.ppo_epochs
         self.has_sources = bool(config.data.sources or get_task(config.data.task).rewards)
         self.kl_coef = config.actor.kl_loss_coef if config.actor.use_kl_loss else 0.0
+        self.validation_overlaps = config.rollout.lag > 0
         self.trains_tower = not config.actor.vision.is_frozen
         self.peaks = peaks(config, policy.device.name, policy.arch.num_layers)
         self.shown = ShownSamples(self.mesh, tokenizer, config.has_rollouts)
@@ -94,7 +95,7 @@ class StepReport:
     def _speed(self, reduced: Mapping[str, float], table: GroupTable, plan: Plan) -> dict[str, float]:
         lengths = [p + r for p, r in zip(table.prompt_length, table.response_length, strict=True)]
         num_devices = self.mesh.world_size
-        return throughput(reduced, sum(lengths), self.mesh.run_size) | mfu_metrics(
+        return throughput(reduced, sum(lengths), self.mesh.run_size, overlaps=self.validation_overlaps) | mfu_metrics(
             reduced,
             self.policy.arch,
             lengths,

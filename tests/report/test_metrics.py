@@ -238,4 +238,5 @@ def test_throughput() -> None:
     timings = {"timing_s/step": 10.0, "timing_s/testing": 4.0, "timing_s/save_checkpoint": 1.0, "timing_s/gen": 5.0}
     found = throughput(timings, 1200, 4)
     assert (found.pop("perf/throughput"), found.pop("perf/throughput_train")) == (30.0, 50.0)
+    assert throughput(timings, 1200, 4, overlaps=True)["perf/throughput_train"] == 30.0  # with a lag
     assert found == throughput({}, 1200, 4) == {"perf/total_num_tokens": 1200.0}

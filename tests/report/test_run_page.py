@@ -134,6 +134,29 @@ def test_a_browser_shows_a_run(run: Path, browser: Browser, tmp_path: Path) -> N
             assert page.evaluate("document.querySelectorAll('.plot .lost').length") == 1  # the gradient norm of step 7
 
 
+BARS = """[...document.querySelectorAll(".role")].map((row) =>
+  [row.previousElementSibling.textContent,
+   [...row.children].map((part) => [part.title, Math.round(parseFloat(part.style.width))])])"""
+
+
+def test_two_roles_have_a_bar_each_on_one_time_axis(browser: Browser, tmp_path: Path) -> None:
+    """A step of 1 s: training 0.75 s + 0.25 s of waiting, beside 0.5 s of sampling, which no longer adds up to 1.5 s."""
+    folder = make_run(tmp_path / "run", config={"rollout": {"placement": "separate", "lag": 1}})
+    times = {"step": 1.0, "gen": 0.5, "wait_weights": 0.3, "update_actor": 0.75, "wait_samples": 0.25}
+    write_rows(folder / "metrics.jsonl", [{"step": n} | {f"timing_s/{k}": v for k, v in times.items()} for n in (0, 1)])
+    path = tmp_path / "page.html"
+    path.write_text(render_report([opened(folder)]), encoding="utf-8")
+    for width in WIDTHS:
+        with browser.open(path, width) as page:
+            assert page.faults() == []
+            assert page.evaluate(BARS) == [
+                ["training ranks", [["update_actor: 0.75 s", 75], ["wait_samples: 0.25 s", 25]]],
+                ["rollout ranks", [["gen: 0.50 s", 50], ["wait_weights: 0.30 s", 30], ["other: 0.20 s", 20]]],
+            ]
+            cells = page.evaluate('[...document.querySelectorAll("td:nth-child(3)")].map((cell) => cell.textContent)')
+            assert {"75.0 %", "25.0 %", "50.0 %", "30.0 %", "20.0 %"} <= set(cells)
+
+
 @pytest.mark.parametrize("steps", [40, 450], ids=["a step per place", "two steps per place"])
 def test_appended_steps_are_drawn_as_those_of_a_whole_page(steps: int, browser: Browser, tmp_path: Path) -> None:
     """Three steps appended, then a line that a kill has cut off, against a page that was written with all of them."""
@@ -255,5 +278,7 @@ def test_each_phase_is_explained() -> None:
     """Those that the step times, by name. Times of other kinds, such as a tool's, are no part of the stack."""
     root = Path(grpo_megatron.__file__).parent
     named = {name for path in root.rglob("*.py") for name in re.findall(r'\.phase\("(\w+)"', path.read_text("utf-8"))}
-    explained = yaml.safe_load((root / "report/page/phases.yaml").read_text("utf-8"))
+    roles = yaml.safe_load((root / "report/page/phases.yaml").read_text("utf-8"))
+    explained = roles["rollout"] | roles["training"]
     assert named - {"step"} == set(explained) and all(explained.values())
+    assert len(explained) == len(roles["rollout"]) + len(roles["training"])

@@ -186,6 +186,25 @@ def test_the_console_says_why_no_update_was_made(
     assert "skipped" not in line.removesuffix(reason or "-")
 
 
+def test_with_a_lag_the_gap_is_explained_and_moved_validations_are_named() -> None:
+    stream = io.StringIO()
+    columns = console_columns({"algorithm": {"source": "policy"}, "rollout": {"lag": 2}})
+    sink = ConsoleSink(9, stream=stream, columns=columns)
+    sink.log(
+        4,
+        {
+            "actor/skipped_updates": 0,
+            "actor/grad_norm": 1.0,
+            "val-core/s/acc/mean@1": 0.5,
+            "rollout/validated_version": 2.0,
+        },
+    )
+    sink.close()
+    assert "as far as the policy moved in rollout.lag=2 steps; tiny in step 0 alone" in stream.getvalue()
+    assert stream.getvalue().endswith("  val reward: of the weights before step 2\n")
+    assert console_columns({"rollout": {"lag": 0}}) == CONSOLE_COLUMNS
+
+
 def test_a_supervised_run_shows_its_losses() -> None:
     """The validation loss of a step is the mean over the files; no rewards, clips and gaps."""
     stream = io.StringIO()

@@ -186,11 +186,11 @@ function panelFigure(panel, runs) {
 const stepText = (run, step) => (run.width > 1 ? `${step.toLocaleString("en")} to ${(step + run.width - 1).toLocaleString("en")}` : step.toLocaleString("en"));
 
 // Layers stacked over intervals of an axis: `starts` of the intervals, their `size`, and of each layer `y`, one number per
-// interval. `where(place)` and `value(layer, place)` are texts of the legend; the place is null where there is no pointer.
-function stackFigure(title, unit, starts, size, layers, where, value) {
+// interval; the axis reaches `highest`. `where(place)` and `value(layer, place)` are texts of the legend; the place is null where there is no pointer.
+function stackFigure(title, unit, starts, size, layers, where, value, highest = 0) {
   function paint(width, state) {
     const shown = layers.filter((layer) => !state.hidden.has(layer.name)), totals = starts.map((_, place) => shown.reduce((sum, layer) => sum + layer.y[place], 0));
-    const flat = plane(width, 230, [...starts, starts[starts.length - 1] + size], 0, Math.max(...totals, 1e-9) * 1.04, false), { svg, x, y } = flat;
+    const flat = plane(width, 230, [...starts, starts[starts.length - 1] + size], 0, Math.max(...totals, highest, 1e-9) * 1.04, false), { svg, x, y } = flat;
     let below = starts.map(() => 0);
     for (const layer of shown) {
       const above = below.map((value, place) => value + layer.y[place]), top = [], low = [];

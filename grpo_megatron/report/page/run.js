@@ -125,43 +125,57 @@
 
   // -- time ----------------------------------------------------------------------------------------------------------
   // Seconds per phase, stacked. What no phase covers is "other". Each phase is that of the slowest rank, so that their sum may
-  // be more than the step. A phase has one colour, also in two runs.
-  const phaseColours = new Map();
-  function phaseTable(run) {
+  // be more than the step. A phase has one colour, also in two runs. Two roles work at the same time: each has its own stack.
+  const phaseColours = new Map(), ROLES = ["training", "rollout"];
+  function phaseTable(run, role) {
     const mean = (values) => { const found = values.filter(isNumber); return found.length ? found.reduce((a, b) => a + b, 0) / found.length : 0; };
     const whole = run.metrics["timing_s/step"]?.y ?? [], places = run.steps.map((step, place) => place).filter((place) => isNumber(whole[place]));
-    const phases = Object.entries(run.phases).map(([name, text]) => ({ name, text, y: run.metrics[`timing_s/${name}`].y }));
+    const phases = Object.entries(run.phases).filter(([, [of]]) => role === null || of === role).map(([name, [, text]]) => ({ name, text, y: run.metrics[`timing_s/${name}`].y }));
     const covered = (place) => phases.reduce((sum, phase) => sum + (phase.y[place] ?? 0), 0);
-    phases.push({ name: "other", text: "between the phases", y: run.steps.map((step, place) => (isNumber(whole[place]) ? Math.max(0, whole[place] - covered(place)) : null)) });
+    const rest = (place) => (isNumber(whole[place]) && role !== "rollout" ? Math.max(0, whole[place] - covered(place)) : null); // of a rollout rank, which samples for another step, only the mean has one
+    phases.push({ name: "other", text: "between the phases", y: run.steps.map((step, place) => rest(place)) });
     for (const phase of phases) phase.mean = mean(places.map((place) => phase.y[place] ?? 0));
+    if (role === "rollout") phases[phases.length - 1].mean = Math.max(0, mean(places.map((place) => whole[place])) - phases.reduce((sum, phase) => sum + phase.mean, 0));
     phases.sort((a, b) => (a.name === "other") - (b.name === "other") || b.mean - a.mean);
     for (const phase of phases) {
       if (phase.name !== "other" && !phaseColours.has(phase.name)) phaseColours.set(phase.name, COLOURS[phaseColours.size % COLOURS.length]);
       phase.colour = phaseColours.get(phase.name) ?? "#9aa0a6";
     }
-    return { phases: phases.filter((phase) => phase.mean > 0), places, whole: phases.reduce((sum, phase) => sum + phase.mean, 0) };
+    const sum = phases.reduce((sum, phase) => sum + phase.mean, 0), highest = Math.max(0, ...places.map((place) => Math.max(whole[place], covered(place))));
+    return { run, phases: phases.filter((phase) => phase.mean > 0), places, sum, highest, whole: role === null ? sum : mean(places.map((place) => whole[place])),
+      title: [two ? run.name : "", role === null ? "" : `${role} ranks`].filter(Boolean).join(", ") };
   }
-  function phaseFigure(run, title) {
-    const { phases, places } = phaseTable(run);
-    if (!places.length) return null;
+  function phaseFigure({ run, phases, places, title }, highest) {
     const layers = phases.map((phase) => ({ ...phase, y: places.map((place) => phase.y[place] ?? 0) })), starts = places.map((place) => run.steps[place]);
-    return stackFigure(title, "seconds per step", starts, run.width, layers, (place) => (place === null ? "mean" : `step ${stepText(run, starts[place])}`),
-      (layer, place) => seconds(place === null ? layer.mean : layer.y[place]));
+    return stackFigure(title || "Phases of a step", "seconds per step", starts, run.width, layers, (place) => (place === null ? "mean" : `step ${stepText(run, starts[place])}`),
+      (layer, place) => seconds(place === null ? layer.mean : layer.y[place]), highest);
+  }
+  function bar({ name, mean, colour }, whole) {
+    const inner = make("div");
+    inner.style.width = `${(100 * mean) / whole}%`; inner.style.background = colour; inner.title = `${name}: ${seconds(mean)}`;
+    return inner;
   }
   function time() {
-    const drawn = runs.map((run) => [run, phaseFigure(run, two ? run.name : "Phases of a step")]).filter(([, made]) => made);
-    if (!drawn.length) return;
-    const made = section("Where the time goes", "Seconds of the slowest rank. A phase that grows alone is the one to look at; the command train with --profile shows what a phase waits for.");
-    const both = make("div", two ? "grid" : "");
-    both.append(...drawn.map(([, stack]) => stack));
+    const tables = runs.flatMap((run) => (run.hasRoles ? ROLES : [null]).map((role) => phaseTable(run, role))).filter(({ places }) => places.length);
+    if (!tables.length) return;
+    const note = "Seconds of the slowest rank. A phase that grows alone is the one to look at; the command train with --profile shows what a phase waits for.";
+    const hasRoles = tables.some(({ run }) => run.hasRoles), highest = hasRoles ? Math.max(...tables.map((one) => one.highest)) : 0;
+    const made = section("Where the time goes", hasRoles ? `${note} Two roles work at the same time, so shares are of the step's time. Rollout ranks sample for a later step: a single step of theirs may differ in length.` : note);
+    if (hasRoles) {
+      const longest = Math.max(...tables.map(({ sum }) => sum)), axis = make("div", "axis soft small");
+      for (const { phases, title } of tables) { const row = make("div", "share role"); row.append(...phases.map((phase) => bar(phase, longest))); made.append(make("div", "small", title), row); }
+      axis.append(make("span", "", "0 s"), make("span", "", `mean step, one time axis: ${seconds(longest)}`));
+      made.append(axis);
+    }
+    const both = make("div", tables.length > 1 ? "grid" : "");
+    both.append(...tables.map((one) => phaseFigure(one, highest)));
     made.append(both);
-    for (const [run] of drawn) {
-      const { phases, whole } = phaseTable(run), rows = phases.map((phase) => {
-        const bar = make("div", "share"), inner = make("div");
-        inner.style.width = `${(100 * phase.mean) / whole}%`; inner.style.background = phase.colour; bar.append(inner);
-        return [`${phase.name}: ${phase.text}`, seconds(phase.mean), `${((100 * phase.mean) / whole).toFixed(1)} %`, bar];
+    for (const { phases, whole, title } of tables) {
+      const rows = phases.map((phase) => {
+        const share = make("div", "share"); share.append(bar(phase, whole));
+        return [`${phase.name}: ${phase.text}`, seconds(phase.mean), `${((100 * phase.mean) / whole).toFixed(1)} %`, share];
       });
-      if (two) made.append(make("h3", "", run.name));
+      if (title) made.append(make("h3", "", title));
       made.append(scrolled(table(["phase", "per step", "share", ""], rows)));
     }
   }
