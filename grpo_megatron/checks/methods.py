@@ -22,6 +22,7 @@ from grpo_megatron.config.problems import Problems, keys_of, marked, written
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.data.task import get_task
 from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.lora.peft_folder import PeftFolder
 from grpo_megatron.registry import FactRegistry
 from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.storage.run_files import owner_problem, rollout_files
@@ -98,6 +99,14 @@ def suspicions(config: Config) -> Iterator[str]:
         yield f"actor.entropy_coeff={actor.entropy_coeff:g} lowers the entropy; a bonus for entropy is positive"
     if actor.clip_ratio_low == actor.clip_ratio_high == 0:
         yield "actor.clip_ratio_low=0 and clip_ratio_high=0 clip every ratio but 1: later updates of a batch learn nothing"
+    if (adapters := actor.lora.path) is not None and (base := PeftFolder(adapters).base):
+        folder = config.model.path.resolve()
+        ends = {part.split("--")[-1] for part in folder.parts}  # a model of the Hub is in models--ORGANISATION--NAME
+        if Path(base).resolve() != folder if Path(base).is_dir() else Path(base).name not in ends:
+            yield (
+                f"actor.lora.path={str(adapters)!r} has adapters of {base!r} (base_model_name_or_path), and model.path is"
+                f" {str(config.model.path)!r}; on another base they have no meaning"
+            )
     owners: dict[Path, list[str]] = {}
     for name, files in (("data.train_files", data.train_files), *((f"source {s.name}", s.files) for s in data.sources)):
         for path in files:

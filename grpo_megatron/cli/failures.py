@@ -129,9 +129,11 @@ def _torchrun_folder() -> Path | None:
 
 def _describe(error: Exception, folder: Path | None) -> FailureReport:
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    is_expected = is_full or getattr(error, "tells_what_to_do", False)
+    is_limited = isinstance(error, OSError) and error.errno == errno.EFBIG
+    is_expected = is_full or is_limited or getattr(error, "tells_what_to_do", False)
     message = str(error) if is_expected else f"{type(error).__name__}: {error}"
     message += "; make room, and start again" if is_full else ""
+    message += "; raise the limit of a file's size (ulimit -f), and start again" if is_limited else ""
     text = ""
     if is_debugging() or not is_expected:
         text += "".join(traceback.format_exception(error))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grpo_megatron.config.section import Beta, Count, Fixed, Needs, Schedule, Section
+from grpo_megatron.untrusted import read_json
+
+PEFT_DEFAULT = 8  # of `r` and `lora_alpha`, in peft's LoraConfig
 
 
 class ModelConfig(Section):
@@ -83,12 +88,25 @@ class LoraConfig(Section):
     init: Annotated[Literal["kaiming", "gaussian"], Needs(".rank")] = "kaiming"
     """A's initial values: uniform within 1 / sqrt(inputs), or normal with deviation 1 / rank. B starts as zeros"""
     path: Annotated[Path | None, Needs(".rank")] = None
-    """PEFT folder with the adapters to start from; null: new ones"""
+    """PEFT folder with the adapters to start from; null: new ones. Without rank, its adapter_config.json gives rank,
+    alpha, use_rslora, target_modules and exclude_modules"""
     mode: Annotated[Literal["merged", "split"], Needs(".rank")] = "merged"
     """merged: the forward pass multiplies by round(W0 + s B A), the tensor that the engine holds. split: W0 x + s B
     (A x), which is cheaper; the engine still gets the rounded sum"""
     dropout: Annotated[float, Needs(".rank"), Needs(".mode=split")] = Field(0.0, ge=0, lt=1)
     """of the inputs of A in an update, not in other passes"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_from_the_folder(cls, raw: Any) -> Any:
+        """Fills in what `path` says. Given values stay, and are compared with the folder's before the run."""
+        if not isinstance(raw, Mapping) or raw.get("path") is None or raw.get("rank") is not None:
+            return raw
+        try:
+            settings = dict(read_json(Path(str(raw["path"])) / "adapter_config.json"))
+        except (OSError, ValueError, TypeError):  # the id of a model of the Hub, or a mistake: `rank` is needed
+            return raw
+        return {**peft_values(settings), **{key: value for key, value in raw.items() if value is not None}}
 
     @property
     def scale(self) -> float:
@@ -96,6 +114,25 @@ class LoraConfig(Section):
         assert self.rank is not None
         alpha = self.rank if self.alpha is None else self.alpha
         return alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+
+def peft_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of LoraConfig that an adapter_config.json sets, or leaves to peft's defaults."""
+    targets, layers = settings.get("target_modules") or "all-linear", settings.get("layers_to_transform")
+    if layers is not None and not isinstance(targets, str):  # peft refuses layers beside a regular expression
+        numbers, names = ("|".join(re.escape(str(one)) for one in part) for part in (_listed(layers), targets))
+        targets = rf"(.*\.)?layers\.({numbers})\.(.*\.)?({names})"
+    values = {
+        "rank": settings.get("r", PEFT_DEFAULT),
+        "alpha": settings.get("lora_alpha", PEFT_DEFAULT),
+        "use_rslora": settings.get("use_rslora") or False,
+        "target_modules": targets,
+    }
+    return {**values, **({"exclude_modules": out} if (out := settings.get("exclude_modules")) else {})}
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else [value]
 
 
 class VisionConfig(Section):

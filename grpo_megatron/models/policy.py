@@ -175,7 +175,10 @@ class Policy(LanguageModel):
         return sums, self.update_metrics(norms)
 
     def update_metrics(self, norms: list[float]) -> dict[str, float]:
-        """Returns the learning rate, the number of skipped optimizer steps, and the mean gradient norm of the others."""
+        """Returns the learning rate, the number of skipped optimizer steps, and the mean gradient norm of the others.
+
+        With adapters: the share of their update that the rounded weights have, too. Collective.
+        """
         finite, groups = [norm for norm in norms if math.isfinite(norm)], self.optimizer.param_groups
         metrics = {
             # On a rank whose shard of the optimizer is empty, the schedule's maximum.
@@ -184,6 +187,9 @@ class Policy(LanguageModel):
         }
         if finite:
             metrics[f"{self.section}/grad_norm"] = sum(finite) / len(finite)
+        if self.lora is not None:
+            served, update = map(sum, zip(*self.mesh.all_gather(self.lora.served_update()), strict=True))
+            metrics |= {f"{self.section}/lora_served_share": served / update} if update else {}
         return metrics
 
     def forward_backward(

@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import platform
+import resource
 import shutil
 import tempfile
 import threading
@@ -182,7 +183,9 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 def describe_space(folder: Path) -> str:
     """Describe the free space, for errors of libraries that do not say that the disk is full."""
     try:
-        return f"{folder} has {_gib(_free(folder))} free"
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limited = "" if limit == resource.RLIM_INFINITY else f", and a file may have {_gib(limit)} (raise ulimit -f)"
+        return f"{folder} has {_gib(_free(folder))} free{limited}"
     except OSError as error:
         return str(error)
 

@@ -19,10 +19,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from grpo_megatron.checks.methods import suspicions
 from grpo_megatron.cli import main, ranks
-from grpo_megatron.config import LoraConfig
+from grpo_megatron.config import Config, LoraConfig
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.lora.peft_folder import factor_shapes, write_peft
+from grpo_megatron.models.lora.table import matches
 from tests.checks.test_models import changed
 from tests.runs import cases
 
@@ -204,6 +206,11 @@ BAD_ADAPTERS: list[tuple[Callable[[Path], object], str]] = [
     (setting(use_dora=True), "use_dora=True: only W0 + s B A of linear layers is supported"),
     (setting(bias="lora_only", modules_to_save=["lm_head"]), "modules_to_save=['lm_head'], bias='lora_only': only W0"),
     (setting(rank_pattern={"q_proj": 8}), "rank_pattern={'q_proj': 8}: only"),
+    (
+        setting(use_tomorrow={"a": 1}),
+        "use_tomorrow={'a': 1}: only W0 + s B A of linear layers is supported, without more",
+    ),
+    (setting(velora_config={"rank": 1}), "without more; let PEFT merge them (merge_and_unload) and set model.path"),
     (setting(peft_type="IA3"), "peft_type='IA3': only"),
     (setting(init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_niter_4': only"),
     (setting(r=8), "has adapters of rank 8 and scale 1; set rank=8"),
@@ -212,6 +219,14 @@ BAD_ADAPTERS: list[tuple[Callable[[Path], object], str]] = [
     (setting(use_rslora=True), "has adapters of rank 4 and scale 4; set use_rslora=True"),
     (tensors(lambda found: found.pop(OF_K)), f"missing {OF_K}"),
     (tensors(lambda found: found.update({OF_K: torch.ones(4, 7)})), f"{OF_K} has shape (4, 7), expected (4, 64)"),
+    (
+        tensors(lambda found: found.update({OF_K: found[OF_K].to(torch.float8_e4m3fn)})),
+        f"{OF_K} is in float8_e4m3fn; save the adapters in bfloat16",
+    ),
+    (
+        tensors(lambda found: found[OF_K].fill_(3e38)),
+        "layers.1.self_attn.k_proj may overflow: its factors are too large",
+    ),
     (tensors(lambda found: found[OF_K].fill_(torch.nan)), f"{OF_K} has values that are no finite numbers"),
     (tensors(lambda found: found.update({OF_K.replace("1", "9"): torch.ones(1)})), "unexpected base_model.model"),
     (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"), "not a readable safetensors file"),
@@ -229,6 +244,48 @@ def test_adapters_to_start_from_are_checked(
     damage(folder)
     message = refused("actor.lora={rank: 4, alpha: 8}", f"actor.lora.path={folder}")
     assert message.startswith("error: actor.lora.path") and expected in message, message
+
+
+@pytest.mark.parametrize(
+    ("written", "given", "expected"),
+    [
+        ({"lora_alpha": None}, {}, (4, 8.0, ["q_proj", "k_proj"], False)),
+        ({"layers_to_transform": [0, 11]}, {}, (4, 8.0, ["0.q_proj", "0.k_proj", "11.q_proj", "11.k_proj"], True)),
+        (
+            {"target_modules": r".*\.1\..*q_proj", "exclude_modules": ["k_proj"]},
+            {"alpha": 2.0},
+            (4, 2.0, ["1.q_proj"], True),
+        ),
+    ],
+)
+def test_the_folder_gives_what_the_config_leaves_out(
+    tmp_path: Path, written: dict[str, object], given: dict[str, object], expected: tuple[object, ...]
+) -> None:
+    """An absent lora_alpha is PEFT's 8. Layers are compared by the names of a model of 12 layers that the rule matches."""
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj"], **written}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    lora = LoraConfig.model_validate({"path": tmp_path, **given})
+    names = [f"model.layers.{i}.self_attn.{x}_proj" for i in range(12) for x in "qkv"]
+    found = [n for n in names if matches(n, lora.target_modules) and not matches(n, lora.exclude_modules)]
+    rank, alpha, ends, numbered = expected
+    wanted = [f"model.layers.{one.replace('.', '.self_attn.')}" for one in ends] if numbered else None  # type: ignore[attr-defined]
+    assert (lora.rank, lora.alpha) == (rank, alpha)
+    assert found == (wanted or [name for name in names if name.endswith(("q_proj", "k_proj"))])
+
+
+@pytest.mark.parametrize(
+    ("base", "is_noted"), [("model", False), ("x/model", False), ("other", True), ("x/other", True)]
+)
+def test_adapters_of_another_base_are_noted(adapters: Path, tmp_path: Path, base: str, is_noted: bool) -> None:
+    """A folder is compared by its path, a model of the Hub by its name."""
+    folder, model = shutil.copytree(adapters, tmp_path / "adapters"), tmp_path / "model"
+    for name in ("model", "other"):
+        (tmp_path / name).mkdir()
+    setting(base_model_name_or_path=base if "/" in base else str(tmp_path / base))(folder)
+    config = Config.model_validate({"model": {"path": model}, "actor": {"lora": {"path": folder}}})
+    found = [text for text in suspicions(config) if "on another base they have no meaning" in text]
+    assert len(found) == is_noted
 
 
 def test_a_peft_folder_is_no_model(adapters: Path, refused: Callable[..., str]) -> None:

@@ -117,7 +117,8 @@ def passes(
         policy.forward_backward(batch, batch.mini_batches[0], loss)
         result["gradients"] = whole_factors(policy, named_gradients(policy))
         result["trained"] = {name for name, p in policy.ddp.named_parameters() if p.requires_grad}
-        result["norm"] = policy.update(batch, loss)[1]["actor/grad_norm"]
+        metrics = policy.update(batch, loss)[1]
+        result |= {"norm": metrics["actor/grad_norm"], "share": metrics["actor/lora_served_share"]}
         results.append(result)
     return results
 
@@ -248,6 +249,7 @@ def test_values_and_gradients_equal_peft(models: dict[str, Path], expected: dict
                 torch.testing.assert_close(result["served"][name], sums.get(name, tensor), rtol=0, atol=1e-5)
                 assert torch.equal(result["served"][name], tensor) == (name not in sums)
             assert all("lora_" in name for name in result["trained"])
+            assert result["share"] == pytest.approx(1, abs=1e-4)  # float32
 
 
 def test_the_bits_of_a_merged_weight_do_not_depend_on_its_cut() -> None:

@@ -62,6 +62,16 @@ class Lora:
             factors[name] = a, b
         return factors
 
+    @torch.no_grad()
+    def served_update(self) -> tuple[float, float]:
+        """Computes <W - W0, s B A> and |s B A|^2 of the first adapted weight on this rank, where W is the merged weight."""
+        for module in self.modules.values():
+            base, a, b = module.weight, module.lora_a, module.lora_b
+            update = module.adapter.merged(torch.zeros_like(base, dtype=torch.float32), a, b)
+            change = module.adapter.merged(base, a, b).float() - base.float()
+            return float((change * update).sum()), float((update * update).sum())
+        return 0.0, 0.0
+
     @contextlib.contextmanager
     def reading(self, factors: Factors) -> Iterator[None]:
         """Gives the model these factors inside the block; with none it is the base, bit for bit. Not for an update."""
@@ -156,7 +166,7 @@ class _Adapted(torch.nn.Module):
         read = self.adapter.lora.read
         return (self.lora_a, self.lora_b) if read is None else read.get(self.adapter.name)
 
-    def served(self) -> Tensor:
+    def served_update(self) -> Tensor:
         """Returns the merged weight, for an engine or a Hugging Face folder."""
         factors = self.factors()
         return self.weight.detach() if factors is None else self.adapter.merged(self.weight, *factors)

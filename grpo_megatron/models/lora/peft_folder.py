@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_megatron.config import LoraConfig
+from grpo_megatron.config.model import peft_values
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.lora.table import PEFT_PREFIX, adaptable_layers, lora_rows
 from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, Serving, write_companions, write_tensors
@@ -30,11 +31,22 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODEL_DTYPE = "model_dtype"  # in the weight file's metadata: the dtype of the model that the factors were trained with
-UNSUPPORTED = (  # keys of PEFT that make the model more, or other, than W0 + s B A
-    *("use_dora", "use_qalora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication"),
-    *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config", "fan_in_fan_out"),
-)
+UNDERSTOOD = {  # keys of peft's LoraConfig that are read, or that change no weight
+    *(
+        "peft_type",
+        "task_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
+    *("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "bias", "init_lora_weights", "runtime_config", "megatron_config", "megatron_core"),
+    *("qalora_group_size", "ensure_weight_tying", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+}
 CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
+MERGE_FIRST = "let PEFT merge them (merge_and_unload) and set model.path to the whole model"
 
 
 def is_peft_folder(folder: Path) -> bool:
@@ -67,22 +79,22 @@ class PeftFolder:
         if tower := next((name for name in self.files.tensors if ".visual." in name), None):
             layer = tower.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
             raise WeightsError(
-                f"{str(folder)!r} has adapters of the vision tower, such as {layer}; here only the decoder has some: let PEFT"
-                " merge them (merge_and_unload) and set model.path to the whole model"
+                f"{str(folder)!r} has adapters of the vision tower, such as {layer}; here only the decoder has some:"
+                f" {MERGE_FIRST}"
             )
         layers = sorted({name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in self.files.tensors})
         self.model_dtype = self.files.metadata.get(MODEL_DTYPE)
-        rank, alpha, rslora = settings.get("r"), settings.get("lora_alpha"), settings.get("use_rslora") or False
+        values = {key: value for key, value in peft_values(settings).items() if key != "exclude_modules"}
         try:
-            values = {"rank": rank, "alpha": alpha, "use_rslora": rslora, "target_modules": layers}
-            self.lora = LoraConfig.model_validate(values)
+            self.lora = LoraConfig.model_validate({**values, "target_modules": layers})
             assert self.lora.rank is not None
         except (ValueError, AssertionError) as error:
-            found = f"r={shown(rank)}, lora_alpha={shown(alpha)}"
+            found = f"r={shown(values['rank'])}, lora_alpha={shown(values['alpha'])}"
             raise WeightsError(f"{file}: {found} are no rank and scale of adapters") from error
 
     def _check_supported(self, settings: Mapping[str, Any], file: Path) -> None:
-        unsupported = [key for key in UNSUPPORTED if settings.get(key)]
+        """Refuses every key that makes the model more, or other, than W0 + s B A, and every unknown one that is set."""
+        unsupported = [key for key, value in settings.items() if value and key not in UNDERSTOOD]
         unsupported += ["peft_type"] if settings.get("peft_type") != "LORA" else []
         unsupported += ["bias"] if settings.get("bias", "none") != "none" else []
         unsupported += (
@@ -90,7 +102,9 @@ class PeftFolder:
         )
         if unsupported:
             given = ", ".join(f"{key}={shown(settings.get(key))}" for key in unsupported)
-            raise WeightsError(f"{file}: {given}: only W0 + s B A of linear layers is supported, without more")
+            raise WeightsError(
+                f"{file}: {given}: only W0 + s B A of linear layers is supported, without more; {MERGE_FIRST}"
+            )
 
     def check(self, arch: Architecture, lora: LoraConfig | None = None) -> None:
         """Raise WeightsError unless the factors are finite, and those of the model with `lora`, in rank, scale and layers.
@@ -104,10 +118,22 @@ class PeftFolder:
             raise WeightsError(f"it has adapters of rank {stored.rank} and scale {stored.scale:g}; set {wanted}")
         shapes = factor_shapes(arch, lora or stored)
         self.files.check(shapes, set())
+        largest: dict[str, float] = {}  # layer -> a bound of s B A
         for name in shapes:
             tensor = self.files.read(name)
+            if tensor.is_floating_point() and tensor.itemsize == 1:
+                kind = str(tensor.dtype).removeprefix("torch.")
+                raise WeightsError(
+                    f"{self.folder / ADAPTER_WEIGHTS}: {name} is in {kind}; save the adapters in bfloat16"
+                )
             if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
                 raise WeightsError(f"{self.folder / ADAPTER_WEIGHTS}: {name} has values that are no finite numbers")
+            layer = name.partition(".lora_")[0]
+            largest[layer] = largest.get(layer, stored.scale * (stored.rank or 1)) * float(tensor.abs().max())
+            if ".lora_B." in name and largest[layer] > torch.finfo(torch.bfloat16).max:
+                raise WeightsError(
+                    f"{self.folder / ADAPTER_WEIGHTS}: s B A of {layer} may overflow: its factors are too large"
+                )
 
     def read(self, name: str) -> Tensor:
         """Reads a factor, as it is stored."""
