@@ -90,6 +90,8 @@ def suspicions(config: Config) -> Iterator[str]:
             f"rollout.val_kwargs.n={val.n} with temperature=0: the {val.n} answers to a prompt are the same; set"
             " rollout.val_kwargs.temperature, or n=1"
         )
+    if val.top_p < 1 and val.temperature == 0:
+        yield f"rollout.val_kwargs.top_p={val.top_p:g} has no effect with temperature=0, which takes the likeliest token"
     actor, total = config.actor, config.trainer.total_training_steps
     for key, field in ((key, type(config.trainer).model_fields[key]) for key in ("save_freq", "test_freq")):
         every = getattr(config.trainer, key)
@@ -458,7 +460,7 @@ def rollout_file_problems(config: Config) -> Problems:
         yield f"{key}: {k.algorithm.source} generates no responses, which could be written there; leave it out"
     if folder.resolve() == trainer.output_dir.resolve():
         yield f"{key} is {k.trainer.output_dir:key}; set a folder in it, such as {str(trainer.output_dir / 'rollouts')!r}"
-    if any(folder.resolve() == path.resolve().parent for path in config.data.train_files):
+    if any(path.suffix == ".jsonl" and folder.resolve() == path.resolve().parent for path in config.data.train_files):
         yield f"{key} is the folder of {k.data.train_files:key}, whose patterns would read the rollouts; set another one"
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     is_kept = trainer.resume_mode == "disable"

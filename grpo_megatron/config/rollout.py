@@ -41,7 +41,7 @@ class ValKwargs(Section):
     """samples per prompt"""
     temperature: Annotated[float, AfterValidator(_of_the_engine)] = Field(0.0, ge=0)
     """0: greedy"""
-    top_p: Annotated[float, Needs(".temperature>0")] = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, gt=0, le=1)
 
 
 OF_TOOLS = Needs("rollout.multi_turn.environment=tools")

@@ -56,9 +56,9 @@ def set_gpu_variables() -> Iterator[str]:
 
 def check_rank_variables() -> None:
     """Checks the rank's numbers in the environment. Raises ConfigError; without RANK nothing is read."""
-    given = os.environ
+    given = {"LOCAL_WORLD_SIZE": os.environ.get("WORLD_SIZE", ""), **os.environ}  # one machine, where nobody says
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if "RANK" not in given or not (rank == "RANK" or rank in given or size in given):
+        if "RANK" not in given or (rank == "LOCAL_RANK" and rank not in given):
             continue
         pair = f"{rank}={given.get(rank, '')} and {size}={given.get(size, '')}"
         if not all(given.get(name, "").isdecimal() for name in (rank, size)) or int(given[rank]) >= int(given[size]):

@@ -144,7 +144,7 @@ def test_they_are_set_before_anything_asks_for_cuda(
         {"RANK": "-1", "WORLD_SIZE": "2"},
         {"RANK": "0x1", "WORLD_SIZE": "2"},
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
-        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "2"},
     ],
 )
 def test_numbers_of_a_rank_that_cannot_be(given: dict[str, str]) -> None:
