@@ -63,7 +63,8 @@ def device_problems(config: Config, world_size: int) -> Problems:
             if "expandable_segments:true" in (value := os.environ.get(name, "")).replace(" ", "").lower():
                 yield (
                     f"{name}={value} with {k.rollout.free_cache_engine}: such segments cannot be in the pool that vLLM puts"
-                    " to sleep (pytorch issue 147851); leave expandable_segments out of the variable"
+                    " to sleep (pytorch issue 147851), and vLLM changes the setting of the whole process while it fills that"
+                    " pool; leave expandable_segments out of the variable"
                 )
     if count == 0:
         yield f"{k.trainer.device}, but {NO_DEVICE}; set trainer.device=cpu or auto"
