@@ -223,7 +223,7 @@ def memory_problem(config: Config, memory: DeviceMemory | None) -> str | None:
     utilization = config.rollout.gpu_memory_utilization
     if memory is None or memory.free >= utilization * memory.total:
         return None
-    free, total, reserved = (size / 2**30 for size in memory)
+    free, total, reserved, _ = (size / 2**30 for size in memory)
     is_offloaded = config.actor.megatron.offload_optimizer
     remedy = "" if is_offloaded else "actor.megatron.offload_optimizer=true, which frees the gradient buffers, or "
     return (
