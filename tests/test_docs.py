@@ -15,6 +15,7 @@ from grpo_megatron.cli.main import COMMANDS, find_command
 from grpo_megatron.config import Config
 from grpo_megatron.config.options import parse
 from grpo_megatron.config.section import config_keys
+from tools.keys_page import PAGE, keys_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted(ROOT.glob("docs/*.md"))
@@ -58,6 +59,10 @@ def test_every_page_is_in_the_nav_of_the_site() -> None:
     nav = re.findall(r": (\w+)\.md$", text_of("mkdocs.yml"), re.MULTILINE)
     assert len(nav) == len(set(nav))
     assert {page.stem for page in ROOT.glob("docs/*.md")} <= set(nav)
+
+
+def test_the_page_of_keys_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == keys_page(), "run python -m tools.keys_page"
 
 
 def test_the_readme_is_short() -> None:

@@ -46,7 +46,8 @@ def test_every_page_of_the_site_is_right_at_both_widths(browser: Browser, addres
         with browser.open(f"{address}/{name}", within=address) as page:
             for width in WIDTHS:
                 page.resize(width)
-                if found := page.faults():
+                cut = "[...document.querySelectorAll('.commands code')].filter((e) => e.scrollWidth > e.clientWidth)"
+                if found := page.faults() + page.evaluate(f"{cut}.map((e) => e.textContent)"):
                     faults[f"{name} at {width} px"] = found
     assert faults == {}
 

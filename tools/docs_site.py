@@ -2,6 +2,7 @@
 
 - README.md is the first page.
 - A link that leaves docs/, such as ../examples/quickstart.yaml, leads to a page that shows this file or folder.
+- Blocks of commands wrap at the right edge; other blocks keep their lines and scroll.
 - Equations, $...$ and $$...$$, become MathML, which browsers sample themselves: no script and no font is fetched.
 """
 
@@ -23,6 +24,12 @@ LINK = re.compile(r"(!?\[[^\]\[]*(?:\[[^\]]*\][^\]\[]*)*\]\()([^)\s#]+)(#[^)\s]*
 IMAGES = (".png", ".svg", ".jpg")
 LANGUAGES = {".yaml": "yaml", ".py": "python", ".sh": "bash", ".json": "json", ".jinja": "jinja", ".lock": "text"}
 LARGEST = 200_000  # bytes of a file that is shown
+
+
+PROGRAMS = "grpo-megatron|python3?|make|torchrun|sbatch|sky|kubectl|docker|apptainer|enroot|hf|vllm|pip|git|bash|curl|tensorboard"
+COMMAND = re.compile(rf"^(?:\$ |[A-Z_]+=\S* )*(?:[\w./-]*/)?(?:{PROGRAMS}) ", re.MULTILINE)
+COMMENT = re.compile(r"(?:^|(?<=\s))# .*$", re.MULTILINE)
+BLOCK = re.compile(r'<div class="highlight">(<pre>.*?</pre>)', re.DOTALL)  # of no language
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -49,9 +56,21 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(html_text: str, page: Any, config: Any, files: Files) -> str:
-    """The equations that arithmatex has marked."""
+    """The equations that arithmatex has marked, and the blocks of commands."""
+    html_text = BLOCK.sub(_marked_block, html_text)
     text = re.sub(r'<span class="arithmatex">\\\((.*?)\\\)</span>', _inline, html_text, flags=re.DOTALL)
     return re.sub(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', _block, text, flags=re.DOTALL)
+
+
+def _marked_block(match: re.Match[str]) -> str:
+    """A block of commands: its comments are marked, and words with hyphens, after which browsers would break the line."""
+    if not COMMAND.search(html.unescape(re.sub("<[^>]*>", "", match[1]))):
+        return match[0]
+    words = re.sub(
+        r"(<[^>]*>)|[^\s<]*-[^\s<]*", lambda word: word[1] or f'<span class="word">{word[0]}</span>', match[1]
+    )
+    words = COMMENT.sub(r'<span class="c1">\g<0></span>', words)
+    return f'<div class="highlight commands">{words}'
 
 
 def _inline(match: re.Match[str]) -> str:

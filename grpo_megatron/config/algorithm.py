@@ -14,6 +14,7 @@ class FilterGroups(Section):
     """DAPO's dynamic sampling: a prompt whose samples all got the same reward is replaced by another prompt."""
 
     enable: Fixed[bool] = False
+    """replace prompts whose samples all got one reward"""
     max_num_gen_batches: Annotated[Count, Needs(".enable=true")] = 10
     """rounds per step; after them the step trains on a smaller batch"""
     max_staleness: Annotated[int, Needs(".enable=true")] = Field(1, ge=0)

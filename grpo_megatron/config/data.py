@@ -62,7 +62,9 @@ class DataConfig(Section):
     sources: Fixed[list[DataSource]] = []
     """several data sets, with weights; instead of train_files"""
     val_files: Files = []
+    """rows to validate on, in the same formats"""
     train_batch_size: Schedule[Count] = 512
+    """prompts per training step"""
     gen_batch_size: Annotated[Count | None, Needs("algorithm.filter_groups.enable=true")] = None
     """prompts per round of dynamic sampling; null: train_batch_size"""
     val_tasks: list[str] = []
@@ -74,7 +76,9 @@ class DataConfig(Section):
     val_max_samples: int | None = Field(None, ge=1)
     """use the first N rows of val_files, and of each task; null: all"""
     max_prompt_length: Fixed[int] = Field(1024, ge=1)
+    """tokens"""
     max_response_length: int = Field(2048, ge=1)
+    """tokens; of several turns, all together"""
     filter_overlong_prompts: Fixed[bool] = True
     """drop prompts above max_prompt_length; false: they are an error"""
     shuffle: Fixed[bool] = True

@@ -34,12 +34,14 @@ class OptimConfig(Section):
     """AdamW and its learning-rate schedule. The schedule's steps are optimizer steps, not training steps."""
 
     lr: Schedule[float] = Field(1e-6, ge=0, le=1)
+    """the learning rate after the warm-up"""
     weight_decay: float = Field(0.01, ge=0, le=1000)
     betas: tuple[Beta, Beta] = 0.9, 0.999
     eps: float = Field(1e-8, ge=1e-30, le=1)
     clip_grad: float = Field(1.0, gt=0)
     """largest L2 norm of the whole gradient"""
     lr_warmup_steps: Schedule[int] = Field(0, ge=0)
+    """optimizer steps of a linear rise from 0"""
     lr_decay_style: Schedule[Literal["constant", "linear", "cosine", "WSD"]] = "constant"
     """WSD: constant, then linear decay"""
     lr_wsd_decay_steps: Annotated[Schedule[int | None], Needs(".lr_decay_style=WSD")] = Field(None, ge=1)
@@ -141,6 +143,7 @@ class VisionConfig(Section):
     freeze_tower: bool = True
     """all but the merger"""
     freeze_merger: bool = True
+    """the layers that turn four patches into a token"""
     lr: Annotated[float | None, Needs(".freeze_tower=false or .freeze_merger=false")] = Field(None, gt=0, le=1)
     """of what is trained here; null: actor.optim.lr. Its schedule is that of actor.optim, scaled"""
 

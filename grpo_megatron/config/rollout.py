@@ -138,6 +138,7 @@ class RolloutConfig(Section):
     """GPU: a response does not depend on what else is sampled (vLLM's VLLM_BATCH_INVARIANT, 0.32 and Hopper or newer).
     Slower products without split-k, for training too"""
     enable_prefix_caching: bool = True
+    """a prompt is computed once for its samples"""
     update_weights_bucket_megabytes: Count = 512
     """MiB of weights sent to the engine at a time"""
     sync: Literal["full", "delta"] = "full"
