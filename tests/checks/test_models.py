@@ -6,16 +6,18 @@ Each message names the key and the remedy. The run is that of tests/runs.py, on 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from grpo_megatron.checks import inputs, layout
 from grpo_megatron.checks.inputs import read_train_prompts
-from grpo_megatron.checks.layout import family_problems
+from grpo_megatron.checks.layout import family_problems, lora_problems
 from grpo_megatron.checks.methods import method_problems
 from grpo_megatron.checks.models import ModelFolders, beside_problems, vision_problems
 from grpo_megatron.checks.resume import refusals
@@ -27,7 +29,7 @@ from grpo_megatron.config import Config, ConfigError, RolloutConfig
 from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.exact.limits import exact_problems
 from grpo_megatron.models.architecture import UnsupportedModel
-from grpo_megatron.models.families import architecture_of
+from grpo_megatron.models.families import FAMILIES, architecture_of, hf_shapes
 from grpo_megatron.models.layers.precision import precision_problems
 from grpo_megatron.planning.parameters import memory_of_stages
 from grpo_megatron.rollout import transformers_engine
@@ -423,6 +425,7 @@ def test_one_start_shows_them_all(images_run: Path, capsys: pytest.CaptureFixtur
 # -- Families that a part of the run cannot compute --------------------------------------------------------------------
 
 V3, OLMO = {**tiny.COMMON, **MODELS["deepseek_v3"]}, {**tiny.COMMON, **tiny.FAMILIES["olmo2"]}
+MODELS_PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
 FP8 = {"actor": {"megatron": {"fp8": {"recipe": "blockwise"}}}}
 OF_FAMILIES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     (V3, {}, None),
@@ -450,6 +453,48 @@ def _of_family(model: dict[str, Any], changes: dict[str, Any]) -> list[str]:
     raw: dict[str, Any] = {"model": {"path": "m"}, "trainer": {"device": "cpu", "output_dir": "o"}}
     raw |= {section: {**raw.get(section, {}), **values} for section, values in changes.items()}
     return texts(family_problems(Config.model_validate(raw), architecture_of(model)))
+
+
+LINES = re.findall(r"^\| (`(?!model_type).*) \|$", MODELS_PAGE, re.MULTILINE)
+ROWS = [[cell.strip(" `") for cell in line.split("|")] for line in LINES]
+
+
+def test_the_page_of_models_has_every_family() -> None:
+    with_rows = {row[0] for row in ROWS}
+    refused = FAMILIES.keys() - with_rows
+    assert with_rows <= FAMILIES.keys() and len(with_rows) == len(ROWS)
+    for name in refused:
+        assert f"`{name}`" in MODELS_PAGE
+        with pytest.raises(UnsupportedModel, match="not supported"):
+            architecture_of({"model_type": name})
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_the_page_of_models_says_what_the_checks_refuse(row: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    monkeypatch.setattr(layout, "is_newest", lambda: True)
+    name, kind, experts, lora, images, exact, fp8, engines, _ = row
+    settings = next(
+        (changes for changes in (*MODELS.values(), *tiny.FAMILIES.values()) if changes["model_type"] == name), {}
+    )
+    config = vision.make_config(name) if images == "yes" else AutoConfig.for_model(**{**tiny.COMMON, **settings})
+    with torch.device("meta"):
+        model = (AutoModelForImageTextToText if images == "yes" else AutoModelForCausalLM).from_config(config)
+    assert type(model).__name__ == kind
+
+    arch = architecture_of(config.to_dict())
+    split = Config.model_validate(
+        {"model": {"path": "m", "exact": True}, "actor": {"lora": {"rank": 8, "mode": "split"}}}
+    )
+    assert (experts == "yes", images == "yes") == (bool(arch.num_experts), arch.vision is not None)
+    assert (lora == "merged") == any(
+        "has a norm between" in text for text in texts(lora_problems(split, {"actor": arch}))
+    )
+    assert (exact == "-") == any("the family" in text for text in texts(exact_problems(split, 1, arch)))
+    assert (fp8 == "-") == any("FP8 is not" in text for text in _of_family(config.to_dict(), FP8))
+    if images != "yes":  # its tensors have other names in the files
+        assert ("transformers" in engines) == (hf_shapes(arch).keys() <= model.state_dict().keys())
 
 
 def test_an_older_vllm_has_no_latent_attention_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
