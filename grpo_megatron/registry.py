@@ -45,6 +45,10 @@ def import_function(path: str) -> object:
         with no_exit(f"{path!r}: importing module {module_name!r}"):
             module = importlib.import_module(module_name)
     except ImportError as error:
+        if not (isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")):
+            raise ValueError(
+                f"{path!r}: an import in module {module_name!r} fails ({error}); correct it there"
+            ) from error
         raise ValueError(
             f"{path!r}: cannot import module {module_name!r} ({error}); put it into the current folder or beside the"
             " config, or its folder on PYTHONPATH"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from grpo_megatron.algo.losses import LossFacts, policy_losses
-from grpo_megatron.registry import FactRegistry, Registry
+from grpo_megatron.registry import FactRegistry, Registry, import_function
 
 
 @dataclass(frozen=True)
@@ -86,3 +88,21 @@ def test_twice_is_refused() -> None:
         names.register("c", "b")(2)
     with pytest.raises(AssertionError, match="declared twice"):
         things.declare(heavy=True)(own)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import no_such_package", "an import in module 'inner_fault' fails (No module named 'no_such_package')"),
+        ("from math import no_such_name", "an import in module 'inner_fault' fails (cannot import name 'no_such_name'"),
+        (None, "cannot import module 'inner_fault'"),
+    ],
+)
+def test_an_import_that_fails_inside_a_module_is_named(
+    text: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "inner_fault.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        import_function("inner_fault:reward")

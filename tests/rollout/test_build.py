@@ -93,6 +93,14 @@ def test_an_engine_runs_no_code_that_the_config_names(kwargs: dict[str, Any], na
         )
 
 
+@pytest.mark.parametrize(("sequences", "expected"), [(4, 4 * 64), (256, 8192)])
+def test_a_batch_has_no_more_tokens_than_its_sequences(sequences: int, expected: int) -> None:
+    """vLLM warns where max_num_batched_tokens, 8192 by default, exceeds max_num_seqs x max_model_len."""
+    rollout, fixed = RolloutConfig(max_num_seqs=sequences), {"on_cuda": False, "executor": None, "transfer": None}
+    arguments = vllm_arguments(rollout, VllmOptions(), max_model_len=64, rollout_tp=1, **fixed)
+    assert arguments["max_num_batched_tokens"] == expected
+
+
 @pytest.mark.parametrize(
     ("vllm", "quantization", "words"),
     [

@@ -156,7 +156,9 @@ def vllm_arguments(
         fixed["skip_mm_profiling"] = not on_cuda
     tunable: dict[str, Any] = {
         "max_num_seqs": rollout.sequences,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "max_num_batched_tokens": min(
+            rollout.max_num_batched_tokens, rollout.sequences * max_model_len
+        ),  # vLLM warns of more
         "enable_prefix_caching": rollout.enable_prefix_caching,
     }
     if on_cuda:  # not run on a GPU yet
@@ -170,7 +172,7 @@ def vllm_arguments(
         # vLLM's model runner on CPU rewinds a request's generator after each chunk of its prompt. Generators on CPU cannot
         # be rewound ("CPU Generator does not use offset"), so every prompt must be computed in one step.
         fixed["enable_chunked_prefill"] = False
-        tunable["max_num_batched_tokens"] = max(rollout.max_num_batched_tokens, max_model_len)
+        tunable["max_num_batched_tokens"] = max(tunable["max_num_batched_tokens"], max_model_len)
         if has_latents:
             fixed["compilation_config"], fixed["attention_config"] = PLAIN_ROTATION, CPU_LATENTS
         tunable["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)  # exact, unlike VLLM_CPU_KVCACHE_SPACE
