@@ -90,6 +90,8 @@ def suspicions(config: Config) -> Iterator[str]:
             f"rollout.val_kwargs.n={val.n} with temperature=0: the {val.n} answers to a prompt are the same; set"
             " rollout.val_kwargs.temperature, or n=1"
         )
+    if data.chat_template and not data.apply_chat_template:
+        yield f"data.chat_template={str(data.chat_template)!r} is not applied to prompts: apply_chat_template=false"
     if val.top_p < 1 and val.temperature == 0:
         yield f"rollout.val_kwargs.top_p={val.top_p:g} has no effect with temperature=0, which takes the likeliest token"
     actor, total = config.actor, config.trainer.total_training_steps

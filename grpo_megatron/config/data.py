@@ -88,7 +88,7 @@ class DataConfig(Section):
     sampling: Annotated[Fixed[SamplingConfig], Needs("data.sampling.pass_rates")] = SamplingConfig()
     apply_chat_template: Fixed[bool] = True
     """false: the task's plain text prompt"""
-    chat_template: Annotated[Fixed[Path | None], Needs(".apply_chat_template=true")] = None
+    chat_template: Fixed[Path | None] = None
     """Jinja file; null: the tokenizer's template"""
     system_prompt: Fixed[str | None] = None
     """null: the task's system prompt"""

@@ -110,7 +110,6 @@ SHORT = {  # in CASES
     "RATES": "data.sampling.pass_rates=p",
 }
 CASES = r"""
-data.chat_template=t.jinja data.apply_chat_template=false => has no effect with data.apply_chat_template=false
 guards.entropy.high=0 => guards.entropy.high=0 fires at every step
 guards.response_length.low=4000 => guards.response_length.low=4000 fires at every step: the number is 2048 at most
 rollout.n=1 => rollout.n=1: algorithm.adv_estimator='grpo' compares the samples of a prompt with each other
@@ -364,6 +363,7 @@ def test_coefficients_of_zero_and_keys_of_the_users_own_functions_are_no_mistake
         ("actor.optim.lr=0", "actor.optim.lr=0: this model learns nothing"),
         ("rollout.val_kwargs.n=4 data.val_files=[v.jsonl]", "the 4 answers to a prompt are the same"),
         ("rollout.val_kwargs.top_p=0.9", "rollout.val_kwargs.top_p=0.9 has no effect with temperature=0"),
+        ("data.chat_template=t.jinja data.apply_chat_template=false", "'t.jinja' is not applied to prompts"),
         ("trainer.save_freq=200", "trainer.save_freq=200 is beyond trainer.total_training_steps=100"),
         ("actor.entropy_coeff=-0.1", "actor.entropy_coeff=-0.1 lowers the entropy"),
         ("actor.clip_ratio_low=0 actor.clip_ratio_high=0", "clip every ratio but 1"),
