@@ -166,7 +166,7 @@ class _Adapted(torch.nn.Module):
         read = self.adapter.lora.read
         return (self.lora_a, self.lora_b) if read is None else read.get(self.adapter.name)
 
-    def served_update(self) -> Tensor:
+    def served(self) -> Tensor:
         """Returns the merged weight, for an engine or a Hugging Face folder."""
         factors = self.factors()
         return self.weight.detach() if factors is None else self.adapter.merged(self.weight, *factors)
