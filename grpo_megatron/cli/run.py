@@ -217,7 +217,7 @@ def _print_plan(given: Config, checked: Checked, world_size: int, options: RunOp
     if page.problem is not None:
         print(redacted(str(page)), flush=True)
         raise ConfigError(page.problem)
-    if not (isinstance(options, PlanOptions) or elsewhere):
+    if not (isinstance(options, PlanOptions) or elsewhere or options.gpu):  # a named GPU has a verdict of its own
         try:
             page.verdict.append(readiness(given, checked, world_size))
         except ConfigError:

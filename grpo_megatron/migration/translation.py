@@ -398,7 +398,7 @@ class ImportOptions(Options):
     epilog = "grpo-megatron import verl run_qwen2_7b.sh --output grpo.yaml"
     trainer: Annotated[
         Literal["easyr1", "miles", "nemo-rl", "openrlhf", "prime-rl", "slime", "trl", "verl"],
-        Argument("whose config FILE is"),
+        Argument("whose config FILE is: easyr1, miles, nemo-rl, openrlhf, prime-rl, slime, trl or verl", "TRAINER"),
     ]
     file: Annotated[Path, Argument("YAML, JSON, TOML, a shell script, or a Python script (TRL)", "FILE")]
     overrides: Annotated[tuple[str, ...], Argument("settings that were given on its command line", "key=value")] = ()

@@ -50,7 +50,10 @@ def test_changes_are_announced_and_recorded(tmp_path: Path, capsys: pytest.Captu
     first = (tmp_path / "config.yaml").read_text()
     capsys.readouterr()
     actor = {"ppo_epochs": 2, "optim": {"lr": 5e-5, "lr_decay_style": "linear"}}
-    changed: dict[str, Any] = {"actor": actor, "reward": {"timeout_s": 7, "kwargs": {**secret, "api_key": "another"}}}
+    changed: dict[str, Any] = {
+        "actor": actor,
+        "reward": {"timeout_s": 7, "kwargs": {**secret, "api_key": "of-another-judge"}},
+    }
     events, _ = run(tmp_path, trainer={**trainer, "total_training_steps": 5}, **changed)
     assert only(events, "optimizer", "load")[-2:] == [("optimizer", 5e-5, 10), ("load", "step_000002")]
     out = capsys.readouterr().out
@@ -68,7 +71,7 @@ def test_changes_are_announced_and_recorded(tmp_path: Path, capsys: pytest.Captu
     out += capsys.readouterr().out
     assert "changed since" not in out.partition("of 10")[2]
     for written in (out.encode(), *(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())):
-        assert not [value for value in ("of-the-judge", "sk-0123", "another") if value.encode() in written]
+        assert not [value for value in ("of-the-judge", "sk-0123", "of-another-judge") if value.encode() in written]
     with pytest.raises(ConfigError, match="reward.kwargs.api_key=<redacted>: a record has no secrets; give it again"):
         load_config(tmp_path / "config.yaml")
     assert (tmp_path / "config.yaml").read_text() == first

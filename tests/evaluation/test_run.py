@@ -251,7 +251,7 @@ def test_the_command_grades_and_reports(
     assert main(command()) == 0
     printed = capsys.readouterr().out
     assert (
-        "no engine is started" in printed and "math by level" in printed and "gsm8k version 1: 0-shot chat" in printed
+        "no engine is started" in printed and "math by level" in printed and "gsm8k version 2: 0-shot chat" in printed
     )
     first = (tmp_path / "out" / "results.json").read_bytes()
     result = json.loads(first)
