@@ -95,9 +95,9 @@ def suspicions(config: Config) -> Iterator[str]:
     if val.top_p < 1 and val.temperature == 0:
         yield f"rollout.val_kwargs.top_p={val.top_p:g} has no effect with temperature=0, which takes the likeliest token"
     actor, total = config.actor, config.trainer.total_training_steps
-    for key, field in ((key, type(config.trainer).model_fields[key]) for key in ("save_freq", "test_freq")):
-        every = getattr(config.trainer, key)
-        if every > total and every != field.default and config.trainer.total_epochs is None:
+    for key in ("save_freq", "test_freq"):
+        every, default = getattr(config.trainer, key), type(config.trainer).model_fields[key].default
+        if every > total and every != default and config.trainer.total_epochs is None:
             yield f"trainer.{key}={every} is beyond trainer.total_training_steps={total}: only the last step does it"
     if actor.entropy_coeff < 0:
         yield f"actor.entropy_coeff={actor.entropy_coeff:g} lowers the entropy; a bonus for entropy is positive"

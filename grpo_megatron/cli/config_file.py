@@ -176,7 +176,7 @@ def _explain(error: Any) -> str:
     """Explains one pydantic error in a line; for an unknown key with the nearest known key."""
     location = cut(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
-        from grpo_megatron.migration.translation import SAME_NAME, explained, known_elsewhere
+        from grpo_megatron.migration.translation import MEANT, SAME_NAME, explained, known_elsewhere
 
         known = _fields_at(error["loc"][:-1])
         close = difflib.get_close_matches(str(error["loc"][-1])[:100], known, n=1)
@@ -185,7 +185,7 @@ def _explain(error: Any) -> str:
             hint = f"; did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?"
             hint += f" (elsewhere {elsewhere})" if elsewhere else ""
         else:
-            below = "" if elsewhere and elsewhere.startswith("did") else explained(error["input"], location)
+            below = "" if elsewhere and elsewhere.startswith(MEANT) else explained(error["input"], location)
             hint = "".join(f"; {text}" for text in (elsewhere, below) if text)
         section = ".".join(str(part) for part in error["loc"][:-1] if not isinstance(part, int))
         listed = "" if hint else f" (known here: {', '.join(known)})"

@@ -58,7 +58,7 @@ from grpo_megatron.rollout.vllm.arguments import loops_over_requests
 from grpo_megatron.rollout.vllm.versions import installed_vllm
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.transformer_engine import FLASH_ATTENTION, attention_gap
-from grpo_megatron.untrusted import reason_of
+from grpo_megatron.untrusted import reason_of, redacted
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -69,7 +69,10 @@ NAME_WIDTH = 18  # of a row: all texts begin in the same column, and long ones g
 
 @dataclass(frozen=True)
 class PlanPage:
-    """`sections`: title -> lines. `problem`: why the run cannot fit, if this is certain. The text ends with the verdict."""
+    """`sections`: title -> lines. `problem`: why the run cannot fit, if this is certain. The text ends with the verdict.
+
+    It has no secrets: a config is quoted in it.
+    """
 
     sections: dict[str, list[str]]
     verdict: list[str]
@@ -77,7 +80,7 @@ class PlanPage:
 
     def __str__(self) -> str:
         sections = {**self.sections, "Verdict": self.verdict}.items()
-        return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections)
+        return redacted("\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections))  # type: ignore[no-any-return]
 
 
 def plan_page(

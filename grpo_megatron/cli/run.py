@@ -215,7 +215,7 @@ def _print_plan(given: Config, checked: Checked, world_size: int, options: RunOp
         width=width,
     )
     if page.problem is not None:
-        print(redacted(str(page)), flush=True)
+        print(page, flush=True)
         raise ConfigError(page.problem)
     if not (isinstance(options, PlanOptions) or elsewhere or options.gpu):  # a named GPU has a verdict of its own
         try:
@@ -224,7 +224,7 @@ def _print_plan(given: Config, checked: Checked, world_size: int, options: RunOp
             print(page, flush=True)
             raise
     page.sections["Every key with its value, as a config"] = [write_resolved(config, options.resolved_config)]
-    print(redacted(str(page)), flush=True)
+    print(page, flush=True)
 
 
 def _print_search(config: Config, options: PlanOptions) -> int:

@@ -444,6 +444,7 @@ def explained(value: Any, key: str) -> str:
     return "; ".join(f"{name}: {hint}" for name in list(below)[:MAX_HINTS] if (hint := known_elsewhere(name)))
 
 
+MEANT = "did you mean"  # how a key of ours that lacks its section is announced
 SAME_NAME = "there is"  # how a mere namesake in another section is announced
 
 
@@ -461,7 +462,7 @@ def known_elsewhere(key: str) -> str | None:
         (place for place in places if place.endswith(f".{key}")), key=lambda place: not place.startswith("actor")
     )
     if ours:  # without the section that it stands in
-        return f"did you mean {' or '.join(map(repr, ours[:MAX_HINTS]))}?"
+        return f"{MEANT} {' or '.join(map(repr, ours[:MAX_HINTS]))}?"
     local_key = key.removeprefix(VERL_PREFIX)
     for trainer in OTHER_TRAINERS.values():
         if trainer is TRL and local_key != key and local_key in names:  # verl's section, without a rule of its own

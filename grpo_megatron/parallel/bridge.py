@@ -50,9 +50,7 @@ class Bridge:
             return cls(group, num_rollout_ranks, is_mixed=bool(num_gpus))
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        stores = (
-            PrefixStore(name, store) for name in ("between", "within")
-        )  # NCCL runs the messages of a group in turn
+        stores = (PrefixStore(name, store) for name in ("between", "within"))  # a group's messages run in turn
         on_gpus = [dist.ProcessGroupNCCL(of_group, rank, size, options) for of_group in stores]
         for nccl in on_gpus:
             nccl.eager_connect_single_device(device)  # one communicator, also for messages between two ranks

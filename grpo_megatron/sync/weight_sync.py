@@ -387,10 +387,8 @@ class WeightSync:
         with self._rank.agreed("cannot read weights"):
             read = reader(parameters, self._model.read)
             expected = expected_digests(self._digest_slices, read, self.tensors, dist.all_reduce, self._device)
-        if expected.unequal:
-            raise RankError(
-                self._unequal_copies(expected.unequal, read)
-            )  # on every rank: `expected` is the same on all
+        if expected.unequal:  # on every rank: `expected` is the same on all
+            raise RankError(self._unequal_copies(expected.unequal, read))
         return expected
 
     def _unequal_copies(self, names: Sequence[str], read: ReadParameter) -> str:

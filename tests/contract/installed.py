@@ -52,7 +52,7 @@ def member(owner: Any, name: str) -> Any:
 
 
 def parameters(target: Any, bound: bool) -> list[inspect.Parameter] | None:
-    """Those that a call may pass; None if the source does not tell. `bound`: the first one is `self`."""
+    """Parameters that a call may pass; None if the source does not tell. `bound`: the first one is `self`."""
     if target is TYPELESS or not callable(target):
         return None
     with contextlib.suppress(ValueError, TypeError):
@@ -62,7 +62,7 @@ def parameters(target: Any, bound: bool) -> list[inspect.Parameter] | None:
 
 
 def problem(use: str, files: dict[str, str] | None = None) -> str | None:
-    """What is wrong with a use; None if it is right. `files` gets the sha256 of each source file behind it."""
+    """Says why a use is wrong; None if it is right. `files` gets the sha256 of each source file behind it."""
     kind, target, *words = use.split(" ")
     name, _, path = target.partition(":")
     found = module_of(name)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from grpo_megatron.cli.config_file import load_config
 from tests.gpu import conftest, training_ranks
@@ -35,32 +36,39 @@ def prepare(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def learn(folder: Path, steps: int, test_freq: int, *changes: str) -> tuple[dict[float, float], list[dict[str, float]]]:
-    """Run the quickstart in bfloat16 on this device. Returns the accuracy by step, and the metrics of every step."""
-    data, model, out = folder / "data", folder / "model", folder / "run"
+def quickstart_config(folder: Path, *overrides: str) -> dict[str, Any]:
+    """Prepare the quickstart's data and random model in `folder`; returns its config in bfloat16 on this device."""
+    data, model = folder / "data", folder / "model"
     prepare("arithmetic", str(data), "--seed", "0")
     prepare("model", "--preset", "quickstart", str(model), "--tokenizer", str(data / "tokenizer"), "--std", "0.05")
-    overrides = [
+    common = [
         f"model.path={model}",
         "model.dtype=bfloat16",
         f"data.train_files=[{data}/train.jsonl]",
         f"data.val_files=[{data}/val.jsonl]",
         f"sft.train_files=[{data}/sft.jsonl]",
-        "actor.megatron.offload_optimizer=true",
         "rollout.gpu_memory_utilization=0.2",
-        f"trainer.total_training_steps={steps}",
-        f"trainer.test_freq={test_freq}",
         "trainer.save_freq=-1",
         "trainer.save_hf_at_end=false",
-        "trainer.n_gpus_per_node=1",
         f"trainer.device={KIND}",
-        f"trainer.output_dir={out}",
+        f"trainer.output_dir={folder / 'run'}",
         "trainer.logger=[jsonl]",
-        *changes,
     ]
-    raw = load_config(ROOT / "examples/quickstart.yaml", overrides).model_dump(mode="json")
+    return load_config(ROOT / "examples/quickstart.yaml", [*common, *overrides]).model_dump(mode="json")
+
+
+def learn(folder: Path, steps: int, test_freq: int, *changes: str) -> tuple[dict[float, float], list[dict[str, float]]]:
+    """Run the quickstart in bfloat16 on this device. Returns the accuracy by step, and the metrics of every step."""
+    raw = quickstart_config(
+        folder,
+        "actor.megatron.offload_optimizer=true",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.test_freq={test_freq}",
+        "trainer.n_gpus_per_node=1",
+        *changes,
+    )
     conftest.run(training_ranks.train, raw=raw, limit_s=1500 if ON_CPU else 500)
-    logged = metric_rows(out)
+    logged = metric_rows(folder / "run")
     accuracy = {row["step"]: row[ACCURACY] for row in logged if ACCURACY in row}
     return accuracy, [row for row in logged if "critic/score/mean" in row]
 

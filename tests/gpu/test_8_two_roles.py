@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_megatron.cli.config_file import load_config
 from tests.gpu import conftest, training_ranks
 from tests.gpu.building import KIND
-from tests.gpu.test_1_run import ROOT, prepare
+from tests.gpu.test_1_run import quickstart_config
 from tests.stored import metric_rows
 
 SEND, PROBE = "timing_s/send_weights", "rollout/probe_logp_diff_mean"
@@ -21,16 +20,9 @@ def test_two_roles_on_a_gpu_each(tmp_path: Path, record_figure: Callable[..., No
     """One trains and one samples. Weights cross over NCCL, or from pinned memory; every version is attested and probed."""
     conftest.needs_devices(2)
     conftest.needs_vllm()
-    data, model, out = tmp_path / "data", tmp_path / "model", tmp_path / "run"
-    prepare("arithmetic", str(data), "--seed", "0")
-    prepare("model", "--preset", "quickstart", str(model), "--tokenizer", str(data / "tokenizer"), "--std", "0.05")
-    overrides = [
-        f"model.path={model}",
-        "model.dtype=bfloat16",
-        f"data.train_files=[{data}/train.jsonl]",
-        f"data.val_files=[{data}/val.jsonl]",
+    raw = quickstart_config(
+        tmp_path,
         "sft.steps=0",
-        "rollout.gpu_memory_utilization=0.2",
         "rollout.enforce_eager=true",
         "rollout.placement=separate",
         "rollout.num_ranks=1",
@@ -39,16 +31,10 @@ def test_two_roles_on_a_gpu_each(tmp_path: Path, record_figure: Callable[..., No
         "trainer.total_training_steps=5",
         "trainer.test_freq=-1",
         "trainer.val_before_train=false",
-        "trainer.save_freq=-1",
-        "trainer.save_hf_at_end=false",
         "trainer.n_gpus_per_node=2",
-        f"trainer.device={KIND}",
-        f"trainer.output_dir={out}",
-        "trainer.logger=[jsonl]",
-    ]
-    raw = load_config(ROOT / "examples/quickstart.yaml", overrides).model_dump(mode="json")
+    )
     results = conftest.run(training_ranks.train_in_roles, 2, raw=raw)
-    rows = metric_rows(out)
+    rows = metric_rows(tmp_path / "run")
     record_figure("seconds to send each version", [row[SEND] for row in rows if SEND in row], "s")
     assert [got["devices"] for got in results] == [[device]] * 2
     probes = [row[PROBE] for row in rows if PROBE in row]  # of each version, with the first step that it has sampled

@@ -60,7 +60,7 @@ class CudaLike(Device):
 
 @contextlib.contextmanager
 def like_a_gpu() -> Any:
-    """What vLLM's CPU platform forbids: scheduling ahead (platforms/cpu.py:331), and to sleep, which frees nothing there."""
+    """Allow what vLLM's CPU platform forbids: scheduling ahead (platforms/cpu.py:331), and sleep, which frees nothing."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.gpu_worker import Worker
 
