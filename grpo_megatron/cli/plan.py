@@ -195,7 +195,7 @@ class NodeMemory:
             "images": image_bytes(config, models.arch, world_size, has_reference=has_reference),
         }
         of_all = {name: size for name, size in of_all.items() if size}
-        of_stages = [host_parts(config, world_size, stage) | of_all for stage in stages]
+        of_stages = [host_parts(config, models.arch, world_size, stage) | of_all for stage in stages]
         keys = {
             "actor.megatron.offload_optimizer=false": config.actor.megatron.offload_optimizer,
             "actor.megatron.offload_reference=false": config.actor.megatron.offload_reference,

@@ -42,6 +42,9 @@ from grpo_megatron.shapes import Float, Int
 # and 16 passes over float32 logits; on CUDA the kernels of layers/head_kernel.py do, in one pass each.
 #
 # Gradients: d logprob / d logits_v = [v = y] - p_v,   d entropy / d logits_v = -p_v (log p_v + entropy).
+#
+# Chunks of the weight's gradient are summed in float32. Of a bfloat16 weight under Megatron's DDP the sum is its `main_grad`,
+# over all micro-batches; elsewhere it is rounded once per micro-batch. A float32 weight's needs no rounding.
 
 
 class _ChunkResults(NamedTuple):
@@ -65,41 +68,69 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         chunk: int,
         group: Any,
         is_fused: bool,
+        num_rows: int,
     ) -> tuple[Tensor, Tensor]:
+        rows = weight[:num_rows]  # without the padding
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
         sums_of = _fused_sums if is_fused else _sums
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            top, sums = sums_of(hidden[part], weight, columns[part], temperature, group)
+            top, sums = sums_of(hidden[part], rows, columns[part], temperature, group)
             _all_reduce(sums, dist.ReduceOp.SUM, group)
             log_z = sums[0].log()
             logprobs[part] = sums[2] - log_z
             entropy[part] = log_z - sums[1] / sums[0]
             lse[part] = top + log_z
         ctx.save_for_backward(hidden, weight, columns, entropy, lse)
-        ctx.temperature, ctx.chunk, ctx.is_fused = temperature, chunk, is_fused
+        ctx.temperature, ctx.chunk, ctx.is_fused, ctx.num_rows = temperature, chunk, is_fused, num_rows
+        is_added = ctx.needs_input_grad[1] and weight.dtype != torch.float32 and hasattr(weight, "main_grad")
+        ctx.parameter = weight if is_added else None
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, *saved = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden)
-        is_frozen = not ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight[:0] if is_frozen else weight, dtype=torch.float32)
-        if all(grad is None for grad in grads):
-            return grad_hidden, None if is_frozen else grad_weight.to(weight.dtype), None, None, None, None, None
+        rows, parameter = weight[: ctx.num_rows], ctx.parameter
+        grad_hidden, grad_weight = torch.zeros_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (
+                parameter.main_grad if parameter is not None else torch.zeros_like(weight, dtype=torch.float32)
+            )
         gradient = _fused_gradient if ctx.is_fused else _gradient
-        for start in range(0, len(hidden), ctx.chunk):
+        for start in range(0, len(hidden) if any(grad is not None for grad in grads) else 0, ctx.chunk):
             part = slice(start, start + ctx.chunk)
             given: list[Any] = [None if tensor is None else tensor[part] for tensor in (*saved, *grads)]
-            grad = gradient(hidden[part], weight, ctx.temperature, _ChunkResults(*given))  # [n, v]
-            grad_hidden[part] = grad @ weight
-            if not is_frozen:
-                grad_weight += grad.T @ hidden[part]
+            grad = gradient(hidden[part], rows, ctx.temperature, _ChunkResults(*given))  # [n, v]
+            grad_hidden[part] = grad @ rows
+            if grad_weight is not None:
+                _add_weight_gradient(grad_weight[: ctx.num_rows], grad, hidden[part])
             del grad  # else it would be in memory beside the next chunk's logits
-        return grad_hidden, None if is_frozen else grad_weight.to(weight.dtype), None, None, None, None, None
+        if parameter is not None:
+            grad_weight = _mark_as_added(parameter)
+        elif grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _add_weight_gradient(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """Adds grad^T hidden to `total` [v, h] in float32. The product is not rounded to the type of `grad` first."""
+    if grad.is_cuda and grad.dtype != torch.float32:
+        torch.addmm(total, grad.T, hidden, out_dtype=torch.float32, out=total)  # the CPU has no such product
+    else:
+        total += grad.T.float() @ hidden.float()
+
+
+def _mark_as_added(parameter: Any) -> Tensor:
+    """Returns the gradient that the hook of Megatron's DDP expects of a weight whose `main_grad` has it already.
+
+    As Megatron-Core's LinearWithGradAccumulationAndAsyncCommunication. The hook drops the tensor, but `overlap_grad_reduce`
+    requires one. The zeros of an embedding that is also the head are added with the embedding's gradient.
+    """
+    parameter.grad_added_to_main_grad = True
+    create = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
+    return create(parameter)
 
 
 def _all_reduce(tensor: Tensor, operation: Any, group: Any) -> None:
@@ -193,9 +224,8 @@ def vocab_parallel_logprobs(
     """
     first = tp_rank * weight.shape[0]
     num_real = max(0, min(weight.shape[0], vocab_size - first))
-    weight = weight if num_real == len(weight) else weight[:num_real]
     columns = targets - first  # in this rank's part; outside it for a target of another rank
-    return _VocabParallelLogprobs.apply(hidden, weight, columns, temperature, chunk, group, is_fused)  # type: ignore[no-any-return]
+    return _VocabParallelLogprobs.apply(hidden, weight, columns, temperature, chunk, group, is_fused, num_real)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

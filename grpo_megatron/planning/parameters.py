@@ -165,6 +165,18 @@ def _size(rows: Sequence[WeightRow], arch: Architecture, tp: int) -> int:
     return sum(math.prod(row.local_shape(arch, tp)) for row in rows)
 
 
+def pinned_ratio(arch: Architecture, tp: int) -> float:
+    """Returns the pinned bytes per byte of a layer's tensors, each in pinned memory of its own.
+
+    torch rounds each size up to a power of two (ATen/core/CachingHostAllocator.h). The ratio of a tensor is the same for 2
+    or 4 bytes per element, and for a half, a quarter, ... of it, as replicas write them.
+    """
+    rows = [row for row in table_of(arch) if is_layered(row) and not row.is_constant]
+    sizes = [(_size([row], arch, tp), arch.num_experts if is_expert(row) else 1) for row in rows]
+    pinned = sum(count << (size - 1).bit_length() for size, count in sizes)
+    return pinned / sum(size * count for size, count in sizes)
+
+
 @dataclass(frozen=True)
 class RunModels:
     """The models of a run."""
@@ -399,8 +411,9 @@ def head_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, backwar
     """Sizes what the output head (models/build.py) needs on the last stage: logits of a chunk, and its weight's gradient.
 
     The forward pass has three float32 copies of a chunk's logits at a time; the backward pass has four and its result, or six
-    with an entropy bonus. Triton's kernels on CUDA have one copy in the weight's type, so this is an upper bound there. The
-    weight's gradient is summed in float32, beside the chunk's part in the weight's type and in float32.
+    with an entropy bonus. Triton's kernels on CUDA have one copy in the weight's type, so this is an upper bound there. A
+    float32 weight's gradient is summed beside a chunk's product. A bfloat16 weight's is added to the gradient buffer, and the
+    backward pass returns an empty tensor of the weight's size.
     """
     tp = actor.megatron.tensor_model_parallel_size
     rows = arch.padded_vocab_size(tp) / tp
@@ -411,8 +424,9 @@ def head_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, backwar
         return hidden + 3 * logits
     weight = 0.0 if actor.lora.rank is not None else rows * arch.hidden_size  # the head of a base is frozen
     in_chunk = (6 if actor.entropy_coeff else 4 if itemsize == 4 else 4.5) * logits
-    in_product = itemsize / 4 * logits + weight * (4 if itemsize == 4 else itemsize + 4)
-    return 2 * hidden + 4 * weight + max(in_chunk, in_product)
+    if itemsize == 4:
+        return 2 * hidden + 4 * weight + max(in_chunk, logits + 4 * weight)
+    return 2 * hidden + max(in_chunk, itemsize * weight)
 
 
 def _recompute_number(megatron: MegatronConfig, layers: int) -> int:

@@ -28,6 +28,7 @@ from grpo_megatron.planning.parameters import (
     kept_bytes,
     memory_of_stages,
     merged_bytes,
+    pinned_ratio,
     recomputes_all,
     tower_bytes,
     working_bytes,
@@ -349,13 +350,14 @@ def num_node_peers(config: Config, world_size: int) -> int:
 
 # -- Host memory of one rank -------------------------------------------------------------------------------------------
 # offloaded   pinned copies, which stay for the next offload: the optimizer's state, weights of frozen models, the critic
-# save        the rank's shard of weights and optimizer on its way to the disk; in the background, that of all models
+# save        the rank's shard of weights and optimizer on its way to the disk; in the background, that of all models. Megatron
+#             copies each tensor without blocking, which torch does into pinned memory, and keeps for the next save
 # A load reads one stored rectangle of a tensor at a time into tensors that exist: less than a save.
 
 PROCESS_BYTES = 4 * GIB  # an assumption: modules, CUDA's host memory, prompts and samples, staging of the sync
 
 
-def host_parts(config: Config, world_size: int, memory: StageMemory) -> dict[str, float]:
+def host_parts(config: Config, arch: Architecture, world_size: int, memory: StageMemory) -> dict[str, float]:
     """Sizes what a rank with a GPU needs on its node, at most. `process` is estimated."""
     megatron, itemsize = config.actor.megatron, DTYPE_BYTES[config.model.dtype]
     learning_weights = memory.reward_model - memory.reward_training - sum(memory.frozen_rewards)
@@ -380,7 +382,8 @@ def host_parts(config: Config, world_size: int, memory: StageMemory) -> dict[str
         weights = {"policy": saved, "reward model": learning_weights, "critic": memory.critic_trained}
         per_state = 1 + (4 / 8 if itemsize == 4 else 0)  # a float32 model's weights are stored as Adam's, too
         copies = [weights[name] / replicas + adam[name] * per_state for name in adam]
-        parts["copies of a save"] = sum(copies) if config.trainer.async_save else max(copies)
+        ratio = pinned_ratio(arch, megatron.tensor_model_parallel_size)
+        parts["copies of a save"] = ratio * (sum(copies) if config.trainer.async_save else max(copies))
     return {name: size for name, size in parts.items() if size}
 
 

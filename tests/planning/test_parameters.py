@@ -26,6 +26,7 @@ from grpo_megatron.planning.parameters import (
     kept_bytes,
     memory_of_stages,
     parameters_from_table,
+    pinned_ratio,
     tower_bytes,
     working_bytes,
 )
@@ -252,7 +253,8 @@ def test_a_save_has_the_frozen_tower_too() -> None:
     """Of one of 8 replicas: bfloat16 weights of all, and Adam of what is trained, which 8 ranks divide already."""
     config = config_of()
     (memory,) = memory_of_stages(config, 8, RunModels(ARCH).stages(config)[0], [])
-    assert host_parts(config, 8, memory)["copies of a save"] == 2 / 8 * (DECODER + TOWER) + 12 / 8 * DECODER
+    saved = 2 / 8 * (DECODER + TOWER) + 12 / 8 * DECODER
+    assert host_parts(config, ARCH, 8, memory)["copies of a save"] == pinned_ratio(ARCH, 1) * saved
 
 
 def test_engine_and_sync_have_the_whole_tower() -> None:
