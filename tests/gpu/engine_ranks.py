@@ -89,9 +89,12 @@ def blocks(shape: tuple[int, int]) -> dict[str, torch.Tensor]:
 
 
 def cycles(
-    folder: Path, count: int, tolerance: float, megatron: dict[str, Any] | None = None, **rollout: Any
+    folder: Path, count: int, tolerance: float | None, megatron: dict[str, Any] | None = None, **rollout: Any
 ) -> dict[str, Any]:
-    """`count` times: sync, probe, generate, compare, sleep, update. Then the same comparison with stale weights."""
+    """`count` times: sync, probe, generate, compare, sleep, update. Then the same comparison with stale weights.
+
+    `tolerance` None: the bounds of a run, for a quantised engine those of FP8.
+    """
     from grpo_megatron.report.metrics import Metrics
 
     rollout_tp = rollout.get("tensor_model_parallel_size", 1)
@@ -101,6 +104,7 @@ def cycles(
     colocation = colocate(
         policy, engine, dtype="bfloat16", max_length=SEQUENCE, tolerance=tolerance, bucket_megabytes=64
     )
+    colocation.probe.dtype = "fp8" if "quantization" in rollout else "bfloat16"
     out: dict[str, Any] = {"runner": runner_name(engine), "gaps": [], "asleep": [], "awake": []}
     out |= {"sync_s": [], "attest_s": [], "kept": []}
     for version in range(count):
@@ -115,6 +119,7 @@ def cycles(
         out["sync_s"].append(times["timing_s/update_weights"])
         out["attest_s"].append(times["timing_s/attest"])
         out["kept"].append(times.get("perf/device_memory_asleep_gb", 0.0))
+        out["probes"] = [mean for means in colocation.probe._healthy.values() for mean in means]
         policy.update(batch, likelihood)
     with colocation.rollout(count, Metrics()):
         policy.onload()  # the policy goes on learning, and the engine keeps the old weights

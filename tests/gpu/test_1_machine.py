@@ -169,6 +169,20 @@ def test_output_head(record_figures: Record, dtype: torch.dtype, vocabulary: int
     record_figures(figures)
 
 
+def test_head_gradient_is_added_in_float32(record_figures: Record) -> None:
+    """A product of bfloat16 to rows of a float32 sum. Rounded to bfloat16 first it would be off by 2**-9."""
+    from grpo_megatron.models.build import _add_weight_gradient
+
+    total = torch.randn(1000, 896, device=KIND)
+    grad, hidden = (torch.randn(2053, size, device=KIND).bfloat16() for size in (997, 896))
+    want = total[:997].double() + grad.double().T @ hidden.double()
+    padding = total[997:].clone()
+    _add_weight_gradient(total[:997], grad, hidden)
+    error = float((total[:997] - want).abs().max() / want.abs().max())
+    record_figures({"error of the largest": error})
+    assert error <= 1e-5 and torch.equal(total[997:], padding)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_merged_adapter(record_figures: Record, dtype: torch.dtype) -> None:
     """Triton's kernel rounds each product and each sum: the CPU's bits. An 8B model's gate and up, rank 32."""

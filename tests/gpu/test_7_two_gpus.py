@@ -97,3 +97,11 @@ def test_context_parallel_ranks_compute_what_one_does(medium: Path, te: dict[str
         assert mean_error(got, te) <= 0.02
         cosine, name = worst_angle(got["gradients"], te["gradients"])
         assert cosine >= 0.98, name
+
+
+def test_a_link_reaches_its_share_of_the_rails(record_figure: Callable[..., None]) -> None:
+    """An all-reduce of 256 MB by the preflight's own floor: at least 20 GB/s, and 0.4 of a rail."""
+    conftest.needs_devices(2)
+    for rails, problems in conftest.run(training_ranks.links, 2):
+        record_figure("GB/s of a rail", rails)
+        assert problems == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import weakref
 from pathlib import Path
 from typing import Any
@@ -260,3 +261,12 @@ def train_in_roles(raw: dict[str, Any]) -> dict[str, Any]:
         else:
             RolloutRank(config, validate(config, 2)).run()
     return {"devices": sorted(devices)}
+
+
+def links() -> tuple[float, list[str]]:
+    """GB/s of the rails of a GPU, and what `slurm/preflight.py` says of the link between two, of which each plays a node."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    preflight = runpy.run_path(str(Path(__file__).parents[2] / "slurm" / "preflight.py"))
+    rails = sum(preflight["rails"]()) / 8
+    facts = [{"node": f"n{rank}", "rails": rails} for rank in range(int(os.environ["WORLD_SIZE"]))]
+    return rails, preflight["network_problems"](KIND, facts)
