@@ -61,7 +61,7 @@ export MASTER_ADDR MASTER_PORT GRPO_MEGATRON_RUN_ID
 # -- environment: one reason per line ----------------------------------------------------------------------------------
 
 export GRPO_MEGATRON_TERM_SECONDS=${TERM_SECONDS:-20} # after SIGTERM ranks may still save; less than Slurm's KillWait (30)
-export OMP_NUM_THREADS=1                      # ranks share the cores; sums on the host have the same bits on every node
+export OMP_NUM_THREADS=1                      # sums on the host have the same bits on every node (docs/clusters.md, threads)
 export PYTHONUNBUFFERED=1                     # the log has the last output of a killed rank
 export PYTHONFAULTHANDLER=1                   # a segmentation fault leaves a stack
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1      # a collective with a dead rank fails instead of waiting
