@@ -180,8 +180,8 @@ class FakeRewardPool:
         self.events: list[str] = []
         self.items: list[RewardItem] = []
 
-    def begin(self, names: list[str]) -> None:
-        self.events, self.items = [f"begin {names}"], []
+    def begin(self) -> None:
+        self.events, self.items = ["begin"], []
 
     def submit(self, item: RewardItem) -> None:
         self.events.append("submit")
@@ -639,9 +639,7 @@ def run_trainer(
         },
         trainer_module: {"Stopping": lambda config, mesh, lock: FakeStopping(events, stop_after, lock)},
         placement: {
-            "RewardPool": lambda *_: SimpleNamespace(
-                close=lambda: events.append("pool closed"), self_test=lambda names: None
-            ),
+            "RewardPool": lambda *_: SimpleNamespace(close=lambda: events.append("pool closed")),
             "Generator": WatchedGenerator,
         },
         warm_up: {

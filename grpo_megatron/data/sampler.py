@@ -57,11 +57,6 @@ def one_of_each(items: Sequence[T]) -> Sequence[T]:
     return [items[index] for index in items.first] if isinstance(items, LazySequence) else items
 
 
-def rewards_of(prompts: Sequence[Prompt]) -> set[str]:
-    """Name the reward functions of all prompts."""
-    return {prompt.reward for prompt in one_of_each(prompts)}
-
-
 def keep_fitting(
     data: DataConfig,
     fits: np.ndarray[Any, np.dtype[np.bool_]],

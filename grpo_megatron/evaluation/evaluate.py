@@ -75,8 +75,6 @@ def run_evaluation(options: EvaluateOptions, start_ranks: StartRanks | None) -> 
     is_owner = start_ranks is not None and os.environ.get("RANK", "0") == "0"
     with claim_output(options.folder) if is_owner else contextlib.nullcontext():
         if is_owner:
-            with RewardPool(1, GRADER_TIMEOUT_S) as pool:
-                pool.self_test()  # a broken grader is found before hours of generation
             write_identity(options.folder, settings.identity())
         if not is_rank and all(
             set(run.keys()) <= Ledger(options.folder, run.name).read().keys() for run in settings.runs

@@ -1,7 +1,7 @@
 """The program of a reward worker: it calls reward functions and answers one result per sample (processes/host.py runs it).
 
-{"name": "gsm8k", "is_test": false, "samples": [{"completion": "...", "answer": "72"}], "timeout_s": 10.0} -> the fields of a
-RewardResult for each sample. A call without samples imports the reward. The self-test has no `reward.kwargs`. Several samples
+{"name": "gsm8k", "samples": [{"completion": "...", "answer": "72"}], "timeout_s": 10.0} -> the fields of a
+RewardResult for each sample. A call without samples imports the reward. Several samples
 are one call of a batched reward, async calls that wait at the same time, or several calls of a quick one. A reward of this
 package may map MEMORY_LIMIT bytes more than were mapped before it; a user's own has no such limit.
 """
@@ -50,7 +50,7 @@ class _Grader:
     def serve(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         """Grades the samples of one call."""
         name, samples = request["name"], request["samples"]
-        kwargs = {"components": self._components} if name == COMPOSITE else {} if request["is_test"] else self._kwargs
+        kwargs = {"components": self._components} if name == COMPOSITE else self._kwargs
         if name not in self._problems:
             self._problems[name] = _load(name, kwargs)
         if not samples:

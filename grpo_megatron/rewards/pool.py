@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from grpo_megatron.processes.pool import STARTUP_TIMEOUT_S, Limits, PoolClient, ProcessAnswer, ProcessPool, printable
-from grpo_megatron.rewards.calling import COMPOSITE, Components, functions_of
+from grpo_megatron.rewards.calling import COMPOSITE, Components
 from grpo_megatron.rewards.reward import (
     PIXELS,
     ItemFields,
@@ -75,7 +75,6 @@ class RewardPool(PoolClient):
         self.counts: Counter[str] = Counter()
         self._keys = map(str, itertools.count())
         self._workers = [Worker(next(self._keys)) for _ in range(num_workers)]
-        self._tested: set[str] = set()
         self._named: set[tuple[str, str]] = set()  # (reward, entry) that was reported to be no metric
         hosts = -(-num_workers // WORKERS_PER_HOST)
         program = "grpo_megatron.rewards.calling:open_graders"
@@ -84,7 +83,6 @@ class RewardPool(PoolClient):
         self._processes = ProcessPool(*what, program, settings, Limits(MAX_REPLY), self._accept, hosts)
         self._seconds: dict[str, float] = {}  # reward -> per sample, in its last call
         # the batch in progress
-        self._is_test = False
         self._queue = CallQueue({}, {}, {})
         self._items: list[RewardItem] = []
         self._results: list[RewardResult | None] = []
@@ -93,18 +91,19 @@ class RewardPool(PoolClient):
     def grade(self, items: Sequence[Item], *, quiet: bool = False) -> list[RewardResult]:
         """Returns one result per (reward name, completion, answer), in order; NaN where the function failed.
 
-        `quiet`: the caller reports failures. Raises RuntimeError when worker processes cannot start, when a reward of
-        this package fails its self-test, or when the pool is closed.
+        `quiet`: the caller reports failures. Raises RuntimeError when worker processes cannot start, or when the pool is
+        closed.
         """
-        self.begin(sorted({item[0] for item in items}))
+        self.begin()
         for item in items:
             self.submit(item)
         return self.collect(quiet=quiet)
 
-    def begin(self, names: Sequence[str]) -> None:
+    def begin(self) -> None:
         """Starts a batch: `submit` each item, `collect` the results. An interrupted batch is dropped. Raises as `grade`."""
-        self.self_test([name for name in names if name not in self._tested])
-        self._begin()
+        self._drop_batch()
+        self._queue = CallQueue(self.kwargs, self._composite, self._seconds)
+        self._processes.serve(block=False)  # notices what has ended between two batches; raises in a closed pool
 
     def submit(self, item: Item) -> None:
         """Adds an item to the batch. Returns at once: the workers grade while the caller does other work."""
@@ -131,30 +130,6 @@ class RewardPool(PoolClient):
             message = "%d of %d samples could not be graded (%d timeouts); the first: %s"
             logger.warning(message, len(failed), len(results), timeouts, failed[0].message)
         return results
-
-    def self_test(self, names: Sequence[str] = ("gsm8k",)) -> None:
-        """Grades completions with a known reward, so that a grader that calls everything right stops the run.
-
-        `begin` calls this for each new name. Raises RuntimeError for a wrong reward.
-        """
-        for name in [part for reward in names for part in functions_of(reward, self._composite)]:
-            known = KNOWN_REWARDS.get(name, [])
-            self._begin(is_test=True)
-            for completion, answer, _ in known:
-                self.submit((name, completion, answer))
-            for (completion, answer, reward), result in zip(known, self._wait(), strict=True):
-                if result.reward != reward:
-                    raise RuntimeError(
-                        f"the reward workers fail their self-test: {name!r} gave {result.reward} ({result.status}"
-                        f" {result.message}) instead of {reward} for completion {completion!r}, answer {answer!r}"
-                    )
-        self._tested.update(names)
-
-    def _begin(self, *, is_test: bool = False) -> None:
-        self._drop_batch()
-        self._is_test = is_test
-        self._queue = CallQueue({} if is_test else self.kwargs, self._composite, self._seconds)
-        self._processes.serve(block=False)  # notices what has ended between two batches; raises in a closed pool
 
     def _drop_batch(self) -> None:
         for worker in [worker for worker in self._workers if worker.calls]:  # interrupted: nothing waits for these
@@ -193,20 +168,15 @@ class RewardPool(PoolClient):
             self._fail(numbers, "error", self._unloadable[name])
             return
         reward = self._queue.reward(name)
-        limit_s = self._limit_s()
-        request = {"name": name, "is_test": self._is_test, "samples": [], "timeout_s": limit_s}
+        request = {"name": name, "samples": [], "timeout_s": self.timeout_s}
         if name not in worker.loaded:  # a request of its own: imports have more time than samples
             worker.loaded.add(name)
             worker.calls.append((name, []))
             self._processes.submit(worker.key, request, STARTUP_TIMEOUT_S)
         worker.calls.append((name, numbers))
         samples = [reward.sample(self._items[number]) for number in numbers]
-        seconds = limit_s * (1 if reward.is_quick else len(numbers))
+        seconds = self.timeout_s * (1 if reward.is_quick else len(numbers))
         self._processes.submit(worker.key, {**request, "samples": samples}, seconds)
-
-    def _limit_s(self) -> float:
-        """Returns the limit per sample. The self-test's first samples import and warm up, beside ranks that start."""
-        return max(self.timeout_s, STARTUP_TIMEOUT_S) if self._is_test else self.timeout_s
 
     def _accept(self, key: str, answer: ProcessAnswer) -> None:
         """Takes an answer of a process: that to the oldest call of the worker `key`."""
@@ -232,7 +202,7 @@ class RewardPool(PoolClient):
         status: Literal["error", "timeout"] = "timeout" if answer["status"] == "timeout" else "error"
         message = f"the reward's process {answer['message']}"
         if status == "timeout":
-            reason = f"{self._limit_s():g} s (reward.timeout_s)" if numbers else f"{STARTUP_TIMEOUT_S:g} s"
+            reason = f"{self.timeout_s:g} s (reward.timeout_s)" if numbers else f"{STARTUP_TIMEOUT_S:g} s"
             message = f"no result after {reason}; killed"
         message += answer["output"]
         for other, items in reversed(worker.calls):
@@ -369,48 +339,3 @@ class CallQueue:
             if queue and size:
                 return [queue.popleft() for _ in range(min(size, len(queue)))]
         return []
-
-
-# -- completions with a known reward, for the self-test ----------------------------------------------------------------
-
-KnownReward = tuple[str, str, float]  # completion, answer, reward
-
-
-def _known(answer: str, reward: float, *completions: str) -> list[KnownReward]:
-    return [(completion, answer, reward) for completion in completions]
-
-
-_GSM8K = [
-    *_known("42", 1.0, "6 * 7 = 42\n#### 42", "so \\boxed{42}"),
-    *_known("42", 0.0, "6 * 7 = 42\n#### 43", "The answer is 42.", ""),
-    *_known("2469/2", 1.0, "<answer> $1,234.50 </answer>"),
-]
-_ARITHMETIC = "<think>8+3=11,1+7+1=9</think><answer>91</answer>"
-
-KNOWN_REWARDS: dict[str, list[KnownReward]] = {
-    "gsm8k": _GSM8K,
-    "arithmetic_steps": _GSM8K,
-    "gsm8k_cot_strict": _known("42", 1.0, "The answer is 42.") + _known("42", 0.0, "The answer is 43.", "it is 42"),
-    "gsm8k_strict": _known("42", 1.0, "#### 42") + _known("42", 0.0, "#### 43", "it is 42"),
-    "gsm8k_flexible": _known("42", 1.0, "it is 42.") + _known("42", 0.0, "it is 43.", ""),
-    "graded": [
-        *(("#### 42", "42", 1.0), ("it is 42", "42", 0.5), ("#### 43", "42", 0.01)),
-        *(("<answer>Paris.</answer>", "Paris", 1.0), ("<answer>Rome</answer>", "Paris", 0.01)),
-    ],
-    "graded_answer": [
-        *(("<think>6 * 7</think><answer>42.0</answer>", "42", 1.0), ("<answer>I think it is 42</answer>", "42", 0.5)),
-        *(("42 <answer>43</answer>", "42", 0.01), ("<answer>paris</answer>", "Paris", 1.0), ("#### 42", "42", 0.0)),
-    ],
-    "arithmetic": _known("91", 1.0, _ARITHMETIC) + _known("91", 0.0, "<answer>92</answer>", "91"),
-    "format": _known("", 1.0, "#### 42") + _known("", 0.0, "42"),
-    "tag_count": [("<think>a</think><answer>b</answer>", "", 1.0), ("<think>a</think>", "", 0.5), ("42", "", 0.0)],
-    "language": [("All in English.", "", 1.0), ("\u4f60\u597d", "", 0.0), ("hello \u4f60", "", 0.5)],
-    "repetition": [("a b c d e", "", 0.0), ("go on and on " * 5, "", 4 / 17 - 1)],
-    "math": [
-        *_known("42", 1.0, r"so \boxed{42}."),
-        *_known("42", 0.0, r"\boxed{43}", "The answer is 42.", ""),
-        *((r"so $\boxed{\tfrac{1}{2}}$", "0.5", 1.0), (r"\boxed{\text{Evelyn}}", "Evelyn", 1.0)),
-        # these need math-verify
-        *((r"\boxed{(1+x)^2}", "x^2+2x+1", 1.0), (r"\boxed{(1+x)^2}", "x^2+2x+2", 0.0)),
-    ],
-}

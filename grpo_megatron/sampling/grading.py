@@ -47,7 +47,7 @@ class Grading:
         self._functions = frozenset(rewards) - {BY_MODEL}
         seconds = self._seconds_per_sample.get(self._functions, math.inf)
         self._overlaps = seconds * num_samples > self._worth_overlap
-        self._kept.attempt(lambda pool: pool.begin(sorted(self._functions)))
+        self._kept.attempt(lambda pool: pool.begin())
 
     def add(self, sample: Sample) -> None:
         """Queue a complete sample, if a function rewards it, and set its text. Returns at once."""

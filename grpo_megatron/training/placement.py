@@ -17,7 +17,6 @@ from typing import Protocol
 from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config
-from grpo_megatron.data.sampler import rewards_of
 from grpo_megatron.device import Device, device_bytes, keep_freed_memory
 from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.models.engine_cache import with_sequences
@@ -37,7 +36,6 @@ from grpo_megatron.training.colocation import Colocation, build_colocation
 from grpo_megatron.training.roles import RolloutRanks, StepsAhead
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.training.validation import NoValidation, PromptValidation, Validator
-from grpo_megatron.types import BY_MODEL
 
 
 class Placement(Protocol):
@@ -186,17 +184,12 @@ def build_generator(
     weights_digest: Callable[[], str],
     opened: contextlib.ExitStack,
 ) -> Generator:
-    """Build the generator of samples and rewards. `opened` will close its workers. Collective over the ranks that sample.
-
-    Raises RuntimeError when a reward function of any prompt fails its test.
-    """
+    """Build the generator of samples and rewards. `opened` will close its workers. Collective over the ranks that sample."""
     environment, rollout, reward = checked.environment, config.rollout, config.reward
     pool, gives_rewards = None, environment is not None and environment.gives_rewards
     if mesh.is_replica_leader and not gives_rewards:
         pool = RewardPool(reward.num_workers, reward.timeout_s, reward.kwargs, resolved_components(config))
         opened.callback(pool.close)
-        names = {name for prompts in (checked.train_prompts, checked.val_prompts) for name in rewards_of(prompts)}
-        pool.self_test(sorted(names - {BY_MODEL}))
     parts = (engine, pool, checked.tokenizer, mesh, rollout, weights_digest)
     if environment is None:
         return Generator(*parts, max_failed_ratio=reward.max_failed_ratio)

@@ -13,7 +13,6 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.prompts import reward_item
 from grpo_megatron.rewards import extractors, rewards
 from grpo_megatron.rewards.answers import answer_form
-from grpo_megatron.rewards.pool import KNOWN_REWARDS
 from grpo_megatron.types import Prompt
 
 MODULE = """
@@ -88,7 +87,7 @@ def test_each_reward_of_the_rows_is_called(user_module: None) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(set(KNOWN_REWARDS) & set(extractors.names())))
+@pytest.mark.parametrize("name", extractors.names())
 def test_an_answer_in_its_form_is_right_to_every_grader(name: str) -> None:
     for prompt in ("6 * 7 =", "6 * 7 =<think>\n", "6 * 7 =<think>\n\n</think>\n\n"):
         form = answer_form(prompt, [name])

@@ -116,7 +116,7 @@ def test_a_batch_of_the_wrong_length_fails_as_a_whole(pool: RewardPool) -> None:
 
 
 def test_a_reward_that_compares_gets_all_at_once(pool: RewardPool) -> None:
-    pool.begin(["shared_calls:ranks"])
+    pool.begin()
     for item in items("ranks", *"dbcafe"):
         pool.submit(item)
         pool.serve()
@@ -161,7 +161,7 @@ def test_a_batch_that_grows_while_the_caller_works_gives_the_same_results(pool: 
     names = ["1", "raise", "os._exit", "2", "sleep", "nan", "os._exit", "3", *map(str, range(4, 30))]
     batch = items("plain", *names)
     expected = pool.grade(batch)
-    pool.begin(["shared_calls:plain"])
+    pool.begin()
     pool.submit(batch[0])
     wait_until(lambda: pool.serve() is None and pool._results[0] is not None)  # without `collect`
     for item in batch[1:]:
@@ -175,10 +175,10 @@ def test_a_batch_that_grows_while_the_caller_works_gives_the_same_results(pool: 
 
 
 def test_an_interrupted_batch_leaves_nothing_to_the_next_one(pool: RewardPool) -> None:
-    pool.begin(["shared_calls:plain"])
+    pool.begin()
     for item in items("plain", *["sleep"] * 10):
         pool.submit(item)
-    pool.begin(["shared_calls:plain"])
+    pool.begin()
     pool.submit(items("plain", "5")[0])
     assert [result.reward for result in pool.collect()] == [5.0]
     assert [result.reward for result in pool.grade(items("plain", "6"))] == [6.0]
@@ -190,7 +190,7 @@ def test_time_in_which_the_caller_did_not_serve_fails_no_item(module: str, monke
         pool.grade(items("plain", *["1"] * 20))
         clock, away = time.monotonic, 0.0
         monkeypatch.setattr(time, "monotonic", lambda: clock() + away)
-        pool.begin(["shared_calls:plain"])
+        pool.begin()
         for item in items("plain", "1", "2" + " " * 4_000_000):
             pool.submit(item)
         (host,) = pool._processes._hosts

@@ -105,7 +105,7 @@ def test_a_response_is_graded_while_the_others_are_drawn() -> None:
     first = sum(len(s.response_ids) == 1 for s in samples)
     assert 0 < first < 8
     steps = ["step", *["submit"] * first, "serve", "step", *["submit"] * (8 - first), "serve"]
-    assert pool.events == ["begin ['reward']", *steps, "collect"]
+    assert pool.events == ["begin", *steps, "collect"]
     assert [(s.prompt_index, s.index) for s in samples] == [(p, i) for p in range(4) for i in range(2)]
     assert [s.reward for s in samples] == [float(len(Letters().decode(s.response_ids, True))) for s in samples]
     assert len({s.reward for s in samples}) > 1  # each sample has its own, although they were graded in another order

@@ -165,7 +165,6 @@ SLOW = {"power of a sum": r"\boxed{(x+y+z+1)^{999}}", "tower of pi": r"\boxed{\p
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     with RewardPool(1, TIMEOUT_S) as pool, pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("cwd"))
-        pool.self_test(["math", "gsm8k"])
         yield pool
 
 
