@@ -266,15 +266,12 @@ def component_problems(config: Config) -> Problems:
         yield f"{components}: all weights are 0, and the reward would be 0 for every sample; set one"
     names = [part.name for part in reward.components]
     for number, part in enumerate(reward.components):
-        problems = [*_function_problems(part, config), *_gate_problems(part, names)]
+        problems = [*_function_problems(part, config), *_gate_problems(part, names[:number])]
         if part.name in TAKEN:
             problems.append("the name is taken by another metric; choose another one")
         if part.name in names[:number]:
             problems.append("the name is given twice; choose another one")
         yield from (f"{components}[{number}] ({part.name}): {problem}" for problem in problems)
-    gates = {part.name: part.gate.component for part in reward.components if part.gate}
-    for circle in _circles(gates):
-        yield f"{components}: the gates {' -> '.join(circle)} wait for each other; remove one of them"
 
 
 def _function_problems(part: RewardComponent, config: Config) -> Iterator[str]:
@@ -310,29 +307,16 @@ def _judge_problems(name: str, kwargs: Mapping[str, Any], config: Config) -> Ite
         )
 
 
-def _gate_problems(part: RewardComponent, names: list[str]) -> Iterator[str]:
+def _gate_problems(part: RewardComponent, above: list[str]) -> Iterator[str]:
     gate = part.gate
     if gate is None:
         return
-    if gate.component not in names:
-        yield f"gate.component={gate.component!r} is no component; set one of {', '.join(names)}"
+    if gate.component not in above:
+        yield f"gate.component={gate.component!r} is no component above it ({', '.join(above) or 'none'}); list that one first"
     if gate.min is None and gate.max is None:
         yield "a gate needs a bound; set gate.min or gate.max"
     elif gate.min is not None and gate.max is not None and gate.min > gate.max:
         yield f"gate.min={gate.min:g} is above gate.max={gate.max:g}, so that it is never open; exchange them"
-
-
-def _circles(gates: Mapping[str, str]) -> Iterator[list[str]]:
-    """Gates that wait for each other, each circle once."""
-    done: set[str] = set()
-    for start in gates:
-        path = [start]
-        while path[-1] in gates and path[-1] not in done:
-            done.add(path[-1])
-            path.append(gates[path[-1]])
-            if path[-1] in path[:-1]:
-                yield path[path.index(path[-1]) :]
-                break
 
 
 # -- Environments: rollouts of several turns, and what they exclude elsewhere in the config ----------------------------

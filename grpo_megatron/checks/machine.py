@@ -11,7 +11,6 @@ from grpo_megatron.config.problems import Problem, Problems, keys_of
 from grpo_megatron.device import count_cuda_devices
 from grpo_megatron.report.loggers import check_loggers
 from grpo_megatron.rollout.build import engine_packages
-from grpo_megatron.storage.files import in_use_by, lock_holder
 
 logger = logging.getLogger(__name__)
 NO_DEVICE = "torch sees no CUDA device on this machine"
@@ -34,13 +33,6 @@ def output_problems(config: Config, *, is_plan: bool = False) -> Problems:
             logger.warning("%s", error)
         else:
             yield from (Problem.of(problem, "trainer.logger") for problem in error.problems)
-
-
-def in_use_problems(config: Config) -> Problems:
-    """Checks that no other run writes into the output folder. The lock is taken later, by the run."""
-    holder = lock_holder(config.trainer.output_dir)
-    if holder is not None:
-        yield f"{keys_of(config).trainer.output_dir}: {in_use_by(holder)}"
 
 
 def package_problems(config: Config) -> Problems:

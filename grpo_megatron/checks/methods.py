@@ -439,16 +439,6 @@ def epoch_problems(config: Config, rows: int) -> Problems:
         yield f"{counted}, and {k.trainer.total_training_steps}; {remedy}"
 
 
-def profile_problems(config: Config, profiled: range | None) -> Problems:
-    """Checks that the run has the steps that --profile names."""
-    k, steps = keys_of(config), config.trainer.total_training_steps
-    if profiled is not None and profiled.stop > steps:
-        yield (
-            f"--profile: the run has {steps} steps, counted from 0, so there is no step {profiled[-1]}; name earlier steps,"
-            f" or raise {k.trainer.total_training_steps:key}"
-        )
-
-
 # -- The folder of rollout files, and shared prompts -------------------------------------------------------------------
 
 

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 
 from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.config import Config, ConfigError, Gate
-from grpo_megatron.config.problems import Problems, marked
 from grpo_megatron.data.prompts import reward_item
 from grpo_megatron.data.sampler import one_of_each
 from grpo_megatron.data.task import get_task
 from grpo_megatron.environments.pool import try_episode
-from grpo_megatron.rewards import check_reward
 from grpo_megatron.rewards.answers import AnswerForm, answer_form
 from grpo_megatron.rewards.calling import COMPOSITE
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rewards.reward import PIXELS, Kwargs, RewardResult, read_signature, rewards
+from grpo_megatron.rewards.reward import RewardResult, read_signature, rewards
 from grpo_megatron.types import BY_MODEL, Prompt
 from grpo_megatron.untrusted import cut, shown
 
@@ -217,33 +215,3 @@ def _problem(trial: RewardTrial) -> str:
         f" completion with the answer and on one without: {cut('; '.join(failures), 1000)}; correct it"
         " (reward.max_failed_ratio=1 starts all the same)"
     )
-
-
-# -- Columns of the rows that the reward functions name ----------------------------------------------------------------
-
-
-def column_problems(config: Config, prompts: Sequence[Prompt]) -> Problems:
-    """Parameters of reward functions that nothing gives, told by the first prompt of each reward."""
-    first: dict[str, Prompt] = {}
-    for prompt in prompts:
-        if prompt.reward not in ("", BY_MODEL):
-            first.setdefault(prompt.reward, prompt)
-    for prompt in first.values():
-        for key, name, kwargs in _functions(config, prompt.reward):
-            try:
-                check_reward(name, kwargs)
-            except ValueError:
-                continue  # names.py reports it
-            try:
-                check_reward(name, kwargs, [*prompt.columns, *([PIXELS] if prompt.columns.get("images") else [])])
-            except ValueError as error:
-                yield f"{key}: {error} (row {prompt.uid})"
-
-
-def _functions(config: Config, name: str) -> Iterator[tuple[str, str, Kwargs]]:
-    """Yields (key, name, kwargs) of each function that a reward calls."""
-    if name != COMPOSITE:
-        yield marked("reward.function"), name, config.reward.kwargs
-        return
-    for number, part in enumerate(resolved_components(config)):
-        yield f"{marked('reward.components')}[{number}] ({part['name']})", part["function"], part["kwargs"]

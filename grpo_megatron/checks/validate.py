@@ -37,13 +37,12 @@ from grpo_megatron.rollout.build import engine_problems, exact_engine_problem
 
 @dataclass(frozen=True)
 class RunStart:
-    """`problems`: those that the caller has found. `profiled`: the steps of --profile. `device`: bytes of --gpu.
+    """`problems`: those that the caller has found. `device`: bytes of --gpu.
 
     `wrong_keys`: keys of the file that cannot be read; the config has their defaults.
     """
 
     problems: Sequence[Problem | str] = ()
-    profiled: range | None = None
     device: float | None = None
     wrong_keys: Collection[str] = ()
 
@@ -237,10 +236,6 @@ def _is_run(v: Validation) -> bool:
     return not v.dry_run
 
 
-def _is_rehearsed_run(v: Validation) -> bool:
-    return v.rehearsed and not v.dry_run
-
-
 CHECKS = (  # in the order in which problems are found
     Check("placement", lambda v: layout.placement_problems(v.config, v.world_size)),
     Check("world", lambda v: world_problems(v.config, v.training, v.arch), needs=("placement",)),
@@ -271,17 +266,12 @@ CHECKS = (  # in the order in which problems are found
     Check("weights", lambda v: v.folders.check_weights(v.config, v.problems, policy=v.has_weights or not v.dry_run)),
     Check("tokenizer", Validation.read_tokenizer),
     Check("rows", Validation.read_rows, when=lambda v: v.has_task and v.start.knows("data.task", "data.sources")),
-    Check("columns", lambda v: reward_call.column_problems(v.config, v.rows.examples)),
     Check("epochs", Validation.count_steps),
     Check("method", lambda v: methods.method_problems(v.config)),
     Check("schedule", lambda v: methods.schedule_problems(v.config), when=lambda v: v.num_steps_is_known),
     Check(
         "resume", lambda v: resume.resume_problems(v.config), when=lambda v: v.num_steps_is_known and not v.elsewhere
     ),
-    Check(
-        "profile", lambda v: methods.profile_problems(v.config, v.start.profiled), when=lambda v: v.num_steps_is_known
-    ),
-    Check("in use", lambda v: machine.in_use_problems(v.config), when=_is_rehearsed_run),
     Check(
         "changed inputs",
         lambda v: resume.input_problems(v.config, prints=not v.dry_run),
@@ -290,7 +280,7 @@ CHECKS = (  # in the order in which problems are found
     Check(
         "reward calls",
         Validation.call_rewards,
-        needs=("rewards", "columns"),
+        needs=("rewards",),
         when=lambda v: v.rehearsed and v.start.knows("data.task", "data.sources", "reward"),
     ),
     Check(

@@ -63,7 +63,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
         if failures.is_first():
             _print_plan(config, checked, world_size, options)
         return 0
-    if not by_epochs and _has_nothing_to_do(config, options.profile):
+    if not by_epochs and _has_nothing_to_do(config):
         return 0
     ranks.prepare_environment(config.trainer.device)
     set_determinism_variables(config)
@@ -79,7 +79,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
             _join_run(is_rank)
     checked = _validate(options, argv, config)
     config = checked.config
-    if by_epochs and _has_nothing_to_do(config, options.profile):
+    if by_epochs and _has_nothing_to_do(config):
         return 0
     if starts_ranks:
         del checked  # the ranks read the files themselves
@@ -114,7 +114,7 @@ def _validate(options: RunOptions, argv: list[str], config: Config, *, wrong_key
         dry_run=options.dry_run,
         elsewhere=options.world_size is not None,
         rehearsed=failures.is_first() and failures.LAUNCHER_PID not in os.environ,
-        start=RunStart(problems, options.profile, device, wrong_keys),
+        start=RunStart(problems, device, wrong_keys),
     )
 
 
@@ -143,16 +143,15 @@ def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config,
         )
 
 
-def _has_nothing_to_do(config: Config, profiled: range | None) -> bool:
+def _has_nothing_to_do(config: Config) -> bool:
     """Says if the run is done, and prints it. What a resumed run may not change is left to `validate`."""
     from grpo_megatron.training.stopping import is_done
 
     if not is_done(config.trainer):
         return False
-    from grpo_megatron.checks.methods import profile_problems  # imports large libraries: a new run starts without them
-    from grpo_megatron.checks.resume import resume_problems
+    from grpo_megatron.checks.resume import resume_problems  # imports large libraries: a new run starts without them
 
-    if [*resume_problems(config), *profile_problems(config, profiled)]:
+    if list(resume_problems(config)):
         return False
     if failures.is_first():
         folder, steps = config.trainer.output_dir, config.trainer.total_training_steps

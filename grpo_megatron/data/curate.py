@@ -61,8 +61,8 @@ def curate(options: CurateOptions) -> int:
         tally.add(place, response)
     if not tally.problems:
         raise ConfigError(
-            f"no response is counted: {tally.left_out} are left out by --drop-truncated, --first-step or --last-step, or"
-            f" were replayed, and {tally.unscorable} have no score"
+            f"no response is counted: {tally.left_out} are left out by --drop-truncated or --first-step, or were"
+            f" replayed, and {tally.unscorable} have no score"
         )
     try:
         with new_folder(output) as folder:
@@ -135,8 +135,6 @@ def _reason(problem: ProblemTally, options: CurateOptions) -> str | None:
         return f"fewer than {options.min_samples} responses"
     if options.drop_all_right and problem.passes == problem.n:
         return "all right"
-    if options.drop_all_wrong and problem.passes == 0:
-        return "all wrong"
     if problem.rate < options.min_rate:
         return f"pass rate below {options.min_rate:g}"
     return f"pass rate above {options.max_rate:g}" if problem.rate > options.max_rate else None
@@ -164,7 +162,7 @@ def _filtered_lines(
             measured += 1
             reason = _reason(problem, tally.options)
         else:
-            reason = None if tally.options.keep_unmeasured else "not measured"
+            reason = "not measured"
         counts[reason or "kept"] += 1
         if reason is None:
             changed = _with_absolute_paths(row, folder) if seen else row
@@ -264,8 +262,7 @@ def _preferences(tally: Tally, reader: ResponseReader, images: Mapping[str, list
 
 def _pairs_of(problem: ProblemTally, options: CurateOptions) -> list[tuple[ResponsePlace, ResponsePlace]]:
     if options.pairs == "right-wrong":
-        pairs = zip(problem.right.values(), problem.wrong.values(), strict=False)
-        return list(itertools.islice(pairs, options.pairs_per_prompt))
+        return list(zip(problem.right.values(), problem.wrong.values(), strict=False))[:1]
     if problem.best is None or problem.worst is None or problem.best[0] <= problem.worst[0]:
         return []
     return [(problem.best[1], problem.worst[1])]
@@ -514,5 +511,4 @@ class Tally:
         options, step = self.options, response.step
         if response.is_replayed or (options.drop_truncated and response.is_truncated):
             return False
-        last = math.inf if options.last_step is None else options.last_step
-        return step is None or (options.first_step or 0) <= step <= last
+        return step is None or (options.first_step or 0) <= step

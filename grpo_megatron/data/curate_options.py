@@ -47,25 +47,19 @@ and for data.train_files with algorithm.source=file.
     first_step: Annotated[
         int | None, counting("of a training run: only its samples from step N on", "N", ge=0, le=MAX_STEP)
     ] = None
-    last_step: Annotated[
-        int | None, counting("of a training run: only its samples up to step N", "N", ge=0, le=MAX_STEP)
-    ] = None
     min_rate: Annotated[float, keeping("lowest pass rate", "P", ge=0, le=1)] = 0.0
     max_rate: Annotated[float, keeping("highest pass rate", "P", ge=0, le=1)] = 1.0
     drop_all_right: Annotated[bool, keeping("leave out what every response solves (DUPO)")] = False
-    drop_all_wrong: Annotated[bool, keeping("leave out what no response solves")] = False
     min_samples: Annotated[int, keeping("leave out what has fewer responses", "N", ge=1)] = 1
     data: Annotated[tuple[Path, ...], writing("data files: write their kept rows", "FILE")] = ()
     task: Annotated[str | None, writing("as data.task: how the rows of --data are read", "NAME")] = None
-    keep_unmeasured: Annotated[bool, writing("also keep the rows of --data without a response")] = False
     sft: Annotated[int | None, writing("write up to K different right responses per problem", "K", ge=1)] = None
     pairs: Annotated[Literal["right-wrong", "best-worst"] | None, writing("write preference pairs")] = None
-    pairs_per_prompt: Annotated[int, writing("of right-wrong (default 1)", "K", ge=1)] = 1
 
     @property
     def texts(self) -> int:
         """The most responses of each verdict that the rows of a problem can need."""
-        return max(self.sft or 0, self.pairs_per_prompt)
+        return self.sft or 1
 
     def problems(self) -> Iterator[str]:
         """Yield options that do not go together, and data files that would be one file."""
@@ -73,10 +67,6 @@ and for data.train_files with algorithm.source=file.
             yield f"--min-rate {self.min_rate:g} is above --max-rate {self.max_rate:g}; swap them"
         if bool(self.data) != (self.task is not None):
             yield "--data FILE and --task NAME go together: the task reads the question and answer of each row"
-        if self.keep_unmeasured and not self.data:
-            yield "--keep-unmeasured is about the rows of --data FILE; add it, or leave --keep-unmeasured out"
-        if self.pairs != "right-wrong" and self.pairs_per_prompt != 1:
-            yield f"--pairs-per-prompt {self.pairs_per_prompt} needs --pairs right-wrong; best-worst makes one"
         names = [f"{path.stem}.jsonl" for path in self.data]
         for name in dict.fromkeys(names):
             if names.count(name) > 1 or name in (PASS_RATES, SUPERVISED, PAIRS):

@@ -81,7 +81,7 @@ class Fewshot(Section):
     remove: str | None = None  # a regular expression, deleted from solutions
     rule: Literal["fixed", "per-problem"] = "fixed"
     default: int = Field(0, ge=0)
-    seed: int | None = None  # null: --fewshot-seed
+    seed: int | None = None  # null: that of evaluation/settings.py
 
     @field_validator("remove")
     @classmethod

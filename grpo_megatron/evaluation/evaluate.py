@@ -195,7 +195,7 @@ def _grade_and_report(settings: EvaluationSettings) -> None:
             results.write_samples(samples / f"{run.name}.jsonl", run, problems)
             tasks[run.name] = results.task_result(run, problems, pool)
     result = results.whole_result(settings, tasks)
-    write_file(options.folder / "report.html", report.render_page(result, graded, options.report_samples))
+    write_file(options.folder / "report.html", report.render_page(result, graded))
     # last, so that it exists only with all other files
     write_file(path, json.dumps(result, indent=1) + "\n")
     print(f"\n{visible(results.result_tables(result))}\n\nwrote {options.folder}/results.json, samples/, report.html")

@@ -23,18 +23,13 @@ from grpo_megatron.data.prompts import source_of_row
 from grpo_megatron.data.rows import read_rows, text_field
 from grpo_megatron.data.task import get_task, task_names
 from grpo_megatron.rewards import check_reward, extractors
+from grpo_megatron.rewards.answers import answer_form
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardItem
 from grpo_megatron.storage.files import write_file
 
 GRADER_TIMEOUT_S = 10.0
 CHUNK = 512  # completions between two updates of the progress bar
-SPELLING = {  # how a completion writes an answer, per grader
-    "math": "\\boxed{%s}",
-    "gsm8k": "#### %s",
-    "graded": "#### %s",
-    "graded_answer": "<answer>%s</answer>",
-}
 
 
 @dataclass(frozen=True)
@@ -121,17 +116,16 @@ def grade(
 
 def same_answers(task: str, pairs: Sequence[tuple[str, str]], pool: RewardPool) -> list[bool]:
     """Tell for each pair of predictions whether the task's grader finds them equal."""
-    spelling = SPELLING.get(grader_of(task), "%s")
-    grades = grade(task, [one for one, _ in pairs], [spelling % other for _, other in pairs], pool)
+    form = answer_form("", [grader_of(task)])
+    grades = grade(task, [one for one, _ in pairs], [form.response(other, "") for _, other in pairs], pool)
     return [verdict.correct for verdict in grades]
 
 
 def grade_file(task: str, rows_path: Path | str, output_path: Path | str, workers: int = 1) -> dict[str, int]:
     """Grade a .jsonl file of {"answer", "completion", ...}: the same rows with "correct" and "prediction", in order.
 
-    The older name "gold" for the reference answer is accepted too, and wins where a row has both. A row whose grader
-    failed also gets "status". The output file is complete or absent. Returns the numbers of rows, of correct ones, and
-    of each failure. Raises ConfigError that names the wrong lines.
+    A row whose grader failed also gets "status". The output file is complete or absent. Returns the numbers of rows, of
+    correct ones, and of each failure. Raises ConfigError that names the wrong lines.
     """
     name, output = grader_of(task), Path(output_path)
     if output.is_dir() or not output.parent.is_dir():
@@ -180,9 +174,8 @@ def grade_file(task: str, rows_path: Path | str, output_path: Path | str, worker
 
 
 def _reference_answer(row: dict[str, Any]) -> str:
-    """Read the field "gold" (older files) or "answer" as text; a JSON number is accepted. Raises ValueError."""
-    field = "gold" if "gold" in row else "answer"
-    value = row.get(field)
+    """Read the field "answer" as text; a JSON number is accepted. Raises ValueError."""
+    value = row.get("answer")
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(int(value)) if value == int(value) else str(value)
-    return text_field(row, field, empty=True).strip()
+    return text_field(row, "answer", empty=True).strip()

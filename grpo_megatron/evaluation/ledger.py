@@ -11,15 +11,14 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.report.run_folder import flat_config
-from grpo_megatron.storage.files import LOCK_FILE, open_lock, try_lock, write_file
+from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.files import FolderLock, write_file
 from grpo_megatron.untrusted import check_regular, read_json
 
 Key = tuple[str, int]  # the problem's uid, the sample's index
@@ -107,16 +106,13 @@ def _cut_torn_line(file: BinaryIO) -> None:
 RUN_FILE = "run.json"
 
 
-@contextmanager
-def claim_output(output: Path) -> Iterator[None]:
+def claim_output(output: Path) -> FolderLock:
     """Lock the output folder for this process. Raises ConfigError when another evaluation has the lock."""
     output.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(open_lock(output / LOCK_FILE), "r+") as file:
-        if not try_lock(file.fileno()):
-            raise ConfigError(
-                f"--output {str(output)!r} is in use by another evaluation; wait for it, or choose another folder"
-            )
-        yield
+    try:
+        return FolderLock(output)
+    except StorageError as error:
+        raise ConfigError(f"--output {str(output)!r}: {error}") from error
 
 
 def write_identity(output: Path, identity: dict[str, Any]) -> None:

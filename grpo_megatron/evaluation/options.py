@@ -112,7 +112,6 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
         int | None,
         prompting("worked examples from the training file (default: the task's, mostly 0)", "K", ge=0, le=10_000),
     ] = None
-    fewshot_seed: Annotated[int, prompting("of the choice of examples", "N", ge=0)] = 1234
     format: Annotated[Literal["auto", "chat", "text"], prompting("auto: chat, or text with worked examples")] = "auto"
     chat_template: Annotated[Path | None, prompting("a Jinja file instead of the tokenizer's own", "FILE")] = None
     system_prompt: Annotated[
@@ -134,10 +133,6 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
     ] = None
     batch_size: Annotated[int, execution("samples between two writes to the disk", "N", ge=1, le=1_000_000)] = 2048
     workers: Annotated[int, Workers(group=EXECUTION)] = CORES
-    report_samples: Annotated[
-        int,
-        execution("problems per task whose texts are in the report (default 400)", "N", ge=0, le=1_000_000),
-    ] = 400
 
     @property
     def folder(self) -> Path:

@@ -31,7 +31,7 @@ BINS = 32  # of the histogram of tokens
 FORMAT_ERROR, TRUNCATED, FAILED = 1, 2, 4  # bits of a row's flags, and of a sample's
 
 
-def render_page(result: dict[str, Any], graded: dict[str, list[GradedProblem]], num_texts: int) -> str:
+def render_page(result: dict[str, Any], graded: dict[str, list[GradedProblem]], num_texts: int = 400) -> str:
     """Make the page of `result`. `graded` has the problems of each task, `num_texts` is per task."""
     tasks = result["tasks"]
     return html_page(

@@ -32,6 +32,7 @@ from grpo_megatron.types import Prompt
 Format = Literal["chat", "text"]
 ENVIRONMENT = "environment"  # the grader of a task whose environment gives the rewards
 REWARD = "reward"  # the score of --reward
+FEWSHOT_SEED = 1234  # of the choice of examples, where the task names none
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ def _task_run(options: EvaluateOptions, dataset: Dataset, model: AskedModel, giv
             raise ConfigError(_in_task(task, error)) from error
         turns = TurnRenderer(tokenizer, tools, f"task {task.name!r}", end_token_ids=model.eos_token_ids)
         turns.check()
-    prompts = build_prompts(dataset, format, num_fewshot, options.fewshot_seed, tokenizer, options.system_prompt, turns)
+    prompts = build_prompts(dataset, format, num_fewshot, FEWSHOT_SEED, tokenizer, options.system_prompt, turns)
     answers = AnswerSettings(
         samples=0 if options.samples == 1 and not options.temperature else options.samples,
         greedy=not options.no_greedy,

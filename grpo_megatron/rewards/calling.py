@@ -287,7 +287,7 @@ async def composite_reward(
     """Sums weight x value over the components with an open gate. Raises what a component raises.
 
     A component is {"name", "function", "weight", "kwargs", "gate"}; a gate {"component", "min", "max"} is open where
-    the value of the named component is within the bounds. Gates form no circle. A component behind a closed gate is not
+    the value of the named component is within the bounds. It stands above. A component behind a closed gate is not
     called, adds 0 and closes the gates that depend on it; so does one that does not apply (TRL's None). Where none
     applies, the sum does not either.
 

@@ -7,6 +7,7 @@ rollout:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from grpo_megatron.config import ConfigError, RolloutConfig, Section
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.registry import Registry, did_you_mean
-from grpo_megatron.rollout.engine import RolloutEngine
+from grpo_megatron.rollout.engine import EngineSetup, RolloutEngine
 from grpo_megatron.rollout.transformers_engine import TransformersEngine
 from grpo_megatron.rollout.vllm.engine import VllmEngine
 from grpo_megatron.rollout.vllm.versions import is_newest
@@ -109,19 +110,23 @@ def engine_packages(rollout: RolloutConfig) -> dict[str, str]:
 def build_engine(
     rollout: RolloutConfig, model_path: Path | str, mesh: Mesh, device: Device, **arguments: Any
 ) -> RolloutEngine:
-    """Builds the engine of the `rollout` section. Collective over the world; arguments as in `RolloutEngine`.
+    """Builds the engine of the `rollout` section. Collective over the world; arguments as in `EngineSetup`.
 
     Raises ConfigError.
     """
     engine = find_engine(rollout.engine)
     options = read_options(engine, rollout.engine_options)
-    return engine(model_path, rollout, mesh, device, options=options, **arguments)
+    return engine(
+        EngineSetup(rollout=rollout, model_path=model_path, mesh=mesh, device=device, options=options, **arguments)
+    )
 
 
 def exact_engine_problem(engine: str) -> str | None:
     """Returns why `rollout.engine` cannot compute the policy's bits (`model.exact`), or None."""
     if engine == "vllm" and not is_newest():
         return "rollout.engine=vllm: the layers of vllm 0.26 are others; install vllm 0.32.*, or set rollout.engine=transformers"
-    if ":" not in engine and not find_engine(engine).has_exact_rows:
+    with contextlib.suppress(ConfigError):  # reported by another check
+        if find_engine(engine).has_exact_rows:
+            return None
         return f"rollout.engine={engine} computes with kernels of its own; set rollout.engine=transformers"
     return None

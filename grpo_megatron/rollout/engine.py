@@ -131,6 +131,28 @@ def continued(known: TokenRoutes, new: TokenRoutes) -> TokenRoutes:
     return merged
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineSetup:
+    """What an engine is built of. The last two are true only for a class that says so.
+
+    `model_path` needs no more than a config.json: weights come from `load_weights`. `options` is a validated `Options`.
+    `max_model_len` bounds prompt plus response. `eos_token_ids` end a response. `tensors` has every Hugging Face tensor of a
+    complete weight stream, and the shards of them that are filled.
+    """
+
+    rollout: RolloutConfig
+    model_path: Path | str
+    mesh: Mesh
+    device: Device
+    options: Any
+    dtype: str  # "float32" or "bfloat16"
+    max_model_len: int
+    eos_token_ids: list[int]
+    tensors: EngineTensors
+    exact: bool = False  # model.exact
+    record_routes: bool = False  # actor.moe.route_replay=engine
+
+
 class RolloutEngine(ABC):
     """One rank's engine. Methods that generate or compute are collective over a replica, all others over the world.
 
@@ -151,8 +173,8 @@ class RolloutEngine(ABC):
     Options: ClassVar[type[Section]] = Section  # the type of the section `rollout.engine_options`
     requires: ClassVar[Mapping[str, str]] = {}  # package to import -> what `pip install` calls it
     reads_shards: ClassVar[bool] = False  # True: of each tensor it reads only its rank's shard (`engine_tensors`)
-    has_exact_rows: ClassVar[bool] = False  # True: it takes `exact`, of `model.exact`
-    records_routes: ClassVar[bool] = False  # True: it takes `record_routes`, of `actor.moe.route_replay=engine`
+    has_exact_rows: ClassVar[bool] = False  # True: it serves `model.exact`
+    records_routes: ClassVar[bool] = False  # True: it serves `actor.moe.route_replay=engine`
     reads_images: ClassVar[bool] = False  # True: it serves models with images; `logprobs` has the argument `images`
 
     @classmethod
@@ -161,25 +183,8 @@ class RolloutEngine(ABC):
         yield from ()
 
     @abstractmethod
-    def __init__(
-        self,
-        model_path: Path | str,
-        rollout: RolloutConfig,
-        mesh: Mesh,
-        device: Device,
-        *,
-        options: Any,
-        dtype: str,
-        max_model_len: int,
-        eos_token_ids: list[int],
-        tensors: EngineTensors,
-    ) -> None:
-        """Builds the engine, on every rank at the same point, after the process group.
-
-        `model_path` needs no more than a config.json: weights come from `load_weights`. `options` is a validated `Options`.
-        `max_model_len` bounds prompt plus response. `eos_token_ids` end a response. `dtype` is "float32" or "bfloat16".
-        `tensors` has every Hugging Face tensor of a complete weight stream, and the shards of them that are filled.
-        """
+    def __init__(self, setup: EngineSetup) -> None:
+        """Builds the engine, on every rank at the same point, after the process group."""
 
     @property
     @abstractmethod

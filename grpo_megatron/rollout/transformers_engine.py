@@ -25,13 +25,10 @@ from torch import Tensor
 
 from grpo_megatron.config import ConfigError, RolloutConfig, Section
 from grpo_megatron.data.images import image_patches, rope_positions
-from grpo_megatron.device import Device
 from grpo_megatron.exact import rowwise
 from grpo_megatron.exact.rowwise import FEWEST_ROWS, aligned
-from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.rollout.engine import Completion, Request, StatefulEngine, load_verified
+from grpo_megatron.rollout.engine import Completion, EngineSetup, Request, StatefulEngine, load_verified
 from grpo_megatron.sync.digest import slice_digest
-from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.types import PromptImage, WeightBucket
 
 Images = tuple[PromptImage, ...]  # of one prompt
@@ -541,38 +538,25 @@ class TransformersEngine(StatefulEngine):
                 " vllm.LLM; leave them out"
             )
 
-    def __init__(
-        self,
-        model_path: Path | str,
-        rollout: RolloutConfig,
-        mesh: Mesh,
-        device: Device,
-        *,
-        options: TransformersOptions,
-        dtype: str,
-        max_model_len: int,
-        eos_token_ids: list[int],
-        tensors: EngineTensors,
-        exact: bool = False,
-    ) -> None:
-        if device.is_cuda:
+    def __init__(self, setup: EngineSetup) -> None:
+        if setup.device.is_cuda:
             raise ConfigError(
                 "rollout.engine=transformers has no GPU path; set rollout.engine=vllm or trainer.device=cpu"
             )
-        self._mesh, self._tensors, self._max_model_len = mesh, tensors, max_model_len
-        with device.preserve_rng():  # transformers samples initial weights
-            self._model = RowModel(model_path, dtype, exact=exact)
+        self._mesh, self._tensors, self._max_model_len = setup.mesh, setup.tensors, setup.max_model_len
+        with setup.device.preserve_rng():  # transformers samples initial weights
+            self._model = RowModel(setup.model_path, setup.dtype, exact=setup.exact)
         self._vocab_size = self._model.vocab_size
         self._weights = self._model.tensors()
-        if unknown := [name for name in tensors.tensors if name not in self._weights]:
+        if unknown := [name for name in setup.tensors.tensors if name not in self._weights]:
             raise ConfigError(
                 f"rollout.engine=transformers: transformers' model has no tensor {unknown[0]!r} (and {len(unknown) - 1}"
                 " more): it keeps this architecture's weights in another form; set rollout.engine=vllm"
             )
-        self._max_tokens = rollout.max_num_batched_tokens
-        max_rows = min(rollout.sequences, self._num_rows(options))
-        self._queue = RunningBatch(self._model, max_rows, self._max_tokens, eos_token_ids)
-        self._can_sleep = rollout.free_cache_engine
+        self._max_tokens = setup.rollout.max_num_batched_tokens
+        max_rows = min(setup.rollout.sequences, self._num_rows(setup.options))
+        self._queue = RunningBatch(self._model, max_rows, self._max_tokens, setup.eos_token_ids)
+        self._can_sleep = setup.rollout.free_cache_engine
 
     def _num_rows(self, options: TransformersOptions) -> int:
         """Counts the rows of the largest length that fit into the cache."""

@@ -136,10 +136,10 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
         os.close(descriptor)
 
 
-def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+def try_lock(descriptor: int) -> bool:
     """Take the lock (flock) of an open file. False while another process has it. Raises OSError for other reasons."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
@@ -351,7 +351,8 @@ class FolderLock:
             while not try_lock(self._descriptor):
                 holder = _signature(self.path)
                 if not _is_of_this_job(holder) or time.monotonic() > deadline:
-                    raise StorageError(in_use_by(holder))
+                    who = holder or "another process"
+                    raise StorageError(f"it is in use by {who}; wait for its end, stop it, or use another folder")
                 time.sleep(1)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
@@ -365,33 +366,6 @@ class FolderLock:
         with contextlib.suppress(OSError):  # a full disk: the name of the holder is a help, no part of the lock
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, text.encode(), 0)
-
-
-def lock_holder(folder: Path) -> str | None:
-    """Name the process with the lock of `folder`; None: it is free, or this Slurm job has it.
-
-    Writes nothing. A folder without the lock's file, or one that cannot be read, counts as free.
-    """
-    path = folder / LOCK_FILE
-    try:
-        check_regular(path)
-        if _is_free(path, fcntl.LOCK_SH):
-            return None
-    except (OSError, ReadError):
-        return None
-    holder = _signature(path)
-    return None if _is_of_this_job(holder) else holder
-
-
-def _is_free(path: Path, kind: int, flags: int = 0) -> bool:
-    """Tell whether the lock of a file or folder is free. Raises OSError."""
-    with _opened(path, flags) as descriptor:
-        return try_lock(descriptor, kind)
-
-
-def in_use_by(holder: str) -> str:
-    """Write the message about a folder that another process uses."""
-    return f"it is in use by {holder or 'another process'}; wait for its end, stop it, or use another folder"
 
 
 def _signature(path: Path) -> str:
@@ -467,7 +441,9 @@ def remove_leftovers() -> None:
     """Remove what killed runs of this user have left. Errors are ignored: another process may clean up, too."""
     for folder in _own_and_old(Path(tempfile.gettempdir()), f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            if _is_free(folder, fcntl.LOCK_EX, os.O_DIRECTORY | os.O_NOFOLLOW):
+            with _opened(folder, os.O_DIRECTORY | os.O_NOFOLLOW) as lock:
+                is_free = try_lock(lock)
+            if is_free:
                 remove_tree(folder)
     candidates = _own_and_old(SHARED_MEMORY, *PATTERNS)
     mapped = _mapped_files() if candidates else set()

@@ -213,8 +213,8 @@ def build_rollout_engine(config: Config, checked: Checked, mesh: Mesh, device: D
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
         eos_token_ids=checked.end_tokens.ids,
         tensors=engine_tensors_of(config, checked.arch),
-        **({"exact": True} if config.model.exact else {}),
-        **({"record_routes": True} if config.actor.moe.route_replay == "engine" else {}),
+        exact=config.model.exact,
+        record_routes=config.actor.moe.route_replay == "engine",
     )
 
 

@@ -39,9 +39,9 @@ class Profiler:
 
         Collective.
         """
-        wanted = range(max(self.steps.start, steps.start), self.steps.stop)
+        wanted = range(max(self.steps.start, steps.start), min(self.steps.stop, steps.stop))
         if not wanted:
-            self.note(f"no profile: the run starts at step {steps.start}, after the last step of --profile")
+            self.note(f"no profile: the run has steps {steps.start} to {steps.stop - 1}, and none of --profile")
             yield from steps
             return
         yield from range(steps.start, min(wanted.start, steps.stop))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_megatron.checks.components import resolved_components, reward_name_problems
-from grpo_megatron.checks.reward_call import call_rewards, column_problems, reward_lines
+from grpo_megatron.checks.reward_call import call_rewards, reward_lines
 from grpo_megatron.cli import main
 from grpo_megatron.config import Config
 from grpo_megatron.types import Prompt
@@ -52,20 +51,6 @@ def test_the_plan_shows_each_component_on_a_real_row() -> None:
         ("  length", "1 x length where accuracy <= 0: closed, -1"),
         ("  reported", "accuracy/acc 1, 0; accuracy/extracted 1, 0; length/open 0, 1; acc 1, 0"),
     ]
-
-
-def test_columns_that_the_rows_lack_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "column_reward.py").write_text("def by_level(completion, level): ...\ndef any(completion, level=1): 0")
-    monkeypatch.syspath_prepend(tmp_path)
-    made = config({"name": "a", "function": "column_reward:by_level"}, {"name": "b", "function": "column_reward:any"})
-    row = Prompt("gsm8k/train/0", (1,), "6 * 7 =", "42", "gsm8k", "composite", columns={"lvel": 3})
-    (problem,) = texts(column_problems(made, [row]))
-    assert problem.startswith("reward.components[0] (a): reward 'column_reward:by_level' cannot be called: nothing")
-    assert problem.endswith("the row's columns lvel; did you mean 'lvel'? (row gsm8k/train/0)")
-    assert not texts(column_problems(made, [replace(row, columns={"level": 3})]))
-    single = config(function="column_reward:by_level")
-    (problem,) = texts(column_problems(single, [replace(row, reward="column_reward:by_level")]))
-    assert problem.startswith("reward.function: reward 'column_reward:by_level'")
 
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '<sep>' }}{% endfor %}"

@@ -25,7 +25,6 @@ from grpo_megatron.algo.losses import (
 )
 from grpo_megatron.checks.components import (
     check_environment,
-    component_problems,
     environment_problems,
     name_problems,
     reward_name_problems,
@@ -212,7 +211,8 @@ SHARE GAE trainer.device=cpu => not made for the critic
 'PARTS=[{name: x, function: composite}]' => a sum of components cannot be a component
 'PARTS=[{name: arithmetic_steps}]' => gives rewards of single steps, which a sum has no place for
 'PARTS=[{name: accuracy}]' data.task=jsonl => it is the task's own reward, and data.task='jsonl' has none; set its function
-'PARTS=[{name: accuracy, gate: {component: formt, min: 1}}]' => gate.component='formt' is no component; set one of accuracy
+'PARTS=[{name: accuracy, gate: {component: formt, min: 1}}]' => gate.component='formt' is no component above it (none)
+'PARTS=[{name: format, gate: {component: accuracy, min: 1}}, {name: accuracy}]' => gate.component='accuracy' is no component
 'PARTS=[{name: accuracy}, {name: format, gate: {component: accuracy}}]' => a gate needs a bound
 'PARTS=[{name: accuracy}, {name: format, gate: {component: accuracy, min: 2, max: 1}}]' => gate.min=2 is above gate.max=1
 'PARTS=[{name: judge, kwargs: {base_url: u, model: m, prompt: p, timeout_s: 20}}]' => is not below reward.timeout_s=10, after
@@ -315,22 +315,6 @@ def test_the_trainer_reads_the_same_facts() -> None:
     for need, expected in ((is_corrected, True), (needs_old_logprobs, True), (reads_reference, False)):
         assert need(algorithm, plain) is expected
         assert need(algorithm, paired) is not expected
-
-
-@pytest.mark.parametrize(
-    ("gates", "circles"),
-    [
-        ({"a": "b", "b": "c", "c": "a"}, ["a -> b -> c -> a"]),
-        ({"d": "a", "a": "b", "b": "a"}, ["a -> b -> a"]),
-        ({"a": "free", "b": "a", "c": "a"}, []),
-    ],
-)
-def test_circles_of_gates(tmp_path: Path, gates: dict[str, str], circles: list[str]) -> None:
-    gated = [f"{{name: {a}, function: format, gate: {{component: {b}, min: 1}}}}" for a, b in gates.items()]
-    made = config_of(tmp_path, f"'reward.components=[{{name: free, function: format}}, {', '.join(gated)}]'")
-    assert texts(component_problems(made)) == [
-        f"reward.components: the gates {circle} wait for each other; remove one of them" for circle in circles
-    ]
 
 
 def test_an_environment_is_made_once_before_the_run(tmp_path: Path) -> None:

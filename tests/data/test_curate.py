@@ -193,7 +193,7 @@ def test_a_plan_for_another_machine_checks_the_pass_rates_that_are_there(folder:
 def test_right_responses_become_the_tokens_that_were_drawn(folder: Path, prompts: list[Prompt], tmp_path: Path) -> None:
     """At most 3 per problem, and different ones: `right` has two texts, of which others differ in white space only."""
     out = tmp_path / "out"
-    assert curate(folder / "rollouts", "--output", out, "--sft", 3, "--drop-all-wrong") == 0
+    assert curate(folder / "rollouts", "--output", out, "--sft", 3, "--min-rate", 0.1) == 0
     measured = list(zip(prompts, PASSES, strict=True))
     kept = [(prompt, right(prompt, number)) for prompt, passes in measured for number in range(min(passes, 2))]
     # and a rollout file is a file of supervised rows
@@ -203,17 +203,12 @@ def test_right_responses_become_the_tokens_that_were_drawn(folder: Path, prompts
         assert [(ids, response.ids) for ids, response in load_supervised(DATA, [file], TOKENIZER)] == tokens
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("right-wrong", 2), ("best-worst", 1)])
-def test_pairs_are_read_as_preferences(
-    folder: Path, prompts: list[Prompt], tmp_path: Path, kind: str, limit: int
-) -> None:
+@pytest.mark.parametrize("kind", ["right-wrong", "best-worst"])
+def test_pairs_are_read_as_preferences(folder: Path, prompts: list[Prompt], tmp_path: Path, kind: str) -> None:
     out, expected = tmp_path / "out", [1, 2, 5]
-    assert curate(folder / "rollouts", "--output", out, "--pairs", kind, "--pairs-per-prompt", limit) == 0
+    assert curate(folder / "rollouts", "--output", out, "--pairs", kind) == 0
     groups = load_offline_groups(DATA, [out / "pairs.jsonl"], TOKENIZER, {"chosen": 1.0, "rejected": 0.0})
-    pairs_of = [min(PASSES[i], 4 - PASSES[i], limit) for i in expected]
-    assert [prompt.prompt_ids for prompt, _, _ in groups] == [
-        prompts[i].prompt_ids for i, count in zip(expected, pairs_of, strict=True) for _ in range(count)
-    ]
+    assert [prompt.prompt_ids for prompt, _, _ in groups] == [prompts[i].prompt_ids for i in expected]
     made = rows(out / "pairs.jsonl")
     assert made[0] == {
         "prompt": prompts[1].question,
@@ -289,7 +284,6 @@ def test_which_responses_count(prompts: list[Prompt], tmp_path: Path) -> None:
 
     assert counted("all") == (3, 1, 1)
     assert counted("whole", "--drop-truncated") == (2, 0, 0)
-    assert counted("early", "--last-step", 3) == (2, 1, 1)
     assert counted("late", "--first-step", 4) == (1, 0, 0)
     assert counted("lenient", "--right", 0.5) == (3, 2, 1)
     assert counted("pairs", "--right", 0.5, "--pairs", "right-wrong") == (3, 2, 1)
@@ -306,17 +300,16 @@ def test_which_rows_are_kept(folder: Path, prompts: list[Prompt], tmp_path: Path
         return [answers.index(row["answer"]) for row in rows(tmp_path / name / "data.jsonl")]
 
     assert kept("dupo", "--drop-all-right") == [0, 1, 2, 5]
-    assert kept("both", "--drop-all-right", "--drop-all-wrong") == [1, 2, 5]
-    assert kept("first", "--last-step", 0) == [0, 1, 2]
-    assert kept("unmeasured", "--last-step", 0, "--keep-unmeasured", "--min-rate", 0.5) == [2, 3, 4, 5]
+    assert kept("both", "--drop-all-right", "--min-rate", 0.1) == [1, 2, 5]
+    assert kept("later", "--first-step", 1) == [3, 4, 5]
     assert kept("inclusive", "--min-rate", 0.5, "--max-rate", 0.75) == [2, 5]
     assert kept("often", "--min-samples", 4) == [0, 1, 2, 3, 4, 5]
     listed = rows(folder / "data.jsonl")
     (tmp_path / "listed.json").write_text(json.dumps(listed))
     data = ["--data", tmp_path / "listed.json", "--task", "arithmetic"]
-    assert curate(folder / "rollouts", "--output", tmp_path / "lines", *data, "--drop-all-wrong") == 0
+    assert curate(folder / "rollouts", "--output", tmp_path / "lines", *data, "--min-rate", 0.1) == 0
     assert rows(tmp_path / "lines" / "listed.jsonl") == listed[1:]
-    summary = (tmp_path / "first" / "summary.txt").read_text()
+    summary = (tmp_path / "later" / "summary.txt").read_text()
     assert "data.jsonl: 3 of 6 rows (left out: 3 not measured)" in summary
 
 
@@ -358,8 +351,6 @@ def test_trajectories_are_counted_and_make_no_rows(
     [
         (["--min-rate", "0.6", "--max-rate", "0.5"], "--min-rate 0.6 is above --max-rate 0.5; swap them"),
         (["--data", "data.jsonl"], "--data FILE and --task NAME go together"),
-        (["--keep-unmeasured"], "--keep-unmeasured is about the rows of --data FILE"),
-        (["--pairs", "best-worst", "--pairs-per-prompt", "2"], "--pairs-per-prompt 2 needs --pairs right-wrong"),
         (["--data", "sft.jsonl", "--task", "gsm8k"], "--data: two files would be"),
         (["--data", "data.jsonl", "--task", "arithmetic", "--min-rate", "0.8", "--max-rate", "0.9"], "no row is left"),
         (["--data", "other.jsonl", "--task", "arithmetic"], "none of its questions and answers, as --task arithmetic"),
@@ -475,7 +466,7 @@ def pictured(tmp_path_factory: pytest.TempPathFactory, image_tokenizer: Any) -> 
 
 def test_problems_of_one_text_keep_their_own_rates(pictured: Path, image_tokenizer: Any, tmp_path: Path) -> None:
     out, data = tmp_path / "out", pictured / "data"
-    options = ("--data", data / "rows.jsonl", "--task", "jsonl", "--drop-all-wrong")
+    options = ("--data", data / "rows.jsonl", "--task", "jsonl", "--min-rate", 0.1)
     assert curate(pictured / "rollouts", "--output", out, *options) == 0
     assert [row["rate"] for row in rows(out / "pass_rates.jsonl")] == [passes / 4 for passes in IMAGE_PASSES]
     before, kept = rows(data / "rows.jsonl"), rows(out / "rows.jsonl")

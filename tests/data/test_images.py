@@ -16,7 +16,6 @@ import struct
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from PIL import Image
 
 from grpo_megatron.checks.inputs import read_tokenizer
 from grpo_megatron.checks.resume import InputDigests, input_problems
-from grpo_megatron.checks.reward_call import column_problems
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.data import images as images_module
 from grpo_megatron.data import rows as rows_module
@@ -674,8 +672,6 @@ def test_rewards_see_facts_and_pixels_only_where_they_name_them(
     facts, digest = {**size, "path": None}, hashlib.sha256(PICTURE).hexdigest()
     assert held.columns["images"] == [{**facts, "name": f"sha256:{digest}"}] and held.columns["kept"] == [1]
     assert held.columns["prompt"] == [{"role": "user", "content": "<image>"}]
-    config = Config.model_validate({"model": {"path": "m"}, "reward": {"function": "own_rewards:bright"}})
-    assert not list(column_problems(config, [replace(by_path, reward="own_rewards:bright")]))
     items = [reward_item(prompt, "y")._replace(name="own_rewards:score") for prompt in (by_path, held)]
     with RewardPool(1, 20.0, {}, []) as pool:
         assert [result.reward for result in pool.grade(items)] == [140 + len(path) / 1000, 140]

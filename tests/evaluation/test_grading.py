@@ -78,16 +78,11 @@ def test_a_file_keeps_its_rows(tmp_path: Path) -> None:
         {"id": 7, "answer": "18", "completion": "#### 18", "note": "\u00e9\u4e2d"},
         {"answer": 18, "completion": "", "nested": {"a": [1, None]}},
         {"answer": 2.5, "completion": "#### 5/2", "correct": "old"},
-        {
-            "gold": 18,
-            "answer": "so it is 5",
-            "completion": "#### 18",
-        },  # a whole solution beside the older name, which wins
     ]
     output = tmp_path / "out.jsonl"
     counts = grade_file("gsm8k", write_rows(tmp_path / "in.jsonl", rows), output)
-    assert counts == {"rows": 4, "correct": 3, "without_answer": 1, "timeout": 0, "error": 0}
-    verdicts = [(True, "18"), (False, None), (True, "2.5"), (True, "18")]
+    assert counts == {"rows": 3, "correct": 2, "without_answer": 1, "timeout": 0, "error": 0}
+    verdicts = [(True, "18"), (False, None), (True, "2.5")]
     assert [json.loads(line) for line in output.read_text().splitlines()] == [
         {**row, "correct": correct, "prediction": extracted}
         for row, (correct, extracted) in zip(rows, verdicts, strict=True)

@@ -13,11 +13,8 @@ from typing import Any
 import torch
 
 from grpo_megatron.config import RolloutConfig, Section
-from grpo_megatron.device import Device
-from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, load_verified
+from grpo_megatron.rollout.engine import Completion, EngineSetup, Request, RolloutEngine, load_verified
 from grpo_megatron.sync.digest import slice_digest
-from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.types import WeightBucket
 
 
@@ -37,28 +34,16 @@ class ToyEngine(RolloutEngine):
         if rollout.tensor_model_parallel_size > 1:
             yield f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: ToyEngine has one rank; set 1"
 
-    def __init__(
-        self,
-        model_path: Path | str,
-        rollout: RolloutConfig,
-        mesh: Mesh,
-        device: Device,
-        *,
-        options: ToyOptions,
-        dtype: str,
-        max_model_len: int,
-        eos_token_ids: list[int],
-        tensors: EngineTensors,
-    ) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(model_path)
-        self._model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-        self._mesh, self._options, self._tensors = mesh, options, tensors
-        self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
+        config = AutoConfig.from_pretrained(setup.model_path)
+        self._model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype)).eval()
+        self._mesh, self._options, self._tensors = setup.mesh, setup.options, setup.tensors
+        self._max_model_len, self._eos_token_ids = setup.max_model_len, setup.eos_token_ids
         self._version: int | None = None
         self._queue: dict[str, Request] = {}
-        self._note(f"build {max_model_len} {eos_token_ids}")
+        self._note(f"build {setup.max_model_len} {setup.eos_token_ids}")
 
     def _note(self, line: str) -> None:
         with self._options.journal.open("a") as file:

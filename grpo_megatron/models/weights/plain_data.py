@@ -47,10 +47,6 @@ _STATE_RECORDS = {"transformer_engine.common.recipe"}
 _BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
 
 
-class _Placeholder:
-    """Replaces Megatron-Core's own classes in older files. Nothing reads them."""
-
-
 class _Unpickler(pickle.Unpickler):
     """Accepts the classes that the modules `records` define, and `names`; refuses every other name."""
 
@@ -59,8 +55,6 @@ class _Unpickler(pickle.Unpickler):
         self._records, self._names = records, names
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "megatron.core.dist_checkpointing.strategies.torch" and name.startswith("MCore"):
-            return _Placeholder
         if (module, name) == ("torch.storage", "_load_from_bytes") and self._names is _STATE_NAMES:
             return _load_archive
         if (module, name) in self._names:

@@ -14,20 +14,25 @@ import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ENGINE_TEMPERATURES, RolloutConfig
-from grpo_megatron.device import Device
-from grpo_megatron.parallel.mesh import LostRank, Mesh, RankError
-from grpo_megatron.rollout.engine import BROKEN, Completion, Request, StatefulEngine, StopTexts, load_verified
+from grpo_megatron.parallel.mesh import LostRank, RankError
+from grpo_megatron.rollout.engine import (
+    BROKEN,
+    Completion,
+    EngineSetup,
+    Request,
+    StatefulEngine,
+    StopTexts,
+    load_verified,
+)
 from grpo_megatron.rollout.vllm.arguments import ENGINE_KWARGS, VllmOptions
 from grpo_megatron.rollout.vllm.images import EngineInputs
 from grpo_megatron.rollout.vllm.memory import EngineMemory
 from grpo_megatron.rollout.vllm.process import build_llm, ending_vllm, inside_vllm
 from grpo_megatron.rollout.vllm.routes import RouteTable
 from grpo_megatron.rollout.vllm.versions import finish_weight_update, invariance_problems, version_problems
-from grpo_megatron.sync.plan import EngineTensors
 from grpo_megatron.types import PromptImage, WeightBucket
 
 
@@ -189,41 +194,16 @@ class VllmEngine(StatefulEngine):
                 " that a delta builds on; set rollout.engine_options.sleep_level=1, or rollout.sync=full"
             )
 
-    def __init__(
-        self,
-        model_path: Path | str,
-        rollout: RolloutConfig,
-        mesh: Mesh,
-        device: Device,
-        *,
-        options: VllmOptions,
-        dtype: str,
-        max_model_len: int,
-        eos_token_ids: list[int],
-        tensors: EngineTensors,
-        exact: bool = False,
-        record_routes: bool = False,
-    ) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
+        mesh, device, tensors = setup.mesh, setup.device, setup.tensors
         self._mesh, self._device, self._tensors = mesh, device, tensors
-        self._max_model_len = max_model_len
-        self._can_sleep, self._sleep_level = rollout.free_cache_engine, options.sleep_level
-        self._llm, self._sampling_params = build_llm(
-            model_path,
-            rollout,
-            options,
-            mesh,
-            device,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            has_latents=any(name.endswith("kv_a_proj_with_mqa.weight") for name in tensors.tensors),
-            has_images=any(name.startswith("visual.") for name in tensors.tensors),
-            exact=exact,
-            record_routes=record_routes,
-        )
+        self._max_model_len = setup.max_model_len
+        self._can_sleep, self._sleep_level = setup.rollout.free_cache_engine, setup.options.sleep_level
+        self._llm, self._sampling_params = build_llm(setup)
         routes = None
-        if record_routes:
+        if setup.record_routes:
             (routes,) = self._llm.apply_model(lambda model: RouteTable(self._llm, model, on_cuda=device.is_cuda))
-        self._queue = VllmQueue(self._llm, self._sampling_params, eos_token_ids, routes)
+        self._queue = VllmQueue(self._llm, self._sampling_params, setup.eos_token_ids, routes)
         self._vocab_size = self._llm.model_config.get_vocab_size()
         engine_rank = mesh.rank % mesh.rollout_tp
         (self._memory,) = self._llm.apply_model(lambda model: EngineMemory(model, tensors, engine_rank))

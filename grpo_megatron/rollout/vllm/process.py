@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from grpo_megatron.config import RolloutConfig
 from grpo_megatron.device import Device
 from grpo_megatron.exact.vllm import use_exact_layers
 from grpo_megatron.imports import large_imports, replaced, without
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.rollout.vllm.arguments import VllmOptions, runner_environment, vllm_arguments
+from grpo_megatron.rollout.engine import EngineSetup
+from grpo_megatron.rollout.vllm.arguments import runner_environment, vllm_arguments
 from grpo_megatron.rollout.vllm.images import importing_models, serve_images
 from grpo_megatron.rollout.vllm.memory import EngineMemory
 from grpo_megatron.rollout.vllm.versions import (
@@ -70,56 +70,45 @@ _CPU_MODULES = (  # imported by an engine on CPU while it is built
 )
 
 
-def build_llm(
-    model_path: Path | str,
-    rollout: RolloutConfig,
-    options: VllmOptions,
-    mesh: Mesh,
-    device: Device,
-    *,
-    dtype: str,
-    max_model_len: int,
-    has_latents: bool = False,
-    exact: bool = False,
-    record_routes: bool = False,
-    has_images: bool = False,
-) -> tuple[Any, Any]:
+def build_llm(setup: EngineSetup) -> tuple[Any, Any]:
     """Builds (vllm.LLM with dummy weights, vllm.SamplingParams). Collective over the world, after the process group.
 
     Raises ConfigError for `rollout.engine_kwargs` whose values the trainer must set itself.
     """
+    rollout, mesh, device = setup.rollout, setup.mesh, setup.device
+    has_images = any(name.startswith("visual.") for name in setup.tensors.tensors)
     if not device.is_cuda:
         _remove_leftovers(mesh)
     with _host_unchanged(device, mesh), inside_vllm(device):
         vllm = _import_vllm(device)
         vllm.v1.engine.core.cleanup_dist_env_and_memory = _destroy_vllm_groups
         if device.is_cuda:
-            for name, value in runner_environment(rollout, dtype, vllm.__version__, device.capability).items():
+            for name, value in runner_environment(rollout, setup.dtype, vllm.__version__, device.capability).items():
                 os.environ.setdefault(name, value)
-            if record_routes and mesh.rank % mesh.rollout_tp:
+            if setup.record_routes and mesh.rank % mesh.rollout_tp:
                 finish_without_routes()
         elif rollout.has_whole_experts:
             divide_cpu_experts()
-        if exact:
+        if setup.exact:
             use_exact_layers()
         executor, transfer = _classes(on_cpu=not device.is_cuda)
         arguments = vllm_arguments(
             rollout,
-            options,
-            max_model_len=max_model_len,
+            setup.options,
+            max_model_len=setup.max_model_len,
             rollout_tp=mesh.rollout_tp,
             on_cuda=device.is_cuda,
             executor=executor,
             transfer=transfer,
-            has_latents=has_latents,
-            record_routes=record_routes,
+            has_latents=any(name.endswith("kv_a_proj_with_mqa.weight") for name in setup.tensors.tensors),
+            record_routes=setup.record_routes,
             has_images=has_images,
         )
         arguments |= image_arguments() if has_images else {}
         # A step that lacks room for an image divides its prompt, which only a GPU can. The largest image must always fit.
         prompts_per_step = 1 if device.is_cuda else rollout.sequences
-        _load_model_class(model_path, max_model_len * prompts_per_step if has_images else 0)
-        llm = vllm.LLM(model=str(model_path), dtype=dtype, **arguments)
+        _load_model_class(setup.model_path, setup.max_model_len * prompts_per_step if has_images else 0)
+        llm = vllm.LLM(model=str(setup.model_path), dtype=setup.dtype, **arguments)
         llm.init_weight_transfer_engine({"init_info": {}})
     return llm, vllm.SamplingParams
 
