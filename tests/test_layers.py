@@ -52,7 +52,6 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "triton": ("models.layers.head_kernel", "models.lora.merge_kernel"),
     "vllm": ("rollout.vllm", "exact.vllm"),
     "safetensors": ("models.", "convert.", "training."),
-    "sentencepiece": ("convert.",),
     "transformers": ("data.", "starting.", "rollout.transformers", "models.vision"),
     "huggingface_hub": ("storage.hub",),
     "tokenizers": ("data.", "starting."),

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_megatron.convert import ConvertError, listing_error
+from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.adapters import AdaptedModel
 from grpo_megatron.convert.layout import RELEASE, TRACKER_FILE, tracked_folder
 from grpo_megatron.convert.megatron import FORMAT_FILE, MegatronFolder, write_checkpoint
@@ -25,7 +25,7 @@ from grpo_megatron.models.weights.stream import WeightsError
 from grpo_megatron.storage.files import MANIFEST_FILE, is_partial, write_manifest
 from grpo_megatron.storage.hub import model_folder
 from grpo_megatron.storage.run_files import CRITIC_FOLDER, REWARD_MODEL_FOLDER, STEP_FILE
-from grpo_megatron.untrusted import ReadError, path_problem, read_json, shown, special_file_in
+from grpo_megatron.untrusted import ReadError, path_problem, shown, special_file_in
 
 OVERHEAD_BYTES = 64 << 20  # estimated: tokenizer and tables of contents
 
@@ -37,7 +37,7 @@ def hf_to_megatron(options: ToMegatronOptions) -> None:
     """
     source = options.source
     check_target(options.target, source, options.force)
-    model = open_source(source, allow_pickle=options.allow_pickle, family=options.family)
+    model = open_source(source, family=options.family)
     if isinstance(model, MegatronFolder) or (isinstance(model, AdaptedModel) and model.is_step):
         raise ConvertError(f"{str(source)!r} is a Megatron-Core checkpoint already; to-hf converts it")
     if model.head:
@@ -100,7 +100,6 @@ def _conversion(
 
     The block gets the folder to write into, a table to fill with file -> sha256, and the progress.
     """
-    check_tokenizer(model.tokenizer_folder, model.arch.vocab_size)
     wanted, hashes = model.dtype(options.dtype), dict[str, str]()
     total = model.num_bytes(wanted)
     with output_folder(options.target, total + OVERHEAD_BYTES) as folder:
@@ -122,9 +121,7 @@ PART_FOLDERS = (CRITIC_FOLDER, REWARD_MODEL_FOLDER)  # of a training step, besid
 EXPORT_FOLDER = "hf"  # of a run's output folder
 
 
-def open_source(
-    folder: Path, *, hf: Path | None = None, allow_pickle: bool = False, family: str | None = None
-) -> Source:
+def open_source(folder: Path, *, hf: Path | None = None, family: str | None = None) -> Source:
     """Returns the model in `folder`, in either format, or of the Hub, by its id. Raises ConvertError, UnsupportedModel.
 
     `family`: `package.module:FAMILY` of the user's own; None: the one that config.json names.
@@ -155,7 +152,7 @@ def open_source(
         except WeightsError as error:
             raise ConvertError(str(error)) from error
     if (folder / "config.json").exists():
-        return HFFolder(folder, allow_pickle, family)
+        return HFFolder(folder, family)
     inside = _model_in(folder)
     hint = f"; did you mean {str(inside)!r}?" if inside is not None else f" (no config.json, no {FORMAT_FILE})"
     raise ConvertError(f"{str(folder)!r} is neither a Hugging Face folder nor a Megatron-Core checkpoint{hint}")
@@ -212,40 +209,3 @@ def companions(folder: Path) -> list[Path]:
     files += sorted((folder / "chat_templates").glob("*.jinja"))  # where transformers puts named templates
     copied = (p for p in files if p.suffix not in WEIGHTS | CODE and p.name not in WRITTEN_ANEW)
     return [p for p in copied if not p.name.endswith(".index.json")]
-
-
-def check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Raise ConvertError unless every tokenizer id has a row of the embedding. A folder without a tokenizer passes."""
-    problems = []
-    for name in ("tokenizer.json", "added_tokens.json", "tokenizer.model"):
-        if not (folder / name).exists():
-            continue
-        largest = _largest_id(folder / name)
-        if type(largest) is not int:
-            problems.append(f"{name} has the id {shown(largest)}, which is no integer")
-        elif largest >= vocab_size:
-            problems.append(f"{name} has id {largest}, the embedding has {vocab_size} rows (vocab_size of config.json)")
-    if problems:
-        raise listing_error(f"the tokenizer in {str(folder)!r} does not fit the model:", problems)
-
-
-def _largest_id(path: Path) -> object:
-    """Returns the largest id in a file of a tokenizer; -1 if there is none. Raises ConvertError."""
-    try:
-        if path.name == "tokenizer.model":
-            from sentencepiece import SentencePieceProcessor
-
-            return SentencePieceProcessor(model_file=str(path)).get_piece_size() - 1
-        content = read_json(path)
-        if path.name == "added_tokens.json":
-            return max(content.values(), default=-1)
-        vocab = content["model"]["vocab"]
-        ids = list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
-        return max([*ids, *(token["id"] for token in content.get("added_tokens") or [])], default=-1)
-    except ImportError as error:
-        raise ConvertError(f"{path}: to check its size, install the package sentencepiece") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        kind = "SentencePiece model" if path.suffix == ".model" else "tokenizer"
-        raise ConvertError(
-            f"{path}: not a {kind} ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-        ) from error

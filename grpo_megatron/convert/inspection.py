@@ -36,7 +36,7 @@ KINDS["adapters"] = "adapters, and the Hugging Face safetensors of their base"
 
 def describe_model(options: InspectOptions) -> str:
     """About fifteen lines of text. With `hashes` every file is read; raises StorageError for files that have changed."""
-    source = open_source(options.source, hf=options.hf, allow_pickle=options.allow_pickle, family=options.family)
+    source = open_source(options.source, hf=options.hf, family=options.family)
     arch = source.arch
     check_model_layout(arch, options.tp, options.pp, options.ep)
     rope = f"theta {arch.rope_theta:g}"
@@ -140,10 +140,7 @@ class TensorComparison:
 
 def verify(options: VerifyOptions) -> int:
     """Compare two models and print the differences; returns 1 if there is one."""
-    a, b = (
-        open_source(path, hf=options.hf, allow_pickle=options.allow_pickle, family=options.family)
-        for path in (options.a, options.b)
-    )
+    a, b = (open_source(path, hf=options.hf, family=options.family) for path in (options.a, options.b))
     pairs = ((f.name, getattr(a.arch, f.name), getattr(b.arch, f.name)) for f in fields(a.arch))
     other = [f"{name}: {left!r} != {right!r}" for name, left, right in pairs if left != right]
     left, right = a.shapes(), b.shapes()

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from grpo_megatron.config.options import Argument, Option, Options
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-PICKLE_HELP = "read *.bin weights: unpickling can run code of their author, whom you must trust"
 
 
 def _bytes(text: str) -> int:
@@ -24,7 +23,6 @@ _OutputDtype = Annotated[_Dtype | None, Option("default: the dtype of the stored
 _HfFolder = Annotated[
     Path | None, Option("folder with config.json and tokenizer, for a checkpoint without them", "DIR")
 ]
-_AllowPickle = Annotated[bool, Option(PICKLE_HELP)]
 _Force = Annotated[bool, Option("replace an output that this tool has written")]
 _NoHashes = Annotated[bool, Option("do not compare the input with its sha256")]
 _Parallel = Annotated[int, Option("refuse if %(dest)s N cannot load it", "N", ge=1)]
@@ -48,7 +46,6 @@ class ToMegatronOptions(ConvertOptions):
     summary = "Hugging Face folder -> Megatron-Core distributed checkpoint"
     source: Annotated[Path, Argument("the folder to read", "HF_DIR")]
     target: Annotated[Path, Argument("the checkpoint to write", "OUT")]
-    allow_pickle: _AllowPickle = False
     dtype: _OutputDtype = None
     force: _Force = False
     no_hashes: _NoHashes = False
@@ -88,7 +85,6 @@ class VerifyOptions(ConvertOptions):
     summary = "compare two models, Hugging Face or Megatron, tensor by tensor"
     a: Annotated[Path, Argument("a folder or checkpoint", "A")]
     b: Annotated[Path, Argument("the other one", "B")]
-    allow_pickle: _AllowPickle = False
     no_hashes: Annotated[bool, Option("compare tensors only")] = False
     dtype: Annotated[_Dtype | None, Option("round both to this dtype first (default: compare bits)")] = None
     tolerance: Annotated[
@@ -104,7 +100,6 @@ class InspectOptions(ConvertOptions):
     summary = "print family, sizes, layout, dtype, parameters, hashes of a model"
     source: Annotated[Path, Argument("a folder or checkpoint", "X")]
     hashes: Annotated[bool, Option("read every file and compare its sha256")] = False
-    allow_pickle: _AllowPickle = False
     hf: _HfFolder = None
     tp: _Parallel = 1
     pp: _Parallel = 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import pickle
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,7 @@ from grpo_megatron.models.heads.reward_folder import (
     exported_config,
     read_reward_folder,
 )
-from grpo_megatron.models.weights.hf_folder import INDEX_FILE, SafetensorsFolder, published_name, tensor_problems
+from grpo_megatron.models.weights.hf_folder import INDEX_FILE, SafetensorsFolder, tensor_problems
 from grpo_megatron.models.weights.stream import WeightsError, model_rows
 from grpo_megatron.models.weights.table import Replicated, WeightRow
 from grpo_megatron.storage.files import Verification
@@ -228,11 +227,10 @@ def exported_text(start: RewardFolder) -> bytes:
 
 
 class _Stored(NamedTuple):
-    """`dtype` is a name where torch does not have it. `data`: after unpickling, the tensor, which torch has mapped."""
+    """`dtype` is a name where torch does not have it."""
 
     dtype: torch.dtype | str
     shape: tuple[int, ...]
-    data: Tensor | None = None
 
 
 class HFFolder(Source):
@@ -240,7 +238,7 @@ class HFFolder(Source):
 
     kind = "hf"
 
-    def __init__(self, folder: Path, allow_pickle: bool = False, family: str | None = None) -> None:
+    def __init__(self, folder: Path, family: str | None = None) -> None:
         self.folder = self.data_folder = self.hf_folder = self.tokenizer_folder = folder
         try:
             self.config = read_config(folder)
@@ -254,7 +252,7 @@ class HFFolder(Source):
             raise ConvertError(
                 f"{folder}: quantization_config ({method}) is not supported; convert the unquantized model"
             )
-        self.tensors = self._pickled(allow_pickle) or self._safetensors()
+        self.tensors = self._safetensors()
         if start is not None:  # transformers writes token classes without a bias, too
             self.head_rows = head_rows(start.num_labels, has_bias=start.has_bias and HEAD_BIAS in self.tensors)
         self._check()
@@ -262,8 +260,6 @@ class HFFolder(Source):
         self.layout = f"{self.num_files} file{'s' if self.num_files > 1 else ''}"
 
     def read(self, name: str) -> Tensor:
-        if (data := self.tensors[name].data) is not None:
-            return data
         try:
             return self._files.read(name)
         except WeightsError as error:
@@ -281,27 +277,6 @@ class HFFolder(Source):
             raise listing_error(f"{self.folder}: its safetensors files do not belong together:", problems)
         self.num_files = len(files.files)
         return {n: _Stored(TORCH_DTYPES.get(t.dtype, t.dtype), t.shape) for n, t in files.tensors.items()}
-
-    def _pickled(self, allowed: bool) -> dict[str, _Stored] | None:
-        if (self.folder / INDEX_FILE).exists() or any(self.folder.glob("*.safetensors")):
-            return None
-        files = sorted([*self.folder.glob("pytorch_model*.bin"), *self.folder.glob("pytorch_model*.pt")])
-        if not files:
-            return None
-        if not allowed:
-            raise ConvertError(
-                f"{self.folder} has only pickled weights ({', '.join(p.name for p in files)}), and unpickling can run code"
-                " of their author: get the safetensors, or pass --allow-pickle if you trust the author"
-            )
-        tensors: dict[str, _Stored] = {}
-        for file in files:
-            try:  # with torch's restricted unpickler, which accepts tensors and containers only
-                table = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-                tensors.update({published_name(n): _Stored(t.dtype, tuple(t.shape), t) for n, t in table.items()})
-            except (RuntimeError, pickle.UnpicklingError, AttributeError, OSError, EOFError) as error:
-                raise ConvertError(f"{file}: not a readable table of tensors ({str(error).splitlines()[0]})") from error
-        self.num_files = len(files)
-        return tensors
 
     # -- checks --------------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,11 @@ class SafetensorsFolder:
             self.files = sorted({*self.index.values()})
         missing = [str(self.folder / name) for name in self.files if not (self.folder / name).exists()]
         if missing or not self.files:
-            problem = f"missing {', '.join(missing)}" if missing else "no *.safetensors file"
+            problem = (
+                f"missing {', '.join(missing)}"
+                if missing
+                else "no *.safetensors file (transformers writes them: from_pretrained, then save_pretrained)"
+            )
             raise WeightsError(f"model folder {str(self.folder)!r}: {problem}")
         self.metadata: dict[str, str] = {}
         self.headers = {name: self._header(self.folder / name) for name in self.files}
