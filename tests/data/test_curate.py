@@ -355,7 +355,7 @@ def test_trajectories_are_counted_and_make_no_rows(
         (["--data", "data.jsonl", "--task", "arithmetic", "--min-rate", "0.8", "--max-rate", "0.9"], "no row is left"),
         (["--data", "other.jsonl", "--task", "arithmetic"], "none of its questions and answers, as --task arithmetic"),
         (["--sft", "1", "--max-rate", "0"], "sft.jsonl would have no row: none of the 1 problems"),
-        (["--first-step", "7"], "no response is counted: 24 are left out by --drop-truncated, --first-step or"),
+        (["--first-step", "7"], "no response is counted: 24 are left out by --drop-truncated or --first-step, or"),
         (["--output", "there"], "exists; choose another folder, or add --force"),
         (["--output", "there", "--force"], "was not written by this command; choose another folder"),
     ],

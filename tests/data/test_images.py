@@ -35,6 +35,7 @@ from grpo_megatron.data.prompts import load_prompts, reward_item
 from grpo_megatron.data.responses import load_offline_groups, load_pairs, load_steps
 from grpo_megatron.data.tokenizer import TurnRenderer, _memory_limit, load_tokenizer
 from grpo_megatron.models.families import architecture_of, read_architecture
+from grpo_megatron.rewards import check_reward
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.types import Prompt
 from tests.files import row_files
@@ -672,6 +673,7 @@ def test_rewards_see_facts_and_pixels_only_where_they_name_them(
     facts, digest = {**size, "path": None}, hashlib.sha256(PICTURE).hexdigest()
     assert held.columns["images"] == [{**facts, "name": f"sha256:{digest}"}] and held.columns["kept"] == [1]
     assert held.columns["prompt"] == [{"role": "user", "content": "<image>"}]
+    check_reward("own_rewards:bright")  # imports it, as the check before a run
     items = [reward_item(prompt, "y")._replace(name="own_rewards:score") for prompt in (by_path, held)]
     with RewardPool(1, 20.0, {}, []) as pool:
         assert [result.reward for result in pool.grade(items)] == [140 + len(path) / 1000, 140]
