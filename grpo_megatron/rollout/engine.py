@@ -133,7 +133,7 @@ def continued(known: TokenRoutes, new: TokenRoutes) -> TokenRoutes:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """What an engine is built of. The last two are true only for a class that says so.
+    """The parts of an engine. The last two are true only for a class that says so.
 
     `model_path` needs no more than a config.json: weights come from `load_weights`. `options` is a validated `Options`.
     `max_model_len` bounds prompt plus response. `eos_token_ids` end a response. `tensors` has every Hugging Face tensor of a

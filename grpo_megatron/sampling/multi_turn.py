@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -26,9 +27,9 @@ from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.processes.pool import FirstFailure
 from grpo_megatron.processes.process import describe
 from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, continued, stable_hash
-from grpo_megatron.sampling.generator import Generator, SamplingRound
-from grpo_megatron.sampling.grading import TurnGrading
+from grpo_megatron.sampling.generator import Generator, Grading, SamplingRound
 from grpo_megatron.types import BRANCH, FAILURES, GREEDY, Sample, TokenRoutes, Turn
 
 Side = Literal["left", "middle", "right"]
@@ -519,3 +520,52 @@ class TrajectoryGenerator(Generator):
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+# -- Rewards of trajectories -------------------------------------------------------------------------------------------
+# An environment with `gives_rewards` grades by itself: the reward is the sum over the turns. Otherwise the reward function
+# reads the text of the assistant's last turn, and what single turns have earned is added. `Sample.steps` are the function's
+# steps if it gives some, else what the turns have earned, with the function's reward at the end of the last turn. A
+# trajectory without a turn, because its environment did not start, cannot be scored (NaN).
+
+
+class TurnGrading(Grading):
+    """The grading of trajectories. `pool` is also None where the environment gives the rewards."""
+
+    def __init__(self, pool: RewardPool | None, tokenizer: Any, *, gives_rewards: bool) -> None:
+        super().__init__(pool, tokenizer)
+        self.gives_rewards = gives_rewards
+        self._last_turns: list[tuple[Sample, Turn, Sample]] = []  # trajectory, its last turn, that turn as a sample
+
+    def begin(self, rewards: Iterable[str], num_samples: int) -> None:
+        """Forget the trajectories of the last round, then begin as `Grading` does."""
+        self._last_turns = []
+        super().begin(rewards, num_samples)
+
+    def add(self, sample: Sample) -> None:
+        """Queue the last turn of a complete trajectory, or take the rewards of its environment. Returns at once."""
+        turn = next((turn for turn in reversed(sample.turns) if turn.kind == "assistant"), None)
+        if turn is None or sample.index >= BRANCH:
+            return
+        if self.gives_rewards:
+            sample.reward = math.fsum(reward for _, reward in sample.turn_rewards)
+            sample.steps = list(sample.turn_rewards)
+            return
+        ids = sample.response_ids[turn.start : turn.end]
+        alone = replace(sample, response_ids=ids, loss_mask=[], turns=[], turn_rewards=[])
+        self._last_turns.append((sample, turn, alone))
+        super().add(alone)
+
+    def finish(self) -> str | None:
+        """Wait as `Grading` does, then add the rewards of last turns to those of the other turns."""
+        problem = super().finish()
+        for sample, turn, alone in self._last_turns:
+            sample.reward = math.fsum([alone.reward, *(reward for _, reward in sample.turn_rewards)])
+            sample.reward_metrics = alone.reward_metrics
+            sample.reward_texts, sample.reward_failure = alone.reward_texts, alone.reward_failure
+            sample.steps = [(turn.start + token, reward) for token, reward in alone.steps]
+            if not sample.steps and sample.turn_rewards:
+                parts = dict(sample.turn_rewards)
+                parts[turn.end - 1] = parts.get(turn.end - 1, 0.0) + alone.reward
+                sample.steps = sorted(parts.items())
+        return problem

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_megatron.parallel.mesh import RankError
-from grpo_megatron.sync.digest import DigestSlice
-from grpo_megatron.sync.groups import copy_all, empty_group
+from grpo_megatron.sync.digest import DigestSlice, copy_all, empty_group
 from grpo_megatron.sync.plan import (
     AHEAD,
     DEPTH,

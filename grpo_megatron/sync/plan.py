@@ -89,7 +89,7 @@ class EngineTensors:
     """The tensors of a complete weight stream, and the interval of each that each engine rank reads.
 
     An engine that reads complete tensors has the span [0, length) on each rank. `groups` names, for each tensor that is
-    loaded and digested together with others, its group: one linear layer of all experts (groups.py).
+    loaded and digested together with others, its group: one linear layer of all experts (digest.py).
     """
 
     tensors: Mapping[str, SyncTensor]

@@ -23,8 +23,7 @@ from grpo_megatron.parallel.exchange import exchange, gather_groups, gather_rows
 from grpo_megatron.parallel.mesh import on_first_rank
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
-from grpo_megatron.sampling.generator import Generator
-from grpo_megatron.sampling.grading import is_declined
+from grpo_megatron.sampling.generator import Generator, is_declined
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.training.beside import References
 from grpo_megatron.training.stopping import Cadence

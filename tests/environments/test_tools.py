@@ -205,12 +205,12 @@ def test_search(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("", "has no passage"), ('{"text": "a"}\n{', "line 2 is not JSON"), ('{"title": "a"}', 'line 1 .* a text "text"')],
+    [("", "has no rows"), ('{"text": "a"}\n{', "line 2: is not JSON"), ('{"title": "a"}', "line 1: field 'text' is missing")],
 )
 def test_a_corpus_that_is_none(text: str, problem: str, tmp_path: Path) -> None:
     pytest.importorskip("bm25s", reason="the library of the tool `search` is not installed (requirements/)")
     (tmp_path / "corpus.jsonl").write_text(text)
-    for path, expected in ((tmp_path / "corpus.jsonl", problem), (tmp_path / "none", "cannot be read")):
+    for path, expected in ((tmp_path / "corpus.jsonl", problem), (tmp_path / "none.jsonl", "cannot read")):
         kwargs = {"tools": ["search"], "search": {"corpus": str(path)}}
         with pytest.raises(RuntimeError, match=expected):
             turns([""], **kwargs)

@@ -15,8 +15,7 @@ from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.report.step import record_samples
 from grpo_megatron.rewards.reward import RewardFacts, RewardItem, RewardResult, rewards
 from grpo_megatron.rollout.engine import sample_seed
-from grpo_megatron.sampling.generator import Generator
-from grpo_megatron.sampling.grading import Grading, check_failures
+from grpo_megatron.sampling.generator import Generator, Grading, check_failures
 from grpo_megatron.types import GREEDY, Prompt, Sample
 from tests.fakes import FakeRewardPool, LoneMesh, SeedEngine, prompt
 

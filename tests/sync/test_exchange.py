@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from grpo_megatron.parallel.mesh import Grid, RankError
+from grpo_megatron.sync.digest import group_view
 from grpo_megatron.sync.exchange import Exchange, Pool, Transport, in_background
-from grpo_megatron.sync.groups import group_view
 from grpo_megatron.sync.plan import SyncPlan
 from tests.sync import simulation
 from tests.sync.simulation import FAMILIES, Ranks, architecture, floor_of, same_bits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_megatron.sync.groups import copy_all, empty_group, group_view
+from grpo_megatron.sync.digest import copy_all, empty_group, group_view
 from grpo_megatron.sync.plan import SyncTensor
 
 

@@ -5,29 +5,26 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
+from grpo_megatron.data.rows import read_rows, text_field
 from grpo_megatron.environments.tool import ToolError, tools
 from grpo_megatron.processes.endpoint import EndpointError, ServiceReply, check_url, key_of, post_json
-from grpo_megatron.untrusted import ReadError, check_regular
 
 TOKEN = re.compile(r"\w+")
 
 
 class Corpus:
-    """The passages of a JSONL file, and their index. Raises ValueError for a file that is none.
+    """The passages of a data file, and their index. Raises ConfigError.
 
-    A line is {"title": ..., "text": ...}; the title may be left out. Ranked by BM25 (Robertson and Zaragoza 2009, k1 =
+    A row is {"title": ..., "text": ...}; the title may be left out. Ranked by BM25 (Robertson and Zaragoza 2009, k1 =
     1.5, b = 0.75; the library bm25s). Equal scores keep the order of the file.
     """
 
     def __init__(self, path: str) -> None:
         import bm25s
 
-        self.passages = list(_passages(path))
-        if not self.passages:
-            raise ValueError(f"the corpus {path!r} has no passage")
+        self.passages = read_rows(path, _passage)
         self._index = bm25s.BM25(method="lucene", backend="numpy")
         self._index.index([_tokens(passage) for passage in self.passages], show_progress=False)
 
@@ -63,22 +60,9 @@ def search(query: str, *, corpus: str, top_k: int = 3, max_characters: int = 600
     return "\n\n".join(f"[{number}] {passage}" for number, passage in enumerate(passages, 1)) or "No passage matches."
 
 
-def _passages(path: str) -> Iterator[str]:
-    try:
-        check_regular(path)
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError, ReadError) as error:
-        raise ValueError(f"the corpus {path!r} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"the corpus {path!r}, line {number} is not JSON: {error}") from None
-        if not (isinstance(row, dict) and isinstance(row.get("text"), str) and isinstance(row.get("title", ""), str)):
-            raise ValueError(f'the corpus {path!r}, line {number} is not an object with a text "text"')
-        yield f"{row['title']}: {row['text']}" if row.get("title") else row["text"]
+def _passage(row: dict[str, Any]) -> str:
+    text = text_field(row, "text")
+    return f"{text_field(row, 'title', empty=True)}: {text}" if row.get("title") else text
 
 
 def _tokens(text: str) -> list[str]:

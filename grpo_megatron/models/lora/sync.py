@@ -18,8 +18,8 @@ from grpo_megatron.models.lora.merge import merge
 from grpo_megatron.models.lora.table import LORA_A, LORA_B, Factor, lora_rows
 from grpo_megatron.models.weights.stream import dequantized, sync_parameters
 from grpo_megatron.parallel.mesh import Grid
+from grpo_megatron.sync.digest import empty_group
 from grpo_megatron.sync.exchange import RankPlan
-from grpo_megatron.sync.groups import empty_group
 from grpo_megatron.sync.patches import ReceivedSlices
 from grpo_megatron.sync.plan import EngineSpans, SyncParameter
 from grpo_megatron.sync.weight_sync import FullCodec, Parameters, ReadValues, SyncHeader, SyncRank, reader

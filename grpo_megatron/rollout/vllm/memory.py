@@ -1,7 +1,7 @@
 """EngineMemory: digests of the memory of a vLLM worker, per Hugging Face tensor, as loaded: fused, cut, not yet quantised.
 
 One linear layer of all experts is one parameter of vLLM. It is loaded in one call, once the last expert has arrived, and
-digested in one (sync/groups.py). vLLM 0.26 and 0.32 have the same fused parameters and calls.
+digested in one (sync/digest.py). vLLM 0.26 and 0.32 have the same fused parameters and calls.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_megatron.sync.digest import group_digests
-from grpo_megatron.sync.groups import copy_all, empty_group, group_view
+from grpo_megatron.sync.digest import copy_all, empty_group, group_digests, group_view
 from grpo_megatron.sync.plan import EngineTensors, SyncTensor
 from grpo_megatron.types import WeightBucket
 
