@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -199,13 +199,8 @@ def token_rewards(table: GroupTable, row: int, parts: Sequence[tuple[int, float]
     check_rewards(rewards)
     if not rewards:
         return []
-    for index, part in _at_loss_indices(table, row, parts):
-        rewards[index] += part
+    tokens = [token for start, end in table.spans_of(row) for token in range(start, end)]
+    for token, part in parts:
+        rewards[max(0, bisect.bisect_right(tokens, token) - 1)] += part
     rewards[-1] += rest
     return rewards
-
-
-def _at_loss_indices(table: GroupTable, row: int, parts: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
-    tokens = [token for start, end in table.spans_of(row) for token in range(start, end)]
-    for token, reward in parts:
-        yield max(0, bisect.bisect_right(tokens, token) - 1), reward

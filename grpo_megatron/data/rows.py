@@ -316,10 +316,8 @@ def _open(path: Path) -> RowFile:
             f"has {size:,} bytes; a {path.suffix} file is read into memory, so at most {MAX_WHOLE:,} are read: write it as"
             " .jsonl or .parquet, whose rows are read one by one"
         )
-    return _open_list(path) if path.suffix == ".json" else _open_table(path)
-
-
-def _open_list(path: Path) -> ListFile:
+    if path.suffix == ".csv":
+        return _open_table(path)
     rows = parse_json(path.read_bytes().removeprefix(BOM))
     if not isinstance(rows, list):
         raise ReadError(f"must be a list of objects, not {type_name(rows)}")

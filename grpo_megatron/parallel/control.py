@@ -14,7 +14,6 @@ import os
 import pickle
 import socket
 import struct
-import sys
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -271,8 +270,8 @@ def join_default_group(backend: str, timeout: datetime.timedelta, num_rollout_ra
         env.update({name: str(value) for name, value in alone.items()}, MASTER_ADDR=LOOPBACK)
     env.setdefault(LAZY_CONNECTIONS, "1")
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
-        _stay_on_loopback()
+    if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:  # one machine: gloo, NCCL and vLLM listen on loopback only
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo", VLLM_HOST_IP=LOOPBACK)
     store: Store
     if STORE_FILE in env:
         store = FileStore(env[STORE_FILE], world_size)
@@ -290,12 +289,6 @@ def join_default_group(backend: str, timeout: datetime.timedelta, num_rollout_ra
     role = PrefixStore(name, store)
     dist.init_process_group(backend, timeout=timeout, store=role, rank=rank - first, world_size=size)
     return PrefixStore("bridge", store)
-
-
-def _stay_on_loopback() -> None:
-    """Has gloo, NCCL and vLLM listen on the loopback interface. All ranks must be on this machine."""
-    if sys.platform == "linux":
-        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo", VLLM_HOST_IP=LOOPBACK)
 
 
 def tcp_store(rank: int, world_size: int, timeout: datetime.timedelta) -> Store:

@@ -29,7 +29,7 @@ from grpo_megatron.parallel.exchange import gather_groups
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.generator import Generator, LengthHistory
-from grpo_megatron.types import UNFINISHED, GroupTable, Prompt, PromptImage, Sample, Segment, Turn
+from grpo_megatron.types import UNFINISHED, Prompt, PromptImage, Sample, Segment, Turn
 
 State = dict[str, Any]
 
@@ -115,12 +115,7 @@ def groups_by_prompt(samples: Sequence[Sample], count: int, version: int) -> lis
 def select_informative(groups: Sequence[Group], mesh: Mesh) -> list[Group]:
     """Returns the groups whose rewards differ, over the samples of all ranks. Numbers the samples. Collective."""
     table = gather_groups(numbered_samples(groups), mesh)
-    return [groups[index] for index in informative_prompts(table)]
-
-
-def informative_prompts(table: GroupTable) -> list[int]:
-    """Returns the indices of the prompts whose rewards differ, in increasing order."""
-    return sorted({table.prompt_index[rows[0]] for rows in informative_groups(table)})
+    return [groups[index] for index in sorted({table.prompt_index[rows[0]] for rows in informative_groups(table)})]
 
 
 class PolicyCollector(Collector):

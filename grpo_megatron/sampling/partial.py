@@ -62,7 +62,9 @@ class PartialCollector(PolicyCollector):
         self.generator.grading.begin(functions, len(unfinished))
         with metrics.phase("gen"):
             num_rounds = 0
-            while not self._has_enough(in_progress, step, count):
+            while sum(not group.num_unfinished for group in in_progress) < count or any(
+                group.num_unfinished and self._is_due(group, step) for group in in_progress
+            ):
                 self._advance(in_progress, step)
                 num_rounds += 1
         self.generator.record_cache(metrics)
@@ -161,11 +163,6 @@ class PartialCollector(PolicyCollector):
         sample.loss_mask.extend([1] * len(ids))
         sample.segments[-1] = replace(sample.segments[-1], end=len(sample.response_ids))
         sample.weights_digest = sample.segments[0].weights_digest
-
-    def _has_enough(self, in_progress: Sequence[_InProgress], step: int, count: int) -> bool:
-        complete = [group for group in in_progress if group.num_unfinished == 0]
-        due = [group for group in in_progress if group.num_unfinished and self._is_due(group, step)]
-        return len(complete) >= count and not due
 
     def _is_due(self, group: _InProgress, step: int) -> bool:
         return step - group.version >= self.partial.max_staleness

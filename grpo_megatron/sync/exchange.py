@@ -567,12 +567,10 @@ class Exchange:
                     self._tensors[tensor] = self._local.begin(tensor)
                 target = self._tensors[tensor].narrow(plan.tensor(tensor).axis, start, stop - start)
                 self._local.copies.append((target, slice_.view(buffer)))
-        bucket = [(plan.tensor(tensor).name, self._completed(tensor)) for tensor in current.complete]
+        complete = [(t, self._tensors.pop(t) if t in self._tensors else self._local.begin(t)) for t in current.complete]
+        bucket = [(plan.tensor(number).name, tensor) for number, tensor in complete]
         self._local.copy()
         return bucket
-
-    def _completed(self, tensor: int) -> Tensor:
-        return self._tensors.pop(tensor) if tensor in self._tensors else self._local.begin(tensor)
 
     def _buffer(self, phase: int, is_receiver: bool, number: int) -> Tensor:
         buffers = self._buffers[phase, is_receiver]

@@ -156,15 +156,12 @@ class Critic(TrainedModel):
         gathered = gather_rows(local, self.mesh)
         return [gathered[row].tolist() if row in gathered else [] for row in range(len(table))]
 
-    def _target_lam(self, step: int) -> float:
-        if step < self.config.pretrain_steps:
-            return 1.0
-        return self.algorithm.lam if self.config.lam is None else self.config.lam
-
     def set_returns(self, step: int, batch: Batch, table: GroupTable, metrics: Metrics) -> None:
         """Set the targets of the values, from the table with their column."""
         assert batch.values is not None
-        targets = value_targets(table, self.algorithm.gamma, self._target_lam(step))
+        lam = self.algorithm.lam if self.config.lam is None else self.config.lam
+        lam = 1.0 if step < self.config.pretrain_steps else lam
+        targets = value_targets(table, self.algorithm.gamma, lam)
         batch.returns = torch.zeros_like(batch.values)
         for i, row in enumerate(batch.rows):
             target = targets.get(row, [])

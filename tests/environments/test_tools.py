@@ -205,7 +205,11 @@ def test_search(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("", "has no rows"), ('{"text": "a"}\n{', "line 2: is not JSON"), ('{"title": "a"}', "line 1: field 'text' is missing")],
+    [
+        ("", "has no rows"),
+        ('{"text": "a"}\n{', "line 2: is not JSON"),
+        ('{"title": "a"}', "line 1: field 'text' is missing"),
+    ],
 )
 def test_a_corpus_that_is_none(text: str, problem: str, tmp_path: Path) -> None:
     pytest.importorskip("bm25s", reason="the library of the tool `search` is not installed (requirements/)")
