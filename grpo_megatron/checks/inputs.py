@@ -85,7 +85,7 @@ def has_tokenizer(config: Config) -> bool:
 
 
 def read_tokenizer(config: Config, arch: Architecture | None) -> Any:
-    """Loads the tokenizer. Its ids are rows of the model's embedding, and it has a chat template if the data needs one."""
+    """Loads the tokenizer. Its ids are rows of the model's embedding. What rows need of it is told when they are read."""
     path = config.model.tokenizer_path or config.model.path
     tokenizer = load_tokenizer(path, config.data)
     if arch is not None and arch.vision is not None:
@@ -111,16 +111,6 @@ def _tokenizer_problems(config: Config, tokenizer: Any, path: Path, arch: Archit
     if given and arch is not None and arch.vision is None:
         keys = ", ".join(f"data.{name}={getattr(data, name)}" for name in given)
         yield f"{keys}: the model reads no images ({arch.family}); take it out, or set model.path to one that does"
-    if data.apply_chat_template and tokenizer.chat_template is None:
-        yield (
-            f"{k.data.apply_chat_template}, but the tokenizer has no chat template; set data.chat_template to a Jinja file"
-            " (ChatML: examples/templates/chatml.jinja), or data.apply_chat_template=false to take texts as they are"
-        )
-    if data.system_prompt is not None and not data.apply_chat_template:
-        yield (
-            f"{k.data.system_prompt!r} needs a chat template, and {k.data.apply_chat_template:key} is false; unset one of"
-            " them"
-        )
 
 
 # -- The rows that a run reads -----------------------------------------------------------------------------------------
