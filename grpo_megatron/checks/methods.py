@@ -156,8 +156,9 @@ def _groups(config: Config) -> Problems:
         if name in rewards.names() and not rewards.facts(name).gives_steps:
             yield (
                 f"{key} needs rewards of single steps, and the reward {name!r} gives one for the whole response; set"
-                f" {k.reward.function:key} to {' or '.join(rewards.names_with(gives_steps=True))}, or to a module:function"
-                ' that returns {"score": ..., "steps": [(end, value), ...]}'
+                f" {k.reward.function:key} to a module:function that returns"
+                ' {"score": ..., "steps": [(end, value), ...]} (examples/methods/sum_steps.py), or'
+                " reward_model.kind=process with a model of steps"
             )
 
 

@@ -3,7 +3,6 @@
 reward.py, calling.py, pool.py        signatures and results; the call in a worker, the sum `composite`; the workers
 answers.py, numeric.py, math/         graders of GSM8K, layouts, exact arithmetic, graded rewards; the grader of MATH
 style.py, judge.py                    length, language and repetition; another model's verdict
-process_rewards.py                    the arithmetic of each step
 
 Importing this package registers them. It imports the standard library only, so a worker starts in some 50 ms.
 """
@@ -14,7 +13,6 @@ from grpo_megatron.rewards import (  # noqa: F401 - importing registers them
     judge,
     math,
     numeric,
-    process_rewards,
     style,
 )
 from grpo_megatron.rewards.reward import Extractor, RewardFunction, RewardResult, check_reward, extractors, rewards

@@ -194,8 +194,7 @@ def numeric_prediction(text: str) -> str | None:
     return f"{'-' if value < 0 else ''}{integer}.{rest:0{places}d}"
 
 
-for _name in ("gsm8k", "arithmetic_steps"):
-    extractors.register(_name)(Extractor(numeric_prediction, numeric_answer))
+extractors.register("gsm8k")(Extractor(numeric_prediction, numeric_answer))
 
 
 @rewards.register("gsm8k")
@@ -267,7 +266,7 @@ def tag_count_reward(completion: str, answer: str) -> float:
 HASHES, BOXED, TAGGED, SENTENCE = "hashes", "boxed", "tagged", "sentence"
 IN_PROMPT = (("<answer>", TAGGED), ("\\boxed", BOXED), ("####", HASHES))  # what an instruction shows of its form
 OF_REWARDS = {  # what the graders of this package read
-    **dict.fromkeys(["gsm8k", "gsm8k_strict", "graded", "arithmetic_steps"], HASHES),
+    **dict.fromkeys(["gsm8k", "gsm8k_strict", "graded"], HASHES),
     **dict.fromkeys(["graded_answer", "arithmetic"], TAGGED),
     "math": BOXED,
     "gsm8k_cot_strict": SENTENCE,

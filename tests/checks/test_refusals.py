@@ -113,7 +113,7 @@ guards.entropy.high=0 => guards.entropy.high=0 fires at every step
 guards.response_length.low=4000 => guards.response_length.low=4000 fires at every step: the number is 2048 at most
 rollout.n=1 => rollout.n=1: algorithm.adv_estimator='grpo' compares the samples of a prompt with each other
 algorithm.adv_estimator=remax algorithm.source=file actor.loss_mode=sft => needs a greedy response to every prompt
-algorithm.adv_estimator=grpo_process => set reward.function to arithmetic_steps
+algorithm.adv_estimator=grpo_process => set reward.function to a module:function that returns
 algorithm.adv_estimator=OWN:steps_over_greedy => needs rewards of single steps, and the reward 'arithmetic' gives one
 actor.loss_mode=gspo => set loss_agg_mode=seq-mean-token-mean
 actor.loss_mode=OWN:preference algorithm.adv_estimator=OWN:pairs => =seq-mean-token-mean or seq-mean-token-sum
@@ -209,7 +209,6 @@ SHARE GAE trainer.device=cpu => not made for the critic
 'PARTS=[{name: length}]' => cannot be called: nothing gives its parameter 'max_length', which has no default
 'PARTS=[{name: format, kwargs: {layuot: 1}}]' => it has no parameter 'layuot', which the kwargs hold; did you mean 'layout'
 'PARTS=[{name: x, function: composite}]' => a sum of components cannot be a component
-'PARTS=[{name: arithmetic_steps}]' => gives rewards of single steps, which a sum has no place for
 'PARTS=[{name: accuracy}]' data.task=jsonl => it is the task's own reward, and data.task='jsonl' has none; set its function
 'PARTS=[{name: accuracy, gate: {component: formt, min: 1}}]' => gate.component='formt' is no component above it (none)
 'PARTS=[{name: format, gate: {component: accuracy, min: 1}}, {name: accuracy}]' => gate.component='accuracy' is no component
