@@ -1,7 +1,7 @@
 """Rewards: functions that take what they name and return a float or a dict, run in killable worker processes.
 
 reward.py, calling.py, pool.py        signatures and results; the call in a worker, the sum `composite`; the workers
-answers.py, numeric.py, math/         graders of GSM8K, layouts, exact arithmetic, graded rewards; the grader of MATH
+answers.py, numeric.py, math/         graders of GSM8K, layouts, graded rewards; the grader of MATH
 style.py, judge.py                    length, language and repetition; another model's verdict
 
 Importing this package registers them. It imports the standard library only, so a worker starts in some 50 ms.

@@ -1,4 +1,4 @@
-"""The tool `calculator`: exact arithmetic on integers and decimals (rewards/numeric.py), so that 0.1 + 0.2 is 0.3.
+"""The tool `calculator`: exact arithmetic on integers and decimals, so that 0.1 + 0.2 is 0.3.
 
 An expression has no names, attributes, or calls but those of FUNCTIONS. Results and intermediate results have at most
 MOST_DIGITS digits. A power's size is known before it is computed, so 9**9**9 is refused at once.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 from collections.abc import Callable
 from fractions import Fraction
 
 from grpo_megatron.environments.tool import ToolError, tools
-from grpo_megatron.rewards.numeric import ArithmeticRules, compute_exactly
 
 MAX_LENGTH = 1000  # characters of an expression
 MOST_DIGITS = 100  # of a numerator or denominator
@@ -42,8 +42,41 @@ def _round(value: Fraction, digits: Fraction = Fraction(0)) -> Fraction:
 
 
 FUNCTIONS: dict[str, Callable[..., Fraction]] = {"abs": abs, "min": min, "max": max, "round": _round, "sqrt": _sqrt}
-# repr: the shortest decimal that is this float, so that 0.1 is one tenth
-RULES = ArithmeticRules(lambda literal: Fraction(repr(literal)), _power, 10**MOST_DIGITS, FUNCTIONS)
+BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: lambda a, b: Fraction(a // b),
+    ast.Mod: operator.mod,
+}
+UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+def compute_exactly(node: ast.expr) -> Fraction:
+    """Computes a parsed expression. Raises ValueError for what is no arithmetic, OverflowError above MOST_DIGITS.
+
+    ZeroDivisionError, RecursionError and what the functions raise pass through.
+    """
+    match node:
+        case ast.Constant(value=int() | float() as literal) if not isinstance(literal, bool):
+            value = Fraction(repr(literal))  # the shortest decimal that is this float, so that 0.1 is one tenth
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            value = _power(compute_exactly(left), compute_exactly(right))
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in BINARY:
+            value = BINARY[type(operation)](compute_exactly(left), compute_exactly(right))
+        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in UNARY:
+            value = UNARY[type(sign)](compute_exactly(operand))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
+            try:
+                value = FUNCTIONS[name](*[compute_exactly(argument) for argument in arguments])
+            except TypeError:
+                raise ValueError(f"{name} cannot take {len(arguments)} numbers") from None
+        case _:
+            raise ValueError(f"{ast.unparse(node)[:40]!r} is not allowed")
+    if max(abs(value.numerator), value.denominator) >= 10**MOST_DIGITS:
+        raise OverflowError("the result is too large")
+    return value
 
 
 @tools.register("calculator")
@@ -56,7 +89,7 @@ def calculator(expression: str) -> str:
     if len(expression) > MAX_LENGTH:
         raise ToolError(f"the expression has {len(expression)} characters; at most {MAX_LENGTH}")
     try:
-        return _text(compute_exactly(ast.parse(expression.strip().replace("^", "**"), mode="eval").body, RULES))
+        return _text(compute_exactly(ast.parse(expression.strip().replace("^", "**"), mode="eval").body))
     except ZeroDivisionError:
         raise ToolError("division by zero") from None
     except (OverflowError, RecursionError, MemoryError):  # MemoryError: too many parentheses
