@@ -28,9 +28,9 @@ SEED ?= 0
 STEPS ?= 200
 # Three workers: many tests wait for processes. The tests of a file stay on one worker, and files start in the order that tests/conftest.py sets.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
-# Tests of what hardly uses torch, transformers, Megatron-Core and vLLM: the second stack changes nothing for them.
-SAME_ON_BOTH := test_layers.py test_docs.py test_browser.py starting report planning migration cli/test_plan.py \
-	data/test_curate.py data/test_images.py parallel processes sync/test_attest.py training/test_stopping.py storage slurm rewards environments evaluation algo checks sampling
+# Tests of what is between this program and torch, transformers, Megatron-Core or vLLM: all that differs on the second stack.
+ON_BOTH := contract convert/test_megatron_lm.py convert/test_round_trip.py convert/test_vision.py e2e/test_examples.py \
+	exact/test_exact.py models rollout
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # pip compiles nothing: the first import writes the bytecode
 
@@ -82,7 +82,7 @@ test-fast: $(INSTALLED)
 	$(BIN)/python $(PYTEST) -m "not slow and not soak"
 
 test-vllm026: $(VENV026)/.installed
-	$(VENV026)/bin/python $(PYTEST) -m "not soak and (not slow or both_stacks)" $(SAME_ON_BOTH:%=--ignore=tests/%)
+	$(VENV026)/bin/python $(PYTEST) -m "not soak and (not slow or both_stacks)" $(ON_BOTH:%=tests/%)
 
 # Not in .venv, whose vLLM is for the CPU: in an environment of a GPU lock (requirements/install.sh), or one like it.
 test-gpu:

@@ -58,7 +58,6 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "rewards/test_pool.py",
     "rollout/",
     "slurm/test_checkpoints.py",
-    "slurm/test_jobs.py",
     "sync/test_patches.py",
     "sync/test_exchange.py",
     "sync/test_adapters.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.worlds import ranks
 from tools.benchmarks import hour
 from tools.benchmarks.hour import Case, NotRun
 
@@ -68,7 +70,24 @@ def test_the_hour_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     assert run()[0] == 0 and calls[4:] == ["good", "broken", "good"]
 
 
-@pytest.mark.slow
+@ranks(1)
+def toys(folder: Path) -> list[dict[str, float]]:
+    """The trainer alone, in toy sizes."""
+    os.environ["GRPO_GPU_TESTS_ON"] = "cpu"
+    chosen = hour.PARTS["a"][1][:1]
+    return [case.function(folder, **case.arguments) for case in chosen]
+
+
+def test_cases_of_the_hour_run_here(tmp_path: Path) -> None:
+    """The first; make soak has all. The arguments of the others fit their functions."""
+    for _, cases in hour.PARTS.values():
+        for case in cases:
+            inspect.signature(case.function).bind(tmp_path, **case.arguments)
+    [[trained]] = toys(folder=tmp_path)
+    assert trained["tok/s"] > 0
+
+
+@pytest.mark.soak
 def test_the_hour_runs_here_in_toy_sizes(tmp_path: Path) -> None:
     """Every case that a CPU can run. What it cannot: TRL, Transformer Engine, batch invariance, and the same toy twice."""
     command = [sys.executable, "-m", "tools.benchmarks", "hour", "--folder", str(tmp_path)]

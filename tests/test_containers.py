@@ -155,7 +155,7 @@ def test_what_skypilot_starts_again(run_in_sky: Any, torchrun: str, python: str,
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_pods_train_as_one_world(tmp_path: Path) -> None:
     """The pods' own command, with two nodes of one rank: torchrun's agents meet at MASTER_ADDR, and the world has two ranks."""
     make_run(tmp_path)

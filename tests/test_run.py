@@ -28,18 +28,13 @@ OVERRIDES = [
         "data.shuffle=false",
         "rollout.n=3",
         "data.train_batch_size=4",
-        "reward.function=tests.test_run:odd",
+        "reward.function=tests.e2e.rewards:odd_reward",
     ),
     *("trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false"),
     *("trainer.save_hf_at_end=false", "trainer.save_freq=-1", "trainer.logger=[jsonl]", "actor.optim.lr=0.01"),
 ]
 CORRECTED = ["actor.ppo_mini_batch_size=2", "algorithm.rollout_correction.rollout_rs=token"]
 KL = ["actor.use_kl_loss=false", "algorithm.use_kl_in_reward=true", "algorithm.adv_estimator=reinforce_plus_plus"]
-
-
-def odd(response: str, answer: str) -> float:
-    """A reward that differs within a group of random responses."""
-    return float(sum(map(len, response.split())) % 3)
 
 
 def weights_of(run: Any) -> dict[str, torch.Tensor]:
@@ -51,69 +46,81 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
 
 
 @ranks()
-def both_steps(folder: Path, overrides: list[str], world: int) -> dict[str, Any]:
-    """The weights after the Trainer's one step, and what `verbs_step` returns, on this rank."""
+def both_steps(folder: Path, cases: list[list[str]]) -> list[dict[str, Any]]:
+    """For each case, the weights after the Trainer's one step, and what `verbs_step` returns, on this rank."""
     from megatron.core.parallel_state import destroy_model_parallel
 
     from grpo_megatron import Trainer
     from grpo_megatron import run as run_module
 
-    settings = [*OVERRIDES, *overrides, f"trainer.n_gpus_per_node={world}"]
-    trainer = Trainer(load_config(folder / "run.yaml", [*settings, f"trainer.output_dir={folder / 'trainer'}"]))
-    close, trained = trainer.parts.close, dict[str, torch.Tensor]()
-    with (
-        mock.patch.object(trainer.parts, "close", lambda: (trained.update(weights_of(trainer.parts)), close())),
-        mock.patch.object(run_module, "destroy_mesh", destroy_model_parallel),  # the world is used again
-    ):
-        trainer.run()
-    return {"trained": trained, **verbs_step(folder, [*settings, f"trainer.output_dir={folder / 'verbs'}"])}
+    results = []
+    for number, overrides in enumerate(cases):
+        out = folder / str(number)
+        settings = [*OVERRIDES, *overrides, f"trainer.n_gpus_per_node={os.environ['WORLD_SIZE']}"]
+        trainer = Trainer(load_config(folder / "run.yaml", [*settings, f"trainer.output_dir={out / 'trainer'}"]))
+        close, trained = trainer.parts.close, dict[str, torch.Tensor]()
+
+        def keep(parts: Any = trainer.parts, close: Any = close, trained: Any = trained) -> None:
+            trained.update(weights_of(parts))
+            close()
+
+        with (
+            mock.patch.object(trainer.parts, "close", keep),
+            mock.patch.object(run_module, "destroy_mesh", destroy_model_parallel),  # the world is used again
+        ):
+            trainer.run()
+            stepped = verbs_step(folder, [*settings, f"trainer.output_dir={out / 'verbs'}"])
+        results.append({"trainer": out / "trainer", "trained": trained, **stepped})
+    return results
 
 
 def verbs_step(folder: Path, settings: list[str]) -> dict[str, Any]:
-    """A step of the verbs on this rank: weights after it, after another step, and after loading the state before it."""
-    with grpo_megatron.open(folder / "run.yaml", settings) as run:
-        run.save_state(folder / "state")
-        samples = run.sample(run.prompts[:4])
+    """A step of the verbs on this rank, and the step after it: at once, and from the state that was saved between the two."""
+
+    def step(start: int) -> tuple[list[Any], list[dict[str, Any]], dict[str, torch.Tensor]]:
+        samples = run.sample(run.prompts[start : start + 4])
         batch = run.batch(samples)
         numbers = range(len(batch.mini_batches))
         metrics = [run.forward_backward(batch, mini_batch=number) | run.optim_step() for number in numbers]
-        result: dict[str, Any] = {"metrics": metrics, "step": weights_of(run), "rewards": [s.reward for s in samples]}
-        synced = run.sync()
-        result["probe"] = synced["rollout/probe_logp_diff_mean"]
+        drawn = [(s.version, s.response_ids, s.rollout_logprobs, repr(s.reward)) for s in samples]
+        return drawn, metrics, weights_of(run)
+
+    with grpo_megatron.open(folder / "run.yaml", settings) as run:
+        drawn, metrics, weights = step(0)
+        result: dict[str, Any] = {"metrics": metrics, "step": weights, "rewards": [float(s[-1]) for s in drawn]}
+        run.save_state(state := run.config.trainer.output_dir / "state")
+        *later, changed = step(4)
+        result["probe"] = run.sync()["rollout/probe_logp_diff_mean"]
         again = run.sample(["1 + 1 =", {"prompt": "2 + 2 =", "answer": "4"}], n=2)
         result["asked"] = [
             (s.version, s.prompt_index, s.index, math.isnan(s.reward), bool(s.weights_digest)) for s in again
         ]
-        run.load_state(folder / "state")
-        result["same samples"] = [s.response_ids for s in samples] == [
-            s.response_ids for s in run.sample(run.prompts[:4])
-        ]
-        batch = run.batch(samples)
-        for number in numbers:
-            run.forward_backward(batch, mini_batch=number)
-            run.optim_step()
-        result["after load_state"] = equal(weights_of(run), result["step"])
+        run.load_state(state)
+        result["loaded"] = equal(weights_of(run), weights) and not equal(changed, weights)
+        *resumed, weights = step(4)
+        result["resumed"] = resumed == later and equal(weights, changed)
     return result
 
 
-@pytest.mark.parametrize(
-    ("world", "overrides"), [(1, []), (2, []), (1, CORRECTED), (1, KL)], ids=["one", "DP2", "rejection", "KL in reward"]
-)
-def test_a_step_of_the_verbs_is_the_trainers(tmp_path: Path, world: int, overrides: list[str]) -> None:
+@pytest.mark.parametrize(("world", "cases"), [(1, [[], KL]), (2, [CORRECTED])], ids=["one", "DP2"])
+def test_a_step_of_the_verbs_is_the_trainers(tmp_path: Path, world: int, cases: list[list[str]]) -> None:
+    """And a state saved between two steps goes on with the same samples, metrics and weights."""
     make_run(tmp_path)
-    results = both_steps(world, folder=tmp_path, overrides=overrides, world=world)
-    [logged] = metric_rows(tmp_path / "trainer")
-    for result in results:
-        assert equal(result["step"], result["trained"]) and result["same samples"] and result["after load_state"]
-        assert len(result["metrics"]) == (2 if overrides == CORRECTED else 1)
-        assert result["metrics"] == results[0]["metrics"]
-        mean = sum(one["actor/grad_norm"] for one in result["metrics"]) / len(result["metrics"])
-        assert mean == pytest.approx(logged["actor/grad_norm"], rel=1e-12)
-        assert result["probe"] < 1e-4
-    rewards = [reward for result in results for reward in result["rewards"] if not math.isnan(reward)]
-    assert len(set(rewards)) > 1 and len(rewards) == 12
-    asked = sorted(one for result in results for one in result["asked"])
-    assert asked == [(1, 0, 0, True, True), (1, 0, 1, True, True), (1, 1, 0, False, True), (1, 1, 1, False, True)]
+    for overrides, results in zip(
+        cases, zip(*both_steps(world, folder=tmp_path, cases=cases), strict=True), strict=True
+    ):
+        [logged] = metric_rows(results[0]["trainer"])
+        for result in results:
+            assert equal(result["step"], result["trained"]) and result["loaded"] and result["resumed"]
+            assert len(result["metrics"]) == (2 if overrides == CORRECTED else 1)
+            assert result["metrics"] == results[0]["metrics"]
+            mean = sum(one["actor/grad_norm"] for one in result["metrics"]) / len(result["metrics"])
+            assert mean == pytest.approx(logged["actor/grad_norm"], rel=1e-12)
+            assert result["probe"] < 1e-4
+        rewards = [reward for result in results for reward in result["rewards"] if not math.isnan(reward)]
+        assert len(set(rewards)) > 1 and len(rewards) == 12
+        asked = sorted(one for result in results for one in result["asked"])
+        assert asked == [(2, 0, 0, True, True), (2, 0, 1, True, True), (2, 1, 0, False, True), (2, 1, 1, False, True)]
 
 
 def gentle(inputs: Any, config: Any) -> Any:

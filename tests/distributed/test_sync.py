@@ -12,24 +12,24 @@ from tests import tiny, worlds
 from tests.distributed import sync_ranks
 from tests.models.policies import LAYOUTS
 
-# (family, training layout, rollout tp): every training layout, every rollout tp, every family
+# (family, training layout, rollout tp): training layouts, every rollout tp, families
 CASES = [
-    ("qwen2", "1", 1),
-    ("qwen3", "DP2", 1),
     ("qwen2-tied", "DP2", 2),
-    ("qwen3", "TP2+SP", 1),
     ("mistral", "TP2+SP", 2),
-    ("qwen2-tied", "PP2", 1),
     ("llama3", "PP2", 2),
     ("qwen3", "TP2xPP2+SP", 4),
 ]
 # (family, training layout, rollout tp, ranks per node): the ranks are taken for several nodes, so that parts are relayed
 NODES = [
     ("qwen2-tied", "PP2", 2, 1),
-    ("llama3", "TP2xPP2+SP", 1, 2),
 ]
-# of four ranks, whose kind others have: make soak runs them
+# whose kind others have: make soak runs them
 LONG = [
+    ("qwen2", "1", 1, None),
+    ("qwen3", "DP2", 1, None),
+    ("qwen3", "TP2+SP", 1, None),
+    ("qwen2-tied", "PP2", 1, None),
+    ("llama3", "TP2xPP2+SP", 1, 2),
     ("olmo2", "DP2xTP2", 2, None),  # vLLM has it by transformers' modules
     ("llama3", "DP2xTP2", 4, None),
     ("qwen2", "TP4", 2, 2),
@@ -97,10 +97,10 @@ def test_bfloat16_engine_and_policy_agree_to_rounding(models: dict[str, Path]) -
 
 @pytest.mark.slow
 def test_without_learning_nothing_changes(models: dict[str, Path]) -> None:
-    """Learning rate 0 for six cycles. Reused buckets, races and incomplete syncs would show as other samples."""
+    """Learning rate 0 for four cycles. Reused buckets, races and incomplete syncs would show as other samples."""
     shape = LAYOUTS["PP2"]
     results = worlds.run(
-        sync_ranks.cycles, 2, folder=models["qwen2-tied"], layout=shape, rollout_tp=2, num_cycles=6, lr=0.0
+        sync_ranks.cycles, 2, folder=models["qwen2-tied"], layout=shape, rollout_tp=2, num_cycles=4, lr=0.0
     )
     for result in results:
         assert all(tokens == result["tokens"][0] for tokens in result["tokens"])
@@ -127,7 +127,7 @@ def test_a_delta_is_a_full_sync_bit_for_bit(models: dict[str, Path]) -> None:
 # (family, layout, rollout tp, mode, dtype)
 ADAPTED = [
     ("qwen2", "TP2+SP", 1, "merged", "bfloat16"),
-    ("qwen3", "PP2", 2, "merged", "bfloat16"),
+    pytest.param("qwen3", "PP2", 2, "merged", "bfloat16", marks=pytest.mark.soak),
     ("qwen2-tied", "DP2", 2, "split", "float32"),
     pytest.param("llama3", "TP2xPP2+SP", 2, "merged", "bfloat16", marks=pytest.mark.soak),
     pytest.param("qwen2", "TP2xPP2+SP", 1, "merged", "bfloat16", marks=pytest.mark.soak),

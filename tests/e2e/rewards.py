@@ -11,6 +11,11 @@ def length_reward(completion: str, answer: str) -> float:
     return float(sum(map(ord, completion)) % 7)
 
 
+def odd_reward(response: str, answer: str) -> float:
+    """0 to 2, by the length of the words."""
+    return float(sum(map(len, response.split())) % 3)
+
+
 def late_reward(completion: str, answer: str, seconds: float) -> float:
     """`length_reward`, after up to so many seconds."""
     time.sleep(random.uniform(0, seconds))

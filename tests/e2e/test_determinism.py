@@ -50,7 +50,7 @@ def assert_profiled(folder: Path, step: int) -> None:
     assert named <= set((folder / "table.txt").read_text().split())
 
 
-def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Path) -> None:
+def test_two_steps_stop_and_a_third_equal_three_steps(workspace: Path, tmp_path: Path) -> None:
     """With tensor parallelism. (tests/soak/test_soak.py has data parallelism, with the real command.)
 
     Also, a run repeated with the same seed is the same bit for bit: the first two steps are compared twice. The run that
@@ -66,10 +66,10 @@ def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Pa
             raw = merged(raw, DELTA)
         return worlds.run(run_ranks.train, 2, raw=raw, profiled=profiled)
 
-    whole = run("whole", 4)
+    whole = run("whole", 3)
     first = run("halves", 2, profiled=range(1, 2))
     assert_profiled(tmp_path / "halves" / "profile", step=1)
-    second = run("halves", 4)
+    second = run("halves", 3)
     assert [r["first_step"] for r in second] == [2, 2]
     for a, b, c in zip(whole, first, second, strict=True):
         assert a["samples"] == {**b["samples"], **c["samples"]}
@@ -79,17 +79,12 @@ def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Pa
         {path.name: path.read_text() for path in (tmp_path / name / "rollouts").iterdir()}
         for name in ("whole", "halves")
     ]
-    assert written[0] == written[1] and len(written[0]) == 5  # four steps, and run.json
+    assert written[0] == written[1] and len(written[0]) == 4  # three steps, and run.json
     assert [
         row.get("sync/density", 0) > 0 for row in metric_rows(tmp_path / "halves") if "sync/bytes_received" in row
-    ] == [
-        0,
-        1,
-        0,
-        1,
-    ]
+    ] == [0, 1, 0]
     before = first[0]["weights"]
-    assert any(not torch.equal(before[n], whole[0]["weights"][n]) for n in before)  # the last two steps moved weights
+    assert any(not torch.equal(before[n], whole[0]["weights"][n]) for n in before)  # the last step moved weights
 
 
 def test_rollouts_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path: Path) -> None:

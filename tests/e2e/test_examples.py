@@ -245,26 +245,26 @@ def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
         "data.train_files=[]",
         f"data.sources=[{{name: verl, files: {verl}, task: verl, weight: 1}},"
         " {name: published, files: gsm8k/train.jsonl, weight: 3}]",
-        "data.val_max_samples=4",
+        "data.val_max_samples=2",
         "data.max_prompt_length=256",
         "data.max_response_length=12",  # every token is sampled from a real vocabulary, of 152,000 entries
         "data.train_batch_size=4",
         "actor.ppo_mini_batch_size=2",
-        "rollout.n=3",
+        "rollout.n=2",
         "rollout.engine=transformers",  # starts in a third of vLLM's time, which the quickstart has
-        "trainer.total_training_steps=2",
+        "trainer.total_training_steps=1",
         "trainer.save_hf_at_end=false",
         "actor.megatron.pipeline_model_parallel_size=2",
     ]
     _, command = header_commands()
     watched_command(*shlex.split(command.replace("GSM8K/", "gsm8k/"))[1:], *shorter, cwd=gsm8k)
-    first, second, last = metric_rows(gsm8k / "outputs/gsm8k/run")
-    for row in (first, second):
+    first, last = metric_rows(gsm8k / "outputs/gsm8k/run")
+    for row in (first,):
         assert row["training/rollout_logp_diff_mean"] < 1e-6
         assert row["prompt_length/mean"] > 60  # chat template and a real question
         assert row["actor/grad_norm"] >= 0 and "actor/kl_loss" in row and "timing_s/ref" in row
-        for source, share in (("verl", 1), ("published", 3)):  # of 4 prompts, with 3 samples each
-            assert row[f"data/source/{source}/samples"] == 3 * share
+        for source, share in (("verl", 1), ("published", 3)):  # of 4 prompts, with 2 samples each
+            assert row[f"data/source/{source}/samples"] == 2 * share
             assert row[f"reward/source/{source}/mean"] == 0.0 and row[f"response_length/source/{source}/mean"] > 0
     assert first["actor/kl_loss"] < 1e-6  # the reference is the model that the policy starts from
     assert "val-core/gsm8k/acc/mean@1" in last

@@ -56,7 +56,7 @@ def settings(
     [
         pytest.param("2 nodes to 2 nodes", TRANSFORMERS),  # the second node that samples has its weights from the first
         pytest.param("1 to 1", TRANSFORMERS, marks=pytest.mark.soak),
-        pytest.param("pp2 to tp2", {}),
+        pytest.param("pp2 to tp2", {}, marks=pytest.mark.soak),
         pytest.param("tp2 to tp1", {}, marks=pytest.mark.soak),
         pytest.param("1 to 1", {}, marks=pytest.mark.soak),
         pytest.param("1 to 1", {**TRANSFORMERS, **PARTIAL}, marks=pytest.mark.soak),

@@ -41,14 +41,14 @@ def agreements(output: Path) -> list[float]:
 
 def test_partial_rollouts_over_two_engines_and_a_resume(workspace: Path, tmp_path: Path) -> None:
     """Responses that several steps continue, whose samples are in a checkpoint, with experts over two ranks."""
-    for steps in (2, 4):
+    for steps in (1, 2):
         raw = run_ranks.settings(workspace, tmp_path, 2, actor=REPLAY)
         raw["actor"]["megatron"] = {"expert_model_parallel_size": 2}
         raw["rollout"] |= {"partial": {"over_sample": 1.5, "chunk_tokens": 4}}
-        raw["trainer"] |= {"total_training_steps": steps, "save_freq": 2}
+        raw["trainer"] |= {"total_training_steps": steps, "save_freq": 1}
         worlds.run(run_ranks.train, 2, raw=raw, keep_weights=False)
     rows = metric_rows(tmp_path)
-    assert agreements(tmp_path) == [1.0] * 4 and all(row["rollout/partial/rounds"] > 1 for row in rows)
+    assert agreements(tmp_path) == [1.0] * 2 and all(row["rollout/partial/rounds"] > 1 for row in rows)
     assert any(row["rollout/partial/earlier_token_ratio"] for row in rows)
 
 
@@ -68,6 +68,7 @@ def test_ranks_that_only_draw_send_routes_a_step_ahead(workspace: Path, tmp_path
     assert agreements(tmp_path) == [1.0] * 3
 
 
+@pytest.mark.soak
 def test_old_routes_are_replayed_in_a_run(workspace: Path, tmp_path: Path) -> None:
     """Two passes over two mini-batches; the first update starts from the ratio 1."""
     raw = run_ranks.settings(workspace, tmp_path, 1, actor={"moe": {"route_replay": "old"}})

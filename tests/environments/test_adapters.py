@@ -134,13 +134,7 @@ TEXT = SAID % '{"type": "text", "text": "7"}'
         (EMPTY, TEXT, ""),
         (EMPTY, '{"jsonrpc": "2.0", "id": ID, "error": {"code": -32602, "message": "no such tool"}}', "Error: no such"),
         (EMPTY, "junk", "it has written what is no message"),
-        (EMPTY, SAID % '{"type": "text", "text": "\\ud800"}', "it has written what is no message"),
         ({"type": "object", "$ref": "http://127.0.0.1:9/x"}, TEXT, "refer to 'http://127.0.0.1:9/x'; other documents"),
-        (
-            {"type": "object", "properties": {"a": {"$ref": "file:///etc/passwd"}}},
-            TEXT,
-            "refer to 'file:///etc/passwd'",
-        ),
         ({"type": "object", "properties": {"a": {"type": 7}}}, TEXT, "its parameters are no JSON schema"),
     ],
 )
@@ -162,7 +156,6 @@ DYING = "import os, mcp_server as m\nm.server.tool(name='end')(lambda: os._exit(
     ("kwargs", "status", "message"),
     [
         ({"command": [sys.executable, "-c", DYING]}, "raised", "the MCP server does not answer"),
-        ({"command": [sys.executable, "-c", "raise SystemExit(3)"]}, "raised", "no MCP server answers at"),
         ({"command": [sys.executable, "-c", DYING], "only": ["divide"]}, "raised", "server has ['end', 'multiply']"),
     ],
 )

@@ -61,7 +61,7 @@ def play(name: str, *turns: str, timeout_s: float = 60.0, **more: Any) -> list[O
     return outcomes
 
 
-@pytest.mark.parametrize("imports", [[], ["openai"]])
+@pytest.mark.parametrize("imports", [pytest.param([], marks=pytest.mark.soak), ["openai"]])
 def test_two_turns_with_a_tool(imports: list[str]) -> None:
     """Only what is new is an observation. Tools, limits and stop texts reach the request to the engine."""
     start, answer, end = play("two_turns", f"I look. {CALL}", "so 1 END", imports=imports)
@@ -103,15 +103,15 @@ def test_what_a_client_may_ask(name: str, turns: list[str]) -> None:
     ("name", "turns", "status", "message"),
     [
         ("silent", 0, "raised", "has ended without a request"),
-        ("hangs", 0, "timeout", "3 s"),
+        pytest.param("hangs", 0, "timeout", "3 s", marks=pytest.mark.soak),
         ("hangs_later", 1, "timeout", "3 s"),
         pytest.param("lists", 1, "timeout", "3 s", marks=pytest.mark.soak),
         ("large", 0, "raised", "exit code 1"),
         ("flood", 0, "flooded", "200 of its requests were refused"),
         ("crashes", 1, "raised", "signal SIGABRT"),
         ("raises, forked", 1, "raised", "exit code 1 (last output: ZeroDivisionError: division by zero)"),
-        ("talks", 1, "flooded", "has printed more than"),
-        ("both_at_once", 1, "raised", "exit code 1"),
+        pytest.param("talks", 1, "flooded", "has printed more than", marks=pytest.mark.soak),
+        pytest.param("both_at_once", 1, "raised", "exit code 1", marks=pytest.mark.soak),
         ("no_reward", 1, "raised", "no reward: '\"good\"'"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_history_that_is_rewritten_begins_a_branch_where_the_config_says_so() 
         CommandEnvironment([sys.executable], branches="all")
 
 
-@pytest.mark.parametrize("name", ["impatient", "leaves"])
+@pytest.mark.parametrize("name", ["impatient", pytest.param("leaves", marks=pytest.mark.soak)])
 def test_a_client_that_hangs_up_gets_its_answer_when_it_asks_again(name: str) -> None:
     with EnvironmentPool("command", kwargs(name), timeout_s=60.0) as pool:
         pool.start("one", {}, 0)

@@ -130,7 +130,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_run_is_the_same_in_another_layout_and_resumes_there(workspace: Path, tmp_path: Path) -> None:
-    """Three steps on one rank; and two steps with TP2 x DP2, the third with DP2. Weights, samples and metrics."""
+    """Two steps on one rank; and one step with TP2 x DP2, the second with DP2. Weights, samples and metrics."""
 
     def run(name: str, world: int, tp: int, steps: int) -> list[dict[str, Any]]:
         raw = settings(
@@ -138,18 +138,18 @@ def test_a_run_is_the_same_in_another_layout_and_resumes_there(workspace: Path, 
             tmp_path / name,
             world,
             actor={"megatron": {"tensor_model_parallel_size": tp}},
-            trainer={"total_training_steps": steps, "save_freq": 2},
+            trainer={"total_training_steps": steps, "save_freq": 1},
         )
         return worlds.run(run_ranks.train, world, raw=raw)
 
-    [whole] = run("whole", 1, 1, 3)
-    halves = run("halves", 4, 2, 2), run("halves", 2, 1, 3)
+    [whole] = run("whole", 1, 1, 2)
+    halves = run("halves", 4, 2, 1), run("halves", 2, 1, 2)
     drawn = [run_ranks.all_samples(part) for part in ([whole], *halves)]
-    assert drawn[0] == {**drawn[1], **drawn[2]} and len(drawn[0]) == 3
+    assert drawn[0] == {**drawn[1], **drawn[2]} and len(drawn[0]) == 2
     for name, tensor in halves[1][0]["weights"].items():
         assert torch.equal(tensor, whole["weights"][name]), name
     rows = metrics(tmp_path / "whole")
-    assert rows == metrics(tmp_path / "halves") and len(rows) == 3
+    assert rows == metrics(tmp_path / "halves") and len(rows) == 2
     for row in rows:
         assert row["training/rollout_logp_diff_max"] == row["rollout/probe_logp_diff_max"] == 0
         assert row["actor/grad_norm"] > 0
@@ -215,7 +215,10 @@ def test_200_steps_of_the_quickstart_have_no_difference(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["another tree", "another block", "a rounding more"])
+@pytest.mark.parametrize(
+    "fault",
+    [*(pytest.param(name, marks=pytest.mark.soak) for name in ("another tree", "another block")), "a rounding more"],
+)
 def test_a_fault_in_one_side_stops_the_run(workspace: Path, tmp_path: Path, fault: str) -> None:
     raw = settings(workspace, tmp_path / "run", 1, model={"dtype": "bfloat16"})
     with pytest.raises(Exception, match=r"rollout_gap|log-probabilities of fixed tokens differ"):

@@ -323,8 +323,9 @@ def blocks_of_vllm(weight: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tenso
     from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-    first, again = per_block_cast_to_fp8(weight), per_block_cast_to_fp8(weight)
-    requant_weight_ue8m0_inplace(*again)
+    with torch.compiler.set_stance("force_eager"):  # compiling takes a minute
+        first, again = per_block_cast_to_fp8(weight), per_block_cast_to_fp8(weight)
+        requant_weight_ue8m0_inplace(*again)
     return [(values.view(torch.uint8), scales) for values, scales in (first, again)]
 
 

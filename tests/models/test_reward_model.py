@@ -265,7 +265,9 @@ def test_gradients_equal_those_of_the_loss_over_transformers(models: dict[str, P
     assert alone["metrics"]["reward_model/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["DP2", "TP2+SP", "TP2xPP2+SP"])
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(name, marks=pytest.mark.soak) for name in ("DP2", "TP2+SP")), "TP2xPP2+SP"]
+)
 def test_the_layout_changes_nothing(models: dict[str, Path], alone: dict[str, Any], layout: str) -> None:
     """The norm too: only the norm shows a head that every tensor-parallel rank counts."""
     shape = LAYOUTS[layout]
@@ -275,7 +277,7 @@ def test_the_layout_changes_nothing(models: dict[str, Path], alone: dict[str, An
         assert got["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 def test_a_trained_language_model_is_saved_as_a_classifier(language_model: Path, tmp_path: Path, dtype: str) -> None:
     """Two updates of a model with a new head. transformers and another layout compute the same scores from its folder."""
     layout, target = LAYOUTS["TP2xPP2+SP"], tmp_path / "hf"
@@ -421,7 +423,7 @@ def model_config(folder: Path, settings: dict[str, Any]) -> Any:
     return RewardModelConfig.model_validate({"path": folder, "optim": {**OPTIM, "weight_decay": 0.0}, **settings})
 
 
-@pytest.mark.parametrize("combine", ["replace", "add"])
+@pytest.mark.parametrize("combine", ["replace", pytest.param("add", marks=pytest.mark.soak)])
 def test_frozen_models_reward_a_step_in_every_layout(
     models: dict[str, Path], step_models: dict[str, Path], combine: str
 ) -> None:

@@ -146,7 +146,9 @@ def test_gradients_equal_those_of_the_loss_over_transformers(models: dict[str, P
     assert 0 < clipped < int(batch.loss_mask.sum()) / 2
 
 
-@pytest.mark.parametrize("layout", [pytest.param("DP2", marks=pytest.mark.soak), "TP2+SP", "TP2xPP2+SP"])
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(name, marks=pytest.mark.soak) for name in ("DP2", "TP2+SP")), "TP2xPP2+SP"]
+)
 def test_the_layout_changes_nothing(models: dict[str, Path], alone: dict[str, Any], layout: str) -> None:
     """Gradients, then the norm, metrics and weights of two updates. Offloading changes no bit of them in any layout."""
     for got in updated(LAYOUTS[layout].world, folder=models["qwen2"], layout=LAYOUTS[layout]):

@@ -224,7 +224,7 @@ def new_weights_change_the_samples(world: World) -> None:
     assert world.engine.version == 1
     world.assert_samples_from(second, requests())
     assert [c.response_ids for c in world.generate(requests())] != [c.response_ids for c in before]
-    for version in range(2, 22):  # reloads of the same weights change nothing
+    for version in range(2, 5):  # reloads of the same weights change nothing
         world.push(1, version)
     assert world.generate(requests()) == before
 
@@ -511,6 +511,6 @@ def a_failure_inside_vllm_breaks_the_engine_on_all_ranks(world: World) -> None:
         for call in (engine.poll, lambda e=engine: e.abort(["a"]), lambda e=engine: e.generate([], 3)):  # type: ignore[misc]
             raises(RuntimeError, f"must be built again: {type(error).__name__}", call)
         engine.shutdown()
-        world.engine = world.build()
-        world.push(2, 4 + number)
-    world.engine.shutdown()
+        if number == 0:
+            world.engine = world.build()
+            world.push(2, 4)

@@ -22,7 +22,7 @@ from tests.slurm.lab import HANG_S, Lab
 from tests.soak.soak import make_workspace
 from tests.stored import rows_without, same_stored
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(2400)]  # test_script.py has the same lines of a job without a Slurm
 ROOT = Path(__file__).parents[2]
 SCRIPT = "slurm/train_70b.sh"
 STEPS = 8
@@ -120,7 +120,6 @@ def test_a_bad_node_is_left_out_of_the_next_attempt(lab: Lab, tmp_path: Path) ->
     assert lab.job(run.job)["JobName"] == run.out.name
 
 
-@pytest.mark.soak
 def test_interrupted_on_two_nodes(lab: Lab, workspace: Path, tmp_path: Path) -> None:
     """Tensor parallel over two nodes. After all interruptions the result is that of an undisturbed run.
 
@@ -179,7 +178,6 @@ def in_roles(workspace: Path, output_dir: Path, steps: int, seconds: float, **ro
 APART = {"placement": "separate", "num_ranks": 1}
 
 
-@pytest.mark.soak
 def test_a_heterogeneous_job_has_a_component_for_each_role(lab: Lab, workspace: Path, tmp_path: Path) -> None:
     """The script makes two roles of two components. Both pass the pre-flight, and are queued again together."""
     worlds.run(run_ranks.train_in_roles, 2, raw=in_roles(workspace, tmp_path / "reference", 6, 0.0, **APART))
@@ -196,7 +194,6 @@ def test_a_heterogeneous_job_has_a_component_for_each_role(lab: Lab, workspace: 
         assert run.text().count(f"pre-flight {node}: ok") == 2
 
 
-@pytest.mark.soak
 def test_two_roles_on_two_nodes(lab: Lab, workspace: Path, tmp_path: Path) -> None:
     """Pre-empted, then without its rollout rank, then without its rollout node."""
     worlds.run(run_ranks.train_in_roles, 2, raw=in_roles(workspace, tmp_path / "reference", 12, 0.0, **APART))
@@ -221,7 +218,6 @@ def test_two_roles_on_two_nodes(lab: Lab, workspace: Path, tmp_path: Path) -> No
     same_run(tmp_path / "reference", run.out, 12)
 
 
-@pytest.mark.soak
 def test_four_nodes_tensor_and_pipeline_parallel(lab: Lab, workspace: Path, tmp_path: Path) -> None:
     """Every group spans nodes, and the result is that of one machine. Every node passes the pre-flight. Inputs are kept."""
     worlds.run(run_ranks.train, 4, raw=settings(workspace, tmp_path / "reference", 4, 2, 2, 2), keep_weights=False)

@@ -56,7 +56,7 @@ def test_what_is_written_is_valid_and_nothing_is_replaced(run: Path, tmp_path: P
     assert output.read_text() == before
 
 
-@pytest.mark.parametrize("machine", [["--cpu"], ["--gpus", "2", "--lora"]])
+@pytest.mark.parametrize("machine", [pytest.param(["--cpu"], marks=pytest.mark.soak), ["--gpus", "2", "--lora"]])
 def test_a_model_that_reads_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: list[str]) -> None:
     """An image takes half of a prompt at most."""
     monkeypatch.chdir(tmp_path)

@@ -52,7 +52,7 @@ def test_values_that_are_not_finite_are_named(value: float) -> None:
     assert expected_of(with_changes(world, **{name: complete})).non_finite == ([] if is_finite else [name])
 
 
-@pytest.mark.parametrize("grid", [(4, 2, 2, 1, 4), (16, 2, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("grid", [(4, 2, 2, 1, 4), (8, 2, 2, 2, 2)], ids=str)
 def test_a_copy_that_drifts_from_the_others_is_named(grid: tuple[int, ...]) -> None:
     """One bit of a tensor on any rank that is not its only holder: another tensor-, data- or expert-parallel rank, or stage."""
     world = world_of("qwen3-moe" if grid[3] > 1 else "llama-tied", grid)

@@ -83,18 +83,14 @@ def _name(layout: Layout) -> str:
     )
 
 
-def test_there_are_at_least_200_layouts() -> None:
-    assert len(LAYOUTS) >= 200, len(LAYOUTS)
-
-
 def budget_of(number: int) -> int:
     """Elements. Mostly few rounds; every tenth layout has a budget that every tensor exceeds."""
     return 1 << (14 if number % 10 == 0 else 17 if number % 3 == 0 else 22)
 
 
 def in_the_soak(number: int) -> list[pytest.MarkDecorator]:
-    """Mixtral's experts are those of Qwen3-MoE under other names. Of the others every second one."""
-    return [pytest.mark.soak] if number % 2 or _name(LAYOUTS[number]).startswith("mixtral") else []
+    """Mixtral's experts are those of Qwen3-MoE under other names. Of the others every fifth one."""
+    return [pytest.mark.soak] if number % 5 or _name(LAYOUTS[number]).startswith("mixtral") else []
 
 
 @pytest.mark.parametrize(

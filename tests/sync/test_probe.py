@@ -129,14 +129,14 @@ def healthy_and_faulty(folder: Path) -> dict[str, str]:
         errors[name] = str(error.value)
     policy.engine_weights = real
     batch = make_batch(make_sequences(6), [[list(range(6))]])
-    for _ in range(12):
+    for _ in range(6):
         sync()
         policy.update(batch, loss)
     return errors
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3_moe", marks=pytest.mark.soak)])
 def test_one_wrong_small_tensor_is_noticed_without_attestation(family: str, tmp_path: Path) -> None:
     folder = tiny.make_model(tmp_path, "qwen2" if family == "qwen2" else "llama2", **MODELS.get(family, {}))
     [errors] = healthy_and_faulty(folder=folder)

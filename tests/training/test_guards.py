@@ -11,8 +11,6 @@ import contextlib
 import io
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +164,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("guards") / "model", "qwen2-tied", num_hidden_layers=2)
 
 
-@pytest.fixture(scope="module", params=["DP2", "TP2"])
+@pytest.fixture(scope="module", params=["DP2", pytest.param("TP2", marks=pytest.mark.soak)])
 def run(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(output folder, the results of all ranks)."""
     out = tmp_path_factory.mktemp(request.param)
@@ -278,9 +276,7 @@ def test_the_command_says_when_the_loss_is_another_one(run: Any, tmp_path: Path)
     content["config"]["actor"]["kl_loss_coef"] = 0.2
     (tmp_path / "dump.json").unlink()
     (tmp_path / "dump.json").write_text(json.dumps(content))
-    command = [sys.executable, "-m", "grpo_megatron", "replay", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 1, result.stderr
-    assert "the loss is another one (tolerance 1e-06)" in result.stdout
+    [[(code, text)]] = replayed(1, dumps=[tmp_path])
+    assert code == 1 and "the loss is another one (tolerance 1e-06)" in text
     with pytest.raises(ConfigError, match="is not a dump that a guard has written: FileNotFoundError"):
         read_dump(out)

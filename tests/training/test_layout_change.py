@@ -248,7 +248,9 @@ def test_changed_settings_are_used_and_other_mini_batches_keep_the_training_step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(2), Layout(4, tp=2, sp=None), Layout(4, pp=2, ep=2)])
+@pytest.mark.parametrize(
+    "layout", [Layout(2), pytest.param(Layout(4, tp=2, sp=None), marks=pytest.mark.soak), Layout(4, pp=2, ep=2)]
+)
 def test_every_rank_writes_its_share_of_what_megatron_would_gather(model: Path, tmp_path: Path, layout: Layout) -> None:
     """Both kinds of checkpoint have the same tensors, and both readers read both. Older checkpoints are of the second kind."""
     in_both_ways(layout[0], model=model, pairs=PAIRS, out=tmp_path, layout=layout)

@@ -1,6 +1,6 @@
 """LaTeX answers: one spelling for equal ones (`tidy`), and their structure (`parse_tree`, `same_tree`).
 
-Why a parser stands beside math-verify 0.9. Of the 374 pairs of tests/rewards/math/pairs.py, math-verify alone misses 64 of
+Why a parser stands beside math-verify 0.9. Of the 374 pairs of tests/data/math/pairs.txt, math-verify alone misses 64 of
 216 equal answers and accepts 29 of 158 different ones. With `tidy`, units, sentences and the kind of brackets as checks
 before it, it still misses 27 and accepts 11: named tuples, unions, set-builder notation, inequalities as intervals, repeated
 elements, matrices' shapes. It also costs each worker the import of sympy, which plain answers do not need here.

@@ -22,7 +22,7 @@ from grpo_megatron.rewards.math.grader import (
 from grpo_megatron.rewards.math.structure import parse_tree
 from grpo_megatron.rewards.math.value import import_math_verify, refuses
 from grpo_megatron.rewards.pool import RewardPool
-from tests.rewards.math.pairs import DIFFERENT, EQUAL, OTHER, SAME, pairs
+from tests.files import DATA
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -76,13 +76,25 @@ def test_boxed_prediction(text: str, prediction: str | None) -> None:
     assert boxed_prediction(text) == prediction
 
 
-@pytest.mark.parametrize(("answer", "prediction"), pairs(EQUAL) + pairs(SAME))
+def pairs(*names: str) -> list[tuple[str, str]]:
+    """Reads (answer, prediction) for each prediction of every line of these tables."""
+    tables: dict[str, list[tuple[str, str]]] = {}
+    for line in (DATA / "math" / "pairs.txt").read_text().splitlines():
+        if line.startswith("[") and line.endswith("]") and " @ " not in line:
+            table = tables.setdefault(line[1:-1], [])
+        elif not line.startswith("#"):
+            answer, *predictions = line.split(" @ ")
+            table += [(answer.strip(), prediction.strip()) for prediction in predictions]
+    return [pair for name in names for pair in tables[name]]
+
+
+@pytest.mark.parametrize(("answer", "prediction"), pairs("EQUAL", "SAME"))
 def test_equal_answers(answer: str, prediction: str) -> None:
     assert equivalent(answer, prediction)
     assert math_reward(rf"Thus $\boxed{{{prediction}}}$.", answer) == {"score": 1.0, "acc": 1.0, "extracted": 1.0}
 
 
-@pytest.mark.parametrize(("answer", "prediction"), pairs(DIFFERENT) + pairs(OTHER))
+@pytest.mark.parametrize(("answer", "prediction"), pairs("DIFFERENT", "OTHER"))
 def test_different_answers(answer: str, prediction: str) -> None:
     assert not equivalent(answer, prediction)
     assert math_reward(rf"Thus $\boxed{{{prediction}}}$.", answer)["score"] == 0.0
