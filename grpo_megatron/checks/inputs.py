@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.components import CheckedEnvironment, SourceFiles, reward_name, sources_of
 from grpo_megatron.checks.reward_call import examples_of
-from grpo_megatron.config import Config, ConfigError, SamplingConfig
+from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
 from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of
 from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.data.images import ImageFormat
@@ -68,9 +68,19 @@ def only_present(config: Config) -> Config:
     files = present(data, "train_files", "val_files", "val_loss_files")
     if data.sampling.pass_rates is not None and not data.sampling.pass_rates.exists():
         files["sampling"] = SamplingConfig()
+    files["val_tasks"] = [name for name in data.val_tasks if _has_task_file(data, name)]
     files["sources"] = [source.model_copy(update=present(source, "files", "val_files")) for source in data.sources]
     sft = sft.model_copy(update=present(sft, "train_files"))
     return config.model_copy(update={"data": data.model_copy(update=files), "sft": sft})
+
+
+def _has_task_file(data: DataConfig, name: str) -> bool:
+    """Says if the data of a task is here; a wrong name is left to `read_task_prompts`, as is a folder that is not named."""
+    try:
+        files = get_task(name).files
+    except ConfigError:
+        return True
+    return data.val_data is None or any(is_there(data.val_data / file) for file in files)
 
 
 # -- The tokenizer -----------------------------------------------------------------------------------------------------

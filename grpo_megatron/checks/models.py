@@ -24,7 +24,7 @@ from grpo_megatron.models.weights.hf_folder import check_hf
 from grpo_megatron.planning.layout import world_problems
 from grpo_megatron.planning.parameters import RunModels
 from grpo_megatron.rewards.reward import rewards
-from grpo_megatron.storage.hub import model_folder
+from grpo_megatron.storage.hub import known_shape, model_folder
 from grpo_megatron.untrusted import ReadError, read_json, special_file_in
 
 MAIN, OTHERS, CRITIC = "reward_model", "reward_models.", "critic"  # keys of the config
@@ -109,12 +109,16 @@ def check_reference(config: Config, arch: Architecture) -> None:
     check_complete("ref.path", check_hf, path, arch)
 
 
-def with_hub_models(config: Config, *, weights: bool) -> Config:
-    """Replaces ids of the Hub by the folders of their models, where they can be had (storage/hub.py)."""
+def with_hub_models(config: Config, *, weights: bool, shapes: bool = False) -> Config:
+    """Replaces ids of the Hub by the folders of their models, where they can be had (storage/hub.py).
+
+    `shapes`: for a plan, missing folders by those of the same name that come with the package.
+    """
 
     def local(path: Path | None) -> Path | None:
         try:
-            return path and model_folder(path, weights=weights)
+            shape = known_shape(path) if shapes and path else None
+            return shape or (path and model_folder(path, weights=weights))
         except ReadError:  # `read_model` says why
             return path
 
@@ -180,8 +184,8 @@ class ModelFolders:
         rewards = tuple(folder.arch for folder in self.rewards.values())
         return RunModels(self.arch, rewards, critic, has_head=self.scored is None)
 
-    def check_weights(self, config: Config, problems: ProblemList, *, policy: bool) -> None:
-        """Checks names and shapes of all tensors. `policy`: those of `model.path`, too."""
+    def check_weights(self, config: Config, problems: ProblemList, *, policy: bool, elsewhere: bool) -> None:
+        """Checks names and shapes of all tensors. `policy`: those of `model.path`, too. `elsewhere`: of those that are here."""
         if self.arch is not None:
             if policy and self.scored is not None:
                 problems.attempt("model.path", check_complete, "model.path", check_reward_weights, self.scored)
@@ -190,6 +194,8 @@ class ModelFolders:
             if reads_reference(config.algorithm, config.actor) and config.ref.path is not None:
                 problems.attempt("ref.path model.path", check_reference, config, self.arch)
         for key, folder in self.beside.items():
+            if elsewhere and not has_weights(folder.path):
+                continue
             problems.attempt(f"{key}.path", check_complete, f"{key}.path", check_reward_weights, folder)
 
 

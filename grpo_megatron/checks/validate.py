@@ -103,7 +103,8 @@ class Validation:
         self.problems = ProblemList()
         self.problems.add(start.problems)
         self.failed: set[str] = set()  # names of checks with a problem, or left out
-        self.config = config = models.with_hub_models(components.with_recognised_tasks(config), weights=not dry_run)
+        recognised = components.with_recognised_tasks(config)
+        self.config = config = models.with_hub_models(recognised, weights=not dry_run, shapes=elsewhere)
         self.folders = ModelFolders.read(config, self.problems)
         self.arch = self.folders.arch
         self.has_task = components.task_problem(config) is None
@@ -152,6 +153,11 @@ class Validation:
         """Checks the engine's options, for a run that samples."""
         replays, has_images = self.config.actor.moe.route_replay == "engine", bool(self.arch and self.arch.vision)
         return engine_problems(self.config.rollout, replays=replays, has_images=has_images)
+
+    def check_weights(self) -> None:
+        """Checks names and shapes of all tensors; a plan needs none."""
+        policy = self.has_weights or not self.dry_run
+        self.folders.check_weights(self.config, self.problems, policy=policy, elsewhere=self.elsewhere)
 
     def read_tokenizer(self) -> None:
         """Reads the tokenizer, its end tokens, and the environment that renders with it."""
@@ -263,7 +269,7 @@ CHECKS = (  # in the order in which problems are found
     Check("packages", lambda v: machine.package_problems(v.config), when=_is_run),
     Check("devices", lambda v: machine.device_problems(v.config, v.world_size), when=_is_run),
     Check("hardware", lambda v: hardware_problems(v.config), "actor.megatron", when=_is_run),
-    Check("weights", lambda v: v.folders.check_weights(v.config, v.problems, policy=v.has_weights or not v.dry_run)),
+    Check("weights", Validation.check_weights),
     Check("tokenizer", Validation.read_tokenizer),
     Check("rows", Validation.read_rows, when=lambda v: v.has_task and v.start.knows("data.task", "data.sources")),
     Check("epochs", Validation.count_steps),

@@ -628,14 +628,14 @@ def verdict_without_gpu(config: Config, models: RunModels, world_size: int) -> I
     if config.trainer.device == "cpu":
         yield "no GPU to fit: trainer.device=cpu, and only the memory of GPUs is counted"
         return
-    fits = {
-        name: fit(config, models, world_size, gpu.usable_bytes).fits
-        and not list(capability_problems(config, gpu.capability))
-        for name, gpu in GPUS.items()
-    }
+    verdicts: dict[str, list[str]] = {"FITS": [], "DOES NOT FIT": [], "DOES NOT RUN ON": []}
+    for name, gpu in GPUS.items():
+        fits = fit(config, models, world_size, gpu.usable_bytes).fits
+        runs = not any(capability_problems(config, gpu.capability))
+        verdicts[("FITS" if fits else "DOES NOT FIT") if runs else "DOES NOT RUN ON"].append(name)
+    verdicts["FITS"] = verdicts["FITS"] or ["none of the known GPUs"]
     yield "--gpu NAME or --gpu GIB says what to change, and which layouts fit."
-    good, bad = ([name for name in GPUS if fits[name] == value] for value in (True, False))
-    yield f"FITS {', '.join(good) or 'none of the known GPUs'}" + (f"; DOES NOT FIT {', '.join(bad)}" if bad else "")
+    yield "; ".join(f"{verdict} {', '.join(names)}" for verdict, names in verdicts.items() if names)
 
 
 # -- The resolved configuration: every key with its value, as a file that can be run -----------------------------------

@@ -24,6 +24,7 @@ from grpo_megatron.processes.variables import set_determinism_variables
 from grpo_megatron.registry import find_modules
 from grpo_megatron.report.progress import awaited
 from grpo_megatron.storage.files import remove_leftovers
+from grpo_megatron.storage.hub import known_shape
 from grpo_megatron.untrusted import redacted
 
 if TYPE_CHECKING:
@@ -112,10 +113,19 @@ def _validate(options: RunOptions, argv: list[str], config: Config, *, wrong_key
         config,
         world_size,
         dry_run=options.dry_run,
-        elsewhere=options.world_size is not None,
+        elsewhere=_is_elsewhere(options, config),
         rehearsed=failures.is_first() and failures.LAUNCHER_PID not in os.environ,
         start=RunStart(problems, device, wrong_keys),
     )
+
+
+def _is_elsewhere(options: RunOptions, config: Config) -> bool:
+    """Says if a plan is for other machines: by --world-size, or since this one has no more than the shape of its model."""
+    if options.world_size is not None or not isinstance(options, PlanOptions):
+        return options.world_size is not None
+    path = config.model.path
+    has_shape_alone = (path / "config.json").exists() and len(list(path.iterdir())) == 1
+    return has_shape_alone or known_shape(path) is not None
 
 
 def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config, world_size: int) -> Problems:
@@ -203,7 +213,7 @@ def _print_plan(given: Config, checked: Checked, world_size: int, options: RunOp
 
     config = checked.config
     width = min(max(shutil.get_terminal_size((PAGE_WIDTH, 24)).columns, 80), PAGE_WIDTH)
-    elsewhere = options.world_size is not None
+    elsewhere = _is_elsewhere(options, given)
     page = plan_page(
         config,
         checked,
@@ -222,7 +232,13 @@ def _print_plan(given: Config, checked: Checked, world_size: int, options: RunOp
         except ConfigError:
             print(page, flush=True)
             raise
-    page.sections["Every key with its value, as a config"] = [write_resolved(config, options.resolved_config)]
+    shapes = {key: given.at(key) for key in ("model.path", "ref.path", "critic.path", "reward_model.path")}
+    shapes = {key: path for key, path in shapes.items() if elsewhere and path and known_shape(path)}
+    page.verdict[:0] = [
+        f"{key}={path} is not here: its shape is that of {known_shape(path)}" for key, path in shapes.items()
+    ]
+    resolved = write_resolved(config.with_values(shapes), options.resolved_config)
+    page.sections["Every key with its value, as a config"] = [resolved]
     print(page, flush=True)
 
 
@@ -234,10 +250,10 @@ def _print_search(config: Config, options: PlanOptions) -> int:
             f"{keys_of(config).rollout.placement}: the search compares colocated layouts and splits by itself; leave it out"
         )
     with large_imports():
-        from grpo_megatron.checks.models import read_models
+        from grpo_megatron.checks.models import read_models, with_hub_models
         from grpo_megatron.planning.search import search_page
 
-    models = read_models(config)
+    models = read_models(with_hub_models(config, weights=False, shapes=True))
     lengths = {"top": options.top, "mean_response": options.mean_response}
     print(search_page(config, models, options.world_size, options.gpu, **lengths))
     return 0

@@ -11,23 +11,15 @@ import shutil
 from pathlib import Path
 from typing import Annotated
 
-import grpo_megatron
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.starting.prepare import ArithmeticOptions, ModelOptions, prepare_inputs
 from grpo_megatron.storage.files import new_folder
+from grpo_megatron.storage.hub import examples_folder
 
 # -- the examples and Slurm scripts that come with the package ---------------------------------------------------------
-# A wheel has them inside the package, a checkout beside it.
 
-PACKAGE_FOLDER = Path(grpo_megatron.__file__).resolve().parent
 FOLDERS = ("examples", "slurm")
-
-
-def examples_folder(name: str) -> Path:
-    """Finds one of FOLDERS."""
-    packaged = PACKAGE_FOLDER / name
-    return packaged if packaged.is_dir() else PACKAGE_FOLDER.parent / name
 
 
 class ExamplesOptions(Options):

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub by their ids: huggingface_hub fetches them, and finds what it has in its cache."""
+"""Models by name: ids of the Hugging Face Hub, which huggingface_hub fetches or has in its cache, and shapes for plans."""
 
 from __future__ import annotations
 
@@ -7,10 +7,29 @@ import functools
 import re
 from pathlib import Path
 
+import grpo_megatron
 from grpo_megatron.untrusted import ReadError, cut, read_json
 
 INDEX = "model.safetensors.index.json"
+PACKAGE_FOLDER = Path(grpo_megatron.__file__).resolve().parent
 OF_CONFIG = ("*.json", "*.model", "*.txt", "*.jinja")  # with the tokenizer's files
+
+
+def examples_folder(name: str = "examples") -> Path:
+    """Finds `examples` or `slurm`: a wheel has them inside the package, a checkout beside it."""
+    packaged = PACKAGE_FOLDER / name
+    return packaged if packaged.is_dir() else PACKAGE_FOLDER.parent / name
+
+
+def known_shapes() -> list[str]:
+    """Lists the models whose config.json comes with the package, by name."""
+    return sorted(path.parent.name for path in (examples_folder() / "models").glob("*/config.json"))
+
+
+def known_shape(path: Path) -> Path | None:
+    """Finds the folder with the config.json of the model that `path` names, where `path` itself is missing."""
+    folder = examples_folder() / "models" / path.name
+    return folder if not path.exists() and path.name in known_shapes() else None
 
 
 @functools.cache

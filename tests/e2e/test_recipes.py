@@ -29,46 +29,14 @@ from grpo_megatron.rollout.vllm.versions import is_newest
 from tests import tiny, vision, worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_examples import ROOT
-from tests.files import CONFIGS, DATA, QWEN_SMALL
+from tests.files import DATA, QWEN_SMALL
 from tests.stored import metric_rows
 
 pytestmark = pytest.mark.slow
 
 RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "examples/recipes").glob("*/*.yaml"))
 RECIPES = [path for path in RECIPES if path.parent.name != "tasks"]
-DEEPSEEK_7B = {  # deepseek-math-7b, deepseek-llm-7b: Llama's architecture
-    "vocab_size": 102400,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-}
-LLAMA_7B = {**DEEPSEEK_7B, "vocab_size": 32000, "num_hidden_layers": 32, "max_position_embeddings": 2048}
-QWEN_32B = {
-    "hidden_size": 5120,
-    "intermediate_size": 27648,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-}
-FULL_SIZE: dict[str, tuple[str, dict[str, Any]]] = {  # folder under /models -> a real config.json, and what differs
-    "deepseek-math-7b-instruct": ("Llama-3.1-8B", DEEPSEEK_7B),
-    "deepseek-math-7b-base": ("Llama-3.1-8B", DEEPSEEK_7B),
-    "Qwen2.5-7B-Instruct": ("Qwen2.5-7B-Instruct", {}),
-    "Qwen2.5-VL-7B-Instruct": ("Qwen2.5-VL-7B-Instruct", {"image_token_id": 4108}),  # of the small tokenizer
-    "Qwen2.5-Math-7B": ("Qwen2.5-7B-Instruct", {"max_position_embeddings": 4096, "rope_theta": 10000.0}),
-    "Qwen2.5-32B": ("Qwen2.5-7B-Instruct", QWEN_32B),
-    "Qwen3-30B-A3B-Base": ("Qwen3-30B-A3B", {}),
-    "deepseek-llm-7b-chat": ("Llama-3.1-8B", DEEPSEEK_7B),
-    "Llama-3.2-1B-Instruct": ("Llama-3.2-1B", {}),
-    "llama-7b": ("Llama-3.1-8B", LLAMA_7B),
-    "hf": ("Llama-3.1-8B", LLAMA_7B),  # what an earlier stage has written
-}
+MODELS = ROOT / "examples/models"  # config.json of each recipe's model, for plans
 FILES = {  # file under /data -> its rows
     "gsm8k_train.jsonl": "gsm8k/train.jsonl",
     "gsm8k_test.jsonl": "gsm8k/test.jsonl",
@@ -130,13 +98,19 @@ def add_weight_headers(folder: Path) -> None:
         file.truncate(8 + len(encoded) + end)
 
 
+def shape_of(name: str) -> dict[str, Any]:
+    """The config.json of a recipe's model. A recipe's later stages start from the model of the first."""
+    return json.loads((MODELS / name.replace("hf", "llama-7b") / "config.json").read_text())  # type: ignore[no-any-return]
+
+
 def full_size(name: str, root: Path, with_weights: bool = False) -> Path:
     """The folder of a real architecture; those of 7B by Qwen with their tokenizer, which takes seconds to load."""
-    base, changes = FULL_SIZE[name]
     folder = root / name
     folder.mkdir()
-    config = json.loads((CONFIGS / f"{base}.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    config = shape_of(name)
+    if "image_token_id" in config:
+        config["image_token_id"] = 4108  # of the small tokenizer
+    (folder / "config.json").write_text(json.dumps(config))
     if name == "Qwen2.5-VL-7B-Instruct":
         add_tokenizer(folder, vision.TEMPLATE)
     if name in ("Qwen2.5-7B-Instruct", "Qwen2.5-Math-7B"):
@@ -189,6 +163,14 @@ def test_the_plan_at_full_size(
     assert stated(header, r"takes (\d+) GiB") == pytest.approx(fullest, abs=2)
     if "rollout" in gib:
         assert stated(header, r"rollouts (\d+)") == pytest.approx(gib["rollout"], abs=2)
+
+    stage = ["model.path=llama-7b"] if config.model.path.name == "hf" else []
+    resolved = tmp_path / "resolved.yaml"
+    assert main.main(["plan", str(recipe), "--resolved-config", str(resolved), *stage]) == 0  # no folder, no data
+    offline = capsys.readouterr().out
+    path = "llama-7b" if stage else str(config.model.path)
+    assert f"model.path={path} is not here: its shape is that of {MODELS}" in offline and "FITS h100-80" in offline
+    assert f"path: {path}," in resolved.read_text()
 
 
 def stated(header: str, pattern: str) -> float:
@@ -308,8 +290,7 @@ def test_two_steps_of_a_shrunk_model(
     model = shrunk(family, tmp_path)
     raws = {}
     for recipe in [recipe for recipe in RECIPES if only in str(recipe)]:
-        base, _ = FULL_SIZE[load_config(recipe, []).model.path.name]
-        if json.loads((CONFIGS / f"{base}.json").read_text())["model_type"] == family:
+        if shape_of(load_config(recipe, []).model.path.name)["model_type"] == family:
             raws[recipe] = shrunk_run(recipe, model, data, tmp_path / recipe.parent.name / recipe.stem)
     assert raws
     worlds.run(run_ranks.train_many, 2, raws=list(raws.values()))

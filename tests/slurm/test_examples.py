@@ -118,7 +118,7 @@ def test_gpus_without_the_fp8_of_a_config_are_named(
     mxfp8 = ("actor.megatron.fp8.recipe=mxfp8", "rollout.quantization=fp8_per_channel")
     assert "DOES NOT RUN" not in plan_of("llama3_70b_fp8", capsys, "178", *mxfp8)  # of unknown capability
     assert main.main(["train", "examples/llama3_70b_fp8.yaml", "--dry-run", "--world-size", "64"]) == 0
-    assert "FITS h100-80, h200, h20-96; DOES NOT FIT b200, a100-80," in capsys.readouterr().out
+    assert "FITS h100-80, h200, h20-96; DOES NOT RUN ON b200, a100-80, a100-40, l40-48\n" in capsys.readouterr().out
     options = ["--dry-run", "--world-size", "64", "rollout.quantization=fp8_per_block"]
     assert main.main(["train", "examples/qwen2_72b_fp8.yaml", *options]) == 2
     assert "multiples of 128; this model's MLP width, 29568 / tp 8 = 3696, is not; set" in capsys.readouterr().err

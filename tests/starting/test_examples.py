@@ -12,6 +12,7 @@ import pytest
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
 from grpo_megatron.starting import quickstart
+from grpo_megatron.storage import hub
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("examples/", "slurm/")
@@ -71,7 +72,7 @@ def test_examples_are_copied_and_replace_nothing(tmp_path: Path, capsys: pytest.
 
 
 def test_a_checkout_uses_its_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quickstart, "PACKAGE_FOLDER", tmp_path / "grpo_megatron")
+    monkeypatch.setattr(hub, "PACKAGE_FOLDER", tmp_path / "grpo_megatron")
     assert quickstart.examples_folder("examples") == tmp_path / "examples"
 
 
