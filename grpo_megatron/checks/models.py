@@ -184,7 +184,7 @@ class ModelFolders:
         rewards = tuple(folder.arch for folder in self.rewards.values())
         return RunModels(self.arch, rewards, critic, has_head=self.scored is None)
 
-    def check_weights(self, config: Config, problems: ProblemList, *, policy: bool, elsewhere: bool) -> None:
+    def check_weights(self, config: Config, problems: ProblemList, *, policy: bool, elsewhere: bool = False) -> None:
         """Checks names and shapes of all tensors. `policy`: those of `model.path`, too. `elsewhere`: of those that are here."""
         if self.arch is not None:
             if policy and self.scored is not None:

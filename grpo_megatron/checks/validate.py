@@ -151,8 +151,9 @@ class Validation:
 
     def engine_problems(self) -> Problems:
         """Checks the engine's options, for a run that samples."""
-        replays, has_images = self.config.actor.moe.route_replay == "engine", bool(self.arch and self.arch.vision)
-        return engine_problems(self.config.rollout, replays=replays, has_images=has_images)
+        replays, arch = self.config.actor.moe.route_replay == "engine", self.arch
+        has_images, has_experts = bool(arch and arch.vision), bool(arch and arch.num_experts)
+        return engine_problems(self.config.rollout, replays=replays, has_images=has_images, has_experts=has_experts)
 
     def check_weights(self) -> None:
         """Checks names and shapes of all tensors; a plan needs none."""

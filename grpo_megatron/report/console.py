@@ -144,6 +144,7 @@ class ConsoleSink(Sink):
         columns: Sequence[Column] = CONSOLE_COLUMNS,
     ) -> None:
         self._columns, self._stream, self._rows = columns, stream or sys.stdout, 0
+        self._explains = first_step == 0  # a resumed run's columns were explained at its start
         self._bar: Any = tqdm(
             total=total_steps,
             initial=first_step,
@@ -175,7 +176,7 @@ class ConsoleSink(Sink):
                 next_s = 2 * passed
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._rows == 0:
+        if self._rows == 0 and self._explains:
             self.note("\n".join(f"  {column.title:<10} {column.legend}" for column in self._columns) + "\n")
         if self._rows % ROWS_PER_HEADER == 0:
             self.note(f"{'step':>6}" + "".join(f"{column.title:>{COLUMN_WIDTH}}" for column in self._columns))

@@ -310,6 +310,11 @@ class RunFolder:
         done = self.curves.last_step + 1
         return done if total is None else min(done, total)  # the last validation is logged as a step of its own
 
+    def warm_up_steps(self) -> int | None:
+        """Returns the steps of the supervised warm-up until its model is written; None: it is over, or there is none."""
+        steps = self.settings.get("sft.steps")
+        return steps if isinstance(steps, int) and not (self.folder / "warmup").exists() else None
+
     def step_seconds(self) -> float | None:
         """Computes the median seconds of the last steps."""
         return statistics.median(self._step_seconds) if self._step_seconds else None

@@ -154,6 +154,8 @@ def _now(run: RunFolder) -> Iterator[str]:
         yield f"no heartbeat since {when}, {duration(now.age_s)} ago: the run was probably killed; started again, it resumes"
         return
     where = f"step {now.step}" if now.step is not None else "start"
+    if steps := run.warm_up_steps():
+        where = f"warm-up, {where} of {steps}" if now.step is not None else "start"
     phase = f"{where}: {visible_line(now.phase)} for {duration(now.phase_s + now.age_s)}" if now.phase else where
     each, passed = run.step_seconds(), now.step_s + now.age_s
     if now.step_s and each is not None and each > passed:

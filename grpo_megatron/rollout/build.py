@@ -65,10 +65,12 @@ def _explain(error: Any, known: list[str]) -> str:
     return f"{key}={error['input']!r}: {error['msg']}"
 
 
-def engine_problems(rollout: RolloutConfig, *, replays: bool = False, has_images: bool = False) -> Iterator[str]:
+def engine_problems(
+    rollout: RolloutConfig, *, replays: bool = False, has_images: bool = False, has_experts: bool = False
+) -> Iterator[str]:
     """Yields what is wrong with the engine's part of the config. Runs before any rank starts; imports no engine package.
 
-    `replays`: the trainer replays the routes of the engine. `has_images`: the model reads images.
+    `replays`: the trainer replays the routes of the engine. `has_images`: the model reads images. `has_experts`: it is a mixture of them.
     """
     try:
         engine = find_engine(rollout.engine)
@@ -86,6 +88,11 @@ def engine_problems(rollout: RolloutConfig, *, replays: bool = False, has_images
         yield (
             f"rollout.engine={rollout.engine!r} serves no model that reads images (reads_images=False); set"
             " rollout.engine=vllm or transformers, or a model.path that reads text alone"
+        )
+    if has_experts and not engine.serves_experts:
+        yield (
+            f"rollout.engine={rollout.engine!r} serves no mixture of experts (serves_experts=False); set"
+            " rollout.engine=vllm, or a dense model.path"
         )
     if rollout.sync == "delta" and not engine.reads_shards:
         yield (

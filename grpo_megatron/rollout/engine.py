@@ -175,6 +175,7 @@ class RolloutEngine(ABC):
     reads_shards: ClassVar[bool] = False  # True: of each tensor it reads only its rank's shard (`engine_tensors`)
     has_exact_rows: ClassVar[bool] = False  # True: it serves `model.exact`
     records_routes: ClassVar[bool] = False  # True: it serves `actor.moe.route_replay=engine`
+    serves_experts: ClassVar[bool] = True  # False: no mixture of experts
     reads_images: ClassVar[bool] = False  # True: it serves models with images; `logprobs` has the argument `images`
 
     @classmethod

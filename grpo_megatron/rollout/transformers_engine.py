@@ -517,6 +517,7 @@ class TransformersEngine(StatefulEngine):
     requires = {"transformers": "transformers"}  # noqa: RUF012 - declared as ClassVar in the base class
     has_exact_rows = True
     reads_images = True
+    serves_experts = False  # transformers keeps the experts of a layer in one tensor
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: TransformersOptions) -> Iterator[str]:

@@ -15,6 +15,7 @@ import faulthandler
 import json
 import os
 import select
+import shlex
 import signal
 import sys
 import threading
@@ -182,7 +183,8 @@ class Stopping:
         name = REASONS[reason]
         exit_code = EXIT_INTERRUPTED if name == "SIGINT" else EXIT_STOPPED
         text = (
-            f"stopped by {name} after {steps_done} steps; saved in {checkpoint}; the same command continues from there"
+            f"stopped by {name} after {steps_done} steps; saved in {checkpoint}; the same command continues from there, or:"
+            f" grpo-megatron train {shlex.quote(str(self.config.output_dir / 'config.yaml'))}"
         )
         if self.mesh.rank == 0:
             record(self.config.output_dir, "stopped", steps_done, checkpoint, exit_code)

@@ -359,7 +359,10 @@ def test_an_engine_must_read_images() -> None:
         " rollout.engine=vllm or transformers, or a model.path that reads text alone"
     )
     assert not list(engine_problems(rollout))
-    assert not list(engine_problems(RolloutConfig(engine="transformers"), has_images=True))
+    rollout = RolloutConfig(engine="transformers")
+    assert not list(engine_problems(rollout, has_images=True))
+    (problem,) = engine_problems(rollout, has_experts=True)
+    assert "rollout.engine='transformers' serves no mixture of experts" in problem
 
 
 def test_fp8_is_of_the_decoder(tmp_path: Path) -> None:

@@ -51,6 +51,12 @@ def test_a_running_run(tmp_path: Path) -> None:
     assert "  response   first second third " in lines and "  reference  7" in lines
     assert lines[-1].endswith("guard    step 7    bad")
 
+    folder = make_run(tmp_path / "warm", steps=0, config={"sft": {"steps": 50}}, events=[event("started", 0)])
+    beat(folder, phase="step/update_actor")
+    assert lines_of(folder)[2].startswith("warm-up, step 30 of 50: update_actor for 2 s")
+    (folder / "warmup").mkdir()
+    assert lines_of(folder)[2].startswith("step 30: update_actor")
+
 
 def test_a_run_that_was_killed_is_noticed(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=3)

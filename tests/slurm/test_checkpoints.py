@@ -166,6 +166,7 @@ def test_a_request_to_one_rank_stops_all(out: Path, result: dict[str, Any]) -> N
     assert (out / "heartbeat").read_text() == "3\n"
     last = read_events(out)[-1]
     assert (last["kind"], last["step"]) == ("stopped", 3) and last["text"].startswith("stopped by ")
+    assert last["text"].endswith(f"or: grpo-megatron train {out}/config.yaml")
 
 
 RUN = """

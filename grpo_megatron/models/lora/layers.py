@@ -68,7 +68,7 @@ class Lora:
         for module in self.modules.values():
             base, a, b = module.weight, module.lora_a, module.lora_b
             update = module.adapter.merged(torch.zeros_like(base, dtype=torch.float32), a, b)
-            change = module.adapter.merged(base, a, b).float() - base.float()
+            change = (base.float() + update).to(base.dtype).float() - base.float()  # as `merged` rounds
             return float((change * update).sum()), float((update * update).sum())
         return 0.0, 0.0
 

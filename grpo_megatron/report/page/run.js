@@ -77,7 +77,10 @@
     const y = run.metrics[metric]?.y.filter(isNumber);
     return y?.length ? (y.length > 1 ? `${short(y[0], 3)} \u2192 ${short(y[y.length - 1], 3)}` : short(y[0], 3)) : "\u2013";
   }
-  const lastValue = (run, metric) => { const value = run.metrics[metric]?.y.findLast(isNumber); return isNumber(value) ? short(value) : "\u2013"; };
+  function median(run, metric) {
+    const y = (run.metrics[metric]?.y ?? []).filter(isNumber).sort((a, b) => a - b), half = y.length >> 1;
+    return y.length ? short(y.length % 2 ? y[half] : (y[half - 1] + y[half]) / 2) : "\u2013";
+  }
   function facts(run) {
     const validation = Object.keys(run.metrics).find((name) => /^val-core\/.+\/mean@\d+$/.test(name));
     return [
@@ -87,7 +90,7 @@
       ["validation reward", validation ? change(run, validation) : "\u2013"],
       ["response length", change(run, "response_length/mean")],
       ["seconds per step", isNumber(run.stepSeconds) ? seconds(run.stepSeconds) : "\u2013"],
-      ["tokens per second and device", lastValue(run, "perf/throughput")],
+      ["tokens per second and device, median", median(run, "perf/throughput")],
       ...(runs.some((other) => other.state === "running") ? [["time left", isNumber(run.secondsLeft) ? seconds(run.secondsLeft) : "\u2013"]] : []),
     ].filter(([, value]) => two || value !== "\u2013");
   }
