@@ -40,12 +40,16 @@ class TriedResponse:
 
 @dataclass(frozen=True)
 class RewardTrial:
-    """A reward's values for a response with the right answer, and for one with a wrong answer."""
+    """A reward's values for a response with the right answer, and for one with a wrong answer.
+
+    `stop`: the text of rollout.stop that ends the response before its answer, if one does.
+    """
 
     prompt: Prompt
     form: AnswerForm
     right: TriedResponse
     wrong: TriedResponse
+    stop: str | None = None
 
     @property
     def is_told_apart(self) -> bool:
@@ -85,7 +89,11 @@ def call_rewards(config: Config, prompts: Sequence[Prompt]) -> list[RewardTrial]
         TriedResponse(item.completion, *both)
         for item, both in zip(items, zip(results, alone, strict=True), strict=True)
     ]
-    trials = [RewardTrial(p, form, *tried[2 * n : 2 * n + 2]) for n, (p, form, _) in enumerate(asked)]
+    pairs = zip(tried[::2], tried[1::2], strict=True)
+    trials = [
+        RewardTrial(p, form, right, wrong, _early_stop(config, p, right.text))
+        for (p, form, _), (right, wrong) in zip(asked, pairs, strict=True)
+    ]
     if failing := [trial for trial in trials if _failed(trial.right) and _failed(trial.wrong)]:
         raise ConfigError("\n".join(map(_problem, failing)))
     return trials
@@ -152,6 +160,12 @@ def _wrong_answer(prompts: Sequence[Prompt]) -> str:
     return next((other.answer for other in prompts[1:] if other.answer.strip() not in ("", right)), WRONG)
 
 
+def _early_stop(config: Config, prompt: Prompt, text: str) -> str | None:
+    """Finds a stop text that begins before the end of the answer in the right response."""
+    end = text.rfind(prompt.answer.strip()) + len(prompt.answer.strip())
+    return next((stop for stop in config.rollout.stop if 0 <= text.find(stop) < end), None)
+
+
 def _is_batched(name: str) -> bool:
     """Says if it gets batches of whatever is ready."""
     facts = rewards.facts(name)
@@ -187,6 +201,11 @@ def _condition(gate: Gate) -> str:
 
 
 def _warnings(trial: RewardTrial) -> Iterator[str]:
+    if trial.stop is not None:
+        yield (
+            f"rollout.stop={shown([trial.stop])} ends {shown(trial.right.text, 120)} before its answer (form:"
+            f" {trial.form.description}); leave it out, unless responses have another form"
+        )
     for tried in (trial.right, trial.wrong):
         without = tried.alone is not None and tried.alone.status == tried.result.status != "ok"  # NaN is not NaN
         if tried.alone is not None and not without and tried.alone != tried.result:

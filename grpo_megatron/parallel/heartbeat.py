@@ -32,6 +32,7 @@ from grpo_megatron.storage.run_files import add_event
 # -- which rank has stalled: pure functions of what was read, and of the time -----------------------------------------
 
 STEP = "step"  # the phase that contains a training step
+BETWEEN = "between phases"
 SLOW_DISK_PHASES = ("renew_reference", "dump")  # inside a step
 SAVING_PHASES = ("save_checkpoint", *SLOW_DISK_PHASES)
 SAVE_FACTOR = 10
@@ -68,7 +69,13 @@ class Beat:
     @property
     def place(self) -> str:
         step = "" if self.step is None else f" of step {self.step}"
-        return f"phase {self.phase.rpartition('/')[2] or 'start'}{step}"
+        name = self.phase_path.rpartition("/")[2]
+        return f"{'' if name == BETWEEN else 'phase '}{name}{step}"
+
+    @property
+    def phase_path(self) -> str:
+        """Returns the phase, or where a rank is that is in none."""
+        return self.phase or ("start" if self.step is None else BETWEEN)
 
 
 class Watch:
@@ -171,7 +178,7 @@ def table(beats: Sequence[Beat]) -> str:
     rows = [("rank", "node", "process", "step", "phase", "for", "main thread")]
     for beat in sorted(beats, key=lambda beat: beat.rank):
         step = "-" if beat.step is None else str(beat.step)
-        phase, since = "ended" if beat.ended else beat.phase or "start", f"{beat.phase_s:.0f} s"
+        phase, since = "ended" if beat.ended else beat.phase_path, f"{beat.phase_s:.0f} s"
         rows.append((str(beat.rank), beat.node, str(beat.pid), step, phase, since, beat.where))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "".join(

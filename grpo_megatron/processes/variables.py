@@ -54,6 +54,17 @@ def set_gpu_variables() -> Iterator[str]:
             yield f"environment: {name}={os.environ[name]} stays as it is set; the default here is {value} ({reason})"
 
 
+def cache_problems() -> Iterator[str]:
+    """Tries to write into the folders of compiled kernels that the environment names; torch and vLLM end in a traceback."""
+    for name, _, reason in CACHES:
+        if folder := os.environ.get(name):
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+            except OSError as error:
+                yield f"{name}={folder!r} ({reason}): {error.strerror}; set it to a folder that can be written, or unset it"
+
+
 def check_rank_variables() -> None:
     """Checks the rank's numbers in the environment. Raises ConfigError; without RANK nothing is read."""
     given = {"LOCAL_WORLD_SIZE": os.environ.get("WORLD_SIZE", ""), **os.environ}  # one machine, where nobody says

@@ -70,7 +70,8 @@ def engine_problems(
 ) -> Iterator[str]:
     """Yields what is wrong with the engine's part of the config. Runs before any rank starts; imports no engine package.
 
-    `replays`: the trainer replays the routes of the engine. `has_images`: the model reads images. `has_experts`: it is a mixture of them.
+    `replays`: the trainer replays the routes of the engine. `has_images`: the model reads images. `has_experts`: it is a
+    mixture of experts.
     """
     try:
         engine = find_engine(rollout.engine)

@@ -147,7 +147,7 @@ def test_the_plan_shows_a_right_and_a_wrong_answer(user_module: None) -> None:
 def test_a_reward_that_does_not_prefer_the_right_answer_is_a_warning(
     user_module: None, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = Config.model_validate({"model": {"path": "m"}})
+    config = Config.model_validate({"model": {"path": "m"}, "rollout": {"stop": ["42\n#", "###"]}})
     names = [f"called_reward:{name}" for name in ("waits", "trl", "average")]
     trials = call_rewards(config, [replace(prompt, reward=name) for name in names for prompt in ROWS])
     caplog.clear()
@@ -155,11 +155,12 @@ def test_a_reward_that_does_not_prefer_the_right_answer_is_a_warning(
     assert (
         "reward called_reward:trl is called as TRL's reward(prompts, completions, **columns)" in capsys.readouterr().out
     )
-    equal, depends = [record.message for record in caplog.records]
+    stop, equal, _, _, depends = warned = [record.message for record in caplog.records]
+    assert stop.startswith("rollout.stop=['###'] ends 'The answer is 42.\\n#### 42' before its answer")
     assert equal.startswith(
         "the reward called_reward:waits does not prefer the right answer of s/rows/0: 1 for 'The answer is 42.\\n"
     )
     assert depends.startswith(
         "the reward called_reward:average gives 1 to 'The answer is 42.\\n#### 42' alone, and 0.5"
     )
-    assert [text for title, text in trial_lines(trials) if title == "WARNING"] == [equal, depends]
+    assert [text for title, text in trial_lines(trials) if title == "WARNING"] == warned

@@ -178,7 +178,7 @@ def test_a_killed_worker_leaves_nothing(kind: str, monkeypatch: pytest.MonkeyPat
         assert os.listdir(folder) == []
 
 
-def test_where_nothing_isolates_the_tool_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_isolates_the_tool_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the start of a worker, which the check of a config does, and in a call."""
     broken = {
         "bwrap": ("", "bwrap is not installed"),
@@ -187,11 +187,18 @@ def test_where_nothing_isolates_the_tool_refuses(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(isolation, "run_program", lambda code, limits, kind: broken.get(kind, ("1/2\n", "")))
     monkeypatch.setattr("grpo_megatron.environments.tools.python.find_isolation", find_isolation.__wrapped__)
     problem = (
-        r"install bubblewrap 0.7 .* \(bwrap: bwrap is not installed; landlock: the program was not run: no Landlock\)"
+        r"install bubblewrap 0.7 .* \(bwrap: bwrap is not installed; landlock: the program was not run: no Landlock"
     )
     for refused in (prepare_isolation, lambda: python("print(1)")):
         with pytest.raises(ValueError, match=problem):
             refused()
+    home = tmp_path / "home"
+    home.mkdir(0o700)
+    monkeypatch.setattr(isolation, "_readable", lambda: ["/usr", str(home / "venv")])
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(ValueError, match=r"closed to other users \(mode 0700\).*; chmod o\+x /") as error:
+        find_isolation.__wrapped__()
+    assert home.is_relative_to(str(error.value).rpartition("chmod o+x ")[2].partition(",")[0])
     prepare_isolation(unsafe=True)
     assert find_isolation.__wrapped__(unsafe=True) == "none"
 

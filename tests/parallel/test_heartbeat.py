@@ -150,6 +150,8 @@ def test_who_is_behind_and_the_table() -> None:
     both = list(beats(1, changes=39, phase="step/reward", phase_s=17.2).values())
     assert [beat.rank for beat in behind(both)] == [1]
     assert behind(list(beats().values())) == []
+    sending = replace(beats()[0], phase="")  # a rollout rank that sends a step's samples
+    assert (sending.place, replace(sending, step=None).place) == ("between phases of step 3", "phase start")
     roles = [replace(beat, role=("training", "rollout")[beat.rank], changes=beat.rank) for beat in beats().values()]
     assert behind(roles) == []  # each role has phases of its own
     assert roles[1].name == "rank 1 (rollout, node node-b, process 12)"

@@ -19,6 +19,7 @@ from grpo_megatron.processes.variables import (
     GPU_VARIABLES,
     TE_NONDETERMINISM,
     cache_folder,
+    cache_problems,
     check_rank_variables,
     set_determinism_variables,
     set_gpu_variables,
@@ -57,6 +58,18 @@ def test_values_of_the_user_stay_and_are_named() -> None:
     (line,) = set_gpu_variables()
     assert "NCCL_CUMEM_ENABLE=1 stays as it is set; the default here is 0 (vLLM's default" in line
     assert (os.environ["NCCL_CUMEM_ENABLE"], os.environ["TRITON_CACHE_DIR"]) == ("1", "mine")
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    os.environ |= {
+        "VLLM_CACHE_ROOT": str(tmp_path / "new"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "below"),
+    }
+    (problem,) = cache_problems()
+    assert (
+        problem.startswith("TORCHINDUCTOR_CACHE_DIR=") and "Not a directory; set it to a folder that can be" in problem
+    )
 
 
 @pytest.mark.parametrize("kind", ["a link", "a file", "another user's"])

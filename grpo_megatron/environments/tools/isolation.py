@@ -56,6 +56,11 @@ def find_isolation(unsafe: bool = False) -> str:
         if (text, problem) == ("1/2\n", ""):
             return kind
         problems.append(f"{kind}: {' '.join((text or problem).split())[-120:]}")
+    if closed := _closed_folder():
+        problems.append(
+            f"{closed} is closed to other users (mode {stat.S_IMODE(os.stat(closed).st_mode):04o}), and this Python is in"
+            f" it: programs of root run as another user; chmod o+x {closed}, or install elsewhere"
+        )
     raise ValueError(
         "the tool python cannot isolate programs on this machine; install bubblewrap 0.7 or newer, or use a kernel with"
         " Landlock and, as root, a Python that all users can read; or let programs read and change files here, with"
@@ -167,6 +172,13 @@ def _other_user() -> int:
 def _readable() -> list[str]:
     python = [Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parents[1]]
     return [*READABLE_PATHS, *dict.fromkeys(str(path) for path in python if not path.is_relative_to("/usr"))]
+
+
+def _closed_folder() -> Path | None:
+    """Finds the first folder on the way to this Python that the other user of root's programs cannot enter."""
+    folders = (folder for path in map(Path, (*_readable(), sandbox.__file__)) for folder in (*path.parents[::-1], path))
+    closed = (folder for folder in folders if folder.is_dir() and not folder.stat().st_mode & stat.S_IXOTH)
+    return next(closed, None) if os.geteuid() == 0 else None
 
 
 def _bwrap_options(folder_bytes: int) -> list[str]:
