@@ -32,7 +32,7 @@ from grpo_megatron.storage.run_files import add_event
 # -- which rank has stalled: pure functions of what was read, and of the time -----------------------------------------
 
 STEP = "step"  # the phase that contains a training step
-BETWEEN = "between phases"
+_BETWEEN = "between phases"
 SLOW_DISK_PHASES = ("renew_reference", "dump")  # inside a step
 SAVING_PHASES = ("save_checkpoint", *SLOW_DISK_PHASES)
 SAVE_FACTOR = 10
@@ -70,12 +70,12 @@ class Beat:
     def place(self) -> str:
         step = "" if self.step is None else f" of step {self.step}"
         name = self.phase_path.rpartition("/")[2]
-        return f"{'' if name == BETWEEN else 'phase '}{name}{step}"
+        return f"{'' if name == _BETWEEN else 'phase '}{name}{step}"
 
     @property
     def phase_path(self) -> str:
         """Returns the phase, or where a rank is that is in none."""
-        return self.phase or ("start" if self.step is None else BETWEEN)
+        return self.phase or ("start" if self.step is None else _BETWEEN)
 
 
 class Watch:
