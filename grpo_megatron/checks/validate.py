@@ -268,7 +268,7 @@ CHECKS = (  # in the order in which problems are found
     Check("models beside", lambda v: models.beside_problems(v.config, v.training, v.folders)),
     Check("rewards", lambda v: components.reward_name_problems(v.config)),
     Check("packages", lambda v: machine.package_problems(v.config), when=_is_run),
-    Check("caches", lambda v: cache_problems(), when=_is_rehearsed_run),
+    Check("caches", lambda v: cache_problems(), when=_is_run),
     Check("devices", lambda v: machine.device_problems(v.config, v.world_size), when=_is_run),
     Check("hardware", lambda v: hardware_problems(v.config), "actor.megatron", when=_is_run),
     Check("weights", Validation.check_weights),
